@@ -1,0 +1,51 @@
+"""What the decode loop asks of a compiled program. Backends implement it; the runtime drives it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from .program import Program
+
+
+class Executable(Protocol):
+    """A compiled program that owns its state buffers.
+
+    The function ``step`` takes tokens i64[B,T], positions i64[B,T], past i64[B] (valid cache rows of
+    each sequence before the step), ``select`` i64[B,S] (the tokens whose logits are wanted; only if
+    the program's step has that input) and ``ancestors`` bool[B,T,T] (left out for a chain). It
+    appends T rows to every sequence's cache after `past`; rows that the loop does not count in the
+    next call's `past` are forgotten. Outputs: ``logits`` [B,S,V] (S = T without `select`) and
+    ``argmax`` i64[B,S].
+    """
+
+    program: Program
+    capacity: int
+
+    def begin(self, batch: int, rows: int) -> None:
+        """Start `batch` new sequences; make room for `rows` cache rows in each at once if cheap."""
+
+    def reserve(self, rows: int) -> None:
+        """Grow the caches to at least `rows` rows a sequence, keeping what they hold.
+
+        Errors: `InputError` past the model's context.
+        """
+
+    def widths(self, function: str) -> tuple[int, ...] | None:
+        """The values of T that are compiled (ascending), or None if any T runs equally well."""
+
+    def run(
+        self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
+    ) -> dict[str, torch.Tensor]:
+        """Run a function on CPU inputs; update its states; return the named outputs.
+
+        A returned tensor may be overwritten by the next call of `run`.
+        """
+
+    def keep_rows(self, past: torch.Tensor, source: torch.Tensor) -> None:
+        """Commit a path: row past[b] + i becomes row past[b] + source[b,i]. source i64[B,N]."""
+
+    def state_bytes(self) -> int:
+        """Bytes that the state buffers occupy now."""

@@ -1,0 +1,173 @@
+"""A function: a `torch.fx.Graph` under our rules, with a type and a site on every node.
+
+Nodes are placeholders (inputs and states), ``get_attr`` (weights, by name), calls of graftwork ops or
+core ATen ops, ``operator.getitem`` on ops with several results, and one output, whose argument is a
+dict from output name to node. A state that the function updates appears among the outputs under the
+state's name. Symbolic sizes stand directly in arguments as `Sym`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.fx
+
+from .errors import GraftworkError
+from .infer import infer
+from .types import Sym, TensorType, ValueType
+from .weights import Weight
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a node comes from: module path in the source model, layer index, source line."""
+
+    module: str = ""
+    layer: int | None = None
+    line: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.module or self.line) or self.layer is not None
+
+
+NOWHERE = Site()
+
+
+def type_of(node: torch.fx.Node) -> TensorType:
+    """The tensor type of a node's value. Errors: `GraftworkError` for ops with several results."""
+    value = node.meta["type"]
+    if not isinstance(value, TensorType):
+        raise GraftworkError(f"%{node.name} has several results; take one with [i] first")
+    return value
+
+
+def site_of(node: torch.fx.Node) -> Site:
+    """The site of a node (empty if unknown)."""
+    site = node.meta.get("site", NOWHERE)
+    return site if isinstance(site, Site) else NOWHERE
+
+
+class Function:
+    """A named, typed graph. Passes copy it, edit the copy's graph and hand the copy on."""
+
+    def __init__(self, name: str, graph: torch.fx.Graph | None = None) -> None:
+        self.name = name
+        self.graph = graph or torch.fx.Graph()
+
+    # -- reading
+
+    def __iter__(self) -> Iterator[torch.fx.Node]:
+        return iter(list(self.graph.nodes))
+
+    @property
+    def inputs(self) -> tuple[torch.fx.Node, ...]:
+        """Placeholders in order: arguments and the states that the function reads."""
+        return tuple(self.graph.find_nodes(op="placeholder"))
+
+    def input(self, name: str) -> torch.fx.Node:
+        """The placeholder called `name`. Errors: `GraftworkError` listing those there are."""
+        for node in self.inputs:
+            if node.target == name:
+                return node
+        known = ", ".join(str(n.target) for n in self.inputs)
+        raise GraftworkError(f"{self.name} has no input {name!r}; it has {known}")
+
+    def has_input(self, name: str) -> bool:
+        """Whether the function takes an input (or reads a state) called `name`."""
+        return any(node.target == name for node in self.inputs)
+
+    @property
+    def output_node(self) -> torch.fx.Node:
+        """The output node. Errors: `GraftworkError` if there is none (the graph is unfinished)."""
+        for node in self.graph.find_nodes(op="output"):
+            return node
+        raise GraftworkError(f"{self.name} has no output")
+
+    @property
+    def outputs(self) -> dict[str, torch.fx.Node]:
+        """Output (and updated state) nodes by name."""
+        return dict(self.output_node.args[0])  # type: ignore[arg-type]
+
+    @property
+    def weights(self) -> set[str]:
+        """Names of the weights that the function uses."""
+        return {str(n.target) for n in self.graph.find_nodes(op="get_attr")}
+
+    def calls(self, *targets: Any) -> list[torch.fx.Node]:
+        """Nodes that call one of the targets, in order (all calls if none is given)."""
+        nodes = [n for n in self.graph.nodes if n.op == "call_function"]
+        return [n for n in nodes if not targets or n.target in targets]
+
+    # -- building
+
+    def copy(self) -> Function:
+        """An independent copy: nodes, types and sites."""
+        graph = torch.fx.Graph()
+        mapping: dict[torch.fx.Node, torch.fx.Node] = {}
+        for node in self.graph.nodes:
+            mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+        return Function(self.name, graph)
+
+    def add_input(self, name: str, type: TensorType) -> torch.fx.Node:
+        """A new placeholder after the existing ones."""
+        last = self.inputs[-1] if self.inputs else None
+        anchor = last if last is not None else self.graph._root
+        with self.graph.inserting_after(anchor):
+            node = self.graph.placeholder(_identifier(name))
+        node.target = name
+        node.meta = {"type": type, "site": NOWHERE}
+        return node
+
+    def weight(self, weight: Weight) -> torch.fx.Node:
+        """A reference to a weight, at the insertion point."""
+        node = self.graph.create_node("get_attr", weight.name, name=_identifier(weight.name))
+        node.meta = {"type": weight.type, "site": NOWHERE}
+        return node
+
+    def call(
+        self,
+        target: Callable[..., Any],
+        *args: Any,
+        site: Site = NOWHERE,
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> torch.fx.Node:
+        """A typed call at the insertion point. Errors: `VerifyError` if the types do not fit."""
+        node_type = infer(target, args, kwargs)
+        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
+        node.meta = {"type": node_type, "site": site}
+        return node
+
+    def item(self, node: torch.fx.Node, index: int) -> torch.fx.Node:
+        """Result `index` of an op with several results."""
+        return self.call(operator.getitem, node, index, site=site_of(node))
+
+    def set_outputs(self, outputs: Mapping[str, torch.fx.Node]) -> None:
+        """Make these the function's outputs, in this order."""
+        for node in self.graph.find_nodes(op="output"):
+            self.graph.erase_node(node)
+        node = self.graph.output(dict(outputs))
+        node.meta = {"type": (), "site": NOWHERE}
+
+    def retype(self) -> list[tuple[torch.fx.Node, ValueType, ValueType]]:
+        """Infer every call's type again in place; returns (node, before, after) that changed."""
+        changed = []
+        for node in self.calls():
+            before = node.meta.get("type")
+            after = infer(node.target, node.args, dict(node.kwargs))  # type: ignore[arg-type]
+            if before != after:
+                node.meta["type"] = after
+                changed.append((node, before, after))
+        return changed
+
+    def symbols(self) -> set[str]:
+        """Names of the symbols in the types of the inputs."""
+        dims = [dim for node in self.inputs for dim in type_of(node).dims]
+        return set().union(*(d.symbols for d in dims if isinstance(d, Sym)), set())
+
+
+def _identifier(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name)

@@ -1,0 +1,259 @@
+"""Attention, before and after a KV cache exists, and the masks and biases that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from . import Sample, define
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Scaled dot products [B,H,T,N] in float32 of q [B,H,T,D] with the grouped keys k [B,G,N,D]."""
+    batch, heads, width, dim = q.shape
+    groups = k.shape[1]
+    grouped = q.reshape(batch, groups, heads // groups * width, dim)
+    scores = torch.matmul(grouped, k.transpose(2, 3)).float() * scale
+    scores = scores.reshape(batch, heads, width, k.shape[2])
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+
+
+def _weighted(
+    scores: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """softmax(scores) v over the visible rows; a sink takes weight but adds nothing."""
+    batch, heads, width, rows = scores.shape
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        sink = sinks.float().reshape(1, heads, 1, 1).expand(batch, heads, width, 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = torch.softmax(scores, dim=-1)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    groups = v.shape[1]
+    grouped = weights.to(dtype).reshape(batch, groups, heads // groups * width, rows)
+    return torch.matmul(grouped, v).reshape(batch, heads, width, v.shape[3])
+
+
+def _attention_samples() -> Iterator[Sample]:
+    for heads, groups, extra in ((4, 2, {}), (2, 2, {"window": 3}), (2, 1, {"softcap": 5.0})):
+        q = torch.randn(2, heads, 5, 8)
+        k, v = torch.randn(2, groups, 5, 8), torch.randn(2, groups, 5, 6)
+        yield (q, k, v), {"layer": 0, "scale": 8**-0.5, **extra}
+    yield (
+        (torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)),
+        {"sinks": torch.randn(2), "slopes": torch.rand(2), "layer": 1, "scale": 0.5},
+    )
+
+
+def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) -> Tensor:
+    return q.new_empty((*q.shape[:3], v.shape[3]))
+
+
+@define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks=None, Tensor? slopes=None, *, "
+    "int layer, float scale, int? window=None, float? softcap=None) -> Tensor",
+    samples=_attention_samples,
+    fake=_attention_fake,
+)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    *,
+    layer: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Causal self-attention over a whole sequence; what a frontend produces, without a cache.
+
+    ``%y: f32[B,H,T,E] = graftwork.attention(%q, %k, %v, layer=0, scale=0.125)``
+
+    q [B,H,T,D]; k [B,G,T,D]; v [B,G,T,E], H a multiple of G (grouped-query attention). Token t sees
+    tokens max(0, t - window + 1) .. t. `softcap` c bounds scores to c tanh(s/c); `sinks` [H] adds one
+    logit a head that takes weight and contributes nothing; `slopes` [H] adds slope * (key position -
+    query position) (ALiBi). `layer` names the layer whose cache this attention will own.
+    """
+    width = q.shape[2]
+    steps = torch.arange(width, device=q.device)
+    distance = steps[:, None] - steps[None, :]
+    mask = distance >= 0
+    if window is not None:
+        mask = mask & (distance < window)
+    scores = _scores(q, k, scale, softcap)
+    if slopes is not None:
+        scores = scores - slopes.float()[:, None, None] * distance
+    return _weighted(scores, v, mask[None, None], sinks, q.dtype)
+
+
+def _write_samples() -> Iterator[Sample]:
+    yield (torch.zeros(2, 2, 9, 4), torch.randn(2, 2, 3, 4), torch.tensor([0, 5])), {}
+
+
+def _write_fake(cache: Tensor, new: Tensor, past: Tensor) -> Tensor:
+    return torch.empty_like(cache)
+
+
+@define(
+    "cache_write(Tensor cache, Tensor new, Tensor past) -> Tensor",
+    samples=_write_samples,
+    fake=_write_fake,
+)
+def cache_write(cache: Tensor, new: Tensor, past: Tensor) -> Tensor:
+    """The cache with a step's rows appended after each sequence's `past` valid rows.
+
+    ``%kv.0.key': f32[B,G,C,D] = graftwork.cache_write(%kv.0.key, %k, %past)``
+
+    cache [B,G,C,D]; new [B,G,T,D]; past i64[B], past + T <= C (the caller reserves). Rows at and
+    after past + T are not valid and are never read through a `step_mask`.
+    """
+    width = new.shape[2]
+    rows = past[:, None] + torch.arange(width, device=past.device)
+    index = rows[:, None, :, None].expand(new.shape)
+    return cache.scatter(2, index, new.to(cache.dtype))
+
+
+def _mask_samples() -> Iterator[Sample]:
+    positions = torch.tensor([[2, 3, 4], [5, 6, 7]])
+    tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool).expand(2, 3, 3)
+    yield (torch.tensor([2, 5]), positions, None, 9), {}
+    yield (torch.tensor([2, 5]), positions, None, 9), {"window": 4}
+    yield (torch.tensor([2, 5]), torch.tensor([[2, 3, 3], [5, 6, 6]]), tree, 9), {"window": 2}
+
+
+def _mask_fake(
+    past: Tensor,
+    positions: Tensor,
+    ancestors: Tensor | None,
+    capacity: int,
+    *,
+    window: int | None = None,
+) -> Tensor:
+    batch, width = positions.shape
+    return positions.new_empty((batch, 1, width, capacity), dtype=torch.bool)
+
+
+@define(
+    "step_mask(Tensor past, Tensor positions, Tensor? ancestors, SymInt capacity, *, "
+    "int? window=None) -> Tensor",
+    samples=_mask_samples,
+    fake=_mask_fake,
+)
+def step_mask(
+    past: Tensor,
+    positions: Tensor,
+    ancestors: Tensor | None,
+    capacity: int,
+    *,
+    window: int | None = None,
+) -> Tensor:
+    """Which cache rows each token of a step may see.
+
+    ``%m: bool[B,1,T,C] = graftwork.step_mask(%past, %positions, None, C, window=4096)``
+
+    past i64[B] valid rows before the step; positions i64[B,T] each token's position in its
+    sequence; ancestors bool[B,T,T] (row t: the step's tokens that token t continues, itself
+    included; topological order) or None for a chain, where token t sees tokens 0..t of the step.
+    Row r < past holds position r; row past + i holds token i of the step. `window` hides rows whose
+    position is `window` or more before the token's.
+    """
+    width = positions.shape[1]
+    rows = torch.arange(capacity, device=past.device)
+    offset = rows[None, :] - past[:, None]
+    inside = (offset >= 0) & (offset < width)
+    slot = offset.clamp(0, width - 1)
+    if ancestors is None:
+        fresh = slot[:, None, :] <= torch.arange(width, device=past.device)[None, :, None]
+    else:
+        fresh = ancestors.gather(2, slot[:, None, :].expand(-1, width, -1))
+    mask = torch.where(inside[:, None, :], fresh, (offset < 0)[:, None, :])
+    if window is not None:
+        row_position = torch.where(inside, positions.gather(1, slot), rows[None, :])
+        mask = mask & (positions[:, :, None] - row_position[:, None, :] < window)
+    return mask[:, None]
+
+
+def _alibi_samples() -> Iterator[Sample]:
+    yield (torch.rand(4), torch.tensor([2, 5]), torch.tensor([[2, 3, 3], [5, 6, 7]]), 9), {}
+
+
+def _alibi_fake(slopes: Tensor, past: Tensor, positions: Tensor, capacity: int) -> Tensor:
+    batch, width = positions.shape
+    return slopes.new_empty((batch, slopes.shape[0], width, capacity), dtype=torch.float32)
+
+
+@define(
+    "alibi(Tensor slopes, Tensor past, Tensor positions, SymInt capacity) -> Tensor",
+    samples=_alibi_samples,
+    fake=_alibi_fake,
+)
+def alibi(slopes: Tensor, past: Tensor, positions: Tensor, capacity: int) -> Tensor:
+    """ALiBi's additive score bias over cache rows: slope * (row position - token position).
+
+    ``%b: f32[B,H,T,C] = graftwork.alibi(@slopes, %past, %positions, C)``
+
+    slopes [H]; past i64[B]; positions i64[B,T]; row positions as in `step_mask`.
+    Source: Press et al., "Train Short, Test Long" (2021).
+    """
+    width = positions.shape[1]
+    rows = torch.arange(capacity, device=past.device)
+    offset = rows[None, :] - past[:, None]
+    inside = (offset >= 0) & (offset < width)
+    row_position = torch.where(inside, positions.gather(1, offset.clamp(0, width - 1)), rows[None])
+    distance = (row_position[:, None, :] - positions[:, :, None]).float()
+    return slopes.float()[None, :, None, None] * distance[:, None]
+
+
+def _attend_samples() -> Iterator[Sample]:
+    mask = torch.rand(2, 1, 3, 9) < 0.5
+    mask[..., 0] = True
+    q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 6)
+    yield (q, k, v, mask), {"scale": 0.3}
+    yield (q, k, v, mask), {"scale": 0.3, "softcap": 4.0, "sinks": torch.randn(4)}
+    yield (q, k, v, mask), {"scale": 0.3, "bias": torch.randn(2, 4, 3, 9)}
+
+
+def _attend_fake(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) -> Tensor:
+    return q.new_empty((*q.shape[:3], v.shape[3]))
+
+
+@define(
+    "attend(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor? bias=None, Tensor? sinks=None, *, "
+    "float scale, float? softcap=None) -> Tensor",
+    samples=_attend_samples,
+    fake=_attend_fake,
+)
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of a step's tokens over cache rows.
+
+    ``%y: f32[B,H,T,E] = graftwork.attend(%q, %k', %v', %m, scale=0.125)``
+
+    q [B,H,T,D]; k [B,G,C,D] and v [B,G,C,E] caches that already hold the step's rows; mask
+    bool[B,1,T,C] (`step_mask`), at least one row visible to every token; bias [B,H,T,C] is added to
+    the scores; sinks, softcap as in `attention`. Hidden rows have no influence, whatever they hold.
+    """
+    if sinks is None and softcap is None and q.shape[3] == v.shape[3]:
+        extra = mask if bias is None else bias.masked_fill(~mask, float("-inf")).to(q.dtype)
+        grouped = q.shape[1] != k.shape[1]
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k.to(q.dtype), v.to(q.dtype), attn_mask=extra, scale=scale, enable_gqa=grouped
+        )
+    scores = _scores(q, k.to(q.dtype), scale, softcap)
+    if bias is not None:
+        scores = scores + bias
+    return _weighted(scores, v.to(q.dtype), mask, sinks, q.dtype)

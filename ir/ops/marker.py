@@ -1,0 +1,30 @@
+"""Markers: identities that tell passes where the residual stream is. Lowering erases them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from . import Sample, define
+
+
+def _samples() -> Iterator[Sample]:
+    yield (torch.randn(2, 3, 8),), {"layer": 1, "point": "attention"}
+
+
+def _fake(x: Tensor, *, layer: int, point: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+@define("hidden(Tensor x, *, int layer, str point) -> Tensor", samples=_samples, fake=_fake)
+def hidden(x: Tensor, *, layer: int, point: str) -> Tensor:
+    """The residual stream, unchanged, at a named point.
+
+    ``%h: f32[B,T,H] = graftwork.hidden(%x, layer=3, point="block")``
+
+    x [B,T,H]. `point` is "embedding" (before layer 0, layer=-1), "attention" (after layer's attention
+    was added) or "block" (after the layer's last addition).
+    """
+    return x.clone()

@@ -1,0 +1,47 @@
+"""Rotary position embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from . import Sample, define
+
+
+def _samples() -> Iterator[Sample]:
+    angle = torch.randn(2, 3, 4)
+    for interleaved in (False, True):
+        for dim in (8, 12):
+            x = torch.randn(2, 2, 3, dim)
+            yield (x, angle.cos(), angle.sin()), {"interleaved": interleaved}
+
+
+def _fake(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@define(
+    "rotary(Tensor x, Tensor cos, Tensor sin, *, bool interleaved=False) -> Tensor",
+    samples=_samples,
+    fake=_fake,
+)
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Rotate pairs of channels by position-dependent angles; channels beyond 2R pass unchanged.
+
+    ``%y: f32[B,H,T,D] = graftwork.rotary(%x, %cos, %sin, interleaved=False)``
+
+    x [B,H,T,D]; cos, sin [B,T,R] (or [1,T,R]), 2R <= D. Pairs are (i, i + R), or (2i, 2i + 1) when
+    `interleaved`. Source: Su et al., "RoFormer" (2021).
+    """
+    half = cos.shape[-1]
+    cos, sin = cos[:, None], sin[:, None]
+    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        out = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    else:
+        a, b = turned[..., :half], turned[..., half:]
+        out = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return torch.cat((out.to(x.dtype), rest), dim=-1)

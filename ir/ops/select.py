@@ -1,0 +1,31 @@
+"""Choosing which tokens of a step go through the language-model head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from . import Sample, define
+
+
+def _samples() -> Iterator[Sample]:
+    yield (torch.randn(2, 4, 3), torch.tensor([[3], [1]])), {}
+    yield (torch.randn(2, 4, 3), torch.tensor([[0, 1, 2, 3], [0, 0, 3, 3]])), {}
+
+
+def _fake(x: Tensor, select: Tensor) -> Tensor:
+    return x.new_empty((*select.shape, x.shape[2]))
+
+
+@define("pick_rows(Tensor x, Tensor select) -> Tensor", samples=_samples, fake=_fake)
+def pick_rows(x: Tensor, select: Tensor) -> Tensor:
+    """The hidden states of the chosen tokens of each sequence.
+
+    ``%y: f32[B,S,H] = graftwork.pick_rows(%x, %select)``
+
+    x [B,T,H]; select i64[B,S] with values in 0..T-1. A prefill asks for one row a sequence and so
+    computes one row of logits instead of a prompt's worth.
+    """
+    return x.gather(1, select[:, :, None].expand(-1, -1, x.shape[2]))

@@ -1,0 +1,98 @@
+"""A program: functions, states, weights, a decode plan, and where it all came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from .errors import GraftworkError
+from .function import Function
+from .plan import DecodePlan
+from .types import TensorType
+from .weights import WeightStore
+
+STAGES = ("traced", "canonical", "cached")
+
+
+@dataclass(frozen=True)
+class State:
+    """A buffer that lives across steps, such as one layer's keys.
+
+    type: with symbols ``B`` and ``C`` (capacity in rows). part: "key", "value", ... ; layer: whose.
+    """
+
+    name: str
+    type: TensorType
+    layer: int
+    part: str
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What generation must know of the model besides its graph.
+
+    context: positions the model supports, in tokens; eos: ids that end a sequence.
+    """
+
+    model_type: str
+    vocab_size: int
+    context: int
+    eos: tuple[int, ...] = ()
+    bos: int | None = None
+    pad: int | None = None
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """One line of provenance: which pass ran, with what, what it matched, how long it took."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...]
+    contract: str
+    matches: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model as functions over states and weights, and the plan that turns them into generation.
+
+    stage: one of `STAGES`, or ``lowered:<backend>``. assets: files that travel with an artifact
+    (tokenizer, generation config), by file name. Immutable: passes build a new one with `replace`.
+    """
+
+    name: str
+    functions: Mapping[str, Function]
+    weights: WeightStore
+    info: ModelInfo
+    states: Mapping[str, State] = field(default_factory=dict)
+    plan: DecodePlan = field(default_factory=DecodePlan)
+    stage: str = "traced"
+    provenance: tuple[PassRecord, ...] = ()
+    assets: Mapping[str, Path] = field(default_factory=dict)
+
+    def replace(self, **changes: Any) -> Program:
+        """A copy with some fields replaced."""
+        return replace(self, **changes)
+
+    def function(self, name: str) -> Function:
+        """A function by name. Errors: `GraftworkError` listing those there are."""
+        if name not in self.functions:
+            raise GraftworkError(f"no function {name!r}; the program has {list(self.functions)}")
+        return self.functions[name]
+
+    def with_function(self, function: Function, **changes: Any) -> Program:
+        """A copy in which the function of that name is replaced (or added)."""
+        return self.replace(functions={**self.functions, function.name: function}, **changes)
+
+    def pruned(self) -> Program:
+        """A copy without the weights that no function uses."""
+        used: set[str] = set().union(*(f.weights for f in self.functions.values()), set())
+        return self.replace(weights=self.weights.only(used))
+
+    def __str__(self) -> str:
+        from .printer import program_text
+
+        return program_text(self)

@@ -1,0 +1,146 @@
+"""Weights that stay on disk until somebody asks for them.
+
+A `Weight` knows its name and type and how to produce its tensor; passes make new weights out of old
+ones without touching data (`derive`), and a backend or the artifact writer loads them one by one.
+
+    >>> w = Weight.of("w", torch.ones(2, 3))
+    >>> t = derive("w.t", TensorType.parse("f32[3,2]"), lambda a: a.T.contiguous(), w)
+    >>> t.load().shape
+    torch.Size([3, 2])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .errors import InputError
+from .types import TensorType
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One named constant. `source()` gives its tensor; nothing is kept after the call."""
+
+    name: str
+    type: TensorType
+    source: Callable[[], torch.Tensor]
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> Weight:
+        """A weight held in memory."""
+        return cls(name, TensorType.of(tensor), lambda: tensor)
+
+    def load(self) -> torch.Tensor:
+        """The tensor, contiguous, on the CPU. Errors: `InputError` if it is not what `type` says."""
+        tensor = self.source().detach().contiguous()
+        if TensorType.of(tensor) != self.type:
+            raise InputError(
+                f"weight {self.name}: expected {self.type}, its source gave {TensorType.of(tensor)}"
+            )
+        return tensor
+
+    def renamed(self, name: str) -> Weight:
+        """The same tensor under another name."""
+        return Weight(name, self.type, self.source)
+
+    def cast(self, dtype: torch.dtype) -> Weight:
+        """The weight in another floating dtype; integers stay as they are."""
+        if self.type.dtype == dtype or not self.type.dtype.is_floating_point:
+            return self
+        return Weight(self.name, self.type.with_dtype(dtype), lambda: self.source().to(dtype))
+
+
+def derive(
+    name: str, type: TensorType, function: Callable[..., torch.Tensor], *inputs: Weight
+) -> Weight:
+    """A weight computed from others when it is loaded (concatenated, folded, quantized)."""
+    return Weight(name, type, lambda: function(*(w.load() for w in inputs)))
+
+
+@lru_cache(maxsize=64)
+def _open(path: str, stamp: tuple[int, int]) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(path, framework="pt")
+
+
+def open_safetensors(path: Path) -> Any:
+    """A memory-mapped safetensors file, opened once while it does not change.
+
+    Errors: `InputError` naming the file when it is missing, truncated or not safetensors.
+    """
+    try:
+        stat = path.stat()
+        return _open(str(path), (stat.st_mtime_ns, stat.st_size))
+    except Exception as error:  # the library's error type is not public
+        raise InputError(f"cannot read weights from {path}: {error}") from error
+
+
+def from_safetensors(path: Path, key: str, name: str | None = None) -> Weight:
+    """A weight in a safetensors file, read when loaded.
+
+    Errors: `InputError` naming the file, and the key if the file does not hold it.
+    """
+    handle = open_safetensors(path)
+    if key not in handle.keys():  # noqa: SIM118  (the handle is not a mapping)
+        raise InputError(f"{path} holds no tensor {key!r}")
+    view = handle.get_slice(key)
+    dtype = _SAFETENSORS_DTYPES.get(view.get_dtype())
+    if dtype is None:
+        raise InputError(f"{path}: tensor {key!r} has dtype {view.get_dtype()}, not supported")
+    tensor_type = TensorType(dtype, tuple(view.get_shape()))
+    return Weight(name or key, tensor_type, lambda: open_safetensors(path).get_tensor(key))
+
+
+_SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class WeightStore(Mapping[str, Weight]):
+    """An immutable, ordered mapping from name to `Weight`. Changing it gives a new store."""
+
+    def __init__(self, weights: Mapping[str, Weight] | None = None) -> None:
+        self._weights = dict(weights or {})
+
+    def __getitem__(self, name: str) -> Weight:
+        if name not in self._weights:
+            raise InputError(f"no weight named {name!r} in the program")
+        return self._weights[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights
+
+    def adding(self, *weights: Weight) -> WeightStore:
+        """This store and some more. Errors: `InputError` if a name is taken by another weight."""
+        merged = dict(self._weights)
+        for weight in weights:
+            if merged.get(weight.name, weight) is not weight:
+                raise InputError(f"a weight named {weight.name!r} exists already")
+            merged[weight.name] = weight
+        return WeightStore(merged)
+
+    def only(self, names: set[str]) -> WeightStore:
+        """The weights with these names, in this store's order."""
+        return WeightStore({n: w for n, w in self._weights.items() if n in names})
