@@ -1,0 +1,25 @@
+"""Backends: Program -> Executable."""
+
+from __future__ import annotations
+
+import importlib
+
+from ..ir import Program
+from ..ir.executable import Executable
+from .target import BACKENDS, Target
+
+__all__ = ["BACKENDS", "Target", "compile"]
+
+_MODULES = {"eager": "torch", "torch": "torch", "onnxruntime": "onnxruntime"}
+
+
+def compile(program: Program, target: Target) -> Executable:
+    """Lower a cached-stage program for a target and make it runnable.
+
+    Errors: `InputError` if the device is missing; `UnsupportedError` naming an op that the backend
+    cannot lower.
+    """
+    target.require_device()
+    module = importlib.import_module(f"{__name__}.{_MODULES[target.backend]}")
+    executable: Executable = module.compile(program, target)
+    return executable

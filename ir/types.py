@@ -74,6 +74,9 @@ class Sym:
     def __mul__(self, other: Dim) -> Dim:
         return make_dim(_to_sympy(self.text) * _to_sympy(str(other)))
 
+    __radd__ = __add__
+    __rmul__ = __mul__
+
     def __str__(self) -> str:
         return self.text
 

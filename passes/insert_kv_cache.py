@@ -1,0 +1,121 @@
+"""Give every attention a key-value cache that lives across steps.
+
+Before (stage canonical)::
+
+    func step(tokens: i64[B,T], positions: i64[B,T]) -> logits f32[B,T,V] {
+      %y: f32[B,H,T,D] = graftwork.attention(%q, %k, %v, layer=0, scale=0.125)
+
+After (stage cached)::
+
+    state kv.0.key: f32[B,G,C,D] ...
+    func step(tokens, positions, past: i64[B], kv.0.key, kv.0.value) -> logits, kv.0.key, kv.0.value {
+      %m: bool[B,1,T,C] = graftwork.step_mask(%past, %positions, None, C)
+      %kw: f32[B,G,C,D] = graftwork.cache_write(%kv.0.key, %k, %past)
+      %vw: f32[B,G,C,D] = graftwork.cache_write(%kv.0.value, %v, %past)
+      %y: f32[B,H,T,D] = graftwork.attend(%q, %kw, %vw, %m, scale=0.125)
+
+Layers with the same window share one mask. With `trees` the step takes ``ancestors: bool[B,T,T]`` and
+verifies token trees; executables leave the input out for chains. Refuses a program without
+attention, with a cache already, or in which two attentions claim one layer.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.fx
+
+from ..ir import Function, PassError, Program, State, Sym, TensorType, site_of, type_of
+from .base import Effect, Outcome, Pass, register
+
+G = torch.ops.graftwork
+
+
+@register
+class InsertKvCache(Pass):
+    """trees: also take an ancestor mask, so that a step can verify a token tree."""
+
+    trees: bool = False
+
+    name: ClassVar[str] = "insert_kv_cache"
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
+    provides: ClassVar[frozenset[str]] = frozenset({"cached"})
+    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.CACHE_LAYOUT})
+
+    def run(self, program: Program) -> Outcome:
+        """Add states and cached attention. See the module docstring."""
+        fn = program.function("step").copy()
+        nodes = fn.calls(G.attention.default)
+        if not nodes:
+            return Outcome(program, 0, "step has no graftwork.attention")
+        layers = [int(node.kwargs["layer"]) for node in nodes]  # type: ignore[arg-type]
+        if len(set(layers)) != len(layers):
+            raise PassError(f"insert_kv_cache: two attentions claim one layer: {sorted(layers)}")
+        inserter = _Inserter(fn, self.trees)
+        for node in nodes:
+            inserter.replace(node)
+        fn.set_outputs({**fn.outputs, **inserter.written})
+        states = {**program.states, **inserter.states}
+        return Outcome(program.with_function(fn, states=states, stage="cached"), len(nodes))
+
+
+class _Inserter:
+    def __init__(self, fn: Function, trees: bool) -> None:
+        self.fn = fn
+        self.first = fn.calls()[0]
+        self.past = fn.add_input("past", TensorType.parse("i64[B]"))
+        tree = TensorType.parse("bool[B,T,T]")
+        self.ancestors = fn.add_input("ancestors", tree) if trees else None
+        self.states: dict[str, State] = {}
+        self.written: dict[str, torch.fx.Node] = {}
+        self.masks: dict[object, torch.fx.Node] = {}
+
+    def mask(self, window: object) -> torch.fx.Node:
+        """The mask of all attentions with this window, at the top of the function."""
+        if window not in self.masks:
+            extra = {} if window is None else {"window": window}
+            with self.fn.graph.inserting_before(self.first):
+                self.masks[window] = self.fn.call(
+                    G.step_mask.default,
+                    self.past,
+                    self.fn.input("positions"),
+                    self.ancestors,
+                    Sym("C"),
+                    **extra,
+                )
+        return self.masks[window]
+
+    def write(self, layer: int, part: str, rows: torch.fx.Node, site: object) -> torch.fx.Node:
+        """A new state for these rows, and the write of a step's rows into it."""
+        row_type = type_of(rows)
+        dims = (row_type.dims[0], row_type.dims[1], Sym("C"), row_type.dims[3])
+        state = State(f"kv.{layer}.{part}", TensorType(row_type.dtype, dims), layer, part)
+        cache = self.fn.add_input(state.name, state.type)
+        self.states[state.name] = state
+        node = self.fn.call(G.cache_write.default, cache, rows, self.past, site=site_of(rows))
+        self.written[state.name] = node
+        return node
+
+    def replace(self, node: torch.fx.Node) -> None:
+        """Turn one attention into two cache writes and a read."""
+        q, k, v, sinks, slopes = (*node.args, None, None)[:5]
+        options = dict(node.kwargs)
+        layer, window = int(options.pop("layer")), options.pop("window", None)  # type: ignore[arg-type]
+        sinks, slopes = options.pop("sinks", sinks), options.pop("slopes", slopes)
+        mask, site = self.mask(window), site_of(node)
+        with self.fn.graph.inserting_before(node):
+            keys = self.write(layer, "key", k, site)  # type: ignore[arg-type]
+            values = self.write(layer, "value", v, site)  # type: ignore[arg-type]
+            bias = None
+            if slopes is not None:
+                positions = self.fn.input("positions")
+                bias = self.fn.call(
+                    G.alibi.default, slopes, self.past, positions, Sym("C"), site=site
+                )
+            args = [q, keys, values, mask]
+            if bias is not None or sinks is not None:
+                args += [bias, sinks]
+            attended = self.fn.call(G.attend.default, *args, site=site, **options)
+        node.replace_all_uses_with(attended)
+        self.fn.graph.erase_node(node)

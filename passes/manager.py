@@ -1,0 +1,173 @@
+"""Runs passes: derives order and legality from what they declare, verifies after each, reports.
+
+Order: a pass that requires a fact runs after those that provide it; a pass that reads an effect runs
+after those that have it; otherwise the recipe's order stands. Nothing here knows a pass by name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import networkx as nx
+
+from ..ir import PassError, PassRecord, Program, VerifyError
+from ..ir.verify import verify
+from .base import Contract, Outcome, Pass, all_passes
+from .validate import Check, Validator
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass of a recipe. optional: it may match nothing without being an error."""
+
+    pass_: Pass
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass did: provenance record, node counts and, if validated, the measured check."""
+
+    record: PassRecord
+    nodes_before: int
+    nodes_after: int
+    check: Check | None = None
+
+
+def facts_of(program: Program) -> frozenset[str]:
+    """Facts that hold for a program: its stage, and what the passes that made it provide."""
+    known = all_passes()
+    provided = [known[r.name].provides for r in program.provenance if r.name in known]
+    return frozenset({"traced", program.stage}).union(*provided)
+
+
+def weakest(contracts: Iterable[Contract]) -> Contract:
+    """The contract of a composition: the weakest of its parts'."""
+    return max(contracts, key=lambda c: c.rank, default=Contract.EXACT)
+
+
+def arrange(steps: Sequence[Step], facts: frozenset[str] = frozenset({"traced"})) -> list[Step]:
+    """The steps in a legal order, as near to the given one as the declarations allow.
+
+    Errors: `PassError` for a requirement that nothing provides, two passes that exclude each other,
+    a pass given twice, or requirements that form a circle; each names the passes.
+    """
+    _check_exclusive(steps)
+    _check_required(steps, facts)
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(len(steps)))
+    for i, before in enumerate(steps):
+        for j, after in enumerate(steps):
+            if i != j and _must_precede(before.pass_, after.pass_):
+                graph.add_edge(i, j)
+    try:
+        order = list(nx.lexicographical_topological_sort(graph))
+    except nx.NetworkXUnfeasible as error:
+        cycle = [steps[i].pass_.name for i, _ in nx.find_cycle(graph)]
+        raise PassError(f"passes require each other in a circle: {' -> '.join(cycle)}") from error
+    return [steps[i] for i in order]
+
+
+def _must_precede(before: Pass, after: Pass) -> bool:
+    if before.provides & after.requires:
+        return True
+    affects = before.effects & after.reads
+    # Two passes that both read and have an effect keep the recipe's order.
+    return bool(affects) and not (after.effects & before.reads)
+
+
+def _check_exclusive(steps: Sequence[Step]) -> None:
+    seen: dict[object, str] = {}
+    for step in steps:
+        name = step.pass_.name
+        claims = [(effect, effect.value) for effect in step.pass_.exclusive]
+        for key, what in [(name, "being itself"), *claims]:
+            if key in seen:
+                raise PassError(
+                    f"passes {seen[key]!r} and {name!r} cannot be combined: both claim {what}"
+                    if seen[key] != name
+                    else f"pass {name!r} is given twice"
+                )
+            seen[key] = name
+
+
+def _check_required(steps: Sequence[Step], facts: frozenset[str]) -> None:
+    available = facts.union(*(step.pass_.provides for step in steps))
+    for step in steps:
+        missing = sorted(step.pass_.requires - available)
+        if not missing:
+            continue
+        providers = sorted(n for n, p in all_passes().items() if missing[0] in p.provides)
+        hint = f"; add {' or '.join(providers)}" if providers else ""
+        raise PassError(
+            f"pass {step.pass_.name!r} requires {missing[0]!r}, which neither the program "
+            f"(it has {', '.join(sorted(facts))}) nor another pass of the recipe provides{hint}"
+        )
+
+
+def run_passes(
+    program: Program,
+    steps: Sequence[Step],
+    *,
+    validator: Validator | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> tuple[Program, list[PassReport]]:
+    """Run the steps in a legal order; every intermediate program is verified.
+
+    Errors: `PassError` naming the pass that refused, matched nothing or produced an invalid program,
+    and the pass before it.
+    """
+    reports: list[PassReport] = []
+    previous = "the frontend"
+    for step in arrange(steps, facts_of(program)):
+        if progress is not None:
+            progress(step.pass_.name)
+        program, report = _run_one(program, step, previous, validator)
+        reports.append(report)
+        previous = step.pass_.name
+    return program, reports
+
+
+def _run_one(
+    program: Program, step: Step, previous: str, validator: Validator | None
+) -> tuple[Program, PassReport]:
+    pass_, start = step.pass_, time.perf_counter()
+    try:
+        outcome = pass_.run(program)
+    except VerifyError as error:
+        raise PassError(f"pass {pass_.name!r} (after {previous!r}) failed: {error}") from error
+    if outcome.matches == 0 and not step.optional:
+        near = f"; nearest miss: {outcome.near_miss}" if outcome.near_miss else ""
+        raise PassError(
+            f"pass {pass_.name!r} matched nothing in {program.name!r}{near}. Leave it out, or mark "
+            f"it 'optional: true' in the recipe if that is expected"
+        )
+    result = _finish(program, outcome, pass_, previous, start)
+    check = None
+    if validator is not None and outcome.matches:
+        check = validator.compare(program, result, pass_.name, pass_.contract)
+    before, after = _count(program), _count(result)
+    return result, PassReport(result.provenance[-1], before, after, check)
+
+
+def _finish(
+    program: Program, outcome: Outcome, pass_: Pass, previous: str, start: float
+) -> Program:
+    options = tuple(sorted(pass_.model_dump().items()))
+    seconds = time.perf_counter() - start
+    record = PassRecord(pass_.name, options, pass_.contract.value, outcome.matches, seconds)
+    result = outcome.program.replace(provenance=(*program.provenance, record)).pruned()
+    try:
+        verify(result)
+    except VerifyError as error:
+        raise PassError(
+            f"pass {pass_.name!r} (after {previous!r}) produced an invalid program: {error}"
+        ) from error
+    seconds = time.perf_counter() - start
+    return result.replace(provenance=(*program.provenance, replace(record, seconds=seconds)))
+
+
+def _count(program: Program) -> int:
+    return sum(len(fn.calls()) for fn in program.functions.values())

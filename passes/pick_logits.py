@@ -1,0 +1,90 @@
+"""Compute logits only for the tokens that the decode loop asks for.
+
+Before::
+
+    %h: f32[B,T,H] = graftwork.hidden(%x, layer=7, point="block")
+    ... final norm and head on %h ... -> logits f32[B,T,V]
+
+After::
+
+    func step(tokens, ..., select: i64[B,S]) -> logits f32[B,S,V] {
+      %h: f32[B,T,H] = graftwork.hidden(%x, layer=7, point="block")
+      %p: f32[B,S,H] = graftwork.pick_rows(%h, %select)
+      ... final norm and head on %p ...
+
+A prefill then runs the head on one token instead of the whole prompt. Refuses a program without
+markers, and one where something after the last marker also needs the other tokens.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.fx
+
+from ..ir import Function, Program, TensorType, VerifyError, site_of
+from ..ir.types import Sym
+from .base import Effect, Outcome, Pass, register
+
+G = torch.ops.graftwork
+
+
+@register
+class PickLogits(Pass):
+    """No options."""
+
+    name: ClassVar[str] = "pick_logits"
+    requires: ClassVar[frozenset[str]] = frozenset({"cached"})
+    provides: ClassVar[frozenset[str]] = frozenset({"picked"})
+    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.LOGITS})
+
+    def run(self, program: Program) -> Outcome:
+        """Insert the choice after the last marker. See the module docstring."""
+        fn = program.function("step").copy()
+        markers = fn.calls(G.hidden.default)
+        if not markers:
+            return Outcome(program, 0, "step has no graftwork.hidden marker")
+        if fn.has_input("select"):
+            return Outcome(program, 0, "step has an input 'select' already")
+        last = markers[-1]
+        tail = _descendants(fn, last)
+        if any(_mixes_tokens(node) for node in tail):
+            return Outcome(program, 0, "an op after the last marker mixes tokens")
+        select = fn.add_input("select", TensorType.parse("i64[B,S]"))
+        users = [user for user in last.users if user.op != "output"]
+        with fn.graph.inserting_after(last):
+            picked = fn.call(G.pick_rows.default, last, select, site=site_of(last))
+        for user in users:
+            user.replace_input_with(last, picked)
+        for node in tail:
+            _resize(node)
+        try:
+            fn.retype()
+        except VerifyError as error:
+            return Outcome(program, 0, f"the head does not run on chosen tokens: {error}")
+        return Outcome(program.with_function(fn), 1)
+
+
+def _descendants(fn: Function, root: torch.fx.Node) -> list[torch.fx.Node]:
+    reached = {root}
+    for node in fn.calls():
+        if any(arg in reached for arg in node.all_input_nodes):
+            reached.add(node)
+    return [node for node in fn.calls() if node in reached and node is not root]
+
+
+def _mixes_tokens(node: torch.fx.Node) -> bool:
+    return node.target in (G.attention.default, G.attend.default, G.cache_write.default)
+
+
+def _resize(node: torch.fx.Node) -> None:
+    """Sizes that spoke of a step's T tokens now speak of the S chosen ones."""
+    node.args = torch.fx.node.map_aggregate(node.args, _chosen)  # type: ignore[assignment]
+    node.kwargs = torch.fx.node.map_aggregate(node.kwargs, _chosen)  # type: ignore[assignment]
+
+
+def _chosen(arg: object) -> object:
+    if not isinstance(arg, Sym) or "T" not in arg.symbols:
+        return arg
+    return arg.evaluate(lambda name: Sym("S") if name == "T" else Sym(name))
