@@ -1,0 +1,56 @@
+# make demo      the bundled model, before and after, on this machine (about three minutes)
+# make test      the test suite
+# make check     format, lint, strict types, tests and doctests, line totals
+#
+# Each prepares .venv by itself, from constraints.txt; it needs Python 3.11-3.13 and make, no more.
+# PYTHON=/path/to/python chooses the interpreter; ARGS="..." goes to pytest or to the demo.
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+  $$p -c 'import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+  >/dev/null 2>&1 && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+PACKAGES := graftwork ir frontends passes backends runtime recipes
+PYTHON_FILES := $(wildcard $(PACKAGES) tests examples benchmarks docs .ci)
+
+.PHONY: demo test check format types totals clean
+
+demo: $(INSTALLED)
+	$(BIN)/graftwork demo $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check $(PYTHON_FILES)
+	$(BIN)/ruff check $(PYTHON_FILES)
+	$(MAKE) --no-print-directory types
+	$(BIN)/python -m pytest $(ARGS)
+	$(MAKE) --no-print-directory totals
+
+format: $(INSTALLED)
+	$(BIN)/ruff format $(PYTHON_FILES)
+	$(BIN)/ruff check --fix $(PYTHON_FILES)
+
+# Type checkers do not follow setuptools' package-dir table: give them the layout it describes.
+types: $(INSTALLED)
+	rm -rf .types && mkdir -p .types/graftwork
+	ln -s $(CURDIR)/graftwork/* .types/graftwork/
+	for p in $(filter-out graftwork,$(PACKAGES)); do ln -s $(CURDIR)/$$p .types/graftwork/$$p; done
+	MYPYPATH=.types $(BIN)/mypy --strict -p graftwork
+
+totals: $(INSTALLED)
+	$(BIN)/python .ci/totals.py $(PYTHON_FILES)
+
+# Done once, and again when what is to be installed changes. The stamp comes last, so that an
+# interrupted installation is taken up again.
+$(INSTALLED): constraints.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "graftwork needs Python 3.11, 3.12 or 3.13 (with venv): none of" \
+	  "python3, python3.13, python3.12, python3.11 is one. Install one, or run make PYTHON=/path/to/it" >&2; exit 1; }
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,dev]'
+	touch $@
+
+clean:
+	rm -rf .types .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
