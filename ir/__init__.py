@@ -1,24 +1,32 @@
 """The intermediate representation: programs, functions, types, ops, plans and weights."""
 
+from . import ops
+from .decompositions import decompositions
 from .errors import GraftworkError, InputError, PassError, UnsupportedError, VerifyError
 from .function import NOWHERE, Function, Site, site_of, type_of
 from .interpret import run
+from .match import Match
 from .plan import DecodePlan
 from .program import ModelInfo, PassRecord, Program, State
+from .rewrite import Builder, Rewritten, Rule, apply_rules
 from .types import Dim, Sym, TensorType, make_dim
 from .weights import Weight, WeightStore, derive, from_safetensors
 
 __all__ = [
     "NOWHERE",
+    "Builder",
     "DecodePlan",
     "Dim",
     "Function",
     "GraftworkError",
     "InputError",
+    "Match",
     "ModelInfo",
     "PassError",
     "PassRecord",
     "Program",
+    "Rewritten",
+    "Rule",
     "Site",
     "State",
     "Sym",
@@ -27,9 +35,12 @@ __all__ = [
     "VerifyError",
     "Weight",
     "WeightStore",
+    "apply_rules",
+    "decompositions",
     "derive",
     "from_safetensors",
     "make_dim",
+    "ops",
     "run",
     "site_of",
     "type_of",

@@ -56,10 +56,10 @@ class Sym:
         """Names of the symbols in the expression."""
         return frozenset(s.name for s in _to_sympy(self.text).free_symbols)
 
-    def bind(self, values: Mapping[str, int]) -> Dim:
-        """The expression with some symbols replaced by numbers; an int once none is left."""
-        expr = _to_sympy(self.text).subs({sympy.Symbol(k): v for k, v in values.items()})
-        return make_dim(expr)
+    def bind(self, values: Mapping[str, Dim]) -> Dim:
+        """The expression with some symbols replaced; an int once none is left."""
+        replaced = {sympy.Symbol(k): _to_sympy(str(v)) for k, v in values.items()}
+        return make_dim(_to_sympy(self.text).subs(replaced, simultaneous=True))
 
     def evaluate(self, lookup: Callable[[str], Any]) -> Any:
         """Compute the expression in any arithmetic: `lookup(name)` gives each symbol's value."""
@@ -157,8 +157,8 @@ class TensorType:
         """The type of a concrete tensor."""
         return cls(tensor.dtype, tuple(int(n) for n in tensor.shape))
 
-    def bind(self, values: Mapping[str, int]) -> TensorType:
-        """The type with some symbols replaced by numbers."""
+    def bind(self, values: Mapping[str, Dim]) -> TensorType:
+        """The type with some symbols replaced by numbers or other expressions."""
         dims = tuple(d.bind(values) if isinstance(d, Sym) else d for d in self.dims)
         return TensorType(self.dtype, dims)
 
