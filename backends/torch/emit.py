@@ -1,0 +1,121 @@
+"""From an IR function to a callable `fx.GraphModule`: inline meanings, write states in place."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx.node import map_aggregate
+
+from ...ir import Function, Sym, UnsupportedError, type_of
+from ...ir.ops import op_of
+from .rows import ROWS, cache_write_
+
+G = torch.ops.graftwork
+
+
+def emit(
+    function: Function,
+    weights: Mapping[str, torch.Tensor],
+    states: Sequence[str],
+    fetch: Sequence[str],
+    absent: frozenset[str] = frozenset(),
+) -> torch.fx.GraphModule:
+    """A module that takes the function's inputs in order and returns the `fetch` outputs.
+
+    Inputs called in `absent` must be optional arguments of the ops that use them; they become None
+    and are no longer taken. States are updated in place. Symbolic sizes are read off the inputs.
+    Errors: `UnsupportedError` naming an op that torch cannot run.
+    """
+    builder = _Builder(function, weights, frozenset(states), absent)
+    outputs = function.outputs
+    wanted = [outputs[name] for name in fetch]
+    return builder.build(wanted, [outputs[name] for name in states if name in outputs])
+
+
+class _Builder:
+    def __init__(
+        self,
+        function: Function,
+        weights: Mapping[str, torch.Tensor],
+        states: frozenset[str],
+        absent: frozenset[str],
+    ) -> None:
+        self.function, self.states, self.absent = function, states, absent
+        self.weights = weights
+        self.graph = torch.fx.Graph()
+        self.values: dict[torch.fx.Node, Any] = {}
+        self.sizes: dict[str, torch.fx.Node] = {}
+        self.attributes: dict[str, torch.Tensor] = {}
+
+    def build(
+        self, wanted: list[torch.fx.Node], written: list[torch.fx.Node]
+    ) -> torch.fx.GraphModule:
+        """Emit what the wanted outputs and the state updates need, and nothing else."""
+        needed = _needed([*wanted, *written])
+        for node in self.function.inputs:
+            self._input(node)
+        for node in self.function:
+            if node in needed and node.op != "placeholder":
+                self.values[node] = self._emit(node)
+        self.graph.output(tuple(self.values[node] for node in wanted))
+        self.graph.lint()
+        return torch.fx.GraphModule(self.attributes, self.graph)
+
+    def _input(self, node: torch.fx.Node) -> None:
+        name = str(node.target)
+        if name in self.absent:
+            self.values[node] = None
+            return
+        self.values[node] = self.graph.placeholder(node.name)
+        for axis, dim in enumerate(type_of(node).dims):
+            if isinstance(dim, Sym) and dim.text.isidentifier() and dim.text not in self.sizes:
+                size = torch.ops.aten.sym_size.int
+                self.sizes[dim.text] = self.graph.call_function(size, (self.values[node], axis))
+
+    def _emit(self, node: torch.fx.Node) -> torch.fx.Node:
+        if node.op == "get_attr":
+            key = f"w{len(self.attributes)}"
+            self.attributes[key] = self.weights[str(node.target)]
+            return self.graph.get_attr(key)
+        args = map_aggregate(node.args, self._value)
+        kwargs = map_aggregate(node.kwargs, self._value)
+        return self.graph.call_function(self._how(node), args, kwargs)  # type: ignore[arg-type]
+
+    def _value(self, arg: Any) -> Any:
+        if isinstance(arg, torch.fx.Node):
+            return self.values[arg]
+        if isinstance(arg, Sym):
+            lookup = {name: torch.fx.Proxy(size) for name, size in self.sizes.items()}
+            result = arg.evaluate(lookup.__getitem__)
+            return result.node if isinstance(result, torch.fx.Proxy) else result
+        return arg
+
+    def _how(self, node: torch.fx.Node) -> Any:
+        if node.target is G.cache_write.default and self._owns_state(node.args[0]):
+            return cache_write_
+        if node.target in ROWS:
+            return ROWS[node.target]
+        definition = op_of(node.target)
+        if definition is not None:
+            return definition.meaning
+        if node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload):
+            return node.target
+        raise UnsupportedError(f"the torch backend has no way to run {node.target}")
+
+    def _owns_state(self, cache: Any) -> bool:
+        return str(cache.target) in self.states and len(cache.users) == 1
+
+
+def _needed(roots: list[torch.fx.Node]) -> set[torch.fx.Node]:
+    needed: set[torch.fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    return needed

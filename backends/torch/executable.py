@@ -1,0 +1,146 @@
+"""Runs a program with torch: owns the state buffers and one compiled module a variant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...ir import InputError, Program, Sym
+from ..target import Target
+from .emit import emit
+
+PREFILL = 128
+"""Tokens a prefill step takes at most when widths are static."""
+
+BUCKET = 256
+"""Cache rows are reserved in multiples that start here and double."""
+
+OPTIONAL = frozenset({"ancestors"})
+
+
+class TorchExecutable:
+    """See `ir.executable.Executable`. Widths are static under inductor: 1, the plan's, a prefill's."""
+
+    def __init__(self, program: Program, target: Target) -> None:
+        self.program = program
+        self.target = target
+        self.capacity = 0
+        self.batch = 0
+        self.device = torch.device(target.device)
+        self.states: dict[str, torch.Tensor] = {}
+        self.weights = _load_weights(program, self.device)
+        self.variants: dict[object, Callable[..., Any]] = {}
+        if target.threads is not None:
+            torch.set_num_threads(target.threads)
+
+    def begin(self, batch: int, rows: int) -> None:
+        """Start `batch` sequences with empty caches."""
+        if batch != self.batch:
+            self.states, self.capacity, self.batch = {}, 0, batch
+        if not self.states or self.target.backend == "eager":
+            self.reserve(rows if self.target.backend == "eager" else min(rows, BUCKET))
+
+    def reserve(self, rows: int) -> None:
+        """Grow the state buffers, keeping their rows."""
+        if rows <= self.capacity and self.states:
+            return
+        capacity = max(self.capacity, min(BUCKET, self._limit()))
+        while capacity < rows:
+            capacity = min(2 * capacity, self._limit())
+            if capacity < rows and capacity == self._limit():
+                raise InputError(
+                    f"{rows} cache rows asked for, but {self.program.name} has a context of "
+                    f"{self.program.info.context} tokens"
+                )
+        for name, state in self.program.states.items():
+            bound = state.type.bind({"B": self.batch, "C": capacity})
+            buffer = torch.zeros(bound.shape, dtype=bound.dtype, device=self.device)
+            if name in self.states:
+                axis = state.type.dims.index(Sym("C"))
+                buffer.narrow(axis, 0, self.capacity).copy_(self.states[name])
+            self.states[name] = buffer
+        self.capacity = capacity
+
+    def _limit(self) -> int:
+        # A step may be wider than what is left of the context; its last columns are never committed.
+        return self.program.info.context + max(self.widths("step") or (PREFILL,))
+
+    def widths(self, function: str) -> tuple[int, ...] | None:
+        """None when eager; else 1, what a verification step takes, and a prefill chunk."""
+        if self.target.backend == "eager":
+            return None
+        tokens = int(getattr(self.program.plan.draft, "tokens", 0))
+        return tuple(sorted({1, tokens + 1, PREFILL}))
+
+    def run(
+        self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
+    ) -> dict[str, torch.Tensor]:
+        """Run one step; states change in place."""
+        shapes = tuple((name, tensor.shape) for name, tensor in inputs.items())
+        key = (function, tuple(fetch), shapes if self.target.backend != "eager" else len(shapes))
+        variant = self.variants.get(key)
+        if variant is None:
+            variant = self.variants[key] = self._compile(function, frozenset(inputs), fetch)
+        arguments = [
+            self.states[name] if name in self.states else inputs[name].to(self.device)
+            for name in self._argument_names(function, frozenset(inputs))
+        ]
+        with torch.no_grad():
+            results = variant(*arguments)
+        return dict(zip(fetch, results, strict=True))
+
+    def _argument_names(self, function: str, given: frozenset[str]) -> list[str]:
+        names = [str(node.target) for node in self.program.function(function).inputs]
+        return [n for n in names if n in self.states or n in given]
+
+    def _compile(
+        self, function: str, given: frozenset[str], fetch: Sequence[str]
+    ) -> Callable[..., Any]:
+        fn = self.program.function(function)
+        missing = {str(n.target) for n in fn.inputs} - given - set(self.program.states)
+        if not missing <= OPTIONAL:
+            raise InputError(f"{function} also needs the inputs {', '.join(sorted(missing))}")
+        module = emit(fn, self.weights, list(self.program.states), fetch, frozenset(missing))
+        if self.target.backend == "eager":
+            return module
+        return _inductor(module, self.target)
+
+    def keep_rows(self, past: torch.Tensor, source: torch.Tensor) -> None:
+        """Move the cache rows of an accepted path to the front of the step's rows."""
+        steps = torch.arange(source.shape[1])
+        if bool((source == steps).all()):
+            return
+        here, there = (past[:, None] + source), (past[:, None] + steps)
+        for name, state in self.program.states.items():
+            axis, buffer = state.type.dims.index(Sym("C")), self.states[name]
+            rows = buffer.gather(axis, _along(here, buffer, axis))
+            buffer.scatter_(axis, _along(there, buffer, axis), rows)
+
+    def state_bytes(self) -> int:
+        """Bytes of all state buffers."""
+        return sum(tensor.nbytes for tensor in self.states.values())
+
+
+def _along(rows: torch.Tensor, buffer: torch.Tensor, axis: int) -> torch.Tensor:
+    """Row numbers i64[B,N] as an index of `buffer` (batch first) along `axis`."""
+    shape = [1] * buffer.dim()
+    shape[0], shape[axis] = rows.shape
+    full = list(buffer.shape)
+    full[axis] = rows.shape[1]
+    return rows.to(buffer.device).reshape(shape).expand(full)
+
+
+def _load_weights(program: Program, device: torch.device) -> dict[str, torch.Tensor]:
+    return {name: weight.load().to(device) for name, weight in program.weights.items()}
+
+
+def _inductor(module: torch.fx.GraphModule, target: Target) -> Callable[..., Any]:
+    """Compile for speed: frozen (prepacked) weights on the CPU, CUDA graphs on a GPU."""
+    on_cpu = target.device == "cpu"
+    options: dict[str, Any] = {"freezing": True} if on_cpu else {"triton.cudagraphs": True}
+    compiled: Callable[..., Any] = torch.compile(
+        module, fullgraph=True, dynamic=None, options=options
+    )
+    return compiled
