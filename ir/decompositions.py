@@ -1,7 +1,7 @@
-"""Which ATen composites stay whole in programs. Frontends and rewrite patterns share this table.
+"""Which ATen composites stay whole in programs: a table for frontends and rewrite patterns.
 
-A frontend decomposes what `torch.export` gives with it, and a pattern written as plain torch code is
-traced with it, so the same Python code ends up as the same nodes in both.
+A frontend decomposes what `torch.export` gives with it, and a pattern written as plain torch code
+is traced with it, so the same Python code ends up as the same nodes in both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The one error family of the project. Messages say what was expected, what came, where, and what to do."""
+"""The one error family of the project.
+
+Messages say what was expected, what came, where, and what to do.
+"""
 
 from __future__ import annotations
 

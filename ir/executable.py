@@ -13,9 +13,9 @@ from .program import Program
 class Executable(Protocol):
     """A compiled program that owns its state buffers.
 
-    The function ``step`` takes tokens i64[B,T], positions i64[B,T], past i64[B] (valid cache rows of
-    each sequence before the step), ``select`` i64[B,S] (the tokens whose logits are wanted; only if
-    the program's step has that input) and ``ancestors`` bool[B,T,T] (left out for a chain). It
+    The function ``step`` takes tokens i64[B,T], positions i64[B,T], past i64[B] (valid cache rows
+    of each sequence before the step), ``select`` i64[B,S] (the tokens whose logits are wanted; only
+    if the program's step has that input) and ``ancestors`` bool[B,T,T] (left out for a chain). It
     appends T rows to every sequence's cache after `past`; rows that the loop does not count in the
     next call's `past` are forgotten. Outputs: ``logits`` [B,S,V] (S = T without `select`) and
     ``argmax`` i64[B,S].

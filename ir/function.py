@@ -1,8 +1,8 @@
 """A function: a `torch.fx.Graph` under our rules, with a type and a site on every node.
 
-Nodes are placeholders (inputs and states), ``get_attr`` (weights, by name), calls of graftwork ops or
-core ATen ops, ``operator.getitem`` on ops with several results, and one output, whose argument is a
-dict from output name to node. A state that the function updates appears among the outputs under the
+Nodes are placeholders (inputs and states), ``get_attr`` (weights, by name), calls of graftwork ops
+or core ATen ops, ``operator.getitem`` on ops with several results, and one output, whose argument
+is a dict from output name to node. A state that the function updates appears among the outputs under the
 state's name. Symbolic sizes stand directly in arguments as `Sym`.
 """
 
@@ -82,6 +82,7 @@ class Function:
     @property
     def output_node(self) -> torch.fx.Node:
         """The output node. Errors: `GraftworkError` if there is none (the graph is unfinished)."""
+        node: torch.fx.Node
         for node in self.graph.find_nodes(op="output"):
             return node
         raise GraftworkError(f"{self.name} has no output")
@@ -156,7 +157,7 @@ class Function:
         """Infer every call's type again in place; returns (node, before, after) that changed."""
         changed = []
         for node in self.calls():
-            before = node.meta.get("type")
+            before = node.meta["type"]
             after = infer(node.target, node.args, dict(node.kwargs))  # type: ignore[arg-type]
             if before != after:
                 node.meta["type"] = after

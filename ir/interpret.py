@@ -18,7 +18,7 @@ from .types import Sym, TensorType
 def bind_symbols(function: Function, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Sizes of the symbols, read off concrete inputs.
 
-    Errors: `InputError` naming the input that is missing, or whose dtype, rank or size does not fit.
+    Errors: `InputError` naming the input that is missing or whose dtype, rank or size is wrong.
     """
     sizes: dict[str, int] = {}
     for node in function.inputs:
@@ -66,7 +66,7 @@ def run(
                 values[node] = program.weights[str(node.target)].load()
             elif node.op == "call_function":
                 args, kwargs = map_aggregate(node.args, value), map_aggregate(node.kwargs, value)
-                values[node] = node.target(*args, **kwargs)  # type: ignore[operator, misc]
+                values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
             for arg in node.all_input_nodes:
                 if last_use[arg] is node and node.op != "output":
                     del values[arg]

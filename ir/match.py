@@ -1,4 +1,7 @@
-"""Finding one occurrence of a `Pattern`: backtracking over commutative operands, sizes unified last."""
+"""Finding one occurrence of a `Pattern`.
+
+Depth first, backtracking over commutative operands; sizes are unified last.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ _CAST = ATEN._to_copy.default
 
 @dataclass(frozen=True)
 class Match:
-    """One occurrence of a pattern. ``match["x"]`` is the node that the pattern's input x stands for.
+    """One occurrence of a pattern. ``match["x"]`` is the node that the input x stands for.
 
     root: the node that computes the pattern's first result. interior: every matched op call, the
     root among them. outputs: the nodes of the pattern's results, the root first.

@@ -2,7 +2,7 @@
 
 A pattern's inputs are described by short texts:
 
-- ``F[B,T,H]``: any value of a floating dtype; all F of one match are the same dtype, H binds a size;
+- ``F[B,T,H]``: any value of a floating dtype; all F of a match are one dtype, H binds a size;
 - ``F[...,H]``: the same for any number of leading axes;
 - ``f32[H]``, ``i64[B,T]``: a value of that dtype;
 - ``@F[H]``: a weight;
@@ -187,7 +187,7 @@ class _Tracer:
                 return values[arg] if isinstance(arg, torch.fx.Node) else arg
 
             args, kwargs = map_aggregate(node.args, lookup), map_aggregate(node.kwargs, lookup)
-            return node.target(*args, **kwargs)  # type: ignore[operator, misc]
+            return node.target(*args, **kwargs)  # type: ignore[operator]
 
         fakes = [n.meta["val"] for n in sources]
         inner = make_fx(again, decomposition_table=decompositions())(*fakes).graph

@@ -1,7 +1,7 @@
 """The decode plan: how a program's functions become a generation loop, as data.
 
-Each record is frozen and typed; a pass replaces records, the runtime looks up the class that carries
-one out, the text form prints ``kind(field=value)``.
+Each record is frozen and typed; a pass replaces records, the runtime looks up the class that
+carries one out, the text form prints ``kind(field=value)``.
 
     >>> str(DecodePlan(draft=SuffixDraft(tokens=6)).draft)
     'suffix(tokens=6, longest=16, shortest=2)'

@@ -135,7 +135,7 @@ def _evaluate(expr: Any, lookup: Callable[[str], Any]) -> Any:
 
 @dataclass(frozen=True)
 class TensorType:
-    """dtype and dims of a tensor value. Prints as ``f32[B,T,384]``; a scalar tensor is ``f32[]``."""
+    """dtype and dims of a tensor. Prints as ``f32[B,T,384]``; a scalar tensor is ``f32[]``."""
 
     dtype: torch.dtype
     dims: tuple[Dim, ...]

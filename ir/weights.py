@@ -37,7 +37,7 @@ class Weight:
         return cls(name, TensorType.of(tensor), lambda: tensor)
 
     def load(self) -> torch.Tensor:
-        """The tensor, contiguous, on the CPU. Errors: `InputError` if it is not what `type` says."""
+        """The tensor, contiguous, on the CPU. Errors: `InputError` if `type` is not its type."""
         tensor = self.source().detach().contiguous()
         if TensorType.of(tensor) != self.type:
             raise InputError(

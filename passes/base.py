@@ -53,8 +53,8 @@ class Pass(BaseModel):
     """Base of all passes. Fields of a subclass are its options (unknown ones are errors).
 
     name: how recipes call it. contract: see `Contract`. requires / provides: facts about a program,
-    such as "canonical", "cached", "trees"; a program starts with the fact "traced". effects: what it
-    changes. reads: effects of *other* passes that must be in place before this one runs.
+    such as "canonical", "cached", "trees"; a program starts with the fact "traced". effects: what
+    it changes. reads: effects of *other* passes that must be in place before this one runs.
     exclusive: effects that no other pass of the same recipe may also claim as exclusive.
     """
 

@@ -47,7 +47,7 @@ def define(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the op that `schema` declares.
 
-    schema: torch's schema language without the namespace, ``"silu_mul(Tensor a, Tensor b) -> Tensor"``.
+    schema: torch's schema language without the namespace, ``"glu(Tensor a, Tensor b) -> Tensor"``.
     samples: a generator of calls for the generic tests. fake: a shape rule, where running the
     meaning on fake tensors is too slow or would constrain symbolic sizes. Results must not alias
     arguments.

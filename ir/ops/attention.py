@@ -75,9 +75,9 @@ def attention(
     ``%y: f32[B,H,T,E] = graftwork.attention(%q, %k, %v, layer=0, scale=0.125)``
 
     q [B,H,T,D]; k [B,G,T,D]; v [B,G,T,E], H a multiple of G (grouped-query attention). Token t sees
-    tokens max(0, t - window + 1) .. t. `softcap` c bounds scores to c tanh(s/c); `sinks` [H] adds one
-    logit a head that takes weight and contributes nothing; `slopes` [H] adds slope * (key position -
-    query position) (ALiBi). `layer` names the layer whose cache this attention will own.
+    tokens max(0, t - window + 1) .. t. `softcap` c bounds scores to c tanh(s/c); `sinks` [H] adds
+    one logit a head that takes weight and contributes nothing; `slopes` [H] adds slope * (key
+    position - query position) (ALiBi). `layer` names the layer whose cache this attention will own.
     """
     width = q.shape[2]
     steps = torch.arange(width, device=q.device)

@@ -24,7 +24,7 @@ def hidden(x: Tensor, *, layer: int, point: str) -> Tensor:
 
     ``%h: f32[B,T,H] = graftwork.hidden(%x, layer=3, point="block")``
 
-    x [B,T,H]. `point` is "embedding" (before layer 0, layer=-1), "attention" (after layer's attention
-    was added) or "block" (after the layer's last addition).
+    x [B,T,H]. `point` is "embedding" (before layer 0, layer=-1), "attention" (after the layer's
+    attention was added) or "block" (after the layer's last addition).
     """
     return x.clone()

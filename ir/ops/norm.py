@@ -21,7 +21,8 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
 
     ``%y: f32[B,T,H] = graftwork.rms_norm(%x, @norm.weight, eps=1e-06)``
 
-    x [..., H]; weight [H]. Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
+    x [..., H]; weight [H].
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
