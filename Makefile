@@ -37,7 +37,8 @@ format: $(INSTALLED)
 types: $(INSTALLED)
 	rm -rf .types && mkdir -p .types/graftwork
 	ln -s $(CURDIR)/graftwork/* .types/graftwork/
-	for p in $(filter-out graftwork,$(PACKAGES)); do ln -s $(CURDIR)/$$p .types/graftwork/$$p; done
+	for p in ir frontends passes backends runtime; do ln -s $(CURDIR)/$$p .types/graftwork/$$p; done
+	ln -s $(CURDIR)/recipes .types/graftwork/recipe_files
 	MYPYPATH=.types $(BIN)/mypy --strict -p graftwork
 
 totals: $(INSTALLED)

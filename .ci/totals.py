@@ -1,4 +1,4 @@
-"""Print the lines of Python in each folder, and the files that have grown past the house's limit."""
+"""Print the lines of Python in each folder, and the files past the house's limit."""
 
 import sys
 from pathlib import Path

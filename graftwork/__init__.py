@@ -1,0 +1,45 @@
+"""graftwork: graph transformations that make language models generate faster.
+
+import graftwork as gw
+
+fast = gw.optimize(model, "copyspec")       # a transformers model or a local checkpoint folder
+ids = fast.generate(input_ids, max_new_tokens=128)
+fast.save("out/"); fast = gw.load("out/")
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .backends.target import Target
+    from .ir.errors import GraftworkError
+    from .model import Model, load, optimize
+    from .recipe import Recipe, recipes
+
+__version__ = "0.1.0"
+__all__ = ["GraftworkError", "Model", "Recipe", "Target", "load", "optimize", "recipes"]
+
+# Loaded on first use: `import graftwork` and `graftwork --help` then cost milliseconds, not torch.
+_HOMES = {
+    "GraftworkError": ".ir.errors",
+    "Model": ".model",
+    "Recipe": ".recipe",
+    "Target": ".backends.target",
+    "load": ".model",
+    "optimize": ".model",
+    "recipes": ".recipe",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,357 @@
+"""A saved program: a folder with its text, its weights, a manifest and the tokenizer's files.
+
+    manifest.json          format version, size and sha256 of every file, tools, provenance, report
+    program.gw             the program as text
+    weights.safetensors    (or weights-00001-of-0000N.safetensors)
+    tokenizer.json, ...    files that came with the model
+
+`save` writes beside the destination and renames: whoever looks sees the old artifact, the new one,
+or none. `load` reads only what the manifest lists, inside the folder, after checking size and
+sha256 of every file. Nothing is ever unpickled or executed. The hashes tell damage, not malice:
+whoever can write the folder can write the manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .backends.target import Target
+from .ir import (
+    GraftworkError,
+    InputError,
+    PassRecord,
+    Program,
+    Weight,
+    WeightStore,
+    from_safetensors,
+)
+from .ir.parser import parse_program
+from .ir.printer import program_text
+from .ir.verify import verify
+from .ir.weights import open_safetensors
+from .report import Report, plain
+from .shards import SHARD_BYTES, write_weights
+
+FORMAT = "graftwork-artifact"
+VERSION = 1
+MANIFEST = "manifest.json"
+PROGRAM = "program.gw"
+TOOLS = ("graftwork", "torch", "transformers", "onnx", "onnxruntime-gpu", "onnxruntime")
+MANIFEST_LIMIT = 64 * 2**20
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class FileEntry(_Frozen):
+    """A file of the artifact: what for, its size in bytes, and sha256 in hex."""
+
+    role: Literal["program", "weights", "asset"]
+    bytes: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class RecordEntry(_Frozen):
+    """A `PassRecord` as JSON."""
+
+    name: str
+    options: dict[str, Any]
+    contract: str
+    matches: int
+    seconds: float
+
+
+class Manifest(_Frozen):
+    """What manifest.json holds. files: by plain file name."""
+
+    format: Literal["graftwork-artifact"]
+    version: Literal[1]
+    target: str
+    recipe: dict[str, Any]
+    tools: dict[str, str]
+    provenance: tuple[RecordEntry, ...]
+    report: Report | None
+    files: dict[str, FileEntry]
+
+
+class Saved(_Frozen):
+    """What `load` gives back."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    program: Program
+    manifest: Manifest
+
+
+def is_artifact(folder: Path) -> bool:
+    """Whether a folder calls itself a graftwork artifact (its files may still be damaged)."""
+    try:
+        return bool(_read_json(folder / MANIFEST).get("format") == FORMAT)
+    except InputError:
+        return False
+
+
+def save(
+    program: Program,
+    folder: str | Path,
+    *,
+    target: Target,
+    recipe: dict[str, Any],
+    report: Report | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[str], None] = lambda name: None,
+) -> Path:
+    """Write an artifact; replaces an artifact that is there, and nothing else.
+
+    Needs memory for one weight at a time. Errors: `InputError` if the folder holds something else,
+    a weight holds NaN, or the disk refuses; the destination is then as it was.
+    """
+    destination = Path(os.path.abspath(folder))
+    _check_destination(destination)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    partial = destination.parent / f".{destination.name}.{secrets.token_hex(4)}.partial"
+    try:
+        partial.mkdir()
+        files = _write_files(partial, program, shard_bytes, progress)
+        manifest = _manifest(program, target, recipe, report, files)
+        _write(partial / MANIFEST, manifest.model_dump_json(indent=1).encode())
+        _sync_folder(partial)
+        _swap(partial, destination)
+    except OSError as error:
+        raise InputError(f"cannot write the artifact {destination}: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return destination
+
+
+def load(folder: str | Path) -> Saved:
+    """Read and check an artifact. Weights stay on disk until they are used.
+
+    Errors: `InputError` naming the file that is missing, damaged, too long or out of place.
+    """
+    folder = Path(folder)
+    manifest = _read_manifest(folder)
+    for name, entry in manifest.files.items():
+        _check_file(folder, name, entry)
+    names = {role: _with_role(manifest, role) for role in ("program", "weights", "asset")}
+    if names["program"] != [PROGRAM]:
+        raise InputError(f"{folder / MANIFEST}: expected one program, {PROGRAM}")
+    weights = _open_weights([folder / name for name in names["weights"]])
+    try:
+        program = parse_program((folder / PROGRAM).read_text(encoding="utf-8"), weights)
+        program = program.replace(
+            provenance=tuple(_record(entry) for entry in manifest.provenance),
+            assets={name: folder.resolve() / name for name in names["asset"]},
+        )
+        verify(program)
+    except (GraftworkError, UnicodeDecodeError) as error:
+        raise InputError(f"{folder / PROGRAM} does not hold a valid program: {error}") from error
+    return Saved(program=program, manifest=manifest)
+
+
+# -- writing
+
+
+def _check_destination(destination: Path) -> None:
+    if not destination.exists() and not destination.is_symlink():
+        return
+    if destination.is_symlink() or not destination.is_dir():
+        raise InputError(f"{destination} exists and is not a folder; choose another place")
+    if is_artifact(destination) or not any(destination.iterdir()):
+        return
+    raise InputError(
+        f"{destination} exists and is not a graftwork artifact; "
+        f"choose another place, or empty it yourself"
+    )
+
+
+def _write_files(
+    folder: Path, program: Program, shard_bytes: int, progress: Callable[[str], None]
+) -> dict[str, FileEntry]:
+    files = {}
+    for name, source in program.assets.items():
+        if not _PLAIN_NAME.fullmatch(name) or name in (MANIFEST, PROGRAM):
+            raise InputError(f"an artifact cannot hold a model file called {name!r}")
+        data = Path(source).read_bytes()
+        files[name] = _write(folder / name, data, "asset")
+    files[PROGRAM] = _write(folder / PROGRAM, program_text(program).encode(), "program")
+    weights = list(program.weights.values())
+    for done in write_weights(folder, weights, shard_bytes, progress):
+        files[done.name] = FileEntry(role="weights", bytes=done.bytes, sha256=done.sha256)
+    return files
+
+
+def _write(
+    path: Path, data: bytes, role: Literal["program", "weights", "asset"] = "asset"
+) -> FileEntry:
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(role=role, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def _manifest(
+    program: Program,
+    target: Target,
+    recipe: dict[str, Any],
+    report: Report | None,
+    files: dict[str, FileEntry],
+) -> Manifest:
+    records = [
+        RecordEntry(
+            name=record.name,
+            options={key: plain(value) for key, value in record.options},
+            contract=record.contract,
+            matches=record.matches,
+            seconds=record.seconds,
+        )
+        for record in program.provenance
+    ]
+    return Manifest(
+        format=FORMAT,
+        version=VERSION,
+        target=str(target),
+        recipe=recipe,
+        tools=tool_versions(),
+        provenance=tuple(records),
+        report=report,
+        files=files,
+    )
+
+
+def tool_versions() -> dict[str, str]:
+    """Versions of the installed packages that a result depends on."""
+    versions = {}
+    for name in TOOLS:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _swap(new: Path, destination: Path) -> None:
+    old = destination.parent / f".{destination.name}.{secrets.token_hex(4)}.old"
+    replaced = destination.exists()
+    if replaced:
+        destination.rename(old)
+    try:
+        new.rename(destination)
+    except OSError:
+        if replaced:
+            old.rename(destination)
+        raise
+    _sync_folder(destination.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# -- reading
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MANIFEST_LIMIT:
+            raise InputError(f"{path} is larger than any manifest")
+        data = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise InputError(f"{path.parent} is not a graftwork artifact: no {path.name}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: expected a JSON object")
+    return data
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    data = _read_json(path)
+    if data.get("format") != FORMAT:
+        raise InputError(f"{folder} is not a graftwork artifact: {path} has another format")
+    if data.get("version") != VERSION:
+        raise InputError(
+            f"{path}: format version {data.get('version')!r}; this graftwork reads {VERSION}. "
+            f"Optimize the model again, or use the graftwork that wrote it: {data.get('tools')}"
+        )
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise InputError(f"{path}: {where}: {first['msg']}") from error
+
+
+def _check_file(folder: Path, name: str, entry: FileEntry) -> None:
+    # Plain names only: no separators, no leading dot, so nothing outside the folder can be named.
+    if not _PLAIN_NAME.fullmatch(name):
+        raise InputError(f"{folder / MANIFEST}: {name!r} is not a plain file name")
+    path = folder / name
+    try:
+        found = path.lstat()
+    except OSError as error:
+        raise InputError(f"{path} is missing from the artifact: {error}") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise InputError(f"{path} is not a regular file (links are not followed)")
+    if found.st_size != entry.bytes:
+        raise InputError(
+            f"{path} is damaged: {found.st_size} bytes, the manifest says {entry.bytes}"
+        )
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != entry.sha256:
+        raise InputError(f"{path} is damaged: its sha256 is not the manifest's")
+
+
+def _with_role(manifest: Manifest, role: str) -> list[str]:
+    return [name for name, entry in manifest.files.items() if entry.role == role]
+
+
+def _open_weights(paths: list[Path]) -> WeightStore:
+    weights: dict[str, Weight] = {}
+    for path in paths:
+        for name in open_safetensors(path).keys():  # noqa: SIM118  (the handle is not a mapping)
+            if name in weights:
+                raise InputError(f"{path}: the weight {name!r} is in another file too")
+            weights[name] = _weight(path, name)
+    return WeightStore(weights)
+
+
+def _weight(path: Path, name: str) -> Weight:
+    # Holds the open file: saving over the artifact that a program came from must not change it.
+    handle = open_safetensors(path)
+    described = from_safetensors(path, name)
+    return Weight(name, described.type, lambda: handle.get_tensor(name))
+
+
+def _record(entry: RecordEntry) -> PassRecord:
+    options = tuple((key, _tuples(value)) for key, value in entry.options.items())
+    return PassRecord(entry.name, options, entry.contract, entry.matches, entry.seconds)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

@@ -1,0 +1,218 @@
+"""The front door: `optimize` a model with a recipe, `load` a saved one, both give a `Model`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .backends.target import Target
+from .ir import GraftworkError, InputError, Program, Weight, WeightStore
+from .passes.manager import run_passes
+from .passes.validate import Validator
+from .prompts import Prompts, as_ids, sample_prompts, validation_batch
+from .recipe import Recipe
+from .report import Report, megabytes, pass_lines, weight_bytes
+from .shards import check_finite
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from .ir.executable import Executable
+
+Source = str | Path | torch.nn.Module
+"""A local checkpoint folder, or a model in memory."""
+
+
+def optimize(
+    model: Source,
+    recipe: str | Path | Mapping[str, Any] | Recipe = "baseline",
+    *,
+    target: Target | str | None = None,
+    data: Prompts | None = None,
+    validate: bool = False,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Model:
+    """Trace a model, run a recipe's passes over it, and give something that generates.
+
+    recipe: a name (`recipes()` lists them), a .yaml path, a dict or a `Recipe`. target:
+    ``backend[:device[:dtype]]``; by default onnxruntime:cpu:float32 without a GPU and
+    torch:cuda:bfloat16 with one. data: prompts (texts, lists of token ids, or a .txt / .jsonl path)
+    for validation and for recipes that need them. validate: run the program before and after every
+    pass on prompts and check its contract. seed: of the random prompts that stand in for `data`.
+
+    Nothing is compiled yet; `Model.generate` does that on first use. Errors: `GraftworkError` that
+    names the model, recipe, pass or option at fault and what to do.
+    """
+    from .frontends import import_model
+
+    chosen, where = Recipe.load(recipe), _target(target)
+    _check_data(chosen, data, validate)
+    progress("trace")
+    start = time.perf_counter()
+    program = import_model(model, dtype=where.dtype)
+    traced = time.perf_counter() - start
+    before = weight_bytes(program)
+    validator = Validator(_validation_prompts(program, data, seed)) if validate else None
+    result, reports = run_passes(program, chosen.steps, validator=validator, progress=progress)
+    report = Report(
+        source=str(model) if isinstance(model, (str, Path)) else type(model).__name__,
+        model_type=program.info.model_type,
+        recipe=chosen.name,
+        contract=chosen.contract,
+        target=str(where),
+        trace_seconds=traced,
+        weight_bytes_before=before,
+        weight_bytes_after=weight_bytes(result),
+        passes=pass_lines(reports),
+    )
+    return Model(result, where, chosen.as_dict(), report)
+
+
+def load(folder: str | Path, *, target: Target | str | None = None) -> Model:
+    """Read back what `Model.save` wrote. Needs neither transformers nor the original model.
+
+    target: where to run it, if not where it was made for; the dtype is part of the artifact.
+    Errors: `InputError` naming the file that is missing or damaged, or the dtype that differs.
+    """
+    from .artifact import load as load_artifact
+
+    saved = load_artifact(folder)
+    made_for = Target.parse(saved.manifest.target)
+    where = made_for if target is None else _target(target, made_for.dtype)
+    if where.dtype != made_for.dtype:
+        raise InputError(
+            f"{folder} was made for {made_for}; its dtype cannot become {where}. "
+            f"Optimize the model again for that target"
+        )
+    return Model(saved.program, where, saved.manifest.recipe, saved.manifest.report)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A transformed model, bound to a target.
+
+    program: prints as text. recipe: what made it, as plain data. report: what the passes did (None
+    if it was not made by `optimize`).
+    """
+
+    program: Program
+    target: Target
+    recipe: Mapping[str, Any]
+    report: Report | None = None
+
+    @cached_property
+    def executable(self) -> Executable:
+        """The compiled program; compiling happens on first use.
+
+        Errors: `InputError` if the device is missing or a weight holds NaN; `UnsupportedError`
+        naming an op that the backend cannot lower.
+        """
+        from .backends import compile
+
+        return compile(_checked(self.program), self.target)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The model's own tokenizer. Errors: `InputError` if it came without tokenizer.json."""
+        from tokenizers import Tokenizer
+
+        path = self.program.assets.get("tokenizer.json")
+        if path is None:
+            raise InputError(
+                f"{self.program.name} came without a tokenizer.json; pass token ids instead of text"
+            )
+        return Tokenizer.from_file(str(path))
+
+    def generate(self, input_ids: torch.Tensor | Sequence[Sequence[int]], **options: Any) -> Any:
+        """Continue token ids i64[B,S] as transformers' ``generate`` does: sequences i64[B,S+N].
+
+        Options have transformers' names (``max_new_tokens``, ``do_sample``, ``temperature``,
+        ``top_k``, ``top_p``, ``eos_token_id``, ``attention_mask``, ``streamer``, ``seed``, ...);
+        see `graftwork.runtime.generate.generate`, which rejects by name what it does not support.
+        """
+        from .runtime.generate import generate
+
+        return generate(self.executable, as_ids(input_ids), **options)
+
+    def save(
+        self, folder: str | Path, *, progress: Callable[[str], None] = lambda name: None
+    ) -> Path:
+        """Write the program, its weights and the tokenizer to a folder that `load` reads.
+
+        An artifact that is there is replaced in one step. Errors: `InputError` if the folder holds
+        something else, or a weight holds NaN.
+        """
+        from .artifact import save
+
+        return save(
+            self.program,
+            folder,
+            target=self.target,
+            recipe=dict(self.recipe),
+            report=self.report,
+            progress=progress,
+        )
+
+    def export_onnx(self, folder: str | Path) -> Path:
+        """Write ``model.onnx`` with its weights and tokenizer, for ONNX Runtime."""
+        from .export import export_onnx
+
+        return export_onnx(self.program, Path(folder))
+
+    def export_genai(self, folder: str | Path) -> Path:
+        """Write a folder that onnxruntime-genai runs: the graph and ``genai_config.json``."""
+        from .export import export_genai
+
+        return export_genai(self.program, Path(folder))
+
+    def __str__(self) -> str:
+        size = megabytes(weight_bytes(self.program))
+        return f"{self.program.name} for {self.target}, recipe {self.recipe.get('name')}, {size}"
+
+
+def _target(target: Target | str | None, dtype: torch.dtype | None = None) -> Target:
+    if isinstance(target, Target):
+        return target
+    if target is None:
+        return Target.default()
+    parsed = Target.parse(target)
+    if dtype is not None and target.count(":") < 2:
+        return Target(parsed.backend, parsed.device, dtype, parsed.threads)
+    return parsed
+
+
+def _check_data(recipe: Recipe, data: Prompts | None, validate: bool) -> None:
+    if "data" in recipe.needs and data is None:
+        raise InputError(
+            f"recipe {recipe.name!r} needs data= (texts, token ids, or a file of them)"
+        )
+    if data is not None and not validate and "data" not in recipe.needs:
+        raise InputError(
+            f"data= is given, but recipe {recipe.name!r} uses none; "
+            f"add validate=True to check the passes' contracts on it, or leave it out"
+        )
+
+
+def _validation_prompts(program: Program, data: Prompts | None, seed: int) -> torch.Tensor:
+    if data is None:
+        return sample_prompts(program.info, seed)
+    return validation_batch(data, program)
+
+
+def _checked(program: Program) -> Program:
+    """The program with weights that refuse to load with NaN in them, checked as they are loaded."""
+    return program.replace(weights=WeightStore({n: _guard(w) for n, w in program.weights.items()}))
+
+
+def _guard(weight: Weight) -> Weight:
+    return Weight(weight.name, weight.type, lambda: check_finite(weight, weight.load()))
+
+
+__all__ = ["GraftworkError", "Model", "Source", "load", "optimize"]

@@ -1,0 +1,117 @@
+"""Prompts from whatever the user has: texts, token ids, or a file of either."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .ir import InputError, Program
+from .ir.program import ModelInfo
+
+Prompts = str | Path | Sequence[str] | Sequence[Sequence[int]]
+"""A path to a .txt (one prompt a line) or .jsonl file (``{"ids": [...]}`` or ``{"text": "..."}`` a
+line), a sequence of texts, or a sequence of token id sequences."""
+
+VALIDATION_PROMPTS = 4
+VALIDATION_TOKENS = 48
+
+
+def as_ids(input_ids: Any) -> torch.Tensor:
+    """Token ids as i64[B,S]; a single sequence becomes a batch of one.
+
+    Errors: `InputError` if they are not integers, or sequences differ in length.
+    """
+    if isinstance(input_ids, str):
+        raise InputError("input_ids: expected token ids, got text; encode it with model.tokenizer")
+    try:
+        ids = torch.as_tensor(input_ids)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"input_ids: expected token ids [B,S], sequences of one length ({error}); "
+            f"pad shorter ones on the left and give attention_mask"
+        ) from error
+    if ids.dtype.is_floating_point or ids.dtype in (torch.bool, torch.complex64):
+        raise InputError(f"input_ids: expected integers, got {ids.dtype}")
+    if ids.dim() not in (1, 2):
+        raise InputError(f"input_ids: expected [B,S], got shape {list(ids.shape)}")
+    return torch.atleast_2d(ids).long()
+
+
+def read_prompts(data: Prompts, program: Program) -> list[list[int]]:
+    """All prompts as token ids. Errors: `InputError` with the file and line that cannot be read."""
+    if isinstance(data, (str, Path)):
+        items: list[Any] = _read_file(Path(data))
+    else:
+        items = list(data)
+    texts = [item for item in items if isinstance(item, str)]
+    encode = _encoder(program) if texts else None
+    prompts = [encode(item) if encode and isinstance(item, str) else _ids(item) for item in items]
+    prompts = [prompt for prompt in prompts if prompt]
+    if not prompts:
+        raise InputError("data: expected at least one prompt that is not empty")
+    worst = max(max(prompt) for prompt in prompts)
+    if worst >= program.info.vocab_size:
+        raise InputError(f"data: token id {worst} is outside the vocabulary")
+    return prompts
+
+
+def validation_batch(data: Prompts, program: Program) -> torch.Tensor:
+    """A few prompts cut to one length, i64[B,T], for running programs side by side."""
+    prompts = sorted(read_prompts(data, program), key=len, reverse=True)[:VALIDATION_PROMPTS]
+    width = min(VALIDATION_TOKENS, len(prompts[-1]), program.info.context)
+    if width < 2:
+        raise InputError("data: validation needs prompts of at least two tokens")
+    return torch.tensor([prompt[:width] for prompt in prompts])
+
+
+def sample_prompts(info: ModelInfo, seed: int) -> torch.Tensor:
+    """Random token ids i64[2,T], reproducible from the seed, for validation without data."""
+    generator = torch.Generator().manual_seed(seed)
+    width = min(VALIDATION_TOKENS // 2, info.context)
+    return torch.randint(info.vocab_size, (2, width), generator=generator)
+
+
+def _read_file(path: Path) -> list[Any]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"data: cannot read {path}: {error}") from error
+    if path.suffix != ".jsonl":
+        return [line for line in lines if line.strip()]
+    numbered = enumerate(lines, 1)
+    return [_json_prompt(line, f"{path}:{i}") for i, line in numbered if line.strip()]
+
+
+def _json_prompt(line: str, where: str) -> Any:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"data: {where}: not JSON: {error}") from error
+    for key in ("ids", "text"):
+        if isinstance(entry, dict) and key in entry:
+            return entry[key]
+    raise InputError(f'data: {where}: expected {{"ids": [...]}} or {{"text": "..."}}')
+
+
+def _encoder(program: Program) -> Any:
+    from tokenizers import Tokenizer
+
+    path = program.assets.get("tokenizer.json")
+    if path is None:
+        raise InputError(f"data: {program.name} has no tokenizer.json; give token ids, not text")
+    tokenizer = Tokenizer.from_file(str(path))
+    return lambda text: tokenizer.encode(text).ids
+
+
+def _ids(item: Any) -> list[int]:
+    try:
+        ids = as_ids(item)
+    except InputError as error:
+        raise InputError(f"data: {error}") from error
+    if ids.shape[0] != 1:
+        raise InputError(f"data: expected one sequence of token ids, got shape {list(ids.shape)}")
+    return [int(token) for token in ids[0]]

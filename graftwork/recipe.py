@@ -1,0 +1,326 @@
+"""Recipes: a published method as a list of passes with options, read from YAML and checked.
+
+A recipe file::
+
+    title: What it does, in one line
+    paper: Where it comes from                       # optional
+    contract: lossless                               # checked against the passes' own
+    extends: baseline                                # optional: its passes come first
+    needs: [data]                                    # optional: what the user must bring
+    passes:
+      - insert_kv_cache                              # a pass
+      - draft_suffix: {tokens: 8}                    # with options
+      - {pass: fuse_gate_up, optional: true}         # may match nothing
+      - {pass: quantize_int8, options: {head: true}, optional: true}
+
+A pass that the extended recipe has already keeps its place; the options given here are laid over
+its own. Everything unknown is an error with file and line.
+
+    >>> Recipe.load("baseline").name
+    'baseline'
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.resources
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from .ir import InputError
+from .passes import Contract, Pass, all_passes
+from .passes.manager import Step, weakest
+from .yamlfile import Document, parse, parse_value
+
+KEYS = ("title", "paper", "contract", "extends", "needs", "passes")
+NEEDS = {"data": "sample text or prompts, given as data="}
+
+
+@dataclass(frozen=True)
+class Use:
+    """One pass of a recipe: the options as given, and whether it may match nothing."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    optional: bool = False
+    where: str = ""
+
+    def build(self) -> Pass:
+        """The pass itself. Errors: `InputError` naming file, line, pass and option."""
+        known = all_passes()
+        if self.name not in known:
+            raise InputError(
+                f"{self.where}: no pass is called {self.name!r}{_near(self.name, known)}"
+            )
+        kind = known[self.name]
+        unknown = sorted(set(self.options) - set(kind.model_fields))
+        if unknown:
+            fields = ", ".join(sorted(kind.model_fields)) or "none"
+            raise InputError(
+                f"{self.where}: pass {self.name!r} has no option {unknown[0]!r}"
+                f"{_near(unknown[0], kind.model_fields)} (its options: {fields})"
+            )
+        try:
+            # Through JSON, because strict validation then takes a list where a tuple is declared.
+            return kind.model_validate_json(json.dumps(dict(self.options)))
+        except TypeError as error:
+            raise InputError(
+                f"{self.where}: pass {self.name!r}: options are plain data; {error}"
+            ) from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            option = ".".join(str(part) for part in first["loc"])
+            raise InputError(
+                f"{self.where}: pass {self.name!r}, option {option!r}: {first['msg']}; "
+                f"got {first['input']!r}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A named, checked list of passes.
+
+    contract: "exact", "lossless" or "approximate", the weakest of the passes'. needs: what the user
+    must bring besides the model. extends: the name of the recipe it grew from, or "".
+    """
+
+    name: str
+    title: str = ""
+    paper: str = ""
+    needs: tuple[str, ...] = ()
+    extends: str = ""
+    passes: tuple[Use, ...] = ()
+
+    @property
+    def contract(self) -> str:
+        """The weakest contract of its passes."""
+        return weakest(step.pass_.contract for step in self.steps).value
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """What the pass manager runs."""
+        return tuple(Step(use.build(), use.optional) for use in self.passes)
+
+    @classmethod
+    def load(cls, source: str | Path | Mapping[str, Any] | Recipe) -> Recipe:
+        """A recipe by name, from a file, from a dict, or as it is.
+
+        Errors: `InputError` with file and line for anything unknown or of the wrong type.
+        """
+        if isinstance(source, Recipe):
+            return source
+        if isinstance(source, Mapping):
+            name = str(source.get("name", "custom"))
+            data = {key: value for key, value in source.items() if key != "name"}
+            return _Reader(Document(data, "recipe")).recipe(name, ())
+        path = _find(source)
+        return _read(path, ())
+
+    def with_options(self, settings: Iterable[str]) -> Recipe:
+        """The recipe with ``pass.option=value`` settings laid over it; values are read as YAML.
+
+        Errors: `InputError` naming the setting, and the passes or options there are.
+        """
+        recipe = self
+        for setting in settings:
+            recipe = recipe._with_option(setting)
+        return recipe
+
+    def _with_option(self, setting: str) -> Recipe:
+        where = f"--set {setting}"
+        target, equals, text = setting.partition("=")
+        name, dot, option = target.strip().partition(".")
+        if not (equals and dot and option):
+            raise InputError(f"{where}: expected pass.option=value")
+        names = [use.name for use in self.passes]
+        if name not in names:
+            raise InputError(
+                f"{where}: recipe {self.name!r} has no pass {name!r}{_near(name, names)} "
+                f"(it has {', '.join(names)})"
+            )
+        changed = [
+            replace(use, options={**use.options, option: parse_value(text, where)}, where=where)
+            if use.name == name
+            else use
+            for use in self.passes
+        ]
+        changed[names.index(name)].build()
+        return replace(self, passes=tuple(changed))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data that `load` reads back to the same recipe, all passes listed."""
+        entries = [
+            {"pass": use.name, "options": dict(use.options), "optional": use.optional}
+            for use in self.passes
+        ]
+        head = {"name": self.name, "title": self.title, "paper": self.paper}
+        return {**head, "contract": self.contract, "needs": list(self.needs), "passes": entries}
+
+
+def recipes() -> list[Recipe]:
+    """Every recipe that comes with graftwork, by name."""
+    return [_read(path, ()) for path in sorted(_folder().glob("*.yaml"))]
+
+
+def _folder() -> Path:
+    return Path(str(importlib.resources.files(f"{__package__}.recipe_files")))
+
+
+def _find(source: str | Path) -> Path:
+    text = str(source)
+    if isinstance(source, Path) or text.endswith((".yaml", ".yml")) or "/" in text:
+        return Path(source)
+    path = _folder() / f"{text}.yaml"
+    if not path.is_file():
+        known = [p.stem for p in sorted(_folder().glob("*.yaml"))]
+        raise InputError(
+            f"no recipe is called {text!r}{_near(text, known)}; there are {', '.join(known)}. "
+            f"A recipe of your own is a path that ends in .yaml"
+        )
+    return path
+
+
+def _read(path: Path, below: tuple[Path, ...]) -> Recipe:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the recipe {path}: {error}") from error
+    origin = f"recipes/{path.name}" if path.parent == _folder() else str(path)
+    if path.resolve() in below:
+        raise InputError(f"{origin}: recipes extend each other in a circle")
+    return _Reader(parse(text, origin), path.parent).recipe(path.stem, (*below, path.resolve()))
+
+
+class _Reader:
+    """Checks one document and builds its recipe."""
+
+    def __init__(self, document: Document, folder: Path | None = None) -> None:
+        self.document = document
+        self.folder = folder
+
+    def recipe(self, name: str, below: tuple[Path, ...]) -> Recipe:
+        """The recipe that the document describes."""
+        data = self.document.data
+        if not isinstance(data, Mapping):
+            raise self.error((), f"expected a mapping with {', '.join(KEYS)}")
+        for key in data:
+            if key not in KEYS:
+                raise self.error((key,), f"unknown key {key!r}{_near(str(key), KEYS)}")
+        base = self.base(below)
+        recipe = Recipe(
+            name=name,
+            title=self.text("title") or (base.title if base else ""),
+            paper=self.text("paper"),
+            needs=self.needs(base),
+            extends=base.name if base else "",
+            passes=self.passes(base.passes if base else ()),
+        )
+        self.check_contract(recipe)
+        return recipe
+
+    def error(self, path: tuple[str | int, ...], message: str) -> InputError:
+        """An error at a place of the document."""
+        return InputError(f"{self.document.at(*path)}: {message}")
+
+    def text(self, key: str) -> str:
+        """A text field, empty if absent."""
+        value = self.document.data.get(key, "")
+        if not isinstance(value, str):
+            raise self.error((key,), f"{key}: expected text, got {value!r}")
+        return value
+
+    def base(self, below: tuple[Path, ...]) -> Recipe | None:
+        """The recipe that this one extends: a name, or a file beside this one."""
+        name = self.text("extends")
+        if not name:
+            return None
+        try:
+            beside = self.folder is not None and name.endswith((".yaml", ".yml"))
+            return _read(Path(self.folder or "") / name if beside else _find(name), below)
+        except InputError as error:
+            raise self.error(("extends",), str(error)) from error
+
+    def needs(self, base: Recipe | None) -> tuple[str, ...]:
+        """What the user must bring, with what the base needs."""
+        given = self.document.data.get("needs", [])
+        if not isinstance(given, list):
+            raise self.error(("needs",), f"needs: expected a list, got {given!r}")
+        for i, need in enumerate(given):
+            if need not in NEEDS:
+                known = ", ".join(NEEDS)
+                raise self.error(("needs", i), f"unknown need {need!r}; known are {known}")
+        return tuple(dict.fromkeys([*(base.needs if base else ()), *given]))
+
+    def passes(self, base: tuple[Use, ...]) -> tuple[Use, ...]:
+        """The base's passes with this document's laid over and after them; every one is built."""
+        given = self.document.data.get("passes", [])
+        if not isinstance(given, list) or not (given or base):
+            raise self.error(("passes",), f"passes: expected a list of passes, got {given!r}")
+        merged = {use.name: use for use in base}
+        seen: set[str] = set()
+        for i, entry in enumerate(given):
+            use = self.use(entry, ("passes", i))
+            if use.name in seen:
+                raise self.error(("passes", i), f"pass {use.name!r} is given twice")
+            seen.add(use.name)
+            before = merged.get(use.name, Use(use.name))
+            merged[use.name] = replace(use, options={**before.options, **use.options})
+            merged[use.name].build()
+        return tuple(merged.values())
+
+    def use(self, entry: Any, path: tuple[str | int, ...]) -> Use:
+        """One entry: a name, ``name: {options}`` or ``{pass: name, options: {}, optional: bool}``."""
+        where = self.document.at(*path)
+        if isinstance(entry, str):
+            return Use(entry, where=where)
+        if not isinstance(entry, Mapping) or not entry:
+            raise self.error(path, f"expected a pass, got {entry!r}")
+        if "pass" not in entry:
+            entry = self.short(entry, path)
+        for key in entry:
+            if key not in ("pass", "options", "optional"):
+                raise self.error(
+                    (*path, key), f"unknown key {key!r}; a pass takes options and optional"
+                )
+        name, options = entry["pass"], entry.get("options") or {}
+        optional = entry.get("optional", False)
+        if not isinstance(name, str):
+            raise self.error((*path, "pass"), f"expected the name of a pass, got {name!r}")
+        if not isinstance(options, Mapping):
+            raise self.error((*path, "options"), f"{name}: expected options, got {options!r}")
+        if not isinstance(optional, bool):
+            raise self.error((*path, "optional"), f"optional: expected a bool, got {optional!r}")
+        return Use(name, dict(options), optional, where)
+
+    def short(self, entry: Mapping[str, Any], path: tuple[str | int, ...]) -> Mapping[str, Any]:
+        """``name: {options}`` as its long form."""
+        if len(entry) != 1:
+            names = ", ".join(str(key) for key in entry)
+            raise self.error(path, f"expected one pass in an item of the list, got {names}")
+        ((name, options),) = entry.items()
+        return {"pass": name, "options": options}
+
+    def check_contract(self, recipe: Recipe) -> None:
+        """What the file promises must be what its passes promise."""
+        claimed = self.text("contract")
+        known = [contract.value for contract in Contract]
+        if claimed and claimed not in known:
+            raise self.error(("contract",), f"expected one of {', '.join(known)}; got {claimed!r}")
+        if claimed and claimed != recipe.contract:
+            passes = [step.pass_ for step in recipe.steps]
+            reason = [p.name for p in passes if p.contract.value == recipe.contract]
+            raise self.error(
+                ("contract",),
+                f"claims {claimed!r}, but the passes together are {recipe.contract!r} "
+                f"(because of {', '.join(reason)})",
+            )
+
+
+def _near(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {near[0]!r}?" if near else ""

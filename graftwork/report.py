@@ -1,0 +1,171 @@
+"""What an optimization did: which passes ran, what they matched, what they cost and promised."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .ir import Program
+from .passes.manager import PassReport
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Measured(_Frozen):
+    """A contract check on sample prompts.
+
+    error: largest difference of logits, over their scale. agreement: share of equal argmaxes.
+    divergence: nats a token. width_error: largest difference between running tokens one by one and
+    together, over the scale of the logits (None where there is no cache).
+    """
+
+    error: float
+    agreement: float
+    divergence: float
+    width_error: float | None = None
+
+
+class PassLine(_Frozen):
+    """One pass: its options and contract, how often it matched, its time in seconds, calls of ops
+    before and after, and the check if it was asked for."""
+
+    name: str
+    options: dict[str, Any]
+    contract: str
+    matches: int
+    seconds: float
+    nodes_before: int
+    nodes_after: int
+    check: Measured | None = None
+
+
+class Report(_Frozen):
+    """The report of `optimize`. Prints as a table; `model_dump_json()` gives it to programs.
+
+    trace_seconds: the frontend's time. weight_bytes_before / after: dense size of all weights.
+    """
+
+    source: str
+    model_type: str
+    recipe: str
+    contract: str
+    target: str
+    trace_seconds: float
+    weight_bytes_before: int
+    weight_bytes_after: int
+    passes: tuple[PassLine, ...]
+
+    def __rich__(self) -> RenderableType:
+        validated = any(line.check for line in self.passes)
+        head = Text(
+            f"{self.source} ({self.model_type}), recipe {self.recipe} ({self.contract}), "
+            f"for {self.target}"
+        )
+        weights = Text(
+            f"weights {megabytes(self.weight_bytes_before)} -> "
+            f"{megabytes(self.weight_bytes_after)}; traced in {self.trace_seconds:.1f} s, "
+            f"transformed in {sum(line.seconds for line in self.passes):.1f} s"
+        )
+        return Group(head, self._table(validated), weights)
+
+    def _table(self, validated: bool) -> Table:
+        table = Table(box=None, pad_edge=False)
+        table.add_column("pass")
+        for name in ("matches", "nodes", "seconds"):
+            table.add_column(name, justify="right")
+        table.add_column("contract")
+        for name in ("error", "same argmax", "width error") if validated else ():
+            table.add_column(name, justify="right")
+        for line in self.passes:
+            table.add_row(*self._row(line, validated))
+        return table
+
+    def _row(self, line: PassLine, validated: bool) -> Iterable[str]:
+        yield line.name
+        yield str(line.matches)
+        yield f"{line.nodes_before} -> {line.nodes_after}"
+        yield f"{line.seconds:.2f}"
+        yield line.contract
+        if not validated:
+            return
+        if line.check is None:
+            yield from ("-", "-", "-")
+            return
+        yield f"{line.check.error:.1e}"
+        yield f"{line.check.agreement:.1%}"
+        yield "-" if line.check.width_error is None else f"{line.check.width_error:.1e}"
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+def pass_lines(reports: Sequence[PassReport]) -> tuple[PassLine, ...]:
+    """The pass manager's reports as lines of a `Report`."""
+    return tuple(_line(report) for report in reports)
+
+
+def _line(report: PassReport) -> PassLine:
+    record, check = report.record, report.check
+    measured = None
+    if check is not None:
+        measured = Measured(
+            error=check.error,
+            agreement=check.agreement,
+            divergence=check.divergence,
+            width_error=check.width_error,
+        )
+    return PassLine(
+        name=record.name,
+        options={key: plain(value) for key, value in record.options},
+        contract=record.contract,
+        matches=record.matches,
+        seconds=record.seconds,
+        nodes_before=report.nodes_before,
+        nodes_after=report.nodes_after,
+        check=measured,
+    )
+
+
+def plain(value: Any) -> Any:
+    """An option's value as JSON has it: enums by value, tuples as lists.
+
+    >>> plain(("a", (1, 2)))
+    ['a', [1, 2]]
+    """
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return value
+
+
+def weight_bytes(program: Program) -> int:
+    """Dense size of all of a program's weights, in bytes."""
+    return sum(weight.type.nbytes for weight in program.weights.values())
+
+
+def megabytes(count: int) -> str:
+    """A size for people.
+
+    >>> megabytes(28_300_000), megabytes(6_400_000_000)
+    ('28.3 MB', '6.40 GB')
+    """
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def render(thing: RenderableType, width: int = 100) -> str:
+    """A rich renderable as plain text."""
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None).print(thing)
+    return out.getvalue().rstrip()

@@ -1,0 +1,190 @@
+"""Recipes: what they read to, and that everything wrong is refused with file and line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+import graftwork as gw
+from graftwork.ir import InputError
+from graftwork.passes import Contract, Pass, all_passes
+from graftwork.passes import base as pass_base
+from graftwork.recipe import Recipe
+from graftwork.yamlfile import parse
+
+
+class Fold(Pass):
+    name: ClassVar[str] = "test_fold"
+    sizes: tuple[int, ...] = (1,)
+    scale: float = 1.0
+
+
+class Guess(Pass):
+    name: ClassVar[str] = "test_guess"
+    contract: ClassVar[Contract] = Contract.LOSSLESS
+    tokens: int = 4
+
+
+class Shrink(Pass):
+    name: ClassVar[str] = "test_shrink"
+    contract: ClassVar[Contract] = Contract.APPROXIMATE
+
+
+@pytest.fixture(autouse=True)
+def passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {p.name: p for p in (Fold, Guess, Shrink)}
+    monkeypatch.setattr(pass_base, "_PASSES", {**all_passes(), **known})
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / f"{name}.yaml"
+    path.write_text(text)
+    return path
+
+
+def refused(source: Any, *parts: str) -> None:
+    with pytest.raises(InputError) as caught:
+        Recipe.load(source)
+    for part in parts:
+        assert part in str(caught.value), str(caught.value)
+
+
+def test_reads_all_three_ways_to_name_a_pass(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "mine",
+        "title: Mine\npaper: A. Author, 2024\ncontract: lossless\npasses:\n"
+        "  - test_guess\n  - test_fold: {sizes: [2, 3], scale: 1e-3}\n"
+        "  - {pass: insert_kv_cache, options: {trees: true}, optional: true}\n",
+    )
+    recipe = Recipe.load(path)
+    assert (recipe.name, recipe.title, recipe.contract) == ("mine", "Mine", "lossless")
+    guess, fold, cache = recipe.steps
+    assert guess.pass_ == Guess() and not guess.optional
+    assert fold.pass_ == Fold(sizes=(2, 3), scale=1e-3)
+    assert cache.pass_.model_dump() == {"trees": True} and cache.optional
+
+
+def test_extends_keeps_places_and_lays_options_over(tmp_path: Path) -> None:
+    write(tmp_path, "base", "passes: [{test_fold: {scale: 2.0}}, test_guess]")
+    child = write(
+        tmp_path,
+        "child",
+        "extends: base.yaml\npasses: [test_shrink, {test_fold: {sizes: [7]}}]",
+    )
+    recipe = Recipe.load(child)
+    assert [step.pass_ for step in recipe.steps] == [
+        Fold(sizes=(7,), scale=2.0),
+        Guess(),
+        Shrink(),
+    ]
+    assert (recipe.extends, recipe.contract) == ("base", "approximate")
+
+
+def test_a_dict_and_its_plain_data_read_to_the_same_recipe() -> None:
+    source = {"name": "d", "title": "t", "passes": ["test_guess", {"test_fold": {"sizes": [4]}}]}
+    recipe = Recipe.load(source)
+    again = Recipe.load(recipe.as_dict())
+    assert again.steps == recipe.steps and again.as_dict() == recipe.as_dict()
+    assert Recipe.load(recipe) is recipe
+
+
+def test_set_overrides_one_option() -> None:
+    recipe = Recipe.load({"passes": [{"test_fold": {"scale": 2.0}}, "test_guess"]})
+    changed = recipe.with_options(["test_fold.sizes=[5, 6]", "test_guess.tokens=9"])
+    assert changed.steps[0].pass_ == Fold(sizes=(5, 6), scale=2.0)
+    assert changed.steps[1].pass_ == Guess(tokens=9)
+    assert recipe.steps[1].pass_ == Guess()
+
+
+@pytest.mark.parametrize(
+    ("setting", "parts"),
+    [
+        ("test_fold", ["pass.option=value"]),
+        ("test_fold=1", ["pass.option=value"]),
+        ("test_fodl.scale=1", ["no pass 'test_fodl'", "did you mean 'test_fold'"]),
+        ("test_fold.scael=1.0", ["no option 'scael'", "did you mean 'scale'"]),
+        ("test_fold.scale=yes", ["test_fold", "scale", "got True"]),
+        ("test_fold.scale=", ["scale", "got ''"]),
+        ("test_fold.scale=!!python/name:os.system", ["--set"]),
+    ],
+)
+def test_set_refuses(setting: str, parts: list[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        Recipe.load({"passes": ["test_fold"]}).with_options([setting])
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("title: x\npases: []", ["r.yaml:2", "unknown key 'pases'", "did you mean 'passes'"]),
+        ("passes:\n  - test_gues", ["r.yaml:2", "'test_gues'", "did you mean 'test_guess'"]),
+        ("passes:\n  - test_guess\n  - test_guess: {token: 3}", ["r.yaml:3", "given twice"]),
+        ("passes:\n- test_guess:\n    token: 3", ["r.yaml:2", "'token'", "mean 'tokens'"]),
+        ("passes:\n- test_guess: {tokens: '3'}", ["r.yaml:2", "tokens", "got '3'"]),
+        ("passes:\n- test_guess: {tokens: 3.5}", ["r.yaml:2", "tokens", "got 3.5"]),
+        ("passes:\n- test_guess: 3", ["r.yaml:2", "expected options"]),
+        ("passes:\n- {pass: test_guess, optional: 1}", ["r.yaml:2", "expected a bool"]),
+        ("passes:\n- {pass: test_guess, tokens: 3}", ["r.yaml:2", "unknown key 'tokens'"]),
+        ("passes:\n- {test_guess: {}, test_fold: {}}", ["r.yaml:2", "one pass"]),
+        ("passes: test_guess", ["r.yaml:1", "expected a list"]),
+        ("passes: []", ["r.yaml:1", "expected a list of passes"]),
+        ("title: only", ["r.yaml:1", "passes"]),
+        ("title: [1]\npasses: [test_guess]", ["r.yaml:1", "expected text"]),
+        ("\ntitle: a\ntitle: b", ["r.yaml:3", "'title' is given twice"]),
+        ("contract: exact\npasses: [test_guess]", ["r.yaml:1", "'lossless'", "test_guess"]),
+        ("contract: approximate\npasses: [test_fold]", ["r.yaml:1", "'exact'"]),
+        ("contract: perfect\npasses: [test_fold]", ["r.yaml:1", "got 'perfect'"]),
+        ("needs: [gpu]\npasses: [test_fold]", ["r.yaml:1", "unknown need 'gpu'"]),
+        ("needs: data\npasses: [test_fold]", ["r.yaml:1", "expected a list"]),
+        ("extends: nothing\npasses: [test_fold]", ["r.yaml:1", "no recipe is called 'nothing'"]),
+        ("extends: r.yaml\npasses: [test_fold]", ["r.yaml:1", "circle"]),
+        ("a: &x 1\nb: *x", ["r.yaml:2", "aliases"]),
+        ("a: &x [*x]", ["aliases"]),
+        ("title: !!python/object/apply:os.system [ls]", ["r.yaml:1", "tag"]),
+        ("title: 2024-01-01", ["r.yaml:1", "timestamp"]),
+        ("1: x", ["r.yaml:1", "name as key"]),
+        ("[a]: x", ["r.yaml:1", "name as key"]),
+        ("- a\n- b", ["r.yaml:1", "expected a mapping"]),
+        ("a: [1, 2", ["r.yaml:1", "not valid YAML"]),
+        ("a: b: c", ["r.yaml:1", "not valid YAML"]),
+        ("a: 1\n---\nb: 2", ["r.yaml:", "not valid YAML"]),
+        ("a: \x00", ["r.yaml", "not valid YAML"]),
+        ("", ["r.yaml", "empty"]),
+        ("[" * 3000 + "]" * 3000, ["r.yaml", "too deeply"]),
+    ],
+)
+def test_refuses_with_file_and_line(tmp_path: Path, text: str, parts: list[str]) -> None:
+    refused(write(tmp_path, "r", text), *parts)
+
+
+def test_refuses_files_it_cannot_read(tmp_path: Path) -> None:
+    refused(tmp_path / "none.yaml", "cannot read", "none.yaml")
+    (tmp_path / "latin.yaml").write_bytes(b"title: \xff")
+    refused(tmp_path / "latin.yaml", "cannot read", "latin.yaml")
+    refused("baselin", "no recipe is called 'baselin'", "did you mean 'baseline'")
+    refused({"passes": [{"test_fold": {"scale": object()}}]}, "test_fold", "plain data")
+
+
+def test_numbers_read_as_json_reads_them() -> None:
+    assert parse("[1e-5, -2.5E3, 1e5, '1e5', 1e, .5, true, null]", "x").data == [
+        1e-5,
+        -2.5e3,
+        1e5,
+        "1e5",
+        "1e",
+        0.5,
+        True,
+        None,
+    ]
+
+
+def test_every_bundled_recipe_says_what_it_is() -> None:
+    listed = gw.recipes()
+    assert "baseline" in [recipe.name for recipe in listed]
+    for recipe in listed:
+        assert recipe.title and recipe.contract in ("exact", "lossless", "approximate")
+        assert Recipe.load(recipe.name) == recipe
