@@ -8,7 +8,7 @@ Before (stage canonical)::
 After (stage cached)::
 
     state kv.0.key: f32[B,G,C,D] ...
-    func step(tokens, positions, past: i64[B], kv.0.key, kv.0.value) -> logits, kv.0.key, kv.0.value {
+    func step(tokens, positions, past: i64[B], kv.0.key, ...) -> logits, kv.0.key, ... {
       %m: bool[B,1,T,C] = graftwork.step_mask(%past, %positions, None, C)
       %kw: f32[B,G,C,D] = graftwork.cache_write(%kv.0.key, %k, %past)
       %vw: f32[B,G,C,D] = graftwork.cache_write(%kv.0.value, %v, %past)
@@ -101,7 +101,7 @@ class _Inserter:
         """Turn one attention into two cache writes and a read."""
         q, k, v, sinks, slopes = (*node.args, None, None)[:5]
         options = dict(node.kwargs)
-        layer, window = int(options.pop("layer")), options.pop("window", None)  # type: ignore[arg-type]
+        layer, window = int(str(options.pop("layer"))), options.pop("window", None)
         sinks, slopes = options.pop("sinks", sinks), options.pop("slopes", slopes)
         mask, site = self.mask(window), site_of(node)
         with self.fn.graph.inserting_before(node):

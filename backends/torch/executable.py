@@ -21,7 +21,7 @@ OPTIONAL = frozenset({"ancestors"})
 
 
 class TorchExecutable:
-    """See `ir.executable.Executable`. Widths are static under inductor: 1, the plan's, a prefill's."""
+    """See `ir.executable.Executable`. Inductor's widths are static: 1, the plan's, a prefill's."""
 
     def __init__(self, program: Program, target: Target) -> None:
         self.program = program
@@ -36,15 +36,13 @@ class TorchExecutable:
             torch.set_num_threads(target.threads)
 
     def begin(self, batch: int, rows: int) -> None:
-        """Start `batch` sequences with empty caches."""
-        if batch != self.batch:
-            self.states, self.capacity, self.batch = {}, 0, batch
-        if not self.states or self.target.backend == "eager":
-            self.reserve(rows if self.target.backend == "eager" else min(rows, BUCKET))
+        """Start `batch` sequences with small empty caches; attention reads all of the capacity."""
+        self.states, self.capacity, self.batch = {}, 0, batch
+        self.reserve(min(rows, BUCKET))
 
     def reserve(self, rows: int) -> None:
         """Grow the state buffers, keeping their rows."""
-        if rows <= self.capacity and self.states:
+        if rows <= self.capacity:
             return
         capacity = max(self.capacity, min(BUCKET, self._limit()))
         while capacity < rows:
@@ -64,7 +62,7 @@ class TorchExecutable:
         self.capacity = capacity
 
     def _limit(self) -> int:
-        # A step may be wider than what is left of the context; its last columns are never committed.
+        # A step may be wider than what is left of the context; what is over is never committed.
         return self.program.info.context + max(self.widths("step") or (PREFILL,))
 
     def widths(self, function: str) -> tuple[int, ...] | None:

@@ -1,0 +1,147 @@
+"""The torch backend against the reference interpreter, step by step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import cached_llama
+
+from graftwork.backends import Target, compile
+from graftwork.ir import InputError
+from graftwork.passes.validate import reference_logits
+
+TOKENS = torch.randint(0, 32, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+def inputs(tokens: torch.Tensor, past: list[int]) -> dict[str, torch.Tensor]:
+    """A chain step for sequences with these numbers of valid rows."""
+    width = torch.arange(tokens.shape[1])
+    start = torch.tensor(past)
+    return {
+        "tokens": tokens,
+        "positions": start[:, None] + width,
+        "past": start,
+        "select": width.expand(tokens.shape),
+    }
+
+
+@pytest.fixture(scope="module")
+def program():
+    return cached_llama(context=1024)
+
+
+@pytest.fixture(scope="module")
+def expected(program):
+    return reference_logits(program, TOKENS)
+
+
+def test_chunks_equal_the_whole(program, expected):
+    executable = compile(program, Target.parse("eager"))
+    executable.begin(2, 12)
+    past, parts = 0, []
+    for width in (5, 1, 1, 5):
+        step = inputs(TOKENS[:, past : past + width], [past, past])
+        parts.append(executable.run("step", step, ("logits",))["logits"].clone())
+        past += width
+    torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_ragged_sequences_do_not_touch_each_other(program, expected):
+    executable = compile(program, Target.parse("eager"))
+    executable.begin(2, 16)
+    executable.run("step", inputs(TOKENS[:, :6], [0, 0]), ("argmax",))
+    # Sequence 1 keeps only 3 of its rows; its next tokens overwrite the forgotten ones.
+    chunk = torch.stack([TOKENS[0, 6:9], TOKENS[1, 3:6]])
+    logits = executable.run("step", inputs(chunk, [6, 3]), ("logits",))["logits"]
+    torch.testing.assert_close(logits[0], expected[0, 6:9], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(logits[1], expected[1, 3:6], atol=1e-5, rtol=1e-4)
+
+
+def test_growth_keeps_rows(program, expected):
+    executable = compile(program, Target.parse("eager"))
+    executable.begin(2, 4)
+    executable.run("step", inputs(TOKENS[:, :8], [0, 0]), ("argmax",))
+    before = executable.state_bytes()
+    executable.reserve(executable.capacity + 1)
+    assert executable.state_bytes() > before
+    logits = executable.run("step", inputs(TOKENS[:, 8:], [8, 8]), ("logits",))["logits"]
+    torch.testing.assert_close(logits, expected[:, 8:], atol=1e-5, rtol=1e-4)
+
+
+def test_context_limit_is_an_error(program):
+    executable = compile(program, Target.parse("eager"))
+    executable.begin(1, 8)
+    with pytest.raises(InputError, match="context of 1024 tokens"):
+        executable.reserve(100_000)
+
+
+def test_tree_step_equals_each_path_alone():
+    program = cached_llama(trees=True, context=1024)
+    executable = compile(program, Target.parse("eager"))
+    executable.begin(1, 16)
+    prompt, tree = TOKENS[:1, :4], torch.tensor([[5, 7, 9, 11]])
+    executable.run("step", inputs(prompt, [0]), ("argmax",))
+    # 5 -> 7 -> 9 and 5 -> 11
+    parents = [0, 0, 1, 0]
+    ancestors = torch.eye(4, dtype=torch.bool)[None]
+    for node, parent in enumerate(parents[1:], start=1):
+        ancestors[0, node] |= ancestors[0, parent]
+    depth = ancestors.sum(-1) - 1
+    step = inputs(tree, [4]) | {"positions": 4 + depth, "ancestors": ancestors}
+    logits = executable.run("step", step, ("logits",))["logits"].clone()
+    for path in ([0, 1, 2], [0, 3]):
+        text = torch.cat([prompt, tree[:, path]], 1)
+        alone = reference_logits(program, text)[:, 4:]
+        torch.testing.assert_close(logits[:, path], alone, atol=1e-5, rtol=1e-4)
+    # Commit 5 -> 11; the next token must see exactly that path.
+    executable.keep_rows(torch.tensor([4]), torch.tensor([[0, 3]]))
+    logits = executable.run("step", inputs(torch.tensor([[3]]), [6]), ("logits",))["logits"]
+    text = torch.tensor([[*prompt[0].tolist(), 5, 11, 3]])
+    torch.testing.assert_close(
+        logits[:, 0], reference_logits(program, text)[:, -1], atol=1e-5, rtol=1e-4
+    )
+
+
+def test_missing_input_is_named(program):
+    executable = compile(program, Target.parse("eager"))
+    executable.begin(2, 8)
+    step = inputs(TOKENS[:, :2], [0, 0])
+    del step["positions"]
+    with pytest.raises(InputError, match="positions"):
+        executable.run("step", step, ("argmax",))
+
+
+def test_compiled_equals_eager(program, expected):
+    executable = compile(program, Target.parse("torch"))
+    executable.begin(2, 12)
+    executable.run("step", inputs(TOKENS[:, :11], [0, 0]), ("argmax",))
+    out = executable.run("step", inputs(TOKENS[:, 11:], [11, 11]), ("logits",))
+    torch.testing.assert_close(out["logits"], expected[:, 11:], atol=1e-5, rtol=1e-4)
+
+
+def test_argmax_is_the_logits_argmax(program, expected):
+    executable = compile(program, Target.parse("eager"))
+    executable.begin(2, 12)
+    out = executable.run("step", inputs(TOKENS, [0, 0]), ("argmax", "logits"))
+    assert torch.equal(out["argmax"], out["logits"].argmax(-1))
+    assert torch.equal(out["argmax"], expected.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("onnxruntim", "did you mean 'onnxruntime'"),
+        ("torch:gpu", "expected one of cpu, cuda"),
+        ("torch:cpu:float31", "did you mean 'float32'"),
+        ("torch:cpu:float32:x", "backend"),
+    ],
+)
+def test_bad_targets_are_named(text, message):
+    with pytest.raises(InputError, match=message):
+        Target.parse(text)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for CUDA where there is none")
+def test_cuda_without_a_gpu_is_a_clear_error(program):
+    with pytest.raises(InputError, match="no CUDA device is usable"):
+        compile(program, Target.parse("torch:cuda"))

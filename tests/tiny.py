@@ -1,0 +1,111 @@
+"""A tiny random llama as a canonical-stage program, built by hand: tests need no frontend for it."""
+
+from __future__ import annotations
+
+import torch
+import torch.fx
+
+from graftwork.ir import (
+    Function,
+    ModelInfo,
+    Program,
+    Site,
+    Sym,
+    TensorType,
+    Weight,
+    WeightStore,
+)
+from graftwork.passes.add_argmax import AddArgmax
+from graftwork.passes.insert_kv_cache import InsertKvCache
+from graftwork.passes.manager import Step, run_passes
+from graftwork.passes.pick_logits import PickLogits
+
+A, G = torch.ops.aten, torch.ops.graftwork
+B, T = Sym("B"), Sym("T")
+
+
+class _Builder:
+    """Llama's forward pass, one `Function.call` an op."""
+
+    def __init__(self, heads: int, groups: int, dim: int, seed: int) -> None:
+        self.heads, self.groups, self.dim = heads, groups, dim
+        self.hidden = heads * dim
+        self.fn = Function("step")
+        self.weights: dict[str, Weight] = {}
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def weight(self, name: str, *shape: int) -> torch.fx.Node:
+        scale = shape[-1] ** -0.5 if len(shape) > 1 else 1.0
+        if name not in self.weights:
+            tensor = torch.randn(shape, generator=self.generator) * scale
+            self.weights[name] = Weight.of(name, tensor)
+        return self.fn.weight(self.weights[name])
+
+    def linear(self, x: torch.fx.Node, name: str, rows: int, columns: int) -> torch.fx.Node:
+        return self.fn.call(A.linear.default, x, self.weight(name, rows, columns))
+
+    def heads_of(self, x: torch.fx.Node, name: str, count: int) -> torch.fx.Node:
+        y = self.linear(x, name, count * self.dim, self.hidden)
+        y = self.fn.call(A.view.default, y, [B, T, count, self.dim])
+        return self.fn.call(A.transpose.int, y, 1, 2)
+
+    def layer(self, x: torch.fx.Node, index: int, angles: list[torch.fx.Node]) -> torch.fx.Node:
+        fn, path, inner = self.fn, f"layers.{index}.", 2 * self.hidden
+        site = Site(path[:-1], index)
+        normed = fn.call(
+            G.rms_norm.default, x, self.weight(path + "norm1", self.hidden), eps=1e-6, site=site
+        )
+        q = fn.call(G.rotary.default, self.heads_of(normed, path + "q", self.heads), *angles)
+        k = fn.call(G.rotary.default, self.heads_of(normed, path + "k", self.groups), *angles)
+        v = self.heads_of(normed, path + "v", self.groups)
+        y = fn.call(G.attention.default, q, k, v, layer=index, scale=self.dim**-0.5, site=site)
+        y = fn.call(A.transpose.int, y, 1, 2)
+        y = fn.call(A.reshape.default, y, [B, T, self.hidden])
+        y = self.linear(y, path + "o", self.hidden, self.hidden)
+        x = fn.call(A.add.Tensor, x, y)
+        x = fn.call(G.hidden.default, x, layer=index, point="attention", site=site)
+        normed = fn.call(G.rms_norm.default, x, self.weight(path + "norm2", self.hidden), eps=1e-6)
+        gate = self.linear(normed, path + "gate", inner, self.hidden)
+        up = self.linear(normed, path + "up", inner, self.hidden)
+        y = fn.call(G.glu.default, gate, up, activation="silu")
+        x = fn.call(A.add.Tensor, x, self.linear(y, path + "down", self.hidden, inner))
+        return fn.call(G.hidden.default, x, layer=index, point="block", site=site)
+
+
+def tiny_llama(
+    layers: int = 2,
+    *,
+    heads: int = 4,
+    groups: int = 2,
+    dim: int = 8,
+    vocab: int = 32,
+    context: int = 128,
+    seed: int = 0,
+) -> Program:
+    """A canonical-stage program ``step(tokens, positions) -> logits f32[B,T,vocab]``."""
+    build = _Builder(heads, groups, dim, seed)
+    fn = build.fn
+    tokens = fn.add_input("tokens", TensorType.parse("i64[B,T]"))
+    positions = fn.add_input("positions", TensorType.parse("i64[B,T]"))
+    angle = torch.arange(context)[:, None] * 100.0 ** (-torch.arange(0, dim, 2) / dim)
+    build.weights["cos"] = Weight.of("cos", angle.cos())
+    build.weights["sin"] = Weight.of("sin", angle.sin())
+    angles = [
+        fn.call(A.embedding.default, build.weight(name, context, dim // 2), positions)
+        for name in ("cos", "sin")
+    ]
+    x = fn.call(A.embedding.default, build.weight("embed", vocab, build.hidden), tokens)
+    x = fn.call(G.hidden.default, x, layer=-1, point="embedding")
+    for index in range(layers):
+        x = build.layer(x, index, angles)
+    x = fn.call(G.rms_norm.default, x, build.weight("norm", build.hidden), eps=1e-6)
+    fn.set_outputs({"logits": build.linear(x, "head", vocab, build.hidden)})
+    info = ModelInfo("llama", vocab, context, eos=(0,))
+    return Program("tiny", {"step": fn}, WeightStore(build.weights), info, stage="canonical")
+
+
+def cached_llama(trees: bool = False, **shape: int) -> Program:
+    """`tiny_llama` with a cache, chosen logits and an argmax: what backends compile."""
+    steps = [InsertKvCache(trees=trees), PickLogits(), AddArgmax()]
+    program, _ = run_passes(tiny_llama(**shape), [Step(step) for step in steps])
+    return program
