@@ -1,0 +1,88 @@
+"""A sparse mixture of gated feed-forward experts, after the router has chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import Sample, define
+from .mlp import activate
+
+
+def _samples() -> Iterator[Sample]:
+    gate_up, down = torch.randn(4, 12, 8), torch.randn(4, 8, 6)
+    biases = (torch.randn(4, 12), torch.randn(4, 8))
+    for rows, extra, options in (
+        (1, (), {"activation": "silu"}),
+        (5, (), {"activation": "gelu"}),
+        (5, biases, {"activation": "silu", "limit": 1.0, "alpha": 1.702}),
+        (2, (), {"activation": "silu", "limit": 0.5}),
+    ):
+        experts = torch.stack([torch.randperm(4)[:2] for _ in range(rows)])
+        x, weights = torch.randn(rows, 8), torch.rand(rows, 2)
+        yield (x, experts, weights, gate_up, down, *extra), options
+
+
+def _fake(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+@define(
+    "moe(Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor down, "
+    "Tensor? gate_up_bias=None, Tensor? down_bias=None, *, str activation, float? limit=None, "
+    "float? alpha=None) -> Tensor",
+    samples=_samples,
+    fake=_fake,
+)
+def moe(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    activation: str,
+    limit: float | None = None,
+    alpha: float | None = None,
+) -> Tensor:
+    """Weighted sum of the chosen experts' outputs for each token.
+
+    ``%y: f32[B*T,H] = graftwork.moe(%x, %experts, %w, @gate_up, @down, activation="silu")``
+
+    x [N,H]; experts i64[N,K], distinct in a row, in 0..E-1; weights [N,K]; gate_up [E,2F,H], rows
+    0..F-1 the gate and F..2F-1 the up projection; down [E,H,F]; biases [E,2F] and [E,H]. An expert
+    computes ``down(activation(gate) * up)``. `limit` clamps gate from above and up on both sides;
+    `alpha` asks for ``(up + 1) * gate * sigmoid(alpha * gate)`` instead (gpt-oss).
+    Source: Shazeer et al., "Outrageously Large Neural Networks" (2017).
+    """
+    rows, chosen = experts.shape
+
+    def gated(hidden: Tensor) -> Tensor:
+        gate, up = hidden.chunk(2, dim=-1)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+        if alpha is not None:
+            return (up + 1) * gate * torch.sigmoid(alpha * gate)
+        return activate(gate, activation) * up
+
+    # Few tokens: read the chosen experts only. Many: every expert is needed by some token.
+    if rows * chosen <= gate_up.shape[0]:
+        hidden = torch.einsum("nh,nkfh->nkf", x, gate_up[experts])
+        hidden = hidden if gate_up_bias is None else hidden + gate_up_bias[experts]
+        out = torch.einsum("nkf,nkhf->nkh", gated(hidden), down[experts])
+        out = out if down_bias is None else out + down_bias[experts]
+        return (out * weights[..., None]).sum(1).to(x.dtype)
+    total = torch.zeros(x.shape, dtype=torch.result_type(x, weights), device=x.device)
+    for expert in range(gate_up.shape[0]):
+        bias = None if gate_up_bias is None else gate_up_bias[expert]
+        hidden = torch.nn.functional.linear(x, gate_up[expert], bias)
+        bias = None if down_bias is None else down_bias[expert]
+        out = torch.nn.functional.linear(gated(hidden), down[expert], bias)
+        share = (weights * (experts == expert)).sum(1)
+        total = total + out * share[:, None]
+    return total.to(x.dtype)
