@@ -45,7 +45,7 @@ class Shape:
 PRESETS = {
     "tiny": Shape(hidden=64, layers=2, heads=4, groups=2, inner=128, vocab=256, context=256),
     "200m": Shape(),
-    "3b": Shape(hidden=2560, layers=32, heads=32, groups=8, inner=8704, vocab=32000),
+    "3b": Shape(hidden=2560, layers=32, heads=32, groups=8, inner=9216, vocab=49152),
 }
 
 
