@@ -31,7 +31,6 @@ from .backends.target import Target
 from .ir import (
     GraftworkError,
     InputError,
-    PassRecord,
     Program,
     Weight,
     WeightStore,
@@ -67,7 +66,7 @@ class FileEntry(_Frozen):
 
 
 class RecordEntry(_Frozen):
-    """A `PassRecord` as JSON."""
+    """A `PassRecord` as JSON, for whoever reads manifests; the program's text holds it too."""
 
     name: str
     options: dict[str, Any]
@@ -154,10 +153,7 @@ def load(folder: str | Path) -> Saved:
     weights = _open_weights([folder / name for name in names["weights"]])
     try:
         program = parse_program((folder / PROGRAM).read_text(encoding="utf-8"), weights)
-        program = program.replace(
-            provenance=tuple(_record(entry) for entry in manifest.provenance),
-            assets={name: folder.resolve() / name for name in names["asset"]},
-        )
+        program = program.replace(assets={n: folder.resolve() / n for n in names["asset"]})
         verify(program)
     except (GraftworkError, UnicodeDecodeError) as error:
         raise InputError(f"{folder / PROGRAM} does not hold a valid program: {error}") from error
@@ -346,12 +342,3 @@ def _weight(path: Path, name: str) -> Weight:
     handle = open_safetensors(path)
     described = from_safetensors(path, name)
     return Weight(name, described.type, lambda: handle.get_tensor(name))
-
-
-def _record(entry: RecordEntry) -> PassRecord:
-    options = tuple((key, _tuples(value)) for key, value in entry.options.items())
-    return PassRecord(entry.name, options, entry.contract, entry.matches, entry.seconds)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

@@ -13,7 +13,7 @@ import torch
 
 from .backends.target import Target
 from .ir import GraftworkError, InputError, Program, Weight, WeightStore
-from .passes.manager import run_passes
+from .passes.manager import arrange, facts_of, run_passes
 from .passes.validate import Validator
 from .prompts import Prompts, as_ids, sample_prompts, validation_batch
 from .recipe import Recipe
@@ -73,6 +73,34 @@ def optimize(
         passes=pass_lines(reports),
     )
     return Model(result, where, chosen.as_dict(), report)
+
+
+def trace(
+    model: Source,
+    recipe: Recipe | None = None,
+    *,
+    target: Target | str | None = None,
+    after: str | None = None,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Program:
+    """The program of a model: as traced, or after a recipe's passes, or after those up to `after`.
+
+    Errors: as `optimize`, and `InputError` if the recipe has no pass called `after`.
+    """
+    from .frontends import import_model
+
+    progress("trace")
+    program = import_model(model, dtype=_target(target).dtype)
+    if recipe is None:
+        return program
+    steps = arrange(recipe.steps, facts_of(program))
+    names = [step.pass_.name for step in steps]
+    if after is not None and after not in names:
+        raise InputError(
+            f"recipe {recipe.name!r} has no pass {after!r}; in order, it has {', '.join(names)}"
+        )
+    last = len(names) if after is None else names.index(after) + 1
+    return run_passes(program, steps[:last], progress=progress)[0]
 
 
 def load(folder: str | Path, *, target: Target | str | None = None) -> Model:

@@ -274,7 +274,7 @@ class _Reader:
         return tuple(merged.values())
 
     def use(self, entry: Any, path: tuple[str | int, ...]) -> Use:
-        """One entry: a name, ``name: {options}`` or ``{pass: name, options: {}, optional: bool}``."""
+        """One entry, in any of the forms that the module's docstring shows."""
         where = self.document.at(*path)
         if isinstance(entry, str):
             return Use(entry, where=where)

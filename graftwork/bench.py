@@ -1,0 +1,322 @@
+"""Side-by-side measurements: recipes, and what they are compared with, in one run on one machine.
+
+Every contestant continues the same prompts greedily, one prompt at a time; the contestants take
+turns, so that what disturbs the machine disturbs all alike. tokens/s counts the new tokens over
+the whole call, prompt included; the figure is the median over the repeats. Outputs are compared
+token by token with the first contestant's, and a speculative recipe's with its own decoding
+without drafts. A first difference counts as a near tie if the two tokens' logits lie within
+rounding of each other.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from .ir import InputError
+from .ir.executable import Executable
+from .ir.plan import Chain, NoDraft
+from .model import Model
+from .passes.validate import reference_logits
+from .runtime.generate import generate
+
+NEAR_TIE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+"""Largest distance of the two logits, as a share of the largest logit, that is rounding."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One prompt continued: new token ids, seconds, and tokens that a decode step yielded."""
+
+    ids: tuple[int, ...]
+    seconds: float
+    accepted: float = 1.0
+
+
+class Contestant(Protocol):
+    """Something that continues prompts greedily."""
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+
+    @property
+    def target(self) -> str:
+        """Where it runs."""
+
+    def run(self, prompt: Sequence[int], tokens: int) -> Run:
+        """Continue one prompt by at most `tokens` tokens."""
+
+
+@dataclass(frozen=True)
+class Optimized:
+    """A recipe's model."""
+
+    name: str
+    model: Model
+
+    @property
+    def target(self) -> str:
+        return str(self.model.target)
+
+    @property
+    def contract(self) -> str:
+        """The recipe's promise."""
+        return str(self.model.recipe.get("contract", ""))
+
+    @property
+    def speculative(self) -> bool:
+        """Whether its plan drafts tokens."""
+        return not isinstance(self.model.program.plan.draft, NoDraft)
+
+    def run(self, prompt: Sequence[int], tokens: int) -> Run:
+        return _generate(self.model.executable, prompt, tokens)
+
+    def run_plain(self, prompt: Sequence[int], tokens: int) -> Run:
+        """The same graphs and numerics without drafts."""
+        return _generate(_Undrafted(self.model.executable), prompt, tokens)
+
+
+class _Undrafted:
+    """An executable whose plan has no drafts; everything else is the executable's own."""
+
+    def __init__(self, executable: Executable) -> None:
+        plan = replace(executable.program.plan, draft=NoDraft(), tree=Chain())
+        self.program = executable.program.replace(plan=plan)
+        self.executable = executable
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.executable, name)
+
+
+def _generate(executable: Any, prompt: Sequence[int], tokens: int) -> Run:
+    start = time.perf_counter()
+    result = generate(
+        executable, torch.tensor([prompt]), max_new_tokens=tokens, return_dict_in_generate=True
+    )
+    seconds = time.perf_counter() - start
+    new = tuple(int(token) for token in result.sequences[0, len(prompt) :])
+    return Run(new, seconds, float(result.stats.accepted_per_step))
+
+
+class Transformers:
+    """transformers' own greedy generate, eager, with its dynamic cache."""
+
+    name = "transformers"
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: str = "cpu") -> None:
+        try:
+            from transformers import AutoModelForCausalLM
+        except ImportError as error:
+            raise InputError(
+                "comparing with transformers needs it: pip install 'graftwork[huggingface]'"
+            ) from error
+        self.model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype).to(device)
+        self.model.eval()
+        self.device = device
+        self.target = f"eager:{device}:{str(dtype).removeprefix('torch.')}"
+
+    def run(self, prompt: Sequence[int], tokens: int) -> Run:
+        """See `Contestant`."""
+        ids = torch.tensor([list(prompt)], device=self.device)
+        start = time.perf_counter()
+        with torch.no_grad():
+            out = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        new = tuple(int(token) for token in out[0, len(prompt) :].cpu())
+        return Run(new, time.perf_counter() - start)
+
+
+class Genai:
+    """onnxruntime-genai on the folder that `Model.export_genai` wrote."""
+
+    name = "onnxruntime-genai"
+    target = "onnxruntime:cpu"
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            import onnxruntime_genai
+        except ImportError as error:
+            raise InputError(
+                "comparing with onnxruntime-genai needs it: pip install onnxruntime-genai-cuda "
+                "(not onnxruntime-genai, which brings a second onnxruntime)"
+            ) from error
+        self.library = onnxruntime_genai
+        self.model = onnxruntime_genai.Model(str(folder))
+
+    def run(self, prompt: Sequence[int], tokens: int) -> Run:
+        """See `Contestant`."""
+        start = time.perf_counter()
+        params = self.library.GeneratorParams(self.model)
+        params.set_search_options(max_length=len(prompt) + tokens, do_sample=False)
+        generator = self.library.Generator(self.model, params)
+        generator.append_tokens(list(prompt))
+        while not generator.is_done():
+            generator.generate_next_token()
+        new = tuple(int(token) for token in generator.get_sequence(0)[len(prompt) :])
+        return Run(new, time.perf_counter() - start)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Prompts whose outputs equal another's, first differ at a near tie, or differ."""
+
+    equal: int
+    near_ties: int
+    different: int
+
+    @property
+    def total(self) -> int:
+        """Prompts compared."""
+        return self.equal + self.near_ties + self.different
+
+    def __str__(self) -> str:
+        if self.different:
+            return f"NO: {self.different} of {self.total} differ"
+        return f"yes ({self.near_ties} near ties)" if self.near_ties else "yes"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contestant's figures.
+
+    tokens_per_second: of every repeat. accepted: new tokens a decode step, the verifier's own
+    included. same: agreement with the reference; plain: with its own decoding without drafts.
+    """
+
+    name: str
+    target: str
+    contract: str
+    tokens_per_second: tuple[float, ...]
+    ratio: float
+    accepted: float | None
+    same: Agreement | None
+    plain: Agreement | None = None
+
+    @property
+    def median(self) -> float:
+        """Median tokens a second."""
+        return statistics.median(self.tokens_per_second)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Prompts, lengths and repeats of a comparison; `run` measures contestants in turns.
+
+    prompts: token ids. tokens: new tokens a prompt at most. repeats: timed rounds after warming up.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    tokens: int = 128
+    repeats: int = 3
+    progress: Callable[[str], None] = lambda what: None
+
+    def run(self, contestants: Sequence[Contestant]) -> list[Row]:
+        """Measure; ratios and agreement refer to the first contestant."""
+        for contestant in contestants:
+            self.progress(f"warming up {contestant.name} on {contestant.target}")
+            contestant.run(self.prompts[0], self.tokens)
+        runs: list[list[list[Run]]] = [[] for _ in contestants]
+        for repeat in range(self.repeats):
+            for i, contestant in enumerate(contestants):
+                what = f"{contestant.name} on {contestant.target}"
+                self.progress(f"round {repeat + 1} of {self.repeats}: {what}")
+                runs[i].append([contestant.run(p, self.tokens) for p in self.prompts])
+        reference = runs[0]
+        base = statistics.median(_speeds(reference))
+        return [
+            self._row(contestant, runs[i], base, reference[-1] if i else None)
+            for i, contestant in enumerate(contestants)
+        ]
+
+    def _row(
+        self,
+        contestant: Contestant,
+        rounds: list[list[Run]],
+        base: float,
+        reference: list[Run] | None,
+    ) -> Row:
+        speeds, last = _speeds(rounds), rounds[-1]
+        model = contestant if isinstance(contestant, Optimized) else None
+        plain = None
+        if model is not None and model.speculative:
+            self.progress(f"checking {model.name} on {model.target} against plain decoding")
+            undrafted = [model.run_plain(p, self.tokens) for p in self.prompts]
+            plain = self._agreement(undrafted, last, model)
+        return Row(
+            name=contestant.name,
+            target=contestant.target,
+            contract=model.contract if model else "",
+            tokens_per_second=tuple(speeds),
+            ratio=statistics.median(speeds) / base,
+            accepted=statistics.mean(run.accepted for run in last) if model else None,
+            same=None if reference is None else self._agreement(reference, last, model),
+            plain=plain,
+        )
+
+    def _agreement(
+        self, expected: Sequence[Run], got: Sequence[Run], model: Optimized | None
+    ) -> Agreement:
+        counts = {"equal": 0, "near_ties": 0, "different": 0}
+        for prompt, a, b in zip(self.prompts, expected, got, strict=True):
+            counts[_compare(prompt, a.ids, b.ids, model)] += 1
+        return Agreement(**counts)
+
+
+def _speeds(rounds: Sequence[Sequence[Run]]) -> list[float]:
+    return [sum(len(run.ids) for run in r) / sum(run.seconds for run in r) for r in rounds]
+
+
+def _compare(
+    prompt: Sequence[int], expected: Sequence[int], got: Sequence[int], model: Optimized | None
+) -> str:
+    if tuple(expected) == tuple(got):
+        return "equal"
+    pairs = zip(expected, got, strict=False)
+    first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if first is None or model is None:
+        return "different"
+    prefix = torch.tensor([[*prompt, *expected[:first]]])
+    logits = reference_logits(model.model.program, prefix)[0, -1]
+    near = NEAR_TIE[model.model.target.dtype] * float(logits.abs().max())
+    top = logits.float().topk(2)
+    tie = float(top.values[0] - top.values[1]) <= near
+    tied = {int(token) for token in top.indices} == {expected[first], got[first]}
+    return "near_ties" if tie and tied else "different"
+
+
+def as_json(rows: Sequence[Row], bench: Bench, tools: Mapping[str, str]) -> dict[str, Any]:
+    """The figures as plain data, with what is needed to read them."""
+    return {
+        "prompts": len(bench.prompts),
+        "prompt_tokens": [len(prompt) for prompt in bench.prompts],
+        "new_tokens": bench.tokens,
+        "repeats": bench.repeats,
+        "tools": dict(tools),
+        "rows": [_row_json(row) for row in rows],
+    }
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "target": row.target,
+        "contract": row.contract,
+        "tokens_per_second": round(row.median, 2),
+        "tokens_per_second_all": [round(speed, 2) for speed in row.tokens_per_second],
+        "ratio": round(row.ratio, 3),
+        "accepted_per_step": None if row.accepted is None else round(row.accepted, 3),
+        "same_tokens": None if row.same is None else vars(row.same),
+        "same_as_plain": None if row.plain is None else vars(row.plain),
+    }

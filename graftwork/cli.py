@@ -1,0 +1,374 @@
+"""The command line. Every command is a thin layer over `optimize`, `load` and `Bench`.
+
+Results go to standard output, progress and errors to standard error. Errors are one message and
+exit status 2; ``--debug`` shows the traceback. Commands import what they need when they run: torch
+takes seconds, which ``--help`` need not wait for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from .model import Model
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+ModelArg = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder.")]
+AnyModel = Annotated[
+    str, typer.Argument(metavar="MODEL_OR_DIR", help="A checkpoint folder, or a saved artifact.")
+]
+RecipeOption = Annotated[str, typer.Option("--recipe", help="A recipe's name, or a .yaml path.")]
+MaybeRecipe = Annotated[
+    str | None, typer.Option("--recipe", help="A recipe's name, or a .yaml path.")
+]
+SetOption = Annotated[
+    list[str], typer.Option("--set", metavar="PASS.OPTION=VALUE", help="Override an option.")
+]
+TargetOption = Annotated[
+    str | None, typer.Option("--target", metavar="BACKEND[:DEVICE[:DTYPE]]", help="Where it runs.")
+]
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line and exit. Errors that graftwork raises on purpose are one message."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    arguments = list(sys.argv[1:] if args is None else args)
+    try:
+        app(args=arguments)
+    except BrokenPipeError:
+        # Whoever read our output has left; leave too, without a second error at shutdown.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        if "--debug" in arguments or not _is_expected(error):
+            raise
+        err.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+        sys.exit(2)
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    """Make language models generate faster: rewrite their graphs, keep their outputs."""
+
+
+@app.command()
+def optimize(
+    model: ModelArg,
+    recipe: RecipeOption = "baseline",
+    set_: SetOption = [],  # noqa: B006  (typer copies it)
+    target: TargetOption = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Prompts: .txt (one a line) or .jsonl (ids or text).")
+    ] = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="Where to save the result.")] = None,
+    validate: Annotated[bool, typer.Option(help="Check every pass's contract.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Report only; save nothing.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the prompts that validate without --data.")] = 0,
+    json_: Annotated[bool, typer.Option("--json", help="The report as JSON.")] = False,
+) -> None:
+    """Trace a model, run a recipe's passes over it, and save the result."""
+    if (folder is None) != dry_run:
+        raise _bad("give either --out DIR or --dry-run")
+    from .model import optimize as optimize_model
+
+    with progress() as show:
+        result = optimize_model(
+            model,
+            with_settings(recipe, set_),
+            target=target,
+            data=data,
+            validate=validate,
+            seed=seed,
+            progress=show,
+        )
+        if folder is not None:
+            result.save(folder, progress=lambda name: show(f"save {name}"))
+    if result.report is not None and json_:
+        out.print(result.report.model_dump_json(indent=1), markup=False, soft_wrap=True)
+    elif result.report is not None:
+        out.print(result.report)
+    if folder is not None and not json_:
+        out.print(f"saved in {folder}", markup=False)
+
+
+@app.command()
+def generate(
+    model: AnyModel,
+    prompt: Annotated[str, typer.Option(help="The text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most this many.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 takes the likeliest token; above, samples.")
+    ] = 0.0,
+    top_k: Annotated[int | None, typer.Option(min=0, help="Sample among so many.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample within this probability.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    recipe: MaybeRecipe = None,
+    target: TargetOption = None,
+    json_: Annotated[bool, typer.Option("--json", help="Text, ids and statistics.")] = False,
+) -> None:
+    """Continue a text."""
+    from .runtime.stats import Stats
+
+    with progress() as show:
+        opened = open_model(model, recipe, (), target, show)
+        show("compile")
+        _ = opened.executable
+    ids = opened.tokenizer.encode(prompt).ids
+    if not ids:
+        raise _bad("--prompt: expected some text")
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    chosen = {key: value for key, value in sampling.items() if value is not None}
+    if temperature == 0 and (top_k or top_p is not None):
+        raise _bad("--top-k and --top-p need --temperature above 0")
+    keywords = {**chosen, "do_sample": True} if temperature > 0 else {}
+    printer = _Printer(opened.tokenizer)
+    result = opened.generate(
+        [ids],
+        max_new_tokens=max_new_tokens,
+        return_dict_in_generate=True,
+        streamer=None if json_ else printer,
+        **keywords,
+    )
+    stats: Stats = result.stats
+    if not json_:
+        err.print(
+            f"{stats.new_tokens} tokens in {stats.steps + 1} steps, "
+            f"{stats.accepted_per_step:.2f} a step, {stats.tokens_per_second:.0f} tokens/s"
+        )
+        return
+    new = result.sequences[0, len(ids) :].tolist()
+    text = opened.tokenizer.decode(new, skip_special_tokens=True)
+    print(json.dumps({"text": text, "ids": new, "stats": stats.to_dict()}))
+
+
+@app.command()
+def export(
+    model: AnyModel,
+    format_: Annotated[Literal["onnx", "genai"], typer.Option("--format", help="For whom.")],
+    folder: Annotated[Path, typer.Option("--out", help="Where to write.")],
+    recipe: MaybeRecipe = None,
+    set_: SetOption = [],  # noqa: B006  (typer copies it)
+    target: TargetOption = "onnxruntime",
+) -> None:
+    """Write an ONNX model for ONNX Runtime, or a folder for onnxruntime-genai."""
+    with progress() as show:
+        opened = open_model(model, recipe, set_, target, show)
+        show(f"export {format_}")
+        if format_ == "onnx":
+            opened.export_onnx(folder)
+        else:
+            opened.export_genai(folder)
+    out.print(f"written to {folder}", markup=False)
+
+
+@app.command()
+def bench(
+    model: ModelArg,
+    names: Annotated[str, typer.Option("--recipes", help="Recipes, comma-separated.")],
+    against: Annotated[
+        str, typer.Option(help="transformers, onnxruntime-genai, or both.")
+    ] = "transformers",
+    target: Annotated[
+        list[str], typer.Option("--target", help="Where recipes run; repeat for several.")
+    ] = [],  # noqa: B006  (typer copies it)
+    data: Annotated[Path | None, typer.Option(help="Prompts: .txt or .jsonl.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Use so many of them.")] = 8,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens a prompt.")] = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 3,
+    json_: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+) -> None:
+    """Measure recipes against each other and against other systems, in one run."""
+    from .compare import compare
+
+    with progress() as show:
+        table, figures = compare(
+            model,
+            _split(names),
+            _split(against),
+            targets=target,
+            data=data,
+            prompts=prompts,
+            tokens=tokens,
+            repeats=repeats,
+            progress=show,
+        )
+    out.print(table)
+    if json_ is not None:
+        json_.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+
+
+@app.command()
+def inspect(
+    model: AnyModel,
+    recipe: MaybeRecipe = None,
+    set_: SetOption = [],  # noqa: B006  (typer copies it)
+    after: Annotated[str | None, typer.Option(help="Stop after this pass.")] = None,
+    target: TargetOption = None,
+    summary: Annotated[bool, typer.Option(help="Counts instead of the program.")] = False,
+) -> None:
+    """Print a program: as traced, after a recipe, or after one of its passes."""
+    from .artifact import is_artifact
+    from .model import load, trace
+
+    if after is not None and recipe is None:
+        raise _bad("--after needs --recipe")
+    with progress() as show:
+        if is_artifact(Path(model)) and recipe is None:
+            program = load(model).program
+        else:
+            chosen = None if recipe is None else with_settings(recipe, set_)
+            program = trace(model, chosen, target=target, after=after, progress=show)
+    if not summary:
+        sys.stdout.write(str(program))
+        return
+    ops = Counter(str(node.target) for fn in program.functions.values() for node in fn.calls())
+    out.print(f"{program.name}: {program.info}, stage {program.stage}", markup=False)
+    out.print(f"{len(program.weights)} weights, {len(program.states)} states")
+    for name, count in ops.most_common():
+        out.print(f"{count:6} {name}", markup=False)
+
+
+@app.command()
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Show this one.")] = None,
+    markdown: Annotated[bool, typer.Option(help="As a table for documents.")] = False,
+) -> None:
+    """List the recipes, or show one."""
+    from .recipe import Recipe
+    from .recipe import recipes as all_recipes
+    from .tables import recipe_markdown, recipe_panel, recipe_table
+
+    if name is not None:
+        out.print(recipe_panel(Recipe.load(name)))
+    elif markdown:
+        print(recipe_markdown(all_recipes()))
+    else:
+        out.print(recipe_table(all_recipes()))
+
+
+@app.command()
+def demo(
+    json_: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    quick: Annotated[bool, typer.Option(help="Fewer prompts and one round.")] = False,
+) -> None:
+    """Run the bundled model with three recipes on both backends, next to transformers."""
+    from .demo import run_demo
+
+    with progress() as show:
+        table, figures = run_demo(progress=show, quick=quick)
+    out.print(table)
+    if json_ is not None:
+        json_.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+
+
+# -- helpers
+
+
+def _is_expected(error: Exception) -> bool:
+    from .ir.errors import GraftworkError
+
+    return isinstance(error, GraftworkError)
+
+
+def _bad(message: str) -> Exception:
+    from .ir.errors import InputError
+
+    return InputError(message)
+
+
+def with_settings(recipe: str, settings: Sequence[str]) -> Any:
+    """A recipe by name or path, with --set options laid over it."""
+    from .recipe import Recipe
+
+    return Recipe.load(recipe).with_options(settings)
+
+
+def open_model(
+    source: str,
+    recipe: str | None,
+    settings: Sequence[str],
+    target: str | None,
+    show: Callable[[str], None],
+) -> Model:
+    """A saved artifact, or a checkpoint folder optimized on the spot (baseline by default)."""
+    from .artifact import is_artifact
+    from .model import load
+    from .model import optimize as optimize_model
+
+    if is_artifact(Path(source)):
+        if recipe is not None or settings:
+            raise _bad(f"{source} is a saved artifact; its recipe cannot be changed any more")
+        show("check and read")
+        return load(source, target=target)
+    return optimize_model(
+        source, with_settings(recipe or "baseline", settings), target=target, progress=show
+    )
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """A line on standard error that says what is being done; silent where nobody watches."""
+    with err.status("starting") as status:
+        yield lambda what: status.update(Text(what))
+
+
+def _split(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
+class _Printer:
+    """A streamer that prints text as its tokens come, after the prompt."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self.shown = ""
+        self.prompt_seen = False
+
+    def put(self, value: Any) -> None:
+        """New token ids; the first call brings the prompt, as in transformers."""
+        if not self.prompt_seen:
+            self.prompt_seen = True
+            return
+        self.ids += [int(token) for token in value.reshape(-1)]
+        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        # A trailing replacement character is half of a character whose rest is still to come.
+        if not text.endswith("\ufffd"):
+            self._show(text)
+
+    def end(self) -> None:
+        """Generation is over."""
+        self._show(self.tokenizer.decode(self.ids, skip_special_tokens=True))
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+    def _show(self, text: str) -> None:
+        sys.stdout.write(text[len(self.shown) :])
+        sys.stdout.flush()
+        self.shown = text
+
+
+if __name__ == "__main__":
+    main()

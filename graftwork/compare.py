@@ -1,0 +1,102 @@
+"""`graftwork bench`: builds the contestants, measures them, and makes table and figures."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import RenderableType
+
+from .artifact import tool_versions
+from .backends.target import Target
+from .bench import Bench, Contestant, Genai, Optimized, Transformers, as_json
+from .ir import InputError
+from .model import optimize
+from .prompts import Prompts, read_prompts
+from .recipe import Recipe
+from .tables import bench_table
+
+AGAINST = ("transformers", "onnxruntime-genai")
+RANDOM_PROMPT_TOKENS = 64
+
+
+def compare(
+    model: str | Path,
+    recipes: Sequence[str],
+    against: Sequence[str] = ("transformers",),
+    *,
+    targets: Sequence[str] = (),
+    data: Prompts | None = None,
+    prompts: int = 8,
+    tokens: int = 128,
+    repeats: int = 3,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda what: None,
+) -> tuple[RenderableType, dict[str, Any]]:
+    """Measure recipes on a checkpoint folder; the table, and the figures as plain data.
+
+    against: other systems, the first of which is the reference (without any, the first recipe is).
+    data: prompts; by default the folder's prompts.jsonl, else random tokens. Errors: `InputError`
+    for an unknown recipe, system or target, before anything runs.
+    """
+    unknown = [name for name in against if name not in AGAINST]
+    if unknown:
+        raise InputError(f"--against {unknown[0]}: expected some of {', '.join(AGAINST)}")
+    chosen = [Recipe.load(name) for name in recipes]
+    if not chosen:
+        raise InputError("--recipes: expected at least one recipe")
+    wheres = [Target.parse(target) for target in targets] or [Target.default()]
+    with tempfile.TemporaryDirectory(prefix="graftwork-") as scratch:
+        optimized = _optimized(model, chosen, wheres, progress)
+        others = [_other(name, Path(model), wheres[0], Path(scratch), progress) for name in against]
+        texts, source = _prompts(model, optimized[0], data, prompts, seed)
+        bench = Bench(texts, tokens, repeats, progress)
+        rows = bench.run([*others, *optimized])
+    title = (
+        f"{model}: {len(texts)} prompts ({source}), {tokens} new tokens, batch 1, "
+        f"median of {repeats}, {torch.get_num_threads()} threads"
+    )
+    figures = {"model": str(model), "source": source, **as_json(rows, bench, tool_versions())}
+    return bench_table(rows, title), figures
+
+
+def _optimized(
+    model: str | Path,
+    recipes: Sequence[Recipe],
+    targets: Sequence[Target],
+    progress: Callable[[str], None],
+) -> list[Optimized]:
+    made = []
+    for target in targets:
+        for recipe in recipes:
+            progress(f"optimizing with {recipe.name} for {target}")
+            made.append(Optimized(recipe.name, optimize(model, recipe, target=target)))
+    return made
+
+
+def _other(
+    name: str, model: Path, target: Target, scratch: Path, progress: Callable[[str], None]
+) -> Contestant:
+    progress(f"preparing {name}")
+    if name == "transformers":
+        return Transformers(model, target.dtype, target.device)
+    exported = optimize(model, "baseline", target=Target("onnxruntime", "cpu"))
+    return Genai(exported.export_genai(scratch / "genai"))
+
+
+def _prompts(
+    model: str | Path, optimized: Optimized, data: Prompts | None, count: int, seed: int
+) -> tuple[list[list[int]], str]:
+    program = optimized.model.program
+    bundled = Path(model) / "prompts.jsonl"
+    if data is not None or bundled.is_file():
+        chosen = bundled if data is None else data
+        source = str(chosen) if isinstance(chosen, (str, Path)) else "given"
+        return read_prompts(chosen, program)[:count], source
+    generator = torch.Generator().manual_seed(seed)
+    width = min(RANDOM_PROMPT_TOKENS, program.info.context // 2)
+    ids = torch.randint(program.info.vocab_size, (count, width), generator=generator)
+    return [[int(token) for token in row] for row in ids], "random tokens"

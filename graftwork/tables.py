@@ -1,0 +1,79 @@
+"""How recipes and measurements are shown: tables for the terminal, and one for documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .bench import Row
+from .passes.base import Contract
+from .recipe import Recipe
+
+
+def recipe_table(recipes: Sequence[Recipe]) -> RenderableType:
+    """All recipes: name, contract, title."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("recipe", "contract", "title"):
+        table.add_column(column, no_wrap=column != "title")
+    for recipe in recipes:
+        table.add_row(recipe.name, recipe.contract, Text(recipe.title))
+    return table
+
+
+def recipe_panel(recipe: Recipe) -> RenderableType:
+    """One recipe: its head, and its passes with their options and contracts."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("pass", "contract", "options"):
+        table.add_column(column)
+    for step in recipe.steps:
+        options = ", ".join(f"{k}={v!r}" for k, v in step.pass_.model_dump().items())
+        name = step.pass_.name + (" (optional)" if step.optional else "")
+        table.add_row(name, step.pass_.contract.value, Text(options))
+    lines = [Text(f"{recipe.name}: {recipe.title}"), Text(f"contract: {recipe.contract}")]
+    lines += [Text(f"paper: {recipe.paper}")] if recipe.paper else []
+    lines += [Text(f"extends: {recipe.extends}")] if recipe.extends else []
+    lines += [Text(f"needs: {', '.join(recipe.needs)}")] if recipe.needs else []
+    return Group(*lines, Text(), table)
+
+
+def recipe_markdown(recipes: Sequence[Recipe]) -> str:
+    """All recipes as a Markdown table."""
+    lines = ["| recipe | contract | what it does | source |", "|---|---|---|---|"]
+    for recipe in recipes:
+        lines.append(f"| {recipe.name} | {recipe.contract} | {recipe.title} | {recipe.paper} |")
+    return "\n".join(lines)
+
+
+def bench_table(rows: Sequence[Row], title: str) -> RenderableType:
+    """Measurements; the first row is what the others are compared with."""
+    reference = rows[0].name
+    table = Table(title=title, title_justify="left", title_style="", pad_edge=False, box=None)
+    table.add_column("target", no_wrap=True)
+    table.add_column("recipe", no_wrap=True)
+    table.add_column("tokens/s", justify="right")
+    table.add_column(f"x {reference}", justify="right")
+    table.add_column("accepted\na step", justify="right")
+    table.add_column(f"same tokens\nas {reference}")
+    table.add_column("same as own\nplain decoding")
+    for row in rows:
+        table.add_row(
+            row.target,
+            row.name,
+            f"{row.median:.1f}",
+            f"{row.ratio:.2f}",
+            "" if row.accepted is None else f"{row.accepted:.2f}",
+            _same(row),
+            "" if row.plain is None else str(row.plain),
+        )
+    return table
+
+
+def _same(row: Row) -> Text:
+    if row.same is None:
+        return Text("")
+    if row.contract == Contract.APPROXIMATE.value:
+        return Text(f"approximate: {row.same.equal} of {row.same.total}")
+    return Text(str(row.same), style="" if not row.same.different else "bold red")

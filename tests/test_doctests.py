@@ -1,0 +1,37 @@
+"""Every example in a docstring runs and gives what it shows."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+    "packages"
+]
+
+
+def modules() -> list[str]:
+    names = []
+    for package in PACKAGES:
+        folder = importlib.import_module(package)
+        inner = [m.name for m in pkgutil.iter_modules(folder.__path__) if not m.ispkg]
+        names += [package, *(f"{package}.{name}" for name in inner)]
+    return names
+
+
+@pytest.mark.parametrize("name", modules())
+def test_examples(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.failed == 0
+
+
+def test_examples_are_found() -> None:
+    names = ("graftwork.ir.types", "graftwork.yamlfile")
+    tried = [doctest.testmod(importlib.import_module(name)).attempted for name in names]
+    assert all(tried)

@@ -1,0 +1,141 @@
+"""The package as users get it: what is in it, what it needs, and which way its imports point."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FOLDERS: dict[str, str] = PROJECT["tool"]["setuptools"]["package-dir"]
+MAY_IMPORT = {
+    "ir": {"ir"},
+    "frontends": {"frontends", "ir"},
+    "passes": {"passes", "ir"},
+    "backends": {"backends", "passes", "ir"},
+    "runtime": {"runtime", "ir"},
+}
+
+
+def packages_on_disk() -> Iterator[str]:
+    for package, folder in FOLDERS.items():
+        for init in sorted((ROOT / folder).rglob("__init__.py")):
+            inner = init.parent.relative_to(ROOT / folder).parts
+            yield ".".join([package, *inner])
+
+
+def requirements() -> list[Requirement]:
+    optional = PROJECT["project"]["optional-dependencies"].values()
+    texts = [*PROJECT["project"]["dependencies"], *(text for group in optional for text in group)]
+    return [r for r in map(Requirement, texts) if r.marker is None or r.marker.evaluate()]
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {name.lower().replace("_", "-"): version for name, version in pairs}
+
+
+def test_every_package_on_disk_is_in_the_wheel() -> None:
+    assert sorted(packages_on_disk()) == sorted(PROJECT["tool"]["setuptools"]["packages"])
+
+
+def test_the_tested_versions_satisfy_what_the_package_asks_for() -> None:
+    pinned = pins()
+    for requirement in requirements():
+        version = pinned[requirement.name.lower()]
+        assert requirement.specifier.contains(version), f"{requirement} against {version}"
+
+
+def test_only_one_onnxruntime_is_installed() -> None:
+    names = {d.metadata["Name"].lower() for d in metadata.distributions()}
+    assert len(names & {"onnxruntime", "onnxruntime-gpu"}) == 1
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_imports_point_one_way(folder: str) -> None:
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert files
+    wrong = [
+        f"{file.relative_to(ROOT)} imports {found}"
+        for file in files
+        for found in imported_parts(file)
+        if found not in MAY_IMPORT[folder]
+    ]
+    assert not wrong
+
+
+def imported_parts(file: Path) -> Iterator[str]:
+    """Which parts of graftwork a file imports: "ir", "passes", ..."""
+    package = ["graftwork", *file.relative_to(ROOT).parts[:-1]]
+    for node in ast.walk(ast.parse(file.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) + 1 - node.level] if node.level else []
+            base = ".".join([*start, *([node.module] if node.module else [])])
+            names = (
+                [base, *(f"{base}.{a.name}" for a in node.names)] if base == "graftwork" else [base]
+            )
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "graftwork" and len(parts) > 1:
+                yield parts[1]
+
+
+def test_the_import_test_sees_wrong_imports(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    file = tmp_path / "ir" / "ops" / "bad.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        "import torch\nfrom ..types import Sym\nfrom ...passes import Pass\n"
+        "from graftwork import runtime\nimport graftwork.backends.torch\n"
+    )
+    assert list(imported_parts(file)) == ["ir", "passes", "runtime", "backends"]
+
+
+def test_a_wheel_builds_and_works_where_it_is_installed(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    for folder in FOLDERS.values():
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, source / folder, ignore=ignore)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path]
+    built = subprocess.run([*command, source], capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    for file in sorted((ROOT / "recipes").glob("*.yaml")):
+        assert f"graftwork/recipe_files/{file.name}" in names
+    for file in sorted((ROOT / "graftwork" / "demo_model").glob("*.*")):
+        assert f"graftwork/demo_model/{file.name}" in names
+    assert "graftwork/py.typed" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    code = (
+        "import graftwork as gw; import graftwork.ir.ops; print(gw.__file__);"
+        "print([r.name for r in gw.recipes()])"
+    )
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert str(site) in ran.stdout and "'baseline'" in ran.stdout
