@@ -2,11 +2,13 @@
 
 from . import ops
 from .decompositions import decompositions
-from .errors import GraftworkError, InputError, PassError, UnsupportedError, VerifyError
+from .errors import GraftworkError, InputError, ParseError, PassError, UnsupportedError, VerifyError
 from .function import NOWHERE, Function, Site, site_of, type_of
 from .interpret import run
 from .match import Match
+from .parser import parse_function, parse_program
 from .plan import DecodePlan
+from .printer import function_text, program_text
 from .program import ModelInfo, PassRecord, Program, State
 from .rewrite import Builder, Rewritten, Rule, apply_rules
 from .types import Dim, Sym, TensorType, make_dim
@@ -22,6 +24,7 @@ __all__ = [
     "InputError",
     "Match",
     "ModelInfo",
+    "ParseError",
     "PassError",
     "PassRecord",
     "Program",
@@ -39,8 +42,12 @@ __all__ = [
     "decompositions",
     "derive",
     "from_safetensors",
+    "function_text",
     "make_dim",
     "ops",
+    "parse_function",
+    "parse_program",
+    "program_text",
     "run",
     "site_of",
     "type_of",

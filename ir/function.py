@@ -2,8 +2,8 @@
 
 Nodes are placeholders (inputs and states), ``get_attr`` (weights, by name), calls of graftwork ops
 or core ATen ops, ``operator.getitem`` on ops with several results, and one output, whose argument
-is a dict from output name to node. A state that the function updates appears among the outputs under the
-state's name. Symbolic sizes stand directly in arguments as `Sym`.
+is a dict from output name to node. A state that the function updates appears among the outputs
+under the state's name. Symbolic sizes stand directly in arguments as `Sym`.
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ class Function:
     ) -> torch.fx.Node:
         """A typed call at the insertion point. Errors: `VerifyError` if the types do not fit."""
         node_type = infer(target, args, kwargs)
+        name = name or _short_name(target)
         node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         node.meta = {"type": node_type, "site": site}
         return node
@@ -168,6 +169,12 @@ class Function:
         """Names of the symbols in the types of the inputs."""
         dims = [dim for node in self.inputs for dim in type_of(node).dims]
         return set().union(*(d.symbols for d in dims if isinstance(d, Sym)), set())
+
+
+def _short_name(target: Any) -> str | None:
+    """``linear`` for ``aten.linear.default``; the graph adds a number where it is taken."""
+    schema = getattr(target, "_schema", None)
+    return None if schema is None else str(schema.name).partition("::")[2].lstrip("_")
 
 
 def _identifier(name: str) -> str:

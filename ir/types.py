@@ -90,9 +90,25 @@ def make_dim(expr: Any) -> Dim:
     return int(expr) if expr.is_Integer else Sym(str(expr))
 
 
+# Bounds on what a text may ask for; artifacts are read from untrusted files.
+_MAX_TEXT, _MAX_TERMS, _MAX_POWER = 200, 64, 8
+
+
 @lru_cache(maxsize=4096)
 def _to_sympy(text: str) -> Any:
-    return _from_ast(ast.parse(text, mode="eval").body, text)
+    if len(text) > _MAX_TEXT:
+        raise InputError(f"a dimension of {len(text)} characters; {_MAX_TEXT} are allowed")
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise _no_dim(text) from None
+    return _from_ast(tree, text)
+
+
+def _no_dim(text: str) -> InputError:
+    return InputError(
+        f"not a dimension: {text!r}; expected a polynomial of integers and names, such as B*T + 1"
+    )
 
 
 def _from_ast(node: ast.expr, text: str) -> Any:
@@ -103,17 +119,19 @@ def _from_ast(node: ast.expr, text: str) -> Any:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_from_ast(node.operand, text)
     if not isinstance(node, ast.BinOp):
-        raise InputError(f"not a dimension: {text!r}; expected integers, names, + - * **")
+        raise _no_dim(text)
     left, right = _from_ast(node.left, text), _from_ast(node.right, text)
     if isinstance(node.op, ast.Add):
         return left + right
     if isinstance(node.op, ast.Sub):
         return left - right
-    if isinstance(node.op, ast.Mult):
+    terms = len(sympy.Add.make_args(left)) * len(sympy.Add.make_args(right))
+    if isinstance(node.op, ast.Mult) and terms <= _MAX_TERMS:
         return sympy.expand(left * right)
-    if isinstance(node.op, ast.Pow) and right.is_Integer:
+    power = isinstance(node.op, ast.Pow) and left.is_Symbol and right.is_Integer
+    if power and 2 <= int(right) <= _MAX_POWER:
         return left**right
-    raise InputError(f"not a dimension: {text!r}; expected integers, names, + - * **")
+    raise _no_dim(text)
 
 
 def _evaluate(expr: Any, lookup: Callable[[str], Any]) -> Any:
