@@ -12,6 +12,7 @@ from .printer import function_text, program_text
 from .program import ModelInfo, PassRecord, Program, State
 from .rewrite import Builder, Rewritten, Rule, apply_rules
 from .types import Dim, Sym, TensorType, make_dim
+from .verify import verify
 from .weights import Weight, WeightStore, derive, from_safetensors
 
 __all__ = [
@@ -51,4 +52,5 @@ __all__ = [
     "run",
     "site_of",
     "type_of",
+    "verify",
 ]
