@@ -181,7 +181,8 @@ def _write_files(
 ) -> dict[str, FileEntry]:
     files = {}
     for name, source in program.assets.items():
-        if not _PLAIN_NAME.fullmatch(name) or name in (MANIFEST, PROGRAM):
+        ours = name in (MANIFEST, PROGRAM) or name.endswith(".safetensors")
+        if ours or not _PLAIN_NAME.fullmatch(name):
             raise InputError(f"an artifact cannot hold a model file called {name!r}")
         data = Path(source).read_bytes()
         files[name] = _write(folder / name, data, "asset")

@@ -1,0 +1,46 @@
+"""`graftwork demo`: the bundled model with a few recipes on both backends, next to transformers."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from .compare import compare
+from .ir import InputError
+
+RECIPES = ("baseline", "copyspec", "int8", "int8_copyspec")
+TARGETS = ("onnxruntime:cpu:float32", "torch:cpu:float32")
+
+
+def demo_folder() -> Path:
+    """The bundled checkpoint. Errors: `InputError` if this installation lacks it."""
+    folder = Path(str(importlib.resources.files(f"{__package__}.demo_model")))
+    if not (folder / "config.json").is_file():
+        raise InputError(
+            f"the demo model is not in {folder}; examples/train_demo_model.py --out {folder} makes it"
+        )
+    return folder
+
+
+def run_demo(
+    *, quick: bool = False, progress: Callable[[str], None] = lambda what: None
+) -> tuple[RenderableType, dict[str, Any]]:
+    """Measure the demo's recipes; the table, and the figures as plain data.
+
+    Every output is compared with transformers' token by token; the int8 recipes are approximate,
+    and the one that drafts is compared with its own plain decoding.
+    """
+    return compare(
+        demo_folder(),
+        RECIPES,
+        ("transformers",),
+        targets=TARGETS,
+        prompts=3 if quick else 12,
+        tokens=48 if quick else 128,
+        repeats=1 if quick else 3,
+        progress=progress,
+    )
