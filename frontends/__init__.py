@@ -1,0 +1,51 @@
+"""Frontends: models as programs. One importer, `import_model`, for all sources."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..ir import InputError, Program
+
+__all__ = ["import_model"]
+
+
+def import_model(source: Any, dtype: torch.dtype | None = None) -> Program:
+    """A model as a program at stage "traced".
+
+    source: a transformers causal language model, the folder of a checkpoint (config.json and
+    safetensors), or an `nn.Module` that maps token ids i64[B,T] to logits [B,T,V]. dtype: of the
+    floating weights; None keeps the source's. Weights stay where they are until they are used.
+
+    Errors: `InputError` for files that are missing or wrong, `UnsupportedError` naming the module
+    and op of what cannot be imported.
+    """
+    if isinstance(source, (str, Path)):
+        return _import_path(Path(source), dtype)
+    if not isinstance(source, nn.Module):
+        raise InputError(
+            f"cannot import a {type(source).__name__}; expected a transformers model, the path of "
+            "a checkpoint folder, or an nn.Module from token ids to logits"
+        )
+    if hasattr(source, "config") and hasattr(source, "base_model_prefix"):
+        from .huggingface import import_object
+
+        return import_object(source, dtype)
+    from .torch import import_module
+
+    return import_module(source, dtype)
+
+
+def _import_path(path: Path, dtype: torch.dtype | None) -> Program:
+    if not path.exists():
+        raise InputError(
+            f"{path} does not exist; expected the folder of a checkpoint (models are not downloaded)"
+        )
+    if not path.is_dir():
+        raise InputError(f"{path} is a file; expected the folder of a checkpoint")
+    from .huggingface import import_folder
+
+    return import_folder(path, dtype)

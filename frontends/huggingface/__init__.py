@@ -1,0 +1,5 @@
+"""The frontend for causal language models of Hugging Face transformers."""
+
+from .model import import_folder, import_object
+
+__all__ = ["import_folder", "import_object"]

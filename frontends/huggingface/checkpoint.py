@@ -1,0 +1,182 @@
+"""A checkpoint folder as lazy weights under the names of the model's parameters.
+
+Checkpoints on disk do not always hold what the model's code calls its parameters: names changed, a
+base model has no prefix, every expert of a layer is a tensor of its own. transformers keeps rules for
+that (`conversion_mapping`); they are applied here to *names* only, and to tensors when somebody
+loads the weight.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...ir import InputError, TensorType, Weight
+from ...ir.weights import from_safetensors, open_safetensors
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def tensors_of(folder: Path) -> dict[str, Path]:
+    """The shard that holds each tensor of a checkpoint, by name.
+
+    Errors: `InputError` naming a missing index, a missing shard, or a shard that lacks a tensor.
+    """
+    if (folder / _INDEX).exists():
+        shards = json.loads((folder / _INDEX).read_text())["weight_map"]
+        return _located(folder, shards)
+    if (folder / _SINGLE).exists():
+        names = open_safetensors(folder / _SINGLE).keys()
+        return {name: folder / _SINGLE for name in names}
+    others = sorted(path.name for path in folder.glob("*.bin"))
+    hint = f"; convert {others[0]} to safetensors first" if others else ""
+    raise InputError(f"{folder} holds neither {_SINGLE} nor {_INDEX}{hint}")
+
+
+def _located(folder: Path, shards: Mapping[str, str]) -> dict[str, Path]:
+    held = {}
+    for shard in sorted(set(shards.values())):
+        if not (folder / shard).exists():
+            lost = sum(1 for name in shards.values() if name == shard)
+            raise InputError(
+                f"{folder}: the shard {shard} is missing ({lost} tensors, according to {_INDEX}); "
+                "fetch it again"
+            )
+        held[shard] = set(open_safetensors(folder / shard).keys())
+    for name, shard in shards.items():
+        if name not in held[shard]:
+            raise InputError(f"{folder}: {_INDEX} says {shard} holds {name!r}, but it does not")
+    return {name: folder / shard for name, shard in shards.items()}
+
+
+@dataclass
+class _Recipe:
+    """How a parameter is made of checkpoint tensors. rule: a transformers converter, or None."""
+
+    rule: Any = None
+    parts: list[tuple[str, Weight]] = field(default_factory=list)
+    first: str = ""
+
+
+class Checkpoint:
+    """Weights of a model on disk.
+
+    twin: the model with fake parameters, whose names, shapes and dtypes are expected. Errors:
+    `InputError` naming parameters that the checkpoint lacks.
+    """
+
+    def __init__(self, folder: Path, twin: nn.Module) -> None:
+        self.folder, self.twin = folder, twin
+        self.expected = {name: tensor for name, tensor in twin.state_dict(keep_vars=True).items()}
+        self.recipes: dict[str, _Recipe] = {}
+        for name, path in sorted(tensors_of(folder).items(), key=lambda item: _natural(item[0])):
+            self._assign(name, path)
+        self._share_tied()
+        missing = [name for name in self.expected if name not in self.recipes]
+        if missing:
+            listing = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+            raise InputError(
+                f"{folder}: the checkpoint lacks {len(missing)} of the {len(self.expected)} tensors "
+                f"that {type(twin).__name__} has: {listing}"
+            )
+
+    def _assign(self, name: str, path: Path) -> None:
+        """Find out which parameter a tensor of the checkpoint belongs to."""
+        target, pattern = self._target(name)
+        if target not in self.expected:
+            return
+        weight = from_safetensors(path, name)
+        if pattern is None:
+            self.recipes[target] = _Recipe(None, [(name, weight)], target)
+            return
+        rule = self._rules[pattern]
+        recipe = self.recipes.setdefault(target, _Recipe(rule, [], target))
+        recipe.parts.append((pattern, weight))
+        for other in rule.target_patterns[1:]:
+            self.recipes[target.replace(rule.target_patterns[0], other)] = recipe
+
+    def _target(self, name: str) -> tuple[str, str | None]:
+        from transformers.core_model_loading import rename_source_key
+
+        prefix = getattr(self.twin, "base_model_prefix", "")
+        renamings, converters = self._transforms
+        found: tuple[str, str | None] = rename_source_key(
+            name, renamings, converters, prefix, self.expected
+        )
+        if found[0] not in self.expected and name in self.expected:
+            return name, None
+        return found
+
+    @property
+    def _transforms(self) -> tuple[list[Any], list[Any]]:
+        """transformers' renamings and converters for this model."""
+        if not hasattr(self, "_cached_transforms"):
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import WeightConverter
+
+            rules = get_model_conversion_mapping(self.twin)
+            converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+            self._cached_transforms = ([r for r in rules if r not in converters], converters)
+        return self._cached_transforms
+
+    @property
+    def _rules(self) -> dict[str, Any]:
+        return {pattern: rule for rule in self._transforms[1] for pattern in rule.source_patterns}
+
+    def _share_tied(self) -> None:
+        """A parameter that the checkpoint lacks may be another name of one that it has."""
+        held = {id(self.expected[name]): name for name in self.recipes if name in self.expected}
+        for name, tensor in self.expected.items():
+            if name not in self.recipes and id(tensor) in held:
+                self.recipes[name] = self.recipes[held[id(tensor)]]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.recipes
+
+    def weight(self, name: str) -> Weight:
+        """A parameter or buffer, in the dtype that the twin has it in.
+
+        Errors: `InputError` when its shape is not the one that the configuration implies.
+        """
+        expected = TensorType.of(self.expected[name])
+        recipe = self.recipes[name]
+        if recipe.rule is None:
+            held = recipe.parts[0][1]
+            if held.type.dims != expected.dims:
+                raise InputError(
+                    f"{self.folder}: tensor {recipe.parts[0][0]!r} is {held.type}, but the "
+                    f"configuration asks for {expected}"
+                )
+            return held.renamed(name).cast(expected.dtype)
+        return Weight(name, expected, lambda: self._convert(recipe, name).to(expected.dtype))
+
+    def _convert(self, recipe: _Recipe, name: str) -> torch.Tensor:
+        """Load the parts of a converted parameter and let transformers put them together."""
+        rule = deepcopy(recipe.rule)
+        for pattern, weight in recipe.parts:
+            rule.collected_tensors[pattern].append(weight.load())
+        made = rule.convert(recipe.first, model=self.twin, config=self.twin.config)
+        if name not in made:
+            raise InputError(f"{self.folder}: converting {recipe.first} did not give {name}")
+        tensor = made[name]
+        result: torch.Tensor = tensor[0] if isinstance(tensor, list) else tensor
+        return result
+
+    def dtypes(self) -> Iterator[torch.dtype]:
+        """The floating dtypes of the tensors that are used."""
+        for recipe in self.recipes.values():
+            for _, weight in recipe.parts:
+                if weight.type.dtype.is_floating_point:
+                    yield weight.type.dtype
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sort key that puts expert 10 behind expert 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

@@ -1,0 +1,215 @@
+"""Models of transformers, as objects or checkpoint folders, as programs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ...ir import InputError, ModelInfo, Program, TensorType, UnsupportedError, Weight
+from ..program import Source, build_program
+from ..trace import export, fake_mode, fake_parameter, parameters_without_data, twin_of
+from .checkpoint import Checkpoint
+from .experts import prepare_experts
+from .registry import NAME, one_sequence_a_row, register
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_ASSETS = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+_DEFAULT_CONTEXT = 2048
+
+
+def import_folder(folder: Path, dtype: torch.dtype | None = None) -> Program:
+    """A checkpoint folder (config.json, safetensors) as a program; weights stay on disk.
+
+    dtype: of the floating weights; None is the checkpoint's own. Errors: `InputError` for missing
+    or wrong files, `UnsupportedError` for models that cannot be traced.
+    """
+    config = _read_config(folder)
+    mode = fake_mode()
+    wanted = dtype or getattr(config, "dtype", None) or torch.float32
+    twin = _instantiate(config, wanted, mode)
+    checkpoint = Checkpoint(folder, twin)
+    if dtype is None and getattr(config, "dtype", None) is None:
+        wanted = next(checkpoint.dtypes(), torch.float32)
+        twin = _instantiate(config, wanted, mode)
+        checkpoint = Checkpoint(folder, twin)
+    _keep_float32(twin, mode, wanted)
+    buffers = dict(twin.named_buffers())
+
+    def weight_of(name: str) -> Weight:
+        if name in checkpoint:
+            return checkpoint.weight(name)
+        return Weight.of(name, buffers[name].clone())
+
+    assets = {name: folder / name for name in _ASSETS if (folder / name).exists()}
+    return _trace(twin, mode, weight_of, _generation_config(folder), assets)
+
+
+def import_object(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Program:
+    """A transformers model in memory as a program that shares its weights.
+
+    dtype: of the floating weights; None keeps each parameter's. Errors: `UnsupportedError`.
+    """
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise UnsupportedError(
+            "the model is quantized already; import the original and quantize it with a recipe"
+        )
+    mode = fake_mode()
+    twin = twin_of(model, mode, dtype)
+    _keep_float32(twin, mode, dtype)
+    held: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    held.update(model.named_buffers(remove_duplicate=False))
+    wanted = {name: p.dtype for name, p in twin.named_parameters(remove_duplicate=False)}
+
+    def weight_of(name: str) -> Weight:
+        tensor = held[name].detach()
+        weight = Weight(name, TensorType.of(tensor), lambda: tensor.cpu())
+        return weight.cast(wanted.get(name, tensor.dtype))
+
+    return _trace(twin, mode, weight_of, getattr(model, "generation_config", None), {})
+
+
+def _read_config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").exists():
+        raise InputError(f"{folder} holds no config.json; expected a checkpoint of transformers")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        raise UnsupportedError(
+            f"{folder}: transformers cannot read config.json: {error}"
+        ) from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedError(
+            f"{folder}: the checkpoint is quantized already; import the original and quantize it "
+            "with a recipe"
+        )
+    return config
+
+
+def _instantiate(config: Any, dtype: torch.dtype, mode: FakeTensorMode) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with parameters_without_data(mode):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    except ValueError as error:
+        raise UnsupportedError(
+            f"{config.model_type} is no causal language model of transformers: {error}"
+        ) from error
+
+
+def _keep_float32(twin: Any, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
+    """Parameters that a model keeps in float32 whatever its dtype, as transformers loads them."""
+    names = set(getattr(twin, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        names |= set(getattr(twin, "_keep_in_fp32_modules", None) or ())
+    for path, parameter in list(twin.named_parameters()):
+        if not names.intersection(path.split(".")) or parameter.dtype == torch.float32:
+            continue
+        owner = twin.get_submodule(path.rpartition(".")[0])
+        setattr(owner, path.rpartition(".")[2], fake_parameter(parameter, mode, torch.float32))
+
+
+def _generation_config(folder: Path) -> Any:
+    from transformers import GenerationConfig
+
+    if not (folder / "generation_config.json").exists():
+        return None
+    return GenerationConfig.from_pretrained(folder, local_files_only=True)
+
+
+class _Wrapper(nn.Module):
+    """Token ids and positions [B,T] to logits [B,T,V]."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        parameters = inspect.signature(model.forward).parameters
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self.takes_positions = "position_ids" in parameters or open_ended
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        extra = {"position_ids": positions} if self.takes_positions else {}
+        out = self.model(input_ids=tokens, use_cache=False, return_dict=True, **extra)
+        logits: torch.Tensor = out.logits
+        return logits
+
+
+def _trace(
+    twin: Any,
+    mode: FakeTensorMode,
+    weight_of: Callable[[str], Weight],
+    generation: Any,
+    assets: dict[str, Path],
+) -> Program:
+    config = twin.config
+    _refuse_recurrence(twin, config.model_type)
+    register()
+    config.use_cache = False
+    in_registry = type(twin)._can_set_attn_implementation()
+    config._attn_implementation = NAME if in_registry else "eager"
+    if any(hasattr(type(module), "_apply_gate") for module in twin.modules()):
+        config._experts_implementation = NAME
+    prepare_experts(twin)
+    info = _info(config, generation)
+    with one_sequence_a_row():
+        exported = export(_Wrapper(twin), mode, info.context, config.model_type)
+    source = Source(exported, "model", weight_of)
+    return build_program(config.model_type, source, info, assets)
+
+
+def _refuse_recurrence(twin: nn.Module, model_type: str) -> None:
+    """State-space and recurrent models are refused before a long trace fails on their loops."""
+    for path, module in twin.named_modules():
+        if isinstance(module, (nn.Conv1d, nn.RNNBase)):
+            op = "aten.conv1d" if isinstance(module, nn.Conv1d) else "aten.rnn"
+            raise UnsupportedError(
+                f"cannot import {model_type}: module {path} runs {op} over the tokens, a state "
+                "that is no key-value cache; recurrent and convolutional layers are not supported "
+                "yet"
+            )
+
+
+def _info(config: Any, generation: Any) -> ModelInfo:
+    def token(name: str) -> Any:
+        chosen = getattr(generation, name, None)
+        return getattr(config, name, None) if chosen is None else chosen
+
+    eos = token("eos_token_id")
+    return ModelInfo(
+        model_type=config.model_type,
+        vocab_size=int(config.vocab_size),
+        context=_context(config),
+        eos=tuple(eos) if isinstance(eos, (list, tuple)) else (() if eos is None else (int(eos),)),
+        bos=token("bos_token_id"),
+        pad=token("pad_token_id"),
+    )
+
+
+def _context(config: Any) -> int:
+    """Positions the model supports; models without a limit (ALiBi) say what they were trained on."""
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return _DEFAULT_CONTEXT

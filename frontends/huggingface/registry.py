@@ -1,0 +1,155 @@
+"""Attention and experts as transformers' own registries let us define them.
+
+A model whose configuration says ``graftwork`` calls these functions in place of its attention, its
+mask builders and its experts. Masks are not built: the mask function returns what the mask *means*
+(`MaskKind`), the model hands that through to attention, and the op states it. So the sliding window
+of every layer is the one that the model's mask would have had, however its configuration spells it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...ir import UnsupportedError
+from .experts import experts_forward
+
+NAME = "graftwork"
+
+_HARMLESS = frozenset(
+    {
+        "cache_position",
+        "dropout",
+        "is_causal",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "sliding_window",
+        "use_cache",
+    }
+)
+"""Keyword arguments of attention functions that do not change what the op computes here."""
+
+
+@dataclass(frozen=True)
+class MaskKind:
+    """What a causal mask lets a token see. window: of the last so many tokens, None for all.
+
+    chunk: of the tokens of its own chunk only.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+def mask_kind(*args: Any, mask_function: Callable[..., Any], **kwargs: Any) -> MaskKind:
+    """Registered as a mask builder: reads the rules of a mask off transformers' mask function."""
+    kind: dict[str, int] = {}
+    for rule, size in _rules(mask_function):
+        if rule != "causal":
+            kind[rule] = size
+    return MaskKind(**kind)
+
+
+def _rules(function: Callable[..., Any]) -> list[tuple[str, int]]:
+    """The elementary rules that a mask function demands together."""
+    name = function.__qualname__.partition(".")[0]
+    captured = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    numbers = [value for value in captured if isinstance(value, int)]
+    if name == "causal_mask_function":
+        return [("causal", 0)]
+    if name == "sliding_window_overlay" and len(numbers) == 1:
+        return [("window", numbers[0])]
+    if name == "chunked_overlay" and len(numbers) == 1:
+        return [("chunk", numbers[0])]
+    if name == "and_masks" and len(captured) == 1:
+        return [rule for part in captured[0] for rule in _rules(part)]
+    raise UnsupportedError(
+        f"the attention mask {function.__qualname__} is not supported yet; expected a causal mask, "
+        "possibly with a sliding window"
+    )
+
+
+def attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: MaskKind | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Registered as an attention function: one ``graftwork.attention``.
+
+    query [B,H,T,D], key [B,G,T,D], value [B,G,T,E], s_aux (sinks) [H]; the result is [B,T,H,E].
+    Errors: `UnsupportedError` naming an argument that would change the result, or the mask.
+    """
+    given = [name for name, item in kwargs.items() if item is not None]
+    unknown = sorted(set(given) - _HARMLESS)
+    if unknown:
+        raise UnsupportedError(f"attention with the argument {unknown[0]!r} is not supported yet")
+    if attention_mask is None and not getattr(module, "is_causal", True):
+        raise UnsupportedError("attention to later tokens (is_causal=False) is not supported")
+    kind = attention_mask or MaskKind()
+    if not isinstance(kind, MaskKind):
+        raise UnsupportedError("the model changes its attention mask before attention uses it")
+    if kind.chunk is not None and kind.chunk < _context(module):
+        raise UnsupportedError(
+            f"chunked attention (attention_chunk_size={kind.chunk}) is not supported yet"
+        )
+    options: dict[str, Any] = {} if kind.window is None else {"window": kind.window}
+    if softcap is not None:
+        options["softcap"] = float(softcap)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    out = torch.ops.graftwork.attention(
+        query, key, value, s_aux, layer=_layer(module), scale=scale, **options
+    )
+    return out.transpose(1, 2), None
+
+
+def _context(module: nn.Module) -> int:
+    config = getattr(module, "config", None)
+    return int(getattr(config, "max_position_embeddings", None) or 0)
+
+
+def _layer(module: nn.Module) -> int:
+    return int(getattr(module, "layer_idx", None) or 0)
+
+
+def register() -> None:
+    """Make the name known to transformers. Safe to repeat."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, mask_kind)
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+
+@contextlib.contextmanager
+def one_sequence_a_row() -> Iterator[None]:
+    """Keep transformers from looking for several sequences packed into one row of positions.
+
+    Its search is arithmetic on positions that would end up in every trace.
+    """
+    from transformers import masking_utils
+
+    search = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = search

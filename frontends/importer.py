@@ -1,0 +1,254 @@
+"""From an `ExportedProgram` to a function and its weights.
+
+The trace maps token ids [B,T] (and positions [B,T], if the model takes them) to logits. Every node
+is lowered (`aten.py`); symbolic integers become sizes, in-place ops become ordinary ones, and the
+wrappers that torch puts around autocast and no_grad regions are opened.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx.node import map_aggregate
+
+from ..ir import Function, GraftworkError, Site, TensorType, UnsupportedError, Weight
+from . import aten_math, aten_shapes  # noqa: F401  (they fill the table of lowerings)
+from .aten import Call, known, lower
+from .builder import Builder
+from .complex_pairs import involves_complex, lower_complex
+from .sites import site_of_trace, strip_root
+from .sizes import Sizes
+
+INPUTS = {name: TensorType.parse("i64[B,T]") for name in ("tokens", "positions")}
+"""The inputs of every imported step."""
+
+_IGNORED = ("_assert", "sym_constrain_range", "_set_grad_enabled", "_log_api_usage")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """An imported function, the weights it may use, and the sizes of the trace."""
+
+    fn: Function
+    weights: dict[str, Weight]
+
+
+def import_exported(
+    exported: ExportedProgram, root: str, weight_of: Callable[[str], Weight]
+) -> Imported:
+    """The function ``step`` of a trace.
+
+    root: path of the model inside the traced wrapper. weight_of: the weight for a parameter or
+    buffer, by its path in the model. Errors: `UnsupportedError` naming the op, the module and the
+    source line of what programs cannot say.
+    """
+    if _must_functionalize(exported.graph):
+        exported = exported.run_decompositions(_decompositions())
+    return _Importer(exported, root, weight_of).run()
+
+
+def _decompositions() -> dict[Any, Any]:
+    """Torch's decompositions of all ops that the importer does not know."""
+    table = torch.export.default_decompositions()
+    for target in [target for target in table if known(target)]:
+        table.pop(target)
+    return table  # type: ignore[return-value]
+
+
+class _Importer:
+    def __init__(
+        self, exported: ExportedProgram, root: str, weight_of: Callable[[str], Weight]
+    ) -> None:
+        self.exported, self.root, self.weight_of = exported, root, weight_of
+        self.b = Builder("step")
+        self.sizes = Sizes({})
+        self.env: dict[torch.fx.Node, Any] = {}
+        self.inputs = {name: self.b.fn.add_input(name, type) for name, type in INPUTS.items()}
+
+    def run(self) -> Imported:
+        self.bind_inputs()
+        self.walk(self.exported.graph)
+        logits = self.value(self.exported.graph.output_node().args[0][0])  # type: ignore[index]
+        if not isinstance(logits, torch.fx.Node):
+            raise UnsupportedError("the model's first output is no tensor; expected logits")
+        self.b.fn.set_outputs({"logits": logits})
+        self.b.fn.graph.eliminate_dead_code()
+        return Imported(self.b.fn, self.b.weights)
+
+    def bind_inputs(self) -> None:
+        """Give every placeholder of the trace its input or weight."""
+        placeholders = {
+            node.name: node for node in self.exported.graph.find_nodes(op="placeholder")
+        }
+        names = iter(self.inputs)
+        for spec in self.exported.graph_signature.input_specs:
+            node = placeholders[spec.arg.name]
+            if spec.kind == InputKind.USER_INPUT:
+                name = next(names)
+                self.env[node] = self.inputs[name]
+                if name == "tokens":
+                    self.sizes = Sizes.of(node.meta["val"])
+                continue
+            self.env[node] = self.b.weight(self.constant(spec.kind, str(spec.target)))
+
+    def constant(self, kind: InputKind, target: str) -> Weight:
+        """The weight behind a parameter, buffer or lifted constant of the trace."""
+        if kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            return self.weight_of(strip_root(target, self.root))
+        tensor = self.exported.constants[target]
+        if not isinstance(tensor, torch.Tensor):
+            raise UnsupportedError(f"the constant {target} is a {type(tensor).__name__}")
+        return Weight.of(f"constant.{strip_root(target, self.root)}", tensor.detach())
+
+    def walk(self, graph: torch.fx.Graph) -> None:
+        """Lower every node of a graph of the trace."""
+        for node in graph.nodes:
+            if node.op == "get_attr":
+                self.env[node] = _attribute(graph, str(node.target))
+            if node.op != "call_function" or _ignored(node):
+                continue
+            site = site_of_trace(node, self.root)
+            self.b.site = site
+            try:
+                self.env[node] = self.lower(node)
+            except GraftworkError as error:
+                raise UnsupportedError(f"{_where(site)}: {error}") from error
+
+    def lower(self, node: torch.fx.Node) -> Any:
+        """The value of one call of the trace."""
+        fake = node.meta.get("val")
+        if isinstance(fake, (int, torch.SymInt)) and not isinstance(fake, bool):
+            return self.size(fake)
+        if isinstance(fake, (bool, float, torch.SymBool, torch.SymFloat)):
+            return _Unusable(f"{node.target} computes a number from sizes or data while tracing")
+        args = map_aggregate(node.args, self.value)
+        kwargs = map_aggregate(node.kwargs, self.value)
+        if node.target is operator.getitem:
+            return self.item(*args)  # type: ignore[misc]
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return self.open(node.target, list(args))  # type: ignore[arg-type]
+        target = _functional(node.target)
+        call = Call(target, self.b, self.sizes, args, kwargs, fake)  # type: ignore[arg-type]
+        result = lower_complex(call) if involves_complex(call) else lower(call)
+        if target is not node.target:
+            self.env[node.args[0]] = result  # type: ignore[index]
+        return result
+
+    def size(self, fake: int | torch.SymInt) -> Any:
+        """A size, or why it is none; an error only if something uses it."""
+        try:
+            return self.sizes.dim(fake)
+        except UnsupportedError as error:
+            return _Unusable(str(error))
+
+    def item(self, source: Any, index: int) -> Any:
+        """One result of an op with several."""
+        if isinstance(source, (list, tuple)):
+            return source[index]
+        return self.b.call(operator.getitem, source, index)
+
+    def open(self, target: Any, args: list[Any]) -> Any:
+        """The body of a region that torch wraps because of a context manager."""
+        name = target.name()
+        if not name.startswith("wrap_with"):
+            raise UnsupportedError(f"the op {name} (control flow) is not supported yet")
+        index = next(i for i, arg in enumerate(args) if isinstance(arg, torch.fx.GraphModule))
+        if name == "wrap_with_autocast" and args[2]:
+            raise UnsupportedError("autocast inside the model: convert the model to one dtype")
+        body = args[index].graph
+        for placeholder, value in zip(
+            body.find_nodes(op="placeholder"), args[index + 1 :], strict=True
+        ):
+            self.env[placeholder] = value
+        self.walk(body)
+        return map_aggregate(body.output_node().args[0], self.value)
+
+    def value(self, arg: Any) -> Any:
+        """A traced argument as a value of the program."""
+        if isinstance(arg, torch.fx.Node):
+            arg = self.env[arg]
+        if isinstance(arg, _Unusable):
+            raise UnsupportedError(arg.reason)
+        return self.sizes.dim(arg) if isinstance(arg, torch.SymInt) else arg
+
+
+@dataclass(frozen=True)
+class _Unusable:
+    """A number of the trace that programs cannot hold."""
+
+    reason: str
+
+
+def _attribute(graph: torch.fx.Graph, name: str) -> Any:
+    owner: Any = graph.owning_module
+    for part in name.split("."):
+        owner = getattr(owner, part)
+    return owner
+
+
+def _ignored(node: torch.fx.Node) -> bool:
+    name = getattr(node.target, "__name__", str(node.target))
+    return name.startswith(_IGNORED)
+
+
+def _where(site: Site) -> str:
+    module = f"module {site.module}" if site.module else "the model"
+    return f"{module} ({site.line})" if site.line else module
+
+
+def _mutable(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def _functional(target: Any) -> Any:
+    """The op that computes what an in-place op would store."""
+    if not _mutable(target):
+        return target
+    packet = getattr(torch.ops.aten, target._schema.name.partition("::")[2].rstrip("_"))
+    return getattr(packet, target._overloadname)
+
+
+def _is_view(node: torch.fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return _is_view(node.args[0])  # type: ignore[arg-type]
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return node.op != "call_function"
+    return any(result.alias_info is not None for result in node.target._schema.returns)
+
+
+def _must_functionalize(graph: torch.fx.Graph) -> bool:
+    """Whether torch has to remove views and mutation, or decompose ops that we do not know.
+
+    Simple mutation (of a value that nothing else aliases) is handled here: it takes no time.
+    """
+    order: Mapping[torch.fx.Node, int] = {node: i for i, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload) or _ignored(node):
+            continue
+        if _mutable(node.target) and not _alone(node, order):
+            return True
+        if not known(_functional(node.target)) and not _gives_size(node):
+            return True
+    return False
+
+
+def _gives_size(node: torch.fx.Node) -> bool:
+    return not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
+
+
+def _alone(node: torch.fx.Node, order: Mapping[torch.fx.Node, int]) -> bool:
+    """Whether an in-place op's target has no aliases that are used afterwards."""
+    if not node.target._schema.name.endswith("_"):  # type: ignore[union-attr]
+        return False
+    source = node.args[0]
+    if not isinstance(source, torch.fx.Node) or _is_view(source):
+        return False
+    views = [user for user in source.users if _is_view(user) and order[user] < order[node]]
+    return not any(order[user] > order[node] for view in views for user in view.users)

@@ -1,0 +1,54 @@
+"""The last steps of every import: raise attention, mark the residual stream, check, assemble."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch.export import ExportedProgram
+
+from ..ir import ModelInfo, Program, UnsupportedError, Weight, WeightStore, type_of
+from .check import check_traced
+from .importer import Imported, import_exported
+from .mark_hidden import mark_hidden
+from .number_layers import number_layers
+from .raise_attention import raise_attention
+
+
+@dataclass(frozen=True)
+class Source:
+    """A trace. root: path of the model in the traced wrapper. weight_of: weights by model path."""
+
+    exported: ExportedProgram
+    root: str
+    weight_of: Callable[[str], Weight]
+
+
+def build_program(
+    name: str, source: Source, info: ModelInfo, assets: Mapping[str, Path]
+) -> Program:
+    """The program of a trace, at stage "traced".
+
+    Errors: `UnsupportedError` naming the op, module and source line that cannot be imported.
+    """
+    imported = import_exported(source.exported, source.root, source.weight_of)
+    raise_attention(imported)
+    number_layers(imported.fn)
+    check_traced(imported.fn)
+    mark_hidden(imported.fn)
+    info = replace(info, vocab_size=_vocabulary(imported, name))
+    weights = WeightStore(imported.weights)
+    return Program(name, {"step": imported.fn}, weights, info, assets=dict(assets)).pruned()
+
+
+def _vocabulary(imported: Imported, name: str) -> int:
+    logits = type_of(imported.fn.outputs["logits"])
+    tokens = type_of(imported.fn.input("tokens"))
+    if (
+        len(logits.dims) != 3
+        or logits.dims[:2] != tokens.dims
+        or not isinstance(logits.dims[2], int)
+    ):
+        raise UnsupportedError(f"{name}: expected logits [B,T,V] for each token, got {logits}")
+    return logits.dims[2]

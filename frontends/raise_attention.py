@@ -1,0 +1,338 @@
+"""Find attention that a model computes by hand and raise it to ``graftwork.attention``.
+
+Before::
+
+    %s = aten.matmul(%q, %kt)                     scores [B,H,T,T]
+    ... scaled, ALiBi added, masked: any ops that need no tokens besides %s ...
+    %p = aten._softmax(%s2, 3, False)
+    %y = aten.matmul(%p, %v)
+
+After::
+
+    %y = graftwork.attention(%q, %k, %v, None, @slopes, layer=0, scale=0.125, window=5)
+
+What happens between the scores and the softmax is not matched op by op: it is *run*, with zeros and
+ones in place of the scores, and must turn out as scale * scores + ALiBi on a causal (sliding) window.
+So it does not matter how a model spells its mask. ``scaled_dot_product_attention`` is raised alike.
+Refuses, naming module and line: masks that are not causal, biases that are not ALiBi, scores that
+are not scaled linearly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx.node import map_aggregate
+
+from ..ir import Dim, Function, Sym, UnsupportedError, Weight, site_of, type_of
+from .builder import tensors_in
+from .importer import Imported
+
+A, G = torch.ops.aten, torch.ops.graftwork
+_BATCH, _TOKENS = 2, 12
+_HIDDEN_BELOW = -1e4
+"""Scores below this weigh nothing after a softmax; models mask with the dtype's minimum or -inf."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a model does with its scores. slopes: ALiBi, one a head, or None."""
+
+    scale: float
+    window: int | None
+    slopes: torch.Tensor | None
+
+
+def raise_attention(imported: Imported) -> None:
+    """Replace every hand-written attention of the function, in place."""
+    fn = imported.fn
+    reach = _reached(fn, fn.input("tokens"))
+    for node in fn.calls(A._softmax.default):
+        _raise_softmax(imported, node, reach)
+    for node in fn.calls(A.scaled_dot_product_attention.default):
+        _raise_fused(imported, node, reach)
+    fn.graph.eliminate_dead_code()
+
+
+def _reached(fn: Function, source: torch.fx.Node) -> set[torch.fx.Node]:
+    reached = {source}
+    for node in fn.calls():
+        if any(arg in reached for arg in node.all_input_nodes):
+            reached.add(node)
+    return reached
+
+
+def _raise_softmax(imported: Imported, softmax: torch.fx.Node, reach: set[torch.fx.Node]) -> None:
+    found = _find_scores(softmax, reach)
+    if found is None:
+        return
+    scores, product = found
+    described = _describe(imported, scores, softmax.args[0], reach)  # type: ignore[arg-type]
+    q, k_transposed = scores.args
+    v = product.args[1]
+    fn = imported.fn
+    with fn.graph.inserting_before(product):
+        site = site_of(softmax)
+        axes = list(range(len(type_of(scores).dims)))
+        axes[-2:] = axes[-2:][::-1]
+        k = _permute(fn, k_transposed, axes)  # type: ignore[arg-type]
+        out = _attention(imported, (q, k, v), described, site)
+    product.replace_all_uses_with(out)
+
+
+def _find_scores(
+    softmax: torch.fx.Node, reach: set[torch.fx.Node]
+) -> tuple[torch.fx.Node, torch.fx.Node] | None:
+    """The product q k^T before a softmax over T, and the product with v behind it."""
+    dims = type_of(softmax).dims
+    if not isinstance(dims[-1], Sym) or softmax.args[1] != len(dims) - 1:
+        return None
+    behind = softmax
+    while len(behind.users) == 1 and next(iter(behind.users)).target in _HARMLESS:
+        behind = next(iter(behind.users))
+    products = [user for user in behind.users if user.target is A.matmul.default]
+    if len(products) != 1 or products[0].args[0] is not behind:
+        raise UnsupportedError(f"{_at(softmax)}: a softmax over tokens that no values follow")
+    before = softmax
+    while before.target is not A.matmul.default:
+        ahead = [arg for arg in before.all_input_nodes if arg in reach]
+        if len(ahead) != 1:
+            raise UnsupportedError(
+                f"{_at(softmax)}: cannot raise this attention: expected scores q k^T with masks "
+                f"that need no tokens; {before.target} mixes {len(ahead)} values that do"
+            )
+        before = ahead[0]
+    return before, products[0]
+
+
+_HARMLESS = (A._to_copy.default, A.reshape.default)
+
+
+def _describe(
+    imported: Imported, scores: torch.fx.Node, end: torch.fx.Node, reach: set[torch.fx.Node]
+) -> Scores:
+    """Run the ops between the scores and the softmax and see what they do."""
+    shape = _concrete(type_of(scores).dims)
+    zeros = torch.zeros(shape)
+    outputs = [
+        _run_between(imported, scores, end, (zeros + fill).to(type_of(scores).dtype))
+        for fill in (0.0, 1.0, -2.0)
+    ]
+    return _recognise([out.float().reshape(_BATCH, -1, _TOKENS, _TOKENS) for out in outputs], end)
+
+
+def _run_between(
+    imported: Imported, start: torch.fx.Node, end: torch.fx.Node, value: torch.Tensor
+) -> torch.Tensor:
+    """The value of `end` when `start` has this value; only what is needed is computed."""
+    sizes = {"B": _BATCH, "T": _TOKENS}
+    positions = torch.arange(_TOKENS).expand(_BATCH, _TOKENS)
+    values: dict[torch.fx.Node, Any] = {start: value, imported.fn.input("positions"): positions}
+
+    def bound(arg: Any) -> Any:
+        if isinstance(arg, torch.fx.Node):
+            return values[arg]
+        return arg.evaluate(sizes.__getitem__) if isinstance(arg, Sym) else arg
+
+    for node in _needed(end, values):
+        if node.op == "get_attr":
+            values[node] = imported.weights[str(node.target)].load()
+            continue
+        args, kwargs = map_aggregate(node.args, bound), map_aggregate(node.kwargs, bound)
+        values[node] = node.target(*args, **kwargs)  # type: ignore[operator, misc]
+    result: torch.Tensor = values[end]
+    return result
+
+
+def _needed(end: torch.fx.Node, known: dict[torch.fx.Node, Any]) -> list[torch.fx.Node]:
+    """The nodes to run for `end`, in graph order, given some values."""
+    wanted: set[torch.fx.Node] = set()
+    stack = [end]
+    while stack:
+        node = stack.pop()
+        if node in known or node in wanted:
+            continue
+        wanted.add(node)
+        stack.extend(node.all_input_nodes)
+    return [node for node in end.graph.nodes if node in wanted]
+
+
+def _recognise(outputs: list[torch.Tensor], node: torch.fx.Node) -> Scores:
+    """Scores from what zeros, ones and minus twos [B,H,T,T] become. Errors: `UnsupportedError`."""
+    zero, one, minus = outputs
+    visible = zero[0, 0] > _HIDDEN_BELOW
+    window = _window(visible, node)
+    if not bool((((zero > _HIDDEN_BELOW) == visible) & ((one > _HIDDEN_BELOW) == visible)).all()):
+        raise UnsupportedError(f"{_at(node)}: the attention mask differs between heads or scores")
+    gain = (one - zero)[:, :, visible]
+    scale = float(gain.flatten()[0])
+    tolerance = 1e-2 * abs(scale)
+    linear = (gain - scale).abs().max() < tolerance
+    if not linear or ((zero - minus)[:, :, visible] - 2 * scale).abs().max() > 2 * tolerance:
+        raise UnsupportedError(f"{_at(node)}: scores are not scaled by one number before softmax")
+    return Scores(scale, window, _slopes(zero, visible, node))
+
+
+def _window(visible: torch.Tensor, node: torch.fx.Node) -> int | None:
+    """The sliding window of a mask [T,T] (True: visible), None if all earlier tokens are."""
+    steps = torch.arange(_TOKENS)
+    distance = steps[:, None] - steps[None, :]
+    width = int(visible[-1].sum())
+    if bool((visible == ((distance >= 0) & (distance < width))).all()):
+        return None if width == _TOKENS else width
+    raise UnsupportedError(
+        f"{_at(node)}: the attention mask is neither causal nor a causal sliding window"
+    )
+
+
+def _slopes(zero: torch.Tensor, visible: torch.Tensor, node: torch.fx.Node) -> torch.Tensor | None:
+    """ALiBi slopes [H] behind the additive bias [B,H,T,T], None if there is none.
+
+    A softmax does not see a constant added to a whole row, so each row counts from its diagonal.
+    """
+    bias = zero - zero.diagonal(dim1=2, dim2=3)[..., None]
+    bias = bias.masked_fill(~visible, 0.0)
+    if float(bias.abs().max()) == 0.0:
+        return None
+    slopes = -bias[0, :, 1, 0]
+    steps = torch.arange(_TOKENS)
+    expected = slopes[:, None, None] * (steps[None, :] - steps[:, None])
+    error = (bias - expected).masked_fill(~visible, 0.0).abs().max()
+    if error > 1e-2 * bias.abs().max():
+        raise UnsupportedError(f"{_at(node)}: the bias of the attention scores is not ALiBi")
+    return slopes
+
+
+def _raise_fused(imported: Imported, node: torch.fx.Node, reach: set[torch.fx.Node]) -> None:
+    q, k, v, mask, _, causal = node.args
+    described = Scores(1.0, None, None)
+    if mask is None and not causal:
+        raise UnsupportedError(
+            f"{_at(node)}: scaled_dot_product_attention without a mask lets tokens see later "
+            "ones; expected is_causal=True or a causal mask"
+        )
+    if isinstance(mask, torch.fx.Node):
+        described = _masked(imported, mask, reach)
+    scale = node.kwargs.get("scale")
+    scale = float(type_of(q).dims[-1]) ** -0.5 if scale is None else float(scale)  # type: ignore
+    described = Scores(scale, described.window, described.slopes)
+    with imported.fn.graph.inserting_before(node):
+        out = _attention(imported, (q, k, v), described, site_of(node))
+    node.replace_all_uses_with(out)
+
+
+def _masked(imported: Imported, mask: torch.fx.Node, reach: set[torch.fx.Node]) -> Scores:
+    """What an explicit mask (boolean, or added to the scores) does."""
+    if mask in reach:
+        raise UnsupportedError(f"{_at(mask)}: the attention mask depends on the tokens")
+    value = _run_between(imported, imported.fn.input("tokens"), mask, torch.zeros(0))
+    if value.dtype == torch.bool:
+        value = torch.zeros(value.shape).masked_fill(~value, float("-inf"))
+    while value.dim() < 4:
+        value = value[None]
+    zero = value.float().expand(_BATCH, -1, _TOKENS, _TOKENS)
+    return _recognise([zero, zero + 1, zero - 2], mask)
+
+
+def _attention(
+    imported: Imported, qkv: tuple[Any, Any, Any], described: Scores, site: Any
+) -> torch.fx.Node:
+    """The op for q, k, v of rank 3 [B*H,T,D] or 4 [B,H,T,D], in the rank that they had."""
+    fn = imported.fn
+    q, k, v = qkv
+    folded = len(type_of(q).dims) == 3
+    heads = _heads(q) if folded else type_of(q).dims[1]
+    if folded:
+        q, k, v = (_unfold(fn, x, heads, site) for x in (q, k, v))
+    groups = {_group(k), _group(v)}
+    if len(groups) == 1:
+        k, v = (_ungrouped(x) for x in (k, v))
+    extra: dict[str, Any] = {} if described.window is None else {"window": described.window}
+    args = [q, k, v]
+    if described.slopes is not None:
+        args += [None, _slopes_weight(imported, described.slopes)]
+    layer = len(fn.calls(G.attention.default))
+    out = fn.call(
+        G.attention.default, *args, layer=layer, scale=described.scale, site=site, **extra
+    )
+    if not folded:
+        return out
+    dims = type_of(out).dims
+    return fn.call(A.reshape.default, out, [dims[0] * dims[1], *dims[2:]], site=site)  # type: ignore
+
+
+def _slopes_weight(imported: Imported, slopes: torch.Tensor) -> torch.fx.Node:
+    """One weight for all layers that share the slopes."""
+    count = 0
+    while f"alibi.{count}" in imported.weights:
+        known = imported.weights[f"alibi.{count}"]
+        if torch.equal(known.load(), slopes):
+            return imported.fn.weight(known)
+        count += 1
+    weight = Weight.of(f"alibi.{count}", slopes.clone())
+    imported.weights[weight.name] = weight
+    return imported.fn.weight(weight)
+
+
+def _heads(q: torch.fx.Node) -> Dim:
+    """How many heads [B*H,T,D] holds."""
+    rows = type_of(q).dims[0]
+    heads = rows.bind({"B": 1}) if isinstance(rows, Sym) else rows
+    if not isinstance(heads, int) or rows != Sym("B") * heads:
+        raise UnsupportedError(f"{_at(q)}: cannot tell the heads in {type_of(q)}")
+    return heads
+
+
+def _unfold(fn: Function, x: torch.fx.Node, heads: Dim, site: Any) -> torch.fx.Node:
+    shape = [Sym("B"), heads, *type_of(x).dims[1:]]
+    if x.target is A.reshape.default and list(type_of(x.args[0]).dims) == shape:  # type: ignore
+        return x.args[0]  # type: ignore[return-value]
+    return fn.call(A.reshape.default, x, shape, site=site)
+
+
+def _group(x: torch.fx.Node) -> int:
+    """How often each head of [B,H,T,D] is repeated, 1 if they are all different."""
+    source = _ungrouped(x)
+    if source is x:
+        return 1
+    return int(type_of(x).dims[1]) // int(type_of(source).dims[1])  # type: ignore[arg-type]
+
+
+def _ungrouped(x: torch.fx.Node) -> torch.fx.Node:
+    """The heads before they were repeated for grouped-query attention."""
+    if x.target is not A.reshape.default:
+        return x
+    wide = x.args[0]
+    if not isinstance(wide, torch.fx.Node) or wide.target is not A.expand.default:
+        return x
+    narrow = wide.args[0]
+    dims = list(type_of(narrow).dims)  # type: ignore[arg-type]
+    repeated = len(dims) == 5 and dims[2] == 1 and list(type_of(wide).dims[:2]) == dims[:2]
+    if not repeated or narrow.target not in (A.unsqueeze.default, A.reshape.default):  # type: ignore
+        return x
+    source = narrow.args[0]  # type: ignore[union-attr]
+    return source if list(type_of(source).dims) == dims[:2] + dims[3:] else x  # type: ignore
+
+
+def _permute(fn: Function, x: torch.fx.Node, axes: list[int]) -> torch.fx.Node:
+    """x with two axes swapped; what swapped them before is undone instead."""
+    if x.target is A.permute.default:
+        inner: list[int] = x.args[1]  # type: ignore[assignment]
+        order = [inner[axis] for axis in axes]
+        if order == sorted(order):
+            return x.args[0]  # type: ignore[return-value]
+        return fn.call(A.permute.default, x.args[0], order, site=site_of(x))
+    return fn.call(A.permute.default, x, axes, site=site_of(x))
+
+
+def _concrete(dims: tuple[Dim, ...]) -> list[int]:
+    values = {"B": _BATCH, "T": _TOKENS}
+    return [int(d.bind(values)) if isinstance(d, Sym) else d for d in dims]  # type: ignore[arg-type]
+
+
+def _at(node: torch.fx.Node) -> str:
+    site = site_of(node)
+    return f"module {site.module} ({site.line})" if site else f"%{node.name}"

@@ -1,0 +1,125 @@
+"""Tracing models whose weights are never read: parameters are fake, so a trace costs no memory."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import linecache
+import logging
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from ..ir import GraftworkError, UnsupportedError
+
+_BATCH, _TOKENS = 2, 11
+"""Sizes that a trace is made with; any would do, but 0 and 1, which torch treats specially."""
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode for the parameters and inputs of one trace; buffers may stay real."""
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def fake_parameter(like: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Parameter:
+    """A parameter without data, on the CPU."""
+    with mode:
+        return nn.Parameter(torch.empty(like.shape, dtype=dtype), requires_grad=False)
+
+
+@contextlib.contextmanager
+def parameters_without_data(mode: FakeTensorMode) -> Iterator[None]:
+    """Modules created inside get fake parameters; their buffers are real."""
+    register = nn.Module.register_parameter
+
+    def register_fake(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not isinstance(parameter.data, FakeTensor):
+            parameter = fake_parameter(parameter, mode, parameter.dtype)
+        register(self, name, parameter)
+
+    nn.Module.register_parameter = register_fake  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def twin_of(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
+    """A copy of a model with fake parameters (floating ones in `dtype`), in inference mode.
+
+    Buffers are shared with the model. Hooks, patched methods and configuration are copied, so the
+    twin computes what the model computes and may be changed freely.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        memo[id(parameter)] = fake_parameter(parameter, mode, wanted)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().cpu()
+    return copy.deepcopy(model, memo).eval()
+
+
+def export(
+    wrapper: nn.Module, mode: FakeTensorMode, context: int, name: str, inputs: int = 2
+) -> ExportedProgram:
+    """The trace of a module that maps `inputs` tensors i64[B,T] to logits.
+
+    wrapper: its attribute ``model`` is the model. context: the largest T. name: the model, for
+    errors. Errors: `UnsupportedError` saying in which module and line tracing stopped.
+    """
+    with mode:
+        example = torch.zeros(_BATCH, min(_TOKENS, context), dtype=torch.long)
+        arguments = tuple(example.clone() for _ in range(inputs))
+    sizes = {0: Dim("B", min=1, max=2**16), 1: Dim("T", min=1, max=context)}
+    try:
+        with _quiet(), torch.no_grad():
+            return torch.export.export(
+                wrapper, arguments, dynamic_shapes=(sizes,) * inputs, strict=False
+            )
+    except GraftworkError:
+        raise
+    except Exception as error:  # tracing runs the model's code, which raises whatever it likes
+        raise UnsupportedError(_explain(name, wrapper, error)) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence warnings about how models are written; errors carry what matters."""
+    logger = logging.getLogger("torch.export")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+def _explain(name: str, wrapper: nn.Module, error: Exception) -> str:
+    """Which module and line of the model a failed trace stopped at, and why."""
+    paths = {module: path for path, module in wrapper.named_modules()}
+    place, line = "", ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if not isinstance(owner, nn.Module) or paths.get(owner, "") in ("", "model"):
+            continue
+        place = paths[owner].removeprefix("model.")
+        code = linecache.getline(frame.f_code.co_filename, number).strip()
+        line = f" at {PurePath(frame.f_code.co_filename).name}:{number}: {code}"
+    reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    if "specialized" in str(error):
+        reason = "it runs Python code for each token (a loop over the sequence); " + reason
+    where = f" in module {place}{line}" if place else ""
+    return (
+        f"cannot trace {name}{where}: {reason}. Expected a causal language model whose graph does "
+        "not depend on the data; such models are not supported yet"
+    )
