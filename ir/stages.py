@@ -27,8 +27,16 @@ _EXCLUDED = frozenset(
         "aten.nonzero.default",
     }
 )
-# Allowed beside core ATen: passes write them for clarity.
-_EXTRA = frozenset({"aten.transpose.int"})
+# Allowed beside core ATen: the frontends' normal form has them, or passes write them for clarity.
+_EXTRA = frozenset(
+    {
+        "aten.masked_fill.Scalar",
+        "aten.reshape.default",
+        "aten.scaled_dot_product_attention.default",
+        "aten.softplus.default",
+        "aten.transpose.int",
+    }
+)
 
 
 @dataclass(frozen=True)
