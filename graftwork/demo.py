@@ -21,7 +21,7 @@ def demo_folder() -> Path:
     folder = Path(str(importlib.resources.files(f"{__package__}.demo_model")))
     if not (folder / "config.json").is_file():
         raise InputError(
-            f"the demo model is not in {folder}; examples/train_demo_model.py --out {folder} makes it"
+            f"the demo model is not in {folder}; make it with examples/train_demo_model.py"
         )
     return folder
 
