@@ -1,0 +1,278 @@
+"""Turns cached attention into single GroupQueryAttention kernels.
+
+Before::
+
+    %q: f32[B,4,T,16] = graftwork.rotary(%q0, %cos, %sin)
+    %k: f32[B,2,T,16] = graftwork.rotary(%k0, %cos, %sin)
+    %m: bool[B,1,T,C] = graftwork.step_mask(%past, %positions, None, C)
+    %kw: f32[B,2,C,16] = graftwork.cache_write(%kv.0.key, %k, %past)
+    %vw: f32[B,2,C,16] = graftwork.cache_write(%kv.0.value, %v, %past)
+    %y: f32[B,4,T,16] = graftwork.attend(%q, %kw, %vw, %m, scale=0.25)
+
+After, with %qkv f32[B,T,128] the product that query, key and value are pieces of::
+
+    %a: (f32[B,T,64], f32[B,2,C,16], f32[B,2,C,16]) = graftwork.ort_gqa(%qkv, None, None, %kv.0.key,
+        %kv.0.value, %past, %positions, %seqlens, %total, @cos, @sin, heads=4, groups=2, scale=0.25)
+
+The kernel wants equal key and value widths in multiples of 8 (16 where it rotates), caches of the
+query's dtype that nothing else reads before they are written, and a step mask; an attention that is
+otherwise stays as it is and becomes a TensorScatter and an Attention kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+
+from ...ir import Function, TensorType, WeightStore, derive, site_of, type_of
+from ...ir.pattern import named_arguments
+from .views import TURNS, axis_order
+
+A = torch.ops.aten
+G = torch.ops.graftwork
+
+SEQLENS, TOTAL = "seqlens", "total"
+"""Inputs of lowered functions: i32[B] past + T - 1, and i32[] the width of the attention bias."""
+
+
+OVERHANG = 128
+"""Rows past the context that a step may write: the last columns of a tree are never committed."""
+
+
+def lower_attention(fn: Function, weights: WeightStore) -> WeightStore:
+    """Edit in place (hand in a copy); returns the weights with rotary tables in the right dtype."""
+    lowering = _Lowering(fn, weights)
+    for node in fn.calls(G.attend.default):
+        found = _match(fn, node)
+        if found is not None:
+            lowering.replace(found)
+    return lowering.weights
+
+
+@dataclass
+class _Tables:
+    """Where a rotary embedding's angles come from: weights [context, R/2] and their dtype."""
+
+    cos: torch.fx.Node
+    sin: torch.fx.Node
+    interleaved: bool
+
+
+@dataclass
+class _Found:
+    """One attention that the kernel can do."""
+
+    node: torch.fx.Node
+    query: torch.fx.Node
+    key: torch.fx.Node
+    value: torch.fx.Node
+    writes: tuple[torch.fx.Node, torch.fx.Node]
+    past: torch.fx.Node
+    ancestors: torch.fx.Node | None
+    slopes: torch.fx.Node | None
+    sinks: torch.fx.Node | None
+    tables: _Tables | None
+    options: dict[str, Any]
+
+
+def _match(fn: Function, node: torch.fx.Node) -> _Found | None:
+    given = named_arguments(node)
+    keys, values, mask = given["k"], given["v"], given["mask"]
+    if any(n.target is not G.cache_write.default for n in (keys, values)):
+        return None
+    if mask.target is not G.step_mask.default:
+        return None
+    write_k, write_v = named_arguments(keys), named_arguments(values)
+    masked = named_arguments(mask)
+    positions = fn.input("positions")
+    if {write_k["past"], write_v["past"]} != {masked["past"]} or masked["positions"] != positions:
+        return None
+    if not _fits(given["q"], write_k["cache"], write_v["cache"], (keys, values), node):
+        return None
+    slopes = _slopes(given["bias"], masked["past"], positions)
+    if given["bias"] is not None and slopes is None:
+        return None
+    query, key, tables = _rotation(given["q"], write_k["new"], positions)
+    options = {"scale": given["scale"], "softcap": given["softcap"], "window": masked["window"]}
+    return _Found(
+        node=node,
+        query=query,
+        key=key,
+        value=write_v["new"],
+        writes=(keys, values),
+        past=masked["past"],
+        ancestors=masked["ancestors"],
+        slopes=slopes,
+        sinks=given["sinks"],
+        tables=tables,
+        options=options,
+    )
+
+
+def _fits(q: Any, cache_k: Any, cache_v: Any, writes: Any, attend: torch.fx.Node) -> bool:
+    """Whether widths, dtypes and uses of the caches are what the kernel wants."""
+    query, key, value = type_of(q), type_of(cache_k), type_of(cache_v)
+    width = query.dims[3]
+    if not isinstance(width, int) or width % 8 or key.dims != value.dims or key.dims[3] != width:
+        return False
+    if not query.dtype == key.dtype == value.dtype:
+        return False
+    if any(cache.op != "placeholder" or len(cache.users) != 1 for cache in (cache_k, cache_v)):
+        return False
+    return all(set(w.users) <= {attend} | _outputs(w) for w in writes)
+
+
+def _outputs(node: torch.fx.Node) -> set[torch.fx.Node]:
+    return {user for user in node.users if user.op == "output"}
+
+
+def _slopes(bias: Any, past: Any, positions: Any) -> torch.fx.Node | None:
+    if bias is None or bias.target is not G.alibi.default:
+        return None
+    given = named_arguments(bias)
+    fits = given["past"] is past and given["positions"] is positions
+    return given["slopes"] if fits else None
+
+
+def _rotation(
+    q: torch.fx.Node, k: torch.fx.Node, positions: torch.fx.Node
+) -> tuple[torch.fx.Node, torch.fx.Node, _Tables | None]:
+    """Query and key before their rotary embedding, and its tables, if the kernel can apply it."""
+    apart = (q, k, None)
+    if q.target is not G.rotary.default or k.target is not G.rotary.default:
+        return apart
+    of_q, of_k = named_arguments(q), named_arguments(k)
+    if any(of_q[name] != of_k[name] for name in ("cos", "sin", "interleaved")):
+        return apart
+    cos, sin = (_table(of_q[name], positions) for name in ("cos", "sin"))
+    if cos is None or sin is None:
+        return apart
+    width, half = type_of(q).dims[3], type_of(cos).dims[1]
+    if not isinstance(width, int) or not isinstance(half, int) or width % 16 or half % 8:
+        return apart
+    return of_q["x"], of_k["x"], _Tables(cos, sin, bool(of_q["interleaved"]))
+
+
+def _table(node: Any, positions: torch.fx.Node) -> torch.fx.Node | None:
+    """The weight that `node` looks the positions up in."""
+    while node.target is A._to_copy.default:
+        node = node.args[0]
+    if node.target is not A.embedding.default or node.args[1] is not positions:
+        return None
+    table = node.args[0]
+    return table if table.op == "get_attr" else None
+
+
+class _Lowering:
+    def __init__(self, fn: Function, weights: WeightStore) -> None:
+        self.fn, self.weights = fn, weights
+
+    def counts(self) -> list[torch.fx.Node]:
+        """The two inputs that the kernel takes instead of `past`, added when first needed."""
+        for name, type in ((SEQLENS, "i32[B]"), (TOTAL, "i32[]")):
+            if not self.fn.has_input(name):
+                self.fn.add_input(name, TensorType.parse(type))
+        return [self.fn.input(SEQLENS), self.fn.input(TOTAL)]
+
+    def table(self, node: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
+        """A rotary table in the query's dtype, with rows for a last step that overhangs."""
+        weight = self.weights[str(node.target)]
+        name = f"{weight.name}.{str(dtype).removeprefix('torch.')}"
+        if name not in self.weights:
+            rows, half = (int(str(d)) for d in weight.type.dims)
+            longer = TensorType(dtype, (rows + OVERHANG, half))
+            self.weights = self.weights.adding(
+                derive(name, longer, lambda t: _extended(t.to(dtype)), weight)
+            )
+        return self.fn.weight(self.weights[name])
+
+    def replace(self, found: _Found) -> None:
+        """One kernel in the place of an attention and its two cache writes."""
+        fn, site = self.fn, site_of(found.node)
+        dtype = type_of(found.query).dtype
+        caches = [w.args[0] for w in found.writes]
+        heads, groups = type_of(found.query).dims[1], type_of(found.key).dims[1]
+        counts = self.counts()
+        with fn.graph.inserting_before(found.node):
+            pieces = [self.flat(x) for x in (found.query, found.key, found.value)]
+            packed = _packed(pieces)
+            parts: list[Any] = [packed, None, None] if packed is not None else list(pieces)
+            tables: list[Any] = [None, None]
+            if found.tables is not None:
+                tables = [self.table(t, dtype) for t in (found.tables.cos, found.tables.sin)]
+                found.options["interleaved"] = found.tables.interleaved
+            result = fn.call(
+                G.ort_gqa.default,
+                *(*parts, *caches, found.past, fn.input("positions"), *counts, *tables),
+                *(found.ancestors, found.sinks, found.slopes),
+                site=site,
+                heads=heads,
+                groups=groups,
+                **{k: v for k, v in found.options.items() if v is not None},
+            )
+            flat, keys, values = (fn.item(result, index) for index in range(3))
+            dims = list(type_of(found.node).dims)
+            spread = fn.call(A.view.default, flat, [dims[0], dims[2], dims[1], dims[3]], site=site)
+            attended = fn.call(A.transpose.int, spread, 1, 2, site=site)
+        found.node.replace_all_uses_with(attended)
+        for write, cache in zip(found.writes, (keys, values), strict=True):
+            write.replace_all_uses_with(cache)
+
+    def flat(self, x: torch.fx.Node) -> torch.fx.Node:
+        """A value [B,H,T,D] as [B,T,H*D], reusing what it was made from."""
+        batch, heads, step, width = type_of(x).dims
+        swaps = x.target in TURNS and axis_order(x) == [0, 2, 1, 3]
+        turned: Any = x.args[0] if swaps else self.fn.call(A.transpose.int, x, 1, 2)
+        wanted = [batch, step, int(str(heads)) * int(str(width))]
+        source = turned.args[0] if turned.target in (A.view.default, A.reshape.default) else None
+        if source is not None and list(type_of(source).dims) == wanted:
+            return source  # type: ignore[no-any-return]
+        return self.fn.call(A.reshape.default, turned, wanted, site=site_of(x))
+
+
+def _packed(parts: list[torch.fx.Node]) -> torch.fx.Node | None:
+    """The value that query, key and value are the pieces of, in this order and completely."""
+    pieces = [_piece(part) for part in parts]
+    if any(p is None for p in pieces):
+        return None
+    source, at = pieces[0][0], 0  # type: ignore[index]
+    for piece in pieces:
+        if piece[0] is not source or piece[1] != at:  # type: ignore[index]
+            return None
+        at = piece[2]  # type: ignore[index]
+    return source if at == type_of(source).dims[-1] else None
+
+
+def _piece(node: torch.fx.Node) -> tuple[torch.fx.Node, int, int] | None:
+    """(source, start, end) of a node that is part of another along the last axis."""
+    if node.target is A.slice.Tensor:
+        return _sliced(node)
+    source: Any = node.args[0] if node.args else None
+    if not isinstance(source, torch.fx.Node) or not isinstance(source.meta["type"], tuple):
+        return None
+    if source.target not in (A.split_with_sizes.default, A.split.Tensor, A.chunk.default):
+        return None
+    if named_arguments(source)["dim"] != -1:
+        return None
+    sizes = [int(str(t.dims[-1])) for t in source.meta["type"]]
+    index = int(node.args[1])  # type: ignore[arg-type]
+    return source.args[0], sum(sizes[:index]), sum(sizes[: index + 1])  # type: ignore[return-value]
+
+
+def _sliced(node: torch.fx.Node) -> tuple[torch.fx.Node, int, int] | None:
+    given = named_arguments(node)
+    source, start = given["self"], given.get("start") or 0
+    width, size = type_of(source).dims[-1], type_of(node).dims[-1]
+    if not (isinstance(width, int) and isinstance(size, int) and isinstance(start, int)):
+        return None
+    if given["dim"] != -1 or given.get("step", 1) != 1:
+        return None
+    return source, start % width, start % width + size
+
+
+def _extended(table: torch.Tensor) -> torch.Tensor:
+    """The table with its last row repeated `OVERHANG` times."""
+    return torch.cat([table, table[-1:].expand(OVERHANG, -1)])

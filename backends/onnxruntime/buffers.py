@@ -1,0 +1,119 @@
+"""State buffers that every session of an executable reads and writes in place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ...ir import InputError, State, Sym, TensorType
+from .attention import OVERHANG
+
+GRAIN = 64
+"""Capacities are multiples of this many rows (or the limit)."""
+
+_ALIGN = 64
+_ROWS, _BATCH = Sym("C"), Sym("B")
+
+
+@dataclass
+class _Group:
+    """All states of one type in one tensor [states, *dims]: one op moves the rows of all layers."""
+
+    type: TensorType
+    names: list[str]
+    data: torch.Tensor
+
+    @property
+    def row_axis(self) -> int | None:
+        """The axis of `data` that counts cache rows."""
+        return self.type.dims.index(_ROWS) + 1 if _ROWS in self.type.dims else None
+
+
+class StateBuffers:
+    """Owns the memory of a program's states. `epoch` changes whenever addresses or sizes do."""
+
+    def __init__(self, states: Mapping[str, State], context: int, device: str) -> None:
+        self.device = device
+        self.limit = context + OVERHANG
+        self.batch = 0
+        self.capacity = 0
+        self.epoch = 0
+        by_type: dict[TensorType, list[str]] = {}
+        for name, state in states.items():
+            by_type.setdefault(state.type, []).append(name)
+        self.groups = [
+            _Group(type, names, torch.empty(0, dtype=type.dtype)) for type, names in by_type.items()
+        ]
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def begin(self, batch: int, rows: int) -> None:
+        """Make room for new sequences; what the buffers held is forgotten (but stays finite)."""
+        if batch != self.batch:
+            self.batch, self.capacity = batch, 0
+            self._allocate(self._rounded(rows), keep=False)
+        elif rows > self.capacity:
+            self._allocate(self._rounded(rows), keep=False)
+
+    def reserve(self, rows: int) -> None:
+        """Grow to at least `rows` rows, keeping contents. Errors: `InputError` past the context."""
+        if rows > self.limit:
+            raise InputError(
+                f"{rows} cache rows asked for; the model's context has {self.limit - OVERHANG}"
+            )
+        if rows > self.capacity:
+            half_more = min(self.capacity + self.capacity // 2, self.limit)
+            self._allocate(self._rounded(max(rows, half_more)), keep=True)
+
+    def _rounded(self, rows: int) -> int:
+        return min(-(-max(rows, 1) // GRAIN) * GRAIN, self.limit)
+
+    def _allocate(self, capacity: int, keep: bool) -> None:
+        for group in self.groups:
+            bound = group.type.bind({"B": self.batch, "C": capacity})
+            fresh = self._zeros((len(group.names), *bound.shape), bound.dtype)
+            axis = group.row_axis
+            if keep and axis is not None:
+                fresh.narrow(axis, 0, self.capacity).copy_(group.data)
+            elif keep:
+                fresh = group.data
+            group.data = fresh
+            self.tensors.update(zip(group.names, fresh.unbind(), strict=True))
+        self.capacity = capacity
+        self.epoch += 1
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeros that take memory only where they are touched (on the CPU)."""
+        if self.device != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        size = math.prod(shape) * dtype.itemsize
+        raw = torch.from_numpy(np.zeros(size + _ALIGN, dtype=np.uint8))
+        start = -raw.data_ptr() % _ALIGN
+        return raw[start : start + size].view(dtype).reshape(shape)
+
+    def keep_rows(self, past: torch.Tensor, source: torch.Tensor) -> None:
+        """Row past[b] + i becomes row past[b] + source[b,i], in every state with rows."""
+        steps = torch.arange(source.shape[1])
+        moved = (source != steps).any(dim=0).nonzero()
+        if not len(moved):
+            return
+        first = int(moved[0])  # rows before it stay where they are
+        for b, start in enumerate(past.tolist()):
+            self._move(b, start + first, source[b, first:] + start)
+
+    def _move(self, sequence: int, start: int, rows: torch.Tensor) -> None:
+        for group in self.groups:
+            axis = group.row_axis
+            if axis is None:
+                continue
+            mine = group.data.select(group.type.dims.index(_BATCH) + 1, sequence)
+            along = axis - 1 if axis > group.type.dims.index(_BATCH) + 1 else axis
+            kept = mine.index_select(along, rows.to(group.data.device))
+            mine.narrow(along, start, len(rows)).copy_(kept)
+
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(group.data.nbytes for group in self.groups)

@@ -1,0 +1,367 @@
+"""From an IR function to an ONNX model: one row of a table per op.
+
+A row is a small function that takes the emitter and the call's arguments in schema order (values
+for tensors, plain Python for the rest) and returns the ONNX value(s) of the result. Rows live in
+``rows_<family>.py``; `row` enters them into the table. The emitter knows symbolic sizes, constants
+and weights; it knows no op.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx_ir as oir
+import torch
+import torch.fx
+
+from ...ir import Dim, Function, Sym, TensorType, UnsupportedError, Weight, WeightStore, site_of
+from ...ir.types import ValueType
+
+MICROSOFT = "com.microsoft"
+OPSETS = {"": 24, MICROSOFT: 1}
+IR_VERSION = 11
+
+DTYPES: dict[torch.dtype, oir.DataType] = {
+    torch.float64: oir.DataType.DOUBLE,
+    torch.float32: oir.DataType.FLOAT,
+    torch.float16: oir.DataType.FLOAT16,
+    torch.bfloat16: oir.DataType.BFLOAT16,
+    torch.int64: oir.DataType.INT64,
+    torch.int32: oir.DataType.INT32,
+    torch.int16: oir.DataType.INT16,
+    torch.int8: oir.DataType.INT8,
+    torch.uint8: oir.DataType.UINT8,
+    torch.bool: oir.DataType.BOOL,
+}
+
+Row = Callable[..., Any]
+Guard = Callable[[torch.fx.Node], bool]
+_ROWS: dict[Any, tuple[Row, Guard | None]] = {}
+
+
+def row(*targets: Any, when: Guard | None = None) -> Callable[[Row], Row]:
+    """Enter the decorated function into the table for these ops.
+
+    when: the row serves only calls for which this holds; others are decomposed.
+    """
+
+    def enter(function: Row) -> Row:
+        for target in targets:
+            if target in _ROWS:
+                raise UnsupportedError(f"two rows for {target}")
+            _ROWS[target] = (function, when)
+        return function
+
+    return enter
+
+
+def row_of(node: torch.fx.Node) -> Row | None:
+    """The row that emits a call, or None if it has to be decomposed."""
+    found = _ROWS.get(node.target)
+    if found is None or (found[1] is not None and not found[1](node)):
+        return None
+    return found[0]
+
+
+def targets_with_rows() -> frozenset[Any]:
+    """All ops that have a row (whatever its condition)."""
+    return frozenset(_ROWS)
+
+
+def output_name(function: Function, name: str) -> str:
+    """Name of an output in the ONNX graph: an updated state may not share its input's name."""
+    return f"{name}.next" if function.has_input(name) else name
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """An ONNX model whose large initializers are not there yet.
+
+    pending: the weight behind each such initializer, and the value that stands for it.
+    """
+
+    model: oir.Model
+    pending: tuple[tuple[oir.Value, Weight], ...]
+
+
+def emit(function: Function, weights: WeightStore) -> Emitted:
+    """Emit a function whose every call has a row.
+
+    Errors: `UnsupportedError` naming an op without a row and where it comes from.
+    """
+    return Emitter(function, weights).run()
+
+
+@dataclass
+class Emitter:
+    """One emission. Rows call `op`, `const`, `cast`, `size`, `shape`, `reshape` and `derived`."""
+
+    function: Function
+    weights: WeightStore
+    result: ValueType = ()
+    memo: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.graph = oir.Graph([], [], nodes=[], opset_imports=OPSETS, name=self.function.name)
+        self.values: dict[torch.fx.Node, Any] = {}
+        self.inputs: dict[str, oir.Value] = {}
+        self.pending: dict[str, tuple[oir.Value, Weight]] = {}
+        self.counter = 0
+        self.prefix = ""
+        self.looked_up = _looked_up(self.function)
+
+    # -- the walk
+
+    def run(self) -> Emitted:
+        """Emit every node in order and close the graph."""
+        for node in self.function.inputs:
+            self.values[node] = self._input(str(node.target), node.meta["type"])
+        for node in self.function:
+            if node.op == "call_function":
+                self._call(node)
+            elif node.op == "get_attr":
+                self.values[node] = self.weight(self.weights[str(node.target)])
+        for name, node in self.function.outputs.items():
+            self._output(output_name(self.function, name), node)
+        model = oir.Model(self.graph, ir_version=IR_VERSION, producer_name="graftwork")
+        return Emitted(model, tuple(self.pending.values()))
+
+    def _input(self, name: str, type: TensorType) -> oir.Value:
+        value = self._typed(name, type)
+        self.graph.inputs.append(value)
+        self.inputs[name] = value
+        return value
+
+    def _typed(self, name: str, type: TensorType) -> oir.Value:
+        dims = [d if isinstance(d, int) else str(d).replace(" ", "") for d in type.dims]
+        value = oir.val(name, dtype=DTYPES[type.dtype], shape=dims)
+        value.meta["type"] = type
+        return value
+
+    def _call(self, node: torch.fx.Node) -> None:
+        if node.target is operator.getitem:
+            source, index = node.args
+            self.values[node] = self._mark(self.values[source][index], node.meta["type"])  # type: ignore[index]
+            return
+        function = row_of(node)
+        if function is None:
+            raise UnsupportedError(
+                f"onnxruntime: no row for {node.target} at %{node.name}"
+                f"{_where(node)} and nothing to decompose it with"
+            )
+        self.result, self.prefix = node.meta["type"], node.name
+        self.values[node] = self._mark(function(self, *self._arguments(node)), self.result)
+
+    def _arguments(self, node: torch.fx.Node) -> list[Any]:
+        """Arguments in schema order, defaults filled in, nodes replaced by their values."""
+        schema = node.target._schema  # type: ignore[union-attr]
+        bound = dict(zip((a.name for a in schema.arguments), node.args, strict=False))
+        bound.update(node.kwargs)
+        ordered = [bound.get(a.name, a.default_value) for a in schema.arguments]
+        return [torch.fx.node.map_aggregate(a, self._value) for a in ordered]
+
+    def _value(self, arg: Any) -> Any:
+        return self.values[arg] if isinstance(arg, torch.fx.Node) else arg
+
+    def _mark(self, value: Any, type: ValueType) -> Any:
+        if isinstance(value, tuple):
+            return tuple(self._mark(v, t) for v, t in zip(value, type, strict=True))  # type: ignore[arg-type]
+        if value is not None and "type" not in value.meta:
+            value.meta["type"] = type
+        return value
+
+    def _output(self, name: str, node: torch.fx.Node) -> None:
+        value, type = self.values[node], node.meta["type"]
+        if value.producer() is None or value in self.graph.outputs:
+            value = self.op("Identity", value)
+        value.name = name
+        value.shape, value.dtype = self._typed(name, type).shape, DTYPES[type.dtype]
+        self.graph.outputs.append(value)
+
+    # -- what rows build with
+
+    def op(
+        self,
+        op_type: str,
+        *inputs: oir.Value | None,
+        domain: str = "",
+        outputs: int | None = None,
+        **attributes: Any,
+    ) -> Any:
+        """A new ONNX node; its value, or a tuple of values if `outputs` is given.
+
+        Inputs that are None are left out, attributes that are None keep ONNX's default.
+        """
+        trimmed = list(inputs)
+        for value in trimmed:
+            self._use(value)
+        while trimmed and trimmed[-1] is None:
+            trimmed.pop()
+        given = {k: v for k, v in attributes.items() if v is not None}
+        self.counter += 1
+        name = f"{self.prefix}.{op_type}.{self.counter}"
+        node = oir.node(op_type, trimmed, given, domain=domain, num_outputs=outputs or 1, name=name)
+        for index, value in enumerate(node.outputs):
+            value.name = f"{name}.{index}"
+        self.graph.append(node)
+        return node.outputs[0] if outputs is None else tuple(node.outputs)
+
+    def fused(self, op_type: str, *inputs: oir.Value | None, **options: Any) -> Any:
+        """A node of ONNX Runtime's own domain, com.microsoft."""
+        return self.op(op_type, *inputs, domain=MICROSOFT, **options)
+
+    def const(self, data: Any, dtype: torch.dtype) -> oir.Value:
+        """A small constant tensor, made once for each value."""
+        tensor = torch.as_tensor(data, dtype=dtype).contiguous()
+        key = ("const", dtype, tuple(tensor.shape), raw_view(tensor).tobytes())
+        if key not in self.memo:
+            name = f"const.{len(self.memo)}"
+            value = self._typed(name, TensorType.of(tensor))
+            value.const_value = oir.tensor_adapters.TorchTensor(tensor, name=name)
+            self.graph.register_initializer(value)
+            self.memo[key] = value
+        found: oir.Value = self.memo[key]
+        return found
+
+    def weight(self, weight: Weight) -> oir.Value:
+        """A reference to a weight; it becomes part of the model once an op uses it."""
+        key = ("weight", weight.name)
+        if key not in self.memo:
+            value = self._typed(f"weight.{weight.name}", weight.type)
+            value.meta["weight"] = weight
+            self.memo[key] = value
+        found: oir.Value = self.memo[key]
+        return found
+
+    def _use(self, value: oir.Value | None) -> None:
+        weight = weight_of(value)
+        if value is not None and weight is not None:
+            self.pending.setdefault(weight.name, (value, weight))
+
+    def cast(self, value: oir.Value, dtype: torch.dtype, have: torch.dtype | None = None) -> Any:
+        """The value in another dtype. have: its dtype, for values inside a row."""
+        if (have or type_of(value).dtype) == dtype:
+            return value
+        return self.op("Cast", value, to=int(DTYPES[dtype]))
+
+    def dtype(self) -> torch.dtype:
+        """The dtype of the current call's result."""
+        return self.type().dtype
+
+    def type(self) -> TensorType:
+        """The type of the current call's (first) result."""
+        first = self.result[0] if isinstance(self.result, tuple) else self.result
+        assert isinstance(first, TensorType)
+        return first
+
+    # -- symbolic sizes
+
+    def size(self, dim: Dim | oir.Value) -> Any:
+        """A dim as a one-element i64 tensor."""
+        if isinstance(dim, int):
+            return self.const([dim], torch.int64)
+        if isinstance(dim, oir.Value):
+            return self.op("Reshape", self.cast(dim, torch.int64), self.const([1], torch.int64))
+        key = ("size", dim.text)
+        if key not in self.memo:
+            result = dim.evaluate(lambda name: _Size(self, self._symbol(name)))
+            self.memo[key] = result.value if isinstance(result, _Size) else self.size(result)
+        found: oir.Value = self.memo[key]
+        return found
+
+    def scalar(self, dim: Dim) -> Any:
+        """A dim as an i64 tensor without axes."""
+        if isinstance(dim, int):
+            return self.const(dim, torch.int64)
+        return self.op("Squeeze", self.size(dim))
+
+    def shape(self, dims: Sequence[Dim]) -> oir.Value:
+        """Dims as a one-dimensional i64 tensor."""
+        if all(isinstance(d, int) for d in dims):
+            return self.const(list(dims), torch.int64)
+        key = ("shape", tuple(str(d) for d in dims))
+        if key not in self.memo:
+            self.memo[key] = self.op("Concat", *(self.size(d) for d in dims), axis=0)
+        found: oir.Value = self.memo[key]
+        return found
+
+    def reshape(self, value: oir.Value, have: Sequence[Dim], want: Sequence[Dim]) -> Any:
+        """A value of dims `have` in dims `want`; computes no shape where 0 and -1 can say it."""
+        target: list[Dim] = []
+        for axis, dim in enumerate(want):
+            same = axis < len(have) and have[axis] == dim and isinstance(dim, Sym)
+            target.append(0 if same else dim)
+        symbolic = [axis for axis, dim in enumerate(target) if isinstance(dim, Sym)]
+        if len(symbolic) == 1:
+            target[symbolic[0]] = -1
+        elif symbolic:
+            target = list(want)
+        return self.op("Reshape", value, self.shape(target))
+
+    def _symbol(self, name: str) -> oir.Value:
+        """The value of a symbol, i64[1], read off an input."""
+        key = ("symbol", name)
+        if key not in self.memo:
+            self.memo[key] = self._read_symbol(name)
+        found: oir.Value = self.memo[key]
+        return found
+
+    def _read_symbol(self, name: str) -> Any:
+        for value in self.inputs.values():
+            for axis, dim in enumerate(type_of(value).dims):
+                if isinstance(dim, Sym) and dim.text == name:
+                    return self.op("Shape", value, start=axis, end=axis + 1)
+        raise UnsupportedError(f"{self.function.name}: no input carries the size {name}")
+
+
+def type_of(value: oir.Value) -> TensorType:
+    """The IR type of a value that stands for an IR value (not for a row's intermediate)."""
+    found: TensorType = value.meta["type"]
+    return found
+
+
+def weight_of(value: oir.Value | None) -> Weight | None:
+    """The weight that a value refers to, if it does."""
+    return None if value is None else value.meta.get("weight")
+
+
+class _Size:
+    """A size under computation: i64[1] with +, * and ** recorded as ONNX nodes."""
+
+    def __init__(self, emitter: Emitter, value: oir.Value) -> None:
+        self.emitter, self.value = emitter, value
+
+    def _combine(self, op_type: str, other: Any) -> _Size:
+        right = other.value if isinstance(other, _Size) else self.emitter.size(int(other))
+        return _Size(self.emitter, self.emitter.op(op_type, self.value, right))
+
+    def __add__(self, other: Any) -> _Size:
+        return self._combine("Add", other)
+
+    def __mul__(self, other: Any) -> _Size:
+        return self._combine("Mul", other)
+
+    def __pow__(self, other: Any) -> _Size:
+        return self._combine("Pow", other)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+
+def raw_view(tensor: torch.Tensor) -> Any:
+    """A tensor's memory as a numpy array of bytes: row-major, little endian, not copied."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _looked_up(function: Function) -> frozenset[str]:
+    """Weights whose rows are looked up, such as embedding tables."""
+    tables = [n.args[0] for n in function.calls(torch.ops.aten.embedding.default)]
+    return frozenset(str(t.target) for t in tables if isinstance(t, torch.fx.Node))
+
+
+def _where(node: torch.fx.Node) -> str:
+    site = site_of(node)
+    return f" ({site.module or site.line})" if site else ""

@@ -1,0 +1,158 @@
+"""Runs a program with ONNX Runtime: owns the states and one session a function and variant."""
+
+from __future__ import annotations
+
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from ...ir import InputError, Program, UnsupportedError, type_of
+from ..target import Target
+from .attention import SEQLENS, TOTAL
+from .buffers import StateBuffers
+from .emit import emit
+from .lower import ANCESTORS, Variant, has_attention, lower
+from .session import open_session
+from .step import Step
+from .store import WeightFile, store
+
+
+class OnnxExecutable:
+    """See `ir.executable.Executable`. Any width runs equally well; sessions are made when needed.
+
+    Weights lie in a temporary folder that lives as long as the executable; sessions map them.
+    """
+
+    def __init__(self, program: Program, target: Target) -> None:
+        _require_dtypes(program, target)
+        self.program, self.target = program, target
+        self._folder = tempfile.TemporaryDirectory(prefix="graftwork-")
+        self._cleanup = weakref.finalize(self, self._folder.cleanup)
+        self._weights = WeightFile(Path(self._folder.name) / "weights.data")
+        device = target.device
+        self._buffers = StateBuffers(program.states, program.info.context, device)
+        self._buffers.begin(1, 1)
+        self._steps: dict[tuple[str, Variant], Step] = {}
+        self._cached = {n: has_attention(f) for n, f in program.functions.items()}
+        self._trees = {n: f.has_input(ANCESTORS) for n, f in program.functions.items()}
+        self._counts = _Counts()
+
+    @property
+    def capacity(self) -> int:
+        """Rows that each sequence's caches hold now."""
+        return self._buffers.capacity
+
+    def begin(self, batch: int, rows: int) -> None:
+        """Start `batch` sequences; room for `rows` rows takes memory only once it is written."""
+        self._buffers.begin(batch, min(rows, self._buffers.limit))
+
+    def reserve(self, rows: int) -> None:
+        """Grow the caches, keeping their rows. Errors: `InputError` past the model's context."""
+        self._buffers.reserve(rows)
+
+    def widths(self, function: str) -> tuple[int, ...] | None:
+        """None: shapes are dynamic."""
+        return None
+
+    def run(
+        self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
+    ) -> dict[str, torch.Tensor]:
+        """Run a function; states change in place; outputs live until the next call."""
+        if not self._cached.get(function, False):
+            return self._step(function, "chain").run(inputs, fetch)
+        tokens, past = inputs["tokens"], inputs["past"]
+        batch, width = tokens.shape
+        longest = past.item() if batch == 1 else int(past.max())
+        if longest + width > self._buffers.capacity:
+            raise InputError(
+                f"{function}: {width} tokens after {longest} do not fit into "
+                f"{self._buffers.capacity} cache rows; reserve({longest + width}) first"
+            )
+        variant = self._variant(function, inputs, batch, width, longest)
+        feeds = dict(inputs)
+        if variant == "batch":
+            self._fill_ancestors(function, feeds, batch, width)
+        else:
+            feeds.update(self._counts.of(past, width, longest, variant))
+        return self._step(function, variant).run(feeds, fetch)
+
+    def _variant(
+        self,
+        function: str,
+        inputs: Mapping[str, torch.Tensor],
+        batch: int,
+        width: int,
+        longest: int | float,
+    ) -> Variant:
+        """Which lowering can take the step; see `lower`."""
+        tree = inputs.get(ANCESTORS) is not None
+        if tree and not self._trees[function]:
+            raise InputError(
+                f"{function} takes no ancestors: the program was made without trees "
+                f"(pass insert_kv_cache, option trees)"
+            )
+        if width == 1 or (not tree and (batch == 1 or longest == 0)):
+            return "chain"
+        return "tree" if batch == 1 else "batch"
+
+    def _fill_ancestors(
+        self, function: str, feeds: dict[str, torch.Tensor], batch: int, width: int
+    ) -> None:
+        if self._trees[function] and feeds.get(ANCESTORS) is None:
+            chain = torch.ones(width, width, dtype=torch.bool).tril()
+            feeds[ANCESTORS] = chain.expand(batch, width, width)
+
+    def _step(self, function: str, variant: Variant) -> Step:
+        key = (function, variant)
+        if key not in self._steps:
+            self._steps[key] = self._compile(function, variant)
+        return self._steps[key]
+
+    def _compile(self, function: str, variant: Variant) -> Step:
+        lowered = lower(self.program, function, variant)
+        fn = lowered.function(function)
+        path = Path(self._folder.name) / f"{function}.{variant}.onnx"
+        store(emit(fn, lowered.weights), path, self._weights)
+        size = sum(weight.type.nbytes for weight in lowered.weights.values())
+        session = open_session(path, self.target, weight_bytes=size)
+        return Step(fn, session, self._buffers)
+
+    def keep_rows(self, past: torch.Tensor, source: torch.Tensor) -> None:
+        """Commit a path of the last step."""
+        self._buffers.keep_rows(past, source)
+
+    def state_bytes(self) -> int:
+        """Bytes that the state buffers take (memory that was never written is not there yet)."""
+        return self._buffers.nbytes()
+
+
+class _Counts:
+    """The two numbers that GroupQueryAttention takes instead of `past`."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros((), dtype=torch.int32)
+
+    def of(
+        self, past: torch.Tensor, width: int, longest: int | float, variant: Variant
+    ) -> dict[str, torch.Tensor]:
+        """seqlens i32[B] and total i32[]."""
+        # With total == T the kernel takes its first-prompt path, which knows chains only.
+        spare = 1 if variant == "tree" and longest == 0 else 0
+        self.total.fill_(longest + width + spare)
+        return {SEQLENS: (past + (width - 1)).to(torch.int32), TOTAL: self.total}
+
+
+def _require_dtypes(program: Program, target: Target) -> None:
+    """Errors: `UnsupportedError` for bfloat16 on the CPU, which has no kernels for it."""
+    if target.device != "cpu":
+        return
+    types = [state.type for state in program.states.values()]
+    types += [type_of(n) for f in program.functions.values() for n in f.outputs.values()]
+    if any(t.dtype == torch.bfloat16 for t in types):
+        raise UnsupportedError(
+            f"target {target}: ONNX Runtime has no bfloat16 kernels on the CPU; "
+            f"import the model in float32 (target onnxruntime:cpu:float32)"
+        )

@@ -1,0 +1,99 @@
+"""Lowering: from a cached program to the functions that ONNX Runtime runs.
+
+One function is lowered in up to three variants, because no single kernel serves all of them well:
+
+- ``chain``: tokens of a step follow one another; batch 1, or one token a step, or first prompts.
+  GroupQueryAttention without a bias.
+- ``tree``: batch 1 with an ancestor mask. GroupQueryAttention with a bias.
+- ``batch``: everything else. TensorScatter and Attention with a mask.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from ...ir import Function, Program
+from ...ir.stages import register_lowered
+from ...passes.cse import merge_equal
+from ...passes.dce import sweep
+from . import rows_attention, rows_elementwise, rows_matmul, rows_norm, rows_reduce, rows_shape
+from .attention import lower_attention
+from .decompose import decompose
+from .emit import targets_with_rows
+from .merge import merge_products
+from .norms import fuse_norms
+from .views import simplify_views
+
+G = torch.ops.graftwork
+STAGE = "lowered:onnxruntime"
+ANCESTORS = "ancestors"
+FAMILIES = (
+    rows_attention,
+    rows_elementwise,
+    rows_matmul,
+    rows_norm,
+    rows_reduce,
+    rows_shape,
+)
+"""The files that fill the table of rows."""
+
+Variant = Literal["chain", "tree", "batch"]
+
+register_lowered("onnxruntime", lambda target: target in targets_with_rows())
+
+
+def lower(program: Program, name: str, variant: Variant = "chain") -> Program:
+    """The program with only function `name`, in ops that have rows.
+
+    Errors: `UnsupportedError` naming an op that has neither a row nor a decomposition.
+    """
+    fn, weights = program.function(name).copy(), program.weights
+    erase_markers(fn)  # first: they stand between what the next steps look for
+    if variant == "chain":
+        drop_ancestors(fn)
+    merge_equal(fn)  # one reference to each weight, so that "used once" means what it says
+    simplify_views(fn)
+    weights = merge_products(fn, weights)
+    simplify_views(fn)
+    if variant != "batch":
+        weights = lower_attention(fn, weights)
+    fuse_norms(fn)
+    simplify_views(fn)  # attention's output comes back as a transpose of what the next op wants
+    decompose(fn)
+    simplify_views(fn)
+    merge_equal(fn)
+    sweep(fn)
+    _drop_unused_inputs(fn)
+    return program.replace(functions={name: fn}, weights=weights, stage=STAGE).pruned()
+
+
+def erase_markers(fn: Function) -> None:
+    """Put what a marker marks in the marker's place."""
+    for node in fn.calls(G.hidden.default):
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        fn.graph.erase_node(node)
+
+
+def drop_ancestors(fn: Function) -> None:
+    """Make the step a chain: step masks take no ancestors."""
+    if not fn.has_input(ANCESTORS):
+        return
+    given = fn.input(ANCESTORS)
+    for node in fn.calls(G.step_mask.default):
+        node.args = tuple(None if arg is given else arg for arg in node.args)
+
+
+def _drop_unused_inputs(fn: Function) -> None:
+    for node in fn.inputs:
+        if not node.users:
+            fn.graph.erase_node(node)
+
+
+def has_attention(fn: Function) -> bool:
+    """Whether the function reads caches, so that its variants differ."""
+    return bool(fn.calls(G.attend.default, G.cache_write.default))
+
+
+__all__ = ["STAGE", "Variant", "has_attention", "lower"]

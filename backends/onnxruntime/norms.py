@@ -1,0 +1,81 @@
+"""Fuses a residual addition and the normalisation that follows it.
+
+Before::
+
+    %h: f32[B,T,64] = aten.add.Tensor(%x, %y)
+    %n: f32[B,T,64] = graftwork.rms_norm(%h, @w, eps=1e-06)
+
+After::
+
+    %r: (f32[B,T,64], f32[B,T,64]) = graftwork.add_rms_norm(%x, %y, @w, eps=1e-06)
+
+with %r[0] for %n and %r[1] for %h; the same for `layer_norm`. A sum that several normalisations
+read is fused with the first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx
+
+from ...ir import Function, site_of, type_of
+from ...ir.pattern import named_arguments
+
+A = torch.ops.aten
+G = torch.ops.graftwork
+
+
+def fuse_norms(fn: Function) -> int:
+    """Edit in place (hand in a copy); returns how many pairs were fused."""
+    count = 0
+    for node in fn.calls(G.rms_norm.default, G.layer_norm.default):
+        total: Any = node.args[0]
+        if not _is_plain_sum(total, type_of(node)) or not _before(total, node):
+            continue
+        _fuse(fn, node, total)
+        count += 1
+    return count
+
+
+def _is_plain_sum(total: torch.fx.Node, normed: Any) -> bool:
+    if total.target is not A.add.Tensor or total.kwargs.get("alpha", 1) != 1:
+        return False
+    a, b = total.args[:2]
+    if not all(isinstance(x, torch.fx.Node) for x in (a, b)):
+        return False
+    return len(normed.dims) == 3 and type_of(a) == type_of(b) == type_of(total) == normed  # type: ignore[arg-type]
+
+
+def _before(total: torch.fx.Node, node: torch.fx.Node) -> bool:
+    """Whether the norm's weights are at hand where the sum is made."""
+    rest = [n for n in node.all_input_nodes if n is not total]
+    return all(n.op == "get_attr" for n in rest)
+
+
+def _fuse(fn: Function, node: torch.fx.Node, total: torch.fx.Node) -> None:
+    given, site = named_arguments(node), site_of(node)
+    with fn.graph.inserting_before(total):
+        vectors = [_again(fn, given.get(name)) for name in ("weight", "bias")]
+        if node.target is G.rms_norm.default:
+            made = fn.call(
+                G.add_rms_norm.default, *total.args[:2], vectors[0], site=site, eps=given["eps"]
+            )
+        else:
+            made = fn.call(
+                G.ort_add_layer_norm.default, *total.args[:2], *vectors, site=site, eps=given["eps"]
+            )
+        normed, summed = fn.item(made, 0), fn.item(made, 1)
+    node.replace_all_uses_with(normed)
+    total.replace_all_uses_with(summed)
+    fn.graph.erase_node(node)
+    fn.graph.erase_node(total)
+
+
+def _again(fn: Function, node: torch.fx.Node | None) -> torch.fx.Node | None:
+    if node is None:
+        return None
+    copy = fn.graph.create_node("get_attr", str(node.target))
+    copy.meta = dict(node.meta)
+    return copy

@@ -1,0 +1,139 @@
+"""Ops of lowered programs: what ONNX Runtime has as one kernel and graftwork says in several ops.
+
+Their meanings are written in graftwork's own ops, so a lowered program still runs in the reference
+interpreter and can be compared with what it was lowered from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...ir.ops import Sample, define
+from ...ir.ops.attention import alibi, attend, cache_write, step_mask
+from ...ir.ops.norm import layer_norm
+from ...ir.ops.rotary import rotary
+
+
+def _samples() -> Iterator[Sample]:
+    batch, width, heads, groups, dim, rows = 1, 3, 4, 2, 16, 12
+    query = torch.randn(batch, width, heads * dim)
+    key, value = torch.randn(2, batch, width, groups * dim).unbind()
+    caches = torch.randn(2, batch, groups, rows, dim).unbind()
+    angle = torch.randn(32, dim // 2)
+    past, positions = torch.tensor([4]), torch.tensor([[4, 5, 6]])
+    counts = (torch.tensor([6], dtype=torch.int32), torch.tensor(7, dtype=torch.int32))
+    tables = (angle.cos(), angle.sin())
+    options = {"heads": heads, "groups": groups, "scale": 0.25}
+    yield (query, key, value, *caches, past, positions, *counts, *tables), options
+    packed = torch.cat([query, key, value], -1)
+    yield (packed, None, None, *caches, past, positions, *counts, *tables), options | {"window": 3}
+    tree = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool)
+    forked = torch.tensor([[4, 5, 5]])
+    yield (packed, None, None, *caches, past, forked, *counts, *tables, tree), options
+    yield (query, key, value, *caches, past, positions, *counts), options | {"softcap": 2.0}
+    extras = {"sinks": torch.randn(heads), "slopes": torch.rand(heads)}
+    yield (query, key, value, *caches, past, positions, *counts), options | extras
+
+
+def _fake(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    past_key: Tensor,
+    past_value: Tensor,
+    *args: object,
+    heads: int,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, width = query.shape[:2]
+    out = query.new_empty((batch, width, heads * past_key.shape[3]))
+    return out, torch.empty_like(past_key), torch.empty_like(past_value)
+
+
+@define(
+    "ort_gqa(Tensor query, Tensor? key, Tensor? value, Tensor past_key, Tensor past_value, "
+    "Tensor past, Tensor positions, Tensor seqlens, Tensor total, Tensor? cos=None, "
+    "Tensor? sin=None, Tensor? ancestors=None, Tensor? sinks=None, Tensor? slopes=None, *, "
+    "int heads, int groups, float scale, int? window=None, float? softcap=None, "
+    "bool interleaved=False) -> (Tensor, Tensor, Tensor)",
+    samples=_samples,
+    fake=_fake,
+)
+def ort_gqa(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    past_key: Tensor,
+    past_value: Tensor,
+    past: Tensor,
+    positions: Tensor,
+    seqlens: Tensor,
+    total: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    ancestors: Tensor | None = None,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    *,
+    heads: int,
+    groups: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """com.microsoft.GroupQueryAttention: rotary embedding, two cache writes and attention in one.
+
+    ``%a: (f32[B,T,H*D], f32[B,G,C,D], f32[B,G,C,D]) = graftwork.ort_gqa(%qkv, None, None,
+    %kv.0.key, %kv.0.value, %past, %positions, %seqlens, %total, @cos, @sin, heads=8, groups=2,
+    scale=0.125)``
+
+    query [B,T,H*D], key and value [B,T,G*D]; or key = value = None and query their concatenation
+    [B,T,(H+2G)*D]. Caches [B,G,C,D]; past, positions, ancestors, sinks, slopes, window, softcap as
+    in `step_mask`, `attend` and `alibi`; cos, sin tables [context,R/2], or None for no rotary
+    embedding. seqlens i32[B] = past + T - 1; total i32[]: at least every past + T, and the width of
+    the bias that ancestors and slopes turn into. Returns the attended values and both caches.
+    """
+    batch, width = positions.shape
+    dim = past_key.shape[3]
+    if key is None or value is None:
+        query, key, value = query.split([heads * dim, groups * dim, groups * dim], dim=-1)
+    q = query.reshape(batch, width, heads, dim).transpose(1, 2)
+    k = key.reshape(batch, width, groups, dim).transpose(1, 2)
+    v = value.reshape(batch, width, groups, dim).transpose(1, 2)
+    if cos is not None and sin is not None:
+        q = rotary(q, cos[positions], sin[positions], interleaved=interleaved)
+        k = rotary(k, cos[positions], sin[positions], interleaved=interleaved)
+    rows = past_key.shape[2]
+    keys, values = cache_write(past_key, k, past), cache_write(past_value, v, past)
+    mask = step_mask(past, positions, ancestors, rows, window=window)
+    bias = None if slopes is None else alibi(slopes, past, positions, rows)
+    out = attend(q, keys, values, mask, bias, sinks, scale=scale, softcap=softcap)
+    return out.transpose(1, 2).reshape(batch, width, heads * dim), keys, values
+
+
+def _layer_samples() -> Iterator[Sample]:
+    x, residual = torch.randn(2, 2, 3, 8).unbind()
+    yield (x, residual, torch.rand(8), torch.randn(8)), {"eps": 1e-5}
+    yield (x, residual, torch.rand(8), None), {"eps": 1e-5}
+
+
+@define(
+    "ort_add_layer_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias, *, float eps) "
+    "-> (Tensor, Tensor)",
+    samples=_layer_samples,
+)
+def ort_add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(layer_norm(x + residual), x + residual): com.microsoft.SkipLayerNormalization.
+
+    ``%r: (f32[B,T,H], f32[B,T,H]) = graftwork.ort_add_layer_norm(%x, %res, @w, @b, eps=1e-05)``
+
+    x, residual [B,T,H]; weight, bias [H].
+    """
+    total = x + residual
+    return layer_norm(total, weight, bias, eps=eps), total

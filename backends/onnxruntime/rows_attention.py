@@ -1,0 +1,213 @@
+"""Rows of attention, caches, rotary embedding and the choice of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as oir
+import torch
+import torch.fx
+
+from . import ops  # noqa: F401  (defines ort_gqa)
+from .emit import Emitter, row, type_of
+
+G = torch.ops.graftwork
+I64 = torch.int64
+HIDDEN = float("-inf")
+
+
+@row(G.hidden.default)
+def hidden(e: Emitter, x: oir.Value, *_: Any) -> Any:
+    return x
+
+
+@row(G.pick_rows.default)
+def pick_rows(e: Emitter, x: oir.Value, select: oir.Value) -> Any:
+    index = e.op("Unsqueeze", select, e.const([2], I64))
+    return e.op("GatherND", x, index, batch_dims=1)
+
+
+@row(G.rotary.default)
+def rotary(
+    e: Emitter, x: oir.Value, cos: oir.Value, sin: oir.Value, interleaved: bool = False
+) -> Any:
+    batch, _, width, dim = type_of(x).dims
+    half = int(str(type_of(cos).dims[-1]))
+    tables = []
+    for table in (cos, sin):
+        cast = e.cast(table, e.dtype())
+        if type_of(table).dims[0] != batch:
+            cast = e.op("Expand", cast, e.shape((batch, width, half)))
+        tables.append(cast)
+    partial = 2 * half if 2 * half != dim else None
+    return e.op(
+        "RotaryEmbedding", x, *tables, interleaved=int(interleaved), rotary_embedding_dim=partial
+    )
+
+
+@row(G.cache_write.default)
+def cache_write(e: Emitter, cache: oir.Value, new: oir.Value, past: oir.Value) -> Any:
+    return e.op("TensorScatter", cache, e.cast(new, e.dtype()), past, axis=2)
+
+
+def _no_sinks(node: torch.fx.Node) -> bool:
+    return node.kwargs.get("sinks", node.args[5] if len(node.args) > 5 else None) is None
+
+
+@row(G.attend.default, when=_no_sinks)
+def attend(
+    e: Emitter,
+    q: oir.Value,
+    k: oir.Value,
+    v: oir.Value,
+    mask: oir.Value,
+    bias: oir.Value | None,
+    sinks: None,
+    scale: float,
+    softcap: float | None,
+) -> Any:
+    visible = mask
+    if bias is not None:
+        hidden_value = e.const(HIDDEN, type_of(bias).dtype)
+        visible = e.op("Where", mask, bias, hidden_value)
+        visible = e.cast(visible, e.dtype(), type_of(bias).dtype)
+    keys, values = e.cast(k, e.dtype()), e.cast(v, e.dtype())
+    return e.op("Attention", q, keys, values, visible, scale=scale, softcap=softcap)
+
+
+@row(G.ort_gqa.default)
+def gqa(
+    e: Emitter,
+    query: oir.Value,
+    key: oir.Value | None,
+    value: oir.Value | None,
+    past_key: oir.Value,
+    past_value: oir.Value,
+    past: oir.Value,
+    positions: oir.Value,
+    seqlens: oir.Value,
+    total: oir.Value,
+    cos: oir.Value | None,
+    sin: oir.Value | None,
+    ancestors: oir.Value | None,
+    sinks: oir.Value | None,
+    slopes: oir.Value | None,
+    heads: int,
+    groups: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    interleaved: bool,
+) -> Any:
+    bias = None
+    if ancestors is not None or slopes is not None:
+        build = _Bias(e, past, positions, total, type_of(query).dtype)
+        bias = build.of(ancestors, slopes, window)
+    rotates = cos is not None
+    return e.fused(
+        "GroupQueryAttention",
+        query,
+        key,
+        value,
+        past_key,
+        past_value,
+        seqlens,
+        total,
+        cos,
+        sin,
+        positions if rotates else None,
+        bias,
+        sinks,
+        num_heads=heads,
+        kv_num_heads=groups,
+        scale=scale,
+        do_rotary=int(rotates),
+        rotary_interleaved=int(interleaved) if rotates else None,
+        softcap=softcap,
+        # A tree's window counts positions, not rows, and is part of the bias.
+        local_window_size=window if ancestors is None else None,
+        outputs=3,
+    )
+
+
+class _Bias:
+    """Attention bias [B|1, H|1, T, total] of one step, made once for all layers that share it."""
+
+    def __init__(
+        self,
+        e: Emitter,
+        past: oir.Value,
+        positions: oir.Value,
+        total: oir.Value,
+        dtype: torch.dtype,
+    ) -> None:
+        self.e, self.past, self.positions, self.total = e, past, positions, total
+        self.dtype = dtype
+
+    def of(
+        self, ancestors: oir.Value | None, slopes: oir.Value | None, window: int | None
+    ) -> oir.Value:
+        """The sum of the parts that apply."""
+        parts = []
+        if ancestors is not None:
+            parts.append(self.once(("tree", window), lambda: self.tree(ancestors, window)))
+        if slopes is not None:
+            key = ("slopes", slopes.name, ancestors is not None)
+            parts.append(self.once(key, lambda: self.alibi(slopes, ancestors is not None)))
+        if len(parts) == 1:
+            return parts[0]
+        return self.once(("both", *parts), lambda: self.e.op("Add", *parts))
+
+    def once(self, key: Any, make: Any) -> oir.Value:
+        """`make()`, or what it gave before."""
+        key = ("bias", key, self.dtype)
+        if key not in self.e.memo:
+            self.e.memo[key] = make()
+        found: oir.Value = self.e.memo[key]
+        return found
+
+    def tree(self, ancestors: oir.Value, window: int | None) -> Any:
+        """0 where a token may look, -inf elsewhere: the past is open, the step as ancestors say."""
+        e = self.e
+        step = e.op("Where", ancestors, e.const(0, self.dtype), e.const(HIDDEN, self.dtype))
+        step = e.op("Unsqueeze", step, e.const([1], I64))
+        zeros = e.const([0, 0, 0], I64)
+        pads = e.op("Concat", zeros, self.past, zeros, self.behind(), axis=0)
+        open_ = e.op("Pad", step, pads)
+        if window is None:
+            return open_
+        near = e.op("Greater", self.distance(True), e.const(-window, I64))
+        return e.op("Where", near, open_, e.const(HIDDEN, self.dtype))
+
+    def behind(self) -> Any:
+        """Rows of the bias after the step's own, i64[1]."""
+        e = self.e
+        width = e.size(type_of(self.positions).dims[1])
+        total = e.cast(e.op("Reshape", self.total, e.const([1], I64)), I64, torch.int32)
+        return self.once("behind", lambda: e.op("Sub", e.op("Sub", total, width), self.past))
+
+    def distance(self, tree: bool) -> Any:
+        """Row position minus token position, i64[B|1, 1, T, total]."""
+        return self.once(("distance", tree), lambda: self._distance(tree))
+
+    def _distance(self, tree: bool) -> Any:
+        e = self.e
+        zero, one = e.const(0, I64), e.const(1, I64)
+        end = e.cast(self.total, I64)
+        rows = e.op("Range", zero, end, one)
+        if tree:  # rows of the step hold the positions of its tokens
+            before = e.op("Range", zero, e.op("Squeeze", self.past), one)
+            own = e.op("Reshape", self.positions, e.const([-1], I64))
+            own_end = e.op("Squeeze", e.op("Add", self.past, e.op("Shape", own)))
+            after = e.op("Range", own_end, end, one)
+            rows = e.op("Concat", before, own, after, axis=0)
+        mine = e.op("Unsqueeze", self.positions, e.const([1, 3], I64))
+        return e.op("Sub", rows, mine)
+
+    def alibi(self, slopes: oir.Value, tree: bool) -> Any:
+        """slope * distance for every head."""
+        e = self.e
+        wide = e.op("Cast", self.distance(tree), to=int(oir.DataType.FLOAT))
+        column = e.op("Reshape", e.cast(slopes, torch.float32), e.const([1, -1, 1, 1], I64))
+        product = e.op("Mul", column, wide)
+        return e.cast(product, self.dtype, torch.float32)

@@ -1,0 +1,125 @@
+"""Rows of normalisations and of the gated feed-forward middle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as oir
+import torch
+
+from ...ir import type_of as type_of_node
+from . import ops  # noqa: F401  (defines ort_add_layer_norm)
+from .emit import Emitter, row, type_of
+
+A = torch.ops.aten
+G = torch.ops.graftwork
+
+
+def _ones(e: Emitter, x: oir.Value) -> oir.Value:
+    return e.const(torch.ones(int(str(type_of(x).dims[-1]))), type_of(x).dtype)
+
+
+@row(G.rms_norm.default)
+def rms_norm(e: Emitter, x: oir.Value, weight: oir.Value, eps: float) -> Any:
+    scale = e.cast(weight, e.dtype())
+    return e.op("SimplifiedLayerNormalization", x, scale, axis=-1, epsilon=eps, stash_type=1)
+
+
+def _last_axis_only(node: Any) -> bool:
+    return len(node.args[1]) == 1
+
+
+@row(A.rms_norm.default, when=_last_axis_only)
+def aten_rms_norm(
+    e: Emitter, x: oir.Value, shape: Any, weight: oir.Value | None = None, eps: Any = None
+) -> Any:
+    scale = _ones(e, x) if weight is None else weight
+    small = torch.finfo(e.dtype()).eps if eps is None else eps
+    return e.op("SimplifiedLayerNormalization", x, scale, axis=-1, epsilon=small, stash_type=1)
+
+
+def _three_axes(node: Any) -> bool:
+    return len(type_of_node(node.args[0]).dims) == 3
+
+
+@row(G.add_rms_norm.default, when=_three_axes)
+def add_rms_norm(
+    e: Emitter, x: oir.Value, residual: oir.Value, weight: oir.Value, eps: float
+) -> Any:
+    scale = e.cast(weight, e.dtype())
+    normed, _, _, total = e.fused(
+        "SkipSimplifiedLayerNormalization", x, residual, scale, epsilon=eps, outputs=4
+    )
+    return normed, total
+
+
+@row(G.layer_norm.default)
+def layer_norm(
+    e: Emitter, x: oir.Value, weight: oir.Value, bias: oir.Value | None, eps: float
+) -> Any:
+    scale = e.cast(weight, e.dtype())
+    shift = None if bias is None else e.cast(bias, e.dtype())
+    return e.op("LayerNormalization", x, scale, shift, axis=-1, epsilon=eps)
+
+
+@row(A.layer_norm.default)
+def aten_layer_norm(
+    e: Emitter,
+    x: oir.Value,
+    shape: Sequence[int],
+    weight: oir.Value | None = None,
+    bias: oir.Value | None = None,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Any:
+    scale = weight if weight is not None else e.const(torch.ones(list(shape)), e.dtype())
+    return e.op("LayerNormalization", x, scale, bias, axis=-len(shape), epsilon=eps)
+
+
+def _has_scale_and_shift(node: Any) -> bool:
+    return len(node.args) > 3 and all(arg is not None for arg in node.args[2:4])
+
+
+@row(A.group_norm.default, when=_has_scale_and_shift)
+def group_norm(
+    e: Emitter,
+    x: oir.Value,
+    groups: int,
+    weight: oir.Value,
+    bias: oir.Value,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Any:
+    return e.op("GroupNormalization", x, weight, bias, num_groups=groups, epsilon=eps)
+
+
+def activated(e: Emitter, x: oir.Value, activation: str) -> Any:
+    """A named activation of `ir.ops.mlp`."""
+    if activation == "silu":
+        return e.fused("QuickGelu", x, alpha=1.0)
+    if activation in ("gelu", "gelu_tanh"):
+        return e.op("Gelu", x, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return e.op({"relu": "Relu", "sigmoid": "Sigmoid"}[activation], x)
+
+
+@row(G.glu.default)
+def glu(e: Emitter, gate: oir.Value, up: oir.Value, activation: str) -> Any:
+    return e.op("Mul", activated(e, gate, activation), up)
+
+
+@row(G.ort_add_layer_norm.default)
+def add_layer_norm(
+    e: Emitter,
+    x: oir.Value,
+    residual: oir.Value,
+    weight: oir.Value,
+    bias: oir.Value | None,
+    eps: float,
+) -> Any:
+    scale = e.cast(weight, e.dtype())
+    shift = None if bias is None else e.cast(bias, e.dtype())
+    normed, _, _, total = e.fused(
+        "SkipLayerNormalization", x, residual, scale, shift, epsilon=eps, outputs=4
+    )
+    return normed, total

@@ -1,0 +1,97 @@
+"""Opening ONNX Runtime sessions: providers, threads, what to prepack."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...ir import InputError
+from ..target import Target
+
+SPARE = 0.4
+"""Share of the free memory that repacked weights may take; above it they stay mapped files."""
+
+
+def open_session(path: Path, target: Target, *, weight_bytes: int = 0) -> Any:
+    """An `InferenceSession` over the model at `path`.
+
+    weight_bytes: what its weights take; if memory for a second copy of them is short, they are used
+    as they lie in the file, which makes steps of several tokens slower but costs no memory.
+    Errors: `InputError` if the device's provider is missing.
+    """
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = target.threads or default_threads()
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    if weight_bytes > SPARE * _free_memory():
+        options.add_session_config_entry("session.disable_prepacking", "1")
+    return ort.InferenceSession(str(path), options, providers=providers(target))
+
+
+def providers(target: Target) -> list[Any]:
+    """ONNX Runtime's providers for a target. Errors: `InputError` if the device has none."""
+    import onnxruntime as ort
+
+    if target.device == "cpu":
+        return ["CPUExecutionProvider"]
+    preload_cuda()
+    known = ort.get_available_providers()
+    if "CUDAExecutionProvider" not in known:
+        raise InputError(
+            f"target {target}: this onnxruntime has no CUDA provider (it has {', '.join(known)}); "
+            f"install onnxruntime-gpu, or use onnxruntime:cpu"
+        )
+    # torch moves cache rows between steps, so both must run on one stream.
+    stream = str(torch.cuda.current_stream().cuda_stream)
+    cuda = ("CUDAExecutionProvider", {"device_id": "0", "user_compute_stream": stream})
+    return [cuda, "CPUExecutionProvider"]
+
+
+@lru_cache(maxsize=1)
+def preload_cuda() -> None:
+    """Load CUDA's libraries from where pip put them, before the first session."""
+    import onnxruntime as ort
+
+    ort.preload_dlls()
+
+
+@lru_cache(maxsize=1)
+def default_threads() -> int:
+    """Physical cores that this process may use."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    if allowed is None:
+        return os.cpu_count() or 1
+    cores = {_core(cpu) for cpu in allowed}
+    return max(1, min(len(cores), _quota()))
+
+
+def _core(cpu: int) -> str:
+    """What two hardware threads of one core have in common."""
+    path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    return path.read_text().strip() if path.exists() else str(cpu)
+
+
+def _quota() -> int:
+    """CPUs that the control group grants, rounded up; many if it says nothing."""
+    path = Path("/sys/fs/cgroup/cpu.max")
+    if not path.exists():
+        return 1 << 20
+    limit, period = path.read_text().split()
+    return 1 << 20 if limit == "max" else max(1, -(-int(limit) // int(period)))
+
+
+def _free_memory() -> int:
+    """Bytes that can be had without swapping."""
+    path = Path("/proc/meminfo")
+    if not path.exists():
+        return 1 << 62
+    for line in path.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 1 << 62

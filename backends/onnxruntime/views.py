@@ -1,0 +1,103 @@
+"""Removes moves that cancel: copies, casts to the same dtype, double reshapes and transposes.
+
+Before::
+
+    %a: f32[B,T,4,8] = aten.view(%x, [B, T, 4, 8])
+    %b: f32[B,4,T,8] = aten.transpose.int(%a, 1, 2)
+    %c: f32[B,T,4,8] = aten.permute(%b, [0, 2, 1, 3])
+    %d: f32[B,T,32] = aten.view(%c, [B, T, 32])
+
+After: ``%x`` in the place of ``%d``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx
+
+from ...ir import Function, site_of, type_of
+from ...passes.dce import sweep
+
+A = torch.ops.aten
+
+COPIES = frozenset(
+    {
+        A.clone.default,
+        A.contiguous.default,
+        A.alias.default,
+        A.detach.default,
+        A.lift_fresh_copy.default,
+        A.dropout.default,
+        A.to.dtype,
+        A.to.device,
+        A.to.dtype_layout,
+        A._to_copy.default,
+        A.type_as.default,
+        A.expand.default,
+    }
+)
+RESHAPES = frozenset(
+    {A.view.default, A.reshape.default, A._unsafe_view.default, A.flatten.using_ints}
+)
+TURNS = frozenset({A.transpose.int, A.permute.default})
+
+
+def simplify_views(fn: Function) -> int:
+    """Edit in place (hand in a copy); returns how many nodes were bypassed."""
+    count = 0
+    for node in fn.calls():
+        replacement = _simpler(fn, node)
+        if replacement is not None:
+            node.replace_all_uses_with(replacement)
+            count += 1
+    sweep(fn)
+    return count
+
+
+def _simpler(fn: Function, node: torch.fx.Node) -> torch.fx.Node | None:
+    source = node.args[0] if node.args else None
+    if not isinstance(source, torch.fx.Node) or not node.users:
+        return None
+    if node.target in COPIES:
+        return source if type_of(source) == type_of(node) else None
+    if node.target in RESHAPES:
+        return _reshape(fn, node, source)
+    return _turn(source, node) if node.target in TURNS else None
+
+
+def _reshape(fn: Function, node: torch.fx.Node, source: torch.fx.Node) -> torch.fx.Node | None:
+    root = source
+    while root.target in RESHAPES:
+        root = root.args[0]  # type: ignore[assignment]
+    if type_of(root) == type_of(node):
+        return root
+    if root is source:
+        return None
+    with fn.graph.inserting_before(node):
+        dims = list(type_of(node).dims)
+        return fn.call(A.reshape.default, root, dims, site=site_of(node))
+
+
+def _turn(source: torch.fx.Node, node: torch.fx.Node) -> torch.fx.Node | None:
+    order = axis_order(node)
+    if order == sorted(order):
+        return source
+    if source.target not in TURNS:
+        return None
+    inner = axis_order(source)
+    whole = [inner[axis] for axis in order]
+    root: Any = source.args[0]
+    return root if whole == sorted(whole) else None
+
+
+def axis_order(node: torch.fx.Node) -> list[int]:
+    """The permutation that a transpose or permute applies."""
+    rank = len(type_of(node).dims)
+    order = list(range(rank))
+    if node.target is A.permute.default:
+        return [int(a) % rank for a in node.args[1]]  # type: ignore[union-attr, arg-type]
+    a, b = int(node.args[1]) % rank, int(node.args[2]) % rank  # type: ignore[arg-type]
+    order[a], order[b] = order[b], order[a]
+    return order
