@@ -3,19 +3,27 @@
 Types come only from here. The result is memoised by (op, argument types), so the layers of a deep
 model cost as much as one. The symbolic shapes are torch's: each named symbol (`B`, `T`, `C`, ...)
 is one symbol of a `ShapeEnv` that lives as long as the process.
+
+A type must hold for every size of at least 1. An op whose result depends on how a symbol compares
+with a number is refused (``x[:, :5]`` of a ``f32[B,T]`` is f32[B,5] only where T >= 5). One kind of
+comparison is taken for granted: a slice with symbolic ends lies within a dim that is a number, as
+``table[:T]`` of a ``f32[2048,64]`` does.
 """
 
 from __future__ import annotations
 
+import logging
 import operator
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.fx
 
-from .errors import VerifyError
+from .errors import InputError, VerifyError
 from .types import Dim, Sym, TensorType, ValueType, make_dim, type_text
 
 # Hints only decide comparisons such as "is this dim 1?" in torch's broadcasting rules; they differ
@@ -54,6 +62,15 @@ class _Shapes:
         """A fake tensor of the type (call inside `self.mode`)."""
         dims = [self.value(dim) for dim in tensor_type.dims]
         return torch.empty(dims, dtype=tensor_type.dtype)
+
+    def assumptions(self, known: int) -> list[str]:
+        """What was decided by hints since there were `known` guards, apart from "is not equal"."""
+        fresh = [str(guard.expr) for guard in self.env.guards[known:]]
+        return [self.readable(text) for text in fresh if not text.startswith("Ne(")]
+
+    def readable(self, text: str) -> str:
+        """Torch's symbol names replaced by ours."""
+        return re.sub(r"\bs\d+\b", lambda m: self.names.get(m.group(), m.group()), text)
 
     def value(self, dim: Dim) -> Any:
         """An int or SymInt for a dim."""
@@ -138,13 +155,100 @@ def _infer(target: Callable[..., Any], args: Any, kwargs: Any) -> ValueType:
             raise VerifyError(f"cannot take result {index} of a value of type {source}")
         item: ValueType = source[index]
         return item
+    known = len(shapes.env.guards)
     try:
-        with shapes.mode, torch.no_grad():
+        ruled = _ruled(target, args, kwargs)
+        if ruled is not None:
+            return ruled
+        with shapes.mode, torch.no_grad(), _quiet():
             result = target(*_thaw(args, shapes), **_thaw(kwargs, shapes))
+        inferred = _type_of(result, shapes, target)
     except Exception as error:  # fake kernels raise whatever they like
-        listing = ", ".join(_arg_text(a) for a in (*args[1], *(v for _, v in kwargs[1])))
-        raise VerifyError(f"{target} cannot take ({listing}): {error}") from error
-    return _type_of(result, shapes, target)
+        _forget_guesses(shapes, known)
+        raise _refusal(target, args, kwargs, shapes.readable(str(error))) from error
+    assumed = _forget_guesses(shapes, known)
+    if assumed:
+        reason = f"the result depends on sizes: it would hold only where {' and '.join(assumed)}"
+        raise _refusal(target, args, kwargs, reason)
+    return inferred
+
+
+def _forget_guesses(shapes: _Shapes, known: int) -> list[str]:
+    """The guesses made since; they would stay in force for every later op, so start afresh."""
+    assumed = shapes.assumptions(known)
+    if assumed:
+        _shapes.cache_clear()
+    return assumed
+
+
+def _refusal(target: Any, args: Any, kwargs: Any, reason: str) -> VerifyError:
+    listing = ", ".join(_arg_text(a) for a in (*args[1], *(v for _, v in kwargs[1])))
+    return VerifyError(f"{target} cannot take ({listing}): {reason}")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging what comes back as an error anyway."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _ruled(target: Any, args: Any, kwargs: Any) -> TensorType | None:
+    """Types of slices and squeezes of symbolic dims, where torch would go by its hints."""
+    if target not in (_SLICE, *_SQUEEZES):
+        return None
+    names = [argument.name for argument in target._schema.arguments]
+    given = dict(zip(names, map(_plain, args[1]), strict=False))
+    given |= {name: _plain(value) for name, value in kwargs[1]}
+    source, axis = given.get("self"), given.get("dim", 0)
+    if not isinstance(source, TensorType):
+        return None
+    if target is not _SLICE:
+        axes = axis if isinstance(axis, (list, tuple)) else [axis]
+        if any(isinstance(source.dims[i], Sym) for i in axes):
+            raise InputError("squeezing a symbolic dim would depend on whether it is 1")
+        return None
+    ends = given.get("start"), given.get("end")
+    if not any(isinstance(value, Sym) for value in (source.dims[axis], *ends)):
+        return None
+    if given.get("step", 1) != 1:
+        raise InputError("slices of symbolic length have step 1")
+    length = _slice_length(source.dims[axis], *ends)
+    dims = list(source.dims)
+    dims[axis] = length
+    return TensorType(source.dtype, tuple(dims))
+
+
+_SLICE = torch.ops.aten.slice.Tensor
+_SQUEEZES = (torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims)
+
+
+def _plain(frozen: Any) -> Any:
+    return frozen.value if isinstance(frozen, _Leaf) else [_plain(item) for item in frozen[1]]
+
+
+def _slice_length(size: Dim, start: Dim | None, end: Dim | None) -> Dim:
+    """Length of ``[start:end]`` where something is symbolic, if it is one polynomial."""
+    first = _from_front(size, 0 if start is None else start)
+    last = size if end is None or end == 2**63 - 1 else _from_front(size, end)
+    length = _minus(last, first)
+    # Of a symbolic dim only its first or last element is sure to exist.
+    fixed = isinstance(size, Sym) and isinstance(length, int)
+    if fixed and (length != 1 or (first, last) not in ((0, 1), (_minus(size, 1), size))):
+        raise InputError(f"whether [{start}:{end}] lies within {size} depends on {size}")
+    return length
+
+
+def _from_front(size: Dim, index: Dim) -> Dim:
+    return _minus(size, -index) if isinstance(index, int) and index < 0 else index
+
+
+def _minus(a: Dim, b: Dim) -> Dim:
+    return make_dim(f"{a} - ({b})")
 
 
 def _arg_text(frozen: Any) -> str:
