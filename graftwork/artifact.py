@@ -43,8 +43,8 @@ from .ir.weights import open_safetensors
 from .report import Report, plain
 from .shards import SHARD_BYTES, write_weights
 
-FORMAT = "graftwork-artifact"
-VERSION = 1
+FORMAT: Literal["graftwork-artifact"] = "graftwork-artifact"
+VERSION: Literal[1] = 1
 MANIFEST = "manifest.json"
 PROGRAM = "program.gw"
 TOOLS = ("graftwork", "torch", "transformers", "onnx", "onnxruntime-gpu", "onnxruntime")

@@ -24,7 +24,7 @@ from .ir.executable import Executable
 from .ir.plan import Chain, NoDraft
 from .model import Model
 from .passes.validate import reference_logits
-from .runtime.generate import generate
+from .runtime.generate import Generated, generate
 
 NEAR_TIE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 """Largest distance of the two logits, as a share of the largest logit, that is rounding."""
@@ -101,6 +101,7 @@ def _generate(executable: Any, prompt: Sequence[int], tokens: int) -> Run:
         executable, torch.tensor([prompt]), max_new_tokens=tokens, return_dict_in_generate=True
     )
     seconds = time.perf_counter() - start
+    assert isinstance(result, Generated)  # asked for
     new = tuple(int(token) for token in result.sequences[0, len(prompt) :])
     return Run(new, seconds, float(result.stats.accepted_per_step))
 
