@@ -132,6 +132,10 @@ class WeightStore(Mapping[str, Weight]):
     def __contains__(self, name: object) -> bool:
         return name in self._weights
 
+    def taken(self, weight: Weight) -> Weight:
+        """The weight that has this one's name already, else this one."""
+        return self._weights.get(weight.name, weight)
+
     def adding(self, *weights: Weight) -> WeightStore:
         """This store and some more. Errors: `InputError` if a name is taken by another weight."""
         merged = dict(self._weights)

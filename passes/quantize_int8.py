@@ -56,9 +56,7 @@ class QuantizeInt8(Pass):
                     kept += 1
                     continue
                 values, scale = _quantized(weight)
-                weights = weights.adding(
-                    weights.get(values.name, values), weights.get(scale.name, scale)
-                )
+                weights = weights.adding(weights.taken(values), weights.taken(scale))
                 _replace(fn, node, weights[values.name], weights[scale.name])
                 matches += 1
             fn.graph.eliminate_dead_code()

@@ -47,8 +47,9 @@ def linear_int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = 
 
     ``%y: f32[B,T,N] = graftwork.linear_int8(%x, @w.int8, @w.scale)``
 
-    x [..., K] floating; weight i8[N,K] in -127..127; scale f32[N] a output channel; bias [N]. Row r:
-    s = max|x_r| / 127, y = (sum_k round(x_rk / s) weight_nk) * s * scale_n + bias_n, the sum exact.
+    x [..., K] floating; weight i8[N,K] in -127..127; scale f32[N], one an output channel; bias [N].
+    Row r: s = max|x_r| / 127,
+    y = (sum_k round(x_rk / s) weight_nk) * s * scale_n + bias_n, the sum exact.
     Source: Dettmers et al., "LLM.int8()" (2022), vector-wise quantization without its outliers.
     """
     values, row_scale = quantize_rows(x)
