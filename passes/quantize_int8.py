@@ -10,9 +10,9 @@ After::
 
 Weights are symmetric with one scale an output channel, activations symmetric with one scale a row
 (see `ir.ops.quant`), so a token's result is the same whatever shares its step, and speculation on a
-quantized model stays lossless with respect to that model. A weight that something else uses too (tied
-embeddings) keeps its float copy there. Refuses a program without float linear layers, and a pattern in
-`exclude` that names no weight.
+quantized model stays lossless with respect to that model. A weight with other uses too (tied
+embeddings) keeps its float copy there. Refuses a program without float linear layers, and a pattern
+in `exclude` that names no weight.
 """
 
 from __future__ import annotations
