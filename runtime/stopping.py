@@ -1,0 +1,48 @@
+"""When a sequence is finished."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..ir import ModelInfo
+from .options import GenerationOptions, Hook
+from .text import Text
+
+
+class Stopping:
+    """Ends a sequence at its limit, at an end token, at a stop sequence, or when a hook says so."""
+
+    def __init__(self, options: GenerationOptions, info: ModelInfo) -> None:
+        self.eos = frozenset(options.eos(info))
+        self.stop = [list(tokens) for tokens in options.stop]
+        self.hooks: tuple[Hook, ...] = tuple(options.stopping_criteria)  # type: ignore[arg-type]
+        self.simple = not self.stop and not self.hooks
+
+    @property
+    def early(self) -> bool:
+        """Whether a sequence may end before its limit."""
+        return bool(self.eos) or not self.simple
+
+    def commit(self, text: Text, new: Sequence[int]) -> list[int]:
+        """Append new tokens up to the one that ends the sequence; returns those appended."""
+        count = 0
+        for token in new:
+            text.tokens.append(token)
+            count += 1
+            if token in self.eos or len(text.tokens) >= text.limit or self._says_stop(text):
+                text.done = True
+                break
+        return list(new[:count])
+
+    def _says_stop(self, text: Text) -> bool:
+        if self.simple:
+            return False
+        for tail in self.stop:
+            if len(tail) <= text.generated and text.tokens[-len(tail) :] == tail:
+                return True
+        if not self.hooks:
+            return False
+        ids = torch.tensor([text.tokens])
+        return any(bool(torch.as_tensor(hook(ids, None)).any()) for hook in self.hooks)

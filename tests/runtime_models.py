@@ -1,0 +1,154 @@
+"""Executables for the runtime's tests: small models whose every cache mistake shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from graftwork.ir import Function, InputError, ModelInfo, Program, TensorType, WeightStore
+from graftwork.ir.plan import DecodePlan, Record
+
+POISON = -(10**9)
+
+
+def program(
+    vocab: int,
+    *,
+    context: int = 64,
+    draft: Record | None = None,
+    outputs: Sequence[str] = ("logits", "argmax"),
+    inputs: Sequence[str] = ("tokens", "positions", "past", "select"),
+    eos: tuple[int, ...] = (),
+    pad: int | None = None,
+) -> Program:
+    """A program whose step has these inputs and outputs and computes nothing."""
+    fn = Function("step")
+    shapes = {"past": "i64[B]", "select": "i64[B,S]"}
+    nodes = [fn.add_input(n, TensorType.parse(shapes.get(n, "i64[B,T]"))) for n in inputs]
+    fn.set_outputs({name: nodes[0] for name in outputs})
+    plan = DecodePlan() if draft is None else DecodePlan(draft=draft)
+    info = ModelInfo("table", vocab, context, eos=eos, pad=pad)
+    return Program("table", {"step": fn}, WeightStore({}), info, plan=plan, stage="cached")
+
+
+class TableExecutable:
+    """A model given by `rule(tokens so far) -> logits [V]`; its cache is the tokens it was fed.
+
+    What a column sees is read back from the cache, so a row that is wrong, forgotten or overwritten
+    changes the text. Every input is checked against the protocol, and results handed out are
+    poisoned at the next run.
+    """
+
+    def __init__(
+        self,
+        rule: Callable[[tuple[int, ...]], torch.Tensor],
+        program: Program,
+        widths: tuple[int, ...] | None = None,
+        roomy: bool = True,
+    ) -> None:
+        self.rule, self.program, self._widths, self.roomy = rule, program, widths, roomy
+        self.capacity = 0
+        self.given: list[torch.Tensor] = []
+        self.fed: list[tuple[int, list[int], tuple[str, ...]]] = []
+        self.memo: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def begin(self, batch: int, rows: int) -> None:
+        assert 0 < rows <= self.program.info.context
+        self.capacity = 0
+        self.cache = torch.empty(batch, 0, dtype=torch.int64)
+        self.reserve(rows if self.roomy else 1)
+
+    def reserve(self, rows: int) -> None:
+        if rows > self.program.info.context:
+            raise InputError(f"{rows} rows exceed the context")
+        grown = torch.full((self.cache.shape[0], rows), POISON)
+        grown[:, : self.capacity] = self.cache
+        self.cache, self.capacity = grown, rows
+
+    def widths(self, function: str) -> tuple[int, ...] | None:
+        return self._widths
+
+    def run(
+        self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
+    ) -> dict[str, torch.Tensor]:
+        step = self.program.function(function)
+        assert set(inputs) == {str(node.target) for node in step.inputs}
+        assert set(fetch) <= set(step.outputs)
+        tokens, past = inputs["tokens"], inputs["past"]
+        batch, width = tokens.shape
+        self._check(inputs, batch, width)
+        for row in range(batch):
+            self.cache[row, past[row] : past[row] + width] = tokens[row]
+        self.fed.append((width, past.tolist(), tuple(fetch)))
+        select = inputs.get("select", torch.arange(width).expand(batch, width))
+        logits = torch.stack([self._columns(b, int(past[b]), select[b]) for b in range(batch)])
+        for old in self.given:
+            old.fill_(POISON)
+        results = {"logits": logits, "argmax": self.best(logits)}
+        self.given = [results[name] for name in fetch]
+        return {name: results[name] for name in fetch}
+
+    def best(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.argmax(-1)
+
+    def _check(self, inputs: Mapping[str, torch.Tensor], batch: int, width: int) -> None:
+        tokens, past = inputs["tokens"], inputs["past"]
+        assert batch == self.cache.shape[0]
+        assert self._widths is None or width in self._widths
+        assert int(past.max()) + width <= self.capacity <= self.program.info.context
+        assert int(tokens.min()) >= 0 and int(tokens.max()) < self.program.info.vocab_size
+        assert (inputs["positions"] == past[:, None] + torch.arange(width)).all()
+        select = inputs.get("select")
+        assert select is None or (int(select.min()) >= 0 and int(select.max()) < width)
+
+    def _columns(self, row: int, past: int, select: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self._logits(self.cache[row, : past + i + 1]) for i in select.tolist()])
+
+    def _logits(self, seen: torch.Tensor) -> torch.Tensor:
+        key = tuple(seen.tolist())
+        assert POISON not in key, f"rows that were never written are visible: {key}"
+        if key not in self.memo:
+            self.memo[key] = self.rule(key)
+        return self.memo[key].clone()
+
+    def keep_rows(self, past: torch.Tensor, source: torch.Tensor) -> None:
+        raise AssertionError("a chain commits no path")
+
+    def state_bytes(self) -> int:
+        return int(self.cache.nbytes)
+
+
+def markov(vocab: int, seed: int = 0, scale: float = 1.0) -> Callable[..., torch.Tensor]:
+    """Logits that depend on the last two tokens: small enough for exact distributions."""
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randn(vocab + 1, vocab, vocab, generator=generator) * scale
+
+    def rule(seen: tuple[int, ...]) -> torch.Tensor:
+        before = seen[-2] if len(seen) > 1 else vocab
+        return table[before, seen[-1]]
+
+    return rule
+
+
+def whole(vocab: int, period: int = 5) -> Callable[..., torch.Tensor]:
+    """Logits that depend on every token seen, and often continue the text's period."""
+
+    def rule(seen: tuple[int, ...]) -> torch.Tensor:
+        digest = 0
+        for token in seen:
+            digest = (digest * 1000003 + token + 1) % (2**61 - 1)
+        logits = torch.randn(vocab, generator=torch.Generator().manual_seed(digest))
+        if digest % 4 and len(seen) >= period:
+            logits[seen[-period]] += 6.0
+        return logits
+
+    return rule
+
+
+def plain(rule: Callable[..., torch.Tensor], prompt: Sequence[int], count: int) -> list[int]:
+    """Greedy continuation of a prompt straight from the rule: what every loop must produce."""
+    seen = list(prompt)
+    for _ in range(count):
+        seen.append(int(rule(tuple(seen)).argmax()))
+    return seen[len(prompt) :]
