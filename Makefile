@@ -36,9 +36,9 @@ format: $(INSTALLED)
 # Type checkers do not follow setuptools' package-dir table: give them the layout it describes.
 types: $(INSTALLED)
 	mkdir -p .types/graftwork
-	ln -sfn $(CURDIR)/graftwork/* .types/graftwork/
-	for p in ir frontends passes backends runtime; do ln -sfn $(CURDIR)/$$p .types/graftwork/$$p; done
-	ln -sfn $(CURDIR)/recipes .types/graftwork/recipe_files
+	ln -sfn "$(CURDIR)"/graftwork/* .types/graftwork/
+	for p in ir frontends passes backends runtime; do ln -sfn "$(CURDIR)/$$p" .types/graftwork/$$p; done
+	ln -sfn "$(CURDIR)/recipes" .types/graftwork/recipe_files
 	find .types -xtype l -delete
 	MYPYPATH=.types $(BIN)/mypy --strict -p graftwork
 

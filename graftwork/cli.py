@@ -29,7 +29,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-out = Console(highlight=False)
+# Where output is not a terminal it is read by people all the same, in a log or a document.
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 err = Console(stderr=True, highlight=False)
 
 ModelArg = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder.")]

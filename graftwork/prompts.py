@@ -29,7 +29,7 @@ def as_ids(input_ids: Any) -> torch.Tensor:
         raise InputError("input_ids: expected token ids, got text; encode it with model.tokenizer")
     try:
         ids = torch.as_tensor(input_ids)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(
             f"input_ids: expected token ids [B,S], sequences of one length ({error}); "
             f"pad shorter ones on the left and give attention_mask"
@@ -53,9 +53,10 @@ def read_prompts(data: Prompts, program: Program) -> list[list[int]]:
     prompts = [prompt for prompt in prompts if prompt]
     if not prompts:
         raise InputError("data: expected at least one prompt that is not empty")
-    worst = max(max(prompt) for prompt in prompts)
-    if worst >= program.info.vocab_size:
-        raise InputError(f"data: token id {worst} is outside the vocabulary")
+    size = program.info.vocab_size
+    strange = [token for prompt in prompts for token in prompt if not 0 <= token < size]
+    if strange:
+        raise InputError(f"data: token id {strange[0]} is outside the vocabulary of {size}")
     return prompts
 
 
@@ -108,6 +109,8 @@ def _encoder(program: Program) -> Any:
 
 
 def _ids(item: Any) -> list[int]:
+    if isinstance(item, list) and not item:
+        return []
     try:
         ids = as_ids(item)
     except InputError as error:

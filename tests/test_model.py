@@ -1,0 +1,154 @@
+"""The front door's objects: what they accept, and what they refuse before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import cached_llama, tiny_llama
+
+import graftwork as gw
+from graftwork import model as front
+from graftwork.backends.target import Target
+from graftwork.ir import InputError, Weight, WeightStore
+from graftwork.model import Model
+from graftwork.prompts import as_ids, read_prompts, sample_prompts, validation_batch
+from graftwork.recipe import Recipe
+from graftwork.report import render
+
+EAGER = Target("eager", "cpu")
+RECIPE = {"name": "test", "contract": "exact"}
+PASSES = {"passes": ["insert_kv_cache", "pick_logits", "add_argmax"]}
+
+
+@pytest.fixture
+def source(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A source that the frontend turns into the handmade program."""
+    from graftwork import frontends
+
+    monkeypatch.setattr(frontends, "import_model", lambda model, dtype: tiny_llama())
+    return "tiny"
+
+
+def test_optimize_gives_a_model_that_generates_and_reports(source: str) -> None:
+    model = gw.optimize(source, PASSES, target=EAGER, validate=True, seed=3)
+    ids = model.generate([[1, 2, 3]], max_new_tokens=4)
+    assert ids.shape == (1, 7) and ids[0, :3].tolist() == [1, 2, 3]
+    report = model.report
+    assert report is not None and report.recipe == "custom" and report.target == str(EAGER)
+    assert [line.name for line in report.passes] == PASSES["passes"]
+    for line in report.passes:
+        assert line.matches and line.check is not None and line.check.error < 1e-5
+    shown = render(report)
+    assert "insert_kv_cache" in shown and "same argmax" in shown and "exact" in shown
+    assert type(report).model_validate_json(report.model_dump_json()) == report
+
+
+def test_the_report_and_the_recipe_come_back_with_the_artifact(source: str, tmp_path: Path) -> None:
+    model = gw.optimize(source, PASSES, target=EAGER)
+    loaded = gw.load(model.save(tmp_path / "out"))
+    assert (loaded.report, loaded.recipe) == (model.report, model.recipe)
+    assert (loaded.target, str(loaded.program)) == (EAGER, str(model.program))
+    ids = torch.tensor([[5, 6], [7, 8]])
+    expected = model.generate(ids, max_new_tokens=5)
+    assert torch.equal(loaded.generate(ids, max_new_tokens=5), expected)
+
+
+def test_a_loaded_model_can_run_elsewhere_but_not_in_another_dtype(
+    source: str, tmp_path: Path
+) -> None:
+    folder = gw.optimize(source, PASSES, target=EAGER).save(tmp_path / "out")
+    assert str(gw.load(folder, target="onnxruntime").target) == "onnxruntime:cpu:float32"
+    with pytest.raises(InputError, match="dtype cannot become"):
+        gw.load(folder, target="eager:cpu:bfloat16")
+
+
+def test_data_that_nothing_uses_and_data_that_is_missing_are_refused(source: str) -> None:
+    with pytest.raises(InputError, match="uses none"):
+        gw.optimize(source, PASSES, target=EAGER, data=[[1, 2]])
+    with pytest.raises(InputError, match="needs data="):
+        gw.optimize(source, {**PASSES, "needs": ["data"]}, target=EAGER)
+    gw.optimize(source, PASSES, target=EAGER, data=[[1, 2, 3], [4, 5]], validate=True)
+
+
+def test_trace_stops_after_a_pass(source: str) -> None:
+    recipe = Recipe.load(PASSES)
+    program = front.trace(source, recipe, after="pick_logits")
+    assert [record.name for record in program.provenance] == ["insert_kv_cache", "pick_logits"]
+    assert front.trace(source).provenance == ()
+    with pytest.raises(InputError, match="no pass 'dce'"):
+        front.trace(source, recipe, after="dce")
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+def test_a_weight_with_nan_is_named_when_compiling(backend: str) -> None:
+    program = cached_llama()
+    broken = program.weights["norm"].load().clone()
+    broken[0] = float("nan")
+    weights = WeightStore({**program.weights, "norm": Weight.of("norm", broken)})
+    model = Model(program.replace(weights=weights), Target(backend, "cpu"), RECIPE)
+    with pytest.raises(InputError, match="weight norm"):
+        model.generate([[1, 2]], max_new_tokens=1)
+
+
+def test_a_model_without_tokenizer_says_so() -> None:
+    with pytest.raises(InputError, match="pass token ids"):
+        _ = Model(cached_llama(), EAGER, RECIPE).tokenizer
+
+
+@pytest.mark.parametrize(
+    ("ids", "shape"), [([1, 2], (1, 2)), ([[1], [2]], (2, 1)), (torch.ones(2, 3).int(), (2, 3))]
+)
+def test_token_ids_in_any_form(ids: Any, shape: tuple[int, int]) -> None:
+    tensor = as_ids(ids)
+    assert (tensor.dtype, tuple(tensor.shape)) == (torch.int64, shape)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ("text", "got text"),
+        ([[1, 2], [3]], "one length"),
+        ([1.5], "expected integers"),
+        ([True], "expected integers"),
+        ([[[1]]], "shape"),
+        (None, "token ids"),
+    ],
+)
+def test_token_ids_that_are_none(ids: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        as_ids(ids)
+
+
+def test_prompts_from_files_and_lists(tmp_path: Path) -> None:
+    program = tiny_llama()
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text('{"ids": [1, 2, 3], "text": "x"}\n\n{"ids": [4, 5]}\n')
+    assert read_prompts(lines, program) == [[1, 2, 3], [4, 5]]
+    assert read_prompts([[1], torch.tensor([2, 3])], program) == [[1], [2, 3]]
+    assert validation_batch(lines, program).tolist() == [[1, 2], [4, 5]]
+    assert torch.equal(sample_prompts(program.info, 1), sample_prompts(program.info, 1))
+    assert not torch.equal(sample_prompts(program.info, 1), sample_prompts(program.info, 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "p.jsonl:1: not JSON"),
+        ('{"ids": [1]}\n{"id": [1]}', "p.jsonl:2: expected"),
+        ('{"ids": [99]}', "token id 99 is outside"),
+        ('{"ids": [-1]}', "token id -1 is outside"),
+        ('{"ids": []}', "at least one prompt"),
+        ('{"ids": [1.5]}', "expected integers"),
+        ('{"text": "hello"}', "no tokenizer.json"),
+        ("", "at least one prompt"),
+    ],
+)
+def test_prompts_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        read_prompts(path, tiny_llama())
+    assert message in str(caught.value)
