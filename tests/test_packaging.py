@@ -1,8 +1,7 @@
-"""The package as users get it: what is in it, what it needs, and which way its imports point."""
+"""The package as users get it: what is in it, and what it needs."""
 
 from __future__ import annotations
 
-import ast
 import os
 import shutil
 import subprocess
@@ -12,21 +11,12 @@ import zipfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS: dict[str, str] = PROJECT["tool"]["setuptools"]["package-dir"]
-MAY_IMPORT = {
-    "ir": {"ir"},
-    "frontends": {"frontends", "ir"},
-    "passes": {"passes", "ir"},
-    "backends": {"backends", "passes", "ir"},
-    "runtime": {"runtime", "ir"},
-}
 
 
 def packages_on_disk() -> Iterator[str]:
@@ -62,49 +52,6 @@ def test_the_tested_versions_satisfy_what_the_package_asks_for() -> None:
 def test_only_one_onnxruntime_is_installed() -> None:
     names = {d.metadata["Name"].lower() for d in metadata.distributions()}
     assert len(names & {"onnxruntime", "onnxruntime-gpu"}) == 1
-
-
-@pytest.mark.parametrize("folder", MAY_IMPORT)
-def test_imports_point_one_way(folder: str) -> None:
-    files = sorted((ROOT / folder).rglob("*.py"))
-    assert files
-    wrong = [
-        f"{file.relative_to(ROOT)} imports {found}"
-        for file in files
-        for found in imported_parts(file)
-        if found not in MAY_IMPORT[folder]
-    ]
-    assert not wrong
-
-
-def imported_parts(file: Path) -> Iterator[str]:
-    """Which parts of graftwork a file imports: "ir", "passes", ..."""
-    package = ["graftwork", *file.relative_to(ROOT).parts[:-1]]
-    for node in ast.walk(ast.parse(file.read_text())):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            start = package[: len(package) + 1 - node.level] if node.level else []
-            base = ".".join([*start, *([node.module] if node.module else [])])
-            names = (
-                [base, *(f"{base}.{a.name}" for a in node.names)] if base == "graftwork" else [base]
-            )
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "graftwork" and len(parts) > 1:
-                yield parts[1]
-
-
-def test_the_import_test_sees_wrong_imports(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    file = tmp_path / "ir" / "ops" / "bad.py"
-    file.parent.mkdir(parents=True)
-    file.write_text(
-        "import torch\nfrom ..types import Sym\nfrom ...passes import Pass\n"
-        "from graftwork import runtime\nimport graftwork.backends.torch\n"
-    )
-    assert list(imported_parts(file)) == ["ir", "passes", "runtime", "backends"]
 
 
 def test_a_wheel_builds_and_works_where_it_is_installed(tmp_path: Path) -> None:
