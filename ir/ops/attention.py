@@ -107,7 +107,7 @@ def _write_fake(cache: Tensor, new: Tensor, past: Tensor) -> Tensor:
 def cache_write(cache: Tensor, new: Tensor, past: Tensor) -> Tensor:
     """The cache with a step's rows appended after each sequence's `past` valid rows.
 
-    ``%kv.0.key': f32[B,G,C,D] = graftwork.cache_write(%kv.0.key, %k, %past)``
+    ``%keys: f32[B,G,C,D] = graftwork.cache_write(%kv.0.key, %k, %past)``
 
     cache [B,G,C,D]; new [B,G,T,D]; past i64[B], past + T <= C (the caller reserves). Rows at and
     after past + T are not valid and are never read through a `step_mask`.
@@ -241,7 +241,7 @@ def attend(
 ) -> Tensor:
     """Attention of a step's tokens over cache rows.
 
-    ``%y: f32[B,H,T,E] = graftwork.attend(%q, %k', %v', %m, scale=0.125)``
+    ``%y: f32[B,H,T,E] = graftwork.attend(%q, %keys, %values, %m, scale=0.125)``
 
     q [B,H,T,D]; k [B,G,C,D] and v [B,G,C,E] caches that already hold the step's rows; mask
     bool[B,1,T,C] (`step_mask`), at least one row visible to every token; bias [B,H,T,C] is added to

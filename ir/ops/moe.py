@@ -55,9 +55,9 @@ def moe(
     ``%y: f32[B*T,H] = graftwork.moe(%x, %experts, %w, @gate_up, @down, activation="silu")``
 
     x [N,H]; experts i64[N,K], distinct in a row, in 0..E-1; weights [N,K]; gate_up [E,2F,H], rows
-    0..F-1 the gate and F..2F-1 the up projection; down [E,H,F]; biases [E,2F] and [E,H]. An expert
-    computes ``down(activation(gate) * up)``. `limit` clamps gate from above and up on both sides;
-    `alpha` asks for ``(up + 1) * gate * sigmoid(alpha * gate)`` instead (gpt-oss).
+    0..F-1 the gate and F..2F-1 the up projection; down [E,H,F]; gate_up_bias [E,2F]; down_bias
+    [E,H]. An expert computes ``down(activation(gate) * up)``. `limit` clamps gate from above and up
+    on both sides; `alpha` asks for ``(up + 1) * gate * sigmoid(alpha * gate)`` instead (gpt-oss).
     Source: Shazeer et al., "Outrageously Large Neural Networks" (2017).
     """
     rows, chosen = experts.shape
