@@ -42,7 +42,7 @@ def import_model(source: Any, dtype: torch.dtype | None = None) -> Program:
 def _import_path(path: Path, dtype: torch.dtype | None) -> Program:
     if not path.exists():
         raise InputError(
-            f"{path} does not exist; expected the folder of a checkpoint (models are not downloaded)"
+            f"{path} does not exist; expected the folder of a checkpoint (nothing is downloaded)"
         )
     if not path.is_dir():
         raise InputError(f"{path} is a file; expected the folder of a checkpoint")

@@ -75,7 +75,6 @@ CORE = frozenset(
         A.abs.default,
         A.add.Tensor,
         A.amax.default,
-        A.arange.start_step,
         A.argmax.default,
         A.cat.default,
         A.clamp.default,
@@ -130,7 +129,6 @@ CORE = frozenset(
         A.repeat.default,
         A.reshape.default,
         A.rsqrt.default,
-        A.scaled_dot_product_attention.default,
         A.scatter.src,
         A.scatter.value,
         A.select.int,
@@ -152,15 +150,29 @@ CORE = frozenset(
 """The ATen ops of traced programs; everything else is lowered to these or refused."""
 
 
+TRANSIENT = frozenset(
+    {
+        A.arange.start_step,
+        A.scaled_dot_product_attention.default,
+        A.tril.default,
+        A.triu.default,
+    }
+)
+"""Ops that an import may pass through, of masks and positions, but not end with."""
+
+COMPLEX = frozenset({A.polar.default, A.view_as_complex.default, A.view_as_real.default})
+"""Ops that make or take complex values; see `complex_pairs`."""
+
+
 def known(target: Any) -> bool:
     """Whether a call of this overload can stand in a program, as it is or lowered."""
-    if target in LOWERINGS or target in CORE:
+    if target in LOWERINGS or target in CORE | TRANSIENT | COMPLEX:
         return True
     return getattr(target, "namespace", "") == "graftwork"
 
 
 def lower(call: Call) -> Any:
-    """The program's value for one call. Errors: `UnsupportedError` naming an op without lowering."""
+    """The program's value for one call. Errors: `UnsupportedError` naming an unknown op."""
     if call.target in LOWERINGS:
         return LOWERINGS[call.target](call)
     if known(call.target):

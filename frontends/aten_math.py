@@ -92,6 +92,16 @@ def div_mode(c: Call) -> Any:
     return c.b.call(A.div.Tensor_mode, c.args[0], c.args[1], rounding_mode=mode)
 
 
+@lowers(A.maximum.default, A.max.other)
+def maximum(c: Call) -> Any:
+    return c.b.call(A.maximum.default, c.args[0], c.args[1])
+
+
+@lowers(A.minimum.default, A.min.other)
+def minimum(c: Call) -> Any:
+    return c.b.call(A.minimum.default, c.args[0], c.args[1])
+
+
 @lowers(A.square.default)
 def square(c: Call) -> Any:
     return c.b.call(A.pow.Tensor_Scalar, c.args[0], 2)

@@ -1,4 +1,4 @@
-"""Lowerings of ops that move, select or make elements: programs say reshape, permute, slice, cat."""
+"""Lowerings of ops that move, select or make elements: reshape, permute, slice, cat, full."""
 
 from __future__ import annotations
 

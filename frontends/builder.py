@@ -1,7 +1,7 @@
 """Builds the program's function call by call, computing on weights alone whatever can be.
 
-A call whose tensor arguments are all weights (``1 + norm.weight``, the transpose of a Conv1D weight,
-a table of frequencies) becomes a new, lazily derived weight, so a program holds no constant
+A call whose tensor arguments are all weights (``1 + norm.weight``, the transpose of a Conv1D
+weight, a table of frequencies) becomes a new, lazily derived weight, so a program holds no constant
 arithmetic.
 """
 

@@ -1,8 +1,8 @@
 """What a traced program must be so that it can later run token by token over a cache.
 
-Tokens may meet in attention only. Everything else must treat each token alike, whatever its place in
-the step, so that T tokens at once and T steps of one token compute the same. The checks follow the
-axis whose size holds T through every op and refuse an op that mixes along it.
+Tokens may meet in attention only. Everything else must treat each token alike, whatever its place
+in the step, so that T tokens at once and T steps of one token compute the same. The checks follow
+the axis whose size holds T through every op and refuse an op that mixes along it.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def check_traced(fn: Function) -> None:
 
 def _problem(node: torch.fx.Node) -> str:
     target = node.target
-    if getattr(target, "namespace", "") == "aten" and target not in CORE:
-        return "is no op of programs"
     if target is A.arange.start_step:
         return "numbers the tokens of a step by itself instead of using their positions"
+    if getattr(target, "namespace", "") == "aten" and target not in CORE:
+        return "is no op of programs"
     if _symbolic(node) and target not in _TAKES_SIZES:
         return "computes with the number of tokens in a step"
     if _mixes(node):

@@ -1,6 +1,6 @@
 """Complex numbers as pairs of real values, for models that turn channels by complex products.
 
-DeepSeek-V2 and Llama 4 write rotary embedding as ``view_as_real(view_as_complex(x) * polar(1, a))``.
+DeepSeek-V2 and Llama 4 turn by ``view_as_real(view_as_complex(x) * polar(1, angle))``.
 Programs have no complex dtype, so each complex value of a trace is kept as (real, imaginary).
 """
 
@@ -55,6 +55,8 @@ _SHAPE_OPS = frozenset(
         A.unsqueeze.default,
         A.contiguous.default,
         A.to.device,
+        A.to.dtype,
+        A.to.dtype_layout,
         A._to_copy.default,
         A.clone.default,
         A.alias.default,

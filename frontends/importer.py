@@ -29,15 +29,17 @@ from .sizes import Sizes
 INPUTS = {name: TensorType.parse("i64[B,T]") for name in ("tokens", "positions")}
 """The inputs of every imported step."""
 
+A = torch.ops.aten
 _IGNORED = ("_assert", "sym_constrain_range", "_set_grad_enabled", "_log_api_usage")
 
 
 @dataclass(frozen=True)
 class Imported:
-    """An imported function, the weights it may use, and the sizes of the trace."""
+    """An imported function and the weights it may use. longest: the largest T it was traced for."""
 
     fn: Function
     weights: dict[str, Weight]
+    longest: int | None
 
 
 def import_exported(
@@ -68,7 +70,7 @@ class _Importer:
     ) -> None:
         self.exported, self.root, self.weight_of = exported, root, weight_of
         self.b = Builder("step")
-        self.sizes = Sizes({})
+        self.sizes = Sizes({}, {})
         self.env: dict[torch.fx.Node, Any] = {}
         self.inputs = {name: self.b.fn.add_input(name, type) for name, type in INPUTS.items()}
 
@@ -80,7 +82,7 @@ class _Importer:
             raise UnsupportedError("the model's first output is no tensor; expected logits")
         self.b.fn.set_outputs({"logits": logits})
         self.b.fn.graph.eliminate_dead_code()
-        return Imported(self.b.fn, self.b.weights)
+        return Imported(self.b.fn, self.b.weights, self.sizes.limits.get("T"))
 
     def bind_inputs(self) -> None:
         """Give every placeholder of the trace its input or weight."""
@@ -94,7 +96,7 @@ class _Importer:
                 name = next(names)
                 self.env[node] = self.inputs[name]
                 if name == "tokens":
-                    self.sizes = Sizes.of(node.meta["val"])
+                    self.sizes = Sizes.of(node.meta["val"], _limits(self.exported, node))
                 continue
             self.env[node] = self.b.weight(self.constant(spec.kind, str(spec.target)))
 
@@ -108,11 +110,12 @@ class _Importer:
         return Weight.of(f"constant.{strip_root(target, self.root)}", tensor.detach())
 
     def walk(self, graph: torch.fx.Graph) -> None:
-        """Lower every node of a graph of the trace."""
+        """Lower every node of a graph of the trace that its outputs need."""
+        live = _live(graph)
         for node in graph.nodes:
             if node.op == "get_attr":
                 self.env[node] = _attribute(graph, str(node.target))
-            if node.op != "call_function" or _ignored(node):
+            if node.op != "call_function" or node not in live:
                 continue
             site = site_of_trace(node, self.root)
             self.b.site = site
@@ -128,6 +131,8 @@ class _Importer:
             return self.size(fake)
         if isinstance(fake, (bool, float, torch.SymBool, torch.SymFloat)):
             return _Unusable(f"{node.target} computes a number from sizes or data while tracing")
+        if node.target is A.copy_.default:
+            return self.store(node)
         args = map_aggregate(node.args, self.value)
         kwargs = map_aggregate(node.kwargs, self.value)
         if node.target is operator.getitem:
@@ -140,6 +145,18 @@ class _Importer:
         if target is not node.target:
             self.env[node.args[0]] = result  # type: ignore[index]
         return result
+
+    def store(self, node: torch.fx.Node) -> Any:
+        """A slice of a fresh value written: the value with the slice replaced."""
+        view, part = node.args[0], self.value(node.args[1])
+        base = view.args[0]  # type: ignore[union-attr]
+        filled = Call(A.copy.default, self.b, self.sizes, (None, part), {}, node.meta["val"])
+        part = lower(filled)
+        args = (self.value(base), part, *map_aggregate(view.args[1:], self.value))  # type: ignore
+        fake = base.meta["val"]  # type: ignore[union-attr]
+        call = Call(A.slice_scatter.default, self.b, self.sizes, args, {}, fake)
+        self.env[base] = lower(call)  # type: ignore[index]
+        return part
 
     def size(self, fake: int | torch.SymInt) -> Any:
         """A size, or why it is none; an error only if something uses it."""
@@ -177,6 +194,16 @@ class _Importer:
         if isinstance(arg, _Unusable):
             raise UnsupportedError(arg.reason)
         return self.sizes.dim(arg) if isinstance(arg, torch.SymInt) else arg
+
+
+def _limits(exported: ExportedProgram, tokens: torch.fx.Node) -> dict[str, int]:
+    """The largest T of a trace, if it has one."""
+    size = tokens.meta["val"].shape[1]
+    if not isinstance(size, torch.SymInt):
+        return {}
+    ranges = exported.range_constraints
+    bound = ranges[size.node.expr].upper if size.node.expr in ranges else None
+    return {"T": int(bound)} if bound is not None and bound.is_Integer else {}
 
 
 @dataclass(frozen=True)
@@ -229,14 +256,24 @@ def _must_functionalize(graph: torch.fx.Graph) -> bool:
     Simple mutation (of a value that nothing else aliases) is handled here: it takes no time.
     """
     order: Mapping[torch.fx.Node, int] = {node: i for i, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
-        if not isinstance(node.target, torch._ops.OpOverload) or _ignored(node):
+    for node in _live(graph):
+        if not isinstance(node.target, torch._ops.OpOverload):
             continue
         if _mutable(node.target) and not _alone(node, order):
             return True
         if not known(_functional(node.target)) and not _gives_size(node):
             return True
     return False
+
+
+def _live(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """The nodes that the graph's outputs need, directly or by writing to what they read."""
+    live = {graph.output_node()}
+    for node in reversed(list(graph.nodes)):
+        if node in live or (_mutable(node.target) and not _ignored(node)):
+            live.add(node)
+            live.update(node.all_input_nodes)
+    return live
 
 
 def _gives_size(node: torch.fx.Node) -> bool:
@@ -248,6 +285,10 @@ def _alone(node: torch.fx.Node, order: Mapping[torch.fx.Node, int]) -> bool:
     if not node.target._schema.name.endswith("_"):  # type: ignore[union-attr]
         return False
     source = node.args[0]
+    if node.target is A.copy_.default:
+        if source.target is not A.slice.Tensor or len(source.users) > 1:  # type: ignore[union-attr]
+            return False
+        source = source.args[0]  # type: ignore[union-attr]
     if not isinstance(source, torch.fx.Node) or _is_view(source):
         return False
     views = [user for user in source.users if _is_view(user) and order[user] < order[node]]

@@ -1,8 +1,8 @@
 """Put markers on the residual stream at every block's attention and MLP boundary.
 
-The residual stream is found in the graph, not by module names: its values *dominate* the logits (all
-paths from the tokens to the logits run through them), and a block's boundary is a sum of two values
-[B,T,H] that dominates the logits: what went around the branch and what came out of it.
+The residual stream is found in the graph, not by module names: its values *dominate* the logits
+(all paths from the tokens to the logits run through them), and a block's boundary is a sum of two
+values [B,T,H] that dominates the logits: what went around the branch and what came out of it.
 
 Before::
 
@@ -23,13 +23,14 @@ Refuses, naming the layer, a model with several residual streams.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import networkx as nx
 import torch
 import torch.fx
 
-from ..ir import Function, Site, UnsupportedError, site_of, type_of
+from ..ir import Function, Site, TensorType, UnsupportedError, site_of, type_of
 
 A, G = torch.ops.aten, torch.ops.graftwork
 
@@ -47,54 +48,66 @@ def mark_hidden(fn: Function) -> int:
             "models made of attention blocks"
         )
     order = {node: index for index, node in enumerate(fn)}
-    segments = _segments(spine, attentions, order)
-    stream = [node for segment in segments for node in segment if _is_sum(node)]
-    hidden = type_of(stream[-1]) if stream else None
-    boundaries = []
-    for block, segment in enumerate(segments):
-        sums = [node for node in segment if _is_sum(node) and type_of(node) == hidden]
+    hidden = _stream_type(spine)
+    blocks = []
+    for segment in _segments(spine, attentions, order):
+        sums = [i for i, node in enumerate(segment) if _is_sum(node, hidden)]
         if not sums:
             raise UnsupportedError(
-                f"block {block} ({_place(attentions, block)}): its output is not one residual "
-                "stream [B,T,H]; models with several streams are not supported yet"
+                f"block {len(blocks)} ({_place(attentions, len(blocks))}): its output is not one "
+                "residual stream [B,T,H]; models with several streams are not supported yet"
             )
-        boundaries.append((segment, sums))
-    _insert_all(fn, spine, order, attentions[0], boundaries)
-    return len(boundaries)
-
-
-def _insert_all(
-    fn: Function,
-    spine: list[torch.fx.Node],
-    order: dict[torch.fx.Node, int],
-    first: torch.fx.Node,
-    boundaries: list[tuple[list[torch.fx.Node], list[torch.fx.Node]]],
-) -> None:
-    hidden = type_of(boundaries[-1][1][-1])
-    ahead = [n for n in spine if order[n] < order[first] and type_of(n) == hidden]
+        blocks.append(_Block(segment, sums))
+    ahead = [n for n in spine if order[n] < order[attentions[0]] and type_of(n) == hidden]
     if ahead:
         _insert(fn, ahead[-1], -1, "embedding")
-    trail = _trail(boundaries)
-    for block, (segment, sums) in enumerate(boundaries):
-        if len(sums) > 1:
-            _insert(fn, _behind(segment, sums[0], trail), block, "attention")
-        _insert(fn, _behind(segment, sums[-1], trail), block, "block")
+    trail = _trail(blocks, hidden)
+    for index, block in enumerate(blocks):
+        if len(block.sums) > 1:
+            stop = block.sums[1]
+            _insert(fn, _last(block.nodes[block.sums[0] : stop], hidden), index, "attention")
+        stop = block.sums[-1] + trail + 1
+        _insert(fn, _last(block.nodes[block.sums[-1] : stop], hidden), index, "block")
+    return len(blocks)
 
 
-def _trail(boundaries: list[tuple[list[torch.fx.Node], list[torch.fx.Node]]]) -> int:
-    """How many values of the stream follow a block's last sum before the next block begins.
+@dataclass(frozen=True)
+class _Block:
+    """A block's stretch of the spine, and where in it the sums are."""
+
+    nodes: list[torch.fx.Node]
+    sums: list[int]
+
+
+def _trail(blocks: list[_Block], hidden: TensorType) -> int:
+    """How many values of the spine follow a block's last sum before the next block begins.
 
     None where blocks normalise what they read; the normalisation where they normalise what they
-    write. The last block tells nothing: the model's final norm follows it.
+    write. The last block cannot tell: the model's final norm follows it.
     """
-    if len(boundaries) < 2:
-        return 0
-    segment, sums = boundaries[0]
-    return len(segment) - 1 - segment.index(sums[-1])
+    first = blocks[0]
+    if len(blocks) > 1:
+        return len(first.nodes) - 1 - first.sums[-1]
+    after = first.nodes[first.sums[-1] :]
+    return next(i for i, node in enumerate(after) if type_of(node) == hidden)
 
 
-def _behind(segment: list[torch.fx.Node], node: torch.fx.Node, trail: int) -> torch.fx.Node:
-    return segment[min(segment.index(node) + trail, len(segment) - 1)]
+def _last(nodes: list[torch.fx.Node], hidden: TensorType) -> torch.fx.Node:
+    """The last value of the stream's type among these."""
+    return [node for node in nodes if type_of(node) == hidden][-1]
+
+
+def _stream_type(spine: list[torch.fx.Node]) -> TensorType:
+    """The type [B,T,H] of what the last sum of the spine computes.
+
+    Errors: `UnsupportedError` if no sum dominates the logits.
+    """
+    for node in reversed(spine[1:]):
+        dims = type_of(node).dims
+        if node.target is A.add.Tensor and _is_sum(node, TensorType(type_of(node).dtype, dims)):
+            batch_and_tokens = type_of(spine[0]).dims
+            return TensorType(type_of(node).dtype, (*batch_and_tokens, dims[-1]))
+    raise UnsupportedError("the model has no residual stream: no sum runs through every path")
 
 
 def _spine(fn: Function) -> list[torch.fx.Node]:
@@ -119,22 +132,22 @@ def _segments(
 
     Two attentions with no spine between them (differential attention) belong to one block.
     """
-    starts = [order[node] for node in attentions]
     segments = []
-    for start, stop in pairwise([*starts, len(order)]):
+    for start, stop in pairwise([*(order[node] for node in attentions), len(order)]):
         segment = [node for node in spine if start < order[node] < stop]
-        if any(_is_sum(node) for node in segment):
+        if segment:
             segments.append(segment)
     return segments
 
 
-def _is_sum(node: torch.fx.Node) -> bool:
-    """Whether a node adds two computed values of one type [B,T,H]."""
-    if node.target is not A.add.Tensor or len(type_of(node).dims) != 3:
-        return False
+def _is_sum(node: torch.fx.Node, hidden: TensorType) -> bool:
+    """Whether a node adds two computed values of the stream [B,T,H] or [B*T,H]."""
     parts = [arg for arg in node.args[:2] if isinstance(arg, torch.fx.Node)]
     computed = [part for part in parts if part.op == "call_function"]
-    return len(computed) == 2 and all(type_of(part) == type_of(node) for part in computed)
+    if node.target is not A.add.Tensor or len(computed) != 2:
+        return False
+    same = type_of(node).dims[-1] == hidden.dims[-1]
+    return same and all(type_of(part) == type_of(node) for part in computed)
 
 
 def _insert(fn: Function, node: torch.fx.Node, layer: int, point: str) -> None:

@@ -1,4 +1,4 @@
-"""Give every attention a layer number of its own: it will name the cache that the attention owns."""
+"""Give every attention a layer number of its own: it names the cache that it will own."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from .check import check_traced
 from .importer import Imported, import_exported
 from .mark_hidden import mark_hidden
 from .number_layers import number_layers
+from .positions import tabulate_positions
 from .raise_attention import raise_attention
 
 
@@ -34,10 +35,11 @@ def build_program(
     """
     imported = import_exported(source.exported, source.root, source.weight_of)
     raise_attention(imported)
+    context = tabulate_positions(imported, info.context)
     number_layers(imported.fn)
     check_traced(imported.fn)
     mark_hidden(imported.fn)
-    info = replace(info, vocab_size=_vocabulary(imported, name))
+    info = replace(info, vocab_size=_vocabulary(imported, name), context=context)
     weights = WeightStore(imported.weights)
     return Program(name, {"step": imported.fn}, weights, info, assets=dict(assets)).pruned()
 

@@ -12,8 +12,9 @@ After::
     %y = graftwork.attention(%q, %k, %v, None, @slopes, layer=0, scale=0.125, window=5)
 
 What happens between the scores and the softmax is not matched op by op: it is *run*, with zeros and
-ones in place of the scores, and must turn out as scale * scores + ALiBi on a causal (sliding) window.
-So it does not matter how a model spells its mask. ``scaled_dot_product_attention`` is raised alike.
+ones in place of the scores, and must turn out as scale * scores + ALiBi on a causal (sliding)
+window. So it does not matter how a model spells its mask. ``scaled_dot_product_attention`` is
+raised alike.
 Refuses, naming module and line: masks that are not causal, biases that are not ALiBi, scores that
 are not scaled linearly.
 """
@@ -27,9 +28,9 @@ import torch
 import torch.fx
 from torch.fx.node import map_aggregate
 
-from ..ir import Dim, Function, Sym, UnsupportedError, Weight, site_of, type_of
-from .builder import tensors_in
+from ..ir import Dim, Function, Site, Sym, UnsupportedError, Weight, site_of, type_of
 from .importer import Imported
+from .regions import needed_for, reached_from
 
 A, G = torch.ops.aten, torch.ops.graftwork
 _BATCH, _TOKENS = 2, 12
@@ -49,20 +50,12 @@ class Scores:
 def raise_attention(imported: Imported) -> None:
     """Replace every hand-written attention of the function, in place."""
     fn = imported.fn
-    reach = _reached(fn, fn.input("tokens"))
+    reach = reached_from(fn, fn.input("tokens"))
     for node in fn.calls(A._softmax.default):
         _raise_softmax(imported, node, reach)
     for node in fn.calls(A.scaled_dot_product_attention.default):
         _raise_fused(imported, node, reach)
     fn.graph.eliminate_dead_code()
-
-
-def _reached(fn: Function, source: torch.fx.Node) -> set[torch.fx.Node]:
-    reached = {source}
-    for node in fn.calls():
-        if any(arg in reached for arg in node.all_input_nodes):
-            reached.add(node)
-    return reached
 
 
 def _raise_softmax(imported: Imported, softmax: torch.fx.Node, reach: set[torch.fx.Node]) -> None:
@@ -80,6 +73,7 @@ def _raise_softmax(imported: Imported, softmax: torch.fx.Node, reach: set[torch.
         axes[-2:] = axes[-2:][::-1]
         k = _permute(fn, k_transposed, axes)  # type: ignore[arg-type]
         out = _attention(imported, (q, k, v), described, site)
+        out = _shaped(fn, out, product)
     product.replace_all_uses_with(out)
 
 
@@ -137,7 +131,7 @@ def _run_between(
             return values[arg]
         return arg.evaluate(sizes.__getitem__) if isinstance(arg, Sym) else arg
 
-    for node in _needed(end, values):
+    for node in needed_for(end, values):
         if node.op == "get_attr":
             values[node] = imported.weights[str(node.target)].load()
             continue
@@ -145,19 +139,6 @@ def _run_between(
         values[node] = node.target(*args, **kwargs)  # type: ignore[operator, misc]
     result: torch.Tensor = values[end]
     return result
-
-
-def _needed(end: torch.fx.Node, known: dict[torch.fx.Node, Any]) -> list[torch.fx.Node]:
-    """The nodes to run for `end`, in graph order, given some values."""
-    wanted: set[torch.fx.Node] = set()
-    stack = [end]
-    while stack:
-        node = stack.pop()
-        if node in known or node in wanted:
-            continue
-        wanted.add(node)
-        stack.extend(node.all_input_nodes)
-    return [node for node in end.graph.nodes if node in wanted]
 
 
 def _recognise(outputs: list[torch.Tensor], node: torch.fx.Node) -> Scores:
@@ -221,7 +202,9 @@ def _raise_fused(imported: Imported, node: torch.fx.Node, reach: set[torch.fx.No
     described = Scores(scale, described.window, described.slopes)
     with imported.fn.graph.inserting_before(node):
         out = _attention(imported, (q, k, v), described, site_of(node))
+        out = _shaped(imported.fn, out, node)
     node.replace_all_uses_with(out)
+    imported.fn.graph.erase_node(node)  # torch counts it as random, so dead code removal keeps it
 
 
 def _masked(imported: Imported, mask: torch.fx.Node, reach: set[torch.fx.Node]) -> Scores:
@@ -238,30 +221,28 @@ def _masked(imported: Imported, mask: torch.fx.Node, reach: set[torch.fx.Node]) 
 
 
 def _attention(
-    imported: Imported, qkv: tuple[Any, Any, Any], described: Scores, site: Any
+    imported: Imported, qkv: tuple[Any, Any, Any], described: Scores, site: Site
 ) -> torch.fx.Node:
-    """The op for q, k, v of rank 3 [B*H,T,D] or 4 [B,H,T,D], in the rank that they had."""
+    """The op for q, k, v, each [B,H,T,D] or [B*H,T,D]; the result is [B,H,T,E]."""
     fn = imported.fn
-    q, k, v = qkv
-    folded = len(type_of(q).dims) == 3
-    heads = _heads(q) if folded else type_of(q).dims[1]
-    if folded:
-        q, k, v = (_unfold(fn, x, heads, site) for x in (q, k, v))
-    groups = {_group(k), _group(v)}
-    if len(groups) == 1:
-        k, v = (_ungrouped(x) for x in (k, v))
+    heads = next((type_of(x).dims[1] for x in qkv if len(type_of(x).dims) == 4), None)
+    heads = _heads(qkv[0]) if heads is None else heads
+    q, k, v = (_unfold(fn, x, heads, site) for x in qkv)
+    if _repeats(k) == _repeats(v):
+        k, v = _ungrouped(fn, k), _ungrouped(fn, v)
     extra: dict[str, Any] = {} if described.window is None else {"window": described.window}
     args = [q, k, v]
     if described.slopes is not None:
         args += [None, _slopes_weight(imported, described.slopes)]
-    layer = len(fn.calls(G.attention.default))
-    out = fn.call(
-        G.attention.default, *args, layer=layer, scale=described.scale, site=site, **extra
-    )
-    if not folded:
+    return fn.call(G.attention.default, *args, layer=0, scale=described.scale, site=site, **extra)
+
+
+def _shaped(fn: Function, out: torch.fx.Node, like: torch.fx.Node) -> torch.fx.Node:
+    """The result in the dims that the product with the values had."""
+    dims = list(type_of(like).dims)
+    if dims == list(type_of(out).dims):
         return out
-    dims = type_of(out).dims
-    return fn.call(A.reshape.default, out, [dims[0] * dims[1], *dims[2:]], site=site)  # type: ignore
+    return fn.call(A.reshape.default, out, dims, site=site_of(like))
 
 
 def _slopes_weight(imported: Imported, slopes: torch.Tensor) -> torch.fx.Node:
@@ -286,35 +267,68 @@ def _heads(q: torch.fx.Node) -> Dim:
     return heads
 
 
-def _unfold(fn: Function, x: torch.fx.Node, heads: Dim, site: Any) -> torch.fx.Node:
+def _unfold(fn: Function, x: torch.fx.Node, heads: Dim, site: Site) -> torch.fx.Node:
+    """[B*H,T,D] as [B,H,T,D]."""
+    if len(type_of(x).dims) == 4:
+        return x
     shape = [Sym("B"), heads, *type_of(x).dims[1:]]
     if x.target is A.reshape.default and list(type_of(x.args[0]).dims) == shape:  # type: ignore
         return x.args[0]  # type: ignore[return-value]
     return fn.call(A.reshape.default, x, shape, site=site)
 
 
-def _group(x: torch.fx.Node) -> int:
-    """How often each head of [B,H,T,D] is repeated, 1 if they are all different."""
-    source = _ungrouped(x)
-    if source is x:
-        return 1
-    return int(type_of(x).dims[1]) // int(type_of(source).dims[1])  # type: ignore[arg-type]
+@dataclass(frozen=True)
+class _Repeated:
+    """Heads that were repeated for grouped-query attention.
+
+    source: before the repetition. axis: the head axis of `source`. order: the permutation that
+    followed, or None.
+    """
+
+    source: torch.fx.Node
+    times: int
+    axis: int
+    order: list[int] | None
 
 
-def _ungrouped(x: torch.fx.Node) -> torch.fx.Node:
-    """The heads before they were repeated for grouped-query attention."""
-    if x.target is not A.reshape.default:
-        return x
-    wide = x.args[0]
+def _find_repeated(x: torch.fx.Node) -> _Repeated | None:
+    """See through reshape(expand(x[:, :, None])), and a permutation behind it."""
+    order: list[int] | None = None
+    if x.target is A.permute.default:
+        order = list(x.args[1])  # type: ignore[arg-type]
+        x = x.args[0]  # type: ignore[assignment]
+    wide = x.args[0] if x.target is A.reshape.default else None
     if not isinstance(wide, torch.fx.Node) or wide.target is not A.expand.default:
+        return None
+    narrow: torch.fx.Node = wide.args[0]  # type: ignore[assignment]
+    before, after = type_of(narrow).dims, type_of(wide).dims
+    changed = [axis for axis in range(len(after)) if before[axis] != after[axis]]
+    if len(changed) != 1 or len(after) != 5:
+        return None
+    axis, times = changed[0] - 1, after[changed[0]]
+    merged = [*after[:axis], after[axis] * times, *after[changed[0] + 1 :]]  # type: ignore
+    if axis != (order[1] if order else 1) or merged != list(type_of(x).dims):
+        return None
+    return _Repeated(narrow, int(times), axis, order)  # type: ignore[arg-type]
+
+
+def _repeats(x: torch.fx.Node) -> int:
+    """How often each head of x [B,H,T,D] is repeated; 1 if they are all different."""
+    found = _find_repeated(x)
+    return 1 if found is None else found.times
+
+
+def _ungrouped(fn: Function, x: torch.fx.Node) -> torch.fx.Node:
+    """The heads before they were repeated."""
+    found = _find_repeated(x)
+    if found is None:
         return x
-    narrow = wide.args[0]
-    dims = list(type_of(narrow).dims)  # type: ignore[arg-type]
-    repeated = len(dims) == 5 and dims[2] == 1 and list(type_of(wide).dims[:2]) == dims[:2]
-    if not repeated or narrow.target not in (A.unsqueeze.default, A.reshape.default):  # type: ignore
-        return x
-    source = narrow.args[0]  # type: ignore[union-attr]
-    return source if list(type_of(source).dims) == dims[:2] + dims[3:] else x  # type: ignore
+    dims = list(type_of(found.source).dims)
+    del dims[found.axis + 1]
+    out = fn.call(A.reshape.default, found.source, dims, site=site_of(x))
+    if found.order is None:
+        return out
+    return fn.call(A.permute.default, out, found.order, site=site_of(x))
 
 
 def _permute(fn: Function, x: torch.fx.Node, axes: list[int]) -> torch.fx.Node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,16 +13,30 @@ from ..ir import Dim, InputError, UnsupportedError, make_dim
 
 
 class Sizes:
-    """Translates the SymInts of one trace. names: symbol of the trace -> name in the program."""
+    """Translates the SymInts of one trace. names: symbol of the trace -> name in the program.
 
-    def __init__(self, names: Mapping[Any, str]) -> None:
+    limits: the largest value of each name, where it is known.
+    """
+
+    def __init__(self, names: Mapping[Any, str], limits: Mapping[str, int]) -> None:
         self.names = {symbol: sympy.Symbol(name) for symbol, name in names.items()}
+        self.limits = dict(limits)
 
     @classmethod
-    def of(cls, tokens: torch.Tensor) -> Sizes:
-        """Sizes named after the dims of the traced token ids [B,T]."""
-        dims = zip(tokens.shape, ("B", "T"), strict=True)
-        return cls({_expr(size): name for size, name in dims if isinstance(size, torch.SymInt)})
+    def of(cls, tokens: torch.Tensor, limits: Mapping[str, int]) -> Sizes:
+        """Sizes named after the dims of the traced token ids [B,T].
+
+        Errors: `UnsupportedError` if the trace fixed one of them.
+        """
+        names = {}
+        for size, name in zip(tokens.shape, ("B", "T"), strict=True):
+            if not isinstance(size, torch.SymInt):
+                raise UnsupportedError(
+                    f"the model runs for {name} = {size} only; expected any batch B and any number "
+                    "of tokens T (a loop over tokens cannot be traced)"
+                )
+            names[_expr(size)] = name
+        return cls(names, limits)
 
     def dim(self, size: int | torch.SymInt) -> Dim:
         """One size. Errors: `UnsupportedError` if it depends on data or is no polynomial."""
@@ -34,13 +49,31 @@ class Sizes:
                 f"the size {expr} depends on the values of tensors ({', '.join(unknown)}); "
                 "expected sizes that follow from the batch and the number of tokens"
             )
-        renamed = sympy.expand(expr.subs(self.names))
+        renamed = sympy.expand(expr.subs(self.names).replace(_is_extremum, self._choose))
         try:
             return make_dim(renamed)
         except InputError as error:
             raise UnsupportedError(
                 f"the size {renamed} is no polynomial in the batch and the number of tokens"
             ) from error
+
+    def _choose(self, expr: Any) -> Any:
+        """The argument of a Max or Min that is the largest (smallest) for all sizes allowed."""
+        sign = 1 if expr.func.__name__ == "Max" else -1
+        for chosen in expr.args:
+            gaps = [sign * (chosen - other) for other in expr.args]
+            if all(self._nonnegative(gap) for gap in gaps):
+                return chosen
+        return expr
+
+    def _nonnegative(self, expr: Any) -> bool:
+        """Whether a linear expression is never negative: it is not at the ends of every range."""
+        symbols = sorted(expr.free_symbols, key=str)
+        if any(sympy.degree(expr, s) > 1 for s in symbols):
+            return False
+        ends = [(1, self.limits.get(s.name, 2**30)) for s in symbols]
+        corners = itertools.product(*ends)
+        return all(expr.subs(dict(zip(symbols, c, strict=True))) >= 0 for c in corners)
 
     def shape(self, tensor: torch.Tensor) -> list[Dim]:
         """All dims of a traced tensor."""
@@ -53,6 +86,10 @@ class Sizes:
         if isinstance(item, Sequence) and not isinstance(item, str):
             return [self.value(part) for part in item]
         return item
+
+
+def _is_extremum(expr: Any) -> bool:
+    return expr.func.__name__ in ("Max", "Min")
 
 
 def _expr(size: int | torch.SymInt) -> Any:

@@ -68,24 +68,27 @@ def twin_of(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -
 
 
 def export(
-    wrapper: nn.Module, mode: FakeTensorMode, context: int, name: str, inputs: int = 2
+    wrapper: nn.Module, mode: FakeTensorMode, context: int | None, name: str, inputs: int = 2
 ) -> ExportedProgram:
     """The trace of a module that maps `inputs` tensors i64[B,T] to logits.
 
-    wrapper: its attribute ``model`` is the model. context: the largest T. name: the model, for
-    errors. Errors: `UnsupportedError` saying in which module and line tracing stopped.
+    wrapper: its attribute ``model`` is the model. context: the largest T, None to find it out from
+    what the model does. name: the model, for errors. Errors: `UnsupportedError` saying in which
+    module and line tracing stopped.
     """
     with mode:
-        example = torch.zeros(_BATCH, min(_TOKENS, context), dtype=torch.long)
+        example = torch.zeros(_BATCH, _TOKENS, dtype=torch.long)
         arguments = tuple(example.clone() for _ in range(inputs))
-    sizes = {0: Dim("B", min=1, max=2**16), 1: Dim("T", min=1, max=context)}
+    sizes = {0: Dim.AUTO, 1: Dim.AUTO}
+    if context is not None:
+        # One below the context: models compare T with the length of their tables, to skip a slice.
+        longest = max(context - 1, _TOKENS)
+        sizes = {0: Dim("B", min=1, max=2**16), 1: Dim("T", min=1, max=longest)}
     try:
         with _quiet(), torch.no_grad():
             return torch.export.export(
                 wrapper, arguments, dynamic_shapes=(sizes,) * inputs, strict=False
             )
-    except GraftworkError:
-        raise
     except Exception as error:  # tracing runs the model's code, which raises whatever it likes
         raise UnsupportedError(_explain(name, wrapper, error)) from error
 
@@ -107,7 +110,7 @@ def _quiet() -> Iterator[None]:
 def _explain(name: str, wrapper: nn.Module, error: Exception) -> str:
     """Which module and line of the model a failed trace stopped at, and why."""
     paths = {module: path for path, module in wrapper.named_modules()}
-    place, line = "", ""
+    place = line = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         owner = frame.f_locals.get("self")
         if not isinstance(owner, nn.Module) or paths.get(owner, "") in ("", "model"):
@@ -115,10 +118,13 @@ def _explain(name: str, wrapper: nn.Module, error: Exception) -> str:
         place = paths[owner].removeprefix("model.")
         code = linecache.getline(frame.f_code.co_filename, number).strip()
         line = f" at {PurePath(frame.f_code.co_filename).name}:{number}: {code}"
-    reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    if "specialized" in str(error):
-        reason = "it runs Python code for each token (a loop over the sequence); " + reason
     where = f" in module {place}{line}" if place else ""
+    if isinstance(error, GraftworkError):
+        return f"cannot import {name}{where}: {error}"
+    lines = [text.strip(" -") for text in str(error).splitlines() if text.strip()]
+    reason = f"{type(error).__name__}: {' '.join(lines[:2])}"
+    if "specialized" in reason:
+        reason = f"it runs Python code for each token (a loop over the sequence); {reason}"
     return (
         f"cannot trace {name}{where}: {reason}. Expected a causal language model whose graph does "
         "not depend on the data; such models are not supported yet"

@@ -1,8 +1,8 @@
 """A checkpoint folder as lazy weights under the names of the model's parameters.
 
 Checkpoints on disk do not always hold what the model's code calls its parameters: names changed, a
-base model has no prefix, every expert of a layer is a tensor of its own. transformers keeps rules for
-that (`conversion_mapping`); they are applied here to *names* only, and to tensors when somebody
+base model has no prefix, every expert of a layer is a tensor of its own. transformers keeps rules
+for that (`conversion_mapping`); they are applied here to *names* only, and to tensors when somebody
 loads the weight.
 """
 
@@ -83,8 +83,8 @@ class Checkpoint:
         if missing:
             listing = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
             raise InputError(
-                f"{folder}: the checkpoint lacks {len(missing)} of the {len(self.expected)} tensors "
-                f"that {type(twin).__name__} has: {listing}"
+                f"{folder}: the checkpoint lacks {len(missing)} of the {len(self.expected)} "
+                f"tensors that {type(twin).__name__} has: {listing}"
             )
 
     def _assign(self, name: str, path: Path) -> None:

@@ -207,7 +207,7 @@ def _info(config: Any, generation: Any) -> ModelInfo:
 
 
 def _context(config: Any) -> int:
-    """Positions the model supports; models without a limit (ALiBi) say what they were trained on."""
+    """Positions the model supports; models without a limit may say how they were trained."""
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:

@@ -51,6 +51,11 @@ class MaskKind:
     window: int | None = None
     chunk: int | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the model computes with its attention mask (its {name}), so attention is not plain"
+        )
+
 
 def mask_kind(*args: Any, mask_function: Callable[..., Any], **kwargs: Any) -> MaskKind:
     """Registered as a mask builder: reads the rules of a mask off transformers' mask function."""
@@ -116,7 +121,7 @@ def attention_forward(
     out = torch.ops.graftwork.attention(
         query, key, value, s_aux, layer=_layer(module), scale=scale, **options
     )
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _context(module: nn.Module) -> int:

@@ -1,0 +1,175 @@
+"""Give positions to models that number the tokens of a step themselves.
+
+Before::
+
+    %p = aten.arange.start_step(0, T, 1)             what the model computes from it needs no tokens
+    %e = aten.embedding.default(@wpe.weight, %p)     f32[T,H]
+    %x = aten.add.Tensor(%tok, %e)
+
+After::
+
+    %e = aten.embedding.default(@position.0, %positions)   f32[B,T,H], @position.0: f32[C,H]
+    %x = aten.add.Tensor(%tok, %e)
+
+A value that depends on T but on no token (a slice of a table, an arange, angles) is computed once
+for all positions of the context, as a derived weight, and looked up by position where it first
+meets the tokens. So a step may begin at any position of each sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx.node import map_aggregate
+
+from ..ir import Dim, Sym, TensorType, UnsupportedError, Weight, derive, site_of, type_of
+from .importer import Imported
+from .regions import needed_for, reached_from
+
+A = torch.ops.aten
+T = Sym("T")
+
+
+def tabulate_positions(imported: Imported, context: int) -> int:
+    """Replace position-dependent values in place; returns for how many positions there are rows.
+
+    context: positions to tabulate at most; learned position embeddings may have fewer. Errors:
+    `UnsupportedError` for values with T on two axes (masks that no attention took) and for uses
+    that are not elementwise.
+    """
+    fn = imported.fn
+    by_tokens = reached_from(fn, fn.input("tokens"))
+    by_positions = reached_from(fn, fn.input("positions"))
+    numbered = [
+        node
+        for node in fn.calls()
+        if node not in by_tokens and node not in by_positions and _numbers_tokens(node)
+    ]
+    context = min([context, *(_rows(node) for node in numbered if node.target in _LOOK_UPS)])
+    tables = 0
+    for node in numbered:
+        users = [user for user in node.users if user in by_tokens]
+        if users:
+            table = _table(imported, node, tables, context)
+            tables += 1
+            for user in users:
+                _look_up(imported, node, user, table)
+    fn.graph.eliminate_dead_code()
+    return context
+
+
+_LOOK_UPS = (A.embedding.default,)
+
+
+def _rows(node: torch.fx.Node) -> int:
+    """Positions that a learned embedding has rows for; the first ones may be reserved."""
+    table, index = node.args
+    region = needed_for(index, {})  # type: ignore[arg-type]
+    if any(part.op != "call_function" for part in region):
+        return int(type_of(table).dims[0])  # type: ignore[arg-type]
+    values: dict[torch.fx.Node, Any] = {}
+    for part in region:
+        args, kwargs = _bind((part.args, part.kwargs), values, {"B": 1, "T": 1})
+        values[part] = part.target(*args, **kwargs)  # type: ignore[operator]
+    return int(type_of(table).dims[0]) - int(values[index].flatten()[0])  # type: ignore
+
+
+def _numbers_tokens(node: torch.fx.Node) -> bool:
+    """Whether the value differs from token to token: behind it is an arange or a slice up to T."""
+    if not isinstance(node.meta["type"], TensorType) or not _has_tokens(type_of(node)):
+        return False
+    sources = (A.arange.start_step, A.slice.Tensor)
+    region = needed_for(node, {})
+    return any(part.target in sources and _has_tokens(type_of(part)) for part in region)
+
+
+def _has_tokens(value: TensorType) -> bool:
+    return any(isinstance(dim, Sym) and "T" in dim.symbols for dim in value.dims)
+
+
+def _table(imported: Imported, node: torch.fx.Node, index: int, context: int) -> Weight:
+    """The value for positions 0..context-1: one row each, the other axes flattened."""
+    dims = type_of(node).dims
+    if sum(dim == T for dim in dims) != 1 or any(_unclear(dim) for dim in dims):
+        raise UnsupportedError(
+            f"{_at(node)}: {node.target} makes {type_of(node)} from the number of tokens; expected "
+            "one value for each position"
+        )
+    axis, sizes = dims.index(T), {"B": 1, "T": context}
+    region = needed_for(node, {})
+    sources = [n for n in region if n.op == "get_attr"]
+    # The graph forgets the arguments of nodes that it loses, so they are noted here.
+    calls = [(n, n.target, n.args, n.kwargs) for n in region if n.op != "get_attr"]
+
+    def compute(*tensors: torch.Tensor) -> torch.Tensor:
+        values: dict[torch.fx.Node, Any] = dict(zip(sources, tensors, strict=True))
+        for part, target, args, kwargs in calls:
+            bound_args, bound_kwargs = _bind((args, kwargs), values, sizes)
+            values[part] = target(*bound_args, **bound_kwargs)  # type: ignore[operator]
+        table: torch.Tensor = values[node]
+        return table.movedim(axis, 0).reshape(context, -1).contiguous()
+
+    width = 1
+    for dim in dims:
+        width *= dim if isinstance(dim, int) else 1
+    row = TensorType(type_of(node).dtype, (context, width))
+    inputs = [imported.weights[str(source.target)] for source in sources]
+    weight = derive(f"position.{index}", row, compute, *inputs)
+    imported.weights[weight.name] = weight
+    return weight
+
+
+def _unclear(dim: Dim) -> bool:
+    return isinstance(dim, Sym) and dim not in (T, Sym("B"))
+
+
+def _bind(arguments: Any, values: Mapping[torch.fx.Node, Any], sizes: Mapping[str, int]) -> Any:
+    """Arguments with values for nodes and numbers for symbols."""
+
+    def bound(arg: Any) -> Any:
+        if isinstance(arg, torch.fx.Node):
+            return values[arg]
+        return arg.evaluate(sizes.__getitem__) if isinstance(arg, Sym) else arg
+
+    return map_aggregate(arguments, bound)
+
+
+_ELEMENTWISE = (
+    A.add.Tensor,
+    A.sub.Tensor,
+    A.mul.Tensor,
+    A.div.Tensor,
+    A.where.self,
+    A.maximum.default,
+    A.minimum.default,
+)
+
+
+def _look_up(imported: Imported, node: torch.fx.Node, user: torch.fx.Node, table: Weight) -> None:
+    """Use the table's rows, shaped so that they broadcast as the value did."""
+    fn = imported.fn
+    dims = type_of(node).dims
+    padded: Sequence[Dim] = (1,) * (len(type_of(user).dims) - len(dims)) + dims
+    axis = padded.index(T)
+    if user.target not in _ELEMENTWISE or axis == 0:
+        raise UnsupportedError(
+            f"{_at(user)}: {user.target} uses a value that depends on positions; expected an "
+            "elementwise op on [B,...,T,...]"
+        )
+    site = site_of(node)
+    between, behind = list(padded[1:axis]), list(padded[axis + 1 :])
+    with fn.graph.inserting_before(user):
+        rows = fn.call(A.embedding.default, fn.weight(table), fn.input("positions"), site=site)
+        value = fn.call(A.reshape.default, rows, [Sym("B"), T, *between, *behind], site=site)
+        if between:
+            order = [0, *range(2, axis + 1), 1, *range(axis + 1, len(padded))]
+            value = fn.call(A.permute.default, value, order, site=site)
+    user.replace_input_with(node, value)
+
+
+def _at(node: torch.fx.Node) -> str:
+    site = site_of(node)
+    return f"module {site.module} ({site.line})" if site else f"%{node.name}"

@@ -1,0 +1,93 @@
+"""Plain modules that map token ids to logits, as programs."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from ...ir import ModelInfo, Program, TensorType, UnsupportedError, Weight
+from ..program import Source, build_program
+from ..trace import export, fake_mode, twin_of
+
+_POSITIONS = ("positions", "position_ids", "pos_ids")
+_CONTEXT = (
+    "block_size",
+    "context",
+    "context_length",
+    "max_position_embeddings",
+    "max_seq_len",
+    "n_ctx",
+    "n_positions",
+)
+_DEFAULT_CONTEXT = 2048
+
+
+def import_module(module: nn.Module, dtype: torch.dtype | None = None) -> Program:
+    """A module as a program that shares its weights.
+
+    module: ``forward(tokens: i64[B,T]) -> logits [B,T,V]`` (or a tuple or dict whose first or
+    "logits" entry they are), made of causal attention blocks; it may take positions i64[B,T] under
+    one of the names ``positions``, ``position_ids``, ``pos_ids``. The context is read from a
+    ``block_size``, ``max_seq_len``, ... of the module or its ``config``, else from what the trace
+    allows, else 2048 tokens. dtype: of the floating weights; None keeps them.
+    Errors: `UnsupportedError` naming module, line and op of what cannot be imported.
+    """
+    mode = fake_mode()
+    twin = twin_of(module, mode, dtype)
+    name = type(module).__name__
+    wrapper = _Wrapper(twin)
+    exported = export(wrapper, mode, None, name, inputs=2 if wrapper.positions else 1)
+    held: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    held.update(module.named_buffers(remove_duplicate=False))
+    wanted = {key: p.dtype for key, p in twin.named_parameters(remove_duplicate=False)}
+
+    def weight_of(key: str) -> Weight:
+        tensor = held[key].detach()
+        weight = Weight(key, TensorType.of(tensor), lambda: tensor.cpu())
+        return weight.cast(wanted.get(key, tensor.dtype))
+
+    info = ModelInfo(model_type=name, vocab_size=0, context=_context(module, exported))
+    return build_program(name, Source(exported, "model", weight_of), info, {})
+
+
+class _Wrapper(nn.Module):
+    """Token ids (and positions) [B,T] to logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        parameters = inspect.signature(model.forward).parameters
+        self.positions = next((name for name in _POSITIONS if name in parameters), None)
+
+    def forward(self, tokens: torch.Tensor, *positions: torch.Tensor) -> torch.Tensor:
+        extra = dict(zip((self.positions,), positions, strict=False)) if self.positions else {}
+        return _logits(self.model(tokens, **extra))  # type: ignore[arg-type]
+
+
+def _logits(out: Any) -> torch.Tensor:
+    if isinstance(out, dict):
+        out = out.get("logits")
+    elif isinstance(out, (tuple, list)):
+        out = out[0]
+    out = getattr(out, "logits", out)
+    if not isinstance(out, torch.Tensor):
+        raise UnsupportedError(
+            f"the module returns a {type(out).__name__}; expected logits [B,T,V], or a tuple or "
+            "dict that holds them"
+        )
+    return out
+
+
+def _context(module: nn.Module, exported: ExportedProgram) -> int:
+    """Positions the module supports."""
+    for owner in (module, getattr(module, "config", None)):
+        for name in _CONTEXT:
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+    bounds = [r.upper for r in exported.range_constraints.values() if r.upper.is_Integer]
+    return min([_DEFAULT_CONTEXT, *(int(bound) for bound in bounds)])
