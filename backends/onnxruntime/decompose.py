@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch._decomp import decomposition_table
 from torch.fx.node import map_aggregate
 
 from ...ir import Function, UnsupportedError, site_of
 from ...ir.infer import _freeze, _shapes, _thaw
 from ...ir.ops import op_of
-from .emit import row_of
+from .emit import row_of, targets_with_rows
 
 _DEPTH = 8  # meanings within meanings; a loop would never end otherwise
 
@@ -154,5 +155,8 @@ def _substitute(tree: Any, waiting: Any) -> Any:
 
 
 @lru_cache(maxsize=1)
-def _table() -> Any:
-    return torch.export.default_decompositions()
+def _table() -> dict[Any, Any]:
+    """torch's decompositions of what has no row; those into prims, which are no ATen, left out."""
+    kept = targets_with_rows()
+    found = {op: how for op, how in decomposition_table.items() if op not in kept}
+    return {op: how for op, how in found.items() if not how.__module__.startswith("torch._refs")}

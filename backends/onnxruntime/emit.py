@@ -245,7 +245,10 @@ class Emitter:
         """The value in another dtype. have: its dtype, for values inside a row."""
         if (have or type_of(value).dtype) == dtype:
             return value
-        return self.op("Cast", value, to=int(DTYPES[dtype]))
+        made = self.op("Cast", value, to=int(DTYPES[dtype]))
+        if "type" in value.meta:
+            made.meta["type"] = type_of(value).with_dtype(dtype)
+        return made
 
     def dtype(self) -> torch.dtype:
         """The dtype of the current call's result."""

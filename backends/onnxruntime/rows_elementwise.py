@@ -121,6 +121,21 @@ def softplus(e: Emitter, x: oir.Value, beta: float, threshold: float) -> Any:
     return e.op("Where", e.op("Greater", scaled, e.const(threshold, dtype)), x, soft)
 
 
+@row(A.leaky_relu.default)
+def leaky_relu(e: Emitter, x: oir.Value, slope: float = 0.01) -> Any:
+    return e.op("LeakyRelu", x, alpha=slope)
+
+
+@row(A.elu.default)
+def elu(e: Emitter, x: oir.Value, alpha: float, scale: float, input_scale: float) -> Any:
+    # x where positive, else alpha (exp(input_scale x) - 1), all times scale
+    dtype = e.dtype()
+    low = x if input_scale == 1 else e.op("Mul", x, e.const(input_scale, dtype))
+    low = e.op("Mul", e.op("Sub", e.op("Exp", low), e.const(1, dtype)), e.const(alpha, dtype))
+    result = e.op("Where", e.op("Greater", x, e.const(0, dtype)), x, low)
+    return result if scale == 1 else e.op("Mul", result, e.const(scale, dtype))
+
+
 # -- two arguments
 
 
@@ -208,7 +223,13 @@ row(A.maximum.default, A.max.other)(partial(_extreme, "Max"))
 row(A.minimum.default, A.min.other)(partial(_extreme, "Min"))
 
 
-@row(A.clamp.default, A.clamp.Tensor, A.clamp_min.default, A.clamp_min.Tensor)
+@row(
+    A.clamp.default,
+    A.clamp.Tensor,
+    A.clamp_min.default,
+    A.clamp_min.Tensor,
+    A.hardtanh.default,
+)
 def clamp(e: Emitter, x: oir.Value, low: Any = None, high: Any = None) -> Any:
     dtype = e.dtype()
     value = operand(e, x, dtype)

@@ -77,21 +77,20 @@ def aten_layer_norm(
     return e.op("LayerNormalization", x, scale, bias, axis=-len(shape), epsilon=eps)
 
 
-def _has_scale_and_shift(node: Any) -> bool:
-    return len(node.args) > 3 and all(arg is not None for arg in node.args[2:4])
-
-
-@row(A.group_norm.default, when=_has_scale_and_shift)
+@row(A.group_norm.default)
 def group_norm(
     e: Emitter,
     x: oir.Value,
     groups: int,
-    weight: oir.Value,
-    bias: oir.Value,
+    weight: oir.Value | None = None,
+    bias: oir.Value | None = None,
     eps: float = 1e-5,
     *_: Any,
 ) -> Any:
-    return e.op("GroupNormalization", x, weight, bias, num_groups=groups, epsilon=eps)
+    channels = int(str(type_of(x).dims[1]))
+    scale = weight if weight is not None else e.const(torch.ones(channels), e.dtype())
+    shift = bias if bias is not None else e.const(torch.zeros(channels), e.dtype())
+    return e.op("GroupNormalization", x, scale, shift, num_groups=groups, epsilon=eps)
 
 
 def activated(e: Emitter, x: oir.Value, activation: str) -> Any:

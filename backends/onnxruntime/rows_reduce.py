@@ -20,17 +20,11 @@ def _rank(x: oir.Value) -> int:
     return len(type_of(x).dims)
 
 
-def _axes(e: Emitter, x: oir.Value, dim: Any) -> oir.Value | None:
-    """The axes as an input; None (all of them) for torch's None and empty list."""
-    if dim is None or dim == []:
-        return None
-    dims = [dim] if isinstance(dim, int) else list(dim)
-    return e.const([d % max(_rank(x), 1) for d in dims], I64)
-
-
 def reduce(e: Emitter, op_type: str, x: oir.Value, dim: Any, keepdim: bool) -> Any:
-    """A Reduce* node over torch's dims."""
-    return e.op(op_type, x, _axes(e, x, dim), keepdims=int(keepdim))
+    """A Reduce* node over torch's dims; None and an empty list mean all of them."""
+    dims = [dim] if isinstance(dim, int) else list(dim or ())
+    axes = e.const(dims, I64) if dims else None
+    return e.op(op_type, x, axes, keepdims=int(keepdim))
 
 
 @row(A.sum.dim_IntList)
