@@ -1,4 +1,7 @@
-"""The reference interpreter: run a function on concrete tensors, op by op, with no lowering."""
+"""The reference interpreter: run a function on concrete tensors, op by op, with no lowering.
+
+IR values have a dtype and dims but no memory layout, so ``aten.view`` means ``aten.reshape``.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from .errors import InputError
 from .function import Function, type_of
 from .program import Program
 from .types import Sym, TensorType
+
+_WITHOUT_LAYOUT: dict[Any, Any] = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
 
 
 def bind_symbols(function: Function, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -66,7 +71,8 @@ def run(
                 values[node] = program.weights[str(node.target)].load()
             elif node.op == "call_function":
                 args, kwargs = map_aggregate(node.args, value), map_aggregate(node.kwargs, value)
-                values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+                op: Any = _WITHOUT_LAYOUT.get(node.target, node.target)
+                values[node] = op(*args, **kwargs)
             for arg in node.all_input_nodes:
                 if last_use[arg] is node and node.op != "output":
                     del values[arg]
