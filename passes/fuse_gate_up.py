@@ -1,0 +1,46 @@
+"""One product for a gated feed-forward block's gate and up projections.
+
+Before::
+
+    %g: f32[B,T,64] = aten.linear(%x, @gate.weight)
+    %u: f32[B,T,64] = aten.linear(%x, @up.weight)
+    %y: f32[B,T,64] = graftwork.glu(%g, %u, activation="silu")
+
+After::
+
+    %m: f32[B,T,128] = aten.linear(%x, @gate.weight+up.weight)
+    %p: (f32[B,T,64], f32[B,T,64]) = aten.split_with_sizes(%m, [64, 64], -1)
+    %y: f32[B,T,64] = graftwork.glu(%p[0], %p[1], activation="silu")
+
+Leaves alone projections that read different values, share a weight with something else, or of which
+only one has a bias.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from ..ir import Program
+from .base import Effect, Outcome, Pass, register
+from .products import Merger
+
+G = torch.ops.graftwork
+
+
+@register
+class FuseGateUp(Pass):
+    """No options."""
+
+    name: ClassVar[str] = "fuse_gate_up"
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
+    provides: ClassVar[frozenset[str]] = frozenset({"fused_gate_up"})
+    reads: ClassVar[frozenset[Effect]] = frozenset({Effect.HIDDEN_BASIS})
+
+    def run(self, program: Program) -> Outcome:
+        """Merge gate and up of every `glu`. See the module docstring."""
+        merger = Merger(program.function("step").copy(), program.weights)
+        for node in merger.fn.calls(G.glu.default):
+            merger.merge(list(node.args[:2]))
+        return merger.outcome(program, "graftwork.glu")

@@ -1,0 +1,45 @@
+"""One product for an attention's query, key and value.
+
+Before::
+
+    %q: f32[B,T,32] = aten.linear(%x, @q.weight)
+    %k: f32[B,T,16] = aten.linear(%x, @k.weight)
+    %v: f32[B,T,16] = aten.linear(%x, @v.weight)
+
+After::
+
+    %m: f32[B,T,64] = aten.linear(%x, @q.weight+k.weight+v.weight)
+    %p: (f32[B,T,32], f32[B,T,16], f32[B,T,16]) = aten.split_with_sizes(%m, [32, 16, 16], -1)
+
+with %p[0], %p[1], %p[2] for %q, %k, %v. Leaves alone projections that read different values, share
+a weight with something else, or of which only some have a bias.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from ..ir import Program
+from .base import Effect, Outcome, Pass, register
+from .products import Merger, source_product
+
+G = torch.ops.graftwork
+
+
+@register
+class FuseQkv(Pass):
+    """No options."""
+
+    name: ClassVar[str] = "fuse_qkv"
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
+    provides: ClassVar[frozenset[str]] = frozenset({"fused_qkv"})
+    reads: ClassVar[frozenset[Effect]] = frozenset({Effect.HIDDEN_BASIS})
+
+    def run(self, program: Program) -> Outcome:
+        """Merge the projections of every attention. See the module docstring."""
+        merger = Merger(program.function("step").copy(), program.weights)
+        for node in merger.fn.calls(G.attention.default, G.attend.default):
+            merger.merge([source_product(argument) for argument in node.args[:3]])
+        return merger.outcome(program, "attention with three projections")

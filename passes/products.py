@@ -1,0 +1,134 @@
+"""Merging matrix products that read the same value into one; what `fuse_qkv` and `fuse_gate_up` do.
+
+One product streams the same bytes as three and starts its threads once. The products must be the
+same op on the same input, own their weights, and agree in everything but their number of outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx
+
+from ..ir import Function, Program, TensorType, Weight, WeightStore, derive, site_of, type_of
+from .base import Outcome
+
+A, G = torch.ops.aten, torch.ops.graftwork
+
+PRODUCTS: set[Any] = {A.linear.default, G.linear_int8.default}
+"""Ops (x, weight, ...) whose every argument after x has the outputs as its first axis."""
+
+_THROUGH = frozenset(
+    {
+        A.view.default,
+        A.reshape.default,
+        A.transpose.int,
+        A.permute.default,
+        A.clone.default,
+        A.clamp.default,
+        G.cache_write.default,
+        G.rotary.default,
+        G.rms_norm.default,
+        G.layer_norm.default,
+    }
+)
+"""What a projection may go through on its way to attention."""
+
+
+def source_product(node: Any) -> Any:
+    """The product behind one argument of an attention (or whatever stops the search)."""
+    while isinstance(node, torch.fx.Node) and node.target in _THROUGH:
+        node = node.args[1 if node.target is G.cache_write.default else 0]
+    return node
+
+
+@dataclass
+class Merger:
+    """Merges groups of products in one function (a copy); collects weights and refusals."""
+
+    fn: Function
+    weights: WeightStore
+    merged: int = 0
+    refusals: list[str] = field(default_factory=list)
+
+    def merge(self, group: Sequence[Any]) -> None:
+        """Merge the products if they may be; else note why not."""
+        reason = _refusal(group)
+        if reason is None:
+            self._merge(group)
+            self.merged += 1
+        elif not (isinstance(group[0], torch.fx.Node) and group[0].target not in PRODUCTS):
+            self.refusals.append(reason)
+
+    def outcome(self, program: Program, what: str) -> Outcome:
+        """The pass's outcome."""
+        if not self.merged:
+            return Outcome(program, 0, self.refusals[0] if self.refusals else f"no {what}")
+        return Outcome(program.with_function(self.fn, weights=self.weights), self.merged)
+
+    def _merge(self, group: Sequence[torch.fx.Node]) -> None:
+        first = min(group)  # fx nodes compare by their place in the graph
+        columns = [_parts(node) for node in group]
+        sizes = [type_of(parts[0]).dims[0] for parts in columns]
+        with self.fn.graph.inserting_before(first):
+            joined = [self._joined(parts) for parts in zip(*columns, strict=True)]
+            site = site_of(first)
+            merged = self.fn.call(first.target, first.args[0], *joined, site=site)  # type: ignore[arg-type]
+            split = self.fn.call(A.split_with_sizes.default, merged, sizes, -1, site=site)
+            pieces = [self.fn.item(split, index) for index in range(len(group))]
+        for node, piece in zip(group, pieces, strict=True):
+            node.replace_all_uses_with(piece)
+            self.fn.graph.erase_node(node)
+
+    def _joined(self, parts: Sequence[Any]) -> torch.fx.Node | None:
+        """The parts' weights, one after the other along their first axis."""
+        if parts[0] is None:
+            return None
+        sources = [self.weights[str(part.target)] for part in parts]
+        head = sources[0].type
+        rows = sum(int(str(w.type.dims[0])) for w in sources)
+        type = TensorType(head.dtype, (rows, *head.dims[1:]))
+        name = "+".join(w.name for w in sources)
+        weight: Weight = derive(name, type, lambda *tensors: torch.cat(tensors), *sources)
+        self.weights = self.weights.adding(self.weights.taken(weight))
+        return self.fn.weight(self.weights[name])
+
+
+def _refusal(group: Sequence[Any]) -> str | None:
+    for node in group:
+        if not isinstance(node, torch.fx.Node) or node.target not in PRODUCTS:
+            return f"{node} is not a linear layer"
+        if not _owns_weights(node):
+            return f"%{node.name} shares its weight with something else"
+    if len(set(group)) != len(group):
+        return f"%{group[0].name} is one product already"
+    first = group[0]
+    for node in group[1:]:
+        if node.args[0] is not first.args[0]:
+            return f"%{first.name} and %{node.name} read different values"
+        if node.target is not first.target or _shape(node) != _shape(first):
+            return f"%{first.name} and %{node.name} differ in numerics or in having a bias"
+    return None
+
+
+def _parts(node: torch.fx.Node) -> list[Any]:
+    """Everything but x, trailing absences dropped."""
+    parts = list(node.args[1:])
+    while parts and parts[-1] is None:
+        parts.pop()
+    return parts
+
+
+def _shape(node: torch.fx.Node) -> list[Any]:
+    """What must agree: dtypes and inner dims of the parts, and which are there."""
+    return [p if p is None else (type_of(p).dtype, type_of(p).dims[1:]) for p in _parts(node)]
+
+
+def _owns_weights(node: torch.fx.Node) -> bool:
+    parts = [p for p in _parts(node) if p is not None]
+    return not node.kwargs and all(
+        isinstance(p, torch.fx.Node) and p.op == "get_attr" and len(p.users) == 1 for p in parts
+    )
