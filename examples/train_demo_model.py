@@ -47,6 +47,7 @@ from rich.progress import (
 )
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 EXPECTED = "PLACEHOLDER"
 
@@ -55,10 +56,10 @@ VOCABULARY = 2048
 CONTEXT = 1024
 # (share of the time budget at which the stage starts, sequence length). Attention is the dearest
 # part of a step at this size, and most of what a small model learns first is local.
-STAGES = ((0.0, 128), (0.25, 256), (0.65, 512))
+STAGES = ((0.0, 128), (0.25, 256), (0.7, 512))
 WINDOW = 512  # tokens that the held-out loss sees at once
 TOKENS_A_STEP = 1024
-PEAK_LR, FINAL_LR, WARMUP = 4e-3, 4e-5, 0.02
+PEAK_LR, FINAL_LR, WARMUP = 3e-3, 3e-5, 0.02
 PROMPTS, PROMPT_TOKENS = 12, (48, 160)
 FILES = {
     "config.json",
@@ -69,6 +70,8 @@ FILES = {
     "prompts.jsonl",
     "heldout_files.json",
 }
+# In the repository the folder is a Python package too; this file moves to the new folder.
+MARKER = "__init__.py"
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,7 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(progress)
             loss = loss_of(model, *draw_batch(stream, length, generator))
-            loss.backward()
+            torch.autograd.backward(loss)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -249,7 +252,7 @@ def heldout_loss(model: LlamaForCausalLM, stream: torch.Tensor, console: Console
     columns = (TextColumn("held out"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("", total=len(windows))
-        for rows, wanted in zip(windows.split(8), targets.split(8), strict=True):
+        for rows, wanted in zip(torch.split(windows, 8), torch.split(targets, 8), strict=True):
             total += float(loss_of(model, rows, wanted)) * len(rows)
             bar.advance(task, len(rows))
     return total / len(windows)
@@ -332,7 +335,7 @@ def check_out(out: Path) -> None:
         return
     if not out.is_dir():
         raise SystemExit(f"expected --out to be a folder, got the file {out}: choose another")
-    others = sorted({path.name for path in out.iterdir()} - FILES)
+    others = sorted({path.name for path in out.iterdir()} - FILES - {MARKER})
     if others:
         raise SystemExit(
             f"expected --out {out} to be new, empty or an earlier demo model, but it holds "
@@ -343,9 +346,13 @@ def check_out(out: Path) -> None:
 def publish(staging: Path, out: Path) -> None:
     """Put the complete folder in place by renames; an earlier one is removed afterwards."""
     staging.chmod(0o755)
+    for path in staging.iterdir():
+        path.chmod(0o644)
     if not out.exists():
         staging.rename(out)
         return
+    if (out / MARKER).exists():
+        shutil.copy2(out / MARKER, staging / MARKER)
     old = staging.with_name(staging.name + ".old")
     out.rename(old)
     staging.rename(out)
@@ -369,6 +376,7 @@ def main() -> None:
         parser.error(f"expected --threads of at least 0, got {args.threads}")
     out: Path = args.out.resolve()
     check_out(out)
+    disable_progress_bar()  # transformers' own; one bar at a time
     if args.threads:
         torch.set_num_threads(args.threads)
     console = Console()
