@@ -2,11 +2,13 @@
 
 Each function works on rows [R,V] at once; their order and meaning are transformers': repetition
 penalty, no end before `min_new_tokens`, then (when sampling) temperature, top-k, top-p, min-p.
+After a top-k only the k candidates are carried on, so that what follows does not cost a vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -60,6 +62,57 @@ def keep_min_p(scores: torch.Tensor, share: float) -> torch.Tensor:
     return scores.masked_fill(chances < share * chances.amax(-1, keepdim=True), NOTHING)
 
 
+class Chances(NamedTuple):
+    """Distributions to sample from: probs f32[R,K] of the tokens ids i64[R,K].
+
+    ids None: of every token, K = V. Rows add up to 1.
+    """
+
+    probs: torch.Tensor
+    ids: torch.Tensor | None
+
+    def of(self, rows: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        """Probability of `tokens[i]` in row `rows[i]`."""
+        picked, wanted = list(rows), torch.tensor(tokens)
+        if self.ids is None:
+            return self.probs[picked, wanted].tolist()
+        hits = self.ids[picked] == wanted[:, None]
+        return (self.probs[picked] * hits).sum(-1).tolist()
+
+    def at(self, rows: Sequence[int]) -> Chances:
+        """A copy of some rows."""
+        picked = list(rows)
+        return Chances(self.probs[picked], None if self.ids is None else self.ids[picked])
+
+    def subtract(self, row: int, draft: Draft, depth: int) -> None:
+        """Row <- norm(max(p - q, 0)) in place, q being what draft token `depth` was sampled from.
+
+        Without `draft.probs`, q is the token itself. A row of which nothing is left stays: p = q up
+        to rounding.
+        """
+        probs, ids = self.probs[row], None if self.ids is None else self.ids[row]
+        rest = probs.clone()
+        if draft.probs is not None:
+            q = draft.probs[depth]
+            rest = (rest - (q if ids is None else q[ids])).clamp_(min=0.0)
+        elif ids is None:
+            rest[draft.tokens[depth]] = 0.0
+        else:
+            rest[ids == draft.tokens[depth]] = 0.0
+        total = float(rest.sum())
+        if total > 0.0:
+            torch.div(rest, total, out=probs)
+
+    def draw(self, generator: torch.Generator | None) -> list[int]:
+        """One token a row, by inverting the cumulative distribution in float64."""
+        reached = self.probs.cumsum(-1, dtype=torch.float64)
+        count, width = reached.shape
+        point = torch.rand(count, 1, dtype=torch.float64, generator=generator) * reached[:, -1:]
+        index = torch.searchsorted(reached, point, right=True).clamp_(max=width - 1)
+        tokens = index if self.ids is None else self.ids.gather(1, index)
+        return tokens[:, 0].tolist()
+
+
 class Scorer:
     """Turns the logits of a step's verified tokens into scores, under the user's options.
 
@@ -78,8 +131,8 @@ class Scorer:
     ) -> tuple[torch.Tensor, list[tuple[int, int]]]:
         """Scores f32[R,V] and each row's (sequence, draft tokens before it).
 
-        outputs["logits"] [B,S,V] with S > the longest draft; finished sequences give no rows.
-        Errors: `InputError` if the model returned NaN.
+        outputs["logits"] [B,S,V] with S > the longest draft; finished sequences give no rows. The
+        scores may share the logits' memory.
         """
         owners = [
             (index, depth)
@@ -87,31 +140,44 @@ class Scorer:
             if not text.done
             for depth in range(len(drafts[index].tokens) + 1)
         ]
-        sequence, column = (torch.tensor(axis) for axis in zip(*owners, strict=True))
-        scores = outputs["logits"][sequence, column].float()
+        logits = outputs["logits"]
+        if len(texts) == 1:
+            scores = logits[0, : len(owners)].float()
+        else:
+            sequence, column = zip(*owners, strict=True)
+            scores = logits[list(sequence), list(column)].float()
         if self.options.repetition_penalty != 1.0:
             seen = self._seen(texts, drafts, owners)
             scores = penalize_repetition(scores, seen, self.options.repetition_penalty)
         if self.options.min_new_tokens and self.eos:
-            self._forbid_end(scores, texts, owners)
+            scores = self._forbid_end(scores, texts, owners)
         return scores, owners
 
-    def warp(self, scores: torch.Tensor) -> torch.Tensor:
-        """Probabilities f32[R,V] to sample from. Errors: `InputError` for NaN scores."""
+    def warp(self, scores: torch.Tensor) -> Chances:
+        """What to sample from. Errors: `InputError` for NaN scores [R,V]."""
         options = self.options
-        if options.temperature != 1.0:
-            scores = scores / options.temperature
-        if options.top_k:
-            scores = keep_top_k(scores, options.top_k)
+        scores, ids = self._warmed(scores)
         if options.top_p < 1.0:
             scores = keep_top_p(scores, options.top_p)
         if options.min_p > 0.0:
             scores = keep_min_p(scores, options.min_p)
-        chances = scores.softmax(-1)
+        probs = scores.softmax(-1)
         # One NaN or +inf score makes a whole row NaN, so one column tells.
-        if bool(chances[:, 0].isnan().any()):
+        if bool(probs[:, 0].isnan().any()):
             raise bad_logits()
-        return chances
+        return Chances(probs, ids)
+
+    def _warmed(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Temperature and top-k: the candidates' scores and ids, best first, or all of them."""
+        count, temperature = self.options.top_k, self.options.temperature
+        if count and count < scores.shape[-1]:
+            best_scores, ids = scores.topk(count + 1)
+            best_scores = best_scores / temperature
+            # A tie with the last candidate belongs to the candidates: then there are more than k.
+            if bool((best_scores[:, -1] < best_scores[:, -2]).all()):
+                return best_scores[:, :-1], ids[:, :-1]
+        scores = scores / temperature
+        return (keep_top_k(scores, count) if count else scores), None
 
     def _seen(
         self, texts: Sequence[Text], drafts: Sequence[Draft], owners: list[tuple[int, int]]
@@ -121,16 +187,20 @@ class Scorer:
             self.counted[index] = len(text.tokens)
         seen = self.seen[[index for index, _ in owners]]
         for row, (index, depth) in enumerate(owners):
-            seen[row, list(drafts[index].tokens[:depth])] = True
+            if depth:
+                seen[row, list(drafts[index].tokens[:depth])] = True
         return seen
 
     def _forbid_end(
         self, scores: torch.Tensor, texts: Sequence[Text], owners: list[tuple[int, int]]
-    ) -> None:
+    ) -> torch.Tensor:
         least = self.options.min_new_tokens
         early = [r for r, (i, depth) in enumerate(owners) if texts[i].generated + depth < least]
-        for token in self.eos:
-            scores[early, token] = NOTHING
+        if not early:
+            return scores
+        scores = scores.clone()
+        scores[torch.tensor(early)[:, None], torch.tensor(self.eos)] = NOTHING
+        return scores
 
 
 def bad_logits() -> InputError:

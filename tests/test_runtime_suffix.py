@@ -58,15 +58,18 @@ def test_continuation_is_what_followed_then_repeats(tokens, count):
     assert index.tokens == tokens
 
 
-def test_nodes_are_few_in_a_loop():
-    """A loop visits at most `longest` nodes a token and adds none once it is known."""
-    index = SuffixIndex(16)
-    for _ in range(100):
-        index.append(7)
-    nodes = len(index._end)
-    for _ in range(10_000):
-        index.append(7)
-    assert len(index._end) == nodes <= 20
+def entries(longer: dict | None) -> int:
+    return sum(1 + entries(below) for _, below in (longer or {}).values())
+
+
+def test_entries_are_few():
+    """A loop adds none once it is known; a text without repeats adds one a token."""
+    loop, distinct = SuffixIndex(16), SuffixIndex(16)
+    for token in range(2000):
+        loop.append(token % 3)
+        distinct.append(token)
+    assert entries(loop._longer) <= 3 * 16 + 3
+    assert entries(distinct._longer) == 2000
 
 
 def drafter(record: SuffixDraft, *prompts: list[int]) -> SuffixDrafter:

@@ -10,6 +10,7 @@ from transformers.generation import StoppingCriteria
 
 from graftwork.ir.plan import SuffixDraft
 from graftwork.runtime import generate
+from graftwork.runtime.sampling import Chances
 
 VOCAB, END = 24, 5
 DRAFTS = [None, SuffixDraft(tokens=4, shortest=1)]
@@ -89,17 +90,27 @@ def test_inferred_padding(model, draft):
         {"temperature": 0.7},
         {"top_k": 5, "top_p": 0.8},
         {"top_k": None, "min_p": 0.1, "temperature": 1.5},
-        {"repetition_penalty": 1.5, "min_new_tokens": 12, "top_k": 0},
+        {"repetition_penalty": 1.5, "min_new_tokens": 16, "eos_token_id": 5, "top_k": 0},
     ],
     ids=str,
 )
-def test_samples_are_the_same_draws_at_batch_one(model, options):
-    """Plain sampling consumes random numbers as transformers does, so the texts are equal."""
-    given = {"do_sample": True, "max_new_tokens": 20, **options}
+def test_samples_are_the_same_draws(model, options, monkeypatch):
+    """With one way of drawing a token in both, the sampled texts are equal."""
+    generator = torch.Generator()
+    best_first = bool(options.get("top_k", 50) and options.get("top_k", 50) < VOCAB)
+
+    def multinomial(probs, num_samples):
+        # Ours draws from the candidates of a top-k, best first, and else by token id.
+        order = probs.argsort(-1, descending=True) if best_first else None
+        ordered = probs.gather(1, order) if best_first else probs
+        return torch.tensor(Chances(ordered, order).draw(generator))[:, None]
+
+    monkeypatch.setattr(torch, "multinomial", multinomial)
+    given = {"do_sample": True, "max_new_tokens": 16, "eos_token_id": None, **options}
     for seed in range(3):
-        torch.manual_seed(seed)
-        expected = model.generate(torch.tensor([PROMPTS[0]]), **given)
-        found = generate(executable(model, None), torch.tensor([PROMPTS[0]]), seed=seed, **given)
+        generator.manual_seed(seed)
+        expected = model.generate(**batch(), **given)
+        found = generate(executable(model, None), **batch(), **given, seed=seed)
         assert torch.equal(found, expected)
 
 

@@ -20,9 +20,12 @@ Nothing is ever rescanned.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 from ...ir.plan import SuffixDraft
 from .base import DRAFTERS, NO_DRAFT, Draft, Drafter
+
+_Entries: TypeAlias = dict[int, list[Any]]
 
 
 class SuffixIndex:
@@ -32,9 +35,9 @@ class SuffixIndex:
     `end` the most recent earlier position at which it ended, so that ``tokens[end:]`` is what
     followed.
 
-    Node of the trie: a context, read backwards from its last token, that occurred. `_end[node]` is
-    the latest end of an occurrence; a node that was met once has no children yet, because its only
-    occurrence can be pushed down when a second one arrives.
+    Entry of the trie: a context, read backwards from its last token, that occurred: the latest end
+    of an occurrence, and the entries that are one token longer, by that token. A context that was
+    met once has none (None): its only occurrence can be pushed down when a second one arrives.
 
     >>> index = SuffixIndex(16)
     >>> for token in [5, 1, 2, 3, 9, 1, 2]:
@@ -43,42 +46,35 @@ class SuffixIndex:
     (2, 3, [3, 9])
     """
 
-    __slots__ = ("_child", "_end", "_grown", "end", "length", "longest", "tokens")
+    __slots__ = ("_longer", "end", "length", "longest", "tokens")
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
         self.tokens: list[int] = []
         self.length = 0
         self.end = 0
-        self._child: dict[int, int] = {}
-        self._end = [0]
-        self._grown = [True]
+        self._longer: _Entries = {}
 
     def append(self, token: int) -> None:
         """One more token: find the longest repeated suffix, then record the new occurrence."""
-        tokens, child, ends, grown = self.tokens, self._child, self._end, self._grown
+        tokens, longest = self.tokens, self.longest
         tokens.append(token)
         size = len(tokens)
-        node = depth = end = 0
-        for before in reversed(tokens[-self.longest :]):
-            key = node << 32 | before
-            found = child.get(key)
-            if found is None:
-                child[key] = len(ends)
-                ends.append(size)
-                grown.append(False)
+        entries = self._longer
+        depth = end = 0
+        for before in tokens[: -longest - 1 : -1]:
+            entry = entries.get(before)
+            if entry is None:
+                entries[before] = [size, None]
                 break
-            node = found
             depth += 1
-            end = ends[node]
-            ends[node] = size
-            if grown[node]:
-                continue
-            grown[node] = True
-            if depth < end and depth < self.longest:
-                child[node << 32 | tokens[end - depth - 1]] = len(ends)
-                ends.append(end)
-                grown.append(False)
+            end, longer = entry
+            entry[0] = size
+            if longer is None:
+                longer = entry[1] = {}
+                if depth < end and depth < longest:
+                    longer[tokens[end - depth - 1]] = [end, None]
+            entries = longer
         self.length, self.end = depth, end
 
     def continuation(self, count: int) -> list[int]:

@@ -10,6 +10,7 @@ from ...ir import Program
 from ...ir.plan import Lossless
 from ..drafters.base import Draft
 from ..options import GenerationOptions
+from ..sampling import Chances
 from ..text import Text
 from .base import SAMPLING, VERIFIERS, Verifier
 
@@ -40,43 +41,38 @@ class RejectionVerifier(Verifier):
         chances = self.scorer.warp(scores)
         first = {index: row for row, (index, depth) in enumerate(owners) if depth == 0}
         kept = self._accept(chances, first, drafts)
-        last = chances[[first[index] + count for index, count in kept.items()]]
+        last = chances.at([first[index] + count for index, count in kept.items()])
         for row, (index, count) in enumerate(kept.items()):
             if count < len(drafts[index].tokens):
-                last[row] = _residual(last[row], drafts[index], count)
-        sampled = torch.multinomial(last, 1, generator=self.generator)[:, 0].tolist()
+                last.subtract(row, drafts[index], count)
         new: list[list[int]] = [[] for _ in texts]
-        for (index, count), token in zip(kept.items(), sampled, strict=True):
+        for (index, count), token in zip(kept.items(), last.draw(self.generator), strict=True):
             new[index] = [*drafts[index].tokens[:count], token]
         return new
 
     def _accept(
-        self, chances: torch.Tensor, first: Mapping[int, int], drafts: Sequence[Draft]
+        self, chances: Chances, first: Mapping[int, int], drafts: Sequence[Draft]
     ) -> dict[int, int]:
         """How many draft tokens each sequence keeps."""
-        drawn = sum(len(drafts[index].tokens) for index in first)
-        if drawn == 0:
+        tokens = [token for index in first for token in drafts[index].tokens]
+        if not tokens:
             return dict.fromkeys(first, 0)
+        rows = [row + i for index, row in first.items() for i in range(len(drafts[index].tokens))]
+        target = iter(chances.of(rows, tokens))
         # float64: a draft token may be less likely than float32's finest random number.
-        draws = iter(torch.rand(drawn, dtype=torch.float64, generator=self.generator).tolist())
+        draws = iter(
+            torch.rand(len(tokens), dtype=torch.float64, generator=self.generator).tolist()
+        )
         kept = {}
-        for index, row in first.items():
-            tokens, probs = drafts[index].tokens, drafts[index].probs
-            depths = torch.arange(len(tokens))
-            target = chances[row + depths, list(tokens)].tolist()
-            given = [1.0] * len(tokens) if probs is None else probs[depths, list(tokens)].tolist()
-            passed = [next(draws) * q < p for p, q in zip(target, given, strict=True)]
-            kept[index] = passed.index(False) if False in passed else len(tokens)
+        for index in first:
+            passed = [next(draws) * q < next(target) for q in _given(drafts[index])]
+            kept[index] = passed.index(False) if False in passed else len(passed)
         return kept
 
 
-def _residual(chances: torch.Tensor, draft: Draft, rejected: int) -> torch.Tensor:
-    """norm(max(p - q, 0)) [V] after the draft token number `rejected` was rejected."""
-    rest = chances.clone()
+def _given(draft: Draft) -> list[float]:
+    """Probability q of each draft token under the distribution that it was sampled from."""
     if draft.probs is None:
-        rest[draft.tokens[rejected]] = 0.0
-    else:
-        rest = (rest - draft.probs[rejected]).clamp_(min=0.0)
-    total = rest.sum()
-    # Nothing is left only if p = q up to rounding; then p itself is the distribution.
-    return rest / total if float(total) > 0.0 else chances
+        return [1.0] * len(draft.tokens)
+    every = torch.arange(len(draft.tokens))
+    return draft.probs[every, list(draft.tokens)].tolist()
