@@ -49,7 +49,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-EXPECTED = "PLACEHOLDER"
+EXPECTED = "about 3.35 nats a token after 2,340 steps (seed 0, Python 3.11)"
 
 END = "<|endoftext|>"
 VOCABULARY = 2048
