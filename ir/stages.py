@@ -55,12 +55,14 @@ class Stage:
     accepts: Callable[[Any], bool] | None = None
 
 
+# What raising passes make on the way from traced to canonical; frontends give none of it.
+_RAISED = frozenset({"rms_norm", "layer_norm", "rotary", "glu"})
 _CACHE_OPS = frozenset({"attend", "cache_write", "step_mask", "alibi"})
 
 _STAGES = {
     stage.name: stage
     for stage in (
-        Stage("traced", only=frozenset({"attention", "hidden", "moe"})),
+        Stage("traced", only=frozenset({"attention", "hidden", "moe"}) | _RAISED),
         Stage("canonical", without=_CACHE_OPS),
         Stage("cached", without=frozenset({"attention"}), states=True),
     )
