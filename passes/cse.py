@@ -12,8 +12,8 @@ After::
     %y: f32[B,1,T,4] = aten.mul.Tensor(%a, %a)
 
 Two calls are the same when op, arguments and types of numbers agree (``1`` is not ``1.0``, and
-operands in another order count as different). References to one weight become one. Leaves ops alone
-that draw random numbers or write to an argument.
+operands in another order count as different). References to one weight become one. Leaves ops
+alone that draw random numbers or write to an argument.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from .subgraph import evaluate, extract, fresh_name
 
 @register
 class FoldConstants(Pass):
-    """limit: results up to this many bytes are folded even where they are larger than their inputs."""
+    """limit: results up to this many bytes are folded even if they are larger than their inputs."""
 
     limit: int = 65536
 

@@ -9,8 +9,8 @@ After::
 
     %y: f32[B,T,8] = aten.silu(%x)
 
-Also the error-function and the tanh formula of gelu, in the spellings that models use. Formulas with
-other constants (quick gelu) stay as they are.
+Also the error-function and the tanh formula of gelu, in the spellings that models use. Formulas
+with other constants (quick gelu) stay as they are.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ After::
 
     %y: f32[B,T,8] = graftwork.rms_norm(%x, @weight, eps=1e-06)
 
-First the statistics are matched and become a norm whose weight is ones; then each norm takes in what
-follows: casts, the gain (a weight, or something computed from weights such as gemma's ``1 + weight``,
-which becomes a derived weight), a layer norm's shift, and the cast to float32 before it. A gain that
-is no vector over the last axis (one for each head) stays a product behind a norm with ones. Refuses
-norms over other axes, and statistics that something else uses as well.
+First the statistics are matched and become a norm whose weight is ones; then each norm takes in
+what follows: casts, the gain (a weight, or something computed from weights such as gemma's ``1 +
+weight``, which becomes a derived weight), a layer norm's shift, and the cast to float32 before it.
+A gain that is no vector over the last axis (one for each head) stays a product behind a norm with
+ones. Refuses norms over other axes, and statistics that something else uses as well.
 """
 
 from __future__ import annotations

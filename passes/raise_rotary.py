@@ -14,14 +14,15 @@ After::
     %sin: f32[B,T,4] = aten.slice.Tensor(%s, -1, 0, 4)
     %y: f32[B,H,T,8] = graftwork.rotary(%q, %cos, %sin, interleaved=False)
 
-Models write this in a dozen ways: rotated halves, neighbouring channels, split and stacked, on a part
-of the channels, before or after heads and steps trade places. So the pass does not compare spellings.
-It starts where a value is multiplied by one that depends on positions only, walks to the values that
-the product and its users form, and cuts out the piece between such a value and the one node that it
-is made from. The piece is built of moves, sums and products, so it is a polynomial in its inputs, and
-two polynomials that agree at a random point are equal (with probability one): the piece is run in
-float64 on random numbers and compared with the op. Keeps the largest piece that agrees. Refuses
-products that are no rotation (a temperature, a rescaled rotation); those stay as they are.
+Models write this in a dozen ways: rotated halves, neighbouring channels, split and stacked, on a
+part of the channels, before or after heads and steps trade places. So the pass does not compare
+spellings. It starts where a value is multiplied by one that depends on positions only, walks to
+the values that the product and its users form, and cuts out the piece between such a value and the
+one node that it is made from. The piece is built of moves, sums and products, so it is a
+polynomial in its inputs, and two polynomials that agree at a random point are equal (with
+probability one): the piece is run in float64 on random numbers and compared with the op. Keeps the
+largest piece that agrees. Refuses products that are no rotation (a temperature, a rescaled
+rotation); those stay as they are.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class _Raiser:
         return self.call(A.cat.default, end, parts, 3)
 
     def half(self, table: torch.fx.Node, piece: Piece, reading: Reading) -> torch.fx.Node:
-        """The table [B,T,R] with each angle once, made right after the table, once for all users."""
+        """The table [B,T,R] with each angle once, made right after the table for all its users."""
         dtype = type_of(piece.end).dtype
         table = _peeled(table)
         key = (table, reading.take, reading.width, dtype)

@@ -129,7 +129,7 @@ def _parents(node: torch.fx.Node, tables: set[torch.fx.Node]) -> set[torch.fx.No
 def _table_cone(
     tables: tuple[torch.fx.Node, ...],
 ) -> tuple[tuple[torch.fx.Node, ...], tuple[torch.fx.Node, ...]]:
-    """Calls that make the tables, in order, and the values (random in the probe) they start from."""
+    """Calls that make the tables, in order, and the values (random in the probe) they need."""
     making: set[torch.fx.Node] = set()
     leaves: set[torch.fx.Node] = set()
     stack = list(tables)

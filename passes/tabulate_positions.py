@@ -40,7 +40,15 @@ INPUT = "positions"
 # Ops that compute each token's value from that token alone, as long as the result still has the
 # batch and step axes; of lookups that holds for the index, and of reshapes if both axes stay put.
 SEPARATE = frozenset(
-    ["abs", "add", "alias", "bitwise_and", "bitwise_not", "bmm", "cat", "ceil", "clamp", "clone", "constant_pad_nd", "cos", "div", "eq", "exp", "expand", "floor", "full_like", "ge", "getitem", "gt", "le", "lift_fresh_copy", "log", "log1p", "logical_and", "logical_not", "lt", "matmul", "maximum", "minimum", "mul", "ne", "neg", "permute", "pow", "reciprocal", "remainder", "repeat", "rsqrt", "rsub", "select", "sin", "slice", "split", "split_with_sizes", "sqrt", "squeeze", "stack", "sub", "tanh", "to", "transpose", "unbind", "unsqueeze", "where", "_to_copy"]
+    {
+        *("abs", "add", "alias", "bitwise_and", "bitwise_not", "bmm", "cat", "ceil", "clamp"),
+        *("clone", "constant_pad_nd", "cos", "div", "eq", "exp", "expand", "floor", "full_like"),
+        *("ge", "getitem", "gt", "le", "log", "log1p", "logical_and", "logical_not", "logical_or"),
+        *("lt", "matmul", "maximum", "minimum", "mul", "ne", "neg", "permute", "pow"),
+        *("reciprocal", "remainder", "repeat", "rsqrt", "rsub", "select", "sin", "slice", "split"),
+        *("split_with_sizes", "sqrt", "squeeze", "stack", "sub", "tanh", "transpose", "unbind"),
+        *("unsqueeze", "where", "_to_copy"),
+    }
 )
 LOOKUPS = frozenset({"embedding", "gather", "index", "index_select"})
 RESHAPES = frozenset({"reshape", "view", "_unsafe_view"})
