@@ -8,8 +8,10 @@ After a top-k only the k candidates are carried on, so that what follows does no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..ir import InputError, ModelInfo
@@ -18,6 +20,7 @@ from .options import GenerationOptions
 from .text import Text
 
 NOTHING = float("-inf")
+Array: TypeAlias = npt.NDArray[Any]
 
 
 def penalize_repetition(scores: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
@@ -65,24 +68,23 @@ def keep_min_p(scores: torch.Tensor, share: float) -> torch.Tensor:
 class Chances(NamedTuple):
     """Distributions to sample from: probs f32[R,K] of the tokens ids i64[R,K].
 
-    ids None: of every token, K = V. Rows add up to 1.
+    ids None: of every token, K = V. Rows add up to 1. Arrays and not tensors: on rows of this size
+    a tensor op costs more in dispatch than in arithmetic.
     """
 
-    probs: torch.Tensor
-    ids: torch.Tensor | None
+    probs: Array
+    ids: Array | None
 
     def of(self, rows: Sequence[int], tokens: Sequence[int]) -> list[float]:
         """Probability of `tokens[i]` in row `rows[i]`."""
-        picked, wanted = list(rows), torch.tensor(tokens)
         if self.ids is None:
-            return self.probs[picked, wanted].tolist()
-        hits = self.ids[picked] == wanted[:, None]
-        return (self.probs[picked] * hits).sum(-1).tolist()
+            return self.probs[rows, tokens].tolist()  # type: ignore[no-any-return]
+        hits = self.ids[rows] == np.array(tokens)[:, None]
+        return (self.probs[rows] * hits).sum(-1).tolist()  # type: ignore[no-any-return]
 
     def at(self, rows: Sequence[int]) -> Chances:
         """A copy of some rows."""
-        picked = list(rows)
-        return Chances(self.probs[picked], None if self.ids is None else self.ids[picked])
+        return Chances(self.probs[rows], None if self.ids is None else self.ids[rows])
 
     def subtract(self, row: int, draft: Draft, depth: int) -> None:
         """Row <- norm(max(p - q, 0)) in place, q being what draft token `depth` was sampled from.
@@ -90,27 +92,25 @@ class Chances(NamedTuple):
         Without `draft.probs`, q is the token itself. A row of which nothing is left stays: p = q up
         to rounding.
         """
-        probs, ids = self.probs[row], None if self.ids is None else self.ids[row]
-        rest = probs.clone()
-        if draft.probs is not None:
-            q = draft.probs[depth]
-            rest = (rest - (q if ids is None else q[ids])).clamp_(min=0.0)
-        elif ids is None:
-            rest[draft.tokens[depth]] = 0.0
+        probs, ids = self.probs[row], slice(None) if self.ids is None else self.ids[row]
+        if draft.probs is None:
+            token = draft.tokens[depth]
+            rest = probs.copy()
+            rest[token if self.ids is None else self.ids[row] == token] = 0
         else:
-            rest[ids == draft.tokens[depth]] = 0.0
-        total = float(rest.sum())
-        if total > 0.0:
-            torch.div(rest, total, out=probs)
+            rest = np.maximum(probs - draft.probs[depth].numpy()[ids], 0)
+        total = rest.sum()
+        if total > 0:
+            np.divide(rest, total, out=probs)
 
     def draw(self, generator: torch.Generator | None) -> list[int]:
         """One token a row, by inverting the cumulative distribution in float64."""
-        reached = self.probs.cumsum(-1, dtype=torch.float64)
+        reached = self.probs.cumsum(-1, dtype=np.float64)
         count, width = reached.shape
-        point = torch.rand(count, 1, dtype=torch.float64, generator=generator) * reached[:, -1:]
-        index = torch.searchsorted(reached, point, right=True).clamp_(max=width - 1)
-        tokens = index if self.ids is None else self.ids.gather(1, index)
-        return tokens[:, 0].tolist()
+        point = torch.rand(count, 1, dtype=torch.float64, generator=generator).numpy()
+        index = (reached <= point * reached[:, -1:]).sum(-1).clip(max=width - 1)
+        tokens = index if self.ids is None else self.ids[np.arange(count), index]
+        return tokens.tolist()  # type: ignore[no-any-return]
 
 
 class Scorer:
@@ -161,22 +161,23 @@ class Scorer:
             scores = keep_top_p(scores, options.top_p)
         if options.min_p > 0.0:
             scores = keep_min_p(scores, options.min_p)
-        probs = scores.softmax(-1)
+        probs = scores.softmax(-1).numpy()
         # One NaN or +inf score makes a whole row NaN, so one column tells.
-        if bool(probs[:, 0].isnan().any()):
+        if np.isnan(probs[:, 0]).any():
             raise bad_logits()
-        return Chances(probs, ids)
+        return Chances(probs, None if ids is None else ids.numpy())
 
     def _warmed(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Temperature and top-k: the candidates' scores and ids, best first, or all of them."""
         count, temperature = self.options.top_k, self.options.temperature
         if count and count < scores.shape[-1]:
             best_scores, ids = scores.topk(count + 1)
-            best_scores = best_scores / temperature
+            best_scores = best_scores if temperature == 1.0 else best_scores / temperature
             # A tie with the last candidate belongs to the candidates: then there are more than k.
-            if bool((best_scores[:, -1] < best_scores[:, -2]).all()):
+            lowest = best_scores.numpy()[:, -2:]
+            if (lowest[:, 1] < lowest[:, 0]).all():
                 return best_scores[:, :-1], ids[:, :-1]
-        scores = scores / temperature
+        scores = scores if temperature == 1.0 else scores / temperature
         return (keep_top_k(scores, count) if count else scores), None
 
     def _seen(

@@ -77,7 +77,9 @@ def test_the_whole_chain_equals_transformers_along_a_draft():
         ]
     )
     chances = scorer.warp(scores)
-    rows = torch.zeros_like(scores).scatter(1, chances.ids, chances.probs)
+    rows = torch.zeros_like(scores).scatter(
+        1, torch.from_numpy(chances.ids), torch.from_numpy(chances.probs)
+    )
     for depth, row in enumerate(rows):
         ids = torch.tensor([prompt + draft[:depth]])
         expected = chain(ids, logits[1, depth][None].clone()).softmax(-1)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from runtime_models import TableExecutable, program
@@ -101,8 +102,8 @@ def test_samples_are_the_same_draws(model, options, monkeypatch):
 
     def multinomial(probs, num_samples):
         # Ours draws from the candidates of a top-k, best first, and else by token id.
-        order = probs.argsort(-1, descending=True) if best_first else None
-        ordered = probs.gather(1, order) if best_first else probs
+        order = probs.argsort(-1, descending=True).numpy() if best_first else None
+        ordered = np.take_along_axis(probs.numpy(), order, 1) if best_first else probs.numpy()
         return torch.tensor(Chances(ordered, order).draw(generator))[:, None]
 
     monkeypatch.setattr(torch, "multinomial", multinomial)
