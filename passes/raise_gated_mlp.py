@@ -9,10 +9,10 @@ After::
 
     %y: f32[B,T,8] = graftwork.glu(%gate, %up, activation="silu")
 
-for silu, gelu (exact and tanh), relu and sigmoid, factors in either order; `raise_activations` finds
-activations that are spelled as formulas. Leaves alone a gate of another type than what it gates
-(one number a token), an activation that is used beside the product, and an activation times its own
-argument.
+for silu, gelu (exact and tanh), relu and sigmoid, factors in either order; `raise_activations`
+finds activations that are spelled as formulas. Leaves alone a gate of another type than what it
+gates (one number a token), an activation that is used beside the product, and an activation times
+its own argument.
 """
 
 from __future__ import annotations
