@@ -96,23 +96,21 @@ class StateBuffers:
 
     def keep_rows(self, past: torch.Tensor, source: torch.Tensor) -> None:
         """Row past[b] + i becomes row past[b] + source[b,i], in every state with rows."""
-        steps = torch.arange(source.shape[1])
-        moved = (source != steps).any(dim=0).nonzero()
-        if not len(moved):
-            return
-        first = int(moved[0])  # rows before it stay where they are
-        for b, start in enumerate(past.tolist()):
-            self._move(b, start + first, source[b, first:] + start)
+        for sequence, (start, path) in enumerate(zip(past.tolist(), source.tolist(), strict=True)):
+            moved = [step for step, row in enumerate(path) if step != row]
+            if moved:  # rows before the first of them stay where they are
+                first = moved[0]
+                self._move(sequence, start + first, [start + row for row in path[first:]])
 
-    def _move(self, sequence: int, start: int, rows: torch.Tensor) -> None:
+    def _move(self, sequence: int, start: int, rows: list[int]) -> None:
         for group in self.groups:
-            axis = group.row_axis
-            if axis is None:
+            if group.row_axis is None:
                 continue
-            mine = group.data.select(group.type.dims.index(_BATCH) + 1, sequence)
-            along = axis - 1 if axis > group.type.dims.index(_BATCH) + 1 else axis
-            kept = mine.index_select(along, rows.to(group.data.device))
-            mine.narrow(along, start, len(rows)).copy_(kept)
+            batch_axis = group.type.dims.index(_BATCH) + 1
+            mine = group.data.select(batch_axis, sequence)
+            axis = group.row_axis - (group.row_axis > batch_axis)
+            index = torch.tensor(rows, device=mine.device)
+            mine.narrow(axis, start, len(rows)).copy_(mine.index_select(axis, index))
 
     def nbytes(self) -> int:
         """Bytes of all buffers."""
