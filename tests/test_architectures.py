@@ -1,0 +1,136 @@
+"""Every architecture of the table generates what transformers generates, on both backends.
+
+Writes nothing unless asked: ``pytest tests/test_architectures.py --update`` rewrites the table in
+docs/architectures.md, which the last test compares with what this run found.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from archs import ARCHS, build
+
+import graftwork as gw
+from graftwork.backends import Target, compile
+from graftwork.frontends import import_model
+from graftwork.ir import Program, UnsupportedError
+from graftwork.passes.manager import run_passes
+from graftwork.passes.validate import reference_logits
+from graftwork.runtime.generate import generate
+
+TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"
+NEW, LONG, SHORT = 32, 11, 7
+TIE = 1e-5
+"""Tokens may differ only where the best two logits are this close, as a share of their scale."""
+
+FOUND: dict[str, dict[str, str]] = {}
+
+
+@lru_cache(maxsize=1)
+def prepared(name: str) -> tuple[Any, Program, torch.Tensor, list[torch.Tensor]]:
+    """The transformers model, our program, two prompts, and transformers' 32 greedy tokens each."""
+    model = build(ARCHS[name])
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    program, _ = run_passes(import_model(model), gw.Recipe.load("baseline").steps)
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(3, 128, (2, LONG), generator=generator)
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        expected = [
+            model.generate(prompts[:1], attention_mask=torch.ones(1, LONG).long(), **options)[0],
+            model.generate(
+                prompts[1:, :SHORT], attention_mask=torch.ones(1, SHORT).long(), **options
+            )[0],
+        ]
+    return model, program, prompts, expected
+
+
+def same_tokens(model: Any, got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two texts are equal, or part where transformers' best two logits tie."""
+    if torch.equal(got, expected):
+        return True
+    at = int((got != expected).nonzero()[0])
+    with torch.no_grad():
+        logits = model(input_ids=expected[None, :at]).logits[0, -1]
+    best = logits.topk(2)
+    tied = float(best.values[0] - best.values[1]) <= TIE * float(logits.abs().max())
+    return tied and int(got[at]) in best.indices.tolist()
+
+
+def check(name: str, target: str) -> None:
+    """Greedy tokens, one prompt alone and two of different lengths together."""
+    model, program, prompts, expected = prepared(name)
+    executable = compile(program, Target.parse(target, threads=1))
+    alone = generate(executable, prompts[:1], max_new_tokens=NEW, pad_token_id=0)
+    assert same_tokens(model, alone[0], expected[0]), (alone[0], expected[0])
+    padded, mask = prompts.clone(), torch.ones_like(prompts)
+    padded[1, LONG - SHORT :] = prompts[1, :SHORT]
+    padded[1, : LONG - SHORT], mask[1, : LONG - SHORT] = 0, 0
+    both = generate(executable, padded, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0)
+    assert same_tokens(model, both[0], expected[0]), (both[0], expected[0])
+    short = both[1, LONG - SHORT :]
+    assert same_tokens(model, short, expected[1]), (short, expected[1])
+
+
+@pytest.mark.parametrize("name", sorted(ARCHS))
+def test_architecture(name: str) -> None:
+    """Logits in the interpreter, then 32 greedy tokens on eager torch and on ONNX Runtime."""
+    model, program, prompts, _ = prepared(name)
+    with torch.no_grad():
+        expected = model(input_ids=prompts).logits
+    scale = float(expected.abs().max())
+    assert float((reference_logits(program, prompts) - expected).abs().max()) / scale < 1e-4
+    row = FOUND.setdefault(name, {"type": ARCHS[name].model_type})
+    row["raised"] = _raised(program)
+    row["eager"] = row["onnxruntime"] = "no"
+    check(name, "eager")
+    row["eager"] = "yes"
+    check(name, "onnxruntime")
+    row["onnxruntime"] = "yes"
+
+
+def _raised(program: Program) -> str:
+    """What the passes made of the graph, as short words."""
+    ran = {record.name for record in program.provenance if record.matches}
+    words = {
+        "raise_norms": "norms",
+        "raise_rotary": "rotary",
+        "raise_gated_mlp": "gated MLP",
+        "fuse_qkv": "packed QKV",
+    }
+    moe = ["MoE"] if program.function("step").calls(torch.ops.graftwork.moe.default) else []
+    return ", ".join([word for name, word in words.items() if name in ran] + moe)
+
+
+def test_state_space_models_are_refused_by_name() -> None:
+    """Mamba is not supported yet, and the error says which op is to blame."""
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)
+    with pytest.raises(UnsupportedError, match="not supported yet") as error:
+        import_model(MambaForCausalLM(config).eval())
+    assert "mamba" in str(error.value).lower()
+
+
+def test_the_table_in_the_docs_is_what_was_found(update: bool) -> None:
+    """docs/architectures.md lists what passed above: at least 40 model types, 35 on ONNX."""
+    if len(FOUND) < len(ARCHS):
+        pytest.skip("the table is made of every result: run the whole file")
+    lines = [
+        "| configuration | transformers model type | recognised | eager | onnxruntime |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in sorted(FOUND.items()):
+        cells = (row["type"], row["raised"], row["eager"], row["onnxruntime"])
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    head, _, _ = TABLE.read_text().partition("| configuration |")
+    if update:
+        TABLE.write_text(head + "\n".join(lines) + "\n")
+    assert TABLE.read_text() == head + "\n".join(lines) + "\n", "run with --update"
+    types = {row["type"] for row in FOUND.values() if row["eager"] == "yes"}
+    assert len(types) >= 40
+    assert len({r["type"] for r in FOUND.values() if r["onnxruntime"] == "yes"}) >= 35
