@@ -79,11 +79,11 @@ class Report(_Frozen):
 
     def _table(self, validated: bool) -> Table:
         table = Table(box=None, pad_edge=False)
-        table.add_column("pass")
+        table.add_column("pass", no_wrap=True)
         for name in ("matches", "nodes", "seconds"):
-            table.add_column(name, justify="right")
-        table.add_column("contract")
-        for name in ("error", "same argmax", "width error") if validated else ():
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("contract", no_wrap=True)
+        for name in ("error", "same\nargmax", "width\nerror") if validated else ():
             table.add_column(name, justify="right")
         for line in self.passes:
             table.add_row(*self._row(line, validated))

@@ -49,15 +49,16 @@ def recipe_markdown(recipes: Sequence[Recipe]) -> str:
 
 def bench_table(rows: Sequence[Row], title: str) -> RenderableType:
     """Measurements; the first row is what the others are compared with."""
-    reference = rows[0].name
-    table = Table(title=title, title_justify="left", title_style="", pad_edge=False, box=None)
-    table.add_column("target", no_wrap=True)
-    table.add_column("recipe", no_wrap=True)
-    table.add_column("tokens/s", justify="right")
-    table.add_column(f"x {reference}", justify="right")
-    table.add_column("accepted\na step", justify="right")
-    table.add_column(f"same tokens\nas {reference}")
-    table.add_column("same as own\nplain decoding")
+    reference = (
+        f"\nratio and same tokens: next to {rows[0].name}; plain: next to its own plain decoding"
+    )
+    table = Table(box=None, pad_edge=False)
+    for name in ("target", "recipe"):
+        table.add_column(name, no_wrap=True)
+    for name in ("tokens/s", "ratio", "accepted"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("same tokens", "plain"):
+        table.add_column(name, no_wrap=True)
     for row in rows:
         table.add_row(
             row.target,
@@ -68,12 +69,12 @@ def bench_table(rows: Sequence[Row], title: str) -> RenderableType:
             _same(row),
             "" if row.plain is None else str(row.plain),
         )
-    return table
+    return Group(Text(title + reference), table)
 
 
 def _same(row: Row) -> Text:
     if row.same is None:
         return Text("")
     if row.contract == Contract.APPROXIMATE.value:
-        return Text(f"approximate: {row.same.equal} of {row.same.total}")
+        return Text(f"approx. {row.same.equal} of {row.same.total}")
     return Text(str(row.same), style="" if not row.same.different else "bold red")
