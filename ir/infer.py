@@ -24,6 +24,7 @@ import torch
 import torch.fx
 
 from .errors import InputError, VerifyError
+from .signature import mismatch
 from .types import Dim, Sym, TensorType, ValueType, make_dim, type_text
 
 # Hints only decide comparisons such as "is this dim 1?" in torch's broadcasting rules; they differ
@@ -156,6 +157,9 @@ def _infer(target: Callable[..., Any], args: Any, kwargs: Any) -> ValueType:
         item: ValueType = source[index]
         return item
     known = len(shapes.env.guards)
+    wrong = mismatch(target, _plain(args), {k: _plain(v) for k, v in kwargs[1]})
+    if wrong is not None:
+        raise _refusal(target, args, kwargs, wrong)
     try:
         ruled = _ruled(target, args, kwargs)
         if ruled is not None:

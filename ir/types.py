@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -91,6 +92,7 @@ def make_dim(expr: Any) -> Dim:
 
 
 # Bounds on what a text may ask for; artifacts are read from untrusted files.
+_DIM = re.compile(r"(?:\s*+(?:[A-Za-z_]\w*+|\d{1,19}+\b|\*\*|[-+*()]))++\s*+", re.ASCII)
 _MAX_TEXT, _MAX_TERMS, _MAX_POWER = 200, 64, 8
 
 
@@ -98,6 +100,8 @@ _MAX_TEXT, _MAX_TERMS, _MAX_POWER = 200, 64, 8
 def _to_sympy(text: str) -> Any:
     if len(text) > _MAX_TEXT:
         raise InputError(f"a dimension of {len(text)} characters; {_MAX_TEXT} are allowed")
+    if not _DIM.fullmatch(text):
+        raise _no_dim(text)
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
