@@ -18,7 +18,15 @@ from ...ir import Function, Program
 from ...ir.stages import register_lowered
 from ...passes.cse import merge_equal
 from ...passes.dce import sweep
-from . import rows_attention, rows_elementwise, rows_matmul, rows_norm, rows_reduce, rows_shape
+from . import (
+    rows_attention,
+    rows_elementwise,
+    rows_matmul,
+    rows_norm,
+    rows_quant,
+    rows_reduce,
+    rows_shape,
+)
 from .attention import lower_attention
 from .decompose import decompose
 from .emit import targets_with_rows
@@ -34,6 +42,7 @@ FAMILIES = (
     rows_elementwise,
     rows_matmul,
     rows_norm,
+    rows_quant,
     rows_reduce,
     rows_shape,
 )

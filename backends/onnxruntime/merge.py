@@ -29,7 +29,7 @@ from ...ir import Function, TensorType, Weight, WeightStore, derive, site_of, ty
 A = torch.ops.aten
 G = torch.ops.graftwork
 
-PRODUCTS: set[Any] = {A.linear.default}
+PRODUCTS = frozenset({A.linear.default, G.linear_int8.default})
 """Ops (x, weight, ...) whose every argument after x has the outputs as its first axis."""
 
 # What a projection may go through on its way to attention, one argument each.
