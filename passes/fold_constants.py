@@ -18,6 +18,7 @@ that need an input, have a symbolic size or draw random numbers stay as well.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -71,7 +72,7 @@ def folded_weight(fn: Function, node: torch.fx.Node, weights: WeightStore) -> We
     """The value of a node that depends on no input, as a weight under a new name."""
     piece = extract(fn, {"value": node})
     names = sorted(piece.weights)
-    op = str(node.target).removeprefix("aten.").partition(".")[0].strip("_")
+    op = "item" if node.target is operator.getitem else str(node.target).split(".")[1].strip("_")
     name = fresh_name(weights, f"{names[0] if names else 'constant'}.{op}")
 
     def compute(*tensors: torch.Tensor) -> torch.Tensor:

@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.fx
+from torch.fx.node import map_aggregate
 
 from ..ir import Function, Program, Sym, TensorType, Weight, derive, site_of, type_of
 from ..ir.types import Dim, make_dim
@@ -39,19 +40,24 @@ INPUT = "positions"
 
 # Ops that compute each token's value from that token alone, as long as the result still has the
 # batch and step axes; of lookups that holds for the index, and of reshapes if both axes stay put.
-SEPARATE = frozenset(
+MOVES = frozenset(
     {
-        *("abs", "add", "alias", "bitwise_and", "bitwise_not", "bmm", "cat", "ceil", "clamp"),
-        *("clone", "constant_pad_nd", "cos", "div", "eq", "exp", "expand", "floor", "full_like"),
-        *("ge", "getitem", "gt", "le", "log", "log1p", "logical_and", "logical_not", "logical_or"),
-        *("lt", "matmul", "maximum", "minimum", "mul", "ne", "neg", "permute", "pow"),
-        *("reciprocal", "remainder", "repeat", "rsqrt", "rsub", "select", "sin", "slice", "split"),
-        *("split_with_sizes", "sqrt", "squeeze", "stack", "sub", "tanh", "transpose", "unbind"),
-        *("unsqueeze", "where", "_to_copy"),
+        *("alias", "cat", "clone", "constant_pad_nd", "expand", "getitem", "permute", "repeat"),
+        *("select", "slice", "split", "split_with_sizes", "squeeze", "stack", "transpose"),
+        *("unbind", "unsqueeze", "_to_copy"),
+    }
+)
+COMPUTES = frozenset(
+    {
+        *("abs", "add", "bitwise_and", "bitwise_not", "bmm", "ceil", "clamp", "cos", "div", "eq"),
+        *("exp", "floor", "full_like", "ge", "gt", "le", "log", "log1p", "logical_and"),
+        *("logical_not", "logical_or", "lt", "matmul", "maximum", "minimum", "mul", "ne", "neg"),
+        *("pow", "reciprocal", "remainder", "rsqrt", "rsub", "sin", "sqrt", "sub", "tanh", "where"),
     }
 )
 LOOKUPS = frozenset({"embedding", "gather", "index", "index_select"})
 RESHAPES = frozenset({"reshape", "view", "_unsafe_view"})
+SHAPED = frozenset({"expand", "slice"})  # their sizes are sizes of the result, not values
 
 
 @register
@@ -90,24 +96,27 @@ class _Tables:
 
     def candidates(self) -> list[torch.fx.Node]:
         """The last nodes of position-only chains that a table can replace."""
+        apart, fixed = {self.fn.input(INPUT)}, set[torch.fx.Node]()
         decided = decided_by(self.fn, {INPUT})
-        apart = {self.fn.input(INPUT)}
-        for node in self.fn.calls():
-            if node in decided and self._keeps_apart(node, apart):
-                apart.add(node)
+        for node in self.fn:
+            if node.op == "get_attr" or (node.op == "call_function" and _is_fixed(node, fixed)):
+                fixed.add(node)
+            elif node in decided and node not in apart:
+                self._classify(node, apart, fixed)
         return [n for n in self.fn.calls() if n in apart and self._is_last(n, apart)]
 
-    def _keeps_apart(self, node: torch.fx.Node, apart: set[torch.fx.Node]) -> bool:
-        op = getattr(node.target, "__name__", "").partition(".")[0]
-        source = node.all_input_nodes[0]
-        strange = [a for a in node.all_input_nodes if a not in apart and _has_step(a)]
-        whole = all(a.target is A.full.default for a in strange)
-        separate = op in SEPARATE or (op in LOOKUPS and source not in apart)
+    def _classify(
+        self, node: torch.fx.Node, apart: set[torch.fx.Node], fixed: set[torch.fx.Node]
+    ) -> None:
+        op, source = _op(node), node.all_input_nodes[0]
+        known = all(arg in apart or arg in fixed for arg in node.all_input_nodes)
+        separate = op in MOVES | COMPUTES and (op in SHAPED or not _sizes(node.args))
+        separate = separate or (op in LOOKUPS and source in fixed)
         separate = separate or (op in RESHAPES and _axes_stay(type_of(source), type_of(node)))
-        if whole and separate and _has_step(node):
-            return True
-        self.near_miss = f"%{node.name} ({node.target}) may mix the positions of different tokens"
-        return False
+        if known and separate and _has_step(node):
+            apart.add(node)
+        else:
+            self.near_miss = f"%{node.name} ({node.target}) may mix the positions of tokens"
 
     def _is_last(self, node: torch.fx.Node, apart: set[torch.fx.Node]) -> bool:
         if not isinstance(node.meta["type"], TensorType):
@@ -118,6 +127,8 @@ class _Tables:
         floating = type_of(node).dtype.is_floating_point
         if not floating or all(user in apart for user in node.users):
             return False
+        if not any(_op(n) in COMPUTES | LOOKUPS for n in cone([node])):
+            return False  # the positions themselves, in another shape or dtype
         return self._fits(node)
 
     def _fits(self, node: torch.fx.Node) -> bool:
@@ -128,19 +139,21 @@ class _Tables:
 
     def replace(self, node: torch.fx.Node, weight: Weight) -> None:
         """Put a lookup in a node's place; the lookup brings its axes into the node's order."""
-        value, positions = type_of(node), self.fn.input(INPUT)
+        value, site = type_of(node), site_of(node)
         batch, step = _axis(value, "B"), _axis(value, "T")
-        rest = [axis for axis in range(len(value.dims)) if axis not in (batch, step)]
+        order = [batch, step, *(a for a in range(len(value.dims)) if a not in (batch, step))]
+        dims = [value.dims[axis] for axis in order]
+        moved = [axis for axis in order if value.dims[axis] != 1]
+        if moved == sorted(moved):  # a reshape puts axes of size 1 anywhere
+            order, dims = sorted(order), list(value.dims)
         with self.fn.graph.inserting_before(node):
-            table = self.fn.weight(weight)
-            new = self.fn.call(A.embedding.default, table, positions, site=site_of(node))
-            if len(rest) != 1:
-                shape: list[Dim] = [Sym("B"), Sym("T"), *(value.dims[axis] for axis in rest)]
-                new = self.fn.call(A.view.default, new, shape, site=site_of(node))
-            order = [batch, step, *rest]
+            table, positions = self.fn.weight(weight), self.fn.input(INPUT)
+            new = self.fn.call(A.embedding.default, table, positions, site=site)
+            if list(type_of(new).dims) != dims:
+                new = self.fn.call(A.reshape.default, new, dims, site=site)
             if order != sorted(order):
                 back = [order.index(axis) for axis in range(len(order))]
-                new = self.fn.call(A.permute.default, new, back, site=site_of(node))
+                new = self.fn.call(A.permute.default, new, back, site=site)
         node.replace_all_uses_with(new)
 
     def table(self, node: torch.fx.Node) -> Weight:
@@ -166,6 +179,25 @@ def _kind(node: torch.fx.Node) -> str:
     seen = sorted(cone([node]), reverse=True)
     wave = [n for n in seen if n.target in (A.cos.default, A.sin.default)]
     return str((wave or seen)[0].target).removeprefix("aten.").partition(".")[0].strip("_")
+
+
+def _op(node: torch.fx.Node) -> str:
+    return str(getattr(node.target, "__name__", "")).partition(".")[0]
+
+
+def _sizes(args: Any) -> list[Sym]:
+    found: list[Sym] = []
+    map_aggregate(args, lambda arg: found.append(arg) if isinstance(arg, Sym) else None)
+    return found
+
+
+def _is_fixed(node: torch.fx.Node, fixed: set[torch.fx.Node]) -> bool:
+    """Whether a call gives the same for every step and token: from weights, perhaps repeated."""
+    if any(arg not in fixed for arg in node.all_input_nodes):
+        return False
+    if node.target in (A.full.default, A.expand.default):
+        return not isinstance(node.args[1], Sym)
+    return not _sizes((node.args, node.kwargs))
 
 
 def _has_step(node: torch.fx.Node) -> bool:
