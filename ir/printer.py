@@ -81,8 +81,12 @@ def function_text(function: Function) -> str:
     return "\n".join(line.text for line in function_lines(function)) + "\n"
 
 
-def function_lines(function: Function) -> list[Line]:
-    """One function as lines. Works on invalid functions too, for error messages."""
+def function_lines(function: Function, *, strict: bool = True) -> list[Line]:
+    """One function as lines.
+
+    strict: whether an argument without a text form is an error (`GraftworkError`); messages about
+    invalid functions show its class instead.
+    """
     names = value_names(function)
     params = [f"{name_text(str(n.target))}: {_type(n)}" for n in function.inputs]
     outputs = _outputs(function)
@@ -90,7 +94,7 @@ def function_lines(function: Function) -> list[Line]:
     lines = [Line(text) for text in _header(function.name, params, results)]
     for node in function.graph.nodes:
         if node.op == "call_function":
-            lines.append(Line("  " + _node_text(node, names), node))
+            lines.append(Line("  " + _node_text(node, names, strict), node))
     returned = [f"{name_text(k)}={argument_text(v, names)}" for k, v in outputs.items()]
     end = next(iter(function.graph.find_nodes(op="output")), None)
     lines += [Line("  " + text, end) for text in _wrapped("return ", returned, "(", ")", "")]
@@ -177,13 +181,21 @@ def site_text(site: Site) -> str:
     return f"  # {' '.join(parts)}" if parts else ""
 
 
-def _node_text(node: torch.fx.Node, names: Mapping[torch.fx.Node, str]) -> str:
+def _node_text(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], strict: bool) -> str:
+    def shown(value: Any) -> str:
+        try:
+            return argument_text(value, names)
+        except GraftworkError:
+            if strict:
+                raise
+            return f"<{type(value).__name__}>"
+
     if node.target is operator.getitem:
         source, index = node.args
-        expression = f"{argument_text(source, names)}[{index}]"
+        expression = f"{shown(source)}[{index}]"
     else:
-        args = [argument_text(a, names) for a in node.args]
-        args += [f"{k}={argument_text(v, names)}" for k, v in node.kwargs.items()]
+        args = [shown(a) for a in node.args]
+        args += [f"{k}={shown(v)}" for k, v in node.kwargs.items()]
         expression = f"{op_name(node.target)}({', '.join(args)})"
     return f"{names[node]}: {_type(node)} = {expression}{site_text(site_of(node))}"
 

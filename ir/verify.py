@@ -350,7 +350,7 @@ class _Checker:
 
 def quote(function: Function, node: torch.fx.Node, around: int = 2) -> list[str]:
     """The printed line of a node, marked, and its neighbours; for inputs and weights, a user's."""
-    lines = function_lines(function)
+    lines = function_lines(function, strict=False)
     shown = {line.node: i for i, line in enumerate(lines) if line.node is not None}
     nodes = [node, *node.users]
     index = next((shown[n] for n in nodes if n in shown), 0)
