@@ -1,0 +1,208 @@
+"""Decode speed of recipes beside transformers and onnxruntime-genai: one run, turns, medians.
+
+    python benchmarks/decode.py MODEL [--prompts FILE.jsonl] [--recipes baseline,copyspec] [--json F]
+        [--targets onnxruntime:cpu:float32,torch:cpu:float32] [--genai fp32,int4] [--threads 2]
+
+MODEL is a checkpoint folder (or set GRAFTWORK_BENCH_MODEL); prompts are lines with a field ``ids``,
+random ids without a file. Only decoding is timed, the prompt's step is not: a system's rate is its new
+tokens after the first, divided by the time they took. onnxruntime-genai runs the model that its own
+builder exports from the same checkpoint, with the same number of threads. Systems take turns prompt by
+prompt, so that what disturbs the machine disturbs all alike; a system's figure is the median over the
+rounds, and ratios compare medians. The rate of the fastest round is printed too: on a busy machine it
+is nearest to what the system can do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import graftwork as gw
+from graftwork.backends import Target
+
+Result = tuple[list[int], float, dict[str, float]]
+"""New token ids, seconds for all but the first, further figures."""
+
+System = Callable[[Sequence[int], int], Result]
+
+
+def transformers_eager(folder: Path) -> System:
+    """transformers' greedy generate in float32; the prompt's time is measured and taken off."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+
+    def once(ids: torch.Tensor, count: int) -> tuple[list[int], float]:
+        start = time.perf_counter()
+        with torch.no_grad():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=count,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        return out[0, ids.shape[1] :].tolist(), time.perf_counter() - start
+
+    def run(prompt: Sequence[int], count: int) -> Result:
+        ids = torch.tensor([list(prompt)])
+        _, first = once(ids, 1)
+        new, seconds = once(ids, count)
+        return new, seconds - first, {}
+
+    return run
+
+
+def genai(folder: Path, precision: str, threads: int, cache: Path) -> System:
+    """onnxruntime-genai on its own export of the checkpoint."""
+    import onnxruntime_genai as library
+
+    out = cache / f"{folder.name}-{precision}"
+    if not (out / "genai_config.json").exists():
+        command = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
+        command += ["-i", str(folder), "-o", str(out), "-p", precision, "-e", "cpu"]
+        command += ["-c", str(cache / "cache")]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    path = out / "genai_config.json"
+    config = json.loads(path.read_text())
+    options = config["model"]["decoder"]["session_options"]
+    options["intra_op_num_threads"], options["inter_op_num_threads"] = threads, 1
+    path.write_text(json.dumps(config, indent=1))
+    model = library.Model(str(out))
+
+    def run(prompt: Sequence[int], count: int) -> Result:
+        params = library.GeneratorParams(model)
+        length = len(prompt) + count
+        params.set_search_options(max_length=length, min_length=length, do_sample=False)
+        generator = library.Generator(model, params)
+        generator.append_tokens(list(prompt))
+        generator.generate_next_token()
+        start = time.perf_counter()
+        for _ in range(count - 1):
+            generator.generate_next_token()
+        seconds = time.perf_counter() - start
+        return [int(t) for t in generator.get_sequence(0)[len(prompt) :]], seconds, {}
+
+    return run
+
+
+def optimized(folder: Path, recipe: str, target: str, threads: int) -> System:
+    """One of our recipes on one target."""
+    model = gw.optimize(folder, recipe, target=Target.parse(target, threads=threads))
+
+    def run(prompt: Sequence[int], count: int) -> Result:
+        result = model.generate(
+            torch.tensor([list(prompt)]),
+            max_new_tokens=count,
+            eos_token_id=[],
+            return_dict_in_generate=True,
+        )
+        stats = result.stats
+        figures = {
+            "accepted_per_step": float(stats.accepted_per_step),
+            "host_us_per_step": 1e6 * float(stats.host_overhead),
+        }
+        return result.sequences[0, len(prompt) :].tolist(), stats.decode_seconds, figures
+
+    return run
+
+
+def compare(
+    systems: dict[str, System], prompts: Sequence[Sequence[int]], count: int, rounds: int
+) -> dict[str, dict[str, Any]]:
+    """Rates of all systems, in turns; tokens compared with the first system's."""
+    rates: dict[str, list[float]] = {name: [] for name in systems}
+    figures: dict[str, dict[str, list[float]]] = {name: {} for name in systems}
+    texts: dict[str, list[list[int]]] = {}
+    for name, run in systems.items():
+        run(prompts[0], count)
+        print(f"ready: {name}", file=sys.stderr)
+    for _ in range(rounds):
+        spent = dict.fromkeys(systems, 0.0)
+        texts = {name: [] for name in systems}
+        for prompt in prompts:
+            for name, run in systems.items():
+                new, seconds, extra = run(prompt, count)
+                texts[name].append(new)
+                spent[name] += seconds
+                for key, value in extra.items():
+                    figures[name].setdefault(key, []).append(value)
+        for name in systems:
+            tokens = sum(len(text) - 1 for text in texts[name])
+            rates[name].append(tokens / spent[name])
+    first = next(iter(systems))
+    base = statistics.median(rates[first])
+    return {
+        name: {
+            "tokens_per_second": round(statistics.median(rates[name]), 2),
+            "fastest_round": round(max(rates[name]), 2),
+            "ratio": round(statistics.median(rates[name]) / base, 3),
+            "same_texts": sum(a == b for a, b in zip(texts[first], texts[name], strict=True)),
+            "of": len(prompts),
+            **{key: round(statistics.mean(v), 2) for key, v in figures[name].items()},
+        }
+        for name in systems
+    }
+
+
+def read_prompts(path: Path | None, count: int, length: int, vocab: int) -> list[list[int]]:
+    """Prompts from a file, cut to `length` tokens, or random ones."""
+    if path is None:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(1, vocab, (count, length), generator=generator).tolist()
+    lines = path.read_text().splitlines()[:count]
+    return [json.loads(line)["ids"][:length] for line in lines]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "model", type=Path, nargs="?", default=os.environ.get("GRAFTWORK_BENCH_MODEL")
+    )
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--recipes", default="baseline")
+    parser.add_argument("--targets", default="onnxruntime:cpu:float32")
+    parser.add_argument("--genai", default="", help="precisions, such as fp32,int4")
+    parser.add_argument("--cache", type=Path, default=Path("/tmp/graftwork-bench"))
+    parser.add_argument("--count", type=int, default=8, help="prompts")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens a prompt")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.model is None:
+        parser.error("name a checkpoint folder, or set GRAFTWORK_BENCH_MODEL")
+    folder = Path(args.model)
+    torch.set_num_threads(args.threads)
+    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
+    prompts = read_prompts(args.prompts, args.count, args.length, vocab)
+    systems: dict[str, System] = {"transformers eager float32": transformers_eager(folder)}
+    for precision in filter(None, args.genai.split(",")):
+        name = f"onnxruntime-genai {precision}"
+        systems[name] = genai(folder, precision, args.threads, args.cache)
+    for target in args.targets.split(","):
+        for recipe in args.recipes.split(","):
+            systems[f"{recipe} {target}"] = optimized(folder, recipe, target, args.threads)
+    rows = compare(systems, prompts, args.tokens, args.rounds)
+    for name, row in rows.items():
+        print(f"{name:<36} {json.dumps(row)}")
+    if args.json:
+        args.json.write_text(json.dumps({"model": folder.name, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""What a step costs at each width: milliseconds for T = 1, 2, 4, 8, 16, 32 tokens, batch 1.
+
+    python benchmarks/step_cost.py MODEL [--recipes baseline,int8] [--target onnxruntime:cpu:float32]
+
+Recipes take turns, width by width; a cell is the median over the rounds, and the fastest round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+import graftwork as gw
+from graftwork.backends import Target
+from graftwork.ir.executable import Executable
+
+
+def step_seconds(executable: Executable, width: int, past: int, repeats: int) -> float:
+    """Seconds of one step of `width` tokens after `past` rows; the mean over `repeats`."""
+    steps = torch.arange(width)[None]
+    inputs = {
+        "tokens": torch.randint(1, 100, (1, width)),
+        "positions": past + steps,
+        "past": torch.tensor([past]),
+        "select": steps,
+    }
+    executable.run("step", inputs, ("argmax",))
+    start = time.perf_counter()
+    for _ in range(repeats):
+        executable.run("step", inputs, ("argmax",))
+    return (time.perf_counter() - start) / repeats
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--recipes", default="baseline,int8")
+    parser.add_argument("--target", default="onnxruntime:cpu:float32")
+    parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--past", type=int, default=128, help="cache rows before the step")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int)
+    args = parser.parse_args()
+    target = Target.parse(args.target, threads=args.threads)
+    models = {r: gw.optimize(args.model, r, target=target) for r in args.recipes.split(",")}
+    times: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for model in models.values():
+        model.executable.begin(1, args.past + max(args.widths))
+        model.executable.reserve(args.past + max(args.widths))
+    for _ in range(args.rounds):
+        for width in args.widths:
+            for recipe, model in models.items():
+                seconds = step_seconds(model.executable, width, args.past, args.repeats)
+                times[recipe, width].append(1e3 * seconds)
+    for recipe in models:
+        medians = {w: statistics.median(times[recipe, w]) for w in args.widths}
+        row = {
+            "recipe": recipe,
+            "median_ms": {w: round(t, 3) for w, t in medians.items()},
+            "fastest_ms": {w: round(min(times[recipe, w]), 3) for w in args.widths},
+            "over_width_1": {w: round(t / medians[args.widths[0]], 2) for w, t in medians.items()},
+        }
+        print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()
