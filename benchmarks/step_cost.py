@@ -1,4 +1,4 @@
-"""What a step costs at each width: milliseconds for T = 1, 2, 4, 8, 16, 32 tokens, batch 1.
+"""What a step costs at each width: milliseconds for T = 1, 2, 4, 8, 16, 32, batch 1.
 
     python benchmarks/step_cost.py MODEL [--recipes baseline,int8] [--target onnxruntime:cpu:float32]
 
