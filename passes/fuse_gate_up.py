@@ -12,8 +12,8 @@ After::
     %p: (f32[B,T,64], f32[B,T,64]) = aten.split_with_sizes(%m, [64, 64], -1)
     %y: f32[B,T,64] = graftwork.glu(%p[0], %p[1], activation="silu")
 
-Leaves alone projections that read different values, share a weight with something else, or of which
-only one has a bias.
+with zeros where one has no bias. Leaves alone projections that read different values, have another
+dtype, or share a weight with something else.
 """
 
 from __future__ import annotations

@@ -11,8 +11,10 @@ After::
     %m: f32[B,T,64] = aten.linear(%x, @q.weight+k.weight+v.weight)
     %p: (f32[B,T,32], f32[B,T,16], f32[B,T,16]) = aten.split_with_sizes(%m, [32, 16, 16], -1)
 
-with %p[0], %p[1], %p[2] for %q, %k, %v. Leaves alone projections that read different values, share
-a weight with something else, or of which only some have a bias.
+with %p[0], %p[1], %p[2] for %q, %k, %v, and zeros where one has no bias. Between projection and
+attention there may be anything that is made from the projection alone (norms, rotations). Leaves
+alone projections that read different values, have another dtype, or share a weight with something
+else.
 """
 
 from __future__ import annotations

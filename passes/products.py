@@ -1,13 +1,15 @@
 """Merging matrix products that read the same value into one; what `fuse_qkv` and `fuse_gate_up` do.
 
 One product streams the same bytes as three and starts its threads once. The products must be the
-same op on the same input, own their weights, and agree in everything but their number of outputs.
+same op on the same input, own their weights, and agree in everything but their number of outputs
+and in having a bias.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -21,28 +23,22 @@ A, G = torch.ops.aten, torch.ops.graftwork
 PRODUCTS: set[Any] = {A.linear.default, G.linear_int8.default}
 """Ops (x, weight, ...) whose every argument after x has the outputs as its first axis."""
 
-_THROUGH = frozenset(
-    {
-        A.view.default,
-        A.reshape.default,
-        A.transpose.int,
-        A.permute.default,
-        A.clone.default,
-        A.clamp.default,
-        G.cache_write.default,
-        G.rotary.default,
-        G.rms_norm.default,
-        G.layer_norm.default,
-    }
-)
-"""What a projection may go through on its way to attention."""
+_REACH = 64  # calls between a projection and attention; norms and rotations by hand take 20
 
 
 def source_product(node: Any) -> Any:
-    """The product behind one argument of an attention (or whatever stops the search)."""
-    while isinstance(node, torch.fx.Node) and node.target in _THROUGH:
-        node = node.args[1 if node.target is G.cache_write.default else 0]
-    return node
+    """The one product that an argument of an attention is made from (else the argument itself)."""
+    found: set[torch.fx.Node] = set()
+    seen: set[torch.fx.Node] = set()
+    stack = [node] if isinstance(node, torch.fx.Node) else []
+    while stack and len(seen) < _REACH:
+        current = stack.pop()
+        if current.target in PRODUCTS:
+            found.add(current)
+        elif current not in seen:
+            seen.add(current)
+            stack.extend(current.all_input_nodes)
+    return found.pop() if len(found) == 1 and not stack else node
 
 
 @dataclass
@@ -72,9 +68,9 @@ class Merger:
     def _merge(self, group: Sequence[torch.fx.Node]) -> None:
         first = min(group)  # fx nodes compare by their place in the graph
         columns = [_parts(node) for node in group]
-        sizes = [type_of(parts[0]).dims[0] for parts in columns]
+        sizes = [int(str(type_of(parts[0]).dims[0])) for parts in columns]
         with self.fn.graph.inserting_before(first):
-            joined = [self._joined(parts) for parts in zip(*columns, strict=True)]
+            joined = [self._joined(parts, sizes) for parts in zip_longest(*columns)]
             site = site_of(first)
             merged = self.fn.call(first.target, first.args[0], *joined, site=site)  # type: ignore[arg-type]
             split = self.fn.call(A.split_with_sizes.default, merged, sizes, -1, site=site)
@@ -83,16 +79,22 @@ class Merger:
             node.replace_all_uses_with(piece)
             self.fn.graph.erase_node(node)
 
-    def _joined(self, parts: Sequence[Any]) -> torch.fx.Node | None:
-        """The parts' weights, one after the other along their first axis."""
-        if parts[0] is None:
-            return None
-        sources = [self.weights[str(part.target)] for part in parts]
+    def _joined(self, parts: Sequence[Any], sizes: Sequence[int]) -> torch.fx.Node:
+        """The parts' weights, one after the other along their first axis; zeros for no bias."""
+        given = [None if part is None else self.weights[str(part.target)] for part in parts]
+        sources = [weight for weight in given if weight is not None]
         head = sources[0].type
-        rows = sum(int(str(w.type.dims[0])) for w in sources)
-        type = TensorType(head.dtype, (rows, *head.dims[1:]))
-        name = "+".join(w.name for w in sources)
-        weight: Weight = derive(name, type, lambda *tensors: torch.cat(tensors), *sources)
+
+        def join(*tensors: torch.Tensor) -> torch.Tensor:
+            rest = iter(tensors)
+            blank = [torch.zeros(size, dtype=head.dtype) for size in sizes]
+            return torch.cat(
+                [z if w is None else next(rest) for w, z in zip(given, blank, strict=True)]
+            )
+
+        type = TensorType(head.dtype, (sum(sizes), *head.dims[1:]))
+        name = "+".join("0" if w is None else w.name for w in given)
+        weight: Weight = derive(name, type, join, *sources)
         self.weights = self.weights.adding(self.weights.taken(weight))
         return self.fn.weight(self.weights[name])
 
@@ -110,7 +112,7 @@ def _refusal(group: Sequence[Any]) -> str | None:
         if node.args[0] is not first.args[0]:
             return f"%{first.name} and %{node.name} read different values"
         if node.target is not first.target or _shape(node) != _shape(first):
-            return f"%{first.name} and %{node.name} differ in numerics or in having a bias"
+            return f"%{first.name} and %{node.name} differ in dtype or numerics"
     return None
 
 
@@ -123,8 +125,9 @@ def _parts(node: torch.fx.Node) -> list[Any]:
 
 
 def _shape(node: torch.fx.Node) -> list[Any]:
-    """What must agree: dtypes and inner dims of the parts, and which are there."""
-    return [p if p is None else (type_of(p).dtype, type_of(p).dims[1:]) for p in _parts(node)]
+    """What must agree: the result's dtype, and dtypes and inner dims of all parts but the bias."""
+    parts = _parts(node)[: 1 if node.target is A.linear.default else 2]
+    return [type_of(node).dtype, *((type_of(p).dtype, type_of(p).dims[1:]) for p in parts)]
 
 
 def _owns_weights(node: torch.fx.Node) -> bool:
