@@ -51,7 +51,7 @@ def _problem(node: torch.fx.Node) -> str:
     if target is A.arange.start_step:
         return "numbers the tokens of a step by itself instead of using their positions"
     if getattr(target, "namespace", "") == "aten" and target not in CORE:
-        return "is no op of programs"
+        return "is no op that programs are made of"
     if _symbolic(node) and target not in _TAKES_SIZES:
         return "computes with the number of tokens in a step"
     if _mixes(node):

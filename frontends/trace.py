@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import PurePath
+from types import FrameType
 from typing import Any
 
 import torch
@@ -95,30 +96,40 @@ def export(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence warnings about how models are written; errors carry what matters."""
-    logger = logging.getLogger("torch.export")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+    """Silence what torch logs about how models are written, and about errors that we explain."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(before)
+        logging.disable(before)
 
 
-def _explain(name: str, wrapper: nn.Module, error: Exception) -> str:
+def first_names(model: nn.Module) -> dict[str, str]:
+    """For every parameter and buffer the first of its names; tied ones have several."""
+    first: dict[int, str] = {}
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def _explain(name: str, wrapper: nn.Module, error: BaseException) -> str:
     """Which module and line of the model a failed trace stopped at, and why."""
-    paths = {module: path for path, module in wrapper.named_modules()}
-    place = line = ""
-    for frame, number in traceback.walk_tb(error.__traceback__):
-        owner = frame.f_locals.get("self")
-        if not isinstance(owner, nn.Module) or paths.get(owner, "") in ("", "model"):
+    frames = [(f, n, f.f_locals.get("self")) for f, n in _frames(error)]
+    # Torch may have traced a copy of the wrapper.
+    root = next((owner for _, _, owner in frames if type(owner) is type(wrapper)), wrapper)
+    paths = {id(module): path for path, module in root.named_modules()}
+    where = ""
+    for frame, number, owner in frames:
+        if paths.get(id(owner), "") in ("", "model"):
             continue
-        place = paths[owner].removeprefix("model.")
         code = linecache.getline(frame.f_code.co_filename, number).strip()
-        line = f" at {PurePath(frame.f_code.co_filename).name}:{number}: {code}"
-    where = f" in module {place}{line}" if place else ""
+        line = f"{PurePath(frame.f_code.co_filename).name}:{number}: {code}"
+        where = f" in module {paths[id(owner)].removeprefix('model.')} at {line}"
     if isinstance(error, GraftworkError):
         return f"cannot import {name}{where}: {error}"
     lines = [text.strip(" -") for text in str(error).splitlines() if text.strip()]
@@ -129,3 +140,11 @@ def _explain(name: str, wrapper: nn.Module, error: Exception) -> str:
         f"cannot trace {name}{where}: {reason}. Expected a causal language model whose graph does "
         "not depend on the data; such models are not supported yet"
     )
+
+
+def _frames(error: BaseException | None) -> Iterator[tuple[FrameType, int]]:
+    """Frames and line numbers of an error and of those that it replaced, innermost last."""
+    if error is None:
+        return
+    yield from traceback.walk_tb(error.__traceback__)
+    yield from _frames(error.__cause__ or error.__context__)

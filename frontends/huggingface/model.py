@@ -13,7 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...ir import InputError, ModelInfo, Program, TensorType, UnsupportedError, Weight
 from ..program import Source, build_program
-from ..trace import export, fake_mode, fake_parameter, parameters_without_data, twin_of
+from ..trace import (
+    export,
+    fake_mode,
+    fake_parameter,
+    first_names,
+    parameters_without_data,
+    twin_of,
+)
 from .checkpoint import Checkpoint
 from .experts import prepare_experts
 from .registry import NAME, one_sequence_a_row, register
@@ -52,9 +59,10 @@ def import_folder(folder: Path, dtype: torch.dtype | None = None) -> Program:
         twin = _instantiate(config, wanted, mode)
         checkpoint = Checkpoint(folder, twin)
     _keep_float32(twin, mode, wanted)
-    buffers = dict(twin.named_buffers())
+    buffers, first = dict(twin.named_buffers()), first_names(twin)
 
     def weight_of(name: str) -> Weight:
+        name = first[name]
         if name in checkpoint:
             return checkpoint.weight(name)
         return Weight.of(name, buffers[name].clone())
@@ -78,8 +86,10 @@ def import_object(model: PreTrainedModel, dtype: torch.dtype | None = None) -> P
     held: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     held.update(model.named_buffers(remove_duplicate=False))
     wanted = {name: p.dtype for name, p in twin.named_parameters(remove_duplicate=False)}
+    first = first_names(twin)
 
     def weight_of(name: str) -> Weight:
+        name = first[name]
         tensor = held[name].detach()
         weight = Weight(name, TensorType.of(tensor), lambda: tensor.cpu())
         return weight.cast(wanted.get(name, tensor.dtype))

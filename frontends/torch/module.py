@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 
 from ...ir import ModelInfo, Program, TensorType, UnsupportedError, Weight
 from ..program import Source, build_program
-from ..trace import export, fake_mode, twin_of
+from ..trace import export, fake_mode, first_names, twin_of
 
 _POSITIONS = ("positions", "position_ids", "pos_ids")
 _CONTEXT = (
@@ -44,8 +44,10 @@ def import_module(module: nn.Module, dtype: torch.dtype | None = None) -> Progra
     held: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     held.update(module.named_buffers(remove_duplicate=False))
     wanted = {key: p.dtype for key, p in twin.named_parameters(remove_duplicate=False)}
+    first = first_names(twin)
 
     def weight_of(key: str) -> Weight:
+        key = first[key]
         tensor = held[key].detach()
         weight = Weight(key, TensorType.of(tensor), lambda: tensor.cpu())
         return weight.cast(wanted.get(key, tensor.dtype))

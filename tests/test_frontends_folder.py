@@ -1,0 +1,152 @@
+"""Checkpoint folders: lazy weights, conversions, dtypes, and errors that say what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from archs import ARCHS, build
+from safetensors.torch import load_file, save_file
+from test_frontends import TOLERANCE, error, logits_of, tokens_and_positions
+
+from graftwork.frontends import import_model
+from graftwork.ir import InputError, UnsupportedError
+
+
+def saved(name: str, folder: Path, shard: str = "50GB") -> Path:
+    """An architecture's model saved as a checkpoint; expert weights are split as on the hub."""
+    build(ARCHS[name]).save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["llama-tied-yarn", "mixtral", "qwen2_moe", "gpt2", "bloom"])
+def test_folder(name: str, tmp_path: Path) -> None:
+    """Renamed, tied, prefixed and per-expert tensors become the weights that the model has."""
+    folder = saved(name, tmp_path)
+    ids, positions = tokens_and_positions()
+    with torch.no_grad():
+        expected = build(ARCHS[name])(input_ids=ids).logits
+    program = import_model(str(folder))
+    assert error(logits_of(program, ids, positions), expected) < TOLERANCE
+    assert set(program.assets) == {"config.json", "generation_config.json"}
+    assert program.info.eos == (2,) and program.info.context > 0
+
+
+def test_experts_are_split_on_disk(tmp_path: Path) -> None:
+    """The conversion above is not vacuous: the file holds one tensor for each expert."""
+    names = load_file(saved("mixtral", tmp_path) / "model.safetensors")
+    assert any(".experts.3." in name for name in names)
+
+
+def test_base_model_checkpoint(tmp_path: Path) -> None:
+    """Checkpoints of a model without its head have no prefix in their names."""
+    folder = saved("gpt2", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    assert bare.keys() != tensors.keys()
+    ids, positions = tokens_and_positions()
+    expected = logits_of(import_model(folder), ids, positions)
+    save_file(bare, folder / "model.safetensors")
+    assert torch.equal(logits_of(import_model(folder), ids, positions), expected)
+
+
+def test_dtype(tmp_path: Path) -> None:
+    """Weights come in the checkpoint's dtype or the one asked for; frequencies stay float32."""
+    build(ARCHS["qwen3"]).to(torch.bfloat16).save_pretrained(tmp_path)
+    native, wide = import_model(tmp_path), import_model(tmp_path, torch.float32)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert native.weights[name].type.dtype == native.weights[name].load().dtype == torch.bfloat16
+    assert wide.weights[name].type.dtype == wide.weights[name].load().dtype == torch.float32
+    frequencies = [w for w in native.weights.values() if "inv_freq" in w.name]
+    assert frequencies and all(w.type.dtype == torch.float32 for w in frequencies)
+    ids, positions = tokens_and_positions()
+    low, high = (logits_of(program, ids, positions) for program in (native, wide))
+    assert low.dtype == torch.bfloat16 and high.dtype == torch.float32
+    assert error(low.float(), high) < 0.05
+
+
+def test_nothing_is_read_before_it_is_needed(tmp_path: Path) -> None:
+    """Import reads headers only: data that is not there is missed at the first load."""
+    folder = saved("llama", tmp_path)
+    program = import_model(folder)
+    path = folder / "model.safetensors"
+    header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    weight = program.weights["lm_head.weight"]
+    before = weight.load()
+    raw = bytearray(path.read_bytes())
+    raw[header:] = bytes(len(raw) - header)
+    path.write_bytes(raw)
+    assert before.abs().sum() > 0 and weight.load().abs().sum() == 0
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    """A shard that the index names but nobody downloaded."""
+    folder = saved("llama", tmp_path, shard="20KB")
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(InputError, match=rf"shard {shard.name} is missing"):
+        import_model(folder)
+
+
+def test_missing_tensor(tmp_path: Path) -> None:
+    """A tensor that the architecture needs and the file lacks."""
+    path = saved("llama", tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, path)
+    with pytest.raises(InputError, match=r"lacks 1 .*model\.layers\.1\.mlp\.down_proj\.weight"):
+        import_model(tmp_path)
+
+
+def test_wrong_shape(tmp_path: Path) -> None:
+    """A tensor whose shape contradicts the configuration."""
+    path = saved("llama", tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = torch.zeros(100, 32)
+    save_file(tensors, path)
+    with pytest.raises(InputError, match=r"lm_head\.weight.*f32\[100,32\].*f32\[128,32\]"):
+        import_model(tmp_path)
+
+
+def test_truncated_file(tmp_path: Path) -> None:
+    """A download that stopped half way."""
+    path = saved("llama", tmp_path) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(InputError, match=r"model\.safetensors"):
+        import_model(tmp_path)
+
+
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    """Old checkpoints hold pickles, which are never read."""
+    path = saved("llama", tmp_path) / "model.safetensors"
+    path.rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"convert pytorch_model\.bin to safetensors"):
+        import_model(tmp_path)
+
+
+def test_unknown_and_quantized_configurations(tmp_path: Path) -> None:
+    """Model types that transformers does not know, and weights that are quantized already."""
+    config = saved("llama", tmp_path) / "config.json"
+    content = json.loads(config.read_text())
+    config.write_text(json.dumps({**content, "model_type": "nonesuch"}))
+    with pytest.raises(UnsupportedError, match="nonesuch"):
+        import_model(tmp_path)
+    config.write_text(json.dumps({**content, "quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(UnsupportedError, match="quantized already"):
+        import_model(tmp_path)
+    config.unlink()
+    with pytest.raises(InputError, match=r"no config\.json"):
+        import_model(tmp_path)
+
+
+def test_paths(tmp_path: Path) -> None:
+    """Paths that are no folders, and things that are no models."""
+    with pytest.raises(InputError, match="does not exist"):
+        import_model(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="is a file"):
+        import_model(tmp_path / "file")
+    with pytest.raises(InputError, match="cannot import a list"):
+        import_model([])
