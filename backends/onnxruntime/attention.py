@@ -12,7 +12,7 @@ Before::
 After, with %qkv f32[B,T,128] the product that query, key and value are pieces of::
 
     %a: (f32[B,T,64], f32[B,2,C,16], f32[B,2,C,16]) = graftwork.ort_gqa(%qkv, None, None, %kv.0.key,
-        %kv.0.value, %past, %positions, %seqlens, %total, @cos, @sin, heads=4, groups=2, scale=0.25)
+        %kv.0.value, %seqlens, %total, %positions, @cos, @sin, heads=4, groups=2, scale=0.25)
 
 The kernel wants equal key and value widths in multiples of 8 (16 where it rotates), caches of the
 query's dtype that nothing else reads before they are written, and a step mask; an attention that is
@@ -42,9 +42,12 @@ OVERHANG = 128
 """Rows past the context that a step may write: the last columns of a tree are never committed."""
 
 
-def lower_attention(fn: Function, weights: WeightStore) -> WeightStore:
-    """Edit in place (hand in a copy); returns the weights with rotary tables in the right dtype."""
-    lowering = _Lowering(fn, weights)
+def lower_attention(fn: Function, weights: WeightStore, *, counted: bool = False) -> WeightStore:
+    """Edit in place (hand in a copy); returns the weights with rotary tables in the right dtype.
+
+    counted: let the kernel count positions from `seqlens` instead of reading the input.
+    """
+    lowering = _Lowering(fn, weights, counted)
     for node in fn.calls(G.attend.default):
         found = _match(fn, node)
         if found is not None:
@@ -70,7 +73,6 @@ class _Found:
     key: torch.fx.Node
     value: torch.fx.Node
     writes: tuple[torch.fx.Node, torch.fx.Node]
-    past: torch.fx.Node
     ancestors: torch.fx.Node | None
     slopes: torch.fx.Node | None
     sinks: torch.fx.Node | None
@@ -103,7 +105,6 @@ def _match(fn: Function, node: torch.fx.Node) -> _Found | None:
         key=key,
         value=write_v["new"],
         writes=(keys, values),
-        past=masked["past"],
         ancestors=masked["ancestors"],
         slopes=slopes,
         sinks=given["sinks"],
@@ -167,8 +168,13 @@ def _table(node: Any, positions: torch.fx.Node) -> torch.fx.Node | None:
 
 
 class _Lowering:
-    def __init__(self, fn: Function, weights: WeightStore) -> None:
-        self.fn, self.weights = fn, weights
+    def __init__(self, fn: Function, weights: WeightStore, counted: bool) -> None:
+        self.fn, self.weights, self.counted = fn, weights, counted
+
+    def positions(self, found: _Found) -> torch.fx.Node | None:
+        """The input that an attention depends on, None if it does not or is to count itself."""
+        needed = found.tables or found.ancestors is not None or found.slopes is not None
+        return self.fn.input("positions") if needed and not self.counted else None
 
     def counts(self) -> list[torch.fx.Node]:
         """The two inputs that the kernel takes instead of `past`, added when first needed."""
@@ -206,7 +212,7 @@ class _Lowering:
                 found.options["interleaved"] = found.tables.interleaved
             result = fn.call(
                 G.ort_gqa.default,
-                *(*parts, *caches, found.past, fn.input("positions"), *counts, *tables),
+                *(*parts, *caches, *counts, self.positions(found), *tables),
                 *(found.ancestors, found.sinks, found.slopes),
                 site=site,
                 heads=heads,

@@ -23,19 +23,19 @@ def _samples() -> Iterator[Sample]:
     key, value = torch.randn(2, batch, width, groups * dim).unbind()
     caches = torch.randn(2, batch, groups, rows, dim).unbind()
     angle = torch.randn(32, dim // 2)
-    past, positions = torch.tensor([4]), torch.tensor([[4, 5, 6]])
+    positions = torch.tensor([[4, 5, 6]])
     counts = (torch.tensor([6], dtype=torch.int32), torch.tensor(7, dtype=torch.int32))
     tables = (angle.cos(), angle.sin())
     options = {"heads": heads, "groups": groups, "scale": 0.25}
-    yield (query, key, value, *caches, past, positions, *counts, *tables), options
+    yield (query, key, value, *caches, *counts, positions, *tables), options
     packed = torch.cat([query, key, value], -1)
-    yield (packed, None, None, *caches, past, positions, *counts, *tables), options | {"window": 3}
+    yield (packed, None, None, *caches, *counts, None, *tables), options | {"window": 3}
     tree = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool)
     forked = torch.tensor([[4, 5, 5]])
-    yield (packed, None, None, *caches, past, forked, *counts, *tables, tree), options
-    yield (query, key, value, *caches, past, positions, *counts), options | {"softcap": 2.0}
+    yield (packed, None, None, *caches, *counts, forked, *tables, tree), options
+    yield (query, key, value, *caches, *counts), options | {"softcap": 2.0}
     extras = {"sinks": torch.randn(heads), "slopes": torch.rand(heads)}
-    yield (query, key, value, *caches, past, positions, *counts), options | extras
+    yield (query, key, value, *caches, *counts, positions), options | extras
 
 
 def _fake(
@@ -55,8 +55,8 @@ def _fake(
 
 @define(
     "ort_gqa(Tensor query, Tensor? key, Tensor? value, Tensor past_key, Tensor past_value, "
-    "Tensor past, Tensor positions, Tensor seqlens, Tensor total, Tensor? cos=None, "
-    "Tensor? sin=None, Tensor? ancestors=None, Tensor? sinks=None, Tensor? slopes=None, *, "
+    "Tensor seqlens, Tensor total, Tensor? positions=None, Tensor? cos=None, Tensor? sin=None, "
+    "Tensor? ancestors=None, Tensor? sinks=None, Tensor? slopes=None, *, "
     "int heads, int groups, float scale, int? window=None, float? softcap=None, "
     "bool interleaved=False) -> (Tensor, Tensor, Tensor)",
     samples=_samples,
@@ -68,10 +68,9 @@ def ort_gqa(
     value: Tensor | None,
     past_key: Tensor,
     past_value: Tensor,
-    past: Tensor,
-    positions: Tensor,
     seqlens: Tensor,
     total: Tensor,
+    positions: Tensor | None = None,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     ancestors: Tensor | None = None,
@@ -88,17 +87,21 @@ def ort_gqa(
     """com.microsoft.GroupQueryAttention: rotary embedding, two cache writes and attention in one.
 
     ``%a: (f32[B,T,H*D], f32[B,G,C,D], f32[B,G,C,D]) = graftwork.ort_gqa(%qkv, None, None,
-    %kv.0.key, %kv.0.value, %past, %positions, %seqlens, %total, @cos, @sin, heads=8, groups=2,
+    %kv.0.key, %kv.0.value, %seqlens, %total, %positions, @cos, @sin, heads=8, groups=2,
     scale=0.125)``
 
     query [B,T,H*D], key and value [B,T,G*D]; or key = value = None and query their concatenation
-    [B,T,(H+2G)*D]. Caches [B,G,C,D]; past, positions, ancestors, sinks, slopes, window, softcap as
-    in `step_mask`, `attend` and `alibi`; cos, sin tables [context,R/2], or None for no rotary
-    embedding. seqlens i32[B] = past + T - 1; total i32[]: at least every past + T, and the width of
-    the bias that ancestors and slopes turn into. Returns the attended values and both caches.
+    [B,T,(H+2G)*D]. Caches [B,G,C,D]; seqlens i32[B] = past + T - 1; total i32[]: at least every
+    past + T, and the width of the bias that ancestors and slopes turn into. positions None: past,
+    past + 1, ...; cos, sin tables [context,R/2], or None for no rotary embedding; past, ancestors,
+    sinks, slopes, window, softcap as in `step_mask`, `attend` and `alibi`. Returns the attended
+    values and both caches.
     """
-    batch, width = positions.shape
+    batch, width = query.shape[:2]
     dim = past_key.shape[3]
+    past = seqlens.long() + 1 - width
+    if positions is None:
+        positions = past[:, None] + torch.arange(width, device=query.device)
     if key is None or value is None:
         query, key, value = query.split([heads * dim, groups * dim, groups * dim], dim=-1)
     q = query.reshape(batch, width, heads, dim).transpose(1, 2)

@@ -8,6 +8,7 @@ import onnx_ir as oir
 import torch
 import torch.fx
 
+from ...ir import TensorType
 from . import ops  # noqa: F401  (defines ort_gqa)
 from .emit import Emitter, row, type_of
 
@@ -83,10 +84,9 @@ def gqa(
     value: oir.Value | None,
     past_key: oir.Value,
     past_value: oir.Value,
-    past: oir.Value,
-    positions: oir.Value,
     seqlens: oir.Value,
     total: oir.Value,
+    positions: oir.Value | None,
     cos: oir.Value | None,
     sin: oir.Value | None,
     ancestors: oir.Value | None,
@@ -101,7 +101,7 @@ def gqa(
 ) -> Any:
     bias = None
     if ancestors is not None or slopes is not None:
-        build = _Bias(e, past, positions, total, type_of(query).dtype)
+        build = _Bias(e, seqlens, total, positions, type_of(query))
         bias = build.of(ancestors, slopes, window)
     rotates = cos is not None
     return e.fused(
@@ -136,24 +136,25 @@ class _Bias:
     def __init__(
         self,
         e: Emitter,
-        past: oir.Value,
-        positions: oir.Value,
+        seqlens: oir.Value,
         total: oir.Value,
-        dtype: torch.dtype,
+        positions: oir.Value | None,
+        query: TensorType,
     ) -> None:
-        self.e, self.past, self.positions, self.total = e, past, positions, total
-        self.dtype = dtype
+        self.e, self.seqlens, self.total, self.given = e, seqlens, total, positions
+        self.dtype, self.width = query.dtype, query.dims[1]
 
     def of(
         self, ancestors: oir.Value | None, slopes: oir.Value | None, window: int | None
     ) -> oir.Value:
         """The sum of the parts that apply."""
         parts = []
-        if ancestors is not None:
+        tree = ancestors is not None
+        if tree:
             parts.append(self.once(("tree", window), lambda: self.tree(ancestors, window)))
         if slopes is not None:
-            key = ("slopes", slopes.name, ancestors is not None)
-            parts.append(self.once(key, lambda: self.alibi(slopes, ancestors is not None)))
+            key = ("slopes", slopes.name, tree)
+            parts.append(self.once(key, lambda: self.alibi(slopes, tree)))
         if len(parts) == 1:
             return parts[0]
         return self.once(("both", *parts), lambda: self.e.op("Add", *parts))
@@ -166,25 +167,40 @@ class _Bias:
         found: oir.Value = self.e.memo[key]
         return found
 
+    def past(self) -> Any:
+        """Valid rows before the step, i64[B]."""
+        e = self.e
+        last = e.cast(self.seqlens, I64)
+        return self.once("past", lambda: e.op("Sub", last, e.size(self.width - 1)))
+
+    def positions(self) -> Any:
+        """Position of each token, i64[B,T]."""
+        if self.given is not None:
+            return self.given
+        return self.once("positions", self._positions)
+
+    def _positions(self) -> Any:
+        e = self.e
+        zero, one = e.const(0, I64), e.const(1, I64)
+        steps = e.op("Range", zero, e.scalar(self.width), one)
+        return e.op("Add", e.op("Unsqueeze", self.past(), e.const([1], I64)), steps)
+
     def tree(self, ancestors: oir.Value, window: int | None) -> Any:
         """0 where a token may look, -inf elsewhere: the past is open, the step as ancestors say."""
         e = self.e
         step = e.op("Where", ancestors, e.const(0, self.dtype), e.const(HIDDEN, self.dtype))
         step = e.op("Unsqueeze", step, e.const([1], I64))
+        # Behind the step's own columns there may be more, up to `total`; causality hides them.
+        total = e.op("Reshape", self.total, e.const([1], I64))
+        behind = e.op("Sub", e.op("Sub", total, self.seqlens), e.const([1], torch.int32))
         zeros = e.const([0, 0, 0], I64)
-        pads = e.op("Concat", zeros, self.past, zeros, self.behind(), axis=0)
+        after = e.op("Cast", behind, to=int(oir.DataType.INT64))
+        pads = e.op("Concat", zeros, self.past(), zeros, after, axis=0)
         open_ = e.op("Pad", step, pads)
         if window is None:
             return open_
         near = e.op("Greater", self.distance(True), e.const(-window, I64))
         return e.op("Where", near, open_, e.const(HIDDEN, self.dtype))
-
-    def behind(self) -> Any:
-        """Rows of the bias after the step's own, i64[1]."""
-        e = self.e
-        width = e.size(type_of(self.positions).dims[1])
-        total = e.cast(e.op("Reshape", self.total, e.const([1], I64)), I64, torch.int32)
-        return self.once("behind", lambda: e.op("Sub", e.op("Sub", total, width), self.past))
 
     def distance(self, tree: bool) -> Any:
         """Row position minus token position, i64[B|1, 1, T, total]."""
@@ -194,14 +210,15 @@ class _Bias:
         e = self.e
         zero, one = e.const(0, I64), e.const(1, I64)
         end = e.cast(self.total, I64)
-        rows = e.op("Range", zero, end, one)
+        positions = self.positions()
         if tree:  # rows of the step hold the positions of its tokens
-            before = e.op("Range", zero, e.op("Squeeze", self.past), one)
-            own = e.op("Reshape", self.positions, e.const([-1], I64))
-            own_end = e.op("Squeeze", e.op("Add", self.past, e.op("Shape", own)))
-            after = e.op("Range", own_end, end, one)
-            rows = e.op("Concat", before, own, after, axis=0)
-        mine = e.op("Unsqueeze", self.positions, e.const([1, 3], I64))
+            before = e.op("Range", zero, e.op("Squeeze", self.past()), one)
+            own = e.op("Reshape", positions, e.const([-1], I64))
+            own_end = e.op("Squeeze", e.op("Add", self.past(), e.op("Shape", own)))
+            rows = e.op("Concat", before, own, e.op("Range", own_end, end, one), axis=0)
+        else:
+            rows = e.op("Range", zero, end, one)
+        mine = e.op("Unsqueeze", positions, e.const([1, 3], I64))
         return e.op("Sub", rows, mine)
 
     def alibi(self, slopes: oir.Value, tree: bool) -> Any:
