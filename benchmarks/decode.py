@@ -1,15 +1,15 @@
 """Decode speed of recipes, transformers and onnxruntime-genai: one run, in turns, medians.
 
-    python benchmarks/decode.py MODEL [--prompts FILE.jsonl] [--recipes baseline,copyspec] [--json F]
+    python benchmarks/decode.py MODEL [--prompts FILE.jsonl] [--recipes baseline,copyspec]
         [--targets onnxruntime:cpu:float32,torch:cpu:float32] [--genai fp32,int4] [--threads 2]
 
 MODEL is a checkpoint folder (or set GRAFTWORK_BENCH_MODEL); prompts are lines with a field
-``ids``, random ids without a file. Only decoding is timed, not the prompt's step: a system's rate is its new
-tokens after the first, divided by the time they took. onnxruntime-genai runs the model that its own
-builder exports from the same checkpoint, with the same number of threads. Systems take turns, prompt
-by prompt, so that what disturbs the machine disturbs all alike; a system's figure is the median over
-the rounds, and ratios compare medians. The rate of the fastest round is printed too: on a busy
-machine it is nearest to what the system can do.
+``ids``, random ids without a file. Only decoding is timed, not the prompt's step: a system's rate
+is its new tokens after the first, divided by the time they took. onnxruntime-genai runs the model
+that its own builder exports from the same checkpoint, with the same number of threads. Systems
+take turns, prompt by prompt, so that what disturbs the machine disturbs all alike; a system's
+figure is the median over the rounds, and ratios compare medians. The rate of the fastest round is
+printed too: on a busy machine it is nearest to what the system can do.
 """
 
 from __future__ import annotations

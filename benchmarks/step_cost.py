@@ -1,6 +1,6 @@
 """What a step costs at each width: milliseconds for T = 1, 2, 4, 8, 16, 32, batch 1.
 
-    python benchmarks/step_cost.py MODEL [--recipes baseline,int8] [--target onnxruntime:cpu:float32]
+    python benchmarks/step_cost.py MODEL [--recipes baseline,int8] [--target T]
 
 Recipes take turns, width by width; a cell is the median over the rounds, and the fastest round.
 """
