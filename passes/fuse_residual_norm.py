@@ -11,9 +11,10 @@ After::
     %r: (f32[B,T,H], f32[B,T,H]) = graftwork.add_rms_norm(%x, %y, @w, eps=1e-06)
     %h: f32[B,T,H] = graftwork.hidden(%r[1], layer=0, point="attention")
 
-with %r[0] for %n. A sum that several norms read is fused with the first. Leaves alone sums that
-broadcast or scale, and norms of anything else. Nothing may still change what lies between a block's
-sum and its norm, so this runs after the passes that have an effect on layers or logits.
+with %r[0] for %n. A sum that several norms read is fused with the first. Markers stay, used or
+not. Leaves alone sums that broadcast or scale, and norms of anything else. Nothing may still
+change what lies between a block's sum and its norm, so this runs after the passes that have an
+effect on layers or logits.
 """
 
 from __future__ import annotations
@@ -52,7 +53,6 @@ class FuseResidualNorm(Pass):
             count += 1
         if not count:
             return Outcome(program, 0, miss)
-        fn.graph.eliminate_dead_code()
         return Outcome(program.with_function(fn), count)
 
 
@@ -83,6 +83,7 @@ def _fuse(fn: Function, norm: torch.fx.Node, total: torch.fx.Node) -> None:
         )
         normed, summed = fn.item(fused, 0), fn.item(fused, 1)
     norm.replace_all_uses_with(normed)
-    fn.graph.erase_node(norm)
     total.replace_all_uses_with(summed)
-    fn.graph.erase_node(total)
+    for node in (norm, total, weight):
+        if not node.users:
+            fn.graph.erase_node(node)

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 import torch.fx
 
-from ..ir import Function, Program, TensorType, Weight, WeightStore, derive, site_of, type_of
+from ..ir import Function, Program, TensorType, WeightStore, derive, site_of, type_of
 from .base import Outcome
+from .dce import sweep
+from .subgraph import fresh_name
 
 A, G = torch.ops.aten, torch.ops.graftwork
 
@@ -63,7 +65,8 @@ class Merger:
         """The pass's outcome."""
         if not self.merged:
             return Outcome(program, 0, self.refusals[0] if self.refusals else f"no {what}")
-        return Outcome(program.with_function(self.fn, weights=self.weights), self.merged)
+        sweep(self.fn)
+        return Outcome(program.with_function(self.fn, weights=self.weights).pruned(), self.merged)
 
     def _merge(self, group: Sequence[torch.fx.Node]) -> None:
         first = min(group)  # fx nodes compare by their place in the graph
@@ -93,10 +96,19 @@ class Merger:
             )
 
         type = TensorType(head.dtype, (sum(sizes), *head.dims[1:]))
-        name = "+".join("0" if w is None else w.name for w in given)
-        weight: Weight = derive(name, type, join, *sources)
-        self.weights = self.weights.adding(self.weights.taken(weight))
-        return self.fn.weight(self.weights[name])
+        name = fresh_name(self.weights, _joined_name([w.name for w in sources]))
+        weight = derive(name, type, join, *sources)
+        self.weights = self.weights.adding(weight)
+        return self.fn.weight(weight)
+
+
+def _joined_name(names: Sequence[str]) -> str:
+    """``layers.0.q.weight``, ``layers.0.k.weight``: ``layers.0.q_k.weight``."""
+    parts = [name.split(".") for name in names]
+    if len({len(part) for part in parts}) > 1:
+        return "_".join(names)
+    columns = (list(dict.fromkeys(column)) for column in zip(*parts, strict=True))
+    return ".".join("_".join(column) for column in columns)
 
 
 def _refusal(group: Sequence[Any]) -> str | None:

@@ -35,6 +35,7 @@ with random weights (see `feeds.step_inputs`).
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -107,7 +108,8 @@ def apply(kind: type[Pass], case: Case) -> tuple[Program | None, str]:
     text = program_text(program)
     assert program_text(parse_program(text)) == text
     try:
-        outcome = kind(**yaml.safe_load(case.options)).run(program)
+        options = json.dumps(yaml.safe_load(case.options))  # as recipes do: lists become tuples
+        outcome = kind.model_validate_json(options).run(program)
     except (GraftworkError, ValidationError) as error:
         return None, str(error)
     assert program_text(program) == text, "the pass edited its argument"
