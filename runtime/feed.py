@@ -66,6 +66,7 @@ class Feeder:
         self.widths = self._usable(executable.widths("step"))
         self.buffers: dict[int, _Buffers] = {}
         self.seconds = 0.0
+        self.rows = 0
 
     def _usable(self, widths: tuple[int, ...] | None) -> tuple[int, ...] | None:
         usable = None if widths is None else tuple(w for w in widths if w <= self.context)
@@ -76,9 +77,11 @@ class Feeder:
             )
         return usable
 
-    def begin(self, rows: int) -> None:
-        """Start new sequences that may need up to `rows` cache rows."""
-        self.executable.begin(self.batch, min(rows, self.context))
+    def begin(self, limit: int, draft: int) -> None:
+        """Start new sequences of at most `limit` tokens, fed up to `draft` + 1 at once."""
+        widest = self.width(draft + 1, self.context) or 0
+        self.rows = min(limit + widest, self.context)
+        self.executable.begin(self.batch, self.rows)
 
     def chunk(self, need: int) -> int:
         """Width of a prefill step when the longest sequence has `need` tokens left."""
@@ -132,5 +135,5 @@ class Feeder:
             return
         # Doubling keeps the copying of grown caches linear in the length of the text.
         start = perf_counter()
-        self.executable.reserve(max(rows, min(2 * capacity, self.context)))
+        self.executable.reserve(max(rows, min(2 * capacity, self.rows)))
         self.seconds += perf_counter() - start

@@ -65,7 +65,7 @@ class DecodeLoop:
         """Prefill the prompts and commit each sequence's first token."""
         start = perf_counter()
         prompts = [text.tokens for text in self.texts]
-        self.feeder.begin(max(text.limit for text in self.texts) + self.drafter.most)
+        self.feeder.begin(max(text.limit for text in self.texts), self.drafter.most)
         self.drafter.begin(prompts)
         # Always the logits: the same compiled prefill serves every option, and one look at real
         # logits tells a broken model at once.

@@ -142,10 +142,10 @@ class Scorer:
         ]
         logits = outputs["logits"]
         if len(texts) == 1:
-            scores = logits[0, : len(owners)].float()
+            scores = logits[0, : len(owners)].to("cpu", torch.float32)
         else:
             sequence, column = zip(*owners, strict=True)
-            scores = logits[list(sequence), list(column)].float()
+            scores = logits[list(sequence), list(column)].to("cpu", torch.float32)
         if self.options.repetition_penalty != 1.0:
             seen = self._seen(texts, drafts, owners)
             scores = penalize_repetition(scores, seen, self.options.repetition_penalty)
