@@ -226,6 +226,8 @@ class _Lowering:
         found.node.replace_all_uses_with(attended)
         for write, cache in zip(found.writes, (keys, values), strict=True):
             write.replace_all_uses_with(cache)
+        for node in (found.node, *found.writes):
+            fn.graph.erase_node(node)
 
     def flat(self, x: torch.fx.Node) -> torch.fx.Node:
         """A value [B,H,T,D] as [B,T,H*D], reusing what it was made from."""

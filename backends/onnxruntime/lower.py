@@ -74,7 +74,7 @@ def lower(program: Program, name: str, variant: Variant = "chain") -> Program:
     simplify_views(fn)
     merge_equal(fn)
     sweep(fn)
-    _drop_unused_inputs(fn)
+    drop_unused_inputs(fn)
     return program.replace(functions={name: fn}, weights=weights, stage=STAGE).pruned()
 
 
@@ -94,7 +94,8 @@ def drop_ancestors(fn: Function) -> None:
         node.args = tuple(None if arg is given else arg for arg in node.args)
 
 
-def _drop_unused_inputs(fn: Function) -> None:
+def drop_unused_inputs(fn: Function) -> None:
+    """Remove inputs (and states) that nothing reads."""
     for node in fn.inputs:
         if not node.users:
             fn.graph.erase_node(node)

@@ -1,0 +1,266 @@
+"""Turns a program's step into the decode graph that other loaders of ONNX models know.
+
+Before (names and types of graftwork)::
+
+    func step(tokens: i64[B,T], positions: i64[B,T], past: i64[B], kv.0.key: f32[B,G,C,D], ...)
+      -> logits f32[B,S,V], argmax, kv.0.key, ...
+
+After::
+
+    func model(input_ids: i64[B,T], attention_mask: i64[B,P], past_key_values.0.key: f32[B,G,C,D],
+      ...) -> logits f32[B,T,V], present.0.key, ...
+
+Logits come for every token. `attention_mask` has a one for every token so far, this step's
+included; lengths and positions are counted from it. Attention that GroupQueryAttention can do
+appends to its cache (in place, if the loader binds one buffer to past and present); attention that
+it cannot do concatenates, and then masks what `attention_mask` marks as padding on the left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx
+
+from ...ir import Function, Program, Sym, UnsupportedError, WeightStore, site_of, type_of
+from ...ir.pattern import named_arguments
+from ...ir.types import Dim, TensorType
+from ...passes.cse import merge_equal
+from ...passes.dce import sweep
+from .attention import SEQLENS, TOTAL, lower_attention
+from .decompose import decompose
+from .lower import drop_ancestors, drop_unused_inputs, erase_markers
+from .merge import merge_products
+from .norms import fuse_norms
+from .views import simplify_views
+
+A = torch.ops.aten
+G = torch.ops.graftwork
+
+TOKENS, MASK = "input_ids", "attention_mask"
+B, T, C, P = Sym("B"), Sym("T"), Sym("C"), Sym("P")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention: query heads, key-value groups, widths of keys and values."""
+
+    heads: int
+    groups: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class Portable:
+    """The function `model` in ops with rows, its weights, and what loaders must be told.
+
+    in_place: past and present may be one buffer.
+    """
+
+    function: Function
+    weights: WeightStore
+    in_place: bool
+    layers: tuple[Layer, ...]
+
+
+def portable(program: Program) -> Portable:
+    """See the module docstring.
+
+    Errors: `UnsupportedError` for a program without logits or caches, with states that are not keys
+    and values, or with attention that reads them through something else than a step mask.
+    """
+    layers = _numbered(program)
+    fn = program.function("step").copy()
+    fn.name = "model"
+    erase_markers(fn)
+    drop_ancestors(fn)
+    _all_logits(fn, program)
+    sweep(fn)
+    merge_equal(fn)
+    simplify_views(fn)
+    weights = merge_products(fn, program.weights)
+    simplify_views(fn)
+    weights = lower_attention(fn, weights, counted=True)
+    shapes = _layers(fn)
+    concatenates = bool(fn.calls(G.attend.default))
+    _Counter(fn, concatenates).run()
+    fuse_norms(fn)
+    simplify_views(fn)
+    decompose(fn)
+    simplify_views(fn)
+    merge_equal(fn)
+    sweep(fn)
+    drop_unused_inputs(fn)
+    _rename(fn, program, layers)
+    return Portable(fn, weights.only(fn.weights), not concatenates, shapes)
+
+
+def _numbered(program: Program) -> dict[int, int]:
+    """Layers that have caches, numbered without gaps. Errors: see `portable`."""
+    strange = [name for name, s in program.states.items() if s.part not in ("key", "value")]
+    outputs = program.function("step").outputs
+    if "logits" not in outputs or not program.states or strange:
+        found = f"states {', '.join(strange)}" if strange else f"outputs {', '.join(outputs)}"
+        raise UnsupportedError(
+            f"{program.name} cannot become a plain decode graph: expected a step with logits whose "
+            f"states are keys and values, got {found}; export another recipe, such as baseline"
+        )
+    layers = sorted({state.layer for state in program.states.values()})
+    return {layer: index for index, layer in enumerate(layers)}
+
+
+def _all_logits(fn: Function, program: Program) -> None:
+    """Logits of every token and the states; nothing else comes out."""
+    for node in fn.calls(G.pick_rows.default):
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        fn.graph.erase_node(node)
+    for node in fn.calls():
+        node.args = torch.fx.node.map_aggregate(node.args, _every_token)  # type: ignore[assignment]
+        node.kwargs = torch.fx.node.map_aggregate(node.kwargs, _every_token)  # type: ignore[assignment]
+    fn.retype()
+    outputs = fn.outputs
+    fn.set_outputs({name: outputs[name] for name in ("logits", *program.states)})
+
+
+def _every_token(arg: Any) -> Any:
+    if not isinstance(arg, Sym) or "S" not in arg.symbols:
+        return arg
+    return arg.evaluate(lambda name: T if name == "S" else Sym(name))
+
+
+def _layers(fn: Function) -> tuple[Layer, ...]:
+    """Sizes of every attention, in program order."""
+    found = []
+    for node in fn.calls(G.ort_gqa.default, G.attend.default):
+        given = named_arguments(node)
+        if node.target is G.ort_gqa.default:
+            width = _int(type_of(given["past_key"]).dims[3])
+            found.append(Layer(given["heads"], given["groups"], width, width))
+            continue
+        query, keys, values = (type_of(given[name]) for name in "qkv")
+        sizes = (query.dims[1], keys.dims[1], keys.dims[3], values.dims[3])
+        found.append(Layer(*(_int(size) for size in sizes)))
+    return tuple(found)
+
+
+def _int(dim: Dim) -> int:
+    return int(str(dim))
+
+
+@dataclass
+class _Counter:
+    """Computes from `attention_mask` what graftwork's runtime hands over as inputs."""
+
+    fn: Function
+    concatenates: bool
+    masks: dict[Any, torch.fx.Node] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Replace the inputs past, positions, seqlens and total; concatenate where asked."""
+        rows: Dim = C + T if self.concatenates else P
+        self.mask = self.fn.add_input(MASK, TensorType(torch.int64, (B, rows)))
+        self.rows = rows
+        first = self.fn.calls()[0]
+        with self.fn.graph.inserting_before(first):
+            made = self._counts()
+            self.anchor = self.fn.call(A.full.default, [], 0)  # masks go before it, and it goes
+        if self.concatenates:
+            for node in self.fn.calls(G.attend.default):
+                self._concatenate(node)
+        for name, node in made.items():
+            if self.fn.has_input(name):
+                self.fn.input(name).replace_all_uses_with(node)
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        """A call at the insertion point."""
+        return self.fn.call(target, *args, **kwargs)
+
+    def _counts(self) -> dict[str, torch.fx.Node]:
+        length = self.call(A.sum.dim_IntList, self.mask, [1])
+        last = self.call(A.sub.Tensor, length, 1)
+        count = self.call(A.sub.Tensor, self.call(A.cumsum.default, self.mask, 1), 1)
+        own = self.call(A.slice.Tensor, count, 1, self.rows - T, self.rows)  # type: ignore[operator]
+        return {
+            "past": self.call(A.sub.Tensor, length, T),
+            "positions": self.call(A.clamp.default, own, 0),
+            SEQLENS: self.call(A._to_copy.default, last, dtype=torch.int32),
+            TOTAL: self.call(A.full.default, [], self.rows, dtype=torch.int32),
+        }
+
+    def _concatenate(self, node: torch.fx.Node) -> None:
+        """Attention over past and new rows side by side, instead of a cache of fixed capacity."""
+        given = named_arguments(node)
+        writes = [given["k"], given["v"]]
+        mask, bias = given["mask"], given["bias"]
+        targets = [w.target for w in writes] + [mask.target]
+        plain = targets == [G.cache_write.default] * 2 + [G.step_mask.default]
+        if not plain or (bias is not None and bias.target is not G.alibi.default):
+            raise UnsupportedError(
+                f"%{node.name} ({site_of(node).module}) cannot become portable attention: it reads "
+                f"its cache through {', '.join(str(t) for t in targets)}"
+            )
+        window = named_arguments(mask)["window"]
+        with self.fn.graph.inserting_before(node):
+            sides = [self._joined(write) for write in writes]
+            bias = None if bias is None else self._alibi(named_arguments(bias)["slopes"])
+            options = {k: given[k] for k in ("scale", "softcap") if given[k] is not None}
+            made = self.call(
+                G.attend.default,
+                *(given["q"], *sides, self._visible(window), bias, given["sinks"]),
+                site=site_of(node),
+                **options,
+            )
+        node.replace_all_uses_with(made)
+        for write, side in zip(writes, sides, strict=True):
+            write.replace_all_uses_with(side)
+
+    def _joined(self, write: torch.fx.Node) -> torch.fx.Node:
+        cache, new = write.args[:2]
+        return self.call(A.cat.default, [cache, new], 2)
+
+    def _step(self) -> tuple[torch.fx.Node, torch.fx.Node]:
+        """Row counts i64[B] and rows i64[B,T] of the step, padding included."""
+        before = self.call(A.full.default, [B], C, dtype=torch.int64)
+        steps = self.call(A.arange.default, T, dtype=torch.int64)
+        return before, self.call(A.add.Tensor, self.call(A.unsqueeze.default, before, 1), steps)
+
+    def _visible(self, window: int | None) -> torch.fx.Node:
+        """bool[B,1,T,C+T]: earlier rows that are no padding, and the token's own."""
+        if window not in self.masks:
+            with self.fn.graph.inserting_before(self.anchor):
+                self.masks[window] = self._make_visible(window)
+        return self.masks[window]
+
+    def _make_visible(self, window: int | None) -> torch.fx.Node:
+        before, own = self._step()
+        options: Mapping[str, Any] = {} if window is None else {"window": window}
+        causal = self.call(G.step_mask.default, before, own, None, self.rows, **options)
+        real = self.call(A.ne.Scalar, self.mask, 0)
+        for axis in (1, 1):
+            real = self.call(A.unsqueeze.default, real, axis)
+        column = self.call(A.arange.default, self.rows, dtype=torch.int64)
+        for axis in (1, 3):
+            own = self.call(A.unsqueeze.default, own, axis)
+        itself = self.call(A.eq.Tensor, column, own)
+        either = self.call(A.logical_or.default, real, itself)
+        return self.call(A.logical_and.default, causal, either)
+
+    def _alibi(self, slopes: torch.fx.Node) -> torch.fx.Node:
+        before, own = self._step()
+        return self.call(G.alibi.default, slopes, before, own, self.rows)
+
+
+def _rename(fn: Function, program: Program, layers: Mapping[int, int]) -> None:
+    """The names that loaders know."""
+    names = {name: f"{layers[state.layer]}.{state.part}" for name, state in program.states.items()}
+    for name, short in names.items():
+        if fn.has_input(name):
+            fn.input(name).target = f"past_key_values.{short}"
+    fn.input("tokens").target = TOKENS
+    fn.input(TOKENS).append(fn.input(MASK))
+    outputs = {names.get(n, n): node for n, node in fn.outputs.items()}
+    fn.set_outputs({n if n == "logits" else f"present.{n}": v for n, v in outputs.items()})

@@ -1,0 +1,179 @@
+"""Writes decode graphs for other loaders: an ONNX folder, and one that onnxruntime-genai runs.
+
+    model.onnx          input_ids i64[B,T], attention_mask i64[B,P],
+                        past_key_values.<i>.key and .value [B,G,P-T,D]
+                        -> logits [B,T,V], present.<i>.key and .value [B,G,P,D]
+    model.onnx.data     its weights
+    genai_config.json   (export_genai)
+    tokenizer.json, ... files that came with the model
+
+Kernels are ONNX's and ONNX Runtime's own; nothing of graftwork is needed to run it. Both functions
+write beside the destination and rename, so that whoever looks sees the old folder, the new one, or
+none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as oir
+
+from .backends.onnxruntime.emit import emit
+from .backends.onnxruntime.portable import Layer, Portable, portable
+from .backends.onnxruntime.store import WeightFile, store
+from .ir import InputError, Program, UnsupportedError
+
+MODEL, DATA, CONFIG = "model.onnx", "model.onnx.data", "genai_config.json"
+
+# What our symbols are called in decode graphs elsewhere.
+_DIMS = {
+    "B": "batch_size",
+    "T": "sequence_length",
+    "C": "past_sequence_length",
+    "P": "total_sequence_length",
+    "C+T": "total_sequence_length",
+}
+
+
+def export_onnx(program: Program, folder: Path) -> Path:
+    """Write the plain decode graph of a cached program; returns the folder.
+
+    Errors: `UnsupportedError` if the program's step is more than a plain decode step (see
+    `backends.onnxruntime.portable`); `InputError` if the folder holds something else.
+    """
+    return _write(program, portable(program), folder, {})
+
+
+def export_genai(program: Program, folder: Path) -> Path:
+    """Write a folder for onnxruntime-genai: the decode graph, its configuration, the tokenizer.
+
+    Errors: as `export_onnx`, and `UnsupportedError` if layers differ in their heads or widths,
+    which its configuration cannot say.
+    """
+    graph = portable(program)
+    return _write(program, graph, folder, {CONFIG: genai_config(program, graph)})
+
+
+def genai_config(program: Program, graph: Portable) -> dict[str, Any]:
+    """What genai_config.json says of a program."""
+    layer = _uniform(program, graph)
+    info = program.info
+    decoder = {
+        "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
+        "filename": MODEL,
+        "head_size": layer.key_dim,
+        "hidden_size": layer.heads * layer.key_dim,
+        "num_attention_heads": layer.heads,
+        "num_key_value_heads": layer.groups,
+        "num_hidden_layers": len(graph.layers),
+        "inputs": {
+            "input_ids": "input_ids",
+            "attention_mask": "attention_mask",
+            "past_key_names": "past_key_values.%d.key",
+            "past_value_names": "past_key_values.%d.value",
+        },
+        "outputs": {
+            "logits": "logits",
+            "present_key_names": "present.%d.key",
+            "present_value_names": "present.%d.value",
+        },
+    }
+    eos = list(info.eos) or [info.vocab_size]
+    model: dict[str, Any] = {
+        "type": "decoder",
+        "vocab_size": info.vocab_size,
+        "context_length": info.context,
+        "eos_token_id": eos if len(eos) > 1 else eos[0],
+        "pad_token_id": info.pad if info.pad is not None else eos[0],
+        "decoder": decoder,
+    }
+    if info.bos is not None:
+        model["bos_token_id"] = info.bos
+    search = {
+        "do_sample": False,
+        "max_length": info.context,
+        "num_beams": 1,
+        "past_present_share_buffer": graph.in_place,
+    }
+    return {"model": model, "search": search}
+
+
+def _uniform(program: Program, graph: Portable) -> Layer:
+    kinds = set(graph.layers)
+    layer = graph.layers[0]
+    if len(kinds) > 1 or layer.key_dim != layer.value_dim:
+        raise UnsupportedError(
+            f"{program.name} cannot be run by onnxruntime-genai, which wants the same heads and "
+            f"widths in all layers and in keys and values; got {sorted(map(str, kinds))}. "
+            f"Use export_onnx"
+        )
+    return layer
+
+
+def _write(program: Program, graph: Portable, folder: Path, extra: Mapping[str, Any]) -> Path:
+    _check_destination(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    new = folder.parent / f".{folder.name}.{secrets.token_hex(4)}"
+    new.mkdir()
+    try:
+        _write_model(graph, new)
+        for name, content in extra.items():
+            (new / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        for name, source in program.assets.items():
+            shutil.copyfile(source, new / name)
+        _swap(new, folder)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    return folder
+
+
+def _write_model(graph: Portable, folder: Path) -> None:
+    emitted = emit(graph.function, graph.weights)
+    shapes = {f"present.{name}": value for name, value in _pasts(emitted.model)}
+    for value in (*emitted.model.graph.inputs, *emitted.model.graph.outputs):
+        present = shapes.get(value.name or "")
+        value.shape = _renamed(value.shape if present is None else present, present is not None)
+    store(emitted, folder / MODEL, WeightFile(folder / DATA))
+
+
+def _pasts(model: oir.Model) -> list[tuple[str, oir.Shape | None]]:
+    prefix = "past_key_values."
+    named = [(str(v.name), v.shape) for v in model.graph.inputs]
+    return [(n.removeprefix(prefix), shape) for n, shape in named if n.startswith(prefix)]
+
+
+def _renamed(shape: oir.Shape | None, present: bool) -> oir.Shape:
+    """The shape in the names of `_DIMS`; a present cache has all rows."""
+    dims = []
+    for dim in shape or ():
+        text = "P" if present and str(dim) == "C" else str(dim)
+        dims.append(dim if isinstance(dim, int) else _DIMS.get(text, text))
+    return oir.Shape(dims)
+
+
+def _check_destination(folder: Path) -> None:
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / MODEL).exists():
+        raise InputError(f"{folder} holds something else than an export; give an empty folder")
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file; give a folder")
+
+
+def _swap(new: Path, folder: Path) -> None:
+    """Put the new folder in the place of the old one."""
+    if not folder.exists():
+        os.rename(new, folder)
+        return
+    old = folder.parent / f".{folder.name}.{secrets.token_hex(4)}.old"
+    os.rename(folder, old)
+    try:
+        os.rename(new, folder)
+    except OSError:
+        os.rename(old, folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
