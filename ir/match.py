@@ -79,11 +79,13 @@ class Miss:
     matched: int = -1
     reason: str = ""
     root: torch.fx.Node | None = None
+    telling: bool = False
 
-    def note(self, matched: int, reason: str, root: torch.fx.Node) -> None:
-        """Remember this attempt if it came further."""
-        if matched > self.matched:
+    def note(self, matched: int, reason: str, root: torch.fx.Node, *, telling: bool = True) -> None:
+        """Remember this attempt if it came further, or as far and says more."""
+        if (matched, telling) > (self.matched, self.telling):
             self.matched, self.reason, self.root = matched, reason, root
+            self.telling = telling
 
 
 Goal = tuple[Any, Any]  # (in the pattern, in the program)
@@ -158,7 +160,7 @@ class Matcher:
             if state.nodes[pattern] is value:
                 yield []
             else:
-                self.failed(state, state.nodes[pattern], value)
+                self.failed(state, f"{_describe(state.nodes[pattern])} again", value)
         elif not isinstance(value, torch.fx.Node):
             self.failed(state, pattern, value)
         elif pattern.op == "placeholder":
@@ -209,7 +211,10 @@ class Matcher:
     def failed(self, state: _State, expected: Any, found: Any) -> None:
         """Record the nearest miss."""
         calls = sum(node.op == "call_function" for node in state.nodes)
-        self.miss.note(calls, f"expected {_describe(expected)}, found {_describe(found)}", self.at)
+        reason = f"expected {_describe(expected)}, found {_describe(found)}"
+        # That an op is not an input says less than that it is not another op.
+        unlike = isinstance(expected, torch.fx.Node) and getattr(found, "op", "") != "call_function"
+        self.miss.note(calls, reason, self.at, telling=not unlike)
 
     # -- sizes
 
@@ -252,11 +257,16 @@ class Matcher:
 
 def _argument_goals(pattern: torch.fx.Node, value: torch.fx.Node) -> Iterator[list[Goal]]:
     wanted, given = named_arguments(pattern), named_arguments(value)
-    goals = [(wanted[name], given[name]) for name in reversed(wanted)]
+    goals = [(wanted[name], given[name]) for name in wanted]
     if pattern.target in COMMUTATIVE:
-        (b, y), (a, x) = goals[-2:]
-        yield [*goals[:-2], (a, y), (b, x)]
-    yield goals
+        (a, x), (b, y) = goals[:2]
+        yield _ordered([(a, y), (b, x), *goals[2:]])
+    yield _ordered(goals)
+
+
+def _ordered(goals: list[Goal]) -> list[Goal]:
+    """Last come first: op calls before numbers and inputs, so that near misses are found deep."""
+    return sorted(goals, key=lambda goal: getattr(goal[0], "op", "") == "call_function")
 
 
 def _equal(expected: Any, found: Any) -> bool:

@@ -133,9 +133,18 @@ class _Tracer:
 
         with self.mode, torch.no_grad():
             examples = [self.example(self.specs[n]) for n in names]  # type: ignore[arg-type]
-            module = make_fx(flat, pre_dispatch=True)(*examples)
+            module = self.run(make_fx(flat, pre_dispatch=True), examples)
             outputs = self.rebuild(module.graph, names)
         return self.finish(outputs)
+
+    def run(self, tracing: Callable[..., Any], examples: list[torch.Tensor]) -> Any:
+        try:
+            return tracing(*examples)
+        except Exception as error:  # the pattern's code raises whatever it likes
+            shapes = ", ".join(str(TensorType.of(t)) for t in examples)
+            raise GraftworkError(
+                f"the pattern cannot be traced with ({shapes}): {error}"
+            ) from error
 
     def rebuild(self, traced: torch.fx.Graph, names: list[str]) -> tuple[torch.fx.Node, ...]:
         """Decompose node by node what programs do not keep whole."""

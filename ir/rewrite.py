@@ -217,7 +217,11 @@ class _Driver:
         self.fired[rule.name] = self.fired.get(rule.name, 0) + 1
         builder = self.builder
         builder.site, builder.made = match.site, []
-        with self.function.graph.inserting_before(_place(match)):
+        place = _place(match)
+        for captured in match.inputs.values():
+            if captured.op == "get_attr" and not captured < place:
+                place.prepend(captured)
+        with self.function.graph.inserting_before(place):
             built = rule.replace(builder, match)
         results = (built,) if isinstance(built, torch.fx.Node) else tuple(built)
         _check_results(rule, match, results)
@@ -265,7 +269,8 @@ def _place(match: Match) -> torch.fx.Node:
 
 def _misplaced(match: Match) -> str | None:
     place = _place(match)
-    late = [node for node in match.inputs.values() if not node < place]
+    values = [node for node in match.inputs.values() if node.op != "get_attr"]
+    late = [node for node in values if not node < place]
     return f"%{late[0].name} comes after the first use of a result" if late else None
 
 

@@ -1,0 +1,535 @@
+"""The rewriter: what patterns are traced to, what matches, what blocks a match, near misses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.fx
+from feeds import assert_close, step_inputs
+from graphs import programs
+from hypothesis import given
+
+from graftwork.ir import (
+    Builder,
+    Function,
+    GraftworkError,
+    Match,
+    PassError,
+    Program,
+    Rule,
+    Site,
+    Sym,
+    TensorType,
+    VerifyError,
+    Weight,
+    WeightStore,
+    apply_rules,
+    decompositions,
+    make_dim,
+    run,
+    type_of,
+    verify,
+)
+from graftwork.ir.match import Matcher
+from graftwork.ir.pattern import trace_pattern
+
+A, G = torch.ops.aten, torch.ops.graftwork
+
+
+# -- patterns: the same code gives the same nodes as an exported model
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(0.7978845608 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def mlp(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    gate, value = torch.nn.functional.linear(x, up).chunk(2, dim=-1)
+    hidden = torch.nn.functional.silu(gate) * value
+    return torch.nn.functional.linear(torch.nn.functional.layer_norm(hidden, (12,)), down)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    scores = torch.matmul(q, k.transpose(2, 3)) / 8**0.5
+    scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    merged = weights.transpose(1, 2).contiguous()
+    return merged.reshape(q.shape[0], q.shape[2], -1)
+
+
+CODE: dict[str, tuple[Callable[..., torch.Tensor], dict[str, str]]] = {
+    "rms": (rms, {"x": "F[3,5,12]", "weight": "F[12]", "eps": "float"}),
+    "rotate": (rotate, {"x": "F[3,2,5,12]", "cos": "F[3,5,12]", "sin": "F[3,5,12]"}),
+    "gelu": (gelu, {"x": "F[3,5,12]"}),
+    "mlp": (mlp, {"x": "F[3,5,12]", "up": "F[24,12]", "down": "F[12,12]"}),
+    "attend": (attend, {"q": "F[3,2,5,4]", "k": "F[3,2,5,4]", "mask": "bool[3,2,5,5]"}),
+}
+
+
+def exported(function: Callable[..., Any], inputs: Mapping[str, str], dtype: torch.dtype) -> Any:
+    """Targets of the nodes that torch.export and the frontends' table make of the code."""
+
+    class Module(torch.nn.Module):
+        def forward(self, **kwargs: torch.Tensor) -> Any:
+            return function(**kwargs, **({"eps": 1e-5} if "eps" in inputs else {}))
+
+    types = {
+        name: TensorType.parse(text.replace("F[", "f32["))
+        for name, text in inputs.items()
+        if text != "float"
+    }
+    tensors = {
+        n: torch.ones(t.shape, dtype=t.dtype if t.dtype == torch.bool else dtype)
+        for n, t in types.items()
+    }
+    program = torch.export.export(Module(), (), kwargs=tensors, strict=False)
+    graph = program.run_decompositions(decompositions()).graph
+    names = [str(n.target) for n in graph.nodes if n.op == "call_function"]
+    return [name for name in names if "_assert_" not in name]
+
+
+@pytest.mark.parametrize("name", CODE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_patterns_trace_to_what_frontends_give(name: str, dtype: torch.dtype) -> None:
+    function, inputs = CODE[name]
+    graph = trace_pattern(function, inputs, dtype).graph
+    traced = [str(n.target) for n in graph.nodes if n.op == "call_function"]
+    assert sorted(traced) == sorted(exported(function, inputs, dtype))
+
+
+def test_sizes_become_expressions() -> None:
+    def code(x: torch.Tensor) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        return x[..., half:].reshape(x.shape[0] * x.shape[1], 3, half // 3)
+
+    graph = trace_pattern(code, {"x": "F[B,T,6*R]"}, torch.float32).graph
+    slice_, view = (n for n in graph.nodes if n.op == "call_function")
+    assert slice_.args[2] == Sym("3*R")
+    assert list(view.args[1]) == [Sym("B*T"), 3, Sym("R")]
+
+
+@pytest.mark.parametrize(
+    ("code", "inputs", "message"),
+    [
+        (lambda x: x + torch.tensor([1.0]), {"x": "F[T]"}, "makes a constant tensor"),
+        (lambda x, y: x + 1, {"x": "F[T]", "y": "F[T]"}, r"does not use \['y'\]"),
+        (lambda x, eps: x + 1, {"x": "F[T]", "eps": "float"}, r"does not use \['eps'\]"),
+        (lambda x: x, {"x": "F[T]"}, "computes nothing"),
+        (lambda x: (x + 1, x * 2), {"x": "F[T]"}, "must depend on all the others"),
+        (lambda x: x.reshape(x.shape[0] * x.shape[1], -1), {"x": "F[...,H]"}, "behind"),
+        (lambda x: x + 1, {"x": "F[T"}, "not a tensor type"),
+    ],
+)
+def test_unusable_patterns(code: Callable[..., Any], inputs: dict[str, str], message: str) -> None:
+    with pytest.raises(GraftworkError, match=message):
+        trace_pattern(code, inputs, torch.float32)
+
+
+# -- rules on small functions
+
+RMS = Rule(
+    "rms_norm",
+    inputs={"x": "F[...,H]", "weight": "@F[H]", "eps": "float"},
+    pattern=rms,
+    replace=lambda build, m: build.call(
+        G.rms_norm.default, m["x"], m["weight"], eps=m.number("eps")
+    ),
+)
+
+
+class Scene:
+    """A function under construction, with the calls that the tests need."""
+
+    def __init__(self, text: str = "f32[B,T,8]") -> None:
+        self.fn = Function("step")
+        self.x = self.fn.add_input("x", TensorType.parse(text))
+        self.weights: dict[str, Weight] = {}
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        return self.fn.call(target, *args, **kwargs)
+
+    def weight(self, name: str = "w", text: str = "f32[8]") -> torch.fx.Node:
+        self.weights.setdefault(name, _weight(name, TensorType.parse(text)))
+        return self.fn.weight(self.weights[name])
+
+    def rms(self, x: torch.fx.Node, eps: float = 1e-6, swap: bool = False) -> torch.fx.Node:
+        """An RMS norm as an exported float32 model has it, the scale first or second."""
+        mean = self.call(A.mean.dim, self.call(A.pow.Tensor_Scalar, x, 2), [-1], True)
+        self.root = self.call(A.rsqrt.default, self.call(A.add.Tensor, mean, eps))
+        wide = self.call(A.mul.Tensor, *((self.root, x) if swap else (x, self.root)))
+        pair = (wide, self.weight()) if swap else (self.weight(), wide)
+        return self.call(A.mul.Tensor, *pair, site=Site("norm", 3))
+
+    def done(self, **outputs: torch.fx.Node) -> Function:
+        self.fn.set_outputs(outputs)
+        return self.fn
+
+    @property
+    def store(self) -> WeightStore:
+        return WeightStore(self.weights)
+
+
+def _weight(name: str, tensor_type: TensorType) -> Weight:
+    generator = torch.Generator().manual_seed(3)
+    data = torch.randn(tensor_type.shape, generator=generator).to(tensor_type.dtype)
+    return Weight.of(name, data)
+
+
+def targets(fn: Function) -> list[str]:
+    return [str(n.target).removesuffix(".default") for n in fn.calls()]
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_rewrite_keeps_site_and_type_and_removes_the_old_nodes(swap: bool) -> None:
+    scene = Scene()
+    fn = scene.done(y=scene.rms(scene.x, 1e-6, swap))
+    result = apply_rules(fn, [RMS], scene.store)
+    assert (result.count, result.by_rule, result.near_miss) == (1, {"rms_norm": 1}, "")
+    assert targets(fn) == ["graftwork.rms_norm"]
+    (node,) = fn.calls()
+    assert node.kwargs == {"eps": 1e-6} and node.meta["site"] == Site("norm", 3)
+    assert str(type_of(node)) == "f32[B,T,8]"
+    assert len(fn.graph.find_nodes(op="get_attr")) == 1
+
+
+def test_a_chain_of_matches_and_any_rank() -> None:
+    scene = Scene("f32[B,4,T,2,8]")
+    x = scene.x
+    for _ in range(30):
+        x = scene.rms(x)
+    fn = scene.done(y=x)
+    assert apply_rules(fn, [RMS], scene.store).count == 30
+    assert set(targets(fn)) == {"graftwork.rms_norm"} and len(fn.calls()) == 30
+
+
+def test_every_float_dtype_has_its_own_pattern() -> None:
+    scene = Scene("bf16[B,T,8]")
+    wide = scene.call(A._to_copy.default, scene.x, dtype=torch.float32)
+    mean = scene.call(A.mean.dim, scene.call(A.pow.Tensor_Scalar, wide, 2), [2], True)
+    root = scene.call(A.rsqrt.default, scene.call(A.add.Tensor, mean, 1e-5))
+    normed = scene.call(A.mul.Tensor, wide, root)
+    narrow = scene.call(A._to_copy.default, normed, dtype=torch.bfloat16)
+    fn = scene.done(y=scene.call(A.mul.Tensor, scene.weight("w", "bf16[8]"), narrow))
+    assert apply_rules(fn, [RMS], scene.store).count == 1
+    assert targets(fn) == ["graftwork.rms_norm"]
+
+
+def test_an_inner_value_that_is_used_elsewhere_blocks() -> None:
+    scene = Scene()
+    y = scene.rms(scene.x)
+    fn = scene.done(y=y, scale=scene.root)
+    before = targets(fn)
+    result = apply_rules(fn, [RMS], scene.store)
+    assert result.count == 0 and targets(fn) == before
+    assert "6 of 6 ops matched at %mul_1 (norm)" in result.near_miss
+    assert "%rsqrt inside the match is also used by %output" in result.near_miss
+
+
+def test_the_nearest_miss_names_the_op_that_differs() -> None:
+    scene = Scene()
+    mean = scene.call(A.mean.dim, scene.call(A.pow.Tensor_Scalar, scene.x, 2), [-1], True)
+    scale = scene.call(A.reciprocal.default, scene.call(A.add.Tensor, mean, 1e-6))
+    y = scene.call(A.mul.Tensor, scene.weight(), scene.call(A.mul.Tensor, scene.x, scale))
+    result = apply_rules(scene.done(y=y), [RMS], scene.store)
+    assert result.count == 0
+    assert "rule rms_norm: 2 of 6 ops matched at %mul_1" in result.near_miss
+    assert "expected aten.rsqrt.default, found aten.reciprocal.default" in result.near_miss
+
+
+def test_the_nearest_miss_without_any_candidate() -> None:
+    scene = Scene()
+    result = apply_rules(scene.done(y=scene.call(A.neg.default, scene.x)), [RMS], scene.store)
+    assert result.near_miss == "rule rms_norm: step has no aten.mul.Tensor"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dims": [1]}, "expected -1, found -2"),
+        ({"power": 3}, "expected 2, found 3"),
+        ({"keep": False}, "expected True, found False"),
+        ({"eps": "x"}, "expected a number (eps)"),
+        ({"weight": "input"}, "expected a weight f32[H]"),
+        ({"weight": "other size"}, "size H"),
+        ({"other x": True}, "expected the input x again, found aten.neg.default (%neg)"),
+    ],
+)
+def test_differences_block(change: dict[str, Any], reason: str) -> None:
+    scene = Scene("f32[8,8,8]" if "dims" in change or "keep" in change else "f32[B,T,8]")
+    x = scene.x
+    square = scene.call(A.pow.Tensor_Scalar, x, change.get("power", 2))
+    mean = scene.call(A.mean.dim, square, change.get("dims", [-1]), change.get("keep", True))
+    eps = scene.weight("eps", "f32[1]") if "eps" in change else 1e-6
+    scale = scene.call(A.rsqrt.default, scene.call(A.add.Tensor, mean, eps))
+    other = scene.call(A.neg.default, x) if "other x" in change else x
+    wide = scene.call(A.mul.Tensor, other, scale)
+    kinds = {"input": lambda: scene.fn.add_input("w", TensorType.parse("f32[8]"))}
+    kinds["other size"] = lambda: scene.weight("w", "f32[1]")
+    weight = kinds.get(change.get("weight", ""), scene.weight)()
+    result = apply_rules(scene.done(y=scene.call(A.mul.Tensor, weight, wide)), [RMS], scene.store)
+    assert result.count == 0 and reason in result.near_miss, result.near_miss
+
+
+def test_sizes_must_agree() -> None:
+    def split(x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(x.shape[0] * x.shape[1], x.shape[2])[:, : x.shape[2] // 2]
+
+    seen: list[Match] = []
+    rule = Rule(
+        "split", {"x": "F[B,T,2*R]"}, split,
+        replace=lambda build, m: m.root,
+        guard=lambda m: seen.append(m) or "only looking",
+    )  # fmt: skip
+
+    def miss(rows: Any, width: int, end: int) -> str:
+        scene = Scene()
+        flat = scene.call(A.view.default, scene.x, [rows, width])
+        return apply_rules(
+            scene.done(y=scene.call(A.slice.Tensor, flat, 1, 0, end)), [rule]
+        ).near_miss
+
+    rows = Sym("B") * Sym("T")
+    assert "only looking" in miss(rows, 8, 4)
+    assert [seen[0].size(name) for name in ("B", "T", "R")] == [Sym("B"), Sym("T"), 4]
+    assert "expected size 2*R (with R=3, B=B, T=T), found 8" in miss(rows, 8, 3)
+    narrow = miss(make_dim("2*B*T"), 4, 4)
+    assert "expected size 2*R (with R=4, B=B, T=T), found 4" in narrow
+
+
+def test_a_guard_says_why_not() -> None:
+    guarded = Rule(
+        "guarded", RMS.inputs, RMS.pattern, RMS.replace,
+        guard=lambda m: None if m.number("eps") < 1e-7 else f"eps {m.number('eps')} is large",
+    )  # fmt: skip
+    scene = Scene()
+    result = apply_rules(scene.done(y=scene.rms(scene.x)), [guarded], scene.store)
+    assert result.count == 0 and "eps 1e-06 is large" in result.near_miss
+
+
+def test_optional_casts() -> None:
+    loose = Rule(
+        "loose", RMS.inputs, RMS.pattern,
+        replace=lambda build, m: build.call(
+            A._to_copy.default, build.call(G.rms_norm.default, m["x"], m["weight"], eps=1.0),
+            dtype=type_of(m.root).dtype,
+        ),
+        optional_casts=True,
+    )  # fmt: skip
+    scene = Scene("bf16[B,T,8]")
+    wide = scene.call(A._to_copy.default, scene.x, dtype=torch.float32)
+    fn = scene.done(y=scene.rms(wide))
+    assert apply_rules(fn, [RMS], scene.store).count == 1, "float32 inside is a match of its own"
+    scene = Scene("bf16[B,T,8]")
+    square = scene.call(A.pow.Tensor_Scalar, scene.x, 2)
+    mean = scene.call(A.mean.dim, square, [-1], True)
+    mean = scene.call(A._to_copy.default, mean, dtype=torch.float32)
+    scale = scene.call(A.rsqrt.default, scene.call(A.add.Tensor, mean, 1e-6))
+    y = scene.call(A.mul.Tensor, scene.weight(), scene.call(A.mul.Tensor, scene.x, scale))
+    fn = scene.done(y=y)
+    assert apply_rules(fn.copy(), [RMS], scene.store).count == 0
+    assert apply_rules(fn, [loose], scene.store).count == 1
+    assert targets(fn) == ["graftwork.rms_norm", "aten._to_copy"]
+
+
+def add_norm(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
+    total = x + y
+    return torch.ops.graftwork.rms_norm(total, weight, eps=eps), total
+
+
+def fuse_add_norm(build: Builder, m: Match) -> list[torch.fx.Node]:
+    pair = build.call(
+        G.add_rms_norm.default, m["x"], m["y"], m["weight"], eps=m.number("eps"), name="pair"
+    )
+    return [build.item(pair, 0), build.item(pair, 1)]
+
+
+ADD_NORM = Rule(
+    "add_norm",
+    {"x": "F[...,H]", "y": "F[...,H]", "weight": "@F[H]", "eps": "float"},
+    add_norm,
+    fuse_add_norm,
+)
+
+
+def test_a_pattern_with_two_results() -> None:
+    scene = Scene()
+    total = scene.call(A.add.Tensor, scene.x, scene.call(A.neg.default, scene.x))
+    early = scene.call(A.tanh.default, total)  # uses the inner value before the root exists
+    normed = scene.call(G.rms_norm.default, total, scene.weight(), eps=1e-6)
+    fn = scene.done(y=scene.call(A.add.Tensor, normed, total), z=early)
+    assert apply_rules(fn, [ADD_NORM], scene.store).count == 1
+    assert targets(fn) == [
+        "aten.neg", "graftwork.add_rms_norm", "<built-in function getitem>",
+        "<built-in function getitem>", "aten.tanh", "aten.add.Tensor",
+    ]  # fmt: skip
+    assert [n.target for n in fn.outputs["y"].all_input_nodes] == [fn.calls()[2].target] * 2
+
+
+def test_an_input_that_comes_too_late_blocks() -> None:
+    rule = Rule(
+        "two", {"x": "F[...]", "y": "F[...]"},
+        pattern=lambda x, y: (lambda inner: (inner * y, inner))(torch.neg(x)),
+        replace=lambda build, m: [m["x"], m["x"]],
+    )  # fmt: skip
+    scene = Scene()
+    inner = scene.call(A.neg.default, scene.x)
+    late = scene.call(A.tanh.default, inner)
+    fn = scene.done(y=scene.call(A.mul.Tensor, inner, late))
+    result = apply_rules(fn, [rule])
+    assert result.count == 0 and "comes after the first use of a result" in result.near_miss
+
+
+# -- weights
+
+
+def scaled(build: Builder, m: Match) -> torch.fx.Node:
+    weight = build.weight_of(m["weight"])
+    new = build.derive(f"{weight.name}.doubled", weight.type, lambda w: w * 2, weight)
+    return build.call(A.linear.default, m["x"], new)
+
+
+DOUBLE = Rule(
+    "fold_double",
+    {"x": "F[...,K]", "weight": "@F[N,K]"},
+    lambda x, weight: torch.nn.functional.linear(x, weight) * 2,
+    scaled,
+)
+
+
+def test_new_weights_are_lazy_and_shared() -> None:
+    scene = Scene()
+    x = scene.x
+    for _ in range(2):
+        linear = scene.call(A.linear.default, x, scene.weight("w", "f32[8,8]"))
+        x = scene.call(A.mul.Tensor, linear, 2)
+    fn = scene.done(y=x)
+    result = apply_rules(fn, [DOUBLE], scene.store)
+    assert result.count == 2 and list(result.weights) == ["w", "w.doubled"]
+    assert fn.weights == {"w.doubled"}
+    old, new = (result.weights[name].load() for name in ("w", "w.doubled"))
+    assert torch.equal(new, old * 2)
+
+
+def test_two_weights_of_one_name_are_refused() -> None:
+    scene = Scene()
+    x = scene.x
+    for name in ("a", "b"):
+        linear = scene.call(A.linear.default, x, scene.weight(name, "f32[8,8]"))
+        x = scene.call(A.mul.Tensor, linear, 2)
+
+    def clash(build: Builder, m: Match) -> torch.fx.Node:
+        weight = build.weight_of(m["weight"])
+        new = build.derive("same", weight.type, lambda w: w, weight)
+        return build.call(A.linear.default, m["x"], new)
+
+    rule = Rule("clash", DOUBLE.inputs, DOUBLE.pattern, clash)
+    with pytest.raises(PassError, match="two different derived weights would be called 'same'"):
+        apply_rules(scene.done(y=x), [rule], scene.store)
+
+
+def test_weight_of_wants_a_weight() -> None:
+    rule = Rule(
+        "wrong", {"x": "F[...]"}, torch.neg,
+        lambda build, m: build.add(build.weight_of(m["x"])),
+    )  # fmt: skip
+    scene = Scene()
+    with pytest.raises(PassError, match="%x is placeholder x, not a weight"):
+        apply_rules(scene.done(y=scene.call(A.neg.default, scene.x)), [rule])
+
+
+# -- the driver
+
+
+def test_rules_that_feed_each_other_stop_with_an_error() -> None:
+    there = Rule(
+        "there", {"x": "F[...]"}, torch.sin,
+        lambda build, m: build.call(A.cos.default, m["x"]),
+    )  # fmt: skip
+    back = Rule(
+        "back", {"x": "F[...]"}, torch.cos,
+        lambda build, m: build.call(A.sin.default, m["x"]),
+    )  # fmt: skip
+    scene = Scene()
+    fn = scene.done(y=scene.call(A.sin.default, scene.x))
+    with pytest.raises(PassError, match=r"there.*back.*still match after \d+ rewrites of step"):
+        apply_rules(fn, [there, back])
+
+
+def test_new_nodes_are_matched_again() -> None:
+    rule = Rule(
+        "negations", {"x": "F[...]"}, lambda x: torch.neg(torch.neg(x)),
+        lambda build, m: m["x"],
+    )  # fmt: skip
+    scene = Scene()
+    x = scene.x
+    for _ in range(9):
+        x = scene.call(A.neg.default, x)
+    fn = scene.done(y=x)
+    assert apply_rules(fn, [rule]).count == 4 and targets(fn) == ["aten.neg"]
+
+
+def test_a_replacement_of_another_type_is_refused() -> None:
+    rule = Rule(
+        "wrong", {"x": "F[...]"}, torch.neg,
+        lambda build, m: build.call(A.unsqueeze.default, m["x"], 0),
+    )  # fmt: skip
+    scene = Scene()
+    fn = scene.done(y=scene.call(A.neg.default, scene.x, site=Site("here")))
+    with pytest.raises(VerifyError, match=r"wrong at %neg \(here\): expected f32\[B,T,8\]"):
+        apply_rules(fn, [rule])
+
+
+def test_the_number_of_results_must_agree() -> None:
+    rule = Rule("short", ADD_NORM.inputs, add_norm, lambda build, m: m.root)
+    scene = Scene()
+    total = scene.call(A.add.Tensor, scene.x, scene.x)
+    fn = scene.done(y=scene.call(G.rms_norm.default, total, scene.weight(), eps=1e-6))
+    with pytest.raises(VerifyError, match="the pattern has 2 results, the replacement 1"):
+        apply_rules(fn, [rule], scene.store)
+
+
+def test_work_grows_linearly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goals that the matcher expands, for functions of one and of four sizes."""
+    counts = []
+    expand = Matcher.expand
+
+    def counted(self: Matcher, *args: Any) -> Any:
+        counts[-1] += 1
+        return expand(self, *args)
+
+    monkeypatch.setattr(Matcher, "expand", counted)
+    for length in (20, 80):
+        scene = Scene()
+        x = scene.x
+        for i in range(length):
+            x = scene.rms(x) if i % 2 else scene.call(A.mul.Tensor, x, x)
+        counts.append(0)
+        apply_rules(scene.done(y=x), [RMS], scene.store)
+    assert counts[1] <= 4.2 * counts[0]
+
+
+@given(programs(stage="traced"))
+def test_rewritten_programs_compute_the_same(program: Program) -> None:
+    fn = program.function("step").copy()
+    result = apply_rules(fn, [RMS, ADD_NORM], program.weights)
+    after = program.with_function(fn, weights=result.weights)
+    verify(after.replace(stage="canonical"))
+    inputs = step_inputs(program)
+    assert_close(run(after, "step", inputs)["logits"], run(program, "step", inputs)["logits"])
+    spelled = [n for n in program.function("step").calls(A.rsqrt.default)]
+    assert result.by_rule.get("rms_norm", 0) == len(spelled)

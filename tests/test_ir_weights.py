@@ -1,0 +1,118 @@
+"""Weights stay on disk until they are loaded, and say what is wrong with a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from graftwork.ir import (
+    InputError,
+    TensorType,
+    Weight,
+    WeightStore,
+    derive,
+    from_safetensors,
+)
+
+MIB = 2**20
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file backs (RssAnon)."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("the kernel does not report RssAnon here")
+    line = next(ln for ln in status.read_text().splitlines() if ln.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.fixture
+def big(tmp_path: Path) -> Path:
+    """A file with four tensors of 32 MiB."""
+    path = tmp_path / "model.safetensors"
+    save_file({f"w{i}": torch.full((8, MIB), float(i)) for i in range(4)}, path)
+    return path
+
+
+def test_nothing_is_read_before_load(big: Path) -> None:
+    start = anonymous_bytes()
+    weights = [from_safetensors(big, f"w{i}") for i in range(4)]
+    store = WeightStore({w.name: w for w in weights})
+    halves = [w.cast(torch.bfloat16) for w in weights]
+    joined = derive("joined", TensorType.parse("f32[32,1048576]"), _join, *weights)
+    store = store.adding(joined, halves[0].renamed("half"))
+    assert [str(w.type) for w in halves] == ["bf16[8,1048576]"] * 4
+    assert anonymous_bytes() - start < 8 * MIB
+    half = store["half"].load()
+    assert half.dtype == torch.bfloat16 and half.shape == (8, MIB)
+    held = anonymous_bytes() - start
+    assert 12 * MIB < held < 60 * MIB, "one tensor of 16 MiB, and no other"
+    del half
+    assert joined.load()[16, 0] == 2.0
+    assert anonymous_bytes() - start < 60 * MIB, "nothing is kept after load"
+
+
+def _join(*parts: torch.Tensor) -> torch.Tensor:
+    return torch.cat(parts)
+
+
+def test_loading_checks_the_type() -> None:
+    liar = Weight("w", TensorType.parse("f32[3]"), lambda: torch.ones(4))
+    with pytest.raises(InputError, match=r"weight w: expected f32\[3\], its source gave f32\[4\]"):
+        liar.load()
+    turned = Weight.of("w", torch.randn(3, 4).T)
+    assert turned.load().is_contiguous()
+    assert not Weight.of("p", torch.nn.Parameter(torch.ones(2))).load().requires_grad
+
+
+def test_integers_are_not_cast() -> None:
+    ids = Weight.of("ids", torch.arange(3))
+    assert ids.cast(torch.bfloat16) is ids
+    same = Weight.of("w", torch.ones(3))
+    assert same.cast(torch.float32) is same
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot read weights from .*none\.safetensors"):
+        from_safetensors(tmp_path / "none.safetensors", "w")
+    path = tmp_path / "w.safetensors"
+    save_file({"w": torch.ones(64)}, path)
+    with pytest.raises(InputError, match="holds no tensor 'v'"):
+        from_safetensors(path, "v")
+    data = path.read_bytes()
+    path.write_bytes(data[:-40])
+    with pytest.raises(InputError, match="cannot read weights"):
+        from_safetensors(path, "w")
+    path.write_bytes(b"\xff" * 64)
+    with pytest.raises(InputError, match="cannot read weights"):
+        from_safetensors(path, "w")
+
+
+def test_a_file_that_changes_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    save_file({"w": torch.ones(4)}, path)
+    assert from_safetensors(path, "w").load().sum() == 4
+    save_file({"w": torch.ones(4) * 2, "v": torch.ones(1)}, path)
+    assert from_safetensors(path, "w").load().sum() == 8
+
+
+def test_unsupported_dtypes_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    save_file({"w": torch.ones(4).to(torch.float8_e4m3fn)}, path)
+    with pytest.raises(InputError, match="dtype F8_E4M3, not supported"):
+        from_safetensors(path, "w")
+
+
+def test_stores_are_immutable_and_refuse_to_overwrite() -> None:
+    a, b = Weight.of("a", torch.ones(1)), Weight.of("b", torch.ones(2))
+    store = WeightStore({"a": a})
+    bigger = store.adding(b, a)
+    assert list(store) == ["a"] and list(bigger) == ["a", "b"] and len(bigger) == 2
+    assert list(bigger.only({"b"})) == ["b"] and "a" in bigger and 3 not in bigger
+    with pytest.raises(InputError, match="a weight named 'a' exists already"):
+        store.adding(Weight.of("a", torch.zeros(1)))
+    with pytest.raises(InputError, match="no weight named 'c'"):
+        store["c"]
