@@ -21,7 +21,7 @@ attention, with a cache already, or in which two attentions claim one layer.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.fx
@@ -74,7 +74,7 @@ class _Inserter:
     def mask(self, window: object) -> torch.fx.Node:
         """The mask of all attentions with this window, at the top of the function."""
         if window not in self.masks:
-            extra = {} if window is None else {"window": window}
+            extra: dict[str, Any] = {} if window is None else {"window": window}
             with self.fn.graph.inserting_before(self.first):
                 self.masks[window] = self.fn.call(
                     G.step_mask.default,
@@ -100,8 +100,8 @@ class _Inserter:
     def replace(self, node: torch.fx.Node) -> None:
         """Turn one attention into two cache writes and a read."""
         q, k, v, sinks, slopes = (*node.args, None, None)[:5]
-        options = dict(node.kwargs)
-        layer, window = int(str(options.pop("layer"))), options.pop("window", None)
+        options: dict[str, Any] = dict(node.kwargs)
+        layer, window = int(options.pop("layer")), options.pop("window", None)
         sinks, slopes = options.pop("sinks", sinks), options.pop("slopes", slopes)
         mask, site = self.mask(window), site_of(node)
         with self.fn.graph.inserting_before(node):

@@ -18,10 +18,11 @@ markers, and one where something after the last marker also needs the other toke
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.fx
+from torch.fx.node import map_aggregate
 
 from ..ir import Function, Program, TensorType, VerifyError, site_of
 from ..ir.types import Sym
@@ -80,11 +81,11 @@ def _mixes_tokens(node: torch.fx.Node) -> bool:
 
 def _resize(node: torch.fx.Node) -> None:
     """Sizes that spoke of a step's T tokens now speak of the S chosen ones."""
-    node.args = torch.fx.node.map_aggregate(node.args, _chosen)  # type: ignore[assignment]
-    node.kwargs = torch.fx.node.map_aggregate(node.kwargs, _chosen)  # type: ignore[assignment]
+    node.args = map_aggregate(node.args, _chosen)
+    node.kwargs = map_aggregate(node.kwargs, _chosen)
 
 
-def _chosen(arg: object) -> object:
+def _chosen(arg: Any) -> Any:
     if not isinstance(arg, Sym) or "T" not in arg.symbols:
         return arg
     return arg.evaluate(lambda name: Sym("S") if name == "T" else Sym(name))

@@ -83,7 +83,7 @@ class _Builder:
             return self.graph.get_attr(key)
         args = map_aggregate(node.args, self._value)
         kwargs = map_aggregate(node.kwargs, self._value)
-        return self.graph.call_function(self._how(node), args, kwargs)  # type: ignore[arg-type]
+        return self.graph.call_function(self._how(node), args, kwargs)
 
     def _value(self, arg: Any) -> Any:
         if isinstance(arg, torch.fx.Node):

@@ -44,7 +44,8 @@ def attend(
 ) -> Tensor:
     """`attend` with the query heads of a group as rows of one product: keys are never repeated."""
     if sinks is not None or softcap is not None or q.shape[3] != v.shape[3]:
-        return attend_meaning(q, k, v, mask, bias, sinks, scale=scale, softcap=softcap)
+        result: Tensor = attend_meaning(q, k, v, mask, bias, sinks, scale=scale, softcap=softcap)
+        return result
     batch, heads, width, dim = q.shape
     groups, rows = k.shape[1], k.shape[2]
     each = heads // groups
