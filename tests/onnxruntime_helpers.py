@@ -61,7 +61,8 @@ def run_session(
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     session = onnxruntime.InferenceSession(str(path), options, ["CPUExecutionProvider"])
-    results = session.run(None, {name: tensor.numpy() for name, tensor in feeds.items()})
+    taken = [value.name for value in session.get_inputs()]
+    results = session.run(None, {name: feeds[name].numpy() for name in taken})
     names = [output.name for output in session.get_outputs()]
     return {n: torch.from_numpy(np.asarray(r)) for n, r in zip(names, results, strict=True)}
 

@@ -28,7 +28,7 @@ import torch
 import torch.fx
 
 from ...ir import Function, TensorType, WeightStore, derive, site_of, type_of
-from ...ir.pattern import named_arguments
+from .calls import arguments
 from .views import TURNS, axis_order
 
 A = torch.ops.aten
@@ -81,14 +81,14 @@ class _Found:
 
 
 def _match(fn: Function, node: torch.fx.Node) -> _Found | None:
-    given = named_arguments(node)
+    given = arguments(node)
     keys, values, mask = given["k"], given["v"], given["mask"]
     if any(n.target is not G.cache_write.default for n in (keys, values)):
         return None
     if mask.target is not G.step_mask.default:
         return None
-    write_k, write_v = named_arguments(keys), named_arguments(values)
-    masked = named_arguments(mask)
+    write_k, write_v = arguments(keys), arguments(values)
+    masked = arguments(mask)
     positions = fn.input("positions")
     if {write_k["past"], write_v["past"]} != {masked["past"]} or masked["positions"] != positions:
         return None
@@ -133,7 +133,7 @@ def _outputs(node: torch.fx.Node) -> set[torch.fx.Node]:
 def _slopes(bias: Any, past: Any, positions: Any) -> torch.fx.Node | None:
     if bias is None or bias.target is not G.alibi.default:
         return None
-    given = named_arguments(bias)
+    given = arguments(bias)
     fits = given["past"] is past and given["positions"] is positions
     return given["slopes"] if fits else None
 
@@ -145,7 +145,7 @@ def _rotation(
     apart = (q, k, None)
     if q.target is not G.rotary.default or k.target is not G.rotary.default:
         return apart
-    of_q, of_k = named_arguments(q), named_arguments(k)
+    of_q, of_k = arguments(q), arguments(k)
     if any(of_q[name] != of_k[name] for name in ("cos", "sin", "interleaved")):
         return apart
     cos, sin = (_table(of_q[name], positions) for name in ("cos", "sin"))
@@ -263,7 +263,7 @@ def _piece(node: torch.fx.Node) -> tuple[torch.fx.Node, int, int] | None:
         return None
     if source.target not in (A.split_with_sizes.default, A.split.Tensor, A.chunk.default):
         return None
-    if named_arguments(source)["dim"] != -1:
+    if not _is_last_axis(source.args[0], arguments(source)["dim"]):
         return None
     sizes = [int(str(t.dims[-1])) for t in source.meta["type"]]
     index = int(node.args[1])  # type: ignore[arg-type]
@@ -271,14 +271,18 @@ def _piece(node: torch.fx.Node) -> tuple[torch.fx.Node, int, int] | None:
 
 
 def _sliced(node: torch.fx.Node) -> tuple[torch.fx.Node, int, int] | None:
-    given = named_arguments(node)
-    source, start = given["self"], given.get("start") or 0
+    given = arguments(node)
+    source, start = given["self"], given["start"] or 0
     width, size = type_of(source).dims[-1], type_of(node).dims[-1]
     if not (isinstance(width, int) and isinstance(size, int) and isinstance(start, int)):
         return None
-    if given["dim"] != -1 or given.get("step", 1) != 1:
+    if not _is_last_axis(source, given["dim"]) or given["step"] != 1:
         return None
     return source, start % width, start % width + size
+
+
+def _is_last_axis(source: Any, axis: int) -> bool:
+    return axis % len(type_of(source).dims) == len(type_of(source).dims) - 1
 
 
 def _extended(table: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch.fx
 
 from ...ir import Dim, Function, Sym, TensorType, UnsupportedError, Weight, WeightStore, site_of
 from ...ir.types import ValueType
+from .calls import arguments
 
 MICROSOFT = "com.microsoft"
 OPSETS = {"": 24, MICROSOFT: 1}
@@ -118,7 +119,8 @@ class Emitter:
     def run(self) -> Emitted:
         """Emit every node in order and close the graph."""
         for node in self.function.inputs:
-            self.values[node] = self._input(str(node.target), node.meta["type"])
+            if node.users:
+                self.values[node] = self._input(node)
         for node in self.function:
             if node.op == "call_function":
                 self._call(node)
@@ -129,11 +131,13 @@ class Emitter:
         model = oir.Model(self.graph, ir_version=IR_VERSION, producer_name="graftwork")
         return Emitted(model, tuple(self.pending.values()))
 
-    def _input(self, name: str, type: TensorType) -> oir.Value:
-        value = self._typed(name, type)
-        self.graph.inputs.append(value)
-        self.inputs[name] = value
-        return value
+    def _input(self, node: torch.fx.Node) -> oir.Value:
+        """An input of the graph; those that nothing reads, not even for a size, are left out."""
+        name = str(node.target)
+        if name not in self.inputs:
+            self.inputs[name] = self._typed(name, node.meta["type"])
+            self.graph.inputs.append(self.inputs[name])
+        return self.inputs[name]
 
     def _typed(self, name: str, type: TensorType) -> oir.Value:
         dims = [d if isinstance(d, int) else str(d).replace(" ", "") for d in type.dims]
@@ -157,11 +161,7 @@ class Emitter:
 
     def _arguments(self, node: torch.fx.Node) -> list[Any]:
         """Arguments in schema order, defaults filled in, nodes replaced by their values."""
-        schema = node.target._schema  # type: ignore[union-attr]
-        bound = dict(zip((a.name for a in schema.arguments), node.args, strict=False))
-        bound.update(node.kwargs)
-        ordered = [bound.get(a.name, a.default_value) for a in schema.arguments]
-        return [torch.fx.node.map_aggregate(a, self._value) for a in ordered]
+        return [torch.fx.node.map_aggregate(a, self._value) for a in arguments(node).values()]
 
     def _value(self, arg: Any) -> Any:
         return self.values[arg] if isinstance(arg, torch.fx.Node) else arg
@@ -313,10 +313,11 @@ class Emitter:
         return found
 
     def _read_symbol(self, name: str) -> Any:
-        for value in self.inputs.values():
-            for axis, dim in enumerate(type_of(value).dims):
-                if isinstance(dim, Sym) and dim.text == name:
-                    return self.op("Shape", value, start=axis, end=axis + 1)
+        for node in self.function.inputs:
+            dims = node.meta["type"].dims
+            if Sym(name) in dims:
+                axis = dims.index(Sym(name))
+                return self.op("Shape", self._input(node), start=axis, end=axis + 1)
         raise UnsupportedError(f"{self.function.name}: no input carries the size {name}")
 
 

@@ -74,7 +74,6 @@ def lower(program: Program, name: str, variant: Variant = "chain") -> Program:
     simplify_views(fn)
     merge_equal(fn)
     sweep(fn)
-    drop_unused_inputs(fn)
     return program.replace(functions={name: fn}, weights=weights, stage=STAGE).pruned()
 
 
@@ -92,13 +91,6 @@ def drop_ancestors(fn: Function) -> None:
     given = fn.input(ANCESTORS)
     for node in fn.calls(G.step_mask.default):
         node.args = tuple(None if arg is given else arg for arg in node.args)
-
-
-def drop_unused_inputs(fn: Function) -> None:
-    """Remove inputs (and states) that nothing reads."""
-    for node in fn.inputs:
-        if not node.users:
-            fn.graph.erase_node(node)
 
 
 def has_attention(fn: Function) -> bool:

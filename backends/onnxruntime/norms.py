@@ -21,7 +21,7 @@ import torch
 import torch.fx
 
 from ...ir import Function, site_of, type_of
-from ...ir.pattern import named_arguments
+from .calls import arguments
 
 A = torch.ops.aten
 G = torch.ops.graftwork
@@ -55,7 +55,7 @@ def _before(total: torch.fx.Node, node: torch.fx.Node) -> bool:
 
 
 def _fuse(fn: Function, node: torch.fx.Node, total: torch.fx.Node) -> None:
-    given, site = named_arguments(node), site_of(node)
+    given, site = arguments(node), site_of(node)
     with fn.graph.inserting_before(total):
         vectors = [_again(fn, given.get(name)) for name in ("weight", "bias")]
         if node.target is G.rms_norm.default:

@@ -26,13 +26,13 @@ import torch
 import torch.fx
 
 from ...ir import Function, Program, Sym, UnsupportedError, WeightStore, site_of, type_of
-from ...ir.pattern import named_arguments
 from ...ir.types import Dim, TensorType
 from ...passes.cse import merge_equal
 from ...passes.dce import sweep
 from .attention import SEQLENS, TOTAL, lower_attention
+from .calls import arguments
 from .decompose import decompose
-from .lower import drop_ancestors, drop_unused_inputs, erase_markers
+from .lower import drop_ancestors, erase_markers
 from .merge import merge_products
 from .norms import fuse_norms
 from .views import simplify_views
@@ -94,7 +94,6 @@ def portable(program: Program) -> Portable:
     simplify_views(fn)
     merge_equal(fn)
     sweep(fn)
-    drop_unused_inputs(fn)
     _rename(fn, program, layers)
     return Portable(fn, weights.only(fn.weights), not concatenates, shapes)
 
@@ -136,7 +135,7 @@ def _layers(fn: Function) -> tuple[Layer, ...]:
     """Sizes of every attention, in program order."""
     found = []
     for node in fn.calls(G.ort_gqa.default, G.attend.default):
-        given = named_arguments(node)
+        given = arguments(node)
         if node.target is G.ort_gqa.default:
             width = _int(type_of(given["past_key"]).dims[3])
             found.append(Layer(given["heads"], given["groups"], width, width))
@@ -193,7 +192,7 @@ class _Counter:
 
     def _concatenate(self, node: torch.fx.Node) -> None:
         """Attention over past and new rows side by side, instead of a cache of fixed capacity."""
-        given = named_arguments(node)
+        given = arguments(node)
         writes = [given["k"], given["v"]]
         mask, bias = given["mask"], given["bias"]
         targets = [w.target for w in writes] + [mask.target]
@@ -203,10 +202,10 @@ class _Counter:
                 f"%{node.name} ({site_of(node).module}) cannot become portable attention: it reads "
                 f"its cache through {', '.join(str(t) for t in targets)}"
             )
-        window = named_arguments(mask)["window"]
+        window = arguments(mask)["window"]
         with self.fn.graph.inserting_before(node):
             sides = [self._joined(write) for write in writes]
-            bias = None if bias is None else self._alibi(named_arguments(bias)["slopes"])
+            bias = None if bias is None else self._alibi(arguments(bias)["slopes"])
             options = {k: given[k] for k in ("scale", "softcap") if given[k] is not None}
             made = self.call(
                 G.attend.default,

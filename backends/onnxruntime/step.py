@@ -21,8 +21,11 @@ class Step:
         self.binding = session.io_binding()
         self.inputs: dict[str, TensorType] = {}
         self.read: list[str] = []
+        taken = {value.name for value in session.get_inputs()}
         for node in function.inputs:
             name = str(node.target)
+            if name not in taken:
+                continue
             if name in states.tensors:
                 self.read.append(name)
             else:
