@@ -1,8 +1,4 @@
-"""Which ATen composites stay whole in programs: a table for frontends and rewrite patterns.
-
-A frontend decomposes what `torch.export` gives with it, and a pattern written as plain torch code
-is traced with it, so the same Python code ends up as the same nodes in both.
-"""
+"""Which ATen composites stay whole when rewrite patterns are traced; programs may hold them too."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from typing import Any
 
 import torch
 
-# Composites that backends and passes want to see as one node.
+# What frontends leave whole, passes match and backends have kernels for.
 KEPT = frozenset(
     {
         "aten.conv1d",
@@ -21,11 +17,11 @@ KEPT = frozenset(
         "aten.group_norm",
         "aten.layer_norm",
         "aten.linear",
+        "aten.masked_fill",
         "aten.matmul",
         "aten.rms_norm",
         "aten.scaled_dot_product_attention",
         "aten.silu",
-        "aten.softmax",
     }
 )
 

@@ -15,7 +15,8 @@ import torch
 import torch.fx
 
 from .function import Site, site_of, type_of
-from .pattern import Hole, InputSpec, Pattern, named_arguments, spec_text
+from .normal import IDENTITIES, kind_of, normal_call
+from .pattern import Hole, InputSpec, Pattern, spec_text
 from .types import Dim, Sym, TensorType
 
 ATEN = torch.ops.aten
@@ -174,10 +175,12 @@ class Matcher:
         if self.optional_casts and pattern.target == _CAST != value.target:
             state.nodes[pattern] = value
             yield [(pattern.args[0], value)]
-        elif self.optional_casts and value.target == _CAST != pattern.target:
+        elif value.target in IDENTITIES or (
+            self.optional_casts and value.target == _CAST != pattern.target
+        ):
             state.casts.add(value)
             yield [(pattern, value.args[0])]
-        elif value.op != "call_function" or value.target != pattern.target:
+        elif value.op != "call_function" or kind_of(value.target) != kind_of(pattern.target):
             self.failed(state, pattern, value)
         else:
             state.nodes[pattern] = value
@@ -256,7 +259,7 @@ class Matcher:
 
 
 def _argument_goals(pattern: torch.fx.Node, value: torch.fx.Node) -> Iterator[list[Goal]]:
-    wanted, given = named_arguments(pattern), named_arguments(value)
+    wanted, given = normal_call(pattern).arguments, normal_call(value).arguments
     goals = [(wanted[name], given[name]) for name in wanted]
     if pattern.target in COMMUTATIVE:
         (a, x), (b, y) = goals[:2]

@@ -10,14 +10,16 @@ A pattern's inputs are described by short texts:
 
 Sizes that the code computes come out as expressions: with ``x: F[B,T,2*R]``, ``x.shape[-1] // 2``
 is R. Tracing runs on concrete sizes that are distinct large primes, so nothing gets specialised.
+
+Patterns and programs are compared in normal form (`ir.normal`). Frontends merge what only moves
+values, such as a permute of a permute, so a pattern should begin and end with ops that compute.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,7 +28,10 @@ from torch.fx.node import map_aggregate
 
 from .decompositions import decompositions, is_kept
 from .errors import GraftworkError
+from .normal import IDENTITIES, kind_of
 from .types import DTYPE_NAMES, Dim, Sym, TensorType, make_dim
+
+A = torch.ops.aten
 
 _PRIMES = (7919, 7927, 7933, 7937, 7949, 7951, 7963, 7993, 8009, 8011, 8017, 8039, 8053, 8059)
 _LEADING = ("any0", "any1")  # what "..." stands for while tracing
@@ -153,7 +158,7 @@ class _Tracer:
         for node in traced.nodes:
             if node.op == "placeholder":
                 env[node] = self.graph.placeholder(next(waiting))
-                env[node].meta = _meta(node)
+                env[node].meta = self.meta(node)
             elif node.op == "output":
                 return tuple(env[n] for n in node.args[0])
             elif node.op != "call_function":
@@ -162,27 +167,53 @@ class _Tracer:
                 )
             elif node.target is operator.getitem:
                 env[node] = self.item(node, env)
-            elif is_kept(node.target):
+            elif node.target in IDENTITIES or is_kept(node.target):
                 env[node] = self.copy(node, env)
             else:
                 env[node] = self.decompose(node, env)
         raise GraftworkError("the pattern returns nothing")
 
     def item(self, node: torch.fx.Node, env: Mapping[torch.fx.Node, Any]) -> torch.fx.Node:
-        source = env[node.args[0]]  # type: ignore[index]
-        if not isinstance(source, (tuple, list)):
+        source, index = env[node.args[0]], node.args[1]  # type: ignore[index]
+        if isinstance(source, (tuple, list)):
+            return _node(source[index])  # type: ignore[index]
+        if source.target is not A.split_with_sizes.default:
             return self.copy(node, env)
-        chosen: torch.fx.Node = source[node.args[1]]  # type: ignore[index]
-        return chosen
+        # Programs hold slices where models split.
+        whole, sizes, *axis = source.args
+        start = _total(sizes[:index])
+        ends = (start, _total([start, sizes[index]]))
+        return self.add(A.slice.Tensor, (whole, *(axis or [0]), *ends), {}, node)
 
     def copy(self, node: torch.fx.Node, env: Mapping[torch.fx.Node, Any]) -> torch.fx.Node:
         def convert(arg: Any) -> Any:
             return env[arg] if isinstance(arg, torch.fx.Node) else self.scalar(arg)
 
         args, kwargs = map_aggregate(node.args, convert), map_aggregate(node.kwargs, convert)
-        made = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-        made.meta = _meta(node)
+        return self.add(node.target, args, kwargs, node)
+
+    def add(self, target: Any, args: Any, kwargs: Any, traced: torch.fx.Node) -> torch.fx.Node:
+        """A node of the pattern; what only moves values is merged as frontends merge it."""
+        meta = self.meta(traced)
+        source: Any = args[0] if args else None
+        if target in IDENTITIES:
+            return _node(source)
+        if kind_of(target) is A.reshape.default:
+            if kind_of(source.target) is A.reshape.default:
+                source = source.args[0]
+            if source.meta.get("type") == meta.get("type"):
+                return _node(source)
+            target, args, kwargs = A.reshape.default, (source, list(meta["type"].dims)), {}
+        made = self.graph.call_function(target, args, kwargs)
+        made.meta = meta
         return made
+
+    def meta(self, traced: torch.fx.Node) -> dict[str, Any]:
+        """The type of a traced value, its sizes as expressions."""
+        value = traced.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            return {}
+        return {"type": TensorType(value.dtype, tuple(self.scalar(n) for n in value.shape))}
 
     def decompose(self, node: torch.fx.Node, env: Mapping[torch.fx.Node, Any]) -> Any:
         from torch.fx.experimental.proxy_tensor import make_fx
@@ -206,7 +237,8 @@ class _Tracer:
             if step.op == "placeholder":
                 local[step] = env[next(waiting)]
             elif step.op == "call_function":
-                local[step] = self.copy(step, local)
+                item = step.target is operator.getitem
+                local[step] = (self.item if item else self.copy)(step, local)
             elif step.op == "output":
                 return map_aggregate(step.args[0], lambda n: local[n])  # type: ignore[index]
         raise GraftworkError(f"the pattern calls {node.target}, which needs a constant tensor")
@@ -251,9 +283,13 @@ class _Tracer:
         return {a.name for a in found if isinstance(a, Hole)}
 
 
-def _meta(traced: torch.fx.Node) -> dict[str, Any]:
-    value = traced.meta.get("val")
-    return {"type": TensorType.of(value)} if isinstance(value, torch.Tensor) else {}
+def _node(value: Any) -> torch.fx.Node:
+    assert isinstance(value, torch.fx.Node)
+    return value
+
+
+def _total(sizes: Sequence[Dim]) -> Dim:
+    return make_dim(" + ".join(f"({size})" for size in sizes) or "0")
 
 
 def _cone(root: torch.fx.Node) -> set[torch.fx.Node]:
@@ -265,49 +301,6 @@ def _cone(root: torch.fx.Node) -> set[torch.fx.Node]:
             seen.add(node)
             stack.extend(node.all_input_nodes)
     return seen
-
-
-# Arguments that say where or how a value is stored, not what it is.
-_IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
-_AXES = frozenset({"dim", "dim0", "dim1"})
-_END = 2**63 - 1
-
-
-@lru_cache(maxsize=1024)
-def _schema(target: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple((a.name, a.default_value) for a in target._schema.arguments)
-
-
-def named_arguments(node: torch.fx.Node) -> dict[str, Any]:
-    """A call's arguments by schema name: defaults filled in, axes counted from the end."""
-    if node.target is operator.getitem:
-        return {"source": node.args[0], "index": node.args[1]}
-    schema = _schema(node.target)
-    named = dict(schema)
-    named.update(zip((name for name, _ in schema), node.args, strict=False))
-    named.update(node.kwargs)
-    rank = _rank(named)
-    if rank is not None:
-        rank += str(node.target).startswith(("aten.unsqueeze", "aten.stack"))
-        for axis in _AXES & set(named):
-            named[axis] = _from_end(named[axis], rank)
-    if named.get("end") == _END:
-        named["end"] = None
-    return {name: value for name, value in named.items() if name not in _IGNORED}
-
-
-def _rank(named: Mapping[str, Any]) -> int | None:
-    first = next(iter(named.values()), None)
-    if isinstance(first, (list, tuple)) and first:
-        first = first[0]
-    value_type = first.meta.get("type") if isinstance(first, torch.fx.Node) else None
-    return len(value_type.dims) if isinstance(value_type, TensorType) else None
-
-
-def _from_end(axis: Any, rank: int) -> Any:
-    if isinstance(axis, (list, tuple)):
-        return [_from_end(item, rank) for item in axis]
-    return axis - rank if isinstance(axis, int) and axis >= 0 else axis
 
 
 def spec_text(spec: InputSpec, dtype: torch.dtype) -> str:

@@ -32,6 +32,7 @@ import torch.fx
 from .errors import PassError, VerifyError
 from .function import Function, Site, type_of
 from .match import Match, Matcher, Miss
+from .normal import kind_of
 from .pattern import InputSpec, Pattern, parse_spec, trace_pattern
 from .types import TensorType
 from .weights import Weight, WeightStore, derive
@@ -175,7 +176,7 @@ class _Driver:
         bound = self.limit if self.limit is not None else len(self.function.graph.nodes) + 64
         before = -1
         while before != (before := sum(self.fired.values())):
-            todo = [n for n in self.function.graph.nodes if n.target in self.matchers]
+            todo = [n for n in self.function.graph.nodes if kind_of(n.target) in self.matchers]
             while todo:
                 todo.extend(self.visit(todo.pop()))
                 if sum(self.fired.values()) > bound:
@@ -195,14 +196,14 @@ class _Driver:
             for dtype in dtypes:
                 pattern = rule.traced(dtype)
                 matcher = Matcher(pattern, rule.optional_casts)
-                table.setdefault(pattern.root.target, []).append((rule, matcher))
+                table.setdefault(kind_of(pattern.root.target), []).append((rule, matcher))
         return table
 
     def visit(self, node: torch.fx.Node) -> list[torch.fx.Node]:
         """Rewrite at a node if a rule matches; returns nodes to look at (again)."""
         if node in self.erased:
             return []
-        for rule, matcher in self.matchers[node.target]:
+        for rule, matcher in self.matchers[kind_of(node.target)]:
             match = matcher.match(node)
             if match is None:
                 continue
@@ -229,7 +230,7 @@ class _Driver:
         for old, new in zip(match.outputs, results, strict=True):
             old.replace_all_uses_with(new, delete_user_cb=lambda u: u not in match.interior)
         self.erase(match)
-        return [n for n in again + builder.made if n.target in self.matchers]
+        return [n for n in again + builder.made if kind_of(n.target) in self.matchers]
 
     def erase(self, match: Match) -> None:
         dead = sorted(match.interior, reverse=True)

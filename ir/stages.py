@@ -33,6 +33,7 @@ _EXTRA = frozenset(
         "aten.masked_fill.Scalar",
         "aten.reshape.default",
         "aten.scaled_dot_product_attention.default",
+        "aten.softmax.int",
         "aten.softplus.default",
         "aten.transpose.int",
     }

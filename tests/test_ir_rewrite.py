@@ -1,8 +1,7 @@
-"""The rewriter: what patterns are traced to, what matches, what blocks a match, near misses."""
+"""The rewriter: what matches, what blocks a match, near misses, new weights, the driver."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from hypothesis import given
 from graftwork.ir import (
     Builder,
     Function,
-    GraftworkError,
     Match,
     PassError,
     Program,
@@ -27,117 +25,20 @@ from graftwork.ir import (
     Weight,
     WeightStore,
     apply_rules,
-    decompositions,
     make_dim,
     run,
     type_of,
     verify,
 )
 from graftwork.ir.match import Matcher
-from graftwork.ir.pattern import trace_pattern
 
 A, G = torch.ops.aten, torch.ops.graftwork
-
-
-# -- patterns: the same code gives the same nodes as an exported model
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
-
-
-def gelu(x: torch.Tensor) -> torch.Tensor:
-    return 0.5 * x * (1.0 + torch.tanh(0.7978845608 * (x + 0.044715 * torch.pow(x, 3.0))))
-
-
-def mlp(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    gate, value = torch.nn.functional.linear(x, up).chunk(2, dim=-1)
-    hidden = torch.nn.functional.silu(gate) * value
-    return torch.nn.functional.linear(torch.nn.functional.layer_norm(hidden, (12,)), down)
-
-
-def attend(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    scores = torch.matmul(q, k.transpose(2, 3)) / 8**0.5
-    scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-    merged = weights.transpose(1, 2).contiguous()
-    return merged.reshape(q.shape[0], q.shape[2], -1)
-
-
-CODE: dict[str, tuple[Callable[..., torch.Tensor], dict[str, str]]] = {
-    "rms": (rms, {"x": "F[3,5,12]", "weight": "F[12]", "eps": "float"}),
-    "rotate": (rotate, {"x": "F[3,2,5,12]", "cos": "F[3,5,12]", "sin": "F[3,5,12]"}),
-    "gelu": (gelu, {"x": "F[3,5,12]"}),
-    "mlp": (mlp, {"x": "F[3,5,12]", "up": "F[24,12]", "down": "F[12,12]"}),
-    "attend": (attend, {"q": "F[3,2,5,4]", "k": "F[3,2,5,4]", "mask": "bool[3,2,5,5]"}),
-}
-
-
-def exported(function: Callable[..., Any], inputs: Mapping[str, str], dtype: torch.dtype) -> Any:
-    """Targets of the nodes that torch.export and the frontends' table make of the code."""
-
-    class Module(torch.nn.Module):
-        def forward(self, **kwargs: torch.Tensor) -> Any:
-            return function(**kwargs, **({"eps": 1e-5} if "eps" in inputs else {}))
-
-    types = {
-        name: TensorType.parse(text.replace("F[", "f32["))
-        for name, text in inputs.items()
-        if text != "float"
-    }
-    tensors = {
-        n: torch.ones(t.shape, dtype=t.dtype if t.dtype == torch.bool else dtype)
-        for n, t in types.items()
-    }
-    program = torch.export.export(Module(), (), kwargs=tensors, strict=False)
-    graph = program.run_decompositions(decompositions()).graph
-    names = [str(n.target) for n in graph.nodes if n.op == "call_function"]
-    return [name for name in names if "_assert_" not in name]
-
-
-@pytest.mark.parametrize("name", CODE)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_patterns_trace_to_what_frontends_give(name: str, dtype: torch.dtype) -> None:
-    function, inputs = CODE[name]
-    graph = trace_pattern(function, inputs, dtype).graph
-    traced = [str(n.target) for n in graph.nodes if n.op == "call_function"]
-    assert sorted(traced) == sorted(exported(function, inputs, dtype))
-
-
-def test_sizes_become_expressions() -> None:
-    def code(x: torch.Tensor) -> torch.Tensor:
-        half = x.shape[-1] // 2
-        return x[..., half:].reshape(x.shape[0] * x.shape[1], 3, half // 3)
-
-    graph = trace_pattern(code, {"x": "F[B,T,6*R]"}, torch.float32).graph
-    slice_, view = (n for n in graph.nodes if n.op == "call_function")
-    assert slice_.args[2] == Sym("3*R")
-    assert list(view.args[1]) == [Sym("B*T"), 3, Sym("R")]
-
-
-@pytest.mark.parametrize(
-    ("code", "inputs", "message"),
-    [
-        (lambda x: x + torch.tensor([1.0]), {"x": "F[T]"}, "makes a constant tensor"),
-        (lambda x, y: x + 1, {"x": "F[T]", "y": "F[T]"}, r"does not use \['y'\]"),
-        (lambda x, eps: x + 1, {"x": "F[T]", "eps": "float"}, r"does not use \['eps'\]"),
-        (lambda x: x, {"x": "F[T]"}, "computes nothing"),
-        (lambda x: (x + 1, x * 2), {"x": "F[T]"}, "must depend on all the others"),
-        (lambda x: x.reshape(x.shape[0] * x.shape[1], -1), {"x": "F[...,H]"}, "behind"),
-        (lambda x: x + 1, {"x": "F[T"}, "not a tensor type"),
-    ],
-)
-def test_unusable_patterns(code: Callable[..., Any], inputs: dict[str, str], message: str) -> None:
-    with pytest.raises(GraftworkError, match=message):
-        trace_pattern(code, inputs, torch.float32)
 
 
 # -- rules on small functions
@@ -307,8 +208,8 @@ def test_sizes_must_agree() -> None:
     assert "only looking" in miss(rows, 8, 4)
     assert [seen[0].size(name) for name in ("B", "T", "R")] == [Sym("B"), Sym("T"), 4]
     assert "expected size 2*R (with R=3, B=B, T=T), found 8" in miss(rows, 8, 3)
-    narrow = miss(make_dim("2*B*T"), 4, 4)
-    assert "expected size 2*R (with R=4, B=B, T=T), found 4" in narrow
+    wrong_rows = miss(make_dim("2*B*T"), 4, 2)
+    assert "expected size B*T (with R=2, B=B, T=T), found 2*B*T" in wrong_rows
 
 
 def test_a_guard_says_why_not() -> None:
