@@ -151,9 +151,9 @@ def stack(c: Call) -> Any:
 @lowers(A.expand.default, A.expand_as.default, A.broadcast_to.default)
 def expand(c: Call) -> Any:
     source, shape = c.args[0], c.shape
-    extra = len(shape) - c.rank(0)
-    if extra:
-        source = c.b.reshape(source, [1] * extra + c.b.shape(source))
+    leading: list[Dim] = [1] * (len(shape) - c.rank(0))
+    if leading:
+        source = c.b.reshape(source, leading + c.b.shape(source))
     return c.b.expand(source, shape)
 
 
@@ -207,7 +207,7 @@ def _pieces(c: Call, base: torch.fx.Node, axis: int, start: Dim, stop: Dim) -> l
     """A slice of a value; of a concatenation, the parts themselves where they fit exactly."""
     if base.target is A.cat.default and base.args[1] == axis:
         offset: Dim = 0
-        inside, bounds = [], [offset]
+        inside, bounds = list[Any](), [offset]
         for part in base.args[0]:  # type: ignore[union-attr]
             length = c.b.shape(part)[axis]  # type: ignore[arg-type]
             if offset == start or inside:
@@ -231,6 +231,34 @@ def index_select(c: Call) -> Any:
     if axis == 0 and c.rank(0) == 2:
         return c.b.call(A.embedding.default, source, index)
     return c.b.call(A.index.Tensor, source, [None] * (axis % c.rank(0)) + [index])
+
+
+@lowers(A.index.Tensor)
+def index(c: Call) -> Any:
+    """Indexing with a short constant range is a slice."""
+    given = [(axis, node) for axis, node in enumerate(c.args[1]) if node is not None]
+    if len(given) == 1:
+        axis, rows = given[0][0], _constant_range(c, given[0][1], given[0][0])
+        if rows is not None:
+            return c.b.slice(c.args[0], axis, rows.start, rows.stop)
+    return c.b.call(A.index.Tensor, c.args[0], list(c.args[1]))
+
+
+def _constant_range(c: Call, index: torch.fx.Node, axis: int) -> range | None:
+    """The consecutive numbers that an index holds, if it is a small constant."""
+    size, dims = c.b.shape(c.args[0])[axis], c.b.shape(index)
+    short = len(dims) == 1 and isinstance(dims[0], int) and 0 < dims[0] <= _SHORT
+    if index.op != "get_attr" or not short or not isinstance(size, int):
+        return None
+    values = c.b.weights[str(index.target)].load()
+    if values.dtype == torch.bool:
+        return None
+    first = int(values[0]) % size
+    rows = range(first, first + len(values))
+    return rows if [int(value) % size for value in values] == list(rows) else None
+
+
+_SHORT = 64
 
 
 @lowers(A.embedding.default)

@@ -73,13 +73,15 @@ def _mixes(node: torch.fx.Node) -> bool:
     if source is None:
         return False
     if target in _REDUCING:
-        return any(_has_tokens(source.dims[axis]) for axis in node.args[1])  # type: ignore
+        axes: Any = node.args[1]
+        return any(_has_tokens(source.dims[axis]) for axis in axes)
     if target in _ALONG:
         index = _ALONG[target]
-        axis = node.args[index] if index < len(node.args) else -1
-        return _has_tokens(source.dims[axis])  # type: ignore[call-overload]
+        axis: Any = node.args[index] if index < len(node.args) else -1
+        return _has_tokens(source.dims[axis])
     if target is A.slice.Tensor:
-        return _has_tokens(source.dims[node.args[1]])  # type: ignore[call-overload]
+        sliced: Any = node.args[1]
+        return _has_tokens(source.dims[sliced])
     if target is A.matmul.default:
         return _has_tokens(source.dims[-1])
     if target is A.index.Tensor:

@@ -26,11 +26,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-import networkx as nx
+from typing import Any
+
 import torch
 import torch.fx
 
 from ..ir import Function, Site, TensorType, UnsupportedError, site_of, type_of
+from ..ir.analysis import dominating_chain
 
 A, G = torch.ops.aten, torch.ops.graftwork
 
@@ -40,7 +42,7 @@ def mark_hidden(fn: Function) -> int:
 
     Errors: `UnsupportedError` if there is no attention, or a block has no boundary.
     """
-    spine = _spine(fn)
+    spine = dominating_chain(fn)
     attentions = fn.calls(G.attention.default)
     if not attentions:
         raise UnsupportedError(
@@ -49,7 +51,7 @@ def mark_hidden(fn: Function) -> int:
         )
     order = {node: index for index, node in enumerate(fn)}
     hidden = _stream_type(spine)
-    blocks = []
+    blocks: list[Any] = []
     for segment in _segments(spine, attentions, order):
         sums = [i for i, node in enumerate(segment) if _is_sum(node, hidden)]
         if not sums:
@@ -108,21 +110,6 @@ def _stream_type(spine: list[torch.fx.Node]) -> TensorType:
             batch_and_tokens = type_of(spine[0]).dims
             return TensorType(type_of(node).dtype, (*batch_and_tokens, dims[-1]))
     raise UnsupportedError("the model has no residual stream: no sum runs through every path")
-
-
-def _spine(fn: Function) -> list[torch.fx.Node]:
-    """The nodes that every path from the tokens to the logits runs through, in order."""
-    source, target = fn.input("tokens"), fn.outputs["logits"]
-    graph = nx.DiGraph()
-    for node in fn.calls():
-        graph.add_edges_from((arg, node) for arg in node.all_input_nodes)
-    if target not in graph or not nx.has_path(graph, source, target):
-        raise UnsupportedError("the logits do not depend on the tokens")
-    dominator = nx.immediate_dominators(graph, source)
-    spine = [target]
-    while spine[-1] is not source:
-        spine.append(dominator[spine[-1]])
-    return spine[::-1]
 
 
 def _segments(

@@ -28,7 +28,7 @@ class Sizes:
 
         Errors: `UnsupportedError` if the trace fixed one of them.
         """
-        names = {}
+        names: dict[Any, str] = {}
         for size, name in zip(tokens.shape, ("B", "T"), strict=True):
             if not isinstance(size, torch.SymInt):
                 raise UnsupportedError(

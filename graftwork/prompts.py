@@ -38,7 +38,7 @@ def as_ids(input_ids: Any) -> torch.Tensor:
         raise InputError(f"input_ids: expected integers, got {ids.dtype}")
     if ids.dim() not in (1, 2):
         raise InputError(f"input_ids: expected [B,S], got shape {list(ids.shape)}")
-    return torch.atleast_2d(ids).long()
+    return (ids if ids.dim() == 2 else ids[None]).long()
 
 
 def read_prompts(data: Prompts, program: Program) -> list[list[int]]:

@@ -99,7 +99,8 @@ def _write_shard(path: Path, weights: Sequence[Weight], progress: Callable[[str]
         for weight in ordered:
             progress(weight.name)
             tensor = check_finite(weight, weight.load())
-            data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+            flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+            data = memoryview(flat)
             file.write(data)
             digest.update(data)
             size += len(data)

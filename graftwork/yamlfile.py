@@ -97,7 +97,7 @@ def _scalar(node: yaml.ScalarNode, origin: str) -> Any:
     if node.tag == _TAG + "str" and node.style is None and _EXPONENT.fullmatch(node.value):
         return float(node.value)
     try:
-        return yaml.SafeLoader("").construct_object(node)  # type: ignore[no-untyped-call]
+        return yaml.SafeLoader("").construct_object(node)
     except ValueError as error:
         raise _error(origin, node.start_mark, f"cannot read {node.value!r}: {error}") from error
 

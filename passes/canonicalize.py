@@ -22,7 +22,7 @@ already only changes its stage.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.fx
@@ -154,5 +154,6 @@ def _linear(fn: Function, node: torch.fx.Node) -> torch.fx.Node | None:
     source = flat.all_input_nodes[0]
     if type_of(source).dims[-1:] != type_of(flat).dims[-1:]:
         return None
-    wide = fn.call(A.linear.default, source, *node.args[1:], site=site_of(node), **node.kwargs)
+    rest: dict[str, Any] = dict(node.kwargs)
+    wide = fn.call(A.linear.default, source, *node.args[1:], site=site_of(node), **rest)
     return fn.call(A.reshape.default, wide, list(type_of(node).dims), site=site_of(node))

@@ -129,7 +129,8 @@ def _raise_calls(fn: Function, weights: WeightStore) -> tuple[int, WeightStore]:
     """Turn torch's own layer norms over the last axis into ours."""
     count = 0
     for node in fn.calls(A.layer_norm.default):
-        x, axes, gain, shift, eps = (*node.args[:5], *(None, None, 1e-5)[len(node.args) - 2 :])
+        given: tuple[Any, ...] = node.args[:5]
+        x, axes, gain, shift, eps = given + (None, None, None, None, 1e-5)[len(given) :]
         if len(axes) != 1:
             continue
         with fn.graph.inserting_before(node):
@@ -198,14 +199,9 @@ class _Absorber:
             rest = list(norm.args[2:])
             if shift:
                 rest = [self.weight(shift)]
-            new = self.fn.call(
-                norm.target,
-                x,
-                weight,
-                *rest,
-                site=site_of(norm),
-                **norm.kwargs,  # type: ignore[arg-type]
-            )
+            op: Any = norm.target
+            options: dict[str, Any] = dict(norm.kwargs)
+            new = self.fn.call(op, x, weight, *rest, site=site_of(norm), **options)
         end.replace_all_uses_with(new)
 
     def weight(self, node: torch.fx.Node) -> torch.fx.Node:

@@ -57,7 +57,7 @@ class Piece:
     def key(self) -> Hashable:
         """Equal for pieces that differ in names only."""
         given = (self.source, *self.leaves)
-        number = {node: i for i, node in enumerate((*given, *self.order))}
+        number: dict[Any, Any] = {n: i for i, n in enumerate((*given, *self.order))}
         calls = [
             (n.target, str(map_aggregate((n.args, n.kwargs), lambda a: number.get(a, a))))
             for n in self.order
@@ -98,7 +98,7 @@ def cut(end: torch.fx.Node, tables: set[torch.fx.Node]) -> Piece | None:
 
     `tables` are the nodes that positions decide. None where the way up leaves the allowed ops.
     """
-    pending, inside, used = {end}, [], []
+    pending, inside, used = {end}, list[torch.fx.Node](), list[torch.fx.Node]()
     while True:
         node = max(pending)
         pending.remove(node)

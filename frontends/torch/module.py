@@ -67,7 +67,7 @@ class _Wrapper(nn.Module):
 
     def forward(self, tokens: torch.Tensor, *positions: torch.Tensor) -> torch.Tensor:
         extra = dict(zip((self.positions,), positions, strict=False)) if self.positions else {}
-        return _logits(self.model(tokens, **extra))  # type: ignore[arg-type]
+        return _logits(self.model(tokens, **extra))
 
 
 def _logits(out: Any) -> torch.Tensor:
