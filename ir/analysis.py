@@ -1,21 +1,16 @@
-"""Facts about functions: when values die, how much memory a step needs, the residual stream."""
+"""Facts about functions: when values die, how much memory a step needs, what dominates."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import networkx
-import torch
 import torch.fx
 
-from .errors import GraftworkError
+from .errors import GraftworkError, UnsupportedError
 from .function import Function
-from .types import Sym, TensorType
-
-_ADD = torch.ops.aten.add.Tensor
+from .types import TensorType
 
 
 def last_uses(function: Function) -> dict[torch.fx.Node, torch.fx.Node]:
@@ -73,22 +68,15 @@ def _type_bytes(value_type: Any, sizes: Mapping[str, int]) -> int:
     return sum(_type_bytes(part, sizes) for part in value_type)
 
 
-@dataclass(frozen=True)
-class StreamPoint:
-    """A point of the residual stream: what a `graftwork.hidden` marker after `node` would say."""
-
-    node: torch.fx.Node
-    layer: int
-    point: str
-
-
 def dominating_chain(
     function: Function, source: str = "tokens", sink: str = "logits"
 ) -> list[torch.fx.Node]:
     """Values that every path from an input to an output crosses, in order, both ends included.
 
-    Errors: `GraftworkError` if the output does not depend on the input.
+    Errors: `UnsupportedError` if the output does not depend on the input.
     """
+    import networkx  # late: it takes a while, and few need it
+
     start, end = function.input(source), function.outputs[sink]
     graph = networkx.DiGraph()
     graph.add_nodes_from((start, end))
@@ -96,96 +84,8 @@ def dominating_chain(
         graph.add_edges_from((arg, node) for arg in node.all_input_nodes)
     dominators = networkx.immediate_dominators(graph, start)
     if end not in dominators:
-        raise GraftworkError(f"{function.name}: {sink} does not depend on {source}")
+        raise UnsupportedError(f"{function.name}: {sink} does not depend on {source}")
     chain = [end]
     while chain[-1] is not start:
         chain.append(dominators[chain[-1]])
     return chain[::-1]
-
-
-def residual_stream(function: Function) -> list[StreamPoint]:
-    """Where the residual stream is, found by its shape alone: for models without module names.
-
-    The stream's values are the [B,T,H] values that all paths from tokens to logits cross: the skip
-    connection lets no inner value of a block dominate. The attention of layer i, found by its
-    `graftwork.attention`, lies between two of them: the one before it is the stream after block
-    i - 1 (or the embedding), the first one that depends on it is the stream after its addition.
-    Parallel blocks (attention and MLP side by side) have one addition, and so only "block" points.
-    Errors: `GraftworkError` if there is no attention or a layer's attention has no addition.
-    """
-    attentions = _attentions(function)
-    chain = [n for n in dominating_chain(function) if _is_stream(n)]
-    width = Counter(n.meta["type"].dims[2] for n in chain).most_common(1)
-    chain = [n for n in chain if n.meta["type"].dims[2] == width[0][0]]
-    reach = _Reach(function, chain)
-    before = [reach.last_before(node) for node in attentions.values()]
-    after = [reach.first_after(node) for node in attentions.values()]
-    if not chain or None in before or None in after:
-        raise GraftworkError(
-            f"{function.name}: no residual stream: some attention is not between two [B,T,H] "
-            "values that every path from tokens to logits crosses"
-        )
-    ends = [*before[1:], _last_addition(chain, after[-1])]
-    points = [StreamPoint(_known(before[0]), -1, "embedding")]
-    for layer, added, end in zip(attentions, after, ends, strict=True):
-        if added is not end:
-            points.append(StreamPoint(_known(added), layer, "attention"))
-        points.append(StreamPoint(_known(end), layer, "block"))
-    return points
-
-
-def _known(node: torch.fx.Node | None) -> torch.fx.Node:
-    assert node is not None
-    return node
-
-
-def _attentions(function: Function) -> dict[int, torch.fx.Node]:
-    nodes = function.calls(torch.ops.graftwork.attention.default)
-    found = {int(str(node.kwargs["layer"])): node for node in nodes}
-    if not nodes or len(found) != len(nodes):
-        raise GraftworkError(
-            f"{function.name}: expected one graftwork.attention a layer, got {len(nodes)} "
-            f"for the layers {sorted(found)}"
-        )
-    return found
-
-
-def _is_stream(node: torch.fx.Node) -> bool:
-    value_type = node.meta.get("type")
-    dims = value_type.dims if isinstance(value_type, TensorType) else ()
-    return len(dims) == 3 and dims[:2] == (Sym("B"), Sym("T")) and isinstance(dims[2], int)
-
-
-class _Reach:
-    """For every node, the last chain value that it depends on."""
-
-    def __init__(self, function: Function, chain: Sequence[torch.fx.Node]) -> None:
-        self.chain = list(chain)
-        place = {node: i for i, node in enumerate(chain)}
-        self.depends: dict[torch.fx.Node, int] = {}
-        for node in function:
-            reached = [self.depends[arg] for arg in node.all_input_nodes]
-            self.depends[node] = max([place.get(node, -1), *reached])
-
-    def last_before(self, node: torch.fx.Node) -> torch.fx.Node | None:
-        """The last chain value that the node is computed from."""
-        index = self.depends[node]
-        return self.chain[index] if index >= 0 else None
-
-    def first_after(self, node: torch.fx.Node) -> torch.fx.Node | None:
-        """The chain value after that: as it dominates, it depends on the node."""
-        index = self.depends[node] + 1
-        return self.chain[index] if index < len(self.chain) else None
-
-
-def _last_addition(chain: list[torch.fx.Node], start: torch.fx.Node | None) -> torch.fx.Node | None:
-    """The last chain value from `start` on that adds something computed from the tokens."""
-    if start is None:
-        return None
-    found = start
-    for node in chain[chain.index(start) :]:
-        summands = [arg for arg in node.args[:2] if isinstance(arg, torch.fx.Node)]
-        computed = [arg for arg in summands if arg.op == "call_function"]
-        if node.target is _ADD and len(computed) == 2:
-            found = node
-    return found

@@ -12,6 +12,7 @@ import torch
 import torch.fx
 from torch.fx.node import map_aggregate
 
+from .analysis import last_uses
 from .errors import InputError
 from .function import Function, type_of
 from .program import Program
@@ -62,7 +63,7 @@ def run(
             return values[arg]
         return arg.evaluate(sizes.__getitem__) if isinstance(arg, Sym) else arg
 
-    last_use = {arg: node for node in fn for arg in node.all_input_nodes}
+    last_use = last_uses(fn)
     with torch.no_grad():
         for node in fn:
             if node.op == "placeholder":

@@ -1,4 +1,4 @@
-"""Liveness, dominators and the residual stream."""
+"""Liveness and dominators."""
 
 from __future__ import annotations
 
@@ -8,101 +8,26 @@ from graphs import programs
 from handmade import Shape, cached_llama, llama
 from hypothesis import given
 
-from graftwork.ir import Function, GraftworkError, Program, Sym, TensorType, Weight
-from graftwork.ir.analysis import dominating_chain, last_uses, liveness, residual_stream
+from graftwork.ir import Function, GraftworkError, Program, Sym, TensorType
+from graftwork.ir.analysis import dominating_chain, last_uses, liveness
 
 A, G = torch.ops.aten, torch.ops.graftwork
 
 
-def without_markers(program: Program) -> tuple[Function, list[tuple[int, str, str]]]:
-    """The step with its markers erased, and what they said: layer, point, name of the value."""
-    fn = program.function("step").copy()
-    markers = []
-    for node in fn.calls(G.hidden.default):
-        value = node.args[0]
-        assert isinstance(value, torch.fx.Node)
-        markers.append((node.kwargs["layer"], node.kwargs["point"], value.name))
-        node.replace_all_uses_with(value)
-        fn.graph.erase_node(node)
-    return fn, markers  # type: ignore[return-value]
+def test_markers_lie_on_the_chain() -> None:
+    fn = llama(Shape(layers=3)).function("step")
+    chain = dominating_chain(fn)
+    assert chain[0] is fn.input("tokens") and chain[-1] is fn.outputs["logits"]
+    assert set(fn.calls(G.hidden.default)) <= set(chain)
+    assert not set(fn.calls(G.attention.default, G.glu.default)) & set(chain)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        Shape(layers=3),
-        Shape(layers=2, layer_norm=True, bias=True, tied=True),
-        Shape(layers=2, window=4, softcap=2.0, qk_norm=True),
-        Shape(layers=1, slopes=True, rotary=0),
-    ],
-)
-def test_the_stream_is_where_the_markers_were(shape: Shape) -> None:
-    fn, markers = without_markers(llama(shape))
-    found = [(p.layer, p.point, p.node.name) for p in residual_stream(fn)]
-    assert found == markers
-
-
-def block(fn: Function, x: torch.fx.Node, layer: int) -> torch.fx.Node:
-    """An attention over x, not added to anything."""
-    shape = [Sym("B"), Sym("T"), 2, 4]
-    heads = fn.call(A.transpose.int, fn.call(A.view.default, x, shape), 1, 2)
-    y = fn.call(G.attention.default, heads, heads, heads, layer=layer, scale=0.5)
-    flat = [Sym("B"), Sym("T"), 8]
-    return fn.call(A.view.default, fn.call(A.transpose.int, y, 1, 2), flat)
-
-
-def start() -> tuple[Function, torch.fx.Node]:
+def test_an_output_without_the_input_is_an_error() -> None:
     fn = Function("step")
-    tokens = fn.add_input("tokens", TensorType.parse("i64[B,T]"))
-    fn.add_input("positions", TensorType.parse("i64[B,T]"))
-    weight = Weight.of("emb", torch.ones(7, 8))
-    return fn, fn.call(A.embedding.default, fn.weight(weight), tokens)
-
-
-def test_parallel_blocks_have_one_addition() -> None:
-    fn, x = start()
-    ends = []
-    for layer in range(2):
-        normed = fn.call(A.tanh.default, x)
-        both = fn.call(A.add.Tensor, block(fn, normed, layer), fn.call(A.relu.default, normed))
-        x = fn.call(A.add.Tensor, both, x)
-        ends.append(x.name)
-    fn.set_outputs({"logits": fn.call(A.tanh.default, x)})
-    points = residual_stream(fn)
-    assert [(p.layer, p.point) for p in points] == [(-1, "embedding"), (0, "block"), (1, "block")]
-    assert [p.node.name for p in points[1:]] == ends
-
-
-def test_a_scaled_embedding_is_the_stream_from_the_scaling_on() -> None:
-    fn, x = start()
-    scaled = fn.call(A.mul.Tensor, x, 3.0)
-    x = fn.call(A.add.Tensor, scaled, block(fn, fn.call(A.tanh.default, scaled), 0))
-    fn.set_outputs({"logits": x})
-    points = residual_stream(fn)
-    assert [p.node for p in points] == [scaled, x]
-
-
-def test_no_stream_is_an_error() -> None:
-    fn, x = start()
-    fn.set_outputs({"logits": x})
-    with pytest.raises(GraftworkError, match=r"one graftwork.attention a layer, got 0"):
-        residual_stream(fn)
-    y = block(fn, x, 0)
-    fn.set_outputs({"logits": fn.call(A.unsqueeze.default, x, 3), "other": y})
-    with pytest.raises(GraftworkError, match="no residual stream"):
-        residual_stream(fn)
+    fn.add_input("tokens", TensorType.parse("i64[B,T]"))
     fn.set_outputs({"logits": fn.call(A.full.default, [2], 0.0)})
     with pytest.raises(GraftworkError, match="logits does not depend on tokens"):
-        residual_stream(fn)
-
-
-def test_two_attentions_of_one_layer_are_an_error() -> None:
-    fn, x = start()
-    for _ in range(2):
-        x = fn.call(A.add.Tensor, x, block(fn, x, 0))
-    fn.set_outputs({"logits": x})
-    with pytest.raises(GraftworkError, match=r"got 2 for the layers \[0\]"):
-        residual_stream(fn)
+        dominating_chain(fn)
 
 
 @given(programs())
