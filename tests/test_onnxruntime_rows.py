@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from graftwork.backends.onnxruntime.decompose import decompose
 from graftwork.backends.onnxruntime.emit import emit, targets_with_rows
-from graftwork.ir import Function, Sym, TensorType, UnsupportedError, WeightStore
+from graftwork.ir import Function, Sym, TensorType, UnsupportedError, Weight, WeightStore
 from graftwork.ir.ops import all_ops
 
 A = torch.ops.aten
@@ -348,6 +348,51 @@ def test_op_sample(case: int, tmp_path: Path) -> None:
         got, wanted = ([a, k[:, :, :rows], v[:, :, :rows]] for a, k, v in (got, wanted))
     for result, expected in zip(got, wanted, strict=True):
         close(result, expected)
+
+
+def with_weights(name: str, sample: int, inputs: int) -> tuple[Function, Any, Any, Any]:
+    """(function, feeds, weights, expected) of an op sample whose later tensors are weights."""
+    definition = all_ops()[name]
+    args, kwargs = _seeded(definition.samples)[sample]
+    fn, feeds, weights, nodes = Function("call"), {}, {}, []
+    for i, tensor in enumerate(args):
+        if i < inputs:
+            feeds[f"in{i}"] = tensor
+            nodes.append(fn.add_input(f"in{i}", TensorType.of(tensor)))
+        else:
+            weights[f"w{i}"] = Weight.of(f"w{i}", tensor)
+            nodes.append(fn.weight(weights[f"w{i}"]))
+    fn.set_outputs({"y": fn.call(definition.overload, *nodes, **kwargs)})
+    return fn, feeds, weights, definition.meaning(*args, **kwargs)
+
+
+@pytest.mark.parametrize("sample", [0, 2, 3])
+def test_experts_that_are_weights_take_one_kernel(sample: int, tmp_path: Path) -> None:
+    fn, feeds, weights, want = with_weights("moe", sample, 3)
+    assert decompose(fn) == 0
+    model = emit(fn, WeightStore(weights)).model
+    assert [node.op_type for node in model.graph].count("MoE") == 1
+    close(run_session(fn, feeds, tmp_path, weights)["y"], want)
+
+
+@pytest.mark.parametrize("sample", [0, 1, 2])
+def test_int8_weights_are_multiplied_exactly(sample: int, tmp_path: Path) -> None:
+    fn, feeds, weights, want = with_weights("linear_int8", sample, 1)
+    close(run_session(fn, feeds, tmp_path, weights)["y"], want)
+
+
+def test_int8_rows_do_not_depend_on_each_other(tmp_path: Path) -> None:
+    weight = Weight.of("w", torch.randint(-127, 128, (48, 96), dtype=torch.int8))
+    scale = Weight.of("s", torch.rand(48))
+    fn = Function("call")
+    node = fn.add_input("a", TensorType.parse("f32[1,T,96]"))
+    product = fn.call(G.linear_int8.default, node, fn.weight(weight), fn.weight(scale))
+    fn.set_outputs({"y": product})
+    weights = {"w": weight, "s": scale}
+    rows = x(1, 8, 96) * torch.logspace(-3, 3, 8)[:, None]
+    whole = run_session(fn, {"a": rows}, tmp_path, weights)["y"]
+    alone = [run_session(fn, {"a": r[None, None]}, tmp_path, weights)["y"][0] for r in rows[0]]
+    assert torch.equal(whole[0], torch.cat(alone))
 
 
 def test_unknown_op_is_named() -> None:

@@ -118,8 +118,8 @@ def _all_logits(fn: Function, program: Program) -> None:
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
         fn.graph.erase_node(node)
     for node in fn.calls():
-        node.args = torch.fx.node.map_aggregate(node.args, _every_token)  # type: ignore[assignment]
-        node.kwargs = torch.fx.node.map_aggregate(node.kwargs, _every_token)  # type: ignore[assignment]
+        node.args = torch.fx.node.map_aggregate(node.args, _every_token)
+        node.kwargs = torch.fx.node.map_aggregate(node.kwargs, _every_token)
     fn.retype()
     outputs = fn.outputs
     fn.set_outputs({name: outputs[name] for name in ("logits", *program.states)})

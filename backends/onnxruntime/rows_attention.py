@@ -150,7 +150,7 @@ class _Bias:
         """The sum of the parts that apply."""
         parts = []
         tree = ancestors is not None
-        if tree:
+        if ancestors is not None:
             parts.append(self.once(("tree", window), lambda: self.tree(ancestors, window)))
         if slopes is not None:
             key = ("slopes", slopes.name, tree)
