@@ -46,11 +46,12 @@ def parameters_without_data(mode: FakeTensorMode) -> Iterator[None]:
             parameter = fake_parameter(parameter, mode, parameter.dtype)
         register(self, name, parameter)
 
-    nn.Module.register_parameter = register_fake  # type: ignore[method-assign]
+    owner: Any = nn.Module
+    owner.register_parameter = register_fake
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        owner.register_parameter = register
 
 
 def twin_of(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:

@@ -30,7 +30,8 @@ def experts_forward(
     """
     if not self.has_gate or self.has_post_expert_norm:
         raise UnsupportedError("experts without a gate, or with a norm inside, are not supported")
-    gate_up, down = self.gate_up_proj, self.down_proj
+    gate_up: Any = self.gate_up_proj
+    down: Any = self.down_proj
     biases = [self.gate_up_proj_bias, self.down_proj_bias] if self.has_bias else []
     if self.is_transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
@@ -108,8 +109,9 @@ def prepare_experts(model: nn.Module) -> None:
         if hasattr(type(module), "_apply_gate"):
             setattr(module, _GATING, _gating(module))
         if type(module).__name__ == "DbrxExperts":
-            setattr(module, _GATING, {"activation": _activation_name(module.mlp.activation_fn)})
-            module.forward = MethodType(_dbrx_forward, module)  # type: ignore[method-assign]
+            experts: Any = module
+            setattr(module, _GATING, {"activation": _activation_name(experts.mlp.activation_fn)})
+            experts.forward = MethodType(_dbrx_forward, module)
 
 
 def _dbrx_forward(
