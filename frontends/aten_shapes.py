@@ -235,13 +235,20 @@ def index_select(c: Call) -> Any:
 
 @lowers(A.index.Tensor)
 def index(c: Call) -> Any:
-    """Indexing with a short constant range is a slice."""
+    """Indexing with a short constant range is a slice; rows of a matrix are an embedding."""
     given = [(axis, node) for axis, node in enumerate(c.args[1]) if node is not None]
     if len(given) == 1:
         axis, rows = given[0][0], _constant_range(c, given[0][1], given[0][0])
         if rows is not None:
             return c.b.slice(c.args[0], axis, rows.start, rows.stop)
+        if axis == 0 and c.rank(0) == 2 and not _may_be_negative(given[0][1]):
+            return c.b.call(A.embedding.default, c.args[0], given[0][1])
     return c.b.call(A.index.Tensor, c.args[0], list(c.args[1]))
+
+
+def _may_be_negative(index: torch.fx.Node) -> bool:
+    """Whether an index may count from the end (or is a mask); positions do not."""
+    return index.target != "positions"
 
 
 def _constant_range(c: Call, index: torch.fx.Node, axis: int) -> range | None:

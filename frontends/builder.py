@@ -29,6 +29,7 @@ class Builder:
         self.weights: dict[str, Weight] = {}
         self._nodes: dict[str, torch.fx.Node] = {}
         self._folded: dict[str, torch.fx.Node] = {}
+        self._permuted: dict[torch.fx.Node, tuple[torch.fx.Node, list[int]]] = {}
 
     def weight(self, weight: Weight) -> torch.fx.Node:
         """The node of a weight; one a weight, at the place of its first use."""
@@ -102,9 +103,15 @@ class Builder:
         if node.target is A.permute.default:
             inner: list[int] = node.args[1]  # type: ignore[assignment]
             return self.permute(node.args[0], [inner[axis] for axis in order])  # type: ignore[arg-type]
+        if node in self._permuted:
+            source, inner = self._permuted[node]
+            return self.permute(source, [inner[axis] for axis in order])
         if order == sorted(order):
             return node
-        return self.call(A.permute.default, node, order)
+        result = self.call(A.permute.default, node, order)
+        if result.op == "get_attr":
+            self._permuted[result] = (node, order)
+        return result
 
     def slice(self, node: torch.fx.Node, axis: int, start: Dim, stop: Dim) -> torch.fx.Node:
         """Elements start..stop of an axis."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.node import map_aggregate
 
 from ..ir import Function, GraftworkError, Site, TensorType, UnsupportedError, Weight
@@ -51,7 +51,7 @@ def import_exported(
     buffer, by its path in the model. Errors: `UnsupportedError` naming the op, the module and the
     source line of what programs cannot say.
     """
-    if _must_functionalize(exported.graph):
+    if _must_functionalize(exported.graph, [_result(exported)]):
         exported = exported.run_decompositions(_decompositions())
     return _Importer(exported, root, weight_of).run()
 
@@ -76,8 +76,9 @@ class _Importer:
 
     def run(self) -> Imported:
         self.bind_inputs()
-        self.walk(self.exported.graph)
-        logits = self.value(self.exported.graph.output_node().args[0][0])  # type: ignore[index]
+        result = _result(self.exported)
+        self.walk(self.exported.graph, [result])
+        logits = self.value(result)
         if not isinstance(logits, torch.fx.Node):
             raise UnsupportedError("the model's first output is no tensor; expected logits")
         self.b.fn.set_outputs({"logits": logits})
@@ -97,8 +98,10 @@ class _Importer:
                 self.env[node] = self.inputs[name]
                 if name == "tokens":
                     self.sizes = Sizes.of(node.meta["val"], _limits(self.exported, node))
-                continue
-            self.env[node] = self.b.weight(self.constant(spec.kind, str(spec.target)))
+            elif spec.kind == InputKind.TOKEN:
+                self.env[node] = _Unusable("the model has side effects")
+            else:
+                self.env[node] = self.b.weight(self.constant(spec.kind, str(spec.target)))
 
     def constant(self, kind: InputKind, target: str) -> Weight:
         """The weight behind a parameter, buffer or lifted constant of the trace."""
@@ -109,9 +112,9 @@ class _Importer:
             raise UnsupportedError(f"the constant {target} is a {type(tensor).__name__}")
         return Weight.of(f"constant.{strip_root(target, self.root)}", tensor.detach())
 
-    def walk(self, graph: torch.fx.Graph) -> None:
-        """Lower every node of a graph of the trace that its outputs need."""
-        live = _live(graph)
+    def walk(self, graph: torch.fx.Graph, results: list[torch.fx.Node]) -> None:
+        """Lower every node of a graph of the trace that its results need."""
+        live = _live(graph, results)
         for node in graph.nodes:
             if node.op == "get_attr":
                 self.env[node] = _attribute(graph, str(node.target))
@@ -184,7 +187,7 @@ class _Importer:
             body.find_nodes(op="placeholder"), args[index + 1 :], strict=True
         ):
             self.env[placeholder] = value
-        self.walk(body)
+        self.walk(body, body.output_node().all_input_nodes)
         return map_aggregate(body.output_node().args[0], self.value)
 
     def value(self, arg: Any) -> Any:
@@ -250,13 +253,26 @@ def _is_view(node: torch.fx.Node) -> bool:
     return any(result.alias_info is not None for result in node.target._schema.returns)
 
 
-def _must_functionalize(graph: torch.fx.Graph) -> bool:
+def _result(exported: ExportedProgram) -> torch.fx.Node:
+    """The node of the first thing that the traced module returns."""
+    specs = exported.graph_signature.output_specs
+    changed = [spec.target for spec in specs if spec.kind == OutputKind.BUFFER_MUTATION]
+    if changed:
+        raise UnsupportedError(
+            f"the model changes its buffer {changed[0]} when it runs; buffers that live across "
+            "steps are not supported yet"
+        )
+    names = [spec.arg.name for spec in specs if spec.kind == OutputKind.USER_OUTPUT]
+    return next(node for node in exported.graph.nodes if node.name == names[0])
+
+
+def _must_functionalize(graph: torch.fx.Graph, results: list[torch.fx.Node]) -> bool:
     """Whether torch has to remove views and mutation, or decompose ops that we do not know.
 
     Simple mutation (of a value that nothing else aliases) is handled here: it takes no time.
     """
     order: Mapping[torch.fx.Node, int] = {node: i for i, node in enumerate(graph.nodes)}
-    for node in _live(graph):
+    for node in _live(graph, results):
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
         if _mutable(node.target) and not _alone(node, order):
@@ -266,9 +282,9 @@ def _must_functionalize(graph: torch.fx.Graph) -> bool:
     return False
 
 
-def _live(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """The nodes that the graph's outputs need, directly or by writing to what they read."""
-    live = {graph.output_node()}
+def _live(graph: torch.fx.Graph, results: list[torch.fx.Node]) -> set[torch.fx.Node]:
+    """The nodes that the results need, directly or by writing to what they read."""
+    live = set(results)
     for node in reversed(list(graph.nodes)):
         if node in live or (_mutable(node.target) and not _ignored(node)):
             live.add(node)

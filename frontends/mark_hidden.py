@@ -51,7 +51,7 @@ def mark_hidden(fn: Function) -> int:
         )
     order = {node: index for index, node in enumerate(fn)}
     hidden = _stream_type(spine)
-    blocks: list[Any] = []
+    blocks: list[_Block] = []
     for segment in _segments(spine, attentions, order):
         sums = [i for i, node in enumerate(segment) if _is_sum(node, hidden)]
         if not sums:

@@ -21,7 +21,7 @@ are not scaled linearly.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ import torch.fx
 from torch.fx.node import map_aggregate
 
 from ..ir import Dim, Function, Site, Sym, UnsupportedError, Weight, site_of, type_of
+from .grouped_heads import repeats, ungrouped
 from .importer import Imported
 from .regions import needed_for, reached_from
 
@@ -63,8 +64,9 @@ def _raise_softmax(imported: Imported, softmax: torch.fx.Node, reach: set[torch.
     if found is None:
         return
     scores, product = found
-    described = _describe(imported, scores, softmax.args[0], reach)  # type: ignore[arg-type]
+    described = _describe(imported, scores, softmax.args[0])  # type: ignore[arg-type]
     q, k_transposed = scores.args
+    described = replace(described, scale=_exact(described.scale, type_of(q).dims[-1]))  # type: ignore
     v = product.args[1]
     fn = imported.fn
     with fn.graph.inserting_before(product):
@@ -105,9 +107,13 @@ def _find_scores(
 _HARMLESS = (A._to_copy.default, A.reshape.default)
 
 
-def _describe(
-    imported: Imported, scores: torch.fx.Node, end: torch.fx.Node, reach: set[torch.fx.Node]
-) -> Scores:
+def _exact(scale: float, dim: Dim) -> float:
+    """The scale that a measured one means: 1 or 1 / sqrt(D), if it is that up to rounding."""
+    usual = [1.0] + ([dim**-0.5] if isinstance(dim, int) else [])
+    return next((value for value in usual if abs(scale / value - 1) < 1e-3), scale)
+
+
+def _describe(imported: Imported, scores: torch.fx.Node, end: torch.fx.Node) -> Scores:
     """Run the ops between the scores and the softmax and see what they do."""
     shape = _concrete(type_of(scores).dims)
     zeros = torch.zeros(shape)
@@ -149,7 +155,7 @@ def _recognise(outputs: list[torch.Tensor], node: torch.fx.Node) -> Scores:
     if not bool((((zero > _HIDDEN_BELOW) == visible) & ((one > _HIDDEN_BELOW) == visible)).all()):
         raise UnsupportedError(f"{_at(node)}: the attention mask differs between heads or scores")
     gain = (one - zero)[:, :, visible]
-    scale = float(gain.flatten()[0])
+    scale = float(gain.flatten().median())
     tolerance = 1e-2 * abs(scale)
     linear = (gain - scale).abs().max() < tolerance
     if not linear or ((zero - minus)[:, :, visible] - 2 * scale).abs().max() > 2 * tolerance:
@@ -228,8 +234,8 @@ def _attention(
     heads = next((type_of(x).dims[1] for x in qkv if len(type_of(x).dims) == 4), None)
     heads = _heads(qkv[0]) if heads is None else heads
     q, k, v = (_unfold(fn, x, heads, site) for x in qkv)
-    if _repeats(k) == _repeats(v):
-        k, v = _ungrouped(fn, k), _ungrouped(fn, v)
+    if repeats(k) == repeats(v) != 1:
+        k, v = ungrouped(fn, k), ungrouped(fn, v)
     extra: dict[str, Any] = {} if described.window is None else {"window": described.window}
     args = [q, k, v]
     if described.slopes is not None:
@@ -275,60 +281,6 @@ def _unfold(fn: Function, x: torch.fx.Node, heads: Dim, site: Site) -> torch.fx.
     if x.target is A.reshape.default and list(type_of(x.args[0]).dims) == shape:  # type: ignore
         return x.args[0]  # type: ignore[return-value]
     return fn.call(A.reshape.default, x, shape, site=site)
-
-
-@dataclass(frozen=True)
-class _Repeated:
-    """Heads that were repeated for grouped-query attention.
-
-    source: before the repetition. axis: the head axis of `source`. order: the permutation that
-    followed, or None.
-    """
-
-    source: torch.fx.Node
-    times: int
-    axis: int
-    order: list[int] | None
-
-
-def _find_repeated(x: torch.fx.Node) -> _Repeated | None:
-    """See through reshape(expand(x[:, :, None])), and a permutation behind it."""
-    order: list[int] | None = None
-    if x.target is A.permute.default:
-        order = list(x.args[1])  # type: ignore[arg-type]
-        x = x.args[0]  # type: ignore[assignment]
-    wide = x.args[0] if x.target is A.reshape.default else None
-    if not isinstance(wide, torch.fx.Node) or wide.target is not A.expand.default:
-        return None
-    narrow: torch.fx.Node = wide.args[0]  # type: ignore[assignment]
-    before, after = type_of(narrow).dims, type_of(wide).dims
-    changed = [axis for axis in range(len(after)) if before[axis] != after[axis]]
-    if len(changed) != 1 or len(after) != 5:
-        return None
-    axis, times = changed[0] - 1, after[changed[0]]
-    merged = [*after[:axis], after[axis] * times, *after[changed[0] + 1 :]]  # type: ignore
-    if axis != (order[1] if order else 1) or merged != list(type_of(x).dims):
-        return None
-    return _Repeated(narrow, int(times), axis, order)  # type: ignore[arg-type]
-
-
-def _repeats(x: torch.fx.Node) -> int:
-    """How often each head of x [B,H,T,D] is repeated; 1 if they are all different."""
-    found = _find_repeated(x)
-    return 1 if found is None else found.times
-
-
-def _ungrouped(fn: Function, x: torch.fx.Node) -> torch.fx.Node:
-    """The heads before they were repeated."""
-    found = _find_repeated(x)
-    if found is None:
-        return x
-    dims = list(type_of(found.source).dims)
-    del dims[found.axis + 1]
-    out = fn.call(A.reshape.default, found.source, dims, site=site_of(x))
-    if found.order is None:
-        return out
-    return fn.call(A.permute.default, out, found.order, site=site_of(x))
 
 
 def _permute(fn: Function, x: torch.fx.Node, axes: list[int]) -> torch.fx.Node:

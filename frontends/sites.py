@@ -37,7 +37,6 @@ def layer_of(module: str) -> int | None:
 @lru_cache(maxsize=4096)
 def _line(trace: str) -> str:
     frames = _FRAME.findall(trace)
-    if not frames:
-        return ""
-    path, number = frames[-1]
-    return f"{PurePath(path).name}:{number}"
+    # The model's own line says more than the line of torch.nn.Linear that it calls.
+    own = [frame for frame in frames if "torch" not in PurePath(frame[0]).parts] or frames
+    return f"{PurePath(own[-1][0]).name}:{own[-1][1]}" if own else ""

@@ -113,7 +113,7 @@ WINDOWS = {
     "mistral": [5, 5],
     "phimoe": [5, 5],
     "qwen2": [None, 5],
-    "qwen2_moe": [None, 5],
+    "qwen2_moe": [5, None],
 }
 """They come from the masks that a model would build, not from how its configuration spells them."""
 

@@ -176,8 +176,7 @@ def _trace(
     _refuse_recurrence(twin, config.model_type)
     register()
     config.use_cache = False
-    in_registry = type(twin)._can_set_attn_implementation()
-    config._attn_implementation = NAME if in_registry else "eager"
+    config._attn_implementation = _implementation(twin)
     if any(hasattr(type(module), "_apply_gate") for module in twin.modules()):
         config._experts_implementation = NAME
     prepare_experts(twin)
@@ -186,6 +185,18 @@ def _trace(
         exported = export(_Wrapper(twin), mode, info.context, config.model_type)
     source = Source(exported, "model", weight_of)
     return build_program(config.model_type, source, info, assets)
+
+
+def _implementation(twin: Any) -> str:
+    """The attention implementation to trace with: ours, or, for models outside of transformers'
+    registry, one of torch's whose graph can be raised, the model's own if possible.
+    """
+    if type(twin)._can_set_attn_implementation():
+        return NAME
+    current = str(twin.config._attn_implementation)
+    if current in ("eager", "sdpa"):
+        return current
+    return "sdpa" if getattr(twin, "_supports_sdpa", False) else "eager"
 
 
 def _refuse_recurrence(twin: nn.Module, model_type: str) -> None:
