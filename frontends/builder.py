@@ -62,8 +62,8 @@ class Builder:
         if key not in self._folded:
 
             def compute(*tensors: torch.Tensor) -> torch.Tensor:
-                values = dict(zip(inputs, tensors, strict=True))
-                concrete = map_aggregate((args, kwargs), lambda a: values.get(a, a))  # type: ignore[call-overload]
+                values: dict[Any, Any] = dict(zip(inputs, tensors, strict=True))
+                concrete: Any = map_aggregate((args, kwargs), lambda a: values.get(a, a))
                 tensor: torch.Tensor = target(*concrete[0], **concrete[1])
                 return tensor
 

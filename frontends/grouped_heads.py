@@ -96,7 +96,7 @@ def _again(
         return _narrowed(fn, arg, done) if wide else arg
 
     args, kwargs = map_aggregate(x.args, narrow), map_aggregate(x.kwargs, narrow)
-    return fn.call(x.target, *args, site=site_of(x), **kwargs)  # type: ignore[arg-type, misc]
+    return fn.call(x.target, *args, site=site_of(x), **kwargs)  # type: ignore[arg-type]
 
 
 def _has_heads(arg: torch.fx.Node, x: torch.fx.Node) -> bool:
@@ -126,8 +126,8 @@ def _find(x: torch.fx.Node) -> _Repeated | None:
     changed = [axis for axis in range(5) if before[axis] != after[axis]]
     if len(changed) != 1 or before[changed[0]] != 1 or changed[0] == 0:
         return None
-    axis, times = changed[0] - 1, after[changed[0]]
-    merged = [*after[:axis], after[axis] * times, *after[axis + 2 :]]  # type: ignore[operator]
+    axis, times = changed[0] - 1, int(after[changed[0]])  # type: ignore[arg-type]
+    merged = [*after[:axis], after[axis] * times, *after[axis + 2 :]]
     if axis != (order[1] if order else 1) or merged != list(type_of(x).dims):
         return None
-    return _Repeated(narrow, int(times), axis, order)  # type: ignore[arg-type]
+    return _Repeated(narrow, times, axis, order)

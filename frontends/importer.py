@@ -58,10 +58,10 @@ def import_exported(
 
 def _decompositions() -> dict[Any, Any]:
     """Torch's decompositions of all ops that the importer does not know."""
-    table = torch.export.default_decompositions()
+    table: Any = torch.export.default_decompositions()
     for target in [target for target in table if known(target)]:
         table.pop(target)
-    return table  # type: ignore[return-value]
+    return dict(table)
 
 
 class _Importer:
@@ -136,14 +136,14 @@ class _Importer:
             return _Unusable(f"{node.target} computes a number from sizes or data while tracing")
         if node.target is A.copy_.default:
             return self.store(node)
-        args = map_aggregate(node.args, self.value)
-        kwargs = map_aggregate(node.kwargs, self.value)
+        args: Any = map_aggregate(node.args, self.value)
+        kwargs: Any = map_aggregate(node.kwargs, self.value)
         if node.target is operator.getitem:
-            return self.item(*args)  # type: ignore[misc]
+            return self.item(*args)
         if isinstance(node.target, torch._ops.HigherOrderOperator):
-            return self.open(node.target, list(args))  # type: ignore[arg-type]
+            return self.open(node.target, list(args))
         target = _functional(node.target)
-        call = Call(target, self.b, self.sizes, args, kwargs, fake)  # type: ignore[arg-type]
+        call = Call(target, self.b, self.sizes, args, kwargs, fake)
         result = lower_complex(call) if involves_complex(call) else lower(call)
         if target is not node.target:
             self.env[node.args[0]] = result  # type: ignore[index]
@@ -263,7 +263,8 @@ def _result(exported: ExportedProgram) -> torch.fx.Node:
             "steps are not supported yet"
         )
     names = [spec.arg.name for spec in specs if spec.kind == OutputKind.USER_OUTPUT]
-    return next(node for node in exported.graph.nodes if node.name == names[0])
+    nodes: dict[str, torch.fx.Node] = {node.name: node for node in exported.graph.nodes}
+    return nodes[names[0]]
 
 
 def _must_functionalize(graph: torch.fx.Graph, results: list[torch.fx.Node]) -> bool:

@@ -26,8 +26,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from typing import Any
-
 import torch
 import torch.fx
 

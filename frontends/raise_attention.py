@@ -142,7 +142,7 @@ def _run_between(
             values[node] = imported.weights[str(node.target)].load()
             continue
         args, kwargs = map_aggregate(node.args, bound), map_aggregate(node.kwargs, bound)
-        values[node] = node.target(*args, **kwargs)  # type: ignore[operator, misc]
+        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     result: torch.Tensor = values[end]
     return result
 
@@ -237,7 +237,7 @@ def _attention(
     if repeats(k) == repeats(v) != 1:
         k, v = ungrouped(fn, k), ungrouped(fn, v)
     extra: dict[str, Any] = {} if described.window is None else {"window": described.window}
-    args = [q, k, v]
+    args: list[Any] = [q, k, v]
     if described.slopes is not None:
         args += [None, _slopes_weight(imported, described.slopes)]
     return fn.call(G.attention.default, *args, layer=0, scale=described.scale, site=site, **extra)

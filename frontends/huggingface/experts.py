@@ -36,7 +36,7 @@ def experts_forward(
     if self.is_transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     if not self.is_concatenated:
-        gate_up = _gate_first(gate_up)  # type: ignore[arg-type]
+        gate_up = _gate_first(gate_up)
         biases[:1] = [_gate_first(bias) for bias in biases[:1]]  # type: ignore[arg-type]
     result: torch.Tensor = torch.ops.graftwork.moe(
         hidden_states,
