@@ -7,12 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from archs import ARCHS, build
 from feeds import step_inputs
 from graphs import programs
 from handmade import Shape, cached_llama, llama
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graftwork import Recipe
+from graftwork.frontends import import_model
 from graftwork.ir import (
     Function,
     InputError,
@@ -32,6 +35,7 @@ from graftwork.ir import (
     verify,
 )
 from graftwork.ir.plan import Chain, DecodePlan, SuffixDraft
+from graftwork.passes.manager import run_passes
 
 A, G = torch.ops.aten, torch.ops.graftwork
 
@@ -157,6 +161,15 @@ def test_golden() -> None:
 def test_handmade_models(shape: Shape) -> None:
     assert_round_trip(llama(shape))
     assert_round_trip(cached_llama(shape))
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_imported_models(name: str) -> None:
+    """As the frontend gives them, and as the baseline recipe makes them."""
+    program = import_model(build(ARCHS[name]))
+    assert_round_trip(program)
+    lowered, _ = run_passes(program, Recipe.load("baseline").steps)
+    assert_round_trip(lowered)
 
 
 @given(programs())
