@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ...ir import InputError, Program, UnsupportedError, type_of
+from ...ir.plan import Chain
 from ..target import Target
 from .attention import SEQLENS, TOTAL
 from .buffers import StateBuffers
@@ -18,6 +19,9 @@ from .lower import ANCESTORS, Variant, has_attention, lower
 from .session import open_session
 from .step import Step
 from .store import WeightFile, store
+
+KEPT_WIDTH = 128
+"""Chains up to this many tokens keep their ancestor mask."""
 
 
 class OnnxExecutable:
@@ -38,6 +42,7 @@ class OnnxExecutable:
         self._steps: dict[tuple[str, Variant], Step] = {}
         self._cached = {n: has_attention(f) for n, f in program.functions.items()}
         self._trees = {n: f.has_input(ANCESTORS) for n, f in program.functions.items()}
+        self._chains: dict[int, torch.Tensor] = {}
         self._counts = _Counts()
 
     @property
@@ -73,9 +78,9 @@ class OnnxExecutable:
             )
         variant = self._variant(function, inputs, batch, width, longest)
         feeds = dict(inputs)
-        if variant == "batch":
-            self._fill_ancestors(function, feeds, batch, width)
-        else:
+        if variant != "chain" and self._trees[function] and feeds.get(ANCESTORS) is None:
+            feeds[ANCESTORS] = self._ancestors(batch, width)
+        if variant != "batch":
             feeds.update(self._counts.of(past, width, variant))
         return self._step(function, variant).run(feeds, fetch)
 
@@ -94,16 +99,29 @@ class OnnxExecutable:
                 f"{function} takes no ancestors: the program was made without trees "
                 f"(pass insert_kv_cache, option trees)"
             )
+        if batch == 1 and (self._grows_trees(function) or (tree and width > 1)):
+            return "tree"
         if width == 1 or (not tree and (batch == 1 or longest == 0)):
             return "chain"
-        return "tree" if batch == 1 else "batch"
+        return "batch"
 
-    def _fill_ancestors(
-        self, function: str, feeds: dict[str, torch.Tensor], batch: int, width: int
-    ) -> None:
-        if self._trees[function] and feeds.get(ANCESTORS) is None:
-            chain = torch.ones(width, width, dtype=torch.bool).tril()
-            feeds[ANCESTORS] = chain.expand(batch, width, width)
+    def _grows_trees(self, function: str) -> bool:
+        """Whether chains also go through the tree's session.
+
+        They cost the same there, and a second session would hold its weights a second time.
+        """
+        if not self._trees[function]:
+            return False
+        return (function, "tree") in self._steps or self.program.plan.tree != Chain()
+
+    def _ancestors(self, batch: int, width: int) -> torch.Tensor:
+        """The ancestor mask of a chain; narrow ones are kept."""
+        mask = self._chains.get(width)
+        if mask is None:
+            mask = torch.ones(width, width, dtype=torch.bool).tril()[None]
+            if width <= KEPT_WIDTH:
+                self._chains[width] = mask
+        return mask.expand(batch, width, width)
 
     def _step(self, function: str, variant: Variant) -> Step:
         key = (function, variant)
