@@ -30,6 +30,9 @@ def import_model(source: Any, dtype: torch.dtype | None = None) -> Program:
             f"cannot import a {type(source).__name__}; expected a transformers model, the path of "
             "a checkpoint folder, or an nn.Module from token ids to logits"
         )
+    source = getattr(source, "_orig_mod", source)  # torch.compile wraps the model
+    if any(parameter.is_meta for parameter in source.parameters()):
+        raise InputError("the model is on the meta device, without weights; load them first")
     if hasattr(source, "config") and hasattr(source, "base_model_prefix"):
         from .huggingface import import_object
 

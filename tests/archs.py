@@ -302,8 +302,42 @@ def _variants() -> dict[str, Arch]:
 ARCHS = _table()
 """By name: a model type of transformers, or one with a suffix for a variant."""
 
-MAMBA = Arch("mamba", {**_IDS, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4})
-"""A recurrent model, which the frontend refuses."""
+REFUSED = {
+    "doge": (Arch("doge", _base()), r"layers\.0\.self_attn .*computes with its attention mask"),
+    "jetmoe": (
+        Arch(
+            "jetmoe",
+            {
+                **_IDS,
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_key_value_heads": 2,
+                "kv_channels": 8,
+                "intermediate_size": 48,
+                "max_position_embeddings": 64,
+                **_LOCAL,
+            },
+        ),
+        r"layers\.0\.self_attention.*depends on the values of tensors",
+    ),
+    "lfm2": (
+        Arch("lfm2", _base(layer_types=["conv", "full_attention"])),
+        r"layers\.0\.conv\.conv runs aten\.conv1d over the tokens.* not supported yet",
+    ),
+    "llama-dynamic": (
+        Arch("llama", _base(rope_parameters={**_YARN, "rope_type": "dynamic"})),
+        r"cannot trace llama in module model\.rotary_emb",
+    ),
+    "llama4_text": (
+        Arch("llama4_text", _base(head_dim=8, attention_chunk_size=16, no_rope_layers=[1, 0])),
+        r"layers\.0\.self_attn.*attention_chunk_size=16.* not supported yet",
+    ),
+    "mamba": (
+        Arch("mamba", {**_IDS, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
+        r"layers\.0\.mixer\.conv1d runs aten\.conv1d over the tokens.* not supported yet",
+    ),
+}
+"""Models that the frontend refuses, and what it says."""
 
 
 def build(arch: Arch, seed: int = 0) -> Any:
