@@ -1,0 +1,84 @@
+"""Raising on real traces: how much is recognised in models of every kind, and that results stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from archs import ARCHS, build
+
+from graftwork.frontends import import_model
+from graftwork.ir import Program, run, verify
+from graftwork.passes.canonicalize import Canonicalize
+from graftwork.passes.manager import Step, run_passes
+from graftwork.passes.raise_activations import RaiseActivations
+from graftwork.passes.raise_gated_mlp import RaiseGatedMlp
+from graftwork.passes.raise_norms import RaiseNorms
+from graftwork.passes.raise_rotary import RaiseRotary
+from graftwork.passes.tabulate_positions import TabulatePositions
+
+A, G = torch.ops.aten, torch.ops.graftwork
+
+# norms, rotations, gated products, tables, in two layers
+EXPECTED = {
+    "llama": (5, 4, 2, 2),
+    "cohere": (7, 4, 2, 2),  # norms with a gain for each head, neighbouring channels
+    "deepseek_v3": (9, 4, 2, 2),  # one rotated key for all heads, channels regrouped
+    "gemma3_text": (13, 4, 2, 4),  # gains of 1 + weight, two frequencies
+    "glm": (5, 4, 2, 2),  # half of the channels, neighbours
+    "gpt2": (5, 0, 0, 0),
+    "gptj": (3, 4, 0, 4),  # heads and steps trade places after the rotation; a buffer a layer
+    "nanochat": (10, 4, 0, 2),  # no gains, rotated backwards
+    "stablelm": (15, 4, 2, 2),  # a norm for each head
+}
+LEFT = (A.rsqrt.default, A.mean.dim, A.cos.default, A.sin.default, A.neg.default)
+
+
+def raised(program: Program) -> Program:
+    """The program after all raising passes, verified after each."""
+    passes = (RaiseActivations(), RaiseNorms(), RaiseRotary(), RaiseGatedMlp())
+    steps = [Step(p, optional=True) for p in (*passes, TabulatePositions(), Canonicalize())]
+    return run_passes(program, steps)[0]
+
+
+def logits(program: Program) -> torch.Tensor:
+    """Logits of random tokens at positions 3 .. 13."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, 128, (2, 11), generator=generator)
+    positions = torch.arange(3, 14).expand(2, 11).contiguous()
+    return run(program, "step", {"tokens": tokens, "positions": positions})["logits"].double()
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference over the scale of the expected values."""
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_everything_is_recognised(name: str) -> None:
+    before = import_model(build(ARCHS[name]))
+    after = raised(before)
+    assert after.stage == "canonical"
+    fn = after.function("step")
+    learned = fn.calls(A.embedding.default)
+    norms = len(fn.calls(G.rms_norm.default, G.layer_norm.default))
+    tables = len([w for w in after.weights if w.startswith("positions.")])
+    found = norms, len(fn.calls(G.rotary.default)), len(fn.calls(G.glu.default)), tables
+    assert found == EXPECTED[name]
+    assert len(learned) == 1 + tables + (name == "gpt2")
+    assert not fn.calls(*LEFT)
+    assert error(logits(after), logits(before)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "gpt_neox"])
+def test_half_precision(name: str) -> None:
+    """Casts to float32 and back are taken in; the result is as near to float32 as it was."""
+    model = build(ARCHS[name])
+    precise = logits(import_model(model, torch.float32))
+    before = import_model(model, torch.bfloat16)
+    after = raised(before)
+    fn = after.function("step")
+    assert len(fn.calls(G.rms_norm.default, G.layer_norm.default)) == 5
+    assert len(fn.calls(G.rotary.default)) == 4
+    assert not fn.calls(A._to_copy.default, *LEFT)
+    verify(after)
+    assert error(logits(after), precise) < 1.5 * error(logits(before), precise) + 1e-3
