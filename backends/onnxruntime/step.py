@@ -33,6 +33,7 @@ class Step:
         outputs = function.outputs
         self.written = [name for name in outputs if name in states.tensors]
         self.outputs = {n: type_of(v) for n, v in outputs.items() if n not in states.tensors}
+        self.targets = {name: output_name(function, name) for name in outputs}
         self.symbols = _symbols(self.inputs)
         self.memory: dict[str, torch.Tensor] = {}
         self.feeds: dict[str, torch.Tensor] = {}
@@ -66,12 +67,11 @@ class Step:
             self._bind_input(name, self.feeds[name], "cpu")
         for name, type in self.outputs.items():
             self.results[name] = self._buffer(f"{name} out", type.bind(sizes))
-            self._bind_output(output_name(self.function, name), self.results[name], "cpu")
+            self._bind_output(self.targets[name], self.results[name], "cpu")
         for name in self.read:
             self._bind_input(name, self.states.tensors[name], self.states.device)
         for name in self.written:
-            target = output_name(self.function, name)
-            self._bind_output(target, self.states.tensors[name], self.states.device)
+            self._bind_output(self.targets[name], self.states.tensors[name], self.states.device)
 
     def _buffer(self, name: str, type: TensorType) -> torch.Tensor:
         """Memory of a type; the same memory for every shape that fits into it."""
