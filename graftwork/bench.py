@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,8 +21,9 @@ import torch
 
 from .ir import InputError
 from .ir.executable import Executable
-from .ir.plan import Chain, NoDraft
+from .ir.plan import Chain, DecodePlan, NoDraft
 from .model import Model
+from .passes.base import Effect, all_passes
 from .passes.validate import reference_logits
 from .runtime.generate import Generated, generate
 
@@ -56,10 +57,11 @@ class Contestant(Protocol):
 
 @dataclass(frozen=True)
 class Optimized:
-    """A recipe's model."""
+    """A recipe's model. pool: executables of one source, shared if only the plan differs."""
 
     name: str
     model: Model
+    pool: dict[object, Executable] = field(default_factory=dict)
 
     @property
     def target(self) -> str:
@@ -76,18 +78,35 @@ class Optimized:
         return not isinstance(self.model.program.plan.draft, NoDraft)
 
     def run(self, prompt: Sequence[int], tokens: int) -> Run:
-        return _generate(self.model.executable, prompt, tokens)
+        return _generate(_Planned(self.executable, self.model.program.plan), prompt, tokens)
 
     def run_plain(self, prompt: Sequence[int], tokens: int) -> Run:
         """The same graphs and numerics without drafts."""
-        return _generate(_Undrafted(self.model.executable), prompt, tokens)
+        plan = replace(self.model.program.plan, draft=NoDraft(), tree=Chain())
+        return _generate(_Planned(self.executable, plan), prompt, tokens)
+
+    @property
+    def executable(self) -> Executable:
+        """What runs: the first executable in the pool with this model's graphs, or its own."""
+        key = _graphs(self.model)
+        if key not in self.pool:
+            self.pool[key] = self.model.executable
+        return self.pool[key]
 
 
-class _Undrafted:
-    """An executable whose plan has no drafts; everything else is the executable's own."""
+def _graphs(model: Model) -> object:
+    """What decides a model's graphs and weights, given its source: all passes but those whose one
+    effect is on the plan."""
+    known = all_passes()
+    plan_only = {name for name, p in known.items() if p.effects == {Effect.DECODE_PLAN}}
+    records = [r for r in model.program.provenance if r.name not in plan_only]
+    return str(model.target), tuple((record.name, repr(record.options)) for record in records)
 
-    def __init__(self, executable: Executable) -> None:
-        plan = replace(executable.program.plan, draft=NoDraft(), tree=Chain())
+
+class _Planned:
+    """An executable under another plan; everything else is the executable's own."""
+
+    def __init__(self, executable: Executable, plan: DecodePlan) -> None:
         self.program = executable.program.replace(plan=plan)
         self.executable = executable
 
@@ -225,7 +244,8 @@ class Bench:
 
     def run(self, contestants: Sequence[Contestant]) -> list[Row]:
         """Measure; ratios and agreement refer to the first contestant."""
-        for contestant in contestants:
+        # Those that draft come first: a shared executable then has the widths that they need.
+        for contestant in sorted(contestants, key=_drafts, reverse=True):
             self.progress(f"warming up {contestant.name} on {contestant.target}")
             contestant.run(self.prompts[0], self.tokens)
         runs: list[list[list[Run]]] = [[] for _ in contestants]
@@ -273,6 +293,10 @@ class Bench:
         for prompt, a, b in zip(self.prompts, expected, got, strict=True):
             counts[_compare(prompt, a.ids, b.ids, model)] += 1
         return Agreement(**counts)
+
+
+def _drafts(contestant: Contestant) -> bool:
+    return isinstance(contestant, Optimized) and contestant.speculative
 
 
 def _speeds(rounds: Sequence[Sequence[Run]]) -> list[float]:

@@ -191,6 +191,7 @@ def bench(
     against: Annotated[
         str, typer.Option(help="transformers, onnxruntime-genai, or both.")
     ] = "transformers",
+    set_: SetOption = [],  # noqa: B006  (typer copies it)
     target: Annotated[
         list[str], typer.Option("--target", help="Where recipes run; repeat for several.")
     ] = [],  # noqa: B006  (typer copies it)
@@ -208,6 +209,7 @@ def bench(
             model,
             _split(names),
             _split(against),
+            settings=set_,
             targets=target,
             data=data,
             prompts=prompts,

@@ -14,7 +14,8 @@ from .artifact import tool_versions
 from .backends.target import Target
 from .bench import Bench, Contestant, Genai, Optimized, Transformers, as_json
 from .ir import InputError
-from .model import optimize
+from .ir.executable import Executable
+from .model import Traced, optimize, transform
 from .prompts import Prompts, read_prompts
 from .recipe import Recipe
 from .tables import bench_table
@@ -28,6 +29,7 @@ def compare(
     recipes: Sequence[str],
     against: Sequence[str] = ("transformers",),
     *,
+    settings: Sequence[str] = (),
     targets: Sequence[str] = (),
     data: Prompts | None = None,
     prompts: int = 8,
@@ -39,15 +41,14 @@ def compare(
     """Measure recipes on a checkpoint folder; the table, and the figures as plain data.
 
     against: other systems, the first of which is the reference (without any, the first recipe is).
+    settings: ``pass.option=value``, for every recipe that has the pass.
     data: prompts; by default the folder's prompts.jsonl, else random tokens. Errors: `InputError`
     for an unknown recipe, system or target, before anything runs.
     """
     unknown = [name for name in against if name not in AGAINST]
     if unknown:
         raise InputError(f"--against {unknown[0]}: expected some of {', '.join(AGAINST)}")
-    chosen = [Recipe.load(name) for name in recipes]
-    if not chosen:
-        raise InputError("--recipes: expected at least one recipe")
+    chosen = _recipes(recipes, settings)
     wheres = [Target.parse(target) for target in targets] or [Target.default()]
     with tempfile.TemporaryDirectory(prefix="graftwork-") as scratch:
         optimized = _optimized(model, chosen, wheres, progress)
@@ -58,9 +59,25 @@ def compare(
     title = (
         f"{model}: {len(texts)} prompts ({source}), {tokens} new tokens, batch 1, "
         f"median of {repeats}, {torch.get_num_threads()} threads"
-    )
-    figures = {"model": str(model), "source": source, **as_json(rows, bench, tool_versions())}
+    ) + "".join(f", {setting}" for setting in settings)
+    head = {"model": str(model), "source": source, "settings": list(settings)}
+    figures = {**head, **as_json(rows, bench, tool_versions())}
     return bench_table(rows, title), figures
+
+
+def _recipes(names: Sequence[str], settings: Sequence[str]) -> list[Recipe]:
+    """Recipes with the settings laid over those that have the pass; each must fit one of them."""
+    chosen = [Recipe.load(name) for name in names]
+    if not chosen:
+        raise InputError("--recipes: expected at least one recipe")
+    for setting in settings:
+        name = setting.partition(".")[0]
+        having = [any(use.name == name for use in recipe.passes) for recipe in chosen]
+        if not any(having):
+            chosen[0].with_options([setting])  # says what is wrong with it
+        pairs = zip(chosen, having, strict=True)
+        chosen = [recipe.with_options([setting]) if has else recipe for recipe, has in pairs]
+    return chosen
 
 
 def _optimized(
@@ -69,11 +86,17 @@ def _optimized(
     targets: Sequence[Target],
     progress: Callable[[str], None],
 ) -> list[Optimized]:
+    traced: dict[torch.dtype, Traced] = {}
+    pool: dict[object, Executable] = {}
     made = []
     for target in targets:
+        if target.dtype not in traced:
+            progress("tracing")
+            traced[target.dtype] = Traced.of(model, target.dtype)
         for recipe in recipes:
             progress(f"optimizing with {recipe.name} for {target}")
-            made.append(Optimized(recipe.name, optimize(model, recipe, target=target)))
+            result = transform(traced[target.dtype], recipe, target)
+            made.append(Optimized(recipe.name, result, pool))
     return made
 
 

@@ -29,6 +29,51 @@ Source = str | Path | torch.nn.Module
 """A local checkpoint folder, or a model in memory."""
 
 
+@dataclass(frozen=True)
+class Traced:
+    """A model as its frontend gives it. source: what the report calls it. seconds: tracing took."""
+
+    program: Program
+    source: str
+    seconds: float
+
+    @classmethod
+    def of(cls, model: Source, dtype: torch.dtype) -> Traced:
+        """Trace a model with weights in `dtype`."""
+        from .frontends import import_model
+
+        start = time.perf_counter()
+        program = import_model(model, dtype=dtype)
+        name = str(model) if isinstance(model, (str, Path)) else type(model).__name__
+        return cls(program, name, time.perf_counter() - start)
+
+
+def transform(
+    traced: Traced,
+    recipe: Recipe,
+    target: Target,
+    *,
+    prompts: torch.Tensor | None = None,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Model:
+    """Run a recipe's passes over a traced model. prompts: i64[B,T] to check contracts on."""
+    validator = None if prompts is None else Validator(prompts)
+    program = traced.program
+    result, reports = run_passes(program, recipe.steps, validator=validator, progress=progress)
+    report = Report(
+        source=traced.source,
+        model_type=program.info.model_type,
+        recipe=recipe.name,
+        contract=recipe.contract,
+        target=str(target),
+        trace_seconds=traced.seconds,
+        weight_bytes_before=weight_bytes(program),
+        weight_bytes_after=weight_bytes(result),
+        passes=pass_lines(reports),
+    )
+    return Model(result, target, recipe.as_dict(), report)
+
+
 def optimize(
     model: Source,
     recipe: str | Path | Mapping[str, Any] | Recipe = "baseline",
@@ -50,29 +95,12 @@ def optimize(
     Nothing is compiled yet; `Model.generate` does that on first use. Errors: `GraftworkError` that
     names the model, recipe, pass or option at fault and what to do.
     """
-    from .frontends import import_model
-
     chosen, where = Recipe.load(recipe), _target(target)
     _check_data(chosen, data, validate)
     progress("trace")
-    start = time.perf_counter()
-    program = import_model(model, dtype=where.dtype)
-    traced = time.perf_counter() - start
-    before = weight_bytes(program)
-    validator = Validator(_validation_prompts(program, data, seed)) if validate else None
-    result, reports = run_passes(program, chosen.steps, validator=validator, progress=progress)
-    report = Report(
-        source=str(model) if isinstance(model, (str, Path)) else type(model).__name__,
-        model_type=program.info.model_type,
-        recipe=chosen.name,
-        contract=chosen.contract,
-        target=str(where),
-        trace_seconds=traced,
-        weight_bytes_before=before,
-        weight_bytes_after=weight_bytes(result),
-        passes=pass_lines(reports),
-    )
-    return Model(result, where, chosen.as_dict(), report)
+    traced = Traced.of(model, where.dtype)
+    prompts = _validation_prompts(traced.program, data, seed) if validate else None
+    return transform(traced, chosen, where, prompts=prompts, progress=progress)
 
 
 def trace(
@@ -87,10 +115,8 @@ def trace(
 
     Errors: as `optimize`, and `InputError` if the recipe has no pass called `after`.
     """
-    from .frontends import import_model
-
     progress("trace")
-    program = import_model(model, dtype=_target(target).dtype)
+    program = Traced.of(model, _target(target).dtype).program
     if recipe is None:
         return program
     steps = arrange(recipe.steps, facts_of(program))

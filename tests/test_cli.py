@@ -88,6 +88,11 @@ def test_recipes(capsys: pytest.CaptureFixture[str]) -> None:
         assert all(step.pass_.name in shown for step in recipe.steps)
 
 
+def test_the_readme_lists_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    assert run(capsys, "recipes", "--markdown")[1].strip() in readme
+
+
 def test_optimize_saves_what_the_api_saves(
     checkpoint: Path, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,7 +121,7 @@ def test_optimize_dry_run_reports_and_saves_nothing(
     [
         (["--recipe", "baselin"], "did you mean 'baseline'"),
         (["--set", "insert_kv_cache.tree=true"], "did you mean 'trees'"),
-        (["--target", "onnx:cpu"], "did you mean 'onnxruntime'"),
+        (["--target", "onnxruntim:cpu"], "did you mean 'onnxruntime'"),
         (["--data", "nowhere.txt"], "data= is given"),
         (["--data", "nowhere.txt", "--validate"], "nowhere.txt"),
     ],
@@ -178,7 +183,8 @@ def test_generate_agrees_with_transformers(
 def test_sampling_is_repeatable_from_its_seed(
     saved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args = ("generate", saved, "--prompt", TEXT[0], "--temperature", 1.5, "--json")
+    args = ("generate", saved, "--prompt", TEXT[0], "--max-new-tokens", 20, "--json")
+    args = (*args, "--temperature", 1.5)
     texts = [json.loads(run(capsys, *args, "--seed", seed)[1])["text"] for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
@@ -234,6 +240,7 @@ def test_bench(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--recipes", ","], "at least one recipe"),
         (["--recipes", "baseline", "--against", "vllm"], "--against vllm"),
         (["--recipes", "baseline", "--target", "cpu"], "target"),
+        (["--recipes", "baseline", "--set", "draft_suffix.tokens=2"], "no pass 'draft_suffix'"),
     ],
 )
 def test_bench_refuses(
