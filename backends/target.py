@@ -1,9 +1,9 @@
 """Where and in which dtype a program will run: ``backend[:device[:dtype]]``.
 
-    >>> str(Target.parse("onnxruntime:cpu:float32"))
-    'onnxruntime:cpu:float32'
-    >>> Target.parse("torch").dtype
-    torch.float32
+>>> str(Target.parse("onnxruntime:cpu:float32"))
+'onnxruntime:cpu:float32'
+>>> Target.parse("torch").dtype
+torch.float32
 """
 
 from __future__ import annotations

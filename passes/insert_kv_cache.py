@@ -14,8 +14,8 @@ After (stage cached)::
       %vw: f32[B,G,C,D] = graftwork.cache_write(%kv.0.value, %v, %past)
       %y: f32[B,H,T,D] = graftwork.attend(%q, %kw, %vw, %m, scale=0.125)
 
-Layers with the same window share one mask. With `trees` the step takes ``ancestors: bool[B,T,T]`` and
-verifies token trees; executables leave the input out for chains. Refuses a program without
+Layers with the same window share one mask. With `trees` the step takes ``ancestors: bool[B,T,T]``
+and verifies token trees; executables leave the input out for chains. Refuses a program without
 attention, with a cache already, or in which two attentions claim one layer.
 """
 

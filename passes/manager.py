@@ -1,6 +1,6 @@
 """Runs passes: derives order and legality from what they declare, verifies after each, reports.
 
-Order: a pass that requires a fact runs after those that provide it; a pass that reads an effect runs
+Order: a pass that requires a fact runs after those that provide it; one that reads an effect runs
 after those that have it; otherwise the recipe's order stands. Nothing here knows a pass by name.
 """
 
@@ -116,7 +116,7 @@ def run_passes(
 ) -> tuple[Program, list[PassReport]]:
     """Run the steps in a legal order; every intermediate program is verified.
 
-    Errors: `PassError` naming the pass that refused, matched nothing or produced an invalid program,
+    Errors: `PassError` naming the pass that refused, matched nothing or made an invalid program,
     and the pass before it.
     """
     reports: list[PassReport] = []

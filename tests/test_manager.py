@@ -90,7 +90,7 @@ def test_exclusive_claims_are_refused():
     class Two(One):
         name: ClassVar[str] = "two"
 
-    with pytest.raises(PassError, match="'one' and 'two' cannot be combined.*weight numerics"):
+    with pytest.raises(PassError, match=r"'one' and 'two' cannot be combined.*weight numerics"):
         arrange([Step(One()), Step(Two())])
 
 

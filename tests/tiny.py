@@ -1,4 +1,4 @@
-"""A tiny random llama as a canonical-stage program, built by hand: tests need no frontend for it."""
+"""A tiny random llama as a canonical-stage program, by hand: tests need no frontend for it."""
 
 from __future__ import annotations
 
