@@ -15,7 +15,8 @@ from graftwork.backends import Target, compile
 from graftwork.backends.onnxruntime.buffers import GRAIN
 from graftwork.backends.onnxruntime.executable import OnnxExecutable
 from graftwork.ir import InputError, Program, UnsupportedError, run
-from graftwork.passes.validate import empty_states
+from graftwork.passes.quantize_int8 import QuantizeInt8
+from graftwork.passes.validate import empty_states, reference_logits
 
 TARGET = Target(threads=1)
 CHAIN = "chain"
@@ -170,6 +171,58 @@ def test_a_token_does_not_depend_on_its_step() -> None:
         rows.append(torch.cat(parts, 1))
     for other in rows[1:]:
         torch.testing.assert_close(other, rows[0], rtol=1e-5, atol=2e-5)
+
+
+def int8_llama(**options: bool) -> Program:
+    """A cached llama whose linear layers are int8."""
+    return QuantizeInt8().run(cached_llama(**options)).program
+
+
+def logits_by_widths(program: Program, batch: int, widths: list[int]) -> torch.Tensor:
+    """Logits [B,T,V] of the same random tokens, fed in steps of these widths."""
+    tokens = torch.randint(0, 61, (batch, 24), generator=torch.Generator().manual_seed(0))
+    ort, past, parts = executable(program), 0, []
+    ort.begin(batch, sum(widths))
+    for width in widths:
+        inputs = {
+            "tokens": tokens[:, past : past + width],
+            "positions": torch.arange(past, past + width).expand(batch, width),
+            "past": torch.full((batch,), past),
+            "select": torch.arange(width).expand(batch, width),
+        }
+        ort.reserve(past + width)
+        parts.append(ort.run("step", inputs, ["logits"])["logits"].clone())
+        past += width
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("trees", [False, True])
+def test_int8_tokens_are_the_same_bits_at_every_width(batch: int, trees: bool) -> None:
+    program = int8_llama(trees=trees)
+    whole = logits_by_widths(program, batch, [24])
+    for widths in ([1] * 24, [2] * 12, [5, 1, 1, 8, 1, 7, 1], [20, 4]):
+        assert torch.equal(logits_by_widths(program, batch, widths), whole)
+
+
+def test_int8_means_what_the_interpreter_says() -> None:
+    program = int8_llama()
+    tokens = torch.randint(0, 61, (1, 24), generator=torch.Generator().manual_seed(0))
+    want = reference_logits(program, tokens)
+    got = logits_by_widths(program, 1, [24])
+    # Where float error moves a value to the next integer, the two differ by a rounding step.
+    assert float((got - want).abs().max() / want.abs().max()) < 0.03
+    assert float((got.argmax(-1) == want.argmax(-1)).float().mean()) > 0.9
+
+
+def test_a_single_int8_token_at_the_end_of_the_buffer() -> None:
+    """It is computed in two columns, for the second of which nobody reserved a row."""
+    program = int8_llama()
+    ort = executable(program)
+    ort.begin(1, GRAIN)
+    for past in (0, GRAIN - 1):
+        ort.run("step", step_of(1, past=torch.tensor([past])), ["logits"])
+    assert ort.capacity > GRAIN
 
 
 def test_variants_share_weights_on_disk_and_leave_nothing() -> None:

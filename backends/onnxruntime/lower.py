@@ -35,6 +35,7 @@ from .merge import merge_products
 from .norms import fuse_norms
 from .views import simplify_views
 
+A = torch.ops.aten
 G = torch.ops.graftwork
 STAGE = "lowered:onnxruntime"
 ANCESTORS = "ancestors"
@@ -100,4 +101,9 @@ def has_attention(fn: Function) -> bool:
     return bool(fn.calls(G.attend.default, G.cache_write.default))
 
 
-__all__ = ["STAGE", "Variant", "has_attention", "lower"]
+def rounds_activations(fn: Function) -> bool:
+    """Whether the function rounds what it computes with, so that float error can grow."""
+    return bool(fn.calls(G.linear_int8.default, A.round.default))
+
+
+__all__ = ["STAGE", "Variant", "has_attention", "lower", "rounds_activations"]

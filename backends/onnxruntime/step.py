@@ -12,6 +12,8 @@ from ...ir import Function, InputError, Sym, TensorType, type_of
 from .buffers import StateBuffers
 from .emit import DTYPES, output_name
 
+_WIDTH = Sym("T")
+
 
 class Step:
     """A session, its buffers for inputs and outputs, and what they are bound to."""
@@ -58,6 +60,14 @@ class Step:
             buffer.copy_(inputs[name])
         self.session.run_with_iobinding(self.binding)
         return {name: self.results[name] for name in fetch}
+
+    def first_column(self, results: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Results of a step of one token, out of those of a step of two."""
+        return {name: self._first(name, tensor) for name, tensor in results.items()}
+
+    def _first(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        dims = self.outputs[name].dims
+        return tensor.narrow(dims.index(_WIDTH), 0, 1) if _WIDTH in dims else tensor
 
     def _bind(self, inputs: Mapping[str, torch.Tensor]) -> None:
         sizes = {"B": self.states.batch, "C": self.states.capacity}

@@ -1,0 +1,131 @@
+"""Which lowering takes a step, and with which inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ...ir import Function, InputError, Program
+from ...ir.plan import Chain
+from .attention import SEQLENS, TOTAL
+from .lower import ANCESTORS, Variant, has_attention, rounds_activations
+
+KEPT_WIDTH = 128
+"""Chains up to this many tokens keep their ancestor mask."""
+
+Inputs = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Route:
+    """variant: the lowering. feeds: its inputs. rows: cache rows that the step needs.
+
+    widened: the step has a column more than was asked for.
+    """
+
+    variant: Variant
+    feeds: Inputs
+    rows: int = 0
+    widened: bool = False
+
+
+class Router:
+    """Routes the steps of one function.
+
+    A token's result must not depend on what shares its step. All kernels see to that bit for bit
+    where a step has two tokens or more; attention of a single token adds up in another order, and
+    where activations are rounded to integers, a last bit can move a value to the next integer. So
+    functions that round take single tokens as the first of two columns.
+    """
+
+    def __init__(self, program: Program, function: Function) -> None:
+        self.name = function.name
+        self.cached = has_attention(function)
+        self.trees = function.has_input(ANCESTORS)
+        self.drafts_trees = self.trees and program.plan.tree != Chain()
+        self.rounds = rounds_activations(function)
+        self.counts = _Counts()
+        self.chains: dict[int, torch.Tensor] = {}
+
+    def route(self, inputs: Inputs, made: Collection[Variant]) -> Route:
+        """The route of a step. made: variants that have a session already.
+
+        Errors: `InputError` for ancestors where the program takes none, or missing tokens or past.
+        """
+        if not self.cached:
+            return Route("chain", inputs)
+        if missing := [name for name in ("tokens", "past") if name not in inputs]:
+            raise InputError(f"{self.name} needs the input {missing[0]!r}")
+        if inputs.get(ANCESTORS) is not None and not self.trees:
+            raise InputError(
+                f"{self.name} takes no ancestors: the program was made without trees "
+                f"(pass insert_kv_cache, option trees)"
+            )
+        width = inputs["tokens"].shape[1]
+        widened = self.rounds and width == 1
+        if widened:
+            inputs, width = _doubled(inputs), 2
+        past = inputs["past"].tolist()
+        variant = self._variant(inputs, len(past), width, max(past), made)
+        feeds = dict(inputs)
+        if variant != "chain" and self.trees and feeds.get(ANCESTORS) is None:
+            feeds[ANCESTORS] = self._chain(len(past), width)
+        if variant != "batch":
+            feeds.update(self.counts.of(past, width, variant))
+        return Route(variant, feeds, max(past) + width, widened)
+
+    def _variant(
+        self, inputs: Inputs, batch: int, width: int, longest: int, made: Collection[Variant]
+    ) -> Variant:
+        tree = inputs.get(ANCESTORS) is not None
+        # Chains cost the same in the tree's session; another would hold the weights once more.
+        if batch == 1 and (self.drafts_trees or (self.trees and "tree" in made)):
+            return "tree"
+        if batch == 1:
+            return "tree" if tree and width > 1 else "chain"
+        if self.rounds or (width > 1 and (tree or longest > 0)):
+            return "batch"
+        return "chain"
+
+    def _chain(self, batch: int, width: int) -> torch.Tensor:
+        """The ancestor mask of a chain."""
+        mask = self.chains.get(width)
+        if mask is None:
+            mask = torch.ones(width, width, dtype=torch.bool).tril()[None]
+            if width <= KEPT_WIDTH:
+                self.chains[width] = mask
+        return mask.expand(batch, width, width)
+
+
+def _doubled(inputs: Inputs) -> Inputs:
+    """A step of one token as a chain of two; the second is forgotten with the next step."""
+    both = ("tokens", "positions")
+    kept = {name: tensor for name, tensor in inputs.items() if name != ANCESTORS}
+    return kept | {name: kept[name].expand(-1, 2) for name in both if name in kept}
+
+
+class _Counts:
+    """The two numbers that GroupQueryAttention takes instead of `past`."""
+
+    def __init__(self) -> None:
+        self.resize(1)
+
+    def resize(self, batch: int) -> None:
+        """Tensors for a batch. They are written through numpy: torch takes 10 us an addition."""
+        tensors = {SEQLENS: torch.zeros(batch, dtype=torch.int32)}
+        tensors[TOTAL] = torch.zeros((), dtype=torch.int32)
+        self.tensors, self.batch = tensors, batch
+        self.seqlens, self.total = (tensor.numpy() for tensor in tensors.values())
+
+    def of(self, past: list[int], width: int, variant: Variant) -> dict[str, torch.Tensor]:
+        """seqlens i32[B] and total i32[]."""
+        if self.batch != len(past):
+            self.resize(len(past))
+        for b, rows in enumerate(past):
+            self.seqlens[b] = rows + width - 1
+        longest = max(past)
+        # With total == T the kernel takes its first-prompt path, which knows chains only.
+        self.total[()] = longest + width + (variant == "tree" and longest == 0)
+        return self.tensors
