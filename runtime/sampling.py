@@ -7,6 +7,7 @@ After a top-k only the k candidates are carried on, so that what follows does no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -83,7 +84,9 @@ class Chances(NamedTuple):
         return (self.probs[rows] * hits).sum(-1).tolist()  # type: ignore[no-any-return]
 
     def at(self, rows: Sequence[int]) -> Chances:
-        """A copy of some rows."""
+        """Some rows, in order and no row twice: a copy, unless they are all of them."""
+        if len(rows) == len(self.probs):
+            return self
         return Chances(self.probs[rows], None if self.ids is None else self.ids[rows])
 
     def subtract(self, row: int, draft: Draft, depth: int) -> None:
@@ -106,11 +109,13 @@ class Chances(NamedTuple):
     def draw(self, generator: torch.Generator | None) -> list[int]:
         """One token a row, by inverting the cumulative distribution in float64."""
         reached = self.probs.cumsum(-1, dtype=np.float64)
-        count, width = reached.shape
-        point = torch.rand(count, 1, dtype=torch.float64, generator=generator).numpy()
-        index = (reached <= point * reached[:, -1:]).sum(-1).clip(max=width - 1)
-        tokens = index if self.ids is None else self.ids[np.arange(count), index]
-        return tokens.tolist()  # type: ignore[no-any-return]
+        points = torch.rand(len(reached), dtype=torch.float64, generator=generator).tolist()
+        tokens = []
+        for row, (sums, point) in enumerate(zip(reached, points, strict=True)):
+            # The first token past the point: one without probability never is.
+            index = min(int(sums.searchsorted(point * sums[-1], side="right")), len(sums) - 1)
+            tokens.append(index if self.ids is None else int(self.ids[row, index]))
+        return tokens
 
 
 class Scorer:
@@ -163,7 +168,7 @@ class Scorer:
             scores = keep_min_p(scores, options.min_p)
         probs = scores.softmax(-1).numpy()
         # One NaN or +inf score makes a whole row NaN, so one column tells.
-        if np.isnan(probs[:, 0]).any():
+        if any(map(math.isnan, probs[:, 0].tolist())):
             raise bad_logits()
         return Chances(probs, None if ids is None else ids.numpy())
 
@@ -174,8 +179,8 @@ class Scorer:
             best_scores, ids = scores.topk(count + 1)
             best_scores = best_scores if temperature == 1.0 else best_scores / temperature
             # A tie with the last candidate belongs to the candidates: then there are more than k.
-            lowest = best_scores.numpy()[:, -2:]
-            if (lowest[:, 1] < lowest[:, 0]).all():
+            lowest = best_scores[:, -2:].tolist()
+            if all(beyond < last for last, beyond in lowest):
                 return best_scores[:, :-1], ids[:, :-1]
         scores = scores if temperature == 1.0 else scores / temperature
         return (keep_top_k(scores, count) if count else scores), None

@@ -27,6 +27,10 @@ class Stopping:
 
     def commit(self, text: Text, new: Sequence[int]) -> list[int]:
         """Append new tokens up to the one that ends the sequence; returns those appended."""
+        room = text.limit - len(text.tokens)
+        if self.simple and len(new) < room and self.eos.isdisjoint(new):
+            text.tokens += new
+            return list(new)
         count = 0
         for token in new:
             text.tokens.append(token)

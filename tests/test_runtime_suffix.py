@@ -37,7 +37,7 @@ TEXTS = st.one_of(
 def test_index_equals_brute_force_after_every_token(tokens, longest):
     index = SuffixIndex(longest)
     for size, token in enumerate(tokens, 1):
-        index.append(token)
+        index.extend([token])
         length, end = brute(tokens[:size], longest)
         assert index.length == length
         assert length == 0 or index.end == end
@@ -47,8 +47,7 @@ def test_index_equals_brute_force_after_every_token(tokens, longest):
 @given(tokens=TEXTS, count=st.integers(1, 9))
 def test_continuation_is_what_followed_then_repeats(tokens, count):
     index = SuffixIndex(16)
-    for token in tokens:
-        index.append(token)
+    index.extend(tokens)
     if index.length == 0:
         return
     extended = list(tokens)
@@ -65,9 +64,8 @@ def entries(longer: dict | None) -> int:
 def test_entries_are_few():
     """A loop adds none once it is known; a text without repeats adds one a token."""
     loop, distinct = SuffixIndex(16), SuffixIndex(16)
-    for token in range(2000):
-        loop.append(token % 3)
-        distinct.append(token)
+    loop.extend([0, 1, 2] * 700)
+    distinct.extend(range(2000))
     assert entries(loop._longer) <= 3 * 16 + 3
     assert entries(distinct._longer) == 2000
 

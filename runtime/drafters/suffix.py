@@ -35,7 +35,7 @@ _Entries: TypeAlias = dict[int, list[Any]]
 class SuffixIndex:
     """The longest suffix of a growing text that occurred in it before, up to `longest` tokens.
 
-    After each `append`: `length` tokens is how long that suffix is (0: the last token is new),
+    After `extend`: `length` tokens is how long that suffix is (0: the last token is new),
     `end` the most recent earlier position at which it ended, so that ``tokens[end:]`` is what
     followed.
 
@@ -44,8 +44,7 @@ class SuffixIndex:
     met once has none (None): its only occurrence can be pushed down when a second one arrives.
 
     >>> index = SuffixIndex(16)
-    >>> for token in [5, 1, 2, 3, 9, 1, 2]:
-    ...     index.append(token)
+    >>> index.extend([5, 1, 2, 3, 9, 1, 2])
     >>> index.length, index.end, index.tokens[index.end :][:2]
     (2, 3, [3, 9])
     """
@@ -59,27 +58,28 @@ class SuffixIndex:
         self.end = 0
         self._longer: _Entries = {}
 
-    def append(self, token: int) -> None:
-        """One more token: find the longest repeated suffix, then record the new occurrence."""
+    def extend(self, new: Sequence[int]) -> None:
+        """More tokens: find the longest repeated suffix, and record the new occurrences."""
         tokens, longest = self.tokens, self.longest
-        tokens.append(token)
-        size = len(tokens)
-        entries = self._longer
-        depth = end = 0
-        for before in tokens[: -longest - 1 : -1]:
-            entry = entries.get(before)
-            if entry is None:
-                entries[before] = [size, None]
-                break
-            depth += 1
-            end, longer = entry
-            entry[0] = size
-            if longer is None:
-                longer = entry[1] = {}
-                if depth < end and depth < longest:
-                    longer[tokens[end - depth - 1]] = [end, None]
-            entries = longer
-        self.length, self.end = depth, end
+        for token in new:
+            tokens.append(token)
+            size = len(tokens)
+            entries = self._longer
+            depth = end = 0
+            for before in tokens[: -longest - 1 : -1]:
+                entry = entries.get(before)
+                if entry is None:
+                    entries[before] = [size, None]
+                    break
+                depth += 1
+                end, longer = entry
+                entry[0] = size
+                if longer is None:
+                    longer = entry[1] = {}
+                    if depth < end and depth < longest:
+                        longer[tokens[end - depth - 1]] = [end, None]
+                entries = longer
+            self.length, self.end = depth, end
 
     def continuation(self, count: int) -> list[int]:
         """`count` tokens that followed the earlier occurrence; past the end they repeat."""
@@ -104,8 +104,7 @@ class SuffixDrafter(Drafter):
         """Index the prompts."""
         self.indexes = [SuffixIndex(self.record.longest) for _ in prompts]
         for index, prompt in zip(self.indexes, prompts, strict=True):
-            for token in prompt:
-                index.append(token)
+            index.extend(prompt)
 
     def propose(self, rooms: Sequence[int]) -> list[Draft]:
         """Copies of at most `record.tokens` tokens where the match is long enough."""
@@ -121,5 +120,4 @@ class SuffixDrafter(Drafter):
     def observe(self, commits: Sequence[Sequence[int]], outputs: object) -> None:
         """Index the committed tokens."""
         for index, tokens in zip(self.indexes, commits, strict=True):
-            for token in tokens:
-                index.append(token)
+            index.extend(tokens)
