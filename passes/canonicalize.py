@@ -15,9 +15,9 @@ Values have no storage, so views, copies and aliases mean nothing: every reshape
 with all sizes written out, every exchange of axes is aten.permute. What changes nothing goes
 (casts to the same dtype, full slices, reshapes and expansions to the same dims, products with one,
 dropout), chains of reshapes and of permutations become one, a linear layer takes its input
-unflattened. Equal calls are merged and dead ones removed. Comes after the raising passes in a
-recipe, since it says that they had their turn. Refuses nothing; a program that is in this form
-already only changes its stage.
+unflattened. Equal calls are merged and dead ones removed. Requires the raising passes, since it
+says that they had their turn. Refuses nothing; a program in this form already only changes its
+stage.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Canonicalize(Pass):
     """No options."""
 
     name: ClassVar[str] = "canonicalize"
+    requires: ClassVar[frozenset[str]] = frozenset({"activations", "norms", "rotary", "glu"})
     provides: ClassVar[frozenset[str]] = frozenset({"canonical"})
 
     def run(self, program: Program) -> Outcome:
