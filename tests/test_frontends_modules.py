@@ -339,3 +339,19 @@ def test_aliased_writes() -> None:
         expected = module(ids)[0]
     got = logits_of(import_model(module), ids, positions)
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_refused_state() -> None:
+    """A module that keeps something between calls is no function of its inputs."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x + self.calls
+
+    with pytest.raises(UnsupportedError, match=r"changes its buffer .*calls"):
+        import_model(Around(Counting()))
