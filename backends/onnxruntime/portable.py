@@ -12,8 +12,9 @@ After::
 
 Logits come for every token. `attention_mask` has a one for every token so far, this step's
 included; lengths and positions are counted from it. Attention that GroupQueryAttention can do
-appends to its cache (in place, if the loader binds one buffer to past and present); attention that
-it cannot do concatenates, and then masks what `attention_mask` marks as padding on the left.
+appends to its cache (in place, if the loader binds one buffer to past and present) and takes
+batches that are padded on the right, as onnxruntime-genai's are; attention that it cannot do
+concatenates, and takes batches that are padded on the left.
 """
 
 from __future__ import annotations

@@ -1,0 +1,241 @@
+"""Exported decode graphs in a plain ONNX Runtime session and in onnxruntime-genai."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from handmade import Shape, cached_llama, llama
+from test_onnxruntime_lowering import KERNEL, PLAIN, name_of
+
+from graftwork.backends import Target, compile
+from graftwork.export import export_genai, export_onnx
+from graftwork.ir import InputError, Program, State, TensorType, UnsupportedError, run
+from graftwork.passes.quantize_int8 import QuantizeInt8
+
+genai = pytest.importorskip("onnxruntime_genai")
+
+
+def open_plain(folder: Path) -> onnxruntime.InferenceSession:
+    """A session that knows nothing of graftwork."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 3, 1
+    path = str(folder / "model.onnx")
+    return onnxruntime.InferenceSession(path, options, ["CPUExecutionProvider"])
+
+
+class Loop:
+    """The decode loop of someone who has only the documented names."""
+
+    def __init__(self, folder: Path, batch: int) -> None:
+        self.session = open_plain(folder)
+        self.feeds = {
+            value.name: np.zeros((batch, value.shape[1], 0, value.shape[3]), np.float32)
+            for value in self.session.get_inputs()
+            if value.name.startswith("past_key_values.")
+        }
+        self.mask = np.zeros((batch, 0), np.int64)
+
+    def step(self, tokens: torch.Tensor, real: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [B,T,V] of a step; `real` i64[B,T] is 0 for padding."""
+        ones = np.ones(tokens.shape, np.int64) if real is None else real.numpy()
+        self.mask = np.concatenate([self.mask, ones], 1)
+        self.feeds |= {"input_ids": tokens.numpy(), "attention_mask": self.mask}
+        names = [value.name for value in self.session.get_outputs()]
+        outputs = dict(zip(names, self.session.run(None, self.feeds), strict=True))
+        for name, value in outputs.items():
+            if name.startswith("present."):
+                self.feeds[name.replace("present", "past_key_values")] = value
+        return torch.from_numpy(outputs["logits"])
+
+
+def tokens_of(batch: int, width: int) -> torch.Tensor:
+    """Some tokens i64[B,T]."""
+    return torch.randint(2, 61, (batch, width), generator=torch.Generator().manual_seed(0))
+
+
+def expected(shape: Shape, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits of whole sequences, without a cache, in the interpreter."""
+    positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+    return run(llama(shape), "step", {"tokens": tokens, "positions": positions})["logits"]
+
+
+@pytest.mark.parametrize("shape", [*KERNEL, *PLAIN, Shape(dim=12, slopes=True)], ids=name_of)
+def test_plain_session(shape: Shape, tmp_path: Path) -> None:
+    folder = export_onnx(cached_llama(shape), tmp_path / "out")
+    for batch, widths in ((1, (5, 1, 3)), (2, (6, 1, 1))):
+        tokens, loop, at, parts = tokens_of(batch, sum(widths)), Loop(folder, batch), 0, []
+        for width in widths:
+            parts.append(loop.step(tokens[:, at : at + width]))
+            at += width
+        got = torch.cat(parts, 1)
+        torch.testing.assert_close(got, expected(shape, tokens), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "shape", [Shape(dim=12), Shape(dim=12, window=3, slopes=True)], ids=name_of
+)
+def test_padding_on_the_left_changes_nothing(shape: Shape, tmp_path: Path) -> None:
+    folder = export_onnx(cached_llama(shape), tmp_path / "out")
+    tokens = tokens_of(1, 6)
+    padded = torch.cat([torch.ones(1, 3, dtype=torch.int64), tokens[:, :5]], 1)
+    both = torch.cat([padded, tokens_of(1, 8)])
+    real = torch.ones(2, 8, dtype=torch.int64)
+    real[0, :3] = 0
+    loop = Loop(folder, 2)
+    first = loop.step(both, real)[0, 3:]
+    last = loop.step(tokens[:, 5:].expand(2, 1))[0]
+    got = torch.cat([first, last])
+    torch.testing.assert_close(got, expected(shape, tokens)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_what_the_graph_says_of_itself(tmp_path: Path) -> None:
+    folder = export_onnx(cached_llama(), tmp_path / "out")
+    assert sorted(path.name for path in folder.iterdir()) == ["model.onnx", "model.onnx.data"]
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    assert {node.domain for node in model.graph.node} <= {"", "com.microsoft"}
+
+    def shapes(values: object) -> dict[str, list[object]]:
+        dims = {v.name: v.type.tensor_type.shape.dim for v in values}  # type: ignore[attr-defined]
+        return {name: [d.dim_param or d.dim_value for d in dim] for name, dim in dims.items()}
+
+    inputs, outputs = shapes(model.graph.input), shapes(model.graph.output)
+    assert list(inputs)[:2] == ["input_ids", "attention_mask"]
+    assert inputs["attention_mask"] == ["batch_size", "total_sequence_length"]
+    past = ["batch_size", 2, "past_sequence_length", 16]
+    assert inputs["past_key_values.1.value"] == past
+    assert outputs["logits"] == ["batch_size", "sequence_length", 61]
+    assert outputs["present.0.key"] == ["batch_size", 2, "total_sequence_length", 16]
+    assert len(inputs) == 6 and len(outputs) == 5
+
+
+def test_int8_export(tmp_path: Path) -> None:
+    program = QuantizeInt8().run(cached_llama()).program
+    tokens = tokens_of(1, 6)
+    loop = Loop(export_onnx(program, tmp_path / "out"), 1)
+    exact = expected(Shape(), tokens)
+    error = (loop.step(tokens) - exact).abs().max() / exact.abs().max()
+    assert 0 < float(error) < 0.1
+
+
+def test_skipped_layers_are_numbered_without_gaps(tmp_path: Path) -> None:
+    program = cached_llama(Shape(layers=2))
+    names = {name: name.replace(".1.", ".7.") for name in program.states}
+    fn = program.function("step").copy()
+    for old, new in names.items():
+        fn.input(old).target = new
+    fn.set_outputs({names.get(n, n): node for n, node in fn.outputs.items()})
+    layers = {0: 0, 1: 7}
+    states = {
+        names[n]: State(names[n], s.type, layers[s.layer], s.part)
+        for n, s in program.states.items()
+    }
+    folder = export_onnx(program.with_function(fn, states=states), tmp_path / "out")
+    pasts = {v.name for v in open_plain(folder).get_inputs()} - {"input_ids", "attention_mask"}
+    assert pasts == {f"past_key_values.{i}.{part}" for i in (0, 1) for part in ("key", "value")}
+
+
+def test_genai_generates_our_tokens(tmp_path: Path) -> None:
+    program = _with_tokenizer(cached_llama(Shape(layers=2, vocab=64)), tmp_path)
+    folder = export_genai(program, tmp_path / "out")
+    assert (folder / "tokenizer.json").exists()
+    prompt, count = [5, 9, 2, 17], 12
+    model = genai.Model(str(folder))
+    options = genai.GeneratorParams(model)
+    options.set_search_options(max_length=len(prompt) + count, min_length=16, do_sample=False)
+    generator = genai.Generator(model, options)
+    generator.append_tokens(np.array([prompt], np.int32))
+    while not generator.is_done():
+        generator.generate_next_token()
+    assert [int(t) for t in generator.get_sequence(0)] == prompt + _greedy(program, prompt, count)
+
+
+def _greedy(program: Program, prompt: list[int], count: int) -> list[int]:
+    """Tokens that our executable generates."""
+    ort = compile(program, Target(threads=1))
+    ort.begin(1, len(prompt) + count)
+    tokens, past = prompt, 0
+    made: list[int] = []
+    while len(made) < count:
+        inputs = {
+            "tokens": torch.tensor([tokens]),
+            "positions": torch.arange(past, past + len(tokens))[None],
+            "past": torch.tensor([past]),
+            "select": torch.tensor([[len(tokens) - 1]]),
+        }
+        past += len(tokens)
+        tokens = [int(ort.run("step", inputs, ["argmax"])["argmax"])]
+        made += tokens
+    return made
+
+
+def _with_tokenizer(program: Program, folder: Path) -> Program:
+    """The program with a tokenizer of one word a token among its assets."""
+    vocab = {f"w{i}": i for i in range(program.info.vocab_size)}
+    content = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "w0"},
+    }
+    source = folder / "tokenizer.json"
+    source.write_text(json.dumps(content))
+    return program.replace(assets={"tokenizer.json": source})
+
+
+def test_genai_config_tells_in_place_caches_apart(tmp_path: Path) -> None:
+    in_place = export_genai(cached_llama(), tmp_path / "a") / "genai_config.json"
+    apart = export_genai(cached_llama(Shape(dim=12)), tmp_path / "b") / "genai_config.json"
+    shared = [
+        json.loads(p.read_text())["search"]["past_present_share_buffer"] for p in (in_place, apart)
+    ]
+    assert shared == [True, False]
+
+
+def test_genai_refuses_what_it_cannot_say(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="Use export_onnx"):
+        export_genai(cached_llama(Shape(value_dim=24)), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_refusals_leave_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="plain decode graph"):
+        export_onnx(llama(), tmp_path / "out")
+    program = cached_llama()
+    odd = State("scales", TensorType.parse("f32[B,2,C,1]"), 0, "scale")
+    with pytest.raises(UnsupportedError, match="scales"):
+        export_onnx(program.replace(states={**program.states, "scales": odd}), tmp_path / "out")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").write_text("years of work")
+    with pytest.raises(InputError, match="something else"):
+        export_onnx(program, other)
+    assert [p.name for p in tmp_path.iterdir()] == ["other"]
+
+
+def test_an_export_replaces_an_older_one_whole(tmp_path: Path) -> None:
+    folder = export_genai(cached_llama(), tmp_path / "out")
+    export_onnx(cached_llama(Shape(layers=1)), folder)
+    assert sorted(p.name for p in folder.iterdir()) == ["model.onnx", "model.onnx.data"]
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_failed_export_keeps_the_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = export_onnx(cached_llama(), tmp_path / "out")
+    before = (folder / "model.onnx").read_bytes()
+
+    def full(*args: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("graftwork.export.store", full)
+    with pytest.raises(OSError, match="no space"):
+        export_onnx(cached_llama(Shape(layers=1)), folder)
+    assert (folder / "model.onnx").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
