@@ -127,17 +127,27 @@ def ones_weight(weights: WeightStore, like: TensorType) -> Weight:
 def _raise_calls(fn: Function, weights: WeightStore) -> tuple[int, WeightStore]:
     """Turn torch's own layer norms over the last axis into ours."""
     count = 0
-    for node in fn.calls(A.layer_norm.default):
-        given: tuple[Any, ...] = node.args[:5]
-        x, axes, gain, shift, eps = given + (None, None, None, None, 1e-5)[len(given) :]
-        if len(axes) != 1:
+    for node in fn.calls(A.layer_norm.default, A.native_layer_norm.default):
+        given, results = _arguments(node), [node]
+        if node.target is A.native_layer_norm.default:
+            results = list(node.users)
+        whole = all(user is node or user.args[1] == 0 for user in results)  # no statistics
+        if len(given["normalized_shape"]) != 1 or not whole:
             continue
+        x, gain, eps = given["input"], given["weight"], float(given["eps"])
         with fn.graph.inserting_before(node):
             if gain is None:
                 weights = weights.adding(ones_weight(weights, type_of(x)))
                 gain = fn.weight(ones_weight(weights, type_of(x)))
-            new = fn.call(G.layer_norm.default, x, gain, shift, eps=eps, site=site_of(node))
-        node.replace_all_uses_with(new)
-        fn.graph.erase_node(node)
+            new = fn.call(G.layer_norm.default, x, gain, given["bias"], eps=eps, site=site_of(node))
+        for result in results:
+            result.replace_all_uses_with(new)
         count += 1
     return count, weights
+
+
+def _arguments(node: torch.fx.Node) -> dict[str, Any]:
+    """A call's arguments by name, defaults filled in."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    given = dict(zip((a.name for a in schema), node.args, strict=False))
+    return {a.name: a.default_value for a in schema} | given | node.kwargs
