@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,19 @@ def big(tmp_path: Path) -> Path:
 
 
 def test_nothing_is_read_before_load(big: Path) -> None:
+    """In a process of its own: what other tests free would be counted here."""
+    code = f"import pathlib, test_ir_weights as t; t.check_laziness(pathlib.Path({str(big)!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def check_laziness(big: Path) -> None:
     start = anonymous_bytes()
     weights = [from_safetensors(big, f"w{i}") for i in range(4)]
     store = WeightStore({w.name: w for w in weights})

@@ -20,8 +20,8 @@ from ...ir.ops.rotary import rotary
 def _samples() -> Iterator[Sample]:
     batch, width, heads, groups, dim, rows = 1, 3, 4, 2, 16, 12
     query = torch.randn(batch, width, heads * dim)
-    key, value = torch.randn(2, batch, width, groups * dim).unbind()
-    caches = torch.randn(2, batch, groups, rows, dim).unbind()
+    key, value = (torch.randn(batch, width, groups * dim) for _ in range(2))
+    caches = [torch.randn(batch, groups, rows, dim) for _ in range(2)]
     angle = torch.randn(32, dim // 2)
     positions = torch.tensor([[4, 5, 6]])
     counts = (torch.tensor([6], dtype=torch.int32), torch.tensor(7, dtype=torch.int32))
@@ -86,13 +86,13 @@ def ort_gqa(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """com.microsoft.GroupQueryAttention: rotary embedding, two cache writes and attention in one.
 
-    ``%a: (f32[B,T,H*D], f32[B,G,C,D], f32[B,G,C,D]) = graftwork.ort_gqa(%qkv, None, None,
+    ``%a: (f32[B,T,D*H], f32[B,G,C,D], f32[B,G,C,D]) = graftwork.ort_gqa(%qkv, None, None,
     %kv.0.key, %kv.0.value, %seqlens, %total, %positions, @cos, @sin, heads=8, groups=2,
     scale=0.125)``
 
     query [B,T,H*D], key and value [B,T,G*D]; or key = value = None and query their concatenation
-    [B,T,(H+2G)*D]. Caches [B,G,C,D]; seqlens i32[B] = past + T - 1; total i32[]: at least every
-    past + T, and the width of the bias that ancestors and slopes turn into. positions None: past,
+    [B,T,(H+2G)*D]. Caches past_key, past_value [B,G,C,D]; seqlens i32[B] = past + T - 1; total
+    i32[]: at least every past + T, and the width of the bias that ancestors and slopes turn into. positions None: past,
     past + 1, ...; cos, sin tables [context,R/2], or None for no rotary embedding; past, ancestors,
     sinks, slopes, window, softcap as in `step_mask`, `attend` and `alibi`. Returns the attended
     values and both caches.
@@ -119,7 +119,7 @@ def ort_gqa(
 
 
 def _layer_samples() -> Iterator[Sample]:
-    x, residual = torch.randn(2, 2, 3, 8).unbind()
+    x, residual = (torch.randn(2, 3, 8) for _ in range(2))
     yield (x, residual, torch.rand(8), torch.randn(8)), {"eps": 1e-5}
     yield (x, residual, torch.rand(8), None), {"eps": 1e-5}
 
