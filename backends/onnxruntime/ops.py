@@ -92,10 +92,10 @@ def ort_gqa(
 
     query [B,T,H*D], key and value [B,T,G*D]; or key = value = None and query their concatenation
     [B,T,(H+2G)*D]. Caches past_key, past_value [B,G,C,D]; seqlens i32[B] = past + T - 1; total
-    i32[]: at least every past + T, and the width of the bias that ancestors and slopes turn into. positions None: past,
-    past + 1, ...; cos, sin tables [context,R/2], or None for no rotary embedding; past, ancestors,
-    sinks, slopes, window, softcap as in `step_mask`, `attend` and `alibi`. Returns the attended
-    values and both caches.
+    i32[]: at least every past + T, and the width of the bias that ancestors and slopes turn into.
+    positions None: past, past + 1, ...; cos, sin tables [context,R/2], or None for no rotary
+    embedding; past, ancestors, sinks, slopes, window, softcap as in `step_mask`, `attend` and
+    `alibi`. Returns the attended values and both caches.
     """
     batch, width = query.shape[:2]
     dim = past_key.shape[3]
