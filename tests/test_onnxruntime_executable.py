@@ -14,6 +14,7 @@ from test_onnxruntime_lowering import KERNEL, PLAIN, TREE, name_of
 from graftwork.backends import Target, compile
 from graftwork.backends.onnxruntime.buffers import GRAIN
 from graftwork.backends.onnxruntime.executable import OnnxExecutable
+from graftwork.backends.onnxruntime.probe import attention_kernel_works
 from graftwork.ir import InputError, Program, UnsupportedError, run
 from graftwork.passes.quantize_int8 import QuantizeInt8
 from graftwork.passes.validate import empty_states, reference_logits
@@ -322,3 +323,24 @@ def test_missing_device_is_named(bad: str) -> None:
         pytest.skip("this machine has the device")
     with pytest.raises(InputError, match="CUDA"):
         compile(cached_llama(), Target(device=bad))
+
+
+def test_without_the_attention_kernel_everything_still_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a device where GroupQueryAttention lacks the dtype."""
+    routing = "graftwork.backends.onnxruntime.routing.attention_kernel_works"
+    monkeypatch.setattr(routing, lambda device, dtype: False)
+    twin = Twin(cached_llama(), 1)
+    twin.step(5)
+    twin.step(1)
+    twin.step(4, TREE, keep=0)
+    twin.commit(torch.tensor([[0, 2, 3]]))
+    twin.step(2)
+    assert list(twin.ort._made["step"]) == ["batch"]
+
+
+def test_probes_tell_yes_from_no() -> None:
+    assert attention_kernel_works("cpu", torch.float32)
+    assert attention_kernel_works("cpu", torch.float16)
+    assert not attention_kernel_works("cpu", torch.float64)

@@ -94,6 +94,18 @@ def test_padding_on_the_left_changes_nothing(shape: Shape, tmp_path: Path) -> No
     torch.testing.assert_close(got, expected(shape, tokens)[0], rtol=1e-4, atol=1e-4)
 
 
+def test_padding_on_the_right_changes_nothing(tmp_path: Path) -> None:
+    """Where GroupQueryAttention does the attention."""
+    loop, tokens = Loop(export_onnx(cached_llama(), tmp_path / "out"), 2), tokens_of(2, 5)
+    real = torch.ones(2, 5, dtype=torch.int64)
+    real[1, 3:] = 0
+    parts = [loop.step(tokens, real)[1, :3]]
+    parts += [loop.step(tokens[:, i : i + 1])[1] for i in (0, 1)]
+    whole = torch.cat([tokens[1:, :3], tokens[1:, :2]], 1)
+    want = expected(Shape(), whole)[0]
+    torch.testing.assert_close(torch.cat(parts), want, rtol=1e-4, atol=1e-4)
+
+
 def test_what_the_graph_says_of_itself(tmp_path: Path) -> None:
     folder = export_onnx(cached_llama(), tmp_path / "out")
     assert sorted(path.name for path in folder.iterdir()) == ["model.onnx", "model.onnx.data"]

@@ -36,7 +36,7 @@ class OnnxExecutable:
         self._buffers = StateBuffers(program.states, program.info.context, device)
         self._buffers.begin(1, 1)
         self._made: dict[str, dict[Variant, Step]] = {name: {} for name in program.functions}
-        self._routers = {n: Router(program, f) for n, f in program.functions.items()}
+        self._routers = {n: Router(program, f, target) for n, f in program.functions.items()}
 
     @property
     def capacity(self) -> int:

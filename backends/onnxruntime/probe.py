@@ -7,8 +7,16 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as oir
+import torch
 
-from .emit import IR_VERSION, OPSETS
+from ...ir import Function, TensorType, WeightStore, type_of
+from ..target import Target
+from .emit import IR_VERSION, OPSETS, emit
+from .ops import ort_gqa
+from .session import providers
+
+A = torch.ops.aten
+G = torch.ops.graftwork
 
 
 @lru_cache(maxsize=1)
@@ -19,34 +27,74 @@ def signed_weights_are_exact() -> bool:
     saturates; unsigned weights are then the fast exact ones.
     """
     rows, inner, columns = 8, 64, 32
-    a = np.full((rows, inner), 255, np.uint8)
-    b = np.full((inner, columns), 127, np.int8)
-    got = _run("MatMulInteger", [a, b], constants={1})
-    return bool((got == 255 * 127 * inner).all())
+    a, b = oir.val("a"), oir.val("b")
+    a.dtype, a.shape = oir.DataType.UINT8, oir.Shape([rows, inner])
+    b.const_value = oir.tensor(np.full((inner, columns), 127, np.int8), name="b")
+    b.dtype, b.shape = oir.DataType.INT8, oir.Shape([inner, columns])
+    node = oir.node("MatMulInteger", [a, b])
+    node.outputs[0].name = "out"
+    graph = oir.Graph([a], [node.outputs[0]], nodes=[node], opset_imports=OPSETS, name="probe")
+    graph.register_initializer(b)
+    model = oir.Model(graph, ir_version=IR_VERSION)
+    got = _run(model, {"a": np.full((rows, inner), 255, np.uint8)}, Target())
+    return bool((got[0] == 255 * 127 * inner).all())
 
 
-def _run(op_type: str, inputs: list[Any], *, constants: set[int], domain: str = "") -> Any:
-    """One output of one op on the CPU."""
+@lru_cache(maxsize=16)
+def attention_kernel_works(device: str, dtype: torch.dtype) -> bool:
+    """Whether GroupQueryAttention runs there in that dtype, and is right with a tree bias.
+
+    (The CUDA kernel has no float32.)
+    """
+    args, kwargs = _tree_step()
+    fn = Function("probe")
+    tensors = {f"in{i}": a for i, a in enumerate(args) if a is not None}
+    nodes = {name: fn.add_input(name, TensorType.of(t)) for name, t in tensors.items()}
+    given = [_in_dtype(fn, nodes.get(f"in{i}"), dtype) for i in range(len(args))]
+    out = fn.item(fn.call(G.ort_gqa.default, *given, **kwargs), 0)
+    fn.set_outputs({"out": fn.call(A._to_copy.default, out, dtype=torch.float32)})
+    model = emit(fn, WeightStore()).model
+    feeds = {name: tensor.numpy() for name, tensor in tensors.items()}
+    try:
+        got = _run(model, feeds, Target(device=device))[0]
+    except Exception:  # the library's errors have no common base
+        return False
+    want = ort_gqa(*args, **kwargs)[0]
+    return bool(torch.allclose(torch.from_numpy(got), want, rtol=3e-2, atol=3e-2))
+
+
+def _in_dtype(fn: Function, node: Any, dtype: torch.dtype) -> Any:
+    if node is None or not type_of(node).dtype.is_floating_point:
+        return node
+    return fn.call(A._to_copy.default, node, dtype=dtype)
+
+
+def _tree_step() -> tuple[list[Any], dict[str, Any]]:
+    """A small step of a token tree in float32, as arguments of ort_gqa."""
+    random = torch.Generator().manual_seed(0)
+    heads, groups, dim, width, past = 4, 2, 16, 3, 4
+
+    def values(*dims: int) -> torch.Tensor:
+        return torch.randn(dims, generator=random)
+
+    packed = values(1, width, (heads + 2 * groups) * dim)
+    caches = [values(1, groups, 12, dim) for _ in range(2)]
+    counts = [torch.tensor([past + width - 1]), torch.tensor(past + width)]
+    counts = [count.to(torch.int32) for count in counts]
+    angle = torch.rand(32, dim // 2, generator=random)
+    tables = [angle.cos(), angle.sin()]
+    tree = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool)
+    positions = torch.tensor([[past, past + 1, past + 1]])
+    args = [packed, None, None, *caches, *counts, positions, *tables, tree]
+    return args, {"heads": heads, "groups": groups, "scale": 0.25}
+
+
+def _run(model: oir.Model, feeds: dict[str, Any], target: Target) -> Any:
+    """Outputs of a model whose initializers are all there."""
     import onnxruntime as ort
 
-    values = []
-    graph = oir.Graph([], [], nodes=[], opset_imports=OPSETS, name="probe")
-    for index, data in enumerate(inputs):
-        tensor = oir.tensor(data, name=f"in{index}")
-        value = oir.val(f"in{index}", dtype=tensor.dtype, shape=list(data.shape))
-        values.append(value)
-        if index in constants:
-            value.const_value = tensor
-            graph.register_initializer(value)
-        else:
-            graph.inputs.append(value)
-    node = oir.node(op_type, values, domain=domain)
-    node.outputs[0].name = "out"
-    graph.append(node)
-    graph.outputs.append(node.outputs[0])
-    model = oir.to_proto(oir.Model(graph, ir_version=IR_VERSION))
     options = ort.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 3, 1
-    session = ort.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
-    feeds = {f"in{i}": d for i, d in enumerate(inputs) if i not in constants}
-    return session.run(None, feeds)[0]
+    options.log_severity_level, options.intra_op_num_threads = 4, 1
+    data = oir.to_proto(model).SerializeToString()
+    session = ort.InferenceSession(data, options, providers(target))
+    return session.run(None, feeds)

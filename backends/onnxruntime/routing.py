@@ -9,8 +9,10 @@ import torch
 
 from ...ir import Function, InputError, Program
 from ...ir.plan import Chain
+from ..target import Target
 from .attention import SEQLENS, TOTAL
 from .lower import ANCESTORS, Variant, has_attention, rounds_activations
+from .probe import attention_kernel_works
 
 KEPT_WIDTH = 128
 """Chains up to this many tokens keep their ancestor mask."""
@@ -40,12 +42,14 @@ class Router:
     functions that round take single tokens as the first of two columns.
     """
 
-    def __init__(self, program: Program, function: Function) -> None:
+    def __init__(self, program: Program, function: Function, target: Target) -> None:
         self.name = function.name
         self.cached = has_attention(function)
         self.trees = function.has_input(ANCESTORS)
         self.drafts_trees = self.trees and program.plan.tree != Chain()
         self.rounds = rounds_activations(function)
+        dtypes = {state.type.dtype for state in program.states.values()}
+        self.kernel = all(attention_kernel_works(target.device, dtype) for dtype in dtypes)
         self.counts = _Counts()
         self.chains: dict[int, torch.Tensor] = {}
 
@@ -79,6 +83,8 @@ class Router:
     def _variant(
         self, inputs: Inputs, batch: int, width: int, longest: int, made: Collection[Variant]
     ) -> Variant:
+        if not self.kernel:
+            return "batch"
         tree = inputs.get(ANCESTORS) is not None
         # Chains cost the same in the tree's session; another would hold the weights once more.
         if batch == 1 and (self.drafts_trees or (self.trees and "tree" in made)):
