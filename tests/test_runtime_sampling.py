@@ -90,6 +90,19 @@ def test_the_whole_chain_equals_transformers_along_a_draft():
     assert scores[0, 7] == scores[1, 7] == -math.inf != scores[2, 7]
 
 
+@pytest.mark.parametrize("rows", [ROWS, TIED])
+def test_ties_with_the_last_candidate_stay(rows):
+    info = program(40).info
+    for count in range(1, 41):
+        options = read_options({"do_sample": True, "top_k": count, "temperature": 0.5}, info)
+        probs, ids = sampling.Scorer(options, info, 6).warp(rows)
+        found = torch.from_numpy(probs)
+        if ids is not None:
+            found = torch.zeros(6, 40).scatter(1, torch.from_numpy(ids), found)
+        expected = theirs.TopKLogitsWarper(count)(IDS, rows / 0.5).softmax(-1)
+        torch.testing.assert_close(found, expected)
+
+
 # -- the distribution of generated text -----------------------------------------------------------
 
 VOCAB, LENGTH, PROMPT = 5, 3, [0, 1, 2, 0, 1]
