@@ -81,8 +81,14 @@ class OnnxExecutable:
         lowered = lower(self.program, function, variant)
         fn = lowered.function(function)
         path = Path(self._folder.name) / f"{function}.{variant}.onnx"
-        store(emit(fn, lowered.weights), path, self._weights)
         size = sum(weight.type.nbytes for weight in lowered.weights.values())
+        try:
+            store(emit(fn, lowered.weights), path, self._weights)
+        except OSError as error:
+            raise InputError(
+                f"cannot write {size >> 20} MB of weights to {path.parent}: {error}; "
+                f"set TMPDIR to a folder with room"
+            ) from error
         session = open_session(path, self.target, weight_bytes=size)
         return Step(fn, session, self._buffers)
 
