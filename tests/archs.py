@@ -8,9 +8,13 @@ and keys, experts, tied embeddings, scaled logits, biases, ALiBi.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+
+from graftwork.frontends import import_model
+from graftwork.ir import Program
 
 
 @dataclass(frozen=True)
@@ -356,3 +360,14 @@ def build(arch: Arch, seed: int = 0) -> Any:
             else:
                 parameter.copy_(float("norm" in name or "ln" in name) + 0.1 * noise)
     return model
+
+
+@cache
+def imported(name: str) -> tuple[Any, Program]:
+    """An architecture's model and its program, traced once for every test of the session.
+
+    Change neither. No token ends a text, so that all have the length asked for.
+    """
+    model = build(ARCHS[name])
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    return model, import_model(model)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from archs import ARCHS, build
+from archs import ARCHS, imported
 
 import graftwork as gw
 from graftwork.backends import Target, compile
@@ -33,9 +33,8 @@ FOUND: dict[str, dict[str, str]] = {}
 @lru_cache(maxsize=1)
 def prepared(name: str) -> tuple[Any, Program, torch.Tensor, list[torch.Tensor]]:
     """The transformers model, our program, two prompts, and transformers' 32 greedy tokens each."""
-    model = build(ARCHS[name])
-    model.config.eos_token_id = model.generation_config.eos_token_id = None
-    program, _ = run_passes(import_model(model), gw.Recipe.load("baseline").steps)
+    model, traced = imported(name)
+    program, _ = run_passes(traced, gw.Recipe.load("baseline").steps)
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(3, 128, (2, LONG), generator=generator)
     options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}

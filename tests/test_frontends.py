@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
-from archs import ARCHS, REFUSED, Arch, build
+from archs import ARCHS, REFUSED, Arch, build, imported
 
 from graftwork.frontends import import_model
 from graftwork.ir import (
@@ -31,13 +30,6 @@ def tokens_and_positions(batch: int = 2, tokens: int = 11, first: int = 0) -> An
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 128, (batch, tokens), generator=generator)
     return ids, torch.arange(first, first + tokens).expand(batch, tokens)
-
-
-@lru_cache(maxsize=1)
-def imported(name: str) -> tuple[Any, Program]:
-    """An architecture's model and program; the tests of one architecture share the trace."""
-    model = build(ARCHS[name])
-    return model, import_model(model)
 
 
 def logits_of(program: Program, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from archs import ARCHS, build
+from archs import imported
 from feeds import step_inputs
 from graphs import programs
 from handmade import Shape, cached_llama, llama
@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graftwork import Recipe
-from graftwork.frontends import import_model
 from graftwork.ir import (
     Function,
     InputError,
@@ -166,7 +165,7 @@ def test_handmade_models(shape: Shape) -> None:
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_imported_models(name: str) -> None:
     """As the frontend gives them, and as the baseline recipe makes them."""
-    program = import_model(build(ARCHS[name]))
+    _, program = imported(name)
     assert_round_trip(program)
     lowered, _ = run_passes(program, Recipe.load("baseline").steps)
     assert_round_trip(lowered)

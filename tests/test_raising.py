@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from archs import ARCHS, build
+from archs import ARCHS, build, imported
 
 from graftwork.frontends import import_model
 from graftwork.ir import Program, run, verify
@@ -55,7 +55,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_everything_is_recognised(name: str) -> None:
-    before = import_model(build(ARCHS[name]))
+    _, before = imported(name)
     after = raised(before)
     assert after.stage == "canonical"
     fn = after.function("step")
