@@ -11,6 +11,8 @@ import torch
 from graftwork.ir import Function, ModelInfo, Program, TensorType, Weight, WeightStore
 from graftwork.ir.types import Sym
 from graftwork.passes.add_argmax import AddArgmax
+from graftwork.passes.fuse_gate_up import FuseGateUp
+from graftwork.passes.fuse_qkv import FuseQkv
 from graftwork.passes.insert_kv_cache import InsertKvCache
 from graftwork.passes.pick_logits import PickLogits
 
@@ -54,10 +56,13 @@ def llama(shape: Shape | None = None, seed: int = 0) -> Program:
     return _Builder(shape or Shape(), seed).build()
 
 
-def cached_llama(shape: Shape | None = None, *, trees: bool = True, seed: int = 0) -> Program:
-    """The same with caches, chosen logits and argmax."""
+def cached_llama(
+    shape: Shape | None = None, *, trees: bool = True, joined: bool = True, seed: int = 0
+) -> Program:
+    """The same with joined products, caches, chosen logits and argmax: what backends compile."""
     program = llama(shape, seed)
-    for step in (InsertKvCache(trees=trees), PickLogits(), AddArgmax()):
+    joining = (FuseQkv(), FuseGateUp()) if joined else ()
+    for step in (*joining, InsertKvCache(trees=trees), PickLogits(), AddArgmax()):
         program = step.run(program).program
     return program
 

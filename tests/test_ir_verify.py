@@ -38,7 +38,7 @@ VERIFY_FILE = Path(__import__("sys").modules[_verify_function.__module__].__file
 
 def edited(change: Callable[[Function], Any]) -> Program:
     """A valid cached program with one change of its step."""
-    program = cached_llama(SHAPE)
+    program = cached_llama(SHAPE, joined=False)
     verify(program)
     fn = program.function("step").copy()
     change(fn)

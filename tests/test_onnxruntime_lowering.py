@@ -11,10 +11,9 @@ import torch
 from handmade import Shape, cached_llama
 
 from graftwork.backends.onnxruntime.lower import Variant, lower
-from graftwork.backends.onnxruntime.merge import merge_products
 from graftwork.backends.onnxruntime.norms import fuse_norms
 from graftwork.backends.onnxruntime.views import simplify_views
-from graftwork.ir import Function, Program, Sym, TensorType, Weight, WeightStore, run
+from graftwork.ir import Function, Program, Sym, TensorType, Weight, run
 from graftwork.ir.verify import verify
 from graftwork.passes.validate import empty_states
 
@@ -165,30 +164,6 @@ def test_views_that_move_something_stay() -> None:
     z = fn.call(A.expand.default, fn.call(A.unsqueeze.default, a, 0), [2, -1, -1, -1, -1])
     fn.set_outputs({"x": x, "y": y, "z": z})
     assert simplify_views(fn) == 0
-
-
-def product(fn: Function, x: torch.fx.Node, name: str, store: dict[str, Weight]) -> torch.fx.Node:
-    """x times a weight [6,8], which is made if it is new."""
-    store.setdefault(name, Weight.of(name, torch.randn(6, 8)))
-    return fn.call(A.linear.default, x, fn.weight(store[name]))
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_products_merge_unless_a_weight_is_shared(shared: bool) -> None:
-    fn, (x,) = small("f32[B,8]")
-    store: dict[str, Weight] = {}
-    gate, up = product(fn, x, "gate", store), product(fn, x, "up", store)
-    outputs = {"y": fn.call(G.glu.default, gate, up, activation="silu")}
-    if shared:
-        weight = fn.graph.find_nodes(op="get_attr")[0]
-        outputs["z"] = fn.call(A.linear.default, outputs["y"], fn.call(A.t.default, weight))
-    fn.set_outputs(outputs)
-    weights = merge_products(fn, WeightStore(store))
-    assert ("gate+up" in weights) is not shared
-    assert len(fn.calls(A.linear.default)) == (3 if shared else 1)
-    if not shared:
-        both = torch.cat([store["gate"].load(), store["up"].load()])
-        assert torch.equal(weights["gate+up"].load(), both)
 
 
 def test_one_sum_feeds_one_fused_norm() -> None:

@@ -31,7 +31,6 @@ from . import (
 from .attention import lower_attention
 from .decompose import decompose
 from .emit import targets_with_rows
-from .merge import merge_products
 from .norms import fuse_norms
 from .views import simplify_views
 
@@ -66,8 +65,6 @@ def lower(program: Program, name: str, variant: Variant = "chain") -> Program:
     if variant == "chain":
         drop_ancestors(fn)
     merge_equal(fn)  # one reference to each weight, so that "used once" means what it says
-    simplify_views(fn)
-    weights = merge_products(fn, weights)
     simplify_views(fn)
     if variant != "batch":
         weights = lower_attention(fn, weights)

@@ -34,7 +34,6 @@ from .attention import SEQLENS, TOTAL, lower_attention
 from .calls import arguments
 from .decompose import decompose
 from .lower import drop_ancestors, erase_markers
-from .merge import merge_products
 from .norms import fuse_norms
 from .views import simplify_views
 
@@ -83,9 +82,7 @@ def portable(program: Program) -> Portable:
     sweep(fn)
     merge_equal(fn)
     simplify_views(fn)
-    weights = merge_products(fn, program.weights)
-    simplify_views(fn)
-    weights = lower_attention(fn, weights, counted=True)
+    weights = lower_attention(fn, program.weights, counted=True)
     shapes = _layers(fn)
     concatenates = bool(fn.calls(G.attend.default))
     _Counter(fn, concatenates).run()
