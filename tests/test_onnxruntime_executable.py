@@ -174,9 +174,11 @@ def test_a_token_does_not_depend_on_its_step() -> None:
         torch.testing.assert_close(other, rows[0], rtol=1e-5, atol=2e-5)
 
 
-def int8_llama(**options: bool) -> Program:
+def int8_llama(
+    shape: Shape | None = None, *, trees: bool = True, exclude: tuple[str, ...] = ()
+) -> Program:
     """A cached llama whose linear layers are int8."""
-    return QuantizeInt8().run(cached_llama(**options)).program
+    return QuantizeInt8(exclude=exclude).run(cached_llama(shape, trees=trees)).program
 
 
 def logits_by_widths(program: Program, batch: int, widths: list[int]) -> torch.Tensor:
@@ -206,6 +208,37 @@ def test_int8_tokens_are_the_same_bits_at_every_width(batch: int, trees: bool) -
         assert torch.equal(logits_by_widths(program, batch, widths), whole)
 
 
+@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("shape", [*KERNEL, *PLAIN], ids=name_of)
+def test_int8_tokens_are_the_same_bits_in_every_attention(shape: Shape, trees: bool) -> None:
+    program = int8_llama(shape, trees=trees)
+    whole = logits_by_widths(program, 1, [24])
+    for widths in ([1] * 24, [5, 1, 1, 8, 1, 7, 1]):
+        assert torch.equal(logits_by_widths(program, 1, widths), whole)
+
+
+@pytest.mark.parametrize(
+    ("shape", "exclude", "columns"),
+    [
+        (Shape(), (), 1),
+        (Shape(dim=12), (), 1),
+        (Shape(), ("*.down.weight",), 2),
+        (Shape(sinks=True), (), 2),
+    ],
+)
+def test_a_lone_int8_token_takes_one_row_unless_floats_are_summed(
+    shape: Shape, exclude: tuple[str, ...], columns: int
+) -> None:
+    program = int8_llama(shape, exclude=exclude)
+    whole = logits_by_widths(program, 1, [24])
+    assert torch.equal(logits_by_widths(program, 1, [7] + [1] * 17), whole)
+    ort = executable(program)
+    ort.begin(1, 8)
+    ort.run("step", step_of(1), ["logits"])
+    (made,) = ort._made["step"].values()
+    assert made.feeds["tokens"].shape == (1, columns)
+
+
 def test_int8_means_what_the_interpreter_says() -> None:
     program = int8_llama()
     tokens = torch.randint(0, 61, (1, 24), generator=torch.Generator().manual_seed(0))
@@ -217,7 +250,7 @@ def test_int8_means_what_the_interpreter_says() -> None:
 
 
 def test_a_single_int8_token_at_the_end_of_the_buffer() -> None:
-    """It is computed in two columns, for the second of which nobody reserved a row."""
+    """Its attention takes two columns, for the second of which nobody reserved a row."""
     program = int8_llama()
     ort = executable(program)
     ort.begin(1, GRAIN)

@@ -88,12 +88,13 @@ class Emitted:
     pending: tuple[tuple[oir.Value, Weight], ...]
 
 
-def emit(function: Function, weights: WeightStore) -> Emitted:
+def emit(function: Function, weights: WeightStore, *, paired: bool = False) -> Emitted:
     """Emit a function whose every call has a row.
 
+    paired: attention takes a lone token twice, see `pairs`.
     Errors: `UnsupportedError` naming an op without a row and where it comes from.
     """
-    return Emitter(function, weights).run()
+    return Emitter(function, weights, paired).run()
 
 
 @dataclass
@@ -102,6 +103,7 @@ class Emitter:
 
     function: Function
     weights: WeightStore
+    paired: bool = False
     result: ValueType = ()
     memo: dict[Any, Any] = field(default_factory=dict)
 

@@ -61,7 +61,7 @@ class OnnxExecutable:
         """Run a function; states change in place; outputs live until the next call."""
         made = self._made[function]
         route = self._routers[function].route(inputs, made)
-        if route.rows > self._buffers.capacity:
+        if route.rows + route.overhang > self._buffers.capacity:
             self._make_room(function, route)
         step = made.get(route.variant)
         if step is None:
@@ -70,12 +70,12 @@ class OnnxExecutable:
         return step.first_column(results) if route.widened else results
 
     def _make_room(self, function: str, route: Route) -> None:
-        if not route.widened:
+        if route.rows > self._buffers.capacity:
             raise InputError(
                 f"{function}: the step needs {route.rows} cache rows and there are "
                 f"{self._buffers.capacity}; call reserve({route.rows}) first"
             )
-        self._buffers.reserve(route.rows)  # for the column that nobody asked for
+        self._buffers.reserve(route.rows + route.overhang)  # for what nobody asked for
 
     def _compile(self, function: str, variant: Variant) -> Step:
         lowered = lower(self.program, function, variant)
@@ -83,7 +83,8 @@ class OnnxExecutable:
         path = Path(self._folder.name) / f"{function}.{variant}.onnx"
         size = sum(weight.type.nbytes for weight in lowered.weights.values())
         try:
-            store(emit(fn, lowered.weights), path, self._weights)
+            model = emit(fn, lowered.weights, paired=self._routers[function].pairs)
+            store(model, path, self._weights)
         except OSError as error:
             raise InputError(
                 f"cannot write {size >> 20} MB of weights to {path.parent}: {error}; "

@@ -12,6 +12,7 @@ from ...ir.plan import Chain
 from ..target import Target
 from .attention import SEQLENS, TOTAL
 from .lower import ANCESTORS, Variant, has_attention, rounds_activations
+from .pairs import only_attention_needs_pairs
 from .probe import attention_kernel_works
 
 KEPT_WIDTH = 128
@@ -24,12 +25,14 @@ Inputs = Mapping[str, torch.Tensor]
 class Route:
     """variant: the lowering. feeds: its inputs. rows: cache rows that the step needs.
 
-    widened: the step has a column more than was asked for.
+    overhang: rows behind those that the kernels overwrite. widened: the step has a column more than
+    was asked for.
     """
 
     variant: Variant
     feeds: Inputs
     rows: int = 0
+    overhang: int = 0
     widened: bool = False
 
 
@@ -37,9 +40,10 @@ class Router:
     """Routes the steps of one function.
 
     A token's result must not depend on what shares its step. All kernels see to that bit for bit
-    where a step has two tokens or more; attention of a single token adds up in another order, and
-    where activations are rounded to integers, a last bit can move a value to the next integer. So
-    functions that round take single tokens as the first of two columns.
+    where a step has two tokens or more; products and attention of a single token add up in another
+    order, and where activations are rounded to integers, a last bit can move a value to the next
+    integer. So functions that round take a lone token as the first of two columns: in attention
+    only, if nothing else needs it (see `pairs`), else all through the step.
     """
 
     def __init__(self, program: Program, function: Function, target: Target) -> None:
@@ -48,6 +52,7 @@ class Router:
         self.trees = function.has_input(ANCESTORS)
         self.drafts_trees = self.trees and program.plan.tree != Chain()
         self.rounds = rounds_activations(function)
+        self.pairs = self.rounds and only_attention_needs_pairs(function)
         dtypes = {state.type.dtype for state in program.states.values()}
         self.kernel = all(attention_kernel_works(target.device, dtype) for dtype in dtypes)
         self.counts = _Counts()
@@ -68,7 +73,8 @@ class Router:
                 f"(pass insert_kv_cache, option trees)"
             )
         width = inputs["tokens"].shape[1]
-        widened = self.rounds and width == 1
+        alone = self.rounds and width == 1
+        widened = alone and not self.pairs
         if widened:
             inputs, width = _doubled(inputs), 2
         past = inputs["past"].tolist()
@@ -78,7 +84,8 @@ class Router:
             feeds[ANCESTORS] = self._chain(len(past), width)
         if variant != "batch":
             feeds.update(self.counts.of(past, width, variant))
-        return Route(variant, feeds, max(past) + width, widened)
+        asked = max(past) + (1 if widened else width)
+        return Route(variant, feeds, asked, int(alone), widened)
 
     def _variant(
         self, inputs: Inputs, batch: int, width: int, longest: int, made: Collection[Variant]

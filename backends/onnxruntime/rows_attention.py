@@ -11,6 +11,7 @@ import torch.fx
 from ...ir import TensorType
 from . import ops  # noqa: F401  (defines ort_gqa)
 from .emit import Emitter, row, type_of
+from .pairs import Pairs
 
 G = torch.ops.graftwork
 I64 = torch.int64
@@ -73,7 +74,12 @@ def attend(
         visible = e.op("Where", mask, bias, hidden_value)
         visible = e.cast(visible, e.dtype(), type_of(bias).dtype)
     keys, values = e.cast(k, e.dtype()), e.cast(v, e.dtype())
-    return e.op("Attention", q, keys, values, visible, scale=scale, softcap=softcap)
+    if not e.paired:
+        return e.op("Attention", q, keys, values, visible, scale=scale, softcap=softcap)
+    pairs = Pairs(e, type_of(q).dims[2])
+    both = [pairs.doubled(x, 2, 4) for x in (q, visible)]
+    out = e.op("Attention", both[0], keys, values, both[1], scale=scale, softcap=softcap)
+    return pairs.first(out, 2)
 
 
 @row(G.ort_gqa.default)
@@ -99,12 +105,17 @@ def gqa(
     softcap: float | None,
     interleaved: bool,
 ) -> Any:
+    pairs = Pairs(e, type_of(query).dims[1]) if e.paired else None
     bias = None
     if ancestors is not None or slopes is not None:
         build = _Bias(e, seqlens, total, positions, type_of(query))
         bias = build.of(ancestors, slopes, window)
+    if pairs is not None:
+        query, key, value = (pairs.doubled(x, 1, 3) for x in (query, key, value))
+        positions, bias = pairs.doubled(positions, 1, 2), pairs.bias(bias)
+        seqlens, total = pairs.raised(seqlens), pairs.raised(total)
     rotates = cos is not None
-    return e.fused(
+    attended, *caches = e.fused(
         "GroupQueryAttention",
         query,
         key,
@@ -128,6 +139,7 @@ def gqa(
         local_window_size=window if ancestors is None else None,
         outputs=3,
     )
+    return (pairs.first(attended, 1) if pairs else attended, *caches)
 
 
 class _Bias:

@@ -13,7 +13,7 @@ import onnx_ir as oir
 import torch
 
 from ...ir import TensorType, Weight, derive
-from .emit import Emitter, row, weight_of
+from .emit import Emitter, row, type_of, weight_of
 from .probe import signed_weights_are_exact
 
 G = torch.ops.graftwork
@@ -53,11 +53,20 @@ def quantized_rows(e: Emitter, x: oir.Value) -> tuple[Any, Any]:
     if key not in e.memo:
         largest = e.op("ReduceMax", e.op("Abs", x), e.const([-1], torch.int64), keepdims=1)
         scale = e.op("Max", e.op("Div", largest, e.const(127.0, F32)), e.const(_TINY, F32))
-        rounded = e.op("Round", e.op("Div", x, scale))
-        shifted = e.op("Add", rounded, e.const(float(ZERO), F32))
-        e.memo[key] = (e.op("Cast", shifted, to=int(oir.DataType.UINT8)), scale)
+        inner = int(str(type_of(x).dims[-1]))
+        values = e.op("QuantizeLinear", x, scale, _zeros(e, x), axis=-1, block_size=inner)
+        e.memo[key] = (values, scale)
     found: tuple[Any, Any] = e.memo[key]
     return found
+
+
+def _zeros(e: Emitter, x: oir.Value) -> Any:
+    """The zero points u8[..., 1] of x's rows, once for each shape."""
+    key = ("zero points", tuple(str(d) for d in type_of(x).dims[:-1]))
+    if key not in e.memo:
+        dims = (*type_of(x).dims[:-1], 1)
+        e.memo[key] = e.op("Expand", e.const(ZERO, U8), e.shape(dims))
+    return e.memo[key]
 
 
 @row(G.linear_int8.default)
