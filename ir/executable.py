@@ -44,8 +44,9 @@ class Executable(Protocol):
         A returned tensor may be overwritten by the next call of `run`.
         """
 
-    def keep_rows(self, past: torch.Tensor, source: torch.Tensor) -> None:
-        """Commit a path: row past[b] + i becomes row past[b] + source[b,i]. source i64[B,N]."""
+    def keep_rows(self, function: str, past: torch.Tensor, source: torch.Tensor) -> None:
+        """Commit a path: row past[b] + i becomes row past[b] + source[b,i], in all states that the
+        function reads. past i64[B]; source i64[B,N]."""
 
     def state_bytes(self) -> int:
         """Bytes that the state buffers occupy now."""

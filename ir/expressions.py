@@ -27,13 +27,24 @@ _NAMED: dict[str, Any] = {
 }
 
 Lookup = Callable[[Token], Any]
+Build = Callable[[str, dict[str, Any], Token], Any]
 
 
 class Expression:
-    """A run of tokens as a tree. `lookup` gives the object that a value or weight token names."""
+    """A run of tokens as a tree.
 
-    def __init__(self, cursor: Cursor, tokens: list[Token], lookup: Lookup | None) -> None:
-        self.cursor, self.lookup = cursor, lookup
+    `lookup` gives the object that a value or weight token names; `build` makes one of a call inside
+    the expression, ``name(key=value)``, where calls may stand.
+    """
+
+    def __init__(
+        self,
+        cursor: Cursor,
+        tokens: list[Token],
+        lookup: Lookup | None,
+        build: Build | None = None,
+    ) -> None:
+        self.cursor, self.lookup, self.build = cursor, lookup, build
         self.tokens = tokens
         self.marked: dict[str, Token] = {}
         self.columns: dict[int, Token] = {}
@@ -118,7 +129,15 @@ class Expression:
             return self._size(node)
         if isinstance(node, ast.Call) and self.lookup is not None:
             return self._device(node)
+        if isinstance(node, ast.Call) and self.build is not None:
+            return self._built(node, self.build)
         return self.fail(node, "a literal, a dtype, a size, a %value or a @weight")
+
+    def _built(self, node: ast.Call, build: Build) -> Any:
+        args, kwargs = self.arguments(node)
+        if args:
+            self.fail(node, "keyword arguments only")
+        return build(self.name(node.func), kwargs, self._token(node.col_offset))
 
     def _name_value(self, node: ast.Name) -> Any:
         if node.id in self.marked and self.lookup is not None:

@@ -16,7 +16,7 @@ import torch.fx
 from pydantic import TypeAdapter, ValidationError
 
 from .errors import GraftworkError, InputError
-from .expressions import Expression
+from .expressions import Build, Expression
 from .function import NOWHERE, Function, Site
 from .infer import infer
 from .lexer import Cursor, Source, Token
@@ -219,12 +219,15 @@ class _Parser:
     def plan_record(self, slot: str) -> Record:
         start = self.cursor.here
         kinds = sorted(kind for known, kind in RECORDS if known == slot)
-        kind, values = self.record(f"one of {', '.join(kinds)}")
-        if (slot, kind) not in RECORDS:
-            self.cursor.fail(f"one of {', '.join(kinds)}", start)
-        return self.build(RECORDS[slot, kind], values, start)
 
-    def record(self, what: str) -> tuple[str, dict[str, Any]]:
+        def build(kind: str, values: dict[str, Any], at: Token) -> Record:
+            if (slot, kind) not in RECORDS:
+                self.cursor.fail(f"one of {', '.join(kinds)}", at)
+            return self.build(RECORDS[slot, kind], values, at)
+
+        return build(*self.record(f"one of {', '.join(kinds)}", build), start)
+
+    def record(self, what: str, build: Build | None = None) -> tuple[str, dict[str, Any]]:
         """``name(key=literal, ...)``, which ends where its bracket closes."""
         cursor, first = self.cursor, self.cursor.here
         if first.kind != "name":
@@ -235,7 +238,7 @@ class _Parser:
             tokens.append(cursor.next())
             if not depth:
                 break
-        expression = Expression(cursor, tokens, None)
+        expression = Expression(cursor, tokens, None, build)
         node, name = expression.call()
         args, kwargs = expression.arguments(node)
         if args:
@@ -257,7 +260,10 @@ class _Parser:
         optional |= {n for n, f in known.items() if f.default_factory is not MISSING}
         if missing := set(known) - set(values) - optional:
             self.cursor.fail(f"also {', '.join(sorted(missing))}", at)
-        return cls(**values)
+        try:
+            return cls(**values)
+        except InputError as error:
+            return self.cursor.fail(f"valid fields ({error})", at)
 
     # -- types
 

@@ -142,6 +142,8 @@ def literal(value: Any) -> str:
         return _tuple([literal(v) for v in value])
     if isinstance(value, list):
         return "[" + ", ".join(literal(v) for v in value) + "]"
+    if isinstance(value, Record):
+        return record_text(value)
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in value.items()) + "}"
     raise GraftworkError(f"{value!r} ({type(value).__name__}) has no text form; use plain values")

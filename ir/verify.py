@@ -17,6 +17,7 @@ import torch.fx
 from .errors import GraftworkError, VerifyError
 from .function import Function, site_of
 from .infer import infer
+from .plan import Record
 from .printer import function_lines, site_text
 from .program import Program
 from .stages import stage_of, why_illegal
@@ -69,13 +70,22 @@ def _check_plan(program: Program) -> None:
         record = getattr(program.plan, slot.name)
         if record.slot != slot.name:
             raise VerifyError(f"plan: {record} is a {record.slot} record, not a {slot.name}")
-        for field in fields(record):
-            value = getattr(record, field.name)
-            if field.name in known and value not in known[field.name]:
-                raise VerifyError(
-                    f"plan: {slot.name} = {record} refers to the {field.name} {value!r}; "
-                    f"the program has {known[field.name]}"
-                )
+        for part in _with_parts(record):
+            for field in fields(part):
+                value = getattr(part, field.name)
+                if field.name in known and value not in known[field.name]:
+                    raise VerifyError(
+                        f"plan: {slot.name} = {record} refers to the {field.name} {value!r}; "
+                        f"the program has {known[field.name]}"
+                    )
+
+
+def _with_parts(record: Record) -> list[Record]:
+    """A record and the records in its fields."""
+    inside = [getattr(record, field.name) for field in fields(record)]
+    parts = [part for value in inside if isinstance(value, tuple) for part in value]
+    nested = [part for part in [*inside, *parts] if isinstance(part, Record)]
+    return [record, *(deep for part in nested for deep in _with_parts(part))]
 
 
 class _Checker:

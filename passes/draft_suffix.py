@@ -12,20 +12,20 @@ After::
 
 The functions stay as they are; only the plan changes. Each step proposes the tokens that followed
 an earlier occurrence of the text's longest repeated suffix, and verifies them together (CopySpec,
-Dumitru et al. 2025; prompt lookup decoding, Saxena 2023). Refuses a plan that has a drafter, and
-bounds that contradict each other.
+Dumitru et al. 2025; prompt lookup decoding, Saxena 2023). Where there is no repeated suffix, the
+next drafter of the recipe has its turn. Refuses bounds that contradict each other.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from ..ir import PassError, Program
-from ..ir.plan import NoDraft, SuffixDraft
+from ..ir import Program
+from ..ir.plan import SuffixDraft
 from .base import Contract, Effect, Outcome, Pass, register
+from .plan_edits import with_draft
 
 
 @register
@@ -41,7 +41,6 @@ class DraftSuffix(Pass):
     requires: ClassVar[frozenset[str]] = frozenset({"cached"})
     provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN})
-    exclusive: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN})
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -51,7 +50,5 @@ class DraftSuffix(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Put the drafter into the plan. See the module docstring."""
-        if not isinstance(program.plan.draft, NoDraft):
-            raise PassError(f"draft_suffix: the plan has a drafter already: {program.plan.draft}")
         draft = SuffixDraft(self.tokens, self.longest, self.shortest)
-        return Outcome(program.replace(plan=replace(program.plan, draft=draft)), 1)
+        return Outcome(with_draft(program, draft), 1)

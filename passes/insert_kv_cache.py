@@ -14,9 +14,8 @@ After (stage cached)::
       %vw: f32[B,G,C,D] = graftwork.cache_write(%kv.0.value, %v, %past)
       %y: f32[B,H,T,D] = graftwork.attend(%q, %kw, %vw, %m, scale=0.125)
 
-Layers with the same window share one mask. With `trees` the step takes ``ancestors: bool[B,T,T]``
-and verifies token trees; executables leave the input out for chains. Refuses a program without
-attention, with a cache already, or in which two attentions claim one layer.
+Layers with the same window share one mask. Refuses a program without attention, with a cache
+already, or in which two attentions claim one layer.
 """
 
 from __future__ import annotations
@@ -34,9 +33,7 @@ G = torch.ops.graftwork
 
 @register
 class InsertKvCache(Pass):
-    """trees: also take an ancestor mask, so that a step can verify a token tree."""
-
-    trees: bool = False
+    """No options."""
 
     name: ClassVar[str] = "insert_kv_cache"
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
@@ -52,7 +49,7 @@ class InsertKvCache(Pass):
         layers = [int(node.kwargs["layer"]) for node in nodes]  # type: ignore[arg-type]
         if len(set(layers)) != len(layers):
             raise PassError(f"insert_kv_cache: two attentions claim one layer: {sorted(layers)}")
-        inserter = _Inserter(fn, self.trees)
+        inserter = _Inserter(fn)
         for node in nodes:
             inserter.replace(node)
         fn.set_outputs({**fn.outputs, **inserter.written})
@@ -61,12 +58,10 @@ class InsertKvCache(Pass):
 
 
 class _Inserter:
-    def __init__(self, fn: Function, trees: bool) -> None:
+    def __init__(self, fn: Function) -> None:
         self.fn = fn
         self.first = fn.calls()[0]
         self.past = fn.add_input("past", TensorType.parse("i64[B]"))
-        tree = TensorType.parse("bool[B,T,T]")
-        self.ancestors = fn.add_input("ancestors", tree) if trees else None
         self.states: dict[str, State] = {}
         self.written: dict[str, torch.fx.Node] = {}
         self.masks: dict[object, torch.fx.Node] = {}
@@ -80,7 +75,7 @@ class _Inserter:
                     G.step_mask.default,
                     self.past,
                     self.fn.input("positions"),
-                    self.ancestors,
+                    None,
                     Sym("C"),
                     **extra,
                 )

@@ -10,9 +10,13 @@ import torch
 
 from ..ir import InputError, UnsupportedError
 from ..ir.executable import Executable
+from .draft import Draft
 
 CHUNK = 512
 """Tokens a prefill feeds at once where every width runs equally well."""
+
+CHOSEN = frozenset({"logits", "argmax", "top_tokens"})
+"""Outputs that are wanted of chosen tokens only, whether the step can choose or not."""
 
 
 class _Buffers:
@@ -31,6 +35,7 @@ class _Buffers:
         self.tokens, self.positions = _memory(tensors["tokens"]), _memory(tensors["positions"])
         self.past, self.column = _memory(tensors["past"]), _memory(column)
         self.garbage = memoryview(array("q", [0] * width))
+        self.ancestors = torch.eye(width, dtype=torch.bool).repeat(batch, 1, 1)
         self.inputs = {name: tensor for name, tensor in tensors.items() if name in names}
         picked = {"select": column} if "select" in names else {}
         self.one_row = {**self.inputs, **picked}
@@ -46,6 +51,24 @@ class _Buffers:
             self.positions[begin:end] = array("q", range(start, start + width))
             self.past[index] = start
             begin = end
+
+    def shape(self, past: Sequence[int], drafts: Sequence[Draft]) -> Mapping[str, torch.Tensor]:
+        """Inputs for trees, after `fill`: positions by depth, and who continues whom.
+
+        A column that no node fills continues nothing: it sees the past and itself.
+        """
+        self.ancestors.copy_(torch.eye(self.width, dtype=torch.bool))
+        for index, (start, draft) in enumerate(zip(past, drafts, strict=True)):
+            shape = draft.shape
+            size = len(shape.depths) + 1
+            begin = index * self.width
+            depths = [start, *(start + depth for depth in shape.depths)]
+            self.positions[begin : begin + size] = array("q", depths)
+            self.positions[begin + size : begin + self.width] = array(
+                "q", [start] * (self.width - size)
+            )
+            self.ancestors[index, :size, :size] = shape.ancestors
+        return {**self.inputs, "ancestors": self.ancestors}
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
@@ -122,10 +145,13 @@ class Feeder:
         width: int,
         fetch: Sequence[str],
         column: Sequence[int] | None = None,
+        trees: Sequence[Draft] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Feed `rows[b]` (at most `width` tokens) after `past[b]` cache rows.
 
-        Outputs have `width` columns, or with `column` the one column `column[b]`.
+        Values a chosen token (dim S) have `width` columns, or with `column` the one column
+        `column[b]`; values a fed token (dim T) have all. trees: the drafts of which `rows` are the
+        last committed token and the nodes, if one of them branches.
         """
         buffers = self.buffers.get(width)
         if buffers is None:
@@ -136,13 +162,31 @@ class Feeder:
         if column is not None:
             buffers.column[:] = array("q", column)
             inputs = buffers.one_row
+        if trees is not None:
+            inputs = buffers.shape(past, trees)
         start = perf_counter()
         outputs = self.executable.run("step", inputs, fetch)
         self.seconds += perf_counter() - start
         if column is None or self.selects:
             return outputs
         sequences, columns = torch.arange(self.batch)[:, None], torch.tensor(column)[:, None]
-        return {name: value[sequences, columns] for name, value in outputs.items()}
+        return {
+            name: value[sequences, columns] if name in CHOSEN else value
+            for name, value in outputs.items()
+        }
+
+    def keep(self, past: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Commit accepted paths of the last step: their rows move to the front of its rows."""
+        longest = max(map(len, paths))
+        # Columns: the root is 0, node i is i + 1. Rows after a path's own stay where they are.
+        source = [
+            [0, *(node + 1 for node in path), *range(len(path) + 1, longest + 1)] for path in paths
+        ]
+        if all(row == list(range(longest + 1)) for row in source):
+            return
+        start = perf_counter()
+        self.executable.keep_rows("step", torch.tensor(list(past)), torch.tensor(source))
+        self.seconds += perf_counter() - start
 
     def _make_room(self, rows: int) -> None:
         capacity = self.executable.capacity

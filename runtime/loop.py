@@ -10,8 +10,11 @@ import torch
 from ..ir import Program, UnsupportedError
 from ..ir.executable import Executable
 from ..ir.plan import Chain, FullDepth, KeepAll
-from .drafters.base import DRAFTERS, NO_DRAFT, Draft
+from .draft import NO_DRAFT, Draft
+from .drafters.base import Fed, Taken
+from .drafters.grown import drafter_for
 from .feed import Feeder
+from .lengths.base import LENGTHS
 from .options import GenerationOptions
 from .prefill import prefill
 from .stats import Stats
@@ -35,13 +38,16 @@ class DecodeLoop:
         plan, batch = program.plan, len(texts)
         self.texts = texts
         self.feeder = Feeder(executable, batch)
-        self.drafter = DRAFTERS.find(plan.draft)(plan.draft, executable, options)
+        self.length = LENGTHS.find(plan.length)(plan.length, plan.most, batch)
+        self.drafter = drafter_for(plan.draft, executable, options, self.length)
         trait = SAMPLING if options.do_sample else GREEDY
         verifier = VERIFIERS.find(plan.verify, trait)
         self.verifier = verifier(plan.verify, program, options, batch)
         self.stopping = Stopping(options, program.info)
         self.fetch = tuple(dict.fromkeys((*self.verifier.fetch, *self.drafter.wants)))
+        self.read = self.drafter.read if self.drafter.reads else None
         self.no_drafts = [NO_DRAFT] * batch
+        self.nowhere = [0] * batch
         self.stats = Stats()
 
     def run(self, emitter: Emitter | None) -> Stats:
@@ -50,11 +56,14 @@ class DecodeLoop:
         start, inside = perf_counter(), self.feeder.seconds
         live = [text for text in self.texts if not text.done]
         while live:
-            proposed = self.drafter.propose([text.room for text in self.texts])
-            outputs, drafts = self._step(proposed)
+            drafts = self._propose()
+            before = perf_counter()
+            outputs, past, drafts, columns = self._step(drafts)
+            gained = self._commit(outputs, past, drafts, columns, emitter)
+            self.length.observe(drafts, gained, perf_counter() - before)
             self.stats.steps += 1
             self.stats.sequence_steps += len(live)
-            self.stats.decoded_tokens += self._commit(outputs, drafts, emitter)
+            self.stats.decoded_tokens += sum(gained)
             live = [text for text in live if not text.done]
         self.stats.decode_seconds = perf_counter() - start
         self.stats.executable_seconds = self.feeder.seconds - inside
@@ -65,20 +74,37 @@ class DecodeLoop:
         """Prefill the prompts and commit each sequence's first token."""
         start = perf_counter()
         prompts = [text.tokens for text in self.texts]
-        self.feeder.begin(max(text.limit for text in self.texts), self.drafter.most)
+        most = self.feeder.executable.program.plan.most
+        self.feeder.begin(max(text.limit for text in self.texts), most)
         self.drafter.begin(prompts)
         # Always the logits: the same compiled prefill serves every option, and one look at real
         # logits tells a broken model at once.
         fetch = tuple(dict.fromkeys(("logits", *self.drafter.wants)))
-        outputs = prefill(self.feeder, prompts, [0] * len(prompts), fetch)
-        self._commit(outputs, self.no_drafts, emitter)
+        outputs, columns = prefill(self.feeder, prompts, self.nowhere, fetch, self.read)
+        past = [len(prompt) - 1 for prompt in prompts]
+        self._commit(outputs, past, self.no_drafts, columns, emitter)
         self.stats.prefill_seconds = perf_counter() - start
 
-    def _step(self, drafts: Sequence[Draft]) -> tuple[dict[str, torch.Tensor], Sequence[Draft]]:
+    def _propose(self) -> Sequence[Draft]:
+        """A draft for each sequence, as far as the length policy and its room allow."""
+        rooms = [text.room for text in self.texts]
+        counts = self.length.limits(rooms)
+        if not any(counts):
+            return self.no_drafts
+        drafts = self.drafter.propose([min(pair) for pair in zip(rooms, counts, strict=True)])
+        return [
+            draft.cut(count) if len(draft.tokens) > count else draft
+            for draft, count in zip(drafts, counts, strict=True)
+        ]
+
+    def _step(
+        self, drafts: Sequence[Draft]
+    ) -> tuple[dict[str, torch.Tensor], list[int], Sequence[Draft], list[int]]:
         """Feed each sequence's last token and its draft; finished sequences get garbage.
 
-        Returns the outputs and the drafts as they were fed: near the end of the context there may
-        be no compiled width for all of them.
+        Returns the outputs, the cache rows before the step, the drafts as they were fed (near the
+        end of the context there may be no compiled width for all of them), and where the last
+        token's values are.
         """
         feeder = self.feeder
         past = [0 if text.done else len(text.tokens) - 1 for text in self.texts]
@@ -86,39 +112,53 @@ class DecodeLoop:
         width = feeder.width(need, feeder.context - max(past))
         if width is None:
             tokens = [[] if text.done else text.tokens for text in self.texts]
-            return prefill(feeder, tokens, past, self.fetch), self.no_drafts
+            outputs, columns = prefill(feeder, tokens, past, self.fetch, self.read)
+            return outputs, past, self.no_drafts, columns
         if width < need:
             drafts = [draft.cut(width - 1) for draft in drafts]
         rows = [
             [] if text.done else [text.tokens[-1], *draft.tokens]
             for text, draft in zip(self.texts, drafts, strict=True)
         ]
-        return feeder.run(rows, past, width, self.fetch), drafts
+        trees = drafts if any(draft.parents is not None for draft in drafts) else None
+        outputs = feeder.run(rows, past, width, self.fetch, trees=trees)
+        if self.read is not None:
+            self.read(Fed(rows, past, outputs))
+        return outputs, past, drafts, self.nowhere
 
     def _commit(
         self,
         outputs: dict[str, torch.Tensor],
+        past: list[int],
         drafts: Sequence[Draft],
+        columns: list[int],
         emitter: Emitter | None,
-    ) -> int:
-        """Verify a step, append what each sequence gained, tell drafter and streamer; the count."""
-        new = self.verifier.verify(outputs, self.texts, drafts)
-        commits = []
-        for text, tokens, draft in zip(self.texts, new, drafts, strict=True):
-            kept = self.stopping.commit(text, tokens) if tokens else tokens
+    ) -> list[int]:
+        """Verify a step, append each sequence's gain, tell drafter and streamer; the counts."""
+        verdicts = self.verifier.verify(outputs, self.texts, drafts)
+        if any(draft.parents is not None for draft in drafts):
+            self.feeder.keep(past, [verdict.path for verdict in verdicts])
+        commits, paths = [], []
+        for text, verdict, draft in zip(self.texts, verdicts, drafts, strict=True):
+            kept = self.stopping.commit(text, verdict.tokens) if verdict.tokens else []
             commits.append(kept)
+            paths.append(verdict.path[: len(kept)])
             self.stats.draft_tokens += len(draft.tokens)
-            self.stats.accepted_tokens += min(len(kept), max(len(tokens) - 1, 0))
-        self.drafter.observe(commits, outputs)
+            self.stats.accepted_tokens += min(len(kept), len(verdict.path))
+        self.drafter.observe(Taken(drafts, paths, commits, past, columns, outputs))
         if emitter is not None:
             emitter.push(self.texts, commits)
-        return sum(map(len, commits))
+        return [len(tokens) for tokens in commits]
 
 
 def _check_plan(program: Program) -> None:
     plan = program.plan
-    for record, expected in ((plan.tree, Chain), (plan.depth, FullDepth), (plan.cache, KeepAll)):
+    for record, expected in ((plan.depth, FullDepth), (plan.cache, KeepAll)):
         if not isinstance(record, expected):
             raise UnsupportedError(
                 f"the runtime cannot carry out {record.slot}={record}; it has {expected.kind}"
             )
+    if not isinstance(plan.tree, Chain) and not program.function("step").has_input("ancestors"):
+        raise UnsupportedError(
+            f"tree={plan.tree} needs a step that takes ancestors: run insert_kv_cache with trees"
+        )

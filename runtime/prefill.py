@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from .drafters.base import Fed
 from .feed import Feeder
 
 
 def prefill(
-    feeder: Feeder, texts: Sequence[Sequence[int]], cached: Sequence[int], fetch: Sequence[str]
-) -> dict[str, torch.Tensor]:
-    """Feed what of each text is not cached; the outputs after each text's last token, one column.
+    feeder: Feeder,
+    texts: Sequence[Sequence[int]],
+    cached: Sequence[int],
+    fetch: Sequence[str],
+    read: Callable[[Fed], None] | None = None,
+) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Feed what of each text is not cached; the outputs after each text's last token.
 
-    texts: tokens of each sequence (none for a finished one). cached: rows each cache holds already.
+    Values a chosen token (dim S) have one column; in values a fed token (dim T) a text's last token
+    is where the second result says. texts: tokens of each sequence (none for a finished one).
+    cached: rows each cache holds already. read: told of every piece that was fed, and then
+    everything is fetched each time.
     Sequences that are through get garbage after their last row, where the next step overwrites it.
     Where a chunk would pass the end of the context it starts earlier and feeds some tokens again:
     the same tokens at the same positions, so the same rows.
@@ -22,6 +30,7 @@ def prefill(
     cached = list(cached)
     left = _left(texts, cached)
     result: dict[str, torch.Tensor] = {}
+    columns = [0] * len(texts)
     while left:
         width = feeder.chunk(left)
         starts = [min(rows, feeder.context - width) for rows in cached]
@@ -32,12 +41,16 @@ def prefill(
         cached = [max(r, s + len(row)) for r, s, row in zip(cached, starts, rows, strict=True)]
         left = _left(texts, cached)
         # Without `select` every output has a prompt's worth of columns: fetch only what is used.
-        wanted = fetch if ending or feeder.selects else ()
+        wanted = fetch if ending or feeder.selects or read else ()
         outputs = feeder.run(rows, starts, width, wanted, column)
+        if read is not None:
+            read(Fed(rows, starts, outputs))
         if not left and len(ending) == len(texts):
-            return outputs
+            return outputs, column
+        for index in ending:
+            columns[index] = column[index]
         _take(result, outputs, ending)
-    return result
+    return result, columns
 
 
 def _left(texts: Sequence[Sequence[int]], cached: Sequence[int]) -> int:
@@ -48,6 +61,10 @@ def _take(
     result: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor], ending: list[int]
 ) -> None:
     for name, value in outputs.items():
-        if name not in result:
-            result[name] = torch.zeros_like(value)
-        result[name][ending] = value[ending]
+        kept, width = result.get(name), value.shape[1]
+        if kept is None or kept.shape[1] < width:
+            wider = torch.zeros_like(value)
+            if kept is not None:
+                wider[:, : kept.shape[1]] = kept
+            result[name] = wider
+        result[name][ending, :width] = value[ending]

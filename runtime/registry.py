@@ -38,12 +38,21 @@ class Registry(Generic[T]):
 
         return add
 
+    def has(self, record: Record, trait: str = "") -> bool:
+        """Whether there is a class for a record."""
+        self._complete()
+        return (type(record), trait) in self.classes
+
+    def _complete(self) -> None:
+        if self.complete:
+            return
+        for module in pkgutil.iter_modules(importlib.import_module(self.package).__path__):
+            importlib.import_module(f"{self.package}.{module.name}")
+        self.complete = True
+
     def find(self, record: Record, trait: str = "") -> type[T]:
         """The class for a record. Errors: `UnsupportedError` naming the records that have one."""
-        if not self.complete:
-            for module in pkgutil.iter_modules(importlib.import_module(self.package).__path__):
-                importlib.import_module(f"{self.package}.{module.name}")
-            self.complete = True
+        self._complete()
         if (type(record), trait) not in self.classes:
             known = sorted({f"{r.slot}={r.kind}" for r, _ in self.classes})
             what = f"{record.slot}={record}" + (f" when {trait}" if trait else "")

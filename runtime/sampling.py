@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from ..ir import InputError, ModelInfo
-from .drafters.base import Draft
+from .draft import Draft
 from .options import GenerationOptions
 from .text import Text
 
@@ -89,19 +89,19 @@ class Chances(NamedTuple):
             return self
         return Chances(self.probs[rows], None if self.ids is None else self.ids[rows])
 
-    def subtract(self, row: int, draft: Draft, depth: int) -> None:
-        """Row <- norm(max(p - q, 0)) in place, q being what draft token `depth` was sampled from.
+    def subtract(self, row: int, draft: Draft, node: int) -> None:
+        """Row <- norm(max(p - q, 0)) in place, q being what draft token `node` was sampled from.
 
         Without `draft.probs`, q is the token itself. A row of which nothing is left stays: p = q up
         to rounding.
         """
         probs, ids = self.probs[row], slice(None) if self.ids is None else self.ids[row]
         if draft.probs is None:
-            token = draft.tokens[depth]
+            token = draft.tokens[node]
             rest = probs.copy()
             rest[token if self.ids is None else self.ids[row] == token] = 0
         else:
-            rest = np.maximum(probs - draft.probs[depth].numpy()[ids], 0)
+            rest = np.maximum(probs - draft.probs[node].numpy()[ids], 0)
         total = rest.sum()
         if total > 0:
             np.divide(rest, total, out=probs)
@@ -121,8 +121,8 @@ class Chances(NamedTuple):
 class Scorer:
     """Turns the logits of a step's verified tokens into scores, under the user's options.
 
-    A row belongs to a sequence and a number of draft tokens before it; what the repetition penalty
-    counts as seen grows along the draft.
+    A row belongs to a sequence and the draft node after which it speaks, -1 for the root; what the
+    repetition penalty counts as seen grows along the node's path.
     """
 
     def __init__(self, options: GenerationOptions, info: ModelInfo, batch: int) -> None:
@@ -134,28 +134,28 @@ class Scorer:
     def rows(
         self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
     ) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-        """Scores f32[R,V] and each row's (sequence, draft tokens before it).
+        """Scores f32[R,V] and each row's (sequence, node).
 
-        outputs["logits"] [B,S,V] with S > the longest draft; finished sequences give no rows. The
+        outputs["logits"] [B,S,V] with S > the largest draft; finished sequences give no rows. The
         scores may share the logits' memory.
         """
         owners = [
-            (index, depth)
+            (index, node)
             for index, text in enumerate(texts)
             if not text.done
-            for depth in range(len(drafts[index].tokens) + 1)
+            for node in range(-1, len(drafts[index].tokens))
         ]
         logits = outputs["logits"]
         if len(texts) == 1:
             scores = logits[0, : len(owners)].to("cpu", torch.float32)
         else:
-            sequence, column = zip(*owners, strict=True)
-            scores = logits[list(sequence), list(column)].to("cpu", torch.float32)
+            columns = [node + 1 for _, node in owners]
+            scores = logits[[index for index, _ in owners], columns].to("cpu", torch.float32)
         if self.options.repetition_penalty != 1.0:
             seen = self._seen(texts, drafts, owners)
             scores = penalize_repetition(scores, seen, self.options.repetition_penalty)
         if self.options.min_new_tokens and self.eos:
-            scores = self._forbid_end(scores, texts, owners)
+            scores = self._forbid_end(scores, texts, drafts, owners)
         return scores, owners
 
     def warp(self, scores: torch.Tensor) -> Chances:
@@ -192,16 +192,24 @@ class Scorer:
             self.seen[index, text.tokens[self.counted[index] :]] = True
             self.counted[index] = len(text.tokens)
         seen = self.seen[[index for index, _ in owners]]
-        for row, (index, depth) in enumerate(owners):
-            if depth:
-                seen[row, list(drafts[index].tokens[:depth])] = True
+        for row, (index, node) in enumerate(owners):
+            draft = drafts[index]
+            seen[row, [draft.tokens[before] for before in draft.path(node)]] = True
         return seen
 
     def _forbid_end(
-        self, scores: torch.Tensor, texts: Sequence[Text], owners: list[tuple[int, int]]
+        self,
+        scores: torch.Tensor,
+        texts: Sequence[Text],
+        drafts: Sequence[Draft],
+        owners: list[tuple[int, int]],
     ) -> torch.Tensor:
         least = self.options.min_new_tokens
-        early = [r for r, (i, depth) in enumerate(owners) if texts[i].generated + depth < least]
+        early = [
+            row
+            for row, (index, node) in enumerate(owners)
+            if texts[index].generated + drafts[index].depth(node) < least
+        ]
         if not early:
             return scores
         scores = scores.clone()

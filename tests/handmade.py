@@ -10,6 +10,7 @@ import torch
 
 from graftwork.ir import Function, ModelInfo, Program, TensorType, Weight, WeightStore
 from graftwork.ir.types import Sym
+from graftwork.passes.accept_trees import AcceptTrees
 from graftwork.passes.add_argmax import AddArgmax
 from graftwork.passes.fuse_gate_up import FuseGateUp
 from graftwork.passes.fuse_qkv import FuseQkv
@@ -62,7 +63,8 @@ def cached_llama(
     """The same with joined products, caches, chosen logits and argmax: what backends compile."""
     program = llama(shape, seed)
     joining = (FuseQkv(), FuseGateUp()) if joined else ()
-    for step in (*joining, InsertKvCache(trees=trees), PickLogits(), AddArgmax()):
+    branching = (AcceptTrees(),) if trees else ()
+    for step in (*joining, InsertKvCache(), *branching, PickLogits(), AddArgmax()):
         program = step.run(program).program
     return program
 

@@ -112,7 +112,7 @@ class TableExecutable:
             self.memo[key] = self.rule(key)
         return self.memo[key].clone()
 
-    def keep_rows(self, past: torch.Tensor, source: torch.Tensor) -> None:
+    def keep_rows(self, function: str, past: torch.Tensor, source: torch.Tensor) -> None:
         raise AssertionError("a chain commits no path")
 
     def state_bytes(self) -> int:

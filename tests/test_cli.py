@@ -120,7 +120,7 @@ def test_optimize_dry_run_reports_and_saves_nothing(
     ("args", "message"),
     [
         (["--recipe", "baselin"], "did you mean 'baseline'"),
-        (["--set", "insert_kv_cache.tree=true"], "did you mean 'trees'"),
+        (["--recipe", "copyspec", "--set", "draft_suffix.token=3"], "did you mean 'tokens'"),
         (["--target", "onnxruntim:cpu"], "did you mean 'onnxruntime'"),
         (["--data", "nowhere.txt"], "data= is given"),
         (["--data", "nowhere.txt", "--validate"], "nowhere.txt"),

@@ -41,7 +41,7 @@ A, G = torch.ops.aten, torch.ops.graftwork
 GOLDEN = """\
 program "every \\"kind\\" of line" stage=cached {
   info(model_type="tiny", vocab_size=7, context=16, eos=(2, 5), bos=None, pad=None)
-  pass insert_kv_cache(trees=False) contract=exact matches=1 seconds=0.25
+  pass quantize_int8(head=False) contract=exact matches=1 seconds=0.25
   pass quantize(parts=("head",), table={"a": [1, -2.5]}) contract=lossless matches=2 seconds=0.5
   state kv.0.key: f32[B,1,C,4] layer=0 part="key"
   weight emb: f32[7,4]
@@ -74,7 +74,8 @@ program "every \\"kind\\" of line" stage=cached {
 
   decode {
     draft = suffix(tokens=4, longest=16, shortest=2)
-    tree = chain()
+    tree = chain(depth=None)
+    length = fixed()
     verify = lossless()
     depth = full()
     cache = all()
@@ -116,7 +117,7 @@ def every_kind() -> Program:
         plan=DecodePlan(draft=SuffixDraft(tokens=4)),
         stage="cached",
         provenance=(
-            PassRecord("insert_kv_cache", (("trees", False),), "exact", 1, 0.25),
+            PassRecord("quantize_int8", (("head", False),), "exact", 1, 0.25),
             PassRecord(
                 "quantize", (("parts", ("head",)), ("table", {"a": [1, -2.5]})), "lossless", 2, 0.5
             ),
@@ -268,7 +269,7 @@ WRONG = {
     "wrong field": ("vocab_size=7", "vocab_size=7.5", "a valid vocab_size"),
     "unknown field": ("bos=None", "box=None", "not 'box'"),
     "code in a literal": ("eos=(2, 5)", "eos=exit()", "expected a literal"),
-    "wrong option": ("trees=False", "False", "keyword arguments only"),
+    "wrong option": ("head=False", "False", "keyword arguments only"),
     "unknown dtype": ("weight emb: f32", "weight emb: float", "not a tensor type: 'float[7,4]'"),
     "bad dim": ("weight emb: f32[7,4]", "weight emb: f32[7,4/2]", "unexpected character '/'"),
     "power": ("weight emb: f32[7,4]", "weight emb: f32[7,9**9]", "not a dimension: '9**9'"),
@@ -290,7 +291,7 @@ WRONG = {
     "other call": ('device("cpu")', 'open("cpu")', 'only device("name") is one'),
     "output order": ("return logits=%y, ", "return ", "the outputs that the header states"),
     "output type": ("    logits f32[B,T,7]", "    logits f32[B,T,8]", "which the body returns"),
-    "record": ("suffix(", "prefix(", "expected one of none, suffix"),
+    "record": ("suffix(", "prefix(", "expected one of first"),
     "record field": ("longest=16", "longest=True", "a valid longest"),
     "record value": ("tokens=4,", "tokens=%past,", "expected a literal"),
     "slot": ("  tree = ", "  forest = ", "draft = , tree = "),
@@ -362,8 +363,8 @@ def test_damaged_text_is_read_or_refused(start: int, length: int, inserted: str)
 
 def test_deep_brackets_in_types_and_options() -> None:
     for text in (
-        GOLDEN.replace("trees=False", "trees=" + "{1: " * 500 + "0" + "}" * 500),
-        GOLDEN.replace("trees=False", "trees=" + "(" * 500 + ")" * 500),
+        GOLDEN.replace("head=False", "head=" + "{1: " * 500 + "0" + "}" * 500),
+        GOLDEN.replace("head=False", "head=" + "(" * 500 + ")" * 500),
         GOLDEN.replace("f32[7,4]", "f32[" + "(" * 500 + "7" + ")" * 500 + "]"),
         GOLDEN.replace("%pair: (", "%pair: " + "(" * 500),
     ):

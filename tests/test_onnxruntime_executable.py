@@ -67,7 +67,7 @@ class Twin:
 
     def commit(self, source: torch.Tensor) -> None:
         """Gather an accepted path's rows in both; `source` i64[B,N]."""
-        self.ort.keep_rows(self.past, source)
+        self.ort.keep_rows("step", self.past, source)
         for tensor in self.states.values():
             for b, start in enumerate(self.past.tolist()):
                 path = tensor[b, :, start + source[b]].clone()

@@ -57,14 +57,14 @@ def test_reads_all_three_ways_to_name_a_pass(tmp_path: Path) -> None:
         "mine",
         "title: Mine\npaper: A. Author, 2024\ncontract: lossless\npasses:\n"
         "  - test_guess\n  - test_fold: {sizes: [2, 3], scale: 1e-3}\n"
-        "  - {pass: insert_kv_cache, options: {trees: true}, optional: true}\n",
+        "  - {pass: add_top_tokens, options: {count: 4}, optional: true}\n",
     )
     recipe = Recipe.load(path)
     assert (recipe.name, recipe.title, recipe.contract) == ("mine", "Mine", "lossless")
-    guess, fold, cache = recipe.steps
+    guess, fold, best = recipe.steps
     assert guess.pass_ == Guess() and not guess.optional
     assert fold.pass_ == Fold(sizes=(2, 3), scale=1e-3)
-    assert cache.pass_.model_dump() == {"trees": True} and cache.optional
+    assert best.pass_.model_dump() == {"count": 4} and best.optional
 
 
 def test_extends_keeps_places_and_lays_options_over(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_set_refuses(setting: str, parts: list[str]) -> None:
         ("a: 1\n---\nb: 2", ["r.yaml:", "not valid YAML"]),
         ("a: \x00", ["r.yaml", "not valid YAML"]),
         ("", ["r.yaml", "empty"]),
-        ("[" * 3000 + "]" * 3000, ["r.yaml", "too deeply"]),
+        ("[" * 500 + "]" * 500, ["r.yaml", "too deeply"]),
     ],
 )
 def test_refuses_with_file_and_line(tmp_path: Path, text: str, parts: list[str]) -> None:

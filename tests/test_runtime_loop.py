@@ -168,10 +168,10 @@ def test_a_program_without_cache_is_refused():
 
 
 def test_a_plan_nobody_carries_out_is_refused():
-    from graftwork.ir.plan import Record
+    from graftwork.ir.plan import DraftRecord
 
-    class Unknown(Record):
-        kind, slot = "unknown", "draft"
+    class Unknown(DraftRecord):
+        kind, most = "unknown", 1
 
     model = program(VOCAB, draft=Unknown())
     with pytest.raises(UnsupportedError, match=r"draft=unknown\(\).*draft=none.*draft=suffix"):

@@ -15,9 +15,10 @@ from runtime_models import TableExecutable, markov, program
 from transformers.generation import logits_process as theirs
 
 from graftwork.ir import InputError
-from graftwork.ir.plan import Lossless, Record, SuffixDraft
+from graftwork.ir.plan import DraftRecord, Lossless, SuffixDraft
 from graftwork.runtime import generate, sampling
-from graftwork.runtime.drafters import DRAFTERS, NO_DRAFT, Draft, Drafter
+from graftwork.runtime.draft import NO_DRAFT, Draft
+from graftwork.runtime.drafters.base import DRAFTERS, Drafter, Taken
 from graftwork.runtime.options import read_options
 from graftwork.runtime.text import Text
 from graftwork.runtime.verifiers.rejection import RejectionVerifier
@@ -66,7 +67,7 @@ def test_the_whole_chain_equals_transformers_along_a_draft():
     logits = torch.randn(2, 4, 40, generator=torch.Generator().manual_seed(9))
     logits[..., 7] += 4.0
     scores, owners = scorer.rows({"logits": logits}, texts, [NO_DRAFT, Draft(draft)])
-    assert owners == [(1, 0), (1, 1), (1, 2), (1, 3)]
+    assert owners == [(1, -1), (1, 0), (1, 1), (1, 2)]
     chain = theirs.LogitsProcessorList(
         [
             theirs.RepetitionPenaltyLogitsProcessor(1.4),
@@ -110,19 +111,18 @@ RULE = markov(VOCAB, seed=5, scale=0.7)
 
 
 @dataclass(frozen=True)
-class SampledDraft(Record):
+class SampledDraft(DraftRecord):
     """Draft tokens sampled from another model. probs: its own, "none" or "wrong" ones."""
 
     probs: str = "own"
     kind: ClassVar[str] = "test_sampled"
-    slot: ClassVar[str] = "draft"
+    most: ClassVar[int] = 3
 
 
 @DRAFTERS.register(SampledDraft)
 class SampledDrafter(Drafter):
     """A drafter in one file: another Markov chain, whose drafts carry their distributions."""
 
-    most = 3
     rule: ClassVar[Callable[..., torch.Tensor]] = staticmethod(markov(VOCAB, seed=6))
     random: ClassVar[torch.Generator] = torch.Generator().manual_seed(77)
 
@@ -144,8 +144,8 @@ class SampledDrafter(Drafter):
         own = torch.stack(probs)
         return Draft(tokens, own if self.record.probs == "own" else own.flip(-1))
 
-    def observe(self, commits: Sequence[Sequence[int]], outputs: object) -> None:
-        for text, tokens in zip(self.texts, commits, strict=True):
+    def observe(self, taken: Taken) -> None:
+        for text, tokens in zip(self.texts, taken.tokens, strict=True):
             text += tokens
 
 
@@ -248,7 +248,7 @@ def test_verifier_keeps_the_distribution(said, options):
     drafts = [Draft(tokens, q if said else None) for tokens in guesses]
     texts = [Text([0], 1, 9) for _ in range(many)]
     outputs = {"logits": logits.expand(many, -1, -1)}
-    results = verifier.verify(outputs, texts, drafts)
+    results = [verdict.tokens for verdict in verifier.verify(outputs, texts, drafts)]
     targets = theirs_warped(logits, {"top_k": 50, **options})
     for depth in range(depths + 1):
         reached = [r for r, g in zip(results, guesses, strict=True) if len(r) > depth]

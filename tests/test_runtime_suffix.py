@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from graftwork.ir.plan import SuffixDraft
 from graftwork.runtime.drafters import NO_DRAFT
+from graftwork.runtime.drafters.base import Taken
 from graftwork.runtime.drafters.suffix import SuffixDrafter, SuffixIndex
 from graftwork.runtime.options import GenerationOptions
 
@@ -70,6 +71,11 @@ def test_entries_are_few():
     assert entries(distinct._longer) == 2000
 
 
+def taken(*tokens: list[int]) -> Taken:
+    nothing = [0] * len(tokens)
+    return Taken([NO_DRAFT] * len(tokens), [()] * len(tokens), tokens, nothing, nothing, {})
+
+
 def drafter(record: SuffixDraft, *prompts: list[int]) -> SuffixDrafter:
     made = SuffixDrafter(record, None, GenerationOptions())
     made.begin(prompts)
@@ -82,15 +88,15 @@ def test_drafts_are_bounded_by_room_record_and_match():
     made = drafter(record, text, text, text, [1, 2, 3, 4, 2])
     drafts = made.propose([9, 2, 0, 9])
     assert [list(draft.tokens) for draft in drafts] == [[3, 4, 5], [3, 4], [], []]
-    assert drafts[3] is NO_DRAFT and made.most == 3
+    assert drafts[3] is NO_DRAFT and record.most == 3
 
 
 def test_observed_tokens_are_indexed():
     made = drafter(SuffixDraft(tokens=4), [1, 2, 3], [5])
     assert made.propose([4, 4]) == [NO_DRAFT, NO_DRAFT]
-    made.observe([[9, 1, 2], []], {})
+    made.observe(taken([9, 1, 2], []))
     assert made.propose([4, 4])[0].tokens == [3, 9, 1, 2]
-    made.observe([[3], [5, 5]], {})
+    made.observe(taken([3], [5, 5]))
     # Sequence 0 wraps where the copy reaches the end of the text; sequence 1 repeats its token.
     assert made.propose([8, 2])[0].tokens == [9, 1, 2, 3]
     assert made.propose([8, 2])[1].tokens == [5, 5]

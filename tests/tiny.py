@@ -15,6 +15,7 @@ from graftwork.ir import (
     Weight,
     WeightStore,
 )
+from graftwork.passes.accept_trees import AcceptTrees
 from graftwork.passes.add_argmax import AddArgmax
 from graftwork.passes.insert_kv_cache import InsertKvCache
 from graftwork.passes.manager import Step, run_passes
@@ -106,6 +107,6 @@ def tiny_llama(
 
 def cached_llama(trees: bool = False, **shape: int) -> Program:
     """`tiny_llama` with a cache, chosen logits and an argmax: what backends compile."""
-    steps = [InsertKvCache(trees=trees), PickLogits(), AddArgmax()]
+    steps = [InsertKvCache(), *[AcceptTrees()] * trees, PickLogits(), AddArgmax()]
     program, _ = run_passes(tiny_llama(**shape), [Step(step) for step in steps])
     return program

@@ -21,8 +21,10 @@ _ROWS, _BATCH = Sym("C"), Sym("B")
 
 @dataclass
 class _Group:
-    """All states of one type in one tensor [states, *dims]: one op moves the rows of all layers."""
+    """All states of one type with the same readers, in one tensor [states, *dims]: one op moves the
+    rows of all layers."""
 
+    readers: tuple[str, ...]
     type: TensorType
     names: list[str]
     data: torch.Tensor
@@ -36,17 +38,24 @@ class _Group:
 class StateBuffers:
     """Owns the memory of a program's states. `epoch` changes whenever addresses or sizes do."""
 
-    def __init__(self, states: Mapping[str, State], context: int, device: str) -> None:
+    def __init__(
+        self,
+        states: Mapping[str, State],
+        readers: Mapping[str, tuple[str, ...]],
+        context: int,
+        device: str,
+    ) -> None:
         self.device = device
         self.limit = context + OVERHANG
         self.batch = 0
         self.capacity = 0
         self.epoch = 0
-        by_type: dict[TensorType, list[str]] = {}
+        alike: dict[tuple[tuple[str, ...], TensorType], list[str]] = {}
         for name, state in states.items():
-            by_type.setdefault(state.type, []).append(name)
+            alike.setdefault((readers[name], state.type), []).append(name)
         self.groups = [
-            _Group(type, names, torch.empty(0, dtype=type.dtype)) for type, names in by_type.items()
+            _Group(functions, type, names, torch.empty(0, dtype=type.dtype))
+            for (functions, type), names in alike.items()
         ]
         self.tensors: dict[str, torch.Tensor] = {}
 
@@ -94,18 +103,18 @@ class StateBuffers:
         start = -raw.data_ptr() % _ALIGN
         return raw[start : start + size].view(dtype).reshape(shape)
 
-    def keep_rows(self, past: torch.Tensor, source: torch.Tensor) -> None:
+    def keep_rows(self, function: str, past: torch.Tensor, source: torch.Tensor) -> None:
         """Row past[b] + i becomes row past[b] + source[b,i], in every state with rows."""
+        groups = [g for g in self.groups if function in g.readers and g.row_axis is not None]
         for sequence, (start, path) in enumerate(zip(past.tolist(), source.tolist(), strict=True)):
             moved = [step for step, row in enumerate(path) if step != row]
             if moved:  # rows before the first of them stay where they are
                 first = moved[0]
-                self._move(sequence, start + first, [start + row for row in path[first:]])
+                self._move(groups, sequence, start + first, [start + row for row in path[first:]])
 
-    def _move(self, sequence: int, start: int, rows: list[int]) -> None:
-        for group in self.groups:
-            if group.row_axis is None:
-                continue
+    def _move(self, groups: list[_Group], sequence: int, start: int, rows: list[int]) -> None:
+        for group in groups:
+            assert group.row_axis is not None
             batch_axis = group.type.dims.index(_BATCH) + 1
             mine = group.data.select(batch_axis, sequence)
             axis = group.row_axis - (group.row_axis > batch_axis)

@@ -69,8 +69,7 @@ class TorchExecutable:
         """None when eager; else 1, what a verification step takes, and a prefill chunk."""
         if self.target.backend == "eager":
             return None
-        tokens = int(getattr(self.program.plan.draft, "tokens", 0))
-        return tuple(sorted({1, tokens + 1, PREFILL}))
+        return tuple(sorted({1, self.program.plan.most + 1, PREFILL}))
 
     def run(
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
@@ -105,13 +104,16 @@ class TorchExecutable:
             return module
         return _inductor(module, self.target)
 
-    def keep_rows(self, past: torch.Tensor, source: torch.Tensor) -> None:
+    def keep_rows(self, function: str, past: torch.Tensor, source: torch.Tensor) -> None:
         """Move the cache rows of an accepted path to the front of the step's rows."""
         steps = torch.arange(source.shape[1])
         if bool((source == steps).all()):
             return
         here, there = (past[:, None] + source), (past[:, None] + steps)
+        reads = self.program.function(function).has_input
         for name, state in self.program.states.items():
+            if not reads(name) or Sym("C") not in state.type.dims:
+                continue
             axis, buffer = state.type.dims.index(Sym("C")), self.states[name]
             rows = buffer.gather(axis, _along(here, buffer, axis))
             buffer.scatter_(axis, _along(there, buffer, axis), rows)

@@ -4,50 +4,65 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ...ir.executable import Executable
+from ..draft import NO_DRAFT, Draft
 from ..options import GenerationOptions
 from ..registry import Registry
 
+__all__ = ["DRAFTERS", "NO_DRAFT", "Draft", "Drafter", "Fed", "Taken"]
 
-class Draft(NamedTuple):
-    """Guessed tokens that would continue a sequence, each continuing the one before.
 
-    probs: f32[N,V], the distributions that the tokens were sampled from: more of them are accepted
-    when the verifier knows. None is lossless however the tokens came about; `probs` that they were
-    not sampled from are not.
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """A step that ran, before anything was verified: a piece of the prompts, or a draft.
+
+    rows: the tokens fed to each sequence; past: cache rows before them. outputs: what the drafter
+    `wants`, valid during the call only: values a token fed (dim T) as they are; values a token
+    chosen (dim S) hold the columns that the step selected.
     """
 
-    tokens: Sequence[int]
-    probs: torch.Tensor | None = None
-
-    def cut(self, count: int) -> Draft:
-        """The first `count` tokens."""
-        return Draft(self.tokens[:count], None if self.probs is None else self.probs[:count])
+    rows: Sequence[Sequence[int]]
+    past: Sequence[int]
+    outputs: Mapping[str, torch.Tensor]
 
 
-NO_DRAFT = Draft(())
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What came of a step, for each sequence.
+
+    drafts: as they were fed. paths: the draft nodes that were accepted, from the root down. tokens:
+    what the sequence gained: the accepted tokens and one more; [] if it was finished. past: cache
+    rows before the step; the row of the last committed token is the first that the step wrote.
+    columns: where that token's values are in outputs with a column a token fed: 0, but in the last
+    piece of a prompt. outputs: as `Fed.outputs`.
+    """
+
+    drafts: Sequence[Draft]
+    paths: Sequence[Sequence[int]]
+    tokens: Sequence[Sequence[int]]
+    past: Sequence[int]
+    columns: Sequence[int]
+    outputs: Mapping[str, torch.Tensor]
 
 
 class Drafter(ABC):
     """Proposes tokens for every unfinished sequence of a batch before each step.
 
-    wants: outputs of the step function that `observe` needs. Register a subclass with
+    wants: outputs of the step function that `observe` or `read` need. reads: whether `read` has
+    anything to do. Register a subclass with
     ``@DRAFTERS.register(ItsRecord)`` in its own file of this folder.
     """
 
     wants: tuple[str, ...] = ()
+    reads: bool = False
 
     def __init__(self, record: Any, executable: Executable, options: GenerationOptions) -> None:
         self.record, self.executable, self.options = record, executable, options
-
-    @property
-    @abstractmethod
-    def most(self) -> int:
-        """Draft tokens a step and sequence, at most."""
 
     @abstractmethod
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -55,18 +70,14 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, rooms: Sequence[int]) -> list[Draft]:
-        """A draft for each sequence, of at most `rooms[b]` tokens; 0: `NO_DRAFT`."""
+        """A draft for each sequence, of at most `rooms[b]` levels; 0: `NO_DRAFT`."""
+
+    def read(self, fed: Fed) -> None:  # noqa: B027  (most drafters need only `observe`)
+        """After each step, pieces of prompts included, before it is verified."""
 
     @abstractmethod
-    def observe(
-        self, commits: Sequence[Sequence[int]], outputs: Mapping[str, torch.Tensor]
-    ) -> None:
-        """After each step: the tokens each sequence gained, and the step's outputs.
-
-        `outputs` holds at least `wants`, one column a token fed (the last committed token, then the
-        draft); its tensors are valid during this call only. The prefill counts as a step whose
-        outputs have one column.
-        """
+    def observe(self, taken: Taken) -> None:
+        """After each verification; the last piece of the prompts counts as a step."""
 
 
 DRAFTERS: Registry[Drafter] = Registry(__package__)

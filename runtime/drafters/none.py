@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...ir.plan import NoDraft
-from .base import DRAFTERS, NO_DRAFT, Draft, Drafter
+from .base import DRAFTERS, NO_DRAFT, Draft, Drafter, Taken
 
 
 @DRAFTERS.register(NoDraft)
 class NoDrafter(Drafter):
     """Proposes nothing."""
-
-    most = 0
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """Nothing to prepare."""
@@ -21,5 +19,5 @@ class NoDrafter(Drafter):
         """An empty draft for each sequence."""
         return [NO_DRAFT] * len(rooms)
 
-    def observe(self, commits: Sequence[Sequence[int]], outputs: object) -> None:
+    def observe(self, taken: Taken) -> None:
         """Nothing to learn."""

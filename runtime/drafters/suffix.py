@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from ...ir.plan import SuffixDraft
-from .base import DRAFTERS, NO_DRAFT, Draft, Drafter
+from .base import DRAFTERS, NO_DRAFT, Draft, Drafter, Taken
 
 _Entries: TypeAlias = dict[int, list[Any]]
 
@@ -95,11 +95,6 @@ class SuffixDrafter(Drafter):
 
     record: SuffixDraft
 
-    @property
-    def most(self) -> int:
-        """The record's `tokens`."""
-        return self.record.tokens
-
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """Index the prompts."""
         self.indexes = [SuffixIndex(self.record.longest) for _ in prompts]
@@ -117,7 +112,7 @@ class SuffixDrafter(Drafter):
                 drafts.append(Draft(index.continuation(count)))
         return drafts
 
-    def observe(self, commits: Sequence[Sequence[int]], outputs: object) -> None:
+    def observe(self, taken: Taken) -> None:
         """Index the committed tokens."""
-        for index, tokens in zip(self.indexes, commits, strict=True):
+        for index, tokens in zip(self.indexes, taken.tokens, strict=True):
             index.extend(tokens)

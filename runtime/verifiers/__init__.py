@@ -1,5 +1,5 @@
 """Verifiers: how much of a draft the target keeps. One file each; `base.VERIFIERS` finds them."""
 
-from .base import GREEDY, SAMPLING, VERIFIERS, Verifier
+from .base import GREEDY, NOTHING_GAINED, SAMPLING, VERIFIERS, Verdict, Verifier
 
-__all__ = ["GREEDY", "SAMPLING", "VERIFIERS", "Verifier"]
+__all__ = ["GREEDY", "NOTHING_GAINED", "SAMPLING", "VERIFIERS", "Verdict", "Verifier"]

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...ir import Program
-from ..drafters.base import Draft
+from ..draft import Draft
 from ..options import GenerationOptions
 from ..registry import Registry
 from ..sampling import Scorer
 from ..text import Text
 
 GREEDY, SAMPLING = "greedy", "sampling"
+
+
+class Verdict(NamedTuple):
+    """What a sequence gains. path: the accepted draft nodes, from the root down. tokens: theirs,
+    and one token more that is the target's own."""
+
+    path: Sequence[int]
+    tokens: list[int]
+
+
+NOTHING_GAINED = Verdict((), [])
+"""The verdict on a finished sequence."""
 
 
 class Verifier(ABC):
@@ -37,11 +49,11 @@ class Verifier(ABC):
     @abstractmethod
     def verify(
         self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
-    ) -> list[list[int]]:
-        """New tokens of each sequence: the accepted prefix of its draft, then one token more.
+    ) -> list[Verdict]:
+        """The verdict on each sequence's draft; `NOTHING_GAINED` on finished sequences.
 
-        outputs: ``logits`` [B,S,V] or ``argmax`` i64[B,S]; column i of a sequence is the target's
-        view after its last committed token and i draft tokens. Finished sequences get []. Errors:
+        outputs: ``logits`` [B,S,V] or ``argmax`` i64[B,S]; column 0 of a sequence is the target's
+        view after its last committed token, column i + 1 that after draft node i. Errors:
         `InputError` if the model returned no usable logits.
         """
 

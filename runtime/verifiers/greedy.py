@@ -8,19 +8,19 @@ import torch
 
 from ...ir import Program
 from ...ir.plan import Lossless
-from ..drafters.base import Draft
+from ..draft import Draft
 from ..options import GenerationOptions
 from ..sampling import bad_logits, best
 from ..text import Text
-from .base import GREEDY, VERIFIERS, Verifier
+from .base import GREEDY, NOTHING_GAINED, VERIFIERS, Verdict, Verifier
 
 
 @VERIFIERS.register(Lossless, GREEDY)
 class GreedyVerifier(Verifier):
-    """The longest prefix on which the argmax agrees, plus the argmax after it.
+    """The longest path from the root on which the argmax agrees, plus the argmax after it.
 
-    Takes the step's own ``argmax`` if it has one and no option reshapes the logits.
-    Source: Stern et al., "Blockwise Parallel Decoding" (2018).
+    Takes the step's own ``argmax`` if it has one and no option reshapes the logits. Sources: Stern
+    et al., "Blockwise Parallel Decoding" (2018); trees: Miao et al., "SpecInfer" (2024).
     """
 
     def __init__(
@@ -33,27 +33,24 @@ class GreedyVerifier(Verifier):
 
     def verify(
         self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
-    ) -> list[list[int]]:
+    ) -> list[Verdict]:
         """See `Verifier.verify`."""
         if "argmax" in outputs and "argmax" in self.fetch:
             choices: list[list[int]] = outputs["argmax"].tolist()
         else:
             choices = self._from_logits(outputs, texts, drafts)
         return [
-            [] if text.done else self._agreed(row, draft.tokens)
+            NOTHING_GAINED if text.done else self._agreed(row, draft)
             for text, row, draft in zip(texts, choices, drafts, strict=True)
         ]
 
-    def _agreed(self, row: list[int], tokens: Sequence[int]) -> list[int]:
-        count = 0
-        for token in tokens:
-            if token != row[count]:
-                break
-            count += 1
+    def _agreed(self, row: list[int], draft: Draft) -> Verdict:
+        path = _chain(row, draft.tokens) if draft.parents is None else _branch(row, draft)
+        last = row[path[-1] + 1 if path else 0]
         # A draft token is a valid id, so only the last one can be an argmax of nothing.
-        if not 0 <= row[count] < self.vocabulary:
+        if not 0 <= last < self.vocabulary:
             raise bad_logits()
-        return row[: count + 1]
+        return Verdict(path, [*(draft.tokens[node] for node in path), last])
 
     def _from_logits(
         self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
@@ -63,3 +60,24 @@ class GreedyVerifier(Verifier):
         for (index, _), token in zip(owners, best(scores), strict=True):
             choices[index].append(token)
         return choices
+
+
+def _chain(row: list[int], tokens: Sequence[int]) -> range:
+    count = 0
+    for token in tokens:
+        if token != row[count]:
+            break
+        count += 1
+    return range(count)
+
+
+def _branch(row: list[int], draft: Draft) -> list[int]:
+    """The nodes on the way down; parents come first, so one look at each node is enough."""
+    assert draft.parents is not None
+    path: list[int] = []
+    at, wanted = -1, row[0]
+    for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
+        if parent == at and token == wanted:
+            path.append(node)
+            at, wanted = node, row[node + 1]
+    return path

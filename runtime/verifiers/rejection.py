@@ -8,23 +8,26 @@ import torch
 
 from ...ir import Program
 from ...ir.plan import Lossless
-from ..drafters.base import Draft
+from ..draft import Draft
 from ..options import GenerationOptions
 from ..sampling import Chances
 from ..text import Text
-from .base import SAMPLING, VERIFIERS, Verifier
+from .base import NOTHING_GAINED, SAMPLING, VERIFIERS, Verdict, Verifier
 
 
 @VERIFIERS.register(Lossless, SAMPLING)
 class RejectionVerifier(Verifier):
-    """Accept draft token x with probability min(1, p(x)/q(x)), else sample norm(max(p - q, 0)).
+    """Accept draft token x with probability min(1, p(x)/q(x)), else go on with norm(max(p - q, 0)).
 
-    p is the target's distribution after all the user's options, q the draft's. A draft without
-    `probs` is deterministic: q is 1 at x, so x is accepted with p(x), and else p(x) is zeroed and
-    the rest renormalised. After a draft that is accepted whole, one more token is sampled from p.
-    Each token is distributed as the target's own sampling, whatever the draft. Sources: Leviathan
-    et al., "Fast Inference from Transformers via Speculative Decoding" (2023); Chen et al.,
-    "Accelerating Large Language Model Decoding with Speculative Sampling" (2023).
+    p is the target's distribution after all the user's options, q the draft's. After a rejection
+    the next sibling is tried against what is left of p; when none is left, a token is sampled from
+    it. Siblings with `probs` were sampled without replacement: a rejected one leaves q too. A draft
+    without `probs` is deterministic: q is 1 at x, so x is accepted with p(x), and else p(x) is
+    zeroed and the rest renormalised. After a path that is accepted whole, one more token is sampled
+    from p. Each token is distributed as the target's own sampling, whatever the draft. Sources:
+    Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023); Chen et
+    al., "Accelerating Large Language Model Decoding with Speculative Sampling" (2023); siblings:
+    Jeon et al., "Recursive Speculative Decoding" (2024); Li et al., "EAGLE-2" (2024).
     """
 
     def __init__(
@@ -35,44 +38,70 @@ class RejectionVerifier(Verifier):
 
     def verify(
         self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
-    ) -> list[list[int]]:
+    ) -> list[Verdict]:
         """See `Verifier.verify`."""
         scores, owners = self.scorer.rows(outputs, texts, drafts)
         chances = self.scorer.warp(scores)
-        first = {index: row for row, (index, depth) in enumerate(owners) if depth == 0}
-        kept = self._accept(chances, first, drafts)
-        last = chances.at([first[index] + count for index, count in kept.items()])
-        for row, (index, count) in enumerate(kept.items()):
-            if count < len(drafts[index].tokens):
-                last.subtract(row, drafts[index], count)
-        new: list[list[int]] = [[] for _ in texts]
-        for (index, count), token in zip(kept.items(), last.draw(self.generator), strict=True):
-            new[index] = [*drafts[index].tokens[:count], token]
-        return new
-
-    def _accept(
-        self, chances: Chances, first: Mapping[int, int], drafts: Sequence[Draft]
-    ) -> dict[int, int]:
-        """How many draft tokens each sequence keeps."""
-        tokens = [token for index in first for token in drafts[index].tokens]
-        if not tokens:
-            return dict.fromkeys(first, 0)
-        rows = [row + i for index, row in first.items() for i in range(len(drafts[index].tokens))]
-        target = iter(chances.of(rows, tokens))
+        first = {index: row for row, (index, node) in enumerate(owners) if node < 0}
+        counts = [len(drafts[index].tokens) for index in first]
+        # Nothing is drawn for an empty draft, so such a step draws what plain sampling does.
         # float64: a draft token may be less likely than float32's finest random number.
-        draws = iter(
-            torch.rand(len(tokens), dtype=torch.float64, generator=self.generator).tolist()
-        )
-        kept = {}
-        for index in first:
-            passed = [next(draws) * q < next(target) for q in _given(drafts[index])]
-            kept[index] = passed.index(False) if False in passed else len(passed)
-        return kept
+        draws = torch.empty(sum(counts), dtype=torch.float64)
+        random = iter(draws.uniform_(generator=self.generator).split(counts))
+        paths = {
+            index: self._accepted(chances, row, drafts[index], next(random).tolist())
+            for index, row in first.items()
+        }
+        ends = [first[i] + (path[-1] + 1 if path else 0) for i, path in paths.items()]
+        last = chances.at(ends).draw(self.generator)
+        verdicts = [NOTHING_GAINED] * len(texts)
+        for (index, path), token in zip(paths.items(), last, strict=True):
+            accepted = [drafts[index].tokens[node] for node in path]
+            verdicts[index] = Verdict(path, [*accepted, token])
+        return verdicts
+
+    def _accepted(
+        self, chances: Chances, root: int, draft: Draft, draws: Sequence[float]
+    ) -> list[int]:
+        """The accepted path; rows of `chances` lose what their rejected children had."""
+        children, path, at = draft.children(), [], -1
+        while at in children:
+            row = root + at + 1
+            taken = self._first_taken(chances, row, draft, children[at], draws)
+            if taken is None:
+                break
+            path.append(taken)
+            at = taken
+        return path
+
+    def _first_taken(
+        self,
+        chances: Chances,
+        row: int,
+        draft: Draft,
+        siblings: Sequence[int],
+        draws: Sequence[float],
+    ) -> int | None:
+        given = draft
+        for count, node in enumerate(siblings):
+            target = chances.of([row], [draft.tokens[node]])[0]
+            if draws[node] * given_chance(given, node) < target:
+                return node
+            chances.subtract(row, given, node)
+            if given.probs is not None and count + 1 < len(siblings):
+                given = without(given, node, siblings[count + 1 :])
+        return None
 
 
-def _given(draft: Draft) -> list[float]:
-    """Probability q of each draft token under the distribution that it was sampled from."""
-    if draft.probs is None:
-        return [1.0] * len(draft.tokens)
-    every = torch.arange(len(draft.tokens))
-    return draft.probs[every, list(draft.tokens)].tolist()
+def given_chance(draft: Draft, node: int) -> float:
+    """Probability q of a draft token under the distribution that it was sampled from."""
+    return 1.0 if draft.probs is None else float(draft.probs[node, draft.tokens[node]])
+
+
+def without(draft: Draft, node: int, later: Sequence[int]) -> Draft:
+    """The draft as its later siblings were sampled: from what is left without `node`'s token."""
+    assert draft.probs is not None
+    probs = draft.probs.clone()
+    probs[later, draft.tokens[node]] = 0
+    probs[later] /= probs[later].sum(-1, keepdim=True).clamp_min(torch.finfo(probs.dtype).tiny)
+    return Draft(draft.tokens, probs, draft.parents)

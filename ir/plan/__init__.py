@@ -1,0 +1,63 @@
+"""The decode plan: how a program's functions become a generation loop, as data.
+
+Each record is frozen and typed; a pass replaces records, the runtime looks up the class that
+carries one out, the text form prints ``kind(field=value)``.
+
+    >>> str(DecodePlan(draft=SuffixDraft(tokens=6)).draft)
+    'suffix(tokens=6, longest=16, shortest=2)'
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .base import RECORDS, Record, record
+from .draft import DraftRecord, FirstDraft, NoDraft, RecyclingDraft, SuffixDraft
+from .policy import FixedLength, FullDepth, KeepAll, Lossless
+from .tree import BestFirst, Chain, StaticTree, TreeRecord
+
+__all__ = [
+    "RECORDS",
+    "BestFirst",
+    "Chain",
+    "DecodePlan",
+    "DraftRecord",
+    "FirstDraft",
+    "FixedLength",
+    "FullDepth",
+    "KeepAll",
+    "Lossless",
+    "NoDraft",
+    "Record",
+    "RecyclingDraft",
+    "StaticTree",
+    "SuffixDraft",
+    "TreeRecord",
+    "record",
+]
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Drafter, tree, length, verification, depth and cache policies of a generation loop."""
+
+    draft: DraftRecord = field(default_factory=NoDraft)
+    tree: TreeRecord = field(default_factory=Chain)
+    length: Record = field(default_factory=FixedLength)
+    verify: Record = field(default_factory=Lossless)
+    depth: Record = field(default_factory=FullDepth)
+    cache: Record = field(default_factory=KeepAll)
+
+    @property
+    def most(self) -> int:
+        """Draft tokens that a step verifies at most.
+
+        Every drafter's own limit counts, and the tree's where a drafter follows it.
+        """
+        return max(_sizes(self.draft, self.tree.most or 0))
+
+
+def _sizes(draft: DraftRecord, tree: int) -> list[int]:
+    if isinstance(draft, FirstDraft):
+        return [size for part in draft.of for size in _sizes(part, tree)] or [0]
+    return [tree if draft.most is None else draft.most]

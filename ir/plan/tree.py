@@ -1,0 +1,110 @@
+"""Tree records: the shape of a draft."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+from ..errors import InputError
+from .base import Record, record
+
+Path: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TreeRecord(Record):
+    """Base of tree records."""
+
+    slot: ClassVar[str] = "tree"
+
+    @property
+    def most(self) -> int | None:
+        """Nodes at most; None: the drafter says."""
+        return None
+
+
+@record
+@dataclass(frozen=True)
+class Chain(TreeRecord):
+    """The draft is a sequence: each token continues the one before.
+
+    depth: tokens of a chain that is drawn from predictions; None: the drafter says.
+    """
+
+    depth: int | None = None
+    kind: ClassVar[str] = "chain"
+
+    @property
+    def most(self) -> int | None:
+        """`depth`."""
+        return self.depth
+
+
+@record
+@dataclass(frozen=True)
+class StaticTree(TreeRecord):
+    """The same shape every step. paths: a node each, as its ranks among siblings from the root.
+
+    ``((0,), (1,), (0, 0))``: the two likeliest tokens, and the likeliest one after the first.
+    Sorted by depth, then by ranks; every node's parent is a node. Errors: `InputError` otherwise.
+    """
+
+    paths: tuple[Path, ...] = ((0,),)
+    kind: ClassVar[str] = "static"
+
+    def __post_init__(self) -> None:
+        known = {()} | set(self.paths)
+        if len(known) != len(self.paths) + 1 or () in self.paths:
+            raise InputError(f"static tree: a path is given twice or is empty: {self.paths}")
+        for path in self.paths:
+            if path[:-1] not in known or path[-1] < 0:
+                raise InputError(f"static tree: path {path} has no parent {path[:-1]} in the tree")
+        if list(self.paths) != sorted(self.paths, key=_by_depth):
+            raise InputError("static tree: paths must be sorted by depth, then by ranks")
+
+    @classmethod
+    def of(cls, paths: Sequence[Sequence[int]]) -> StaticTree:
+        """A tree of paths in any order."""
+        return cls(tuple(sorted((tuple(path) for path in paths), key=_by_depth)))
+
+    @property
+    def most(self) -> int:
+        """Number of nodes."""
+        return len(self.paths)
+
+    @property
+    def depth(self) -> int:
+        """Length of the longest path."""
+        return max(map(len, self.paths), default=0)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Nodes at each depth."""
+        counts = Counter(map(len, self.paths))
+        return tuple(counts[depth] for depth in range(1, self.depth + 1))
+
+
+@record
+@dataclass(frozen=True)
+class BestFirst(TreeRecord):
+    """The likeliest nodes, found anew each step (EAGLE-2).
+
+    At each of `depth` levels the `width` nodes with the highest probability of their whole path are
+    expanded into `width` children each; of everything seen the best `nodes` are kept.
+    """
+
+    nodes: int = 60
+    depth: int = 5
+    width: int = 10
+    kind: ClassVar[str] = "best_first"
+
+    @property
+    def most(self) -> int:
+        """`nodes`."""
+        return self.nodes
+
+
+def _by_depth(path: Path) -> tuple[int, Path]:
+    return len(path), path

@@ -1,0 +1,45 @@
+"""What a tree policy is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from ..draft import Draft
+from ..lengths.base import LengthPolicy
+from ..proposers.base import Proposer
+from ..registry import Registry
+
+
+class TreePolicy(ABC):
+    """Grows drafts out of a proposer's predictions, level by level.
+
+    Register a subclass with ``@TREES.register(ItsRecord)`` in its own file of this folder.
+    """
+
+    def __init__(self, record: Any) -> None:
+        self.record = record
+
+    @abstractmethod
+    def grow(self, proposer: Proposer, depths: Sequence[int], length: LengthPolicy) -> list[Draft]:
+        """A draft for each sequence, at most `depths[b]` levels deep; 0: `NO_DRAFT`.
+
+        length: asked after each level whether to go deeper. At least one depth is positive.
+        """
+
+
+TREES: Registry[TreePolicy] = Registry(__package__)
+
+
+def chosen(tokens: Sequence[int], parents: Sequence[int], branches: bool = True) -> Draft:
+    """A draft of the nodes that have a token (>= 0) and whose parents have one."""
+    new = {-1: -1}
+    kept: list[int] = []
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if token >= 0 and parent in new:
+            new[node] = len(kept)
+            kept.append(node)
+    if not branches:
+        return Draft([tokens[node] for node in kept])
+    return Draft([tokens[node] for node in kept], None, tuple(new[parents[n]] for n in kept))
