@@ -33,7 +33,9 @@ class OnnxExecutable:
         self._cleanup = weakref.finalize(self, self._folder.cleanup)
         self._weights = WeightFile(Path(self._folder.name) / "weights.data")
         device = target.device
-        self._buffers = StateBuffers(program.states, program.info.context, device)
+        self._buffers = StateBuffers(
+            program.states, _readers(program), program.info.context, device
+        )
         self._buffers.begin(1, 1)
         self._made: dict[str, dict[Variant, Step]] = {name: {} for name in program.functions}
         self._routers = {n: Router(program, f, target) for n, f in program.functions.items()}
@@ -93,13 +95,22 @@ class OnnxExecutable:
         session = open_session(path, self.target, weight_bytes=size)
         return Step(fn, session, self._buffers)
 
-    def keep_rows(self, past: torch.Tensor, source: torch.Tensor) -> None:
-        """Commit a path of the last step."""
-        self._buffers.keep_rows(past, source)
+    def keep_rows(self, function: str, past: torch.Tensor, source: torch.Tensor) -> None:
+        """Commit a path of the function's last run."""
+        self._buffers.keep_rows(function, past, source)
 
     def state_bytes(self) -> int:
         """Bytes that the state buffers take (memory that was never written is not there yet)."""
         return self._buffers.nbytes()
+
+
+def _readers(program: Program) -> dict[str, tuple[str, ...]]:
+    """The functions that read each state."""
+    functions = program.functions.items()
+    return {
+        state: tuple(name for name, function in functions if function.has_input(state))
+        for state in program.states
+    }
 
 
 def _require_dtypes(program: Program, target: Target) -> None:
