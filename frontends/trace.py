@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import linecache
 import logging
+import sys
 import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import PurePath
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import nn
@@ -103,9 +105,29 @@ def _quiet() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield
+            with contextlib.redirect_stderr(_WithoutGraphs(sys.stderr)):
+                yield
     finally:
         logging.disable(before)
+
+
+class _WithoutGraphs(io.TextIOBase):
+    """Standard error, less the half-traced graphs that torch prints there when a trace fails."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._in_graph = stream, False
+
+    def write(self, text: str) -> int:
+        was, self._in_graph = self._in_graph, "def forward(" in text
+        if self._in_graph or (was and text == "\n"):
+            return len(text)
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
@@ -133,7 +155,7 @@ def _explain(name: str, wrapper: nn.Module, error: BaseException) -> str:
         where = f" in module {paths[id(owner)].removeprefix('model.')} at {line}"
     if isinstance(error, GraftworkError):
         return f"cannot import {name}{where}: {error}"
-    lines = [text.strip(" -") for text in str(error).splitlines() if text.strip()]
+    lines = [text.strip(" -.") for text in str(error).splitlines() if text.strip()]
     reason = f"{type(error).__name__}: {' '.join(lines[:2])}"
     if "specialized" in reason:
         reason = f"it runs Python code for each token (a loop over the sequence); {reason}"

@@ -50,6 +50,7 @@ PROGRAM = "program.gw"
 TOOLS = ("graftwork", "torch", "transformers", "onnx", "onnxruntime-gpu", "onnxruntime")
 MANIFEST_LIMIT = 64 * 2**20
 
+_AGAIN = "copy the artifact again, or save it again"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 
 
@@ -103,6 +104,11 @@ def is_artifact(folder: Path) -> bool:
         return bool(_read_json(folder / MANIFEST).get("format") == FORMAT)
     except InputError:
         return False
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether a folder is an artifact, or what damage left of one: `load` says what is wrong."""
+    return (folder / PROGRAM).exists() or is_artifact(folder)
 
 
 def save(
@@ -277,9 +283,12 @@ def _read_json(path: Path) -> dict[str, Any]:
             raise InputError(f"{path} is larger than any manifest")
         data = json.loads(path.read_bytes())
     except FileNotFoundError as error:
-        raise InputError(f"{path.parent} is not a graftwork artifact: no {path.name}") from error
+        lost = f"; {_AGAIN}" if (path.parent / PROGRAM).exists() else ""
+        raise InputError(
+            f"{path.parent} is not a graftwork artifact: no {path.name}{lost}"
+        ) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"cannot read {path}: {error}") from error
+        raise InputError(f"cannot read {path}: {error}; {_AGAIN}") from error
     if not isinstance(data, dict):
         raise InputError(f"{path}: expected a JSON object")
     return data
@@ -311,17 +320,17 @@ def _check_file(folder: Path, name: str, entry: FileEntry) -> None:
     try:
         found = path.lstat()
     except OSError as error:
-        raise InputError(f"{path} is missing from the artifact: {error}") from error
+        raise InputError(f"{path} is missing from the artifact; {_AGAIN}") from error
     if not stat.S_ISREG(found.st_mode):
         raise InputError(f"{path} is not a regular file (links are not followed)")
     if found.st_size != entry.bytes:
         raise InputError(
-            f"{path} is damaged: {found.st_size} bytes, the manifest says {entry.bytes}"
+            f"{path} is damaged: {found.st_size} bytes, the manifest says {entry.bytes}; {_AGAIN}"
         )
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != entry.sha256:
-        raise InputError(f"{path} is damaged: its sha256 is not the manifest's")
+        raise InputError(f"{path} is damaged: its sha256 is not the manifest's; {_AGAIN}")
 
 
 def _with_role(manifest: Manifest, role: str) -> list[str]:

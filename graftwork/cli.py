@@ -232,13 +232,13 @@ def inspect(
     summary: Annotated[bool, typer.Option(help="Counts instead of the program.")] = False,
 ) -> None:
     """Print a program: as traced, after a recipe, or after one of its passes."""
-    from .artifact import is_artifact
+    from .artifact import is_saved
     from .model import load, trace
 
     if after is not None and recipe is None:
         raise _bad("--after needs --recipe")
     with progress() as show:
-        if is_artifact(Path(model)) and recipe is None:
+        if is_saved(Path(model)) and recipe is None:
             program = load(model).program
         else:
             chosen = None if recipe is None else with_settings(recipe, set_)
@@ -316,11 +316,11 @@ def open_model(
     show: Callable[[str], None],
 ) -> Model:
     """A saved artifact, or a checkpoint folder optimized on the spot (baseline by default)."""
-    from .artifact import is_artifact
+    from .artifact import is_saved
     from .model import load
     from .model import optimize as optimize_model
 
-    if is_artifact(Path(source)):
+    if is_saved(Path(source)):
         if recipe is not None or settings:
             raise _bad(f"{source} is a saved artifact; its recipe cannot be changed any more")
         show("check and read")

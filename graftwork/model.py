@@ -15,7 +15,7 @@ from .backends.target import Target
 from .ir import GraftworkError, InputError, Program, Weight, WeightStore
 from .passes.manager import arrange, facts_of, run_passes
 from .passes.validate import Validator
-from .prompts import Prompts, as_ids, sample_prompts, validation_batch
+from .prompts import Prompts, as_ids, check_file, read_tokenizer, sample_prompts, validation_batch
 from .recipe import Recipe
 from .report import Report, megabytes, pass_lines, weight_bytes
 from .shards import check_finite
@@ -39,8 +39,15 @@ class Traced:
 
     @classmethod
     def of(cls, model: Source, dtype: torch.dtype) -> Traced:
-        """Trace a model with weights in `dtype`."""
+        """Trace a model with weights in `dtype`. Errors: as `optimize`."""
+        from .artifact import is_saved
         from .frontends import import_model
+
+        if isinstance(model, (str, Path)) and is_saved(Path(model)):
+            raise InputError(
+                f"{model} is a saved artifact, optimized already: load it, or give the checkpoint "
+                f"that it was made from"
+            )
 
         start = time.perf_counter()
         program = import_model(model, dtype=dtype)
@@ -174,15 +181,13 @@ class Model:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The model's own tokenizer. Errors: `InputError` if it came without tokenizer.json."""
-        from tokenizers import Tokenizer
-
+        """The model's own tokenizer. Errors: `InputError` if tokenizer.json is missing or bad."""
         path = self.program.assets.get("tokenizer.json")
         if path is None:
             raise InputError(
                 f"{self.program.name} came without a tokenizer.json; pass token ids instead of text"
             )
-        return Tokenizer.from_file(str(path))
+        return read_tokenizer(path)
 
     def generate(self, input_ids: torch.Tensor | Sequence[Sequence[int]], **options: Any) -> Any:
         """Continue token ids i64[B,S] as transformers' ``generate`` does: sequences i64[B,S+N].
@@ -215,16 +220,22 @@ class Model:
         )
 
     def export_onnx(self, folder: str | Path) -> Path:
-        """Write ``model.onnx`` with its weights and tokenizer, for ONNX Runtime."""
+        """Write ``model.onnx`` with its weights and tokenizer, for ONNX Runtime.
+
+        Errors: as `graftwork.export.export_onnx`, and `InputError` if a weight holds NaN.
+        """
         from .export import export_onnx
 
-        return export_onnx(self.program, Path(folder))
+        return export_onnx(_checked(self.program), Path(folder))
 
     def export_genai(self, folder: str | Path) -> Path:
-        """Write a folder that onnxruntime-genai runs: the graph and ``genai_config.json``."""
+        """Write a folder that onnxruntime-genai runs: the graph and ``genai_config.json``.
+
+        Errors: as `graftwork.export.export_genai`, and `InputError` if a weight holds NaN.
+        """
         from .export import export_genai
 
-        return export_genai(self.program, Path(folder))
+        return export_genai(_checked(self.program), Path(folder))
 
     def __str__(self) -> str:
         size = megabytes(weight_bytes(self.program))
@@ -243,6 +254,7 @@ def _target(target: Target | str | None, dtype: torch.dtype | None = None) -> Ta
 
 
 def _check_data(recipe: Recipe, data: Prompts | None, validate: bool) -> None:
+    """Before a model is traced, which takes a while."""
     if "data" in recipe.needs and data is None:
         raise InputError(
             f"recipe {recipe.name!r} needs data= (texts, token ids, or a file of them)"
@@ -252,6 +264,8 @@ def _check_data(recipe: Recipe, data: Prompts | None, validate: bool) -> None:
             f"data= is given, but recipe {recipe.name!r} uses none; "
             f"add validate=True to check the passes' contracts on it, or leave it out"
         )
+    if data is not None:
+        check_file(data)
 
 
 def _validation_prompts(program: Program, data: Prompts | None, seed: int) -> torch.Tensor:

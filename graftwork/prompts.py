@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .ir import InputError, Program
 from .ir.program import ModelInfo
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 Prompts = str | Path | Sequence[str] | Sequence[Sequence[int]]
 """A path to a .txt (one prompt a line) or .jsonl file (``{"ids": [...]}`` or ``{"text": "..."}`` a
@@ -18,6 +21,18 @@ line), a sequence of texts, or a sequence of token id sequences."""
 
 VALIDATION_PROMPTS = 4
 VALIDATION_TOKENS = 48
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """A tokenizer.json. Errors: `InputError` if it is not one."""
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more specific
+        raise InputError(
+            f"cannot read {path}: {error}; expected the tokenizer that belongs to the model"
+        ) from error
 
 
 def as_ids(input_ids: Any) -> torch.Tensor:
@@ -60,6 +75,12 @@ def read_prompts(data: Prompts, program: Program) -> list[list[int]]:
     return prompts
 
 
+def check_file(data: Prompts) -> None:
+    """Errors: `InputError` if `data` is a file that cannot be read, with its line."""
+    if isinstance(data, (str, Path)):
+        _read_file(Path(data))
+
+
 def validation_batch(data: Prompts, program: Program) -> torch.Tensor:
     """A few prompts cut to one length, i64[B,T], for running programs side by side."""
     prompts = sorted(read_prompts(data, program), key=len, reverse=True)[:VALIDATION_PROMPTS]
@@ -99,12 +120,10 @@ def _json_prompt(line: str, where: str) -> Any:
 
 
 def _encoder(program: Program) -> Any:
-    from tokenizers import Tokenizer
-
     path = program.assets.get("tokenizer.json")
     if path is None:
         raise InputError(f"data: {program.name} has no tokenizer.json; give token ids, not text")
-    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer = read_tokenizer(path)
     return lambda text: tokenizer.encode(text).ids
 
 

@@ -79,7 +79,9 @@ def open_safetensors(path: Path) -> Any:
         stat = path.stat()
         return _open(str(path), (stat.st_mtime_ns, stat.st_size))
     except Exception as error:  # the library's error type is not public
-        raise InputError(f"cannot read weights from {path}: {error}") from error
+        raise InputError(
+            f"cannot read weights from {path}: {error}; if it is damaged, fetch it again"
+        ) from error
 
 
 def from_safetensors(path: Path, key: str, name: str | None = None) -> Weight:

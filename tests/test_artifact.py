@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tiny import cached_llama
 
 from graftwork import artifact
-from graftwork.artifact import is_artifact, load, save
+from graftwork.artifact import is_artifact, is_saved, load, save
 from graftwork.backends.target import Target
 from graftwork.ir import InputError, Program, TensorType, Weight, WeightStore
 from graftwork.passes.validate import reference_logits
@@ -274,7 +274,7 @@ def test_damage_is_named(program: Program, tmp_path: Path, name: str) -> None:
     path.write_bytes(data[:-1])
     refused(folder, name, "damaged", f"{len(data) - 1} bytes")
     path.unlink()
-    refused(folder, name, "missing")
+    refused(folder, name, "missing", "copy the artifact again")
     other = tmp_path / "elsewhere"
     other.write_bytes(data)
     path.symlink_to(other)
@@ -322,10 +322,18 @@ def test_a_broken_manifest_is_refused(program: Program, tmp_path: Path, text: st
     folder = keep(program, tmp_path / "out")
     (folder / "manifest.json").write_text(text)
     refused(folder, "manifest.json")
-    assert not is_artifact(folder)
+    assert not is_artifact(folder) and is_saved(folder)
+
+
+def test_a_lost_manifest_is_missed(program: Program, tmp_path: Path) -> None:
+    folder = keep(program, tmp_path / "out")
+    (folder / "manifest.json").unlink()
+    refused(folder, "no manifest.json", "copy the artifact again")
+    assert is_saved(folder)
 
 
 def test_what_is_no_artifact_is_refused(tmp_path: Path) -> None:
+    assert not is_saved(tmp_path)
     refused(tmp_path, "not a graftwork artifact", "manifest.json")
     refused(tmp_path / "nowhere", "not a graftwork artifact")
 

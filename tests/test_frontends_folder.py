@@ -90,6 +90,30 @@ def test_missing_shard(tmp_path: Path) -> None:
         import_model(folder)
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "cannot read .*index.json: expected a JSON object"),
+        ("[]", "whose weight_map names a shard"),
+        ('{"weight_map": {"a": "../b.safetensors"}}', r"'\.\./b\.safetensors'.*without a path"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "'/etc/passwd'.*without a path"),
+    ],
+)
+def test_damaged_index(tmp_path: Path, text: str, reason: str) -> None:
+    """An index that cannot be read, or that points out of the folder."""
+    saved("llama", tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(InputError, match=reason):
+        import_model(tmp_path)
+
+
+def test_damaged_generation_config(tmp_path: Path) -> None:
+    """Defaults of generation that are no JSON."""
+    (saved("llama", tmp_path) / "generation_config.json").write_text("{")
+    with pytest.raises(InputError, match=r"cannot read generation_config\.json"):
+        import_model(tmp_path)
+
+
 def test_missing_tensor(tmp_path: Path) -> None:
     """A tensor that the architecture needs and the file lacks."""
     path = saved("llama", tmp_path) / "model.safetensors"
@@ -114,7 +138,7 @@ def test_truncated_file(tmp_path: Path) -> None:
     """A download that stopped half way."""
     path = saved("llama", tmp_path) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(InputError, match=r"model\.safetensors"):
+    with pytest.raises(InputError, match=r"model\.safetensors.*fetch it again"):
         import_model(tmp_path)
 
 

@@ -73,6 +73,17 @@ def test_data_that_nothing_uses_and_data_that_is_missing_are_refused(source: str
     gw.optimize(source, PASSES, target=EAGER, data=[[1, 2, 3], [4, 5]], validate=True)
 
 
+def test_data_is_read_before_anything_is_traced(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot read .*none\.txt"):
+        gw.optimize("nowhere", PASSES, target=EAGER, data=tmp_path / "none.txt", validate=True)
+
+
+def test_an_artifact_is_not_optimized_again(source: str, tmp_path: Path) -> None:
+    folder = gw.optimize(source, PASSES, target=EAGER).save(tmp_path / "out")
+    with pytest.raises(InputError, match=r"is a saved artifact.*load it, or give the checkpoint"):
+        gw.optimize(folder, PASSES, target=EAGER)
+
+
 def test_trace_stops_after_a_pass(source: str) -> None:
     recipe = Recipe.load(PASSES)
     program = front.trace(source, recipe, after="pick_logits")
@@ -93,9 +104,29 @@ def test_a_weight_with_nan_is_named_when_compiling(backend: str) -> None:
         model.generate([[1, 2]], max_new_tokens=1)
 
 
+@pytest.mark.parametrize("kind", ["onnx", "genai"])
+def test_a_weight_with_nan_is_named_and_nothing_is_exported(kind: str, tmp_path: Path) -> None:
+    program = cached_llama()
+    broken = torch.full_like(program.weights["head"].load(), float("nan"))
+    weights = WeightStore({**program.weights, "head": Weight.of("head", broken)})
+    model = Model(program.replace(weights=weights), EAGER, RECIPE)
+    with pytest.raises(InputError, match=r"weight head .*NaN"):
+        getattr(model, f"export_{kind}")(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_model_without_tokenizer_says_so() -> None:
     with pytest.raises(InputError, match="pass token ids"):
         _ = Model(cached_llama(), EAGER, RECIPE).tokenizer
+
+
+def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    program = cached_llama().replace(assets={"tokenizer.json": tmp_path / "tokenizer.json"})
+    with pytest.raises(InputError, match=r"cannot read .*tokenizer\.json"):
+        _ = Model(program, EAGER, RECIPE).tokenizer
+    with pytest.raises(InputError, match=r"cannot read .*tokenizer\.json"):
+        read_prompts(["text"], program)
 
 
 @pytest.mark.parametrize(

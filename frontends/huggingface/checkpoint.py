@@ -27,11 +27,11 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 def tensors_of(folder: Path) -> dict[str, Path]:
     """The shard that holds each tensor of a checkpoint, by name.
 
-    Errors: `InputError` naming a missing index, a missing shard, or a shard that lacks a tensor.
+    Errors: `InputError` naming a missing or damaged index, a missing shard, or a shard that lacks
+    a tensor.
     """
     if (folder / _INDEX).exists():
-        shards = json.loads((folder / _INDEX).read_text())["weight_map"]
-        return _located(folder, shards)
+        return _located(folder, _shards(folder / _INDEX))
     if (folder / _SINGLE).exists():
         names = open_safetensors(folder / _SINGLE).keys()
         return {name: folder / _SINGLE for name in names}
@@ -40,9 +40,26 @@ def tensors_of(folder: Path) -> dict[str, Path]:
     raise InputError(f"{folder} holds neither {_SINGLE} nor {_INDEX}{hint}")
 
 
+def _shards(index: Path) -> dict[str, str]:
+    """Which shard the index says holds each tensor."""
+    try:
+        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(shard) for name, shard in shards.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"cannot read {index}: expected a JSON object whose weight_map names a shard for each "
+            f"tensor ({type(error).__name__}: {error}); fetch it again"
+        ) from error
+
+
 def _located(folder: Path, shards: Mapping[str, str]) -> dict[str, Path]:
     held = {}
     for shard in sorted(set(shards.values())):
+        if Path(shard).name != shard:
+            raise InputError(
+                f"{folder}: {_INDEX} names the shard {shard!r}; expected the name of a file in the "
+                f"folder, without a path"
+            )
         if not (folder / shard).exists():
             lost = sum(1 for name in shards.values() if name == shard)
             raise InputError(

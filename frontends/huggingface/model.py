@@ -145,7 +145,12 @@ def _generation_config(folder: Path) -> Any:
 
     if not (folder / "generation_config.json").exists():
         return None
-    return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    try:
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{folder}: transformers cannot read generation_config.json: {error}"
+        ) from error
 
 
 class _Wrapper(nn.Module):
