@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from archs import ARCHS, build, imported
+from archs import imported
 
 from graftwork.frontends import import_model
 from graftwork.ir import Program, run, verify
@@ -72,8 +72,8 @@ def test_everything_is_recognised(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma", "gpt_neox"])
 def test_half_precision(name: str) -> None:
     """Casts to float32 and back are taken in; the result is as near to float32 as it was."""
-    model = build(ARCHS[name])
-    precise = logits(import_model(model, torch.float32))
+    model, exact = imported(name)
+    precise = logits(exact)
     before = import_model(model, torch.bfloat16)
     after = raised(before)
     fn = after.function("step")
