@@ -38,7 +38,7 @@ class DecodeLoop:
         plan, batch = program.plan, len(texts)
         self.texts = texts
         self.feeder = Feeder(executable, batch)
-        self.length = LENGTHS.find(plan.length)(plan.length, plan.most, batch)
+        self.length = LENGTHS.find(plan.length)(plan.length, executable, batch)
         self.drafter = drafter_for(plan.draft, executable, options, self.length)
         trait = SAMPLING if options.do_sample else GREEDY
         verifier = VERIFIERS.find(plan.verify, trait)
@@ -56,14 +56,15 @@ class DecodeLoop:
         start, inside = perf_counter(), self.feeder.seconds
         live = [text for text in self.texts if not text.done]
         while live:
-            drafts = self._propose()
             before = perf_counter()
+            drafts = self._propose()
+            between = perf_counter()
             outputs, past, drafts, columns = self._step(drafts)
-            gained = self._commit(outputs, past, drafts, columns, emitter)
-            self.length.observe(drafts, gained, perf_counter() - before)
+            taken = self._commit(outputs, past, drafts, columns, emitter)
+            self.length.observe(taken, between - before, perf_counter() - between)
             self.stats.steps += 1
             self.stats.sequence_steps += len(live)
-            self.stats.decoded_tokens += sum(gained)
+            self.stats.decoded_tokens += sum(map(len, taken.tokens))
             live = [text for text in live if not text.done]
         self.stats.decode_seconds = perf_counter() - start
         self.stats.executable_seconds = self.feeder.seconds - inside
@@ -133,8 +134,8 @@ class DecodeLoop:
         drafts: Sequence[Draft],
         columns: list[int],
         emitter: Emitter | None,
-    ) -> list[int]:
-        """Verify a step, append each sequence's gain, tell drafter and streamer; the counts."""
+    ) -> Taken:
+        """Verify a step, append each sequence's gain, tell drafter and streamer."""
         verdicts = self.verifier.verify(outputs, self.texts, drafts)
         if any(draft.parents is not None for draft in drafts):
             self.feeder.keep(past, [verdict.path for verdict in verdicts])
@@ -145,10 +146,11 @@ class DecodeLoop:
             paths.append(verdict.path[: len(kept)])
             self.stats.draft_tokens += len(draft.tokens)
             self.stats.accepted_tokens += min(len(kept), len(verdict.path))
-        self.drafter.observe(Taken(drafts, paths, commits, past, columns, outputs))
+        taken = Taken(drafts, paths, commits, past, columns, outputs)
+        self.drafter.observe(taken)
         if emitter is not None:
             emitter.push(self.texts, commits)
-        return [len(tokens) for tokens in commits]
+        return taken
 
 
 def _check_plan(program: Program) -> None:

@@ -2,36 +2,48 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ..draft import Draft
+import numpy as np
+import numpy.typing as npt
+
+from ...ir.executable import Executable
 from ..registry import Registry
 
 if TYPE_CHECKING:
+    from ..drafters.base import Taken
     from ..proposers.base import Level
 
+Flags: TypeAlias = npt.NDArray[np.bool_]
 
-class LengthPolicy(ABC):
-    """Bounds drafts before they are made, and learns from what came of them.
 
-    most: draft tokens of the plan. Register a subclass with ``@LENGTHS.register(ItsRecord)``.
+class LengthPolicy:
+    """Bounds drafts before and while they are made, and learns from what came of them.
+
+    most: draft tokens of the plan. Register a subclass with ``@LENGTHS.register(ItsRecord)`` in its
+    own file of this folder.
     """
 
-    def __init__(self, record: Any, most: int, batch: int) -> None:
-        self.record, self.most, self.batch = record, most, batch
+    def __init__(self, record: Any, executable: Executable, batch: int) -> None:
+        self.record, self.executable, self.batch = record, executable, batch
+        self.most = executable.program.plan.most
+        self.always = np.ones(batch, dtype=np.bool_)
 
-    @abstractmethod
     def limits(self, rooms: Sequence[int]) -> list[int]:
         """Draft tokens wanted for each sequence; 0: do not speculate. rooms: levels that fit."""
+        return [self.most if room > 0 else 0 for room in rooms]
 
-    def goes_on(self, level: Level) -> bool:
-        """Whether a draft that just got this level should grow another one, for any sequence."""
-        return True
+    def goes_on(self, level: Level, depth: int) -> Flags:
+        """For each sequence, whether a draft whose level number `depth` this is should grow deeper.
 
-    def observe(self, drafts: Sequence[Draft], gained: Sequence[int], seconds: float) -> None:  # noqa: B027
-        """After each step: drafts as fed, tokens gained (0: finished), time of step and check."""
+        The level becomes part of the draft either way. In a tree its first node continues the
+        likeliest path. Returns bool[B].
+        """
+        return self.always
+
+    def observe(self, taken: Taken, drafting: float, step: float) -> None:
+        """After each step. drafting: seconds that the drafts took; step: the step and its check."""
 
 
 LENGTHS: Registry[LengthPolicy] = Registry(__package__)

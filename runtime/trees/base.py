@@ -8,7 +8,7 @@ from typing import Any
 
 from ..draft import Draft
 from ..lengths.base import LengthPolicy
-from ..proposers.base import Proposer
+from ..proposers.base import Level, Proposer
 from ..registry import Registry
 
 
@@ -25,11 +25,24 @@ class TreePolicy(ABC):
     def grow(self, proposer: Proposer, depths: Sequence[int], length: LengthPolicy) -> list[Draft]:
         """A draft for each sequence, at most `depths[b]` levels deep; 0: `NO_DRAFT`.
 
-        length: asked after each level whether to go deeper. At least one depth is positive.
+        length: asked after each level whether to go deeper (`goes_deeper`). At least one depth is
+        positive.
         """
 
 
 TREES: Registry[TreePolicy] = Registry(__package__)
+
+
+def goes_deeper(length: LengthPolicy, level: Level, depth: int, depths: list[int]) -> bool:
+    """Whether any sequence's draft should get a level below level number `depth`.
+
+    depths: levels of each sequence at most; shortened where the length policy has enough.
+    """
+    going = length.goes_on(level, depth)
+    if not going.all():
+        for index, more in enumerate(going.tolist()):
+            depths[index] = depths[index] if more else min(depths[index], depth)
+    return max(depths) > depth
 
 
 def chosen(tokens: Sequence[int], parents: Sequence[int], branches: bool = True) -> Draft:

@@ -10,7 +10,7 @@ from ...ir.plan import StaticTree
 from ..draft import NO_DRAFT, Draft
 from ..lengths.base import LengthPolicy
 from ..proposers.base import Ids, Level, Proposer
-from .base import TREES, TreePolicy, chosen
+from .base import TREES, TreePolicy, chosen, goes_deeper
 
 
 class _Depth:
@@ -53,23 +53,21 @@ class StaticTreePolicy(TreePolicy):
 
     def grow(self, proposer: Proposer, depths: Sequence[int], length: LengthPolicy) -> list[Draft]:
         """See `TreePolicy.grow`."""
-        deepest = min(max(depths), len(self.depths), proposer.depth or len(self.depths))
+        most = min(len(self.depths), proposer.depth or len(self.depths))
+        limits = [min(depth, most) for depth in depths]
         columns: list[Ids] = []
         level = proposer.root(self.depths[0].most)
-        for number, here in enumerate(self.depths[:deepest]):
+        for number, here in enumerate(self.depths, 1):
             tokens = _pick(level, here)
             columns.append(tokens)
-            if number + 1 == deepest or not length.goes_on(level):
+            if not goes_deeper(length, level, number, limits):
                 break
             batch = (len(depths), len(here.expanded))
             parents = np.broadcast_to(here.parent[here.expanded], batch)
-            level = proposer.grow(tokens[:, here.expanded], parents, self.depths[number + 1].most)
+            level = proposer.grow(tokens[:, here.expanded], parents, self.depths[number].most)
         every = np.concatenate(columns, 1)
         rows, whole = every.tolist(), bool((every >= 0).all())
-        return [
-            self._draft(row, min(depth, len(columns)), whole)
-            for row, depth in zip(rows, depths, strict=True)
-        ]
+        return [self._draft(row, depth, whole) for row, depth in zip(rows, limits, strict=True)]
 
     def _draft(self, tokens: list[int], depth: int, whole: bool) -> Draft:
         size = self.sizes[depth]
