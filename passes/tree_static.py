@@ -56,7 +56,7 @@ class TreeStatic(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Put the tree into the plan. See the module docstring."""
-        if not isinstance(program.plan.tree, Chain):
+        if program.plan.tree != Chain():
             raise PassError(f"tree_static: the plan has a tree already: {program.plan.tree}")
         if self.paths:
             tree = StaticTree.of(self.paths)

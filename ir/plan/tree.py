@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import ClassVar, TypeAlias
 
 from ..errors import InputError
@@ -92,18 +94,51 @@ class BestFirst(TreeRecord):
     """The likeliest nodes, found anew each step (EAGLE-2).
 
     At each of `depth` levels the `width` nodes with the highest probability of their whole path are
-    expanded into `width` children each; of everything seen the best `nodes` are kept.
+    expanded into `width` children each; of everything seen the best `nodes` are kept. gain: no
+    deeper level if the last one added less than this to the expected accepted tokens (OPT-Tree).
+    least: no node whose path is less probable than this (DySpec).
     """
 
     nodes: int = 60
     depth: int = 5
     width: int = 10
+    gain: float = 0.0
+    least: float = 0.0
     kind: ClassVar[str] = "best_first"
 
     @property
     def most(self) -> int:
         """`nodes`."""
         return self.nodes
+
+
+@record
+@dataclass(frozen=True)
+class SampledTree(TreeRecord):
+    """Tokens sampled from the drafter's own distributions, anew each step (RSD).
+
+    widths: children of every node, by depth; (1, 1, 1) is a chain of three sampled tokens.
+    replacement: whether siblings are drawn independently of each other, so that two may be the same
+    token, instead of without replacement. Errors: `InputError` for widths below 1 or none.
+    """
+
+    widths: tuple[int, ...] = (4, 2, 1)
+    replacement: bool = False
+    kind: ClassVar[str] = "sampled"
+
+    def __post_init__(self) -> None:
+        if not self.widths or min(self.widths) < 1:
+            raise InputError(f"sampled tree: expected widths of at least 1, got {self.widths}")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Nodes at each depth."""
+        return tuple(accumulate(self.widths, mul))
+
+    @property
+    def most(self) -> int:
+        """Number of nodes."""
+        return sum(self.sizes)
 
 
 def _by_depth(path: Path) -> tuple[int, Path]:
