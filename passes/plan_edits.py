@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..ir import Program
-from ..ir.plan import DraftRecord, FirstDraft, NoDraft
+from ..ir import PassError, Program
+from ..ir.plan import DraftRecord, FirstDraft, Lossless, NoDraft, Record
 
 
 def with_draft(program: Program, draft: DraftRecord) -> Program:
@@ -22,3 +22,10 @@ def with_draft(program: Program, draft: DraftRecord) -> Program:
 def with_plan(program: Program, **slots: Any) -> Program:
     """The program with some slots of its plan replaced."""
     return program.replace(plan=replace(program.plan, **slots))
+
+
+def with_verifier(program: Program, who: str, verify: Record) -> Program:
+    """The program with another verifier. Errors: `PassError` naming `who` if one was chosen."""
+    if not isinstance(program.plan.verify, Lossless):
+        raise PassError(f"{who}: the plan has a verifier already: {program.plan.verify}")
+    return with_plan(program, verify=verify)

@@ -24,7 +24,7 @@ class Topology:
         self.parents = tuple(parents)
         seen = np.zeros((len(self.parents) + 1,) * 2, dtype=np.bool_)
         seen[0, 0] = True
-        depths = []
+        depths: list[int] = []
         for node, parent in enumerate(self.parents):
             seen[node + 1] = seen[parent + 1]
             seen[node + 1, node + 1] = True
@@ -53,14 +53,17 @@ class Draft:
 
     parents: of each token, the index of the token it continues, -1 for the sequence's last token;
     parents come first. None: a chain, each continuing the one before. probs: f32[N,V], for each
-    token the distribution that it was sampled from (siblings: without replacement, in order): more
-    are accepted when the verifier knows. None is lossless however the tokens came about; `probs`
-    that they were not sampled from are not.
+    token the distribution that it was sampled from: more are accepted when the verifier knows. None
+    is lossless however the tokens came about; `probs` that they were not sampled from are not.
+    independent: with `probs`, how siblings were sampled: each on its own, so that two may be the
+    same; else one after the other without replacement, all from their parent's distribution, which
+    `probs` repeats as it was before the first one left it.
     """
 
     tokens: Sequence[int]
     probs: torch.Tensor | None = None
     parents: tuple[int, ...] | None = None
+    independent: bool = False
 
     @property
     def shape(self) -> Topology:
@@ -91,7 +94,7 @@ class Draft:
             return self
         probs = None if self.probs is None else self.probs[:count]
         parents = None if self.parents is None else self.parents[:count]
-        return Draft(self.tokens[:count], probs, parents)
+        return Draft(self.tokens[:count], probs, parents, self.independent)
 
     def within(self, depth: int) -> Draft:
         """The tokens at most `depth` deep."""
@@ -106,6 +109,7 @@ class Draft:
             [self.tokens[node] for node in kept],
             None if self.probs is None else self.probs[kept],
             tuple(new[self.parents[node]] for node in kept),
+            self.independent,
         )
 
 

@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -103,10 +104,15 @@ class GenerationOptions:
         return self.repetition_penalty != 1.0 or self.min_new_tokens > 0
 
     def random(self) -> torch.Generator | None:
-        """The generator to draw from; None is torch's global one."""
-        if self.seed is not None:
-            return torch.Generator().manual_seed(self.seed)
-        return self.generator
+        """The generator to draw from; None is torch's global one.
+
+        Always the same one: who drafts and who verifies must not draw the same numbers.
+        """
+        return self.generator if self.seed is None else self._seeded
+
+    @cached_property
+    def _seeded(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed or 0)
 
     def eos(self, info: ModelInfo) -> tuple[int, ...]:
         """Ids that end a sequence."""

@@ -89,19 +89,26 @@ class Chances(NamedTuple):
             return self
         return Chances(self.probs[rows], None if self.ids is None else self.ids[rows])
 
-    def subtract(self, row: int, draft: Draft, node: int) -> None:
-        """Row <- norm(max(p - q, 0)) in place, q being what draft token `node` was sampled from.
+    def subtract(self, row: int, token: int, given: Array | None) -> None:
+        """Row <- norm(max(p - q, 0)) in place, q = `given` [V] being what `token` was drawn from.
 
-        Without `draft.probs`, q is the token itself. A row of which nothing is left stays: p = q up
-        to rounding.
+        Without it, q is the token itself. A row of which nothing is left stays: p = q up to
+        rounding.
         """
-        probs, ids = self.probs[row], slice(None) if self.ids is None else self.ids[row]
-        if draft.probs is None:
-            token = draft.tokens[node]
-            rest = probs.copy()
+        if given is None:
+            rest = self.probs[row].copy()
             rest[token if self.ids is None else self.ids[row] == token] = 0
         else:
-            rest = np.maximum(probs - draft.probs[node].numpy()[ids], 0)
+            rest = np.maximum(self.probs[row] - self.among(row, given), 0)
+        self.replace(row, rest)
+
+    def among(self, row: int, given: Array) -> Array:
+        """What `given` [V] says of a row's candidates [K]."""
+        return given if self.ids is None else given[self.ids[row]]
+
+    def replace(self, row: int, rest: Array) -> None:
+        """Row <- `rest` [K], scaled to add up to 1; if nothing is left the row stays as it is."""
+        probs = self.probs[row]
         total = rest.sum()
         if total > 0:
             np.divide(rest, total, out=probs)
@@ -116,6 +123,39 @@ class Chances(NamedTuple):
             index = min(int(sums.searchsorted(point * sums[-1], side="right")), len(sums) - 1)
             tokens.append(index if self.ids is None else int(self.ids[row, index]))
         return tokens
+
+
+def warp(scores: torch.Tensor, options: GenerationOptions) -> Chances:
+    """What to sample from under temperature and filters; no two rows of it share memory.
+
+    Errors: `InputError` for NaN scores [R,V].
+    """
+    scores, ids = _warmed(scores, options)
+    if options.top_p < 1.0:
+        scores = keep_top_p(scores, options.top_p)
+    if options.min_p > 0.0:
+        scores = keep_min_p(scores, options.min_p)
+    probs = scores.softmax(-1).numpy()
+    # One NaN or +inf score makes a whole row NaN, so one column tells.
+    if any(map(math.isnan, probs[:, 0].tolist())):
+        raise bad_logits()
+    return Chances(probs, None if ids is None else ids.numpy())
+
+
+def _warmed(
+    scores: torch.Tensor, options: GenerationOptions
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Temperature and top-k: the candidates' scores and ids, best first, or all of them."""
+    count, temperature = options.top_k, options.temperature
+    if count and count < scores.shape[-1]:
+        best_scores, ids = scores.topk(count + 1)
+        best_scores = best_scores if temperature == 1.0 else best_scores / temperature
+        # A tie with the last candidate belongs to the candidates: then there are more than k.
+        lowest = best_scores[:, -2:].tolist()
+        if all(beyond < last for last, beyond in lowest):
+            return best_scores[:, :-1], ids[:, :-1]
+    scores = scores if temperature == 1.0 else scores / temperature
+    return (keep_top_k(scores, count) if count else scores), None
 
 
 class Scorer:
@@ -160,30 +200,7 @@ class Scorer:
 
     def warp(self, scores: torch.Tensor) -> Chances:
         """What to sample from. Errors: `InputError` for NaN scores [R,V]."""
-        options = self.options
-        scores, ids = self._warmed(scores)
-        if options.top_p < 1.0:
-            scores = keep_top_p(scores, options.top_p)
-        if options.min_p > 0.0:
-            scores = keep_min_p(scores, options.min_p)
-        probs = scores.softmax(-1).numpy()
-        # One NaN or +inf score makes a whole row NaN, so one column tells.
-        if any(map(math.isnan, probs[:, 0].tolist())):
-            raise bad_logits()
-        return Chances(probs, None if ids is None else ids.numpy())
-
-    def _warmed(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Temperature and top-k: the candidates' scores and ids, best first, or all of them."""
-        count, temperature = self.options.top_k, self.options.temperature
-        if count and count < scores.shape[-1]:
-            best_scores, ids = scores.topk(count + 1)
-            best_scores = best_scores if temperature == 1.0 else best_scores / temperature
-            # A tie with the last candidate belongs to the candidates: then there are more than k.
-            lowest = best_scores[:, -2:].tolist()
-            if all(beyond < last for last, beyond in lowest):
-                return best_scores[:, :-1], ids[:, :-1]
-        scores = scores if temperature == 1.0 else scores / temperature
-        return (keep_top_k(scores, count) if count else scores), None
+        return warp(scores, self.options)
 
     def _seen(
         self, texts: Sequence[Text], drafts: Sequence[Draft], owners: list[tuple[int, int]]

@@ -12,9 +12,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .base import RECORDS, Record, record
-from .draft import DraftRecord, FirstDraft, NoDraft, RecyclingDraft, SuffixDraft
-from .policy import FixedLength, FullDepth, KeepAll, Lossless
-from .tree import BestFirst, Chain, StaticTree, TreeRecord
+from .draft import (
+    DraftRecord,
+    FirstDraft,
+    HeadsDraft,
+    NoDraft,
+    RecurrentDraft,
+    RecyclingDraft,
+    SuffixDraft,
+)
+from .policy import FixedLength, FullDepth, KeepAll, Lossless, SpecTr, TopKAccept, Typical
+from .tree import BestFirst, Chain, SampledTree, StaticTree, TreeRecord
 
 __all__ = [
     "RECORDS",
@@ -25,14 +33,20 @@ __all__ = [
     "FirstDraft",
     "FixedLength",
     "FullDepth",
+    "HeadsDraft",
     "KeepAll",
     "Lossless",
     "NoDraft",
     "Record",
+    "RecurrentDraft",
     "RecyclingDraft",
+    "SampledTree",
+    "SpecTr",
     "StaticTree",
     "SuffixDraft",
+    "TopKAccept",
     "TreeRecord",
+    "Typical",
     "record",
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..errors import InputError
 from .base import Record, record
 
 
@@ -24,6 +25,50 @@ class Lossless(Record):
 
     kind: ClassVar[str] = "lossless"
     slot: ClassVar[str] = "verify"
+
+
+@record
+@dataclass(frozen=True)
+class SpecTr(Record):
+    """Keep the target's distribution, judging independently sampled siblings together (SpecTr).
+
+    Greedy decoding and drafts of any other kind are verified as by `Lossless`.
+    """
+
+    kind: ClassVar[str] = "spectr"
+    slot: ClassVar[str] = "verify"
+
+
+@record
+@dataclass(frozen=True)
+class Typical(Record):
+    """Accept draft tokens that the target finds typical, not only those that it chooses (Medusa).
+
+    A token passes if its probability exceeds min(`floor`, `share` * exp(-entropy)).
+    """
+
+    floor: float = 0.09
+    share: float = 0.3
+    kind: ClassVar[str] = "typical"
+    slot: ClassVar[str] = "verify"
+
+    def __post_init__(self) -> None:
+        if not (0 < self.floor <= 1 and 0 < self.share <= 1):
+            raise InputError(f"typical: floor and share lie in 0..1 and are not 0: {self}")
+
+
+@record
+@dataclass(frozen=True)
+class TopKAccept(Record):
+    """Accept draft tokens that are among the target's `count` likeliest (Stern et al. 2018)."""
+
+    count: int = 2
+    kind: ClassVar[str] = "top_k"
+    slot: ClassVar[str] = "verify"
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise InputError(f"top_k: expected a count of at least 1, got {self.count}")
 
 
 @record

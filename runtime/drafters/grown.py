@@ -27,6 +27,7 @@ class GrownDrafter(Drafter):
         tree = executable.program.plan.tree
         self.proposer = PROPOSERS.find(record)(record, executable, options)
         self.tree = TREES.find(tree)(tree)
+        self.tree.begin(options)
         self.length = length
         self.wants, self.reads = self.proposer.wants, self.proposer.reads
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..draft import Draft
 from ..lengths.base import LengthPolicy
+from ..options import GenerationOptions
 from ..proposers.base import Level, Proposer
 from ..registry import Registry
 
@@ -20,6 +21,9 @@ class TreePolicy(ABC):
 
     def __init__(self, record: Any) -> None:
         self.record = record
+
+    def begin(self, options: GenerationOptions) -> None:  # noqa: B027  (most trees need nothing)
+        """A generation with these options begins."""
 
     @abstractmethod
     def grow(self, proposer: Proposer, depths: Sequence[int], length: LengthPolicy) -> list[Draft]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from ...ir import Program
 from ...ir.plan import Lossless
 from ..draft import Draft
 from ..options import GenerationOptions
-from ..sampling import Chances
+from ..sampling import Array, Chances
 from ..text import Text
 from .base import NOTHING_GAINED, SAMPLING, VERIFIERS, Verdict, Verifier
 
@@ -21,13 +22,14 @@ class RejectionVerifier(Verifier):
 
     p is the target's distribution after all the user's options, q the draft's. After a rejection
     the next sibling is tried against what is left of p; when none is left, a token is sampled from
-    it. Siblings with `probs` were sampled without replacement: a rejected one leaves q too. A draft
+    it. Of siblings that were sampled without replacement a rejected one leaves q too. A draft
     without `probs` is deterministic: q is 1 at x, so x is accepted with p(x), and else p(x) is
     zeroed and the rest renormalised. After a path that is accepted whole, one more token is sampled
     from p. Each token is distributed as the target's own sampling, whatever the draft. Sources:
     Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023); Chen et
     al., "Accelerating Large Language Model Decoding with Speculative Sampling" (2023); siblings:
-    Jeon et al., "Recursive Speculative Decoding" (2024); Li et al., "EAGLE-2" (2024).
+    Miao et al., "SpecInfer" (2024); without replacement: Jeon et al., "Recursive Speculative
+    Decoding" (2024); without probabilities: Li et al., "EAGLE-2" (2024).
     """
 
     def __init__(
@@ -82,26 +84,24 @@ class RejectionVerifier(Verifier):
         siblings: Sequence[int],
         draws: Sequence[float],
     ) -> int | None:
-        given = draft
+        """The sibling that is accepted; if none is, the row becomes what is left of it."""
+        given: Array | None = None
         for count, node in enumerate(siblings):
-            target = chances.of([row], [draft.tokens[node]])[0]
-            if draws[node] * given_chance(given, node) < target:
+            token = draft.tokens[node]
+            if draft.probs is not None and (count == 0 or draft.independent):
+                given = draft.probs[node].numpy()
+            likely = 1.0 if given is None else float(given[token])
+            if draws[node] * likely < chances.of([row], [token])[0]:
                 return node
-            chances.subtract(row, given, node)
-            if given.probs is not None and count + 1 < len(siblings):
-                given = without(given, node, siblings[count + 1 :])
+            chances.subtract(row, token, given)
+            if given is not None and not draft.independent and count + 1 < len(siblings):
+                given = without(given, token)
         return None
 
 
-def given_chance(draft: Draft, node: int) -> float:
-    """Probability q of a draft token under the distribution that it was sampled from."""
-    return 1.0 if draft.probs is None else float(draft.probs[node, draft.tokens[node]])
-
-
-def without(draft: Draft, node: int, later: Sequence[int]) -> Draft:
-    """The draft as its later siblings were sampled: from what is left without `node`'s token."""
-    assert draft.probs is not None
-    probs = draft.probs.clone()
-    probs[later, draft.tokens[node]] = 0
-    probs[later] /= probs[later].sum(-1, keepdim=True).clamp_min(torch.finfo(probs.dtype).tiny)
-    return Draft(draft.tokens, probs, draft.parents)
+def without(given: Array, token: int) -> Array:
+    """What the next sibling was sampled from: q [V] without `token`, scaled to add up to 1."""
+    rest = given.copy()
+    rest[token] = 0
+    total = rest.sum(dtype=np.float64)
+    return rest / total if total > 0 else rest
