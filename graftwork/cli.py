@@ -276,7 +276,7 @@ def demo(
     json_: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
     quick: Annotated[bool, typer.Option(help="Fewer prompts and one round.")] = False,
 ) -> None:
-    """Run the bundled model with three recipes on both backends, next to transformers."""
+    """Run the bundled model with a few recipes on both backends, next to transformers."""
     from .demo import run_demo
 
     with progress() as show:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ def compare(
     *,
     settings: Sequence[str] = (),
     targets: Sequence[str] = (),
+    skip: Collection[tuple[str, str]] = (),
     data: Prompts | None = None,
     prompts: int = 8,
     tokens: int = 128,
@@ -42,8 +43,9 @@ def compare(
 
     against: other systems, the first of which is the reference (without any, the first recipe is).
     settings: ``pass.option=value``, for every recipe that has the pass.
-    data: prompts; by default the folder's prompts.jsonl, else random tokens. Errors: `InputError`
-    for an unknown recipe, system or target, before anything runs.
+    skip: (recipe, target) pairs that are not measured. data: prompts; by default the folder's
+    prompts.jsonl, else random tokens. Errors: `InputError` for an unknown recipe, system or target,
+    before anything runs.
     """
     unknown = [name for name in against if name not in AGAINST]
     if unknown:
@@ -51,7 +53,7 @@ def compare(
     chosen = _recipes(recipes, settings)
     wheres = [Target.parse(target) for target in targets] or [Target.default()]
     with tempfile.TemporaryDirectory(prefix="graftwork-") as scratch:
-        optimized = _optimized(model, chosen, wheres, progress)
+        optimized = _optimized(model, chosen, wheres, skip, progress)
         others = [_other(name, Path(model), wheres[0], Path(scratch), progress) for name in against]
         texts, source = _prompts(model, optimized[0], data, prompts, seed)
         bench = Bench(texts, tokens, repeats, progress)
@@ -84,6 +86,7 @@ def _optimized(
     model: str | Path,
     recipes: Sequence[Recipe],
     targets: Sequence[Target],
+    skip: Collection[tuple[str, str]],
     progress: Callable[[str], None],
 ) -> list[Optimized]:
     traced: dict[torch.dtype, Traced] = {}
@@ -94,6 +97,8 @@ def _optimized(
             progress("tracing")
             traced[target.dtype] = Traced.of(model, target.dtype)
         for recipe in recipes:
+            if (recipe.name, str(target)) in skip:
+                continue
             progress(f"optimizing with {recipe.name} for {target}")
             result = transform(traced[target.dtype], recipe, target)
             made.append(Optimized(recipe.name, result, pool))
