@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from graftwork.ir import Function, InputError, ModelInfo, Program, TensorType, WeightStore
-from graftwork.ir.plan import DecodePlan, Record
+from graftwork.ir.plan import DecodePlan, DraftRecord, Record, TreeRecord
 
 POISON = -(10**9)
 
@@ -16,18 +16,25 @@ def program(
     vocab: int,
     *,
     context: int = 64,
-    draft: Record | None = None,
+    draft: DraftRecord | None = None,
+    tree: TreeRecord | None = None,
+    verify: Record | None = None,
     outputs: Sequence[str] = ("logits", "argmax"),
     inputs: Sequence[str] = ("tokens", "positions", "past", "select"),
     eos: tuple[int, ...] = (),
     pad: int | None = None,
 ) -> Program:
-    """A program whose step has these inputs and outputs and computes nothing."""
+    """A program whose step has these inputs and outputs and computes nothing.
+
+    A `tree` adds the input ``ancestors``.
+    """
     fn = Function("step")
-    shapes = {"past": "i64[B]", "select": "i64[B,S]"}
+    shapes = {"past": "i64[B]", "select": "i64[B,S]", "ancestors": "bool[B,T,T]"}
+    inputs = [*inputs, *(["ancestors"] if tree is not None else [])]
     nodes = [fn.add_input(n, TensorType.parse(shapes.get(n, "i64[B,T]"))) for n in inputs]
     fn.set_outputs({name: nodes[0] for name in outputs})
-    plan = DecodePlan() if draft is None else DecodePlan(draft=draft)
+    slots = {"draft": draft, "tree": tree, "verify": verify}
+    plan = DecodePlan(**{slot: record for slot, record in slots.items() if record is not None})
     info = ModelInfo("table", vocab, context, eos=eos, pad=pad)
     return Program("table", {"step": fn}, WeightStore({}), info, plan=plan, stage="cached")
 
@@ -36,8 +43,9 @@ class TableExecutable:
     """A model given by `rule(tokens so far) -> logits [V]`; its cache is the tokens it was fed.
 
     What a column sees is read back from the cache, so a row that is wrong, forgotten or overwritten
-    changes the text. Every input is checked against the protocol, and results handed out are
-    poisoned at the next run.
+    changes the text. Every input is checked against the protocol, results handed out are poisoned
+    at the next run, and cache rows at the next step or once a path is kept, if they are none of
+    what was committed.
     """
 
     def __init__(
@@ -52,6 +60,7 @@ class TableExecutable:
         self.given: list[torch.Tensor] = []
         self.fed: list[tuple[int, list[int], tuple[str, ...]]] = []
         self.memo: dict[tuple[int, ...], torch.Tensor] = {}
+        self.trees: set[bytes] = set()
 
     def begin(self, batch: int, rows: int) -> None:
         assert 0 < rows <= self.program.info.context
@@ -73,16 +82,23 @@ class TableExecutable:
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
     ) -> dict[str, torch.Tensor]:
         step = self.program.function(function)
-        assert set(inputs) == {str(node.target) for node in step.inputs}
+        names = {str(node.target) for node in step.inputs}
+        assert names - {"ancestors"} <= set(inputs) <= names
         assert set(fetch) <= set(step.outputs)
         tokens, past = inputs["tokens"], inputs["past"]
         batch, width = tokens.shape
         self._check(inputs, batch, width)
         for row in range(batch):
+            self.cache[row, past[row] :] = POISON
             self.cache[row, past[row] : past[row] + width] = tokens[row]
+        self.last = (past.clone(), width)
         self.fed.append((width, past.tolist(), tuple(fetch)))
         select = inputs.get("select", torch.arange(width).expand(batch, width))
-        logits = torch.stack([self._columns(b, int(past[b]), select[b]) for b in range(batch)])
+        chain = torch.ones(width, width, dtype=torch.bool).tril().expand(batch, width, width)
+        seen = inputs.get("ancestors", chain)
+        logits = torch.stack(
+            [self._columns(b, int(past[b]), select[b], seen[b]) for b in range(batch)]
+        )
         for old in self.given:
             old.fill_(POISON)
         results = {"logits": logits, "argmax": self.best(logits)}
@@ -98,12 +114,31 @@ class TableExecutable:
         assert self._widths is None or width in self._widths
         assert int(past.max()) + width <= self.capacity <= self.program.info.context
         assert int(tokens.min()) >= 0 and int(tokens.max()) < self.program.info.vocab_size
-        assert (inputs["positions"] == past[:, None] + torch.arange(width)).all()
+        depths = torch.arange(width)
+        if "ancestors" in inputs:
+            depths = self._depths(inputs["ancestors"], batch, width)
+        assert (inputs["positions"] == past[:, None] + depths).all()
         select = inputs.get("select")
         assert select is None or (int(select.min()) >= 0 and int(select.max()) < width)
 
-    def _columns(self, row: int, past: int, select: torch.Tensor) -> torch.Tensor:
-        return torch.stack([self._logits(self.cache[row, : past + i + 1]) for i in select.tolist()])
+    def _depths(self, ancestors: torch.Tensor, batch: int, width: int) -> torch.Tensor:
+        """Of each column; ancestors must be those of trees whose parents come first."""
+        assert ancestors.shape == (batch, width, width) and ancestors.dtype == torch.bool
+        assert ancestors.diagonal(dim1=1, dim2=2).all() and not ancestors.triu(1).any()
+        for tree in ancestors:
+            key = tree.numpy().tobytes()
+            if key not in self.trees:
+                _check_tree(tree.tolist())
+                self.trees.add(key)
+        return ancestors.sum(-1) - 1
+
+    def _columns(
+        self, row: int, past: int, select: torch.Tensor, seen: torch.Tensor
+    ) -> torch.Tensor:
+        before, step = self.cache[row, :past], self.cache[row, past : past + len(seen)]
+        return torch.stack(
+            [self._logits(torch.cat([before, step[seen[i]]])) for i in select.tolist()]
+        )
 
     def _logits(self, seen: torch.Tensor) -> torch.Tensor:
         key = tuple(seen.tolist())
@@ -113,10 +148,26 @@ class TableExecutable:
         return self.memo[key].clone()
 
     def keep_rows(self, function: str, past: torch.Tensor, source: torch.Tensor) -> None:
-        raise AssertionError("a chain commits no path")
+        began, width = self.last
+        assert torch.equal(past, began), "a path is kept where the last step began"
+        assert "ancestors" in {str(n.target) for n in self.program.function(function).inputs}
+        assert source.shape[0] == len(past) and int(source.min()) >= 0
+        assert int(source.max()) < width and source.shape[1] <= width
+        kept = self.cache.gather(1, past[:, None] + source)
+        for row, start in enumerate(past.tolist()):
+            self.cache[row, start:] = POISON
+            self.cache[row, start : start + source.shape[1]] = kept[row]
 
     def state_bytes(self) -> int:
         return int(self.cache.nbytes)
+
+
+def _check_tree(ancestors: list[list[bool]]) -> None:
+    """Each column continues what its parent continues, and the parent, and itself."""
+    for column, row in enumerate(ancestors):
+        above = [other for other in range(column) if row[other]]
+        continued = [c for c, seen in enumerate(ancestors[above[-1]]) if seen] if above else []
+        assert above == continued
 
 
 def markov(vocab: int, seed: int = 0, scale: float = 1.0) -> Callable[..., torch.Tensor]:
