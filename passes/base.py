@@ -38,6 +38,7 @@ class Effect(Enum):
     WEIGHT_NUMERICS = "weight numerics"
     LOGITS = "logits"
     DECODE_PLAN = "decode plan"
+    FUNCTIONS = "functions"
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class DraftSuffix(Pass):
 
     name: ClassVar[str] = "draft_suffix"
     contract: ClassVar[Contract] = Contract.LOSSLESS
-    requires: ClassVar[frozenset[str]] = frozenset({"cached"})
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN})
 

@@ -36,7 +36,7 @@ class FuseGateUp(Pass):
     name: ClassVar[str] = "fuse_gate_up"
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     provides: ClassVar[frozenset[str]] = frozenset({"fused_gate_up"})
-    reads: ClassVar[frozenset[Effect]] = frozenset({Effect.HIDDEN_BASIS})
+    reads: ClassVar[frozenset[Effect]] = frozenset({Effect.HIDDEN_BASIS, Effect.FUNCTIONS})
 
     def run(self, program: Program) -> Outcome:
         """Merge gate and up of every `glu`. See the module docstring."""

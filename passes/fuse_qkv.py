@@ -37,7 +37,7 @@ class FuseQkv(Pass):
     name: ClassVar[str] = "fuse_qkv"
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     provides: ClassVar[frozenset[str]] = frozenset({"fused_qkv"})
-    reads: ClassVar[frozenset[Effect]] = frozenset({Effect.HIDDEN_BASIS})
+    reads: ClassVar[frozenset[Effect]] = frozenset({Effect.HIDDEN_BASIS, Effect.FUNCTIONS})
 
     def run(self, program: Program) -> Outcome:
         """Merge the projections of every attention. See the module docstring."""

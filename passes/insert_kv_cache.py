@@ -39,6 +39,7 @@ class InsertKvCache(Pass):
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     provides: ClassVar[frozenset[str]] = frozenset({"cached"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.CACHE_LAYOUT})
+    reads: ClassVar[frozenset[Effect]] = frozenset({Effect.FUNCTIONS})
 
     def run(self, program: Program) -> Outcome:
         """Add states and cached attention. See the module docstring."""

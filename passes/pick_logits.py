@@ -39,6 +39,7 @@ class PickLogits(Pass):
     requires: ClassVar[frozenset[str]] = frozenset({"cached"})
     provides: ClassVar[frozenset[str]] = frozenset({"picked"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.LOGITS})
+    reads: ClassVar[frozenset[Effect]] = frozenset({Effect.FUNCTIONS})
 
     def run(self, program: Program) -> Outcome:
         """Insert the choice after the last marker. See the module docstring."""

@@ -42,7 +42,7 @@ class QuantizeInt8(Pass):
     provides: ClassVar[frozenset[str]] = frozenset({"int8"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.WEIGHT_NUMERICS})
     exclusive: ClassVar[frozenset[Effect]] = frozenset({Effect.WEIGHT_NUMERICS})
-    reads: ClassVar[frozenset[Effect]] = frozenset({Effect.HIDDEN_BASIS})
+    reads: ClassVar[frozenset[Effect]] = frozenset({Effect.HIDDEN_BASIS, Effect.FUNCTIONS})
 
     def run(self, program: Program) -> Outcome:
         """Quantize every linear weight that is not excluded, in every function."""

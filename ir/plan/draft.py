@@ -52,16 +52,72 @@ class SuffixDraft(DraftRecord):
         return self.tokens
 
 
+RATES = (
+    (0.29, 0.09, 0.033, 0.03, 0.022, 0.02, 0.017, 0.015),
+    (0.55, 0.12, 0.05, 0.028, 0.022, 0.015, 0.011, 0.01),
+    (0.83, 0.076, 0.018, 0.011, 0.007, 0.005, 0.004, 0.003),
+)
+"""Acceptance by tokens of known context and by rank, as measured on source code."""
+
+
 @record
 @dataclass(frozen=True)
 class RecyclingDraft(DraftRecord):
-    """A table of the tokens that followed each token most likely when it was last seen.
+    """Tables of the tokens that followed each context most likely when it was last seen.
 
-    successors: candidates kept a token. The tree is drawn from the table breadth first.
+    Drafts are the `nodes` likeliest nodes, at most `depth` deep. successors: candidates kept a
+    context. context: tokens of the longest context that has a row; 1: the last token only (Token
+    Recycling). rates: rates[c][r] is how often the candidate of rank r is accepted where the
+    longest known context has c + 1 tokens.
     """
 
+    nodes: int = 60
+    depth: int = 16
     successors: int = 8
+    context: int = 3
+    rates: tuple[tuple[float, ...], ...] = RATES
     kind: ClassVar[str] = "recycling"
+
+    @property
+    def most(self) -> int:
+        """`nodes`."""
+        return self.nodes
+
+
+@record
+@dataclass(frozen=True)
+class HeadsDraft(DraftRecord):
+    """Heads that predict several places ahead at once, from the last hidden state (Medusa).
+
+    function: takes ``hidden`` [B,T,H]; returns ``draft_logits`` [B,T,levels,V] and the best
+    ``draft_tokens`` and ``draft_scores`` (log probabilities) [B,T,levels,K]. levels: places
+    predicted. decay: in training, the weight of level d's loss is decay^d. trained: whether the
+    weights know anything.
+    """
+
+    function: str = "heads"
+    levels: int = 4
+    decay: float = 0.8
+    trained: bool = False
+    kind: ClassVar[str] = "heads"
+
+
+@record
+@dataclass(frozen=True)
+class RecurrentDraft(DraftRecord):
+    """Functions that predict one token each from a state and the token before it (Hydra, RNNs).
+
+    functions: one a level, the last one for all deeper levels; each takes ``tokens`` [B,T] and
+    ``state`` [B,T,Z] (the first: the target's last hidden state) and returns ``state`` for the next
+    level, and ``draft_logits`` [B,T,V], ``draft_tokens``, ``draft_scores`` [B,T,K]. levels, decay,
+    trained: as in `HeadsDraft`.
+    """
+
+    functions: tuple[str, ...] = ()
+    levels: int = 4
+    decay: float = 0.8
+    trained: bool = False
+    kind: ClassVar[str] = "recurrent"
 
 
 @record

@@ -1,0 +1,193 @@
+"""Growing a function onto a program: taps of the target, copies of its parts, new weights.
+
+A draft head is a function of its own that reads what the step returns. `Graft` builds one: inputs,
+the target's embedding, final norm and language-model head (its nodes are copied, its weights are
+shared), and new weights whose first values follow from their names, so that a program is the same
+each time it is made.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from ..ir import Function, PassError, Program, TensorType, Weight, derive, type_of
+from ..ir.plan import DraftRecord
+from .plan_edits import with_draft
+from .subgraph import cone
+
+A, G = torch.ops.aten, torch.ops.graftwork
+
+
+class Graft:
+    """A new function `name` of a program, and the step that feeds it.
+
+    Every value has the shape [B,T,...]: T draft nodes of each sequence, or T tokens in training.
+    Errors: `PassError` naming what the program lacks.
+    """
+
+    def __init__(self, program: Program, owner: str, name: str) -> None:
+        self.program, self.owner = program, owner
+        self.step = program.function("step").copy()
+        self.fn = Function(name)
+        self.weights = program.weights
+        self.markers = self.step.calls(G.hidden.default)
+        if not self.markers:
+            raise PassError(f"{owner}: step has no graftwork.hidden marker to tap")
+        if name in program.functions:
+            raise PassError(f"{owner}: the program has a function {name!r} already")
+        last = self.markers[-1]
+        self.dtype, self.hidden = type_of(last).dtype, int(str(type_of(last).dims[-1]))
+        self.vocab = program.info.vocab_size
+        self.product = self._head_product(last)
+
+    # -- the target's side
+
+    def tap(self, layer: int | None = None) -> str:
+        """Let the step return the residual stream after a layer; None: after the last."""
+        blocks = {int(n.kwargs["layer"]): n for n in self.markers if n.kwargs["point"] == "block"}  # type: ignore[arg-type]
+        if layer is not None and layer not in blocks:
+            raise PassError(f"{self.owner}: no layer {layer}; the program has {sorted(blocks)}")
+        name = "hidden" if layer is None else f"hidden.{layer}"
+        node = self.markers[-1] if layer is None else blocks[layer]
+        outputs = self.step.outputs
+        self.step.set_outputs({**outputs, name: outputs.get(name, node)})
+        return name
+
+    def embed(self, tokens: torch.fx.Node) -> torch.fx.Node:
+        """The target's embedding of tokens i64[B,T]: [B,T,H], without positions."""
+        for node in self.step.calls(A.embedding.default):
+            if node.args[1] is self.step.input("tokens"):
+                return self.copy({node.args[1]: tokens}, node)
+        raise PassError(f"{self.owner}: step does not look its tokens up in an embedding table")
+
+    def norm(self, x: torch.fx.Node) -> torch.fx.Node:
+        """The target's final norm, or whatever lies between its last layer and its head."""
+        return self.copy({self.markers[-1]: x}, self.product.args[0])
+
+    def head(self, x: torch.fx.Node, own: str = "") -> torch.fx.Node:
+        """The target's logits [B,T,V] of normed states; own: with a weight of that name, which
+        starts as the target's."""
+        weight = self.product.args[1]
+        assert isinstance(weight, torch.fx.Node)
+        given: dict[Any, torch.fx.Node] = {self.product.args[0]: x}
+        if own:
+            source = self.program.weights[str(weight.target)]
+            given[weight] = self.weight_of(derive(own, source.type, lambda w: w.clone(), source))
+        return self.copy(given, self.step.outputs["logits"])
+
+    def copy(self, given: Mapping[Any, torch.fx.Node], wanted: Any) -> torch.fx.Node:
+        """The step's node `wanted` computed here, with values here for some of its ancestors."""
+        copies: dict[torch.fx.Node, torch.fx.Node] = dict(given)
+        members: set[torch.fx.Node] = set()
+        stack = [wanted]
+        while stack:
+            node = stack.pop()
+            if node not in copies and node not in members:
+                members.add(node)
+                stack.extend(node.all_input_nodes)
+        for node in sorted(members):  # fx nodes compare by their place in the graph
+            if node.op == "placeholder":
+                raise PassError(
+                    f"{self.owner}: the part of the step that is wanted here also needs its input "
+                    f"{node.target!r}"
+                )
+            copies[node] = self.fn.graph.node_copy(node, lambda n: copies[n])
+        return copies[wanted]
+
+    def _head_product(self, last: torch.fx.Node) -> torch.fx.Node:
+        """The product that makes logits: the last linear layer after the last marker."""
+        logits = self.step.outputs.get("logits")
+        found = [
+            node
+            for node in self.step.calls(A.linear.default)
+            if logits is not None
+            and node in cone([logits])
+            and type_of(node).dims[-1] == self.vocab
+        ]
+        if not found or last not in cone([found[-1]]):
+            raise PassError(f"{self.owner}: step has no linear layer from hidden states to logits")
+        return found[-1]
+
+    # -- the new function's side
+
+    def input(self, name: str, *dims: int, dtype: torch.dtype | None = None) -> torch.fx.Node:
+        """An input [B,T,*dims], of the model's dtype unless said."""
+        inner = "".join(f",{dim}" for dim in dims)
+        text = TensorType.parse(f"f32[B,T{inner}]")
+        return self.fn.add_input(name, text.with_dtype(dtype or self.dtype))
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        """A typed call."""
+        return self.fn.call(target, *args, **kwargs)
+
+    def weight_of(self, weight: Weight) -> torch.fx.Node:
+        """A reference to a weight of this graft, which is added to the program."""
+        if weight.name not in self.weights:
+            self.weights = self.weights.adding(weight)
+        return self.fn.weight(weight)
+
+    def parameter(self, name: str, *shape: int, init: str = "normal") -> torch.fx.Node:
+        """A new weight. init: "zeros", "ones", "eye", or "normal" with variance 1 / inputs."""
+        type = TensorType(self.dtype, shape)
+        return self.weight_of(Weight(name, type, _initial(name, shape, self.dtype, init)))
+
+    def linear(
+        self, x: torch.fx.Node, name: str, outputs: int, *, bias: bool = True, init: str = "normal"
+    ) -> torch.fx.Node:
+        """x W^T + b with new weights ``name.weight`` [outputs, inputs] and ``name.bias``."""
+        inputs = int(str(type_of(x).dims[-1]))
+        weight = self.parameter(f"{name}.weight", outputs, inputs, init=init)
+        extra = [self.parameter(f"{name}.bias", outputs, init="zeros")] if bias else []
+        return self.call(A.linear.default, x, weight, *extra)
+
+    def rms_norm(self, x: torch.fx.Node, name: str, eps: float = 1e-6) -> torch.fx.Node:
+        """A new norm with gains ``name.weight``."""
+        size = int(str(type_of(x).dims[-1]))
+        weight = self.parameter(f"{name}.weight", size, init="ones")
+        return self.call(G.rms_norm.default, x, weight, eps=eps)
+
+    def res_block(self, x: torch.fx.Node, name: str) -> torch.fx.Node:
+        """x + SiLU(W x + b), W = b = 0 at first (Medusa's block)."""
+        size = int(str(type_of(x).dims[-1]))
+        inner = self.call(A.silu.default, self.linear(x, name, size, init="zeros"))
+        return self.call(A.add.Tensor, x, inner)
+
+    def concat(self, parts: Sequence[torch.fx.Node]) -> torch.fx.Node:
+        """Along the last axis."""
+        return self.call(A.cat.default, list(parts), -1)
+
+    def candidates(self, logits: torch.fx.Node, count: int) -> dict[str, torch.fx.Node]:
+        """The outputs that proposers read: logits, and the best tokens and log probabilities."""
+        scores = self.call(A._log_softmax.default, logits, -1, False)
+        best = self.call(A.topk.default, scores, min(count, self.vocab))
+        values, tokens = self.fn.item(best, 0), self.fn.item(best, 1)
+        return {"draft_logits": logits, "draft_tokens": tokens, "draft_scores": values}
+
+    def done(self, outputs: Mapping[str, torch.fx.Node]) -> Program:
+        """The program with the step's taps, the new function and the new weights."""
+        self.fn.set_outputs(outputs)
+        program = self.program.with_function(self.step, weights=self.weights)
+        return program.with_function(self.fn)
+
+    def drafted(self, outputs: Mapping[str, torch.fx.Node], draft: DraftRecord) -> Program:
+        """`done`, with the drafter that uses the function."""
+        return with_draft(self.done(outputs), draft)
+
+
+def _initial(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, init: str
+) -> Callable[[], torch.Tensor]:
+    def make() -> torch.Tensor:
+        if init == "eye":
+            return torch.eye(*shape, dtype=dtype)
+        if init != "normal":
+            return torch.full(shape, float(init == "ones"), dtype=dtype)
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
+
+    return make

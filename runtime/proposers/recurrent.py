@@ -1,0 +1,47 @@
+"""Heads in sequence: each level's prediction depends on the tokens of the path before it.
+
+Source: Ankner et al., "Hydra" (2024); Cheng et al., "Recurrent Drafter" (2024); Wertheimer et al.,
+"Accelerating Production LLMs with Combined Token/Embedding Speculators" (2024).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...ir.executable import Executable
+from ...ir.plan import RecurrentDraft
+from ..options import GenerationOptions
+from .base import PROPOSERS, Ids, Level
+from .hidden import HiddenProposer, level_of
+
+
+@PROPOSERS.register(RecurrentDraft)
+class RecurrentProposer(HiddenProposer):
+    """Carries a state from each node to its children."""
+
+    record: RecurrentDraft
+
+    def __init__(
+        self, record: RecurrentDraft, executable: Executable, options: GenerationOptions
+    ) -> None:
+        super().__init__(record, executable, options)
+        self.depth = record.levels
+
+    def root(self, count: int) -> Level:
+        """What may follow the last committed token."""
+        self.place = 0
+        return self._next(self.last, self.state, count)
+
+    def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
+        """What may follow each node, from its own token and its parent's state."""
+        self.place += 1
+        index = torch.from_numpy(parents.copy())[..., None].expand(-1, -1, self.carried.shape[-1])
+        fed = torch.from_numpy(tokens.clip(min=0))
+        return self._next(fed, self.carried.gather(1, index.to(self.carried.device)), count)
+
+    def _next(self, tokens: torch.Tensor, state: torch.Tensor, count: int) -> Level:
+        functions = self.record.functions
+        function = functions[min(self.place, len(functions) - 1)]
+        outputs = self.run(function, tokens=tokens, state=state)
+        self.carried = outputs["state"].clone()
+        return level_of(outputs, count)
