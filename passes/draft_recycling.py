@@ -1,42 +1,58 @@
-"""Draft from a table of the tokens that the target last thought likely after each token.
+"""Draft from tables of the tokens that the target last thought likely after each context.
 
 Before::
 
     decode {
       draft = none()
 
-After::
+After (rates=((0.5, 0.2),))::
 
     decode {
-      draft = recycling(successors=8)
+      draft = recycling(nodes=60, depth=16, successors=8, context=3, rates=((0.5, 0.2),))
 
-Needs the step's ``top_tokens`` (pass add_top_tokens) to learn from, and a tree to draw (Token
-Recycling, Luo et al. 2024). Refuses more successors than the step returns.
+Needs the step's ``top_tokens`` (pass add_top_tokens) to learn from, and a step that takes trees
+(pass accept_trees). With one token of context the tables are those of Token Recycling (Luo et al.
+2024). Refuses more successors than the step returns, and rates that are none.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..ir import PassError, Program, type_of
 from ..ir.plan import RecyclingDraft
+from ..ir.plan.draft import RATES
 from .base import Contract, Effect, Outcome, Pass, register
 from .plan_edits import with_draft
 
 
 @register
 class DraftRecycling(Pass):
-    """successors: candidates kept a token."""
+    """nodes, depth: of the tree, at most. successors: candidates kept a context. context: tokens
+    of the longest context. rates: rates[c][r] is how often the candidate of rank r is accepted
+    after c + 1 known tokens."""
 
+    nodes: int = Field(default=60, ge=1)
+    depth: int = Field(default=16, ge=1)
     successors: int = Field(default=8, ge=1)
+    context: int = Field(default=3, ge=1)
+    rates: tuple[tuple[float, ...], ...] = RATES
 
     name: ClassVar[str] = "draft_recycling"
     contract: ClassVar[Contract] = Contract.LOSSLESS
-    requires: ClassVar[frozenset[str]] = frozenset({"cached", "top_tokens"})
+    requires: ClassVar[frozenset[str]] = frozenset({"cached", "top_tokens", "trees"})
     provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN})
+
+    @model_validator(mode="after")
+    def _are_rates(self) -> Self:
+        if not self.rates or not all(self.rates):
+            raise ValueError("rates: give at least one row of rates, and at least one in each row")
+        if not all(0 < rate <= 1 for row in self.rates for rate in row):
+            raise ValueError("rates: every rate lies in (0, 1]")
+        return self
 
     def run(self, program: Program) -> Outcome:
         """Put the drafter into the plan. See the module docstring."""
@@ -46,4 +62,5 @@ class DraftRecycling(Pass):
                 f"draft_recycling: successors={self.successors}, but step returns {given} "
                 f"top_tokens: raise add_top_tokens.count"
             )
-        return Outcome(with_draft(program, RecyclingDraft(self.successors)), 1)
+        draft = RecyclingDraft(self.nodes, self.depth, self.successors, self.context, self.rates)
+        return Outcome(with_draft(program, draft), 1)
