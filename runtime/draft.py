@@ -22,15 +22,16 @@ class Topology:
 
     def __init__(self, parents: Sequence[int]) -> None:
         self.parents = tuple(parents)
-        seen = np.zeros((len(self.parents) + 1,) * 2, dtype=np.bool_)
-        seen[0, 0] = True
-        depths: list[int] = []
-        for node, parent in enumerate(self.parents):
-            seen[node + 1] = seen[parent + 1]
-            seen[node + 1, node + 1] = True
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        self.depths = tuple(depths)
-        self.ancestors = torch.from_numpy(seen)
+        depths, rows = [0], [1]
+        # A row is an integer, a bit a column: some trees are new every step.
+        for column, parent in enumerate(self.parents, 1):
+            depths.append(depths[parent + 1] + 1)
+            rows.append(rows[parent + 1] | 1 << column)
+        self.depths = tuple(depths[1:])
+        size = len(rows)
+        packed = b"".join([row.to_bytes(size // 8 + 1, "little") for row in rows])
+        bits = np.frombuffer(packed, dtype=np.uint8).reshape(size, -1)
+        self.ancestors = np.unpackbits(bits, axis=1, count=size, bitorder="little").view(np.bool_)
 
     def path(self, node: int) -> list[int]:
         """The nodes from a child of the root down to `node`; none for the root, -1."""

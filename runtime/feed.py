@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from collections.abc import Mapping, Sequence
 from time import perf_counter
+from typing import Any
 
+import numpy as np
 import torch
 
 from ..ir import InputError, UnsupportedError
 from ..ir.executable import Executable
-from .draft import Draft
+from .draft import Draft, Topology
 
 CHUNK = 512
 """Tokens a prefill feeds at once where every width runs equally well."""
@@ -27,18 +30,19 @@ class _Buffers:
     """
 
     def __init__(self, batch: int, width: int, names: frozenset[str]) -> None:
+        self.batch, self.width = batch, width
         every = torch.arange(width).repeat(batch, 1)
         tensors = {"tokens": every.clone(), "positions": every.clone(), "select": every}
         tensors["past"] = torch.zeros(batch, dtype=torch.int64)
         column = torch.zeros(batch, 1, dtype=torch.int64)
-        self.width = width
         self.tokens, self.positions = _memory(tensors["tokens"]), _memory(tensors["positions"])
         self.past, self.column = _memory(tensors["past"]), _memory(column)
         self.garbage = memoryview(array("q", [0] * width))
-        self.ancestors = torch.eye(width, dtype=torch.bool).repeat(batch, 1, 1)
         self.inputs = {name: tensor for name, tensor in tensors.items() if name in names}
         picked = {"select": column} if "select" in names else {}
         self.one_row = {**self.inputs, **picked}
+        self.branched: dict[str, torch.Tensor] = {}
+        self.shapes: list[Topology | None] = [None] * batch
 
     def fill(self, rows: Sequence[Sequence[int]], past: Sequence[int]) -> None:
         """Left-align the rows; what is beyond them is garbage that nobody may see: zeros."""
@@ -57,18 +61,29 @@ class _Buffers:
 
         A column that no node fills continues nothing: it sees the past and itself.
         """
-        self.ancestors.copy_(torch.eye(self.width, dtype=torch.bool))
+        if not self.branched:
+            ancestors = torch.empty(self.batch, self.width, self.width, dtype=torch.bool)
+            self.branched = {**self.inputs, "ancestors": ancestors}
+            self.seen, self.alone = ancestors.numpy(), np.eye(self.width, dtype=np.bool_)
         for index, (start, draft) in enumerate(zip(past, drafts, strict=True)):
             shape = draft.shape
-            size = len(shape.depths) + 1
-            begin = index * self.width
-            depths = [start, *(start + depth for depth in shape.depths)]
-            self.positions[begin : begin + size] = array("q", depths)
-            self.positions[begin + size : begin + self.width] = array(
-                "q", [start] * (self.width - size)
-            )
-            self.ancestors[index, :size, :size] = shape.ancestors
-        return {**self.inputs, "ancestors": self.ancestors}
+            depths, begin = shape.depths, index * self.width
+            after = [start] * (self.width - 1 - len(depths))
+            row = array("q", [start, *[start + depth for depth in depths], *after])
+            self.positions[begin : begin + self.width] = row
+            if shape is not self.shapes[index]:
+                size = len(depths) + 1
+                self.seen[index] = self.alone
+                self.seen[index, :size, :size] = shape.ancestors
+                self.shapes[index] = shape
+        return self.branched
+
+
+_BUFFERS: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], _Buffers]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Buffers by batch and width: they outlive a generation, because making them takes as long as a few
+steps."""
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
@@ -96,7 +111,7 @@ class Feeder:
         self.names = frozenset(name for name in known if step.has_input(name))
         self.selects = "select" in self.names
         self.widths = self._usable(executable.widths("step"))
-        self.buffers: dict[int, _Buffers] = {}
+        self.buffers = _BUFFERS.setdefault(executable, {})
         self.seconds = 0.0
         self.rows = 0
 
@@ -153,9 +168,10 @@ class Feeder:
         `column[b]`; values a fed token (dim T) have all. trees: the drafts of which `rows` are the
         last committed token and the nodes, if one of them branches.
         """
-        buffers = self.buffers.get(width)
+        key = (self.batch, width)
+        buffers = self.buffers.get(key)
         if buffers is None:
-            buffers = self.buffers[width] = _Buffers(self.batch, width, self.names)
+            buffers = self.buffers[key] = _Buffers(*key, self.names)
         buffers.fill(rows, past)
         self._make_room(max(past) + width)
         inputs: Mapping[str, torch.Tensor] = buffers.inputs
