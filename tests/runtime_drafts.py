@@ -17,12 +17,12 @@ from graftwork.runtime.proposers.base import PROPOSERS, Level, Proposer
 class RuleDraft(DraftRecord):
     """Candidates are the best tokens under `rule(tokens so far) -> logits`.
 
-    Tokens at -inf are no candidates. said: the logits that the proposer shows, if it shows any:
-    "own", "none", or "wrong" ones (of the tokens in reverse). levels: how deep it can look.
+    Tokens at -inf are no candidates. said: whether the proposer shows its logits. levels: how deep
+    it can look.
     """
 
     rule: Callable[[tuple[int, ...]], torch.Tensor] = lambda seen: torch.zeros(2)
-    said: str = "own"
+    said: bool = True
     levels: int | None = None
     kind: ClassVar[str] = "test_rule"
 
@@ -70,7 +70,7 @@ class RuleProposer(Proposer):
         )
         best = logits.nan_to_num(-torch.inf).topk(min(count, self.vocabulary))
         tokens = best.indices.masked_fill(best.values.isneginf(), -1)
-        shown = {"own": logits, "wrong": logits.flip(-1), "none": None}[self.record.said]
+        shown = logits if self.record.said else None
         return Level(tokens.numpy(), best.values.numpy(), None if shown is None else shown.numpy())
 
 

@@ -64,7 +64,7 @@ def selection(wanted: Array, given: Array, count: int) -> tuple[float, Array]:
     """
     wanted, given = wanted.astype(np.float64), given.astype(np.float64)
     low, high = 1.0, float(count)
-    for _ in range(40):
+    for _ in range(20):
         middle = (low + high) / 2
         passing = np.minimum(given, wanted / middle).sum()
         if 1 - (1 - passing) ** count > middle * passing:
