@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .base import RECORDS, Record, record
+from .combined import MergedDraft
 from .draft import (
     DraftRecord,
     FirstDraft,
@@ -36,6 +37,7 @@ __all__ = [
     "HeadsDraft",
     "KeepAll",
     "Lossless",
+    "MergedDraft",
     "NoDraft",
     "Record",
     "RecurrentDraft",
@@ -68,10 +70,14 @@ class DecodePlan:
 
         Every drafter's own limit counts, and the tree's where a drafter follows it.
         """
-        return max(_sizes(self.draft, self.tree.most or 0))
+        return _most(self.draft, self.tree.most or 0)
 
 
-def _sizes(draft: DraftRecord, tree: int) -> list[int]:
+def _most(draft: DraftRecord, tree: int) -> int:
+    if draft.most is not None:
+        return draft.most
     if isinstance(draft, FirstDraft):
-        return [size for part in draft.of for size in _sizes(part, tree)] or [0]
-    return [tree if draft.most is None else draft.most]
+        return max(_most(part, tree) for part in draft.of)
+    if isinstance(draft, MergedDraft):
+        return sum(_most(part, tree) for part in draft.of)
+    return tree

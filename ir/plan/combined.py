@@ -1,0 +1,32 @@
+"""Draft records made of others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .base import record
+from .draft import DraftRecord
+
+
+@record
+@dataclass(frozen=True)
+class MergedDraft(DraftRecord):
+    """One tree of the drafts of several drafters: what they agree on is verified once.
+
+    of: the drafters, in order of preference: a later one gets what nodes the earlier ones leave.
+    nodes: of the merged tree at most; None: all.
+    """
+
+    of: tuple[DraftRecord, ...] = ()
+    nodes: int | None = None
+    kind: ClassVar[str] = "merged"
+
+    @property
+    def most(self) -> int | None:
+        """`nodes`, or those of all parts; None if one follows the plan's tree."""
+        sizes = [draft.most for draft in self.of]
+        if self.nodes is not None:
+            return self.nodes
+        known = [size for size in sizes if size is not None]
+        return sum(known) if len(known) == len(sizes) else None

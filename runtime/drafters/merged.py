@@ -1,0 +1,91 @@
+"""Several drafters at once: their drafts become one tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ...ir.executable import Executable
+from ...ir.plan import MergedDraft
+from ..lengths.base import LengthPolicy
+from ..options import GenerationOptions
+from .base import DRAFTERS, NO_DRAFT, Draft, Fed, Taken
+from .grown import Composed, drafter_for
+
+
+@DRAFTERS.register(MergedDraft)
+class MergedDrafter(Composed):
+    """The union of the drafts as a trie: a path that several of them have is there once.
+
+    Better than the first draft that there is: a copied chain is often right for long and often
+    wrong at once, and a tree beside it covers the second case. Probabilities that a drafter
+    sampled from are dropped: the union is not sampled from any, and is verified as such.
+    """
+
+    record: MergedDraft
+
+    def __init__(
+        self,
+        record: MergedDraft,
+        executable: Executable,
+        options: GenerationOptions,
+        length: LengthPolicy,
+    ) -> None:
+        super().__init__(record, executable, options, length)
+        self.parts = [drafter_for(part, executable, options, length) for part in record.of]
+        self.wants = tuple(dict.fromkeys(name for part in self.parts for name in part.wants))
+        self.reads = any(part.reads for part in self.parts)
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        """See `Drafter.begin`."""
+        for part in self.parts:
+            part.begin(prompts)
+
+    def propose(self, rooms: Sequence[int]) -> list[Draft]:
+        """See `Drafter.propose`."""
+        drafts = [part.propose(rooms) for part in self.parts]
+        return [merged(given, self.record.nodes) for given in zip(*drafts, strict=True)]
+
+    def read(self, fed: Fed) -> None:
+        """See `Drafter.read`."""
+        for part in self.parts:
+            part.read(fed)
+
+    def observe(self, taken: Taken) -> None:
+        """See `Drafter.observe`."""
+        for part in self.parts:
+            part.observe(taken)
+
+
+def merged(drafts: Iterable[Draft], nodes: int | None) -> Draft:
+    """One tree of at most `nodes` nodes; those of earlier drafts first.
+
+    >>> merged([Draft([1, 2]), Draft([3, 1, 4], None, (-1, -1, 1))], 4)
+    Draft(tokens=[1, 2, 3, 4], probs=None, parents=(-1, 0, -1, 0), independent=False)
+    """
+    given = [draft for draft in drafts if draft.tokens]
+    if not given:
+        return NO_DRAFT
+    if len(given) == 1:
+        return given[0] if nodes is None else given[0].cut(nodes)
+    tokens: list[int] = []
+    parents: list[int] = []
+    places: dict[tuple[int, int], int] = {}
+    for draft in given:
+        _insert(draft, tokens, parents, places)
+    whole = Draft(tokens, None, tuple(parents))
+    return whole if nodes is None else whole.cut(nodes)
+
+
+def _insert(
+    draft: Draft, tokens: list[int], parents: list[int], places: dict[tuple[int, int], int]
+) -> None:
+    """places: of the child with a token of each node of the merged tree, by (node, token)."""
+    above = draft.parents or range(-1, len(draft.tokens) - 1)
+    new = [-1]
+    for token, parent in zip(draft.tokens, above, strict=True):
+        at = new[parent + 1]
+        place = places.setdefault((at, token), len(tokens))
+        if place == len(tokens):
+            tokens.append(token)
+            parents.append(at)
+        new.append(place)
