@@ -48,15 +48,27 @@ class _Buffers:
         """Left-align the rows; what is beyond them is garbage that nobody may see: zeros."""
         width, begin = self.width, 0
         for index, row in enumerate(rows):
-            start, middle, end = past[index], begin + len(row), begin + width
+            middle, end = begin + len(row), begin + width
             self.tokens[begin:middle] = array("q", row)
             if middle < end:
                 self.tokens[middle:end] = self.garbage[: end - middle]
-            self.positions[begin:end] = array("q", range(start, start + width))
-            self.past[index] = start
+            self.past[index] = past[index]
             begin = end
 
-    def shape(self, past: Sequence[int], drafts: Sequence[Draft]) -> Mapping[str, torch.Tensor]:
+    def chains(
+        self, past: Sequence[int], column: Sequence[int] | None
+    ) -> Mapping[str, torch.Tensor]:
+        """Inputs for rows that are chains, after `fill`; with `column`, one is chosen of each."""
+        width = self.width
+        for index, start in enumerate(past):
+            begin = index * width
+            self.positions[begin : begin + width] = array("q", range(start, start + width))
+        if column is None:
+            return self.inputs
+        self.column[:] = array("q", column)
+        return self.one_row
+
+    def trees(self, past: Sequence[int], drafts: Sequence[Draft]) -> Mapping[str, torch.Tensor]:
         """Inputs for trees, after `fill`: positions by depth, and who continues whom.
 
         A column that no node fills continues nothing: it sees the past and itself.
@@ -174,12 +186,7 @@ class Feeder:
             buffers = self.buffers[key] = _Buffers(*key, self.names)
         buffers.fill(rows, past)
         self._make_room(max(past) + width)
-        inputs: Mapping[str, torch.Tensor] = buffers.inputs
-        if column is not None:
-            buffers.column[:] = array("q", column)
-            inputs = buffers.one_row
-        if trees is not None:
-            inputs = buffers.shape(past, trees)
+        inputs = buffers.chains(past, column) if trees is None else buffers.trees(past, trees)
         start = perf_counter()
         outputs = self.executable.run("step", inputs, fetch)
         self.seconds += perf_counter() - start
