@@ -135,14 +135,21 @@ class SampledTreePolicy(TreePolicy):
         shape = tuple(parents) if self.branches else None
         probs = None
         if self.options.do_sample:
-            every_row = [
-                level.spread[level.rows[index]]
-                for level in levels[:depth]
-                if level.spread is not None and level.rows is not None
-            ]
-            probs = torch.cat(every_row)
-            probs = probs if len(kept) == size else probs[kept]
+            probs = self._probs(levels, index, kept)
         return Draft(tokens, probs, shape, self.record.replacement)
+
+    def _probs(self, levels: Sequence[_Sampled], index: int, kept: Sequence[int]) -> torch.Tensor:
+        """What each kept node of a sequence was sampled from, f32[N,V]."""
+        assert levels[0].spread is not None
+        probs = torch.empty(len(kept), levels[0].spread.shape[-1])
+        begin = 0
+        for level, first, last in zip(levels, self.ends, self.ends[1:], strict=False):
+            nodes = [node - first for node in kept if first <= node < last]
+            if nodes and level.spread is not None and level.rows is not None:
+                rows = torch.from_numpy(level.rows[index, nodes])
+                torch.index_select(level.spread, 0, rows, out=probs[begin : begin + len(nodes)])
+                begin += len(nodes)
+        return probs
 
 
 def _whole(chances: Chances, vocabulary: int) -> torch.Tensor:
