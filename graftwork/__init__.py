@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from .ir.errors import GraftworkError
     from .model import Model, load, optimize
     from .recipe import Recipe, recipes
+    from .training import fit
 
 __version__ = "0.1.0"
-__all__ = ["GraftworkError", "Model", "Recipe", "Target", "load", "optimize", "recipes"]
+__all__ = ["GraftworkError", "Model", "Recipe", "Target", "fit", "load", "optimize", "recipes"]
 
 # Loaded on first use: `import graftwork` and `graftwork --help` then cost milliseconds, not torch.
 _HOMES = {
@@ -27,6 +28,7 @@ _HOMES = {
     "Model": ".model",
     "Recipe": ".recipe",
     "Target": ".backends.target",
+    "fit": ".training",
     "load": ".model",
     "optimize": ".model",
     "recipes": ".recipe",

@@ -21,10 +21,11 @@ import torch
 
 from .ir import InputError
 from .ir.executable import Executable
-from .ir.plan import Chain, DecodePlan, NoDraft
+from .ir.plan import Chain, NoDraft
 from .model import Model
 from .passes.base import Effect, all_passes
 from .passes.validate import reference_logits
+from .planned import Planned
 from .runtime.generate import Generated, generate
 
 NEAR_TIE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -78,12 +79,12 @@ class Optimized:
         return not isinstance(self.model.program.plan.draft, NoDraft)
 
     def run(self, prompt: Sequence[int], tokens: int) -> Run:
-        return _generate(_Planned(self.executable, self.model.program.plan), prompt, tokens)
+        return _generate(Planned(self.executable, self.model.program.plan), prompt, tokens)
 
     def run_plain(self, prompt: Sequence[int], tokens: int) -> Run:
         """The same graphs and numerics without drafts."""
         plan = replace(self.model.program.plan, draft=NoDraft(), tree=Chain())
-        return _generate(_Planned(self.executable, plan), prompt, tokens)
+        return _generate(Planned(self.executable, plan), prompt, tokens)
 
     @property
     def executable(self) -> Executable:
@@ -101,17 +102,6 @@ def _graphs(model: Model) -> object:
     plan_only = {name for name, p in known.items() if p.effects == {Effect.DECODE_PLAN}}
     records = [r for r in model.program.provenance if r.name not in plan_only]
     return str(model.target), tuple((record.name, repr(record.options)) for record in records)
-
-
-class _Planned:
-    """An executable under another plan; everything else is the executable's own."""
-
-    def __init__(self, executable: Executable, plan: DecodePlan) -> None:
-        self.program = executable.program.replace(plan=plan)
-        self.executable = executable
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.executable, name)
 
 
 def _generate(executable: Any, prompt: Sequence[int], tokens: int) -> Run:

@@ -63,7 +63,7 @@ def read_prompts(data: Prompts, program: Program) -> list[list[int]]:
     else:
         items = list(data)
     texts = [item for item in items if isinstance(item, str)]
-    encode = _encoder(program) if texts else None
+    encode = encoder(program) if texts else None
     prompts = [encode(item) if encode and isinstance(item, str) else _ids(item) for item in items]
     prompts = [prompt for prompt in prompts if prompt]
     if not prompts:
@@ -119,7 +119,8 @@ def _json_prompt(line: str, where: str) -> Any:
     raise InputError(f'data: {where}: expected {{"ids": [...]}} or {{"text": "..."}}')
 
 
-def _encoder(program: Program) -> Any:
+def encoder(program: Program) -> Any:
+    """Text to token ids. Errors: `InputError` if the program came without a tokenizer."""
     path = program.assets.get("tokenizer.json")
     if path is None:
         raise InputError(f"data: {program.name} has no tokenizer.json; give token ids, not text")

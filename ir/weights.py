@@ -147,6 +147,17 @@ class WeightStore(Mapping[str, Weight]):
             merged[weight.name] = weight
         return WeightStore(merged)
 
+    def replacing(self, *weights: Weight) -> WeightStore:
+        """This store with some weights exchanged for others of their names and types."""
+        merged = dict(self._weights)
+        for weight in weights:
+            if weight.type != self[weight.name].type:
+                raise InputError(
+                    f"weight {weight.name}: expected {self[weight.name].type}, got {weight.type}"
+                )
+            merged[weight.name] = weight
+        return WeightStore(merged)
+
     def only(self, names: set[str]) -> WeightStore:
         """The weights with these names, in this store's order."""
         return WeightStore({n: w for n, w in self._weights.items() if n in names})

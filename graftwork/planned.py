@@ -1,0 +1,19 @@
+"""The same graphs and numerics under another decode plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .ir.executable import Executable
+from .ir.plan import DecodePlan
+
+
+class Planned:
+    """An executable under another plan; everything else is the executable's own."""
+
+    def __init__(self, executable: Executable, plan: DecodePlan) -> None:
+        self.program = executable.program.replace(plan=plan)
+        self.executable = executable
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.executable, name)

@@ -1,0 +1,102 @@
+"""Training that can go on later: weights, optimizer state and progress, replaced as a whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from ..ir import InputError
+
+HEADS = "heads.safetensors"
+STATE = "state.json"
+
+
+@dataclass
+class Progress:
+    """Where training stands. seconds: spent in steps. losses: by step. files: sha256 by name."""
+
+    step: int = 0
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    hits: list[float] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
+    target: str = ""
+    files: dict[str, str] = field(default_factory=dict)
+
+
+def write(
+    folder: Path,
+    progress: Progress,
+    heads: Mapping[str, torch.Tensor],
+    optimizer: Mapping[str, torch.Tensor],
+) -> None:
+    """Save a checkpoint. Files get new names and state.json, written last, says which count, so an
+    interrupted save leaves the one before."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mark = f"{progress.step:07d}"
+    names = {HEADS: f"heads.{mark}.safetensors", "optimizer": f"optimizer.{mark}.safetensors"}
+    _save(folder / names[HEADS], heads, progress.target)
+    _save(folder / names["optimizer"], optimizer, progress.target)
+    progress.files = {name: _digest(folder / name) for name in names.values()}
+    _replace(folder / STATE, json.dumps(vars(progress), indent=1).encode())
+    # The last thing: a copy under the name that recipes read, and the old files go.
+    _link(folder / names[HEADS], folder / HEADS)
+    for old in [*folder.glob("heads.*.safetensors"), *folder.glob("optimizer.*.safetensors")]:
+        if old.name not in progress.files:
+            old.unlink()
+
+
+def read(folder: Path) -> tuple[Progress, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A checkpoint. Errors: `InputError` naming what is missing or damaged, and what to do."""
+    remedy = "train again without resume, or restore the folder"
+    try:
+        progress = Progress(**json.loads((folder / STATE).read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise InputError(f"nothing to resume: {folder} has no {STATE}") from error
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{folder / STATE} is damaged ({error}); {remedy}") from error
+    tensors: list[dict[str, torch.Tensor]] = []
+    for name, digest in sorted(progress.files.items()):
+        if Path(name).name != name:
+            raise InputError(f"{folder / STATE} names {name!r}, outside the folder; {remedy}")
+        path = folder / name
+        if not path.is_file() or _digest(path) != digest:
+            raise InputError(f"{path} is missing or damaged; {remedy}")
+        try:
+            tensors.append(load_file(path))
+        except SafetensorError as error:
+            raise InputError(f"{path} is not safetensors ({error}); {remedy}") from error
+    if len(tensors) != 2:
+        raise InputError(f"{folder / STATE} names {len(tensors)} files, not 2; {remedy}")
+    return progress, tensors[0], tensors[1]
+
+
+def _save(path: Path, tensors: Mapping[str, torch.Tensor], target: str) -> None:
+    part = path.with_suffix(".part")
+    copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(copies, part, metadata={"format": "graftwork-heads-1", "target": target})
+    os.replace(part, path)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    part = path.with_suffix(".part")
+    part.write_bytes(data)
+    os.replace(part, path)
+
+
+def _link(source: Path, path: Path) -> None:
+    _replace(path, source.read_bytes())
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,347 @@
+"""Fit what was grafted onto a program: the target stays as it is and teaches.
+
+Self-distillation: each step takes windows of text, lets the target say what it makes of them, and
+moves the inserted weights towards it. The text is the user's, continued by the target itself, or
+the target's own altogether, because drafts are judged on text that the target writes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ..ir import InputError
+from ..ir.fingerprint import fingerprint
+from ..ir.plan import Chain, FixedLength, NoDraft
+from ..planned import Planned
+from ..prompts import Prompts
+from ..runtime.generate import Generated, generate
+from . import checkpoint
+from .corpus import Windows, own_text, read_corpus, split
+from .net import Net, parts_of, trainable
+from .objectives.base import Batch, Loss, objective_of
+
+if TYPE_CHECKING:
+    from ..model import Model
+
+TEACHER_BYTES = 256 << 20
+"""Teacher logits held at once: a batch is taken in pieces that need no more."""
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """How to train.
+
+    minutes: wall time, sampling included; steps: optimizer steps. At least one; training ends with
+    the first that is used up. batch: windows a step. window: tokens each. own: share of the windows
+    that the target continues itself; temperature: at which (0: its best tokens). rate: peak
+    learning rate of AdamW, after a warm-up of 5% and then along a cosine. save_every: steps between
+    checkpoints. seed: decides every window, sample and order.
+    """
+
+    minutes: float | None = None
+    steps: int | None = None
+    batch: int = 8
+    window: int = 512
+    own: float = 0.75
+    temperature: float = 0.0
+    rate: float = 1e-3
+    clip: float = 1.0
+    save_every: int = 50
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.minutes is None and self.steps is None:
+            raise InputError("say how long to train: minutes=, steps=, or both")
+        for name in ("minutes", "steps", "batch", "window", "rate", "clip", "save_every"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise InputError(f"{name}={value}: expected a positive number")
+        if not 0 <= self.own <= 1 or self.temperature < 0:
+            raise InputError(
+                f"own={self.own}, temperature={self.temperature}: expected own in 0..1 and a "
+                f"temperature of at least 0"
+            )
+
+
+@dataclass(frozen=True)
+class FitState:
+    """What progress reports show. share: of the time or steps, 0..1. hits: accuracy by level."""
+
+    phase: str
+    share: float
+    step: int = 0
+    loss: float = math.nan
+    hits: tuple[float, ...] = ()
+
+
+Report = Callable[[FitState], None]
+
+
+def fit(
+    model: Model,
+    data: Prompts | torch.Tensor | None = None,
+    *,
+    out: str | Path,
+    resume: bool = False,
+    progress: Report = lambda state: None,
+    **options: Any,
+) -> Model:
+    """Train the inserted weights of a model's drafters; returns the model with them.
+
+    data: see `read_corpus`; None: text that the model makes from its first token. out: folder for
+    checkpoints; its heads.safetensors is what draft passes take as `weights`. resume: go on from
+    the checkpoint there. options: `FitOptions`. Runs on all processes under torchrun (gloo on CPU,
+    NCCL on GPU): each takes its own windows, gradients are averaged, the first one saves.
+
+    Errors: `InputError` for bad options or data, a checkpoint of another model, or a loss that is
+    not finite (the last good checkpoint stays); `UnsupportedError` if nothing can be trained.
+    """
+    return _Fit(model, data, Path(out), FitOptions(**options), progress).run(resume)
+
+
+class _Fit:
+    def __init__(
+        self,
+        model: Model,
+        data: Prompts | torch.Tensor | None,
+        out: Path,
+        options: FitOptions,
+        progress: Report,
+    ) -> None:
+        self.model, self.out, self.options, self.progress = model, out, options, progress
+        self.drafts = [d for d in parts_of(model.program.plan.draft) if trainable(model.program, d)]
+        if not self.drafts:
+            objective_of(model.program.plan.draft)  # which says what can be trained
+            raise InputError(f"{model.program.name} has no inserted weights to train")
+        self.objectives = [objective_of(draft) for draft in self.drafts]
+        self.rank, self.world = _join_processes(model.target.device)
+        self.started = time.perf_counter()
+        documents = self._documents(data)
+        self.train, self.held_out = split(documents)
+        width = min(options.window, model.program.info.context)
+        self.windows = Windows(self.train, width, options.seed)
+        self.samples: list[torch.Tensor] = []
+
+    def run(self, resume: bool) -> Model:
+        """Sample, train, measure."""
+        program = self.model.program
+        device = torch.device(self.model.target.device)
+        names = [name for draft in self.drafts for name in trainable(program, draft)]
+        net = Net(program, list(dict.fromkeys(names)), device)
+        optimizer = torch.optim.AdamW(
+            net.parameters, lr=self.options.rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        state = self._restored(net, optimizer) if resume else self._fresh()
+        self._sample()
+        while not self._used_up(state):
+            self._step(net, optimizer, state)
+        self._save(net, optimizer, state)
+        return replace(self.model, program=net.trained_program(self.drafts))
+
+    # -- data
+
+    def _documents(self, data: Prompts | torch.Tensor | None) -> list[list[int]]:
+        if data is not None:
+            return read_corpus(data, self.model.program)
+        info = self.model.program.info
+        first = info.bos if info.bos is not None else 0
+        starts = torch.full((16, 1), first)
+        made = own_text(self._generate, starts, min(256, info.context), 1.0, self.options.seed)
+        return made.tolist()  # type: ignore[no-any-return]
+
+    def _generate(self, prompts: torch.Tensor, **options: Any) -> Any:
+        """The target alone, without drafts."""
+        plan = replace(self.model.program.plan, draft=NoDraft(), tree=Chain(), length=FixedLength())
+        return generate(Planned(self.model.executable, plan), prompts, **options)
+
+    def _sample(self) -> None:
+        """Let the target continue text, within its share of the budget."""
+        options = self.options
+        if not options.own:
+            return
+        wanted = None if options.steps is None else math.ceil(options.steps * options.own)
+        limit = None if options.minutes is None else 60 * options.minutes * 0.35 * options.own
+        number, width = 0, self.windows.width
+        start = time.perf_counter()
+        while wanted is None or number < wanted:
+            spent = time.perf_counter() - start
+            if limit is not None and spent > limit:
+                break
+            prompts = self.windows(2_000_000 + number * self.world + self.rank, 2 * options.batch)
+            # Prompts of many lengths: heads meet every position.
+            length = max(1, width // 8 * (2 + number % 4))
+            seed = options.seed + number
+            text = own_text(self._generate, prompts[:, :length], width, options.temperature, seed)
+            self.samples.extend(text.split(1))
+            number += 1
+            share = number / wanted if wanted else min(1.0, spent / (limit or 1.0))
+            self.progress(FitState("sampling", share))
+
+    def _batch(self, step: int) -> torch.Tensor:
+        """The windows of a step, i64[N,T]."""
+        number, count = step * self.world + self.rank, self.options.batch
+        own = min(round(count * self.options.own), len(self.samples))
+        generator = torch.Generator().manual_seed(self.options.seed * 7_919 + number)
+        chosen = torch.randint(max(len(self.samples), 1), (own,), generator=generator).tolist()
+        rows = [self.samples[index] for index in chosen]
+        if own < count:
+            rows.append(self.windows(number, count - own))
+        return torch.cat(rows)
+
+    # -- steps
+
+    def _step(self, net: Net, optimizer: torch.optim.Optimizer, state: checkpoint.Progress) -> None:
+        start = time.perf_counter()
+        tokens = self._batch(state.step).to(net.device)
+        rate = self.options.rate * self._schedule(state)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.zero_grad(set_to_none=True)
+        piece = self._piece(tokens)
+        pieces = tokens.split(piece)
+        loss, hits = 0.0, [0.0]
+        for part in pieces:
+            share = len(part) / len(tokens)
+            result = self._loss(net, part)
+            (result.total * share).backward()  # type: ignore[no-untyped-call]
+            loss += float(result.total.detach()) * share
+            hits = result.hits
+        _average(net.parameters, self.world)
+        if not math.isfinite(loss):
+            raise InputError(
+                f"the loss became {loss} at step {state.step}; the last checkpoint in {self.out} is "
+                f"good: resume from it with a lower rate than {self.options.rate}"
+            )
+        torch.nn.utils.clip_grad_norm_(net.parameters, self.options.clip)
+        optimizer.step()
+        state.step += 1
+        state.seconds += time.perf_counter() - start
+        state.losses.append(loss)
+        state.hits = hits
+        self.progress(FitState("training", self._share(state), state.step, loss, tuple(hits)))
+        if state.step % self.options.save_every == 0:
+            self._save(net, optimizer, state)
+
+    def _piece(self, tokens: torch.Tensor) -> int:
+        logits = tokens.shape[1] * self.model.program.info.vocab_size * 4
+        return max(1, min(len(tokens), TEACHER_BYTES // logits))
+
+    def _loss(self, net: Net, tokens: torch.Tensor) -> Loss:
+        """All drafters' losses on some windows; the target's side without gradients."""
+        step = self.model.program.function("step")
+        taps = tuple(name for name in step.outputs if name.split(".")[0] == "hidden")
+        with torch.no_grad():
+            outputs = net.outputs("step", ("logits", *taps), {"tokens": tokens})
+        batch = Batch(tokens, {name: outputs[name] for name in taps}, outputs["logits"])
+        losses = [
+            objective(draft, net.run, batch)
+            for draft, objective in zip(self.drafts, self.objectives, strict=True)
+        ]
+        total = torch.stack([loss.total for loss in losses]).sum()
+        return Loss(total, [hit for loss in losses for hit in loss.hits])
+
+    def _share(self, state: checkpoint.Progress) -> float:
+        """How much of the budget is used."""
+        shares = [0.0]
+        if self.options.steps is not None:
+            shares.append(state.step / self.options.steps)
+        if self.options.minutes is not None:
+            shares.append((time.perf_counter() - self.started) / (60 * self.options.minutes))
+        return max(shares)
+
+    def _used_up(self, state: checkpoint.Progress) -> bool:
+        """Whether to stop; all processes stop at the same step."""
+        over = torch.tensor(float(self._share(state) >= 1.0))
+        if self.world > 1:
+            dist.all_reduce(over, op=dist.ReduceOp.MAX)
+        return bool(over)
+
+    def _schedule(self, state: checkpoint.Progress) -> float:
+        share = min(self._share(state), 1.0)
+        warm = min(1.0, (state.step + 1) / 10)
+        return warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * share)))
+
+    # -- checkpoints
+
+    def _fresh(self) -> checkpoint.Progress:
+        if (self.out / checkpoint.STATE).exists():
+            raise InputError(
+                f"{self.out} holds a checkpoint already: resume from it, or choose another folder"
+            )
+        return checkpoint.Progress(
+            options=asdict(self.options), target=fingerprint(self.model.program)
+        )
+
+    def _restored(self, net: Net, optimizer: torch.optim.Optimizer) -> checkpoint.Progress:
+        state, heads, moments = checkpoint.read(self.out)
+        if state.target != fingerprint(self.model.program):
+            raise InputError(f"{self.out} belongs to another model than {self.model.program.name}")
+        if missing := sorted(set(net.trained) ^ set(heads)):
+            raise InputError(
+                f"{self.out} belongs to another recipe: {missing[0]} is in one of them only"
+            )
+        with torch.no_grad():
+            for name in net.trained:
+                net.tensors[name].copy_(heads[name])
+        for name, parameter in zip(net.trained, net.parameters, strict=True):
+            kept = {k.split("/")[1]: v for k, v in moments.items() if k.split("/")[0] == name}
+            optimizer.state[parameter] = dict(kept)
+        return state
+
+    def _save(self, net: Net, optimizer: torch.optim.Optimizer, state: checkpoint.Progress) -> None:
+        if self.rank:
+            return
+        moments = {
+            f"{name}/{key}": value
+            for name, parameter in zip(net.trained, net.parameters, strict=True)
+            for key, value in optimizer.state[parameter].items()
+        }
+        heads = {name: net.tensors[name].detach() for name in net.trained}
+        checkpoint.write(self.out, state, heads, moments)
+
+
+def accepted_per_step(model: Model, documents: list[list[int]], count: int = 8) -> float:
+    """Tokens a step on continuations of held-out text, 64 tokens each, greedy."""
+    width = min(128, model.program.info.context // 2)
+    stream = [token for document in documents for token in document]
+    steps = decoded = 0
+    for start in range(0, max(1, min(len(stream) - width, count * width)), width):
+        prompt = torch.tensor([stream[start : start + width]])
+        result = generate(
+            model.executable,
+            prompt,
+            max_new_tokens=min(64, model.program.info.context - prompt.shape[1]),
+            eos_token_id=[],
+            return_dict_in_generate=True,
+        )
+        assert isinstance(result, Generated)
+        steps += result.stats.sequence_steps
+        decoded += result.stats.decoded_tokens
+    return decoded / max(steps, 1)
+
+
+def _join_processes(device: str) -> tuple[int, int]:
+    """Rank and number of processes, as torchrun says."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return 0, 1
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _average(parameters: list[torch.nn.Parameter], world: int) -> None:
+    if world == 1:
+        return
+    for parameter in parameters:
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= world

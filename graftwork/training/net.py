@@ -1,0 +1,111 @@
+"""A program's functions as differentiable modules, and which of its weights are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..backends.torch.emit import emit
+from ..ir import InputError, Program, Weight, type_of
+from ..ir.plan import DraftRecord
+
+OPTIONAL = frozenset({"ancestors"})
+
+
+def parts_of(draft: DraftRecord) -> list[DraftRecord]:
+    """The drafters in a draft record."""
+    inner = getattr(draft, "of", None)
+    return [draft] if inner is None else [part for one in inner for part in parts_of(one)]
+
+
+def functions_of(draft: DraftRecord) -> list[str]:
+    """The program's functions that a drafter runs."""
+    names = [getattr(draft, "function", None), *getattr(draft, "functions", ())]
+    return list(dict.fromkeys(name for name in names if name))
+
+
+def trainable(program: Program, draft: DraftRecord) -> list[str]:
+    """Weights of a drafter's functions that the target does not use itself."""
+    frozen = program.function("step").weights
+    used = [w for name in functions_of(draft) for w in sorted(program.function(name).weights)]
+    floating = [w for w in used if program.weights[w].type.dtype.is_floating_point]
+    tables = {"positions.cos", "positions.sin"}
+    return [w for w in dict.fromkeys(floating) if w not in frozen and w not in tables]
+
+
+class Net:
+    """Runs functions of a program on weights of which some are trained, always in float32."""
+
+    def __init__(self, program: Program, trained: list[str], device: torch.device) -> None:
+        self.program, self.device = program, device
+        self.tensors: dict[str, torch.Tensor] = {}
+        for name, weight in program.weights.items():
+            tensor = weight.load().to(device)
+            if name in trained:
+                tensor = torch.nn.Parameter(tensor.float() if tensor.dtype.itemsize < 4 else tensor)
+            self.tensors[name] = tensor
+        self.trained = trained
+        self.modules: dict[tuple[str, tuple[str, ...], frozenset[str]], Any] = {}
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The trained weights, in order."""
+        return [self.tensors[name] for name in self.trained]  # type: ignore[misc]
+
+    def run(self, function: str, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A draft function's outputs but its states."""
+        outputs = self.program.function(function).outputs
+        wanted = [n for n in outputs if n not in self.program.states]
+        wanted = [n for n in wanted if n not in ("draft_tokens", "draft_scores", "argmax")]
+        return self.outputs(function, tuple(wanted), inputs)
+
+    def outputs(
+        self, function: str, wanted: tuple[str, ...], inputs: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Named outputs of a function over whole sequences, with empty caches where it has any."""
+        fn = self.program.function(function)
+        batch, width = next(iter(inputs.values())).shape[:2]
+        given = dict(inputs)
+        steps = torch.arange(width, device=self.device).expand(batch, width)
+        for node in fn.inputs:
+            name = str(node.target)
+            if name in given or name in OPTIONAL:
+                continue
+            if name in self.program.states:
+                bound = type_of(node).bind({"B": batch, "C": width})
+                given[name] = torch.zeros(bound.shape, dtype=bound.dtype, device=self.device)
+            elif name == "past":
+                given[name] = torch.zeros(batch, dtype=torch.int64, device=self.device)
+            elif name in ("positions", "select"):
+                given[name] = steps
+            else:
+                raise InputError(f"{function} needs the input {name!r} to be trained")
+        absent = frozenset(str(n.target) for n in fn.inputs) - set(given)
+        key = (function, wanted, absent)
+        if key not in self.modules:
+            self.modules[key] = emit(fn, self.tensors, [], wanted, absent)
+        names = [str(n.target) for n in fn.inputs if str(n.target) in given]
+        return dict(zip(wanted, self.modules[key](*[given[n] for n in names]), strict=True))
+
+    def trained_program(self, drafts: Sequence[DraftRecord]) -> Program:
+        """The program with the weights as they are now, and the drafters marked as trained."""
+        weights = self.program.weights
+        for name in self.trained:
+            dtype = weights[name].type.dtype
+            tensor = self.tensors[name].detach().to("cpu", dtype, copy=True)
+            weights = weights.replacing(Weight.of(name, tensor))
+        plan = self.program.plan
+        plan = replace(plan, draft=_marked(plan.draft, drafts))
+        return self.program.replace(weights=weights, plan=plan)
+
+
+def _marked(draft: DraftRecord, trained: Sequence[DraftRecord]) -> DraftRecord:
+    if draft in trained:
+        return replace(draft, trained=True)  # type: ignore[call-arg]  # trained ones have the field
+    inner = getattr(draft, "of", None)
+    if inner is None:
+        return draft
+    return replace(draft, of=tuple(_marked(part, trained) for part in inner))  # type: ignore[call-arg]

@@ -1,0 +1,116 @@
+"""What an objective is."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ...ir import UnsupportedError
+from ...ir.plan import DraftRecord
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Text and what the target makes of it: the teacher's side of a training step.
+
+    tokens: i64[N,T]. hidden: f[N,T,H] by the step's output name. logits: f[N,T,V], after each token.
+    """
+
+    tokens: torch.Tensor
+    hidden: Mapping[str, torch.Tensor]
+    logits: torch.Tensor
+
+    @cached_property
+    def best(self) -> torch.Tensor:
+        """The teacher's own next tokens, i64[N,T]."""
+        return self.logits.argmax(-1)
+
+    @cached_property
+    def target(self) -> torch.Tensor:
+        """What students aim at, f32[N,T,V]: half the teacher's distribution, half its best token.
+
+        Greedy decoding asks for the token alone, sampling for the distribution.
+        """
+        target = self.logits.float().softmax(-1).mul_(0.5)
+        index = self.best[..., None]
+        return target.scatter_add_(-1, index, target.new_full(index.shape, 0.5))
+
+
+class Loss(NamedTuple):
+    """total: a scalar to minimise. hits: by level, how often the best candidate is the teacher's
+    own token, given the right tokens before it."""
+
+    total: torch.Tensor
+    hits: list[float]
+
+
+class Run(Protocol):
+    """Runs a function of the program, differentiably, on inputs by name."""
+
+    def __call__(self, function: str, **inputs: torch.Tensor) -> dict[str, torch.Tensor]: ...
+
+
+Objective = Callable[[Any, Run, Batch], Loss]
+OBJECTIVES: dict[type[DraftRecord], Objective] = {}
+
+
+def objective(record: type[DraftRecord]) -> Callable[[Objective], Objective]:
+    """Decorator: the function is what drafters of this record are trained for."""
+
+    def add(function: Objective) -> Objective:
+        OBJECTIVES[record] = function
+        return function
+
+    return add
+
+
+def objective_of(record: DraftRecord) -> Objective:
+    """The objective of a drafter. Errors: `UnsupportedError` if it has nothing to train."""
+    package = __name__.rpartition(".")[0]
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        importlib.import_module(f"{package}.{module.name}")
+    if type(record) not in OBJECTIVES:
+        known = sorted(kind.kind for kind in OBJECTIVES)
+        raise UnsupportedError(
+            f"draft={record} has nothing to train; drafters that have: {', '.join(known)}"
+        )
+    return OBJECTIVES[type(record)]
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Mean of -sum(target * log softmax(student)). Works out the gradient on the way forward, one
+    sequence at a time: rows of a vocabulary's size pass through the caches once, not ten times."""
+
+    @staticmethod
+    def forward(ctx: Any, student: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        rows = student.shape[0] * student.shape[1]
+        gradient = torch.empty(student.shape, dtype=torch.float32, device=student.device)
+        total = torch.zeros((), device=student.device)
+        for scores, wanted, slope in zip(student, target, gradient, strict=True):
+            torch.softmax(scores.float(), -1, out=slope)
+            total -= (wanted * slope.clamp_min(torch.finfo(slope.dtype).tiny).log()).sum()
+            slope.sub_(wanted).div_(rows)
+        ctx.save_for_backward(gradient)
+        return total / rows
+
+    @staticmethod
+    def backward(ctx: Any, *given: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * given[0], None
+
+
+def distilled(student: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of the student's logits [N,T,V] against target probabilities, a mean over
+    positions. Source: Hinton et al., "Distilling the Knowledge in a Neural Network" (2015)."""
+    return _CrossEntropy.apply(student, target)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def hit_rate(student: torch.Tensor, best: torch.Tensor) -> float:
+    """How often the best of the student's logits [N,T,V] is the token `best` i64[N,T]."""
+    return float((student.argmax(-1) == best).float().mean())

@@ -1,0 +1,24 @@
+"""Parallel heads: head k learns the teacher's token k + 2 places on, losses weighted decay^k.
+
+Source: Cai et al., "Medusa" (2024), with the teacher's predictions in the text's place.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...ir.plan import HeadsDraft
+from .base import Batch, Loss, Run, distilled, hit_rate, objective
+
+
+@objective(HeadsDraft)
+def heads_loss(record: HeadsDraft, run: Run, batch: Batch) -> Loss:
+    """See the module docstring."""
+    logits = run(record.function, hidden=batch.hidden["hidden"])["draft_logits"]
+    total, hits = torch.zeros(()), []
+    for level in range(record.levels):
+        # The state after token t chose token t + 1; head k speaks of the one after t + 1 + k.
+        student = logits[:, : -1 - level, level]
+        total = total + record.decay**level * distilled(student, batch.target[:, 1 + level :])
+        hits.append(hit_rate(student, batch.best[:, 1 + level :]))
+    return Loss(total, hits)
