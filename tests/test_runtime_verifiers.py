@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,10 +13,13 @@ import torch
 from runtime_drafts import RuleDraft
 from runtime_models import TableExecutable, markov, plain, program
 from test_runtime_sampling import assert_distributed, theirs_warped
+from tiny import tiny_llama
 
+from graftwork.backends import Target, compile
 from graftwork.ir import InputError, UnsupportedError
 from graftwork.ir.plan import (
     Chain,
+    DecodePlan,
     Lossless,
     Record,
     SampledTree,
@@ -25,6 +29,11 @@ from graftwork.ir.plan import (
     TreeRecord,
     Typical,
 )
+from graftwork.passes.accept_trees import AcceptTrees
+from graftwork.passes.add_argmax import AddArgmax
+from graftwork.passes.draft_medusa import DraftMedusa
+from graftwork.passes.insert_kv_cache import InsertKvCache
+from graftwork.passes.pick_logits import PickLogits
 from graftwork.runtime import generate
 from graftwork.runtime.draft import Draft
 from graftwork.runtime.options import read_options
@@ -308,6 +317,29 @@ def test_greedy_is_deterministic(verify, tree):
 def test_impossible_widths_are_refused(widths):
     with pytest.raises(InputError, match="widths"):
         SampledTree(widths)
+
+
+@pytest.mark.parametrize("verify", [Lossless(), SpecTr()], ids=str)
+def test_heads_may_be_sampled(verify):
+    """A real drafter: heads give whole distributions, and greedy text stays the target's own."""
+    target = tiny_llama(context=48)
+    for step in (DraftMedusa(heads=2), InsertKvCache(), AcceptTrees(), PickLogits(), AddArgmax()):
+        target = step.run(target).program
+    tree = SampledTree((3, 2), replacement=isinstance(verify, SpecTr))
+    planned = target.replace(plan=replace(target.plan, tree=tree, verify=verify))
+    target = target.replace(plan=DecodePlan())
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    plainly, drafted = (compile(p, Target.parse("eager")) for p in (target, planned))
+
+    def text(executable, **options):
+        return generate(
+            executable, ids, max_new_tokens=20, eos_token_id=None, pad_token_id=0, **options
+        )
+
+    assert torch.equal(text(drafted), text(plainly))
+    sampled = text(drafted, do_sample=True, seed=5)
+    assert torch.equal(sampled, text(drafted, do_sample=True, seed=5))
+    assert not torch.equal(sampled, text(drafted))
 
 
 # -- relaxed verifiers ----------------------------------------------------------------------------
