@@ -22,6 +22,7 @@ from .draft import (
     RecyclingDraft,
     SuffixDraft,
 )
+from .iterated import CorpusDraft, InputDraft, JacobiDraft, LookaheadDraft
 from .policy import FixedLength, FullDepth, KeepAll, Lossless, SpecTr, TopKAccept, Typical
 from .tree import BestFirst, Chain, SampledTree, StaticTree, TreeRecord
 
@@ -29,13 +30,17 @@ __all__ = [
     "RECORDS",
     "BestFirst",
     "Chain",
+    "CorpusDraft",
     "DecodePlan",
     "DraftRecord",
     "FirstDraft",
     "FixedLength",
     "FullDepth",
     "HeadsDraft",
+    "InputDraft",
+    "JacobiDraft",
     "KeepAll",
+    "LookaheadDraft",
     "Lossless",
     "MergedDraft",
     "NoDraft",

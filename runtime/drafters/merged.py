@@ -8,6 +8,7 @@ from ...ir.executable import Executable
 from ...ir.plan import MergedDraft
 from ..lengths.base import LengthPolicy
 from ..options import GenerationOptions
+from ..trie import Trie
 from .base import DRAFTERS, NO_DRAFT, Draft, Fed, Taken
 from .grown import Composed, drafter_for
 
@@ -67,25 +68,8 @@ def merged(drafts: Iterable[Draft], nodes: int | None) -> Draft:
         return NO_DRAFT
     if len(given) == 1:
         return given[0] if nodes is None else given[0].cut(nodes)
-    tokens: list[int] = []
-    parents: list[int] = []
-    places: dict[tuple[int, int], int] = {}
+    trie = Trie()
     for draft in given:
-        _insert(draft, tokens, parents, places)
-    whole = Draft(tokens, None, tuple(parents))
+        trie.insert(draft)
+    whole = trie.draft()
     return whole if nodes is None else whole.cut(nodes)
-
-
-def _insert(
-    draft: Draft, tokens: list[int], parents: list[int], places: dict[tuple[int, int], int]
-) -> None:
-    """places: of the child with a token of each node of the merged tree, by (node, token)."""
-    above = draft.parents or range(-1, len(draft.tokens) - 1)
-    new = [-1]
-    for token, parent in zip(draft.tokens, above, strict=True):
-        at = new[parent + 1]
-        place = places.setdefault((at, token), len(tokens))
-        if place == len(tokens):
-            tokens.append(token)
-            parents.append(at)
-        new.append(place)

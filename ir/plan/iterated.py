@@ -1,0 +1,86 @@
+"""Draft records that need no second model: guesses iterated beside the text, and input copied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .base import record
+from .draft import DraftRecord
+
+
+@record
+@dataclass(frozen=True)
+class JacobiDraft(DraftRecord):
+    """A block of guesses that every step replaces by what the target says after each of them.
+
+    tokens: of the block. Needs the step's ``argmax``.
+    """
+
+    tokens: int = 10
+    kind: ClassVar[str] = "jacobi"
+
+    @property
+    def most(self) -> int:
+        """`tokens`."""
+        return self.tokens
+
+
+@record
+@dataclass(frozen=True)
+class LookaheadDraft(DraftRecord):
+    """N-grams that the target itself came up with in a window of guesses ahead (Lookahead).
+
+    window: places ahead that are guessed. ngram: tokens of an n-gram, the one it is found by
+    included. pool: n-grams kept and verified for each first token. Needs the step's ``argmax``.
+    """
+
+    window: int = 7
+    ngram: int = 5
+    pool: int = 7
+    kind: ClassVar[str] = "lookahead"
+
+    @property
+    def most(self) -> int:
+        """Nodes of the n-grams verified and of the window."""
+        return self.pool * (self.ngram - 1) + self.window * (self.ngram - 1) - 1
+
+
+@record
+@dataclass(frozen=True)
+class InputDraft(DraftRecord):
+    """Copy the prompt from where the text is in it (aggressive decoding).
+
+    tokens: draft tokens a step at most. start: the prompt's token that the text is expected to
+    begin with. longest: tokens that must agree, at best, to find the place again after an edit.
+    """
+
+    tokens: int = 20
+    start: int = 0
+    longest: int = 4
+    kind: ClassVar[str] = "input"
+
+    @property
+    def most(self) -> int:
+        """`tokens`."""
+        return self.tokens
+
+
+@record
+@dataclass(frozen=True)
+class CorpusDraft(DraftRecord):
+    """Copy what followed the longest match of the text in a corpus or in the text itself (SAM).
+
+    weight: i64[N] of the program, the corpus; -1 ends a document. tokens: draft tokens a step at
+    most. shortest: tokens that must match.
+    """
+
+    weight: str = "corpus"
+    tokens: int = 16
+    shortest: int = 2
+    kind: ClassVar[str] = "corpus"
+
+    @property
+    def most(self) -> int:
+        """`tokens`."""
+        return self.tokens
