@@ -22,6 +22,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from .model import Model
+    from .training import FitState
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -162,6 +163,55 @@ def generate(
     new = result.sequences[0, len(ids) :].tolist()
     text = opened.tokenizer.decode(new, skip_special_tokens=True)
     print(json.dumps({"text": text, "ids": new, "stats": stats.to_dict()}))
+
+
+@app.command()
+def train(
+    model: ModelArg,
+    folder: Annotated[Path, typer.Option("--out", help="For checkpoints and the trained heads.")],
+    recipe: RecipeOption = "medusa",
+    set_: SetOption = [],  # noqa: B006  (typer copies it)
+    target: TargetOption = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Text file, folder of them, .jsonl or .npy of token ids.")
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(help="Stop after this long.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Stop after so many optimizer steps.")] = None,
+    batch: Annotated[int, typer.Option(help="Windows a step.")] = 4,
+    window: Annotated[int, typer.Option(help="Tokens a window.")] = 512,
+    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    own: Annotated[float, typer.Option(help="Share of windows the model writes itself.")] = 0.75,
+    seed: Annotated[int, typer.Option(help="Decides every window and sample.")] = 0,
+    resume: Annotated[bool, typer.Option(help="Go on from the checkpoint in --out.")] = False,
+) -> None:
+    """Train a recipe's draft heads on what the model itself predicts."""
+    from .model import optimize as optimize_model
+    from .training import fit
+
+    with progress() as show:
+        made = optimize_model(model, with_settings(recipe, set_), target=target, progress=show)
+    with _bar() as update:
+        fitted = fit(
+            made,
+            data,
+            out=folder,
+            resume=resume,
+            progress=update,
+            minutes=minutes,
+            steps=steps,
+            batch=batch,
+            window=window,
+            rate=rate,
+            own=own,
+            seed=seed,
+        )
+    hits = ", ".join(f"{hit:.2f}" for hit in fitted.hits)
+    out.print(
+        f"{fitted.steps} steps, loss {fitted.loss:.3f}, accuracy by depth {hits}; "
+        f"{fitted.accepted_per_step:.2f} tokens a step on held-out text\n"
+        f"heads in {folder}: use them with --set {_drafting(made)}.weights={folder}",
+        markup=False,
+    )
 
 
 @app.command()
@@ -335,6 +385,31 @@ def progress() -> Iterator[Callable[[str], None]]:
     """A line on standard error that says what is being done; silent where nobody watches."""
     with err.status("starting") as status:
         yield lambda what: status.update(Text(what))
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[FitState], None]]:
+    """A progress bar for training, on standard error."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err) as bar:
+        task = bar.add_task("start", total=1.0)
+
+        def update(state: FitState) -> None:
+            shown = f" step {state.step} loss {state.loss:.3f}" if state.step else ""
+            bar.update(task, completed=state.share, description=state.phase + shown)
+
+        yield update
+
+
+def _drafting(model: Model) -> str:
+    """The pass of a model's recipe that takes trained weights."""
+    from .passes.base import all_passes
+
+    known = all_passes()
+    names = [record.name for record in model.program.provenance]
+    return next(name for name in names if "weights" in known[name].model_fields)
 
 
 def _split(names: str) -> list[str]:

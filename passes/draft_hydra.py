@@ -38,9 +38,10 @@ A = torch.ops.aten
 
 @register
 class DraftHydra(Pass):
-    """heads: tokens predicted. layers: blocks a head after the first. own_head, candidates, decay:
-    as in draft_medusa."""
+    """heads: tokens predicted. layers: blocks a head after the first. weights, own_head,
+    candidates, decay: as in draft_medusa."""
 
+    weights: str = ""
     heads: int = Field(default=4, ge=1)
     layers: int = Field(default=1, ge=0)
     own_head: bool = True
@@ -58,11 +59,11 @@ class DraftHydra(Pass):
         for number in range(self.heads):
             program = self._head(program, number)
         functions = tuple(f"hydra_{number}" for number in range(self.heads))
-        draft = RecurrentDraft(functions, self.heads, self.decay)
+        draft = RecurrentDraft(functions, self.heads, self.decay, bool(self.weights))
         return Outcome(with_draft(program, draft), self.heads)
 
     def _head(self, program: Program, number: int) -> Program:
-        graft = Graft(program, self.name, f"hydra_{number}")
+        graft = Graft(program, self.name, f"hydra_{number}", self.weights)
         graft.tap()
         tokens = graft.input("tokens", dtype=torch.int64)
         before = graft.input("state", graft.hidden * (number + 1))

@@ -39,8 +39,9 @@ A = torch.ops.aten
 class DraftMedusa(Pass):
     """heads: tokens predicted. layers: blocks a head. own_head: a language-model head each.
     candidates: best tokens that a head returns. decay: weight of a head's loss, to the power of
-    its number."""
+    its number. weights: a file of trained heads, or the folder that training wrote."""
 
+    weights: str = ""
     heads: int = Field(default=4, ge=1)
     layers: int = Field(default=1, ge=1)
     own_head: bool = True
@@ -55,13 +56,13 @@ class DraftMedusa(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Graft the heads on. See the module docstring."""
-        graft = Graft(program, self.name, "medusa")
+        graft = Graft(program, self.name, "medusa", self.weights)
         hidden = graft.input(graft.tap(), graft.hidden)
         normed = graft.norm(hidden)
         logits = [self._head(graft, normed, number) for number in range(self.heads)]
         every = graft.call(A.cat.default, logits, 2)
         outputs = graft.candidates(every, self.candidates)
-        draft = HeadsDraft("medusa", self.heads, self.decay)
+        draft = HeadsDraft("medusa", self.heads, self.decay, bool(self.weights))
         return Outcome(graft.drafted(outputs, draft), self.heads)
 
     def _head(self, graft: Graft, x: torch.fx.Node, number: int) -> torch.fx.Node:

@@ -19,6 +19,7 @@ from ..ir import Function, PassError, Program, TensorType, Weight, derive, type_
 from ..ir.plan import DraftRecord
 from .plan_edits import with_draft
 from .subgraph import cone
+from .trained import TrainedWeights
 
 A, G = torch.ops.aten, torch.ops.graftwork
 
@@ -26,12 +27,14 @@ A, G = torch.ops.aten, torch.ops.graftwork
 class Graft:
     """A new function `name` of a program, and the step that feeds it.
 
+    weights: a file of trained weights (see `TrainedWeights`); without one new weights are untrained.
     Every value has the shape [B,T,...]: T draft nodes of each sequence, or T tokens in training.
     Errors: `PassError` naming what the program lacks.
     """
 
-    def __init__(self, program: Program, owner: str, name: str) -> None:
+    def __init__(self, program: Program, owner: str, name: str, weights: str = "") -> None:
         self.program, self.owner = program, owner
+        self.trained = TrainedWeights(weights, owner, program)
         self.step = program.function("step").copy()
         self.fn = Function(name)
         self.weights = program.weights
@@ -58,6 +61,18 @@ class Graft:
         self.step.set_outputs({**outputs, name: outputs.get(name, node)})
         return name
 
+    def tap_normed(self) -> str:
+        """Let the step return what its head reads, of every token: the last state, normed."""
+        name = "hidden.normed"
+        outputs = self.step.outputs
+        if name not in outputs:
+            # A copy: passes that choose the tokens whose logits are wanted leave it alone.
+            with self.step.graph.inserting_before(self.step.output_node):
+                last = self.markers[-1]
+                normed = _copied(self.step, {last: last}, self.product.args[0], self.owner)
+            self.step.set_outputs({**outputs, name: normed})
+        return name
+
     def embed(self, tokens: torch.fx.Node) -> torch.fx.Node:
         """The target's embedding of tokens i64[B,T]: [B,T,H], without positions."""
         for node in self.step.calls(A.embedding.default):
@@ -82,22 +97,7 @@ class Graft:
 
     def copy(self, given: Mapping[Any, torch.fx.Node], wanted: Any) -> torch.fx.Node:
         """The step's node `wanted` computed here, with values here for some of its ancestors."""
-        copies: dict[torch.fx.Node, torch.fx.Node] = dict(given)
-        members: set[torch.fx.Node] = set()
-        stack = [wanted]
-        while stack:
-            node = stack.pop()
-            if node not in copies and node not in members:
-                members.add(node)
-                stack.extend(node.all_input_nodes)
-        for node in sorted(members):  # fx nodes compare by their place in the graph
-            if node.op == "placeholder":
-                raise PassError(
-                    f"{self.owner}: the part of the step that is wanted here also needs its input "
-                    f"{node.target!r}"
-                )
-            copies[node] = self.fn.graph.node_copy(node, lambda n: copies[n])
-        return copies[wanted]
+        return _copied(self.fn, given, wanted, self.owner)
 
     def _head_product(self, last: torch.fx.Node) -> torch.fx.Node:
         """The product that makes logits: the last linear layer after the last marker."""
@@ -128,7 +128,7 @@ class Graft:
     def weight_of(self, weight: Weight) -> torch.fx.Node:
         """A reference to a weight of this graft, which is added to the program."""
         if weight.name not in self.weights:
-            self.weights = self.weights.adding(weight)
+            self.weights = self.weights.adding(self.trained.of(weight))
         return self.fn.weight(weight)
 
     def parameter(self, name: str, *shape: int, init: str = "normal") -> torch.fx.Node:
@@ -163,10 +163,7 @@ class Graft:
 
     def candidates(self, logits: torch.fx.Node, count: int) -> dict[str, torch.fx.Node]:
         """The outputs that proposers read: logits, and the best tokens and log probabilities."""
-        scores = self.call(A._log_softmax.default, logits, -1, False)
-        best = self.call(A.topk.default, scores, min(count, self.vocab))
-        values, tokens = self.fn.item(best, 0), self.fn.item(best, 1)
-        return {"draft_logits": logits, "draft_tokens": tokens, "draft_scores": values}
+        return candidates(self.fn, logits, min(count, self.vocab))
 
     def done(self, outputs: Mapping[str, torch.fx.Node]) -> Program:
         """The program with the step's taps, the new function and the new weights."""
@@ -177,6 +174,37 @@ class Graft:
     def drafted(self, outputs: Mapping[str, torch.fx.Node], draft: DraftRecord) -> Program:
         """`done`, with the drafter that uses the function."""
         return with_draft(self.done(outputs), draft)
+
+
+def candidates(fn: Function, logits: torch.fx.Node, count: int) -> dict[str, torch.fx.Node]:
+    """See `Graft.candidates`; at the insertion point of a function."""
+    scores = fn.call(A._log_softmax.default, logits, -1, False)
+    best = fn.call(A.topk.default, scores, count)
+    values, tokens = fn.item(best, 0), fn.item(best, 1)
+    return {"draft_logits": logits, "draft_tokens": tokens, "draft_scores": values}
+
+
+def _copied(
+    fn: Function, given: Mapping[Any, torch.fx.Node], wanted: Any, owner: str
+) -> torch.fx.Node:
+    """A function's node `wanted` in `fn`, the same or another one; see `Graft.copy`."""
+    copies: dict[torch.fx.Node, torch.fx.Node] = dict(given)
+    members: set[torch.fx.Node] = set()
+    stack = [wanted]
+    while stack:
+        node = stack.pop()
+        if node not in copies and node not in members:
+            members.add(node)
+            stack.extend(node.all_input_nodes)
+    for node in sorted(members):  # fx nodes compare by their place in the graph
+        if node.op == "placeholder" and node.graph is not fn.graph:
+            raise PassError(
+                f"{owner}: the part of the step that is wanted here also needs its input "
+                f"{node.target!r}"
+            )
+        is_input = node.op == "placeholder"
+        copies[node] = node if is_input else fn.graph.node_copy(node, lambda n: copies[n])
+    return copies[wanted]
 
 
 def _initial(

@@ -1,5 +1,5 @@
 """Training what was grafted onto a program: `fit`, its data, objectives and checkpoints."""
 
-from .fit import FitOptions, fit
+from .fit import FitOptions, FitState, Fitted, fit
 
-__all__ = ["FitOptions", "fit"]
+__all__ = ["FitOptions", "FitState", "Fitted", "fit"]

@@ -19,7 +19,7 @@ from ...ir.plan import DraftRecord
 class Batch:
     """Text and what the target makes of it: the teacher's side of a training step.
 
-    tokens: i64[N,T]. hidden: f[N,T,H] by the step's output name. logits: f[N,T,V], after each token.
+    tokens: i64[N,T]. hidden: f[N,T,H] by the step's output name. logits: f[N,T,V] after each.
     """
 
     tokens: torch.Tensor
@@ -88,29 +88,42 @@ class _CrossEntropy(torch.autograd.Function):
     sequence at a time: rows of a vocabulary's size pass through the caches once, not ten times."""
 
     @staticmethod
-    def forward(ctx: Any, student: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        rows = student.shape[0] * student.shape[1]
-        gradient = torch.empty(student.shape, dtype=torch.float32, device=student.device)
+    def forward(ctx: Any, student: torch.Tensor, target: torch.Tensor, shift: int) -> torch.Tensor:
+        width = student.shape[1]
+        most = min(width, target.shape[1] - shift)
+        rows = student.shape[0] * most
+        gradient = torch.zeros(student.shape, dtype=torch.float32, device=student.device)
         total = torch.zeros((), device=student.device)
-        for scores, wanted, slope in zip(student, target, gradient, strict=True):
-            torch.softmax(scores.float(), -1, out=slope)
-            total -= (wanted * slope.clamp_min(torch.finfo(slope.dtype).tiny).log()).sum()
+        for index in range(len(student)):
+            scores, slope = student[index, :most].float(), gradient[index, :most]
+            wanted = target[index, shift : shift + most]
+            torch.softmax(scores, -1, out=slope)
+            # log sum exp from the best token, whose probability cannot underflow.
+            total += (scores.amax(-1) - slope.amax(-1).log()).sum()
+            total -= torch.dot(wanted.reshape(-1), scores.reshape(-1))
             slope.sub_(wanted).div_(rows)
         ctx.save_for_backward(gradient)
         return total / rows
 
     @staticmethod
-    def backward(ctx: Any, *given: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *given: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * given[0], None
+        return gradient.mul_(given[0]), None, None
 
 
-def distilled(student: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of the student's logits [N,T,V] against target probabilities, a mean over
-    positions. Source: Hinton et al., "Distilling the Knowledge in a Neural Network" (2015)."""
-    return _CrossEntropy.apply(student, target)  # type: ignore[no-any-return,no-untyped-call]
+def distilled(student: torch.Tensor, target: torch.Tensor, shift: int) -> torch.Tensor:
+    """Cross entropy of logits [N,T,V] against target probabilities [N,T',V] `shift` places on.
+
+    A mean over the positions that have a target. Differentiable once, by the student. Source:
+    Hinton et al., "Distilling the Knowledge in a Neural Network" (2015).
+    """
+    return _CrossEntropy.apply(student, target, shift)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def hit_rate(student: torch.Tensor, best: torch.Tensor) -> float:
-    """How often the best of the student's logits [N,T,V] is the token `best` i64[N,T]."""
-    return float((student.argmax(-1) == best).float().mean())
+def hit_rate(student: torch.Tensor, best: torch.Tensor, shift: int) -> float:
+    """How often the best of logits [N,T,V] is the token `best` i64[N,T'] `shift` places on, in the
+    first sequence."""
+    wanted = best[0, shift:]
+    return float(
+        (student[0, : len(wanted)].argmax(-1) == wanted[: student.shape[1]]).float().mean()
+    )

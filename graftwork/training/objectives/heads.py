@@ -16,9 +16,9 @@ def heads_loss(record: HeadsDraft, run: Run, batch: Batch) -> Loss:
     """See the module docstring."""
     logits = run(record.function, hidden=batch.hidden["hidden"])["draft_logits"]
     total, hits = torch.zeros(()), []
-    for level in range(record.levels):
+    for level, student in enumerate(logits.unbind(2)):
         # The state after token t chose token t + 1; head k speaks of the one after t + 1 + k.
-        student = logits[:, : -1 - level, level]
-        total = total + record.decay**level * distilled(student, batch.target[:, 1 + level :])
-        hits.append(hit_rate(student, batch.best[:, 1 + level :]))
+        shift = 1 + level
+        total = total + record.decay**level * distilled(student, batch.target, shift)
+        hits.append(hit_rate(student, batch.best, shift))
     return Loss(total, hits)

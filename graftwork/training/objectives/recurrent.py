@@ -22,6 +22,6 @@ def recurrent_loss(record: RecurrentDraft, run: Run, batch: Batch) -> Loss:
         tokens = batch.tokens[:, 1 + level :]
         outputs = run(functions[min(level, len(functions) - 1)], tokens=tokens, state=state)
         student, state = outputs["draft_logits"], outputs["state"]
-        total = total + record.decay**level * distilled(student, batch.target[:, 1 + level :])
-        hits.append(hit_rate(student, batch.best[:, 1 + level :]))
+        total = total + record.decay**level * distilled(student, batch.target, 1 + level)
+        hits.append(hit_rate(student, batch.best, 1 + level))
     return Loss(total, hits)
