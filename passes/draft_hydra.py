@@ -70,8 +70,9 @@ class DraftHydra(Pass):
         # The states are normed once, where they enter.
         seen = graft.norm(before) if number == 0 else before
         state = graft.concat([seen, graft.embed(tokens)])
-        skip = graft.linear(state, f"hydra.{number}.skip", graft.hidden, bias=False)
-        inner = graft.linear(state, f"hydra.{number}.in", graft.hidden)
+        # At first every head is the target's own: the skip passes h on, and the rest adds nothing.
+        skip = graft.linear(state, f"hydra.{number}.skip", graft.hidden, bias=False, init="eye")
+        inner = graft.linear(state, f"hydra.{number}.in", graft.hidden, init="zeros")
         x = graft.call(A.add.Tensor, skip, graft.call(A.silu.default, inner))
         for layer in range(self.layers):
             x = graft.res_block(x, f"hydra.{number}.{layer}.linear")

@@ -1,0 +1,90 @@
+"""Draft heads on real backends: whatever they guess, the text is the target's own."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from tiny import tiny_llama
+
+from graftwork.backends import compile
+from graftwork.backends.target import Target
+from graftwork.ir import Program
+from graftwork.ir.executable import Executable
+from graftwork.passes.accept_trees import AcceptTrees
+from graftwork.passes.add_argmax import AddArgmax
+from graftwork.passes.base import Pass
+from graftwork.passes.draft_hydra import DraftHydra
+from graftwork.passes.draft_medusa import DraftMedusa
+from graftwork.passes.draft_mlp_speculator import DraftMlpSpeculator
+from graftwork.passes.draft_redrafter import DraftRedrafter
+from graftwork.passes.insert_kv_cache import InsertKvCache
+from graftwork.passes.manager import Step, run_passes
+from graftwork.passes.pick_logits import PickLogits
+from graftwork.passes.quantize_int8 import QuantizeInt8
+from graftwork.passes.tree_best_first import TreeBestFirst
+from graftwork.passes.tree_chain import TreeChain
+from graftwork.passes.tree_static import TreeStatic
+from graftwork.runtime.generate import generate
+
+DRAFTERS = {
+    "medusa": DraftMedusa(heads=3, candidates=4),
+    "hydra": DraftHydra(heads=3, candidates=4),
+    "redrafter": DraftRedrafter(candidates=4),
+    "mlp_speculator": DraftMlpSpeculator(candidates=4),
+}
+TREES = {
+    "chain": TreeChain(depth=3),
+    "static": TreeStatic(paths=((0,), (1,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (0, 0, 1))),
+    "best_first": TreeBestFirst(nodes=9, depth=3, width=3),
+}
+PROMPTS = torch.tensor([[0, 0, 0, 7, 3], [0, 4, 9, 9, 1], [5, 6, 7, 8, 9], [0, 0, 0, 0, 30]])
+MASK = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
+
+
+def made(*passes: Pass) -> Program:
+    steps = [*passes, InsertKvCache(), AcceptTrees(), PickLogits(), AddArgmax()]
+    return run_passes(tiny_llama(), [Step(step) for step in steps])[0]
+
+
+@cache
+def compiled(backend: str, drafter: str = "", tree: str = "", int8: bool = False) -> Executable:
+    passes = [DRAFTERS[drafter], TREES[tree]] if drafter else []
+    return compile(made(*passes, *[QuantizeInt8()] * int8), Target(backend, "cpu"))
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_text_is_the_targets_own(drafter: str, tree: str, backend: str) -> None:
+    asked = {"max_new_tokens": 20, "eos_token_id": []}
+    plain, fast = compiled(backend), compiled(backend, drafter, tree)
+    expected = generate(plain, PROMPTS, attention_mask=MASK, **asked)
+    found = generate(fast, PROMPTS, attention_mask=MASK, return_dict_in_generate=True, **asked)
+    assert torch.equal(found.sequences, expected)
+    assert found.stats.draft_tokens > found.stats.sequence_steps  # it did draft
+    alone = generate(fast, PROMPTS[2:3], **asked)
+    assert torch.equal(alone, expected[2:3])
+
+
+def test_text_of_a_quantized_target_is_its_own() -> None:
+    asked = {"max_new_tokens": 20, "eos_token_id": []}
+    plain = generate(compiled("onnxruntime", int8=True), PROMPTS[2:3], **asked)
+    fast = compiled("onnxruntime", "hydra", "static", int8=True)
+    assert "graftwork.linear_int8" in str(fast.program.function("hydra_0").graph) or any(
+        name.endswith(".int8") for name in fast.program.function("hydra_0").weights
+    )
+    assert torch.equal(generate(fast, PROMPTS[2:3], **asked), plain)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_backends_draft_the_same(drafter: str) -> None:
+    """The drafts themselves agree, or acceptance would differ from backend to backend."""
+    asked = {"max_new_tokens": 20, "eos_token_id": [], "return_dict_in_generate": True}
+    runs = [
+        generate(compiled(backend, drafter, "static"), PROMPTS[2:3], **asked).stats
+        for backend in ("eager", "onnxruntime")
+    ]
+    assert runs[0].accepted_tokens == runs[1].accepted_tokens
+    assert runs[0].draft_tokens == runs[1].draft_tokens
