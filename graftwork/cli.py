@@ -217,20 +217,24 @@ def train(
 @app.command()
 def export(
     model: AnyModel,
-    format_: Annotated[Literal["onnx", "genai"], typer.Option("--format", help="For whom.")],
+    format_: Annotated[
+        Literal["onnx", "genai", "vllm-medusa"], typer.Option("--format", help="For whom.")
+    ],
     folder: Annotated[Path, typer.Option("--out", help="Where to write.")],
     recipe: MaybeRecipe = None,
     set_: SetOption = [],  # noqa: B006  (typer copies it)
     target: TargetOption = "onnxruntime",
 ) -> None:
-    """Write an ONNX model for ONNX Runtime, or a folder for onnxruntime-genai."""
+    """Write an ONNX model for ONNX Runtime, a folder for onnxruntime-genai, or heads for vLLM."""
     with progress() as show:
         opened = open_model(model, recipe, set_, target, show)
         show(f"export {format_}")
-        if format_ == "onnx":
-            opened.export_onnx(folder)
-        else:
-            opened.export_genai(folder)
+        writers = {
+            "onnx": opened.export_onnx,
+            "genai": opened.export_genai,
+            "vllm-medusa": opened.export_vllm_medusa,
+        }
+        writers[format_](folder)
     out.print(f"written to {folder}", markup=False)
 
 

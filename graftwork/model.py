@@ -237,6 +237,12 @@ class Model:
 
         return export_genai(_checked(self.program), Path(folder))
 
+    def export_vllm_medusa(self, folder: str | Path) -> Path:
+        """Write trained Medusa heads as vLLM reads them. Errors: as `export_heads` states."""
+        from .export_heads import export_vllm_medusa
+
+        return export_vllm_medusa(self.program, Path(folder))
+
     def __str__(self) -> str:
         size = megabytes(weight_bytes(self.program))
         return f"{self.program.name} for {self.target}, recipe {self.recipe.get('name')}, {size}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -246,3 +247,32 @@ def test_two_processes_average_their_gradients(tmp_path: Path) -> None:
     assert len(heads) == 12 and all(bool(t.isfinite().all()) for t in heads.values())
     moved = [n for n, t in heads.items() if n.endswith("linear.weight") and bool(t.any())]
     assert len(moved) == 4
+
+
+def test_published_medusa_layouts_go_in_and_vllms_comes_out(tmp_path: Path) -> None:
+    fitted = fit(drafted(DraftMedusa(heads=2)), TEXT, out=tmp_path / "heads", **FEW)
+    heads = load_file(tmp_path / "heads" / "heads.safetensors")
+    published = {name.removeprefix("medusa."): tensor for name, tensor in heads.items()}
+    assert {"0.0.linear.weight", "0.0.linear.bias", "1.1.weight"} <= set(published)
+    save_file(published, tmp_path / "medusa_lm_head.safetensors")
+    again = drafted(DraftMedusa(heads=2, weights=str(tmp_path)))
+    first, second = weights(fitted.model), weights(again)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+    folder = fitted.model.export_vllm_medusa(tmp_path / "vllm")
+    tensors = load_file(folder / "model.safetensors")
+    assert torch.equal(tensors["blocks.1.layers.0.weight"], heads["medusa.1.0.linear.weight"])
+    assert torch.equal(tensors["lm_heads.0.weight"], heads["medusa.0.1.weight"])
+    assert len(tensors) == len(heads) == 6
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["num_heads"], config["num_hidden_layers"]) == (2, 1)
+    assert config["medusa_fc_bias"] and "num_attention_heads" not in config
+    with pytest.raises(InputError, match="not an empty folder"):
+        fitted.model.export_vllm_medusa(folder)
+    with pytest.raises(InputError, match="untrained"):
+        drafted(DraftMedusa()).export_vllm_medusa(tmp_path / "no")
+    with pytest.raises(InputError, match=r"suffix.*Medusa"):
+        drafted(DraftSuffix()).export_vllm_medusa(tmp_path / "no")
+    (tmp_path / "old.pt").write_bytes(b"pickle")
+    with pytest.raises(PassError, match="pickle"):
+        drafted(DraftMedusa(weights=str(tmp_path / "old.pt")))
