@@ -60,7 +60,7 @@ def _check_keys(table: Any) -> None:
 
 
 def _check_plan(program: Program) -> None:
-    """Fields of plan records called function, output and state name what the program has."""
+    """Fields of plan records called function, output and state name what the program has, if any."""
     known = {
         "function": list(program.functions),
         "output": list(program.function("step").outputs),
@@ -73,7 +73,8 @@ def _check_plan(program: Program) -> None:
         for part in _with_parts(record):
             for field in fields(part):
                 value = getattr(part, field.name)
-                if field.name in known and value not in known[field.name]:
+                named = field.name in known and value is not None
+                if named and value not in known[field.name]:
                     raise VerifyError(
                         f"plan: {slot.name} = {record} refers to the {field.name} {value!r}; "
                         f"the program has {known[field.name]}"

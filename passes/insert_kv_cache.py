@@ -14,8 +14,9 @@ After (stage cached)::
       %vw: f32[B,G,C,D] = graftwork.cache_write(%kv.0.value, %v, %past)
       %y: f32[B,H,T,D] = graftwork.attend(%q, %kw, %vw, %m, scale=0.125)
 
-Layers with the same window share one mask. Refuses a program without attention, with a cache
-already, or in which two attentions claim one layer.
+Layers with the same window share one mask. Every function with attention gets caches of its own:
+those of a function ``eagle`` are called ``eagle.kv.0.key`` and so on. Refuses a program whose step
+has no attention or a cache already, or a function in which two attentions claim one layer.
 """
 
 from __future__ import annotations
@@ -43,24 +44,36 @@ class InsertKvCache(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Add states and cached attention. See the module docstring."""
-        fn = program.function("step").copy()
-        nodes = fn.calls(G.attention.default)
-        if not nodes:
+        if not program.function("step").calls(G.attention.default):
             return Outcome(program, 0, "step has no graftwork.attention")
-        layers = [int(node.kwargs["layer"]) for node in nodes]  # type: ignore[arg-type]
-        if len(set(layers)) != len(layers):
-            raise PassError(f"insert_kv_cache: two attentions claim one layer: {sorted(layers)}")
-        inserter = _Inserter(fn)
-        for node in nodes:
-            inserter.replace(node)
-        fn.set_outputs({**fn.outputs, **inserter.written})
-        states = {**program.states, **inserter.states}
-        return Outcome(program.with_function(fn, states=states, stage="cached"), len(nodes))
+        functions, states, count = dict(program.functions), dict(program.states), 0
+        for name, function in program.functions.items():
+            nodes = function.calls(G.attention.default)
+            if nodes:
+                functions[name], made = _cached(function)
+                states, count = {**states, **made}, count + len(nodes)
+        cached = program.replace(functions=functions, states=states, stage="cached")
+        return Outcome(cached, count)
+
+
+def _cached(function: Function) -> tuple[Function, dict[str, State]]:
+    """A function with cached attention, and its states."""
+    fn = function.copy()
+    nodes = fn.calls(G.attention.default)
+    layers = [int(node.kwargs["layer"]) for node in nodes]  # type: ignore[arg-type]
+    if len(set(layers)) != len(layers):
+        where = "" if fn.name == "step" else f" of {fn.name}"
+        raise PassError(f"insert_kv_cache: two attentions{where} claim one layer: {sorted(layers)}")
+    inserter = _Inserter(fn, "kv" if fn.name == "step" else f"{fn.name}.kv")
+    for node in nodes:
+        inserter.replace(node)
+    fn.set_outputs({**fn.outputs, **inserter.written})
+    return fn, inserter.states
 
 
 class _Inserter:
-    def __init__(self, fn: Function) -> None:
-        self.fn = fn
+    def __init__(self, fn: Function, prefix: str) -> None:
+        self.fn, self.prefix = fn, prefix
         self.first = fn.calls()[0]
         self.past = fn.add_input("past", TensorType.parse("i64[B]"))
         self.states: dict[str, State] = {}
@@ -86,7 +99,9 @@ class _Inserter:
         """A new state for these rows, and the write of a step's rows into it."""
         row_type = type_of(rows)
         dims = (row_type.dims[0], row_type.dims[1], Sym("C"), row_type.dims[3])
-        state = State(f"kv.{layer}.{part}", TensorType(row_type.dtype, dims), layer, part)
+        state = State(
+            f"{self.prefix}.{layer}.{part}", TensorType(row_type.dtype, dims), layer, part
+        )
         cache = self.fn.add_input(state.name, state.type)
         self.states[state.name] = state
         node = self.fn.call(G.cache_write.default, cache, rows, self.past, site=site_of(rows))

@@ -12,8 +12,9 @@ After::
       %p: f32[B,S,H] = graftwork.pick_rows(%h, %select)
       ... final norm and head on %p ...
 
-A prefill then runs the head on one token instead of the whole prompt. Refuses a program without
-markers, and one where something after the last marker also needs the other tokens.
+A prefill then runs the head on one token instead of the whole prompt. Outputs that the logits do
+not depend on stay as they are. Refuses a program without markers, and one where something between
+the last marker and the logits also needs the other tokens.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.fx.node import map_aggregate
 from ..ir import Function, Program, TensorType, VerifyError, site_of
 from ..ir.types import Sym
 from .base import Effect, Outcome, Pass, register
+from .subgraph import cone
 
 G = torch.ops.graftwork
 
@@ -49,23 +51,32 @@ class PickLogits(Pass):
             return Outcome(program, 0, "step has no graftwork.hidden marker")
         if fn.has_input("select"):
             return Outcome(program, 0, "step has an input 'select' already")
-        last = markers[-1]
-        tail = _descendants(fn, last)
-        if any(_mixes_tokens(node) for node in tail):
-            return Outcome(program, 0, "an op after the last marker mixes tokens")
-        select = fn.add_input("select", TensorType.parse("i64[B,S]"))
-        users = [user for user in last.users if user.op != "output"]
-        with fn.graph.inserting_after(last):
-            picked = fn.call(G.pick_rows.default, last, select, site=site_of(last))
-        for user in users:
-            user.replace_input_with(last, picked)
-        for node in tail:
-            _resize(node)
-        try:
-            fn.retype()
-        except VerifyError as error:
-            return Outcome(program, 0, f"the head does not run on chosen tokens: {error}")
-        return Outcome(program.with_function(fn), 1)
+        miss = pick_after(fn, markers[-1], "logits")
+        return Outcome(program, 0, miss) if miss else Outcome(program.with_function(fn), 1)
+
+
+def pick_after(fn: Function, last: torch.fx.Node, output: str) -> str:
+    """Compute what lies between a value [B,T,H] and an output for chosen tokens only (in place).
+
+    Adds the input ``select``. Other outputs stay as they are. Returns why it cannot be done, or "".
+    """
+    needed = cone([fn.outputs[output]])
+    select = fn.add_input("select", TensorType.parse("i64[B,S]"))
+    users = [user for user in last.users if user in needed]
+    with fn.graph.inserting_after(last):
+        picked = fn.call(G.pick_rows.default, last, select, site=site_of(last))
+    for user in users:
+        user.replace_input_with(last, picked)
+    tail = _descendants(fn, picked)
+    if any(_mixes_tokens(node) for node in tail):
+        return "an op after the last marker mixes tokens"
+    for node in tail:
+        _resize(node)
+    try:
+        fn.retype()
+    except VerifyError as error:
+        return f"the head does not run on chosen tokens: {error}"
+    return ""
 
 
 def _descendants(fn: Function, root: torch.fx.Node) -> list[torch.fx.Node]:

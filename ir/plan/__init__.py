@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from .base import RECORDS, Record, record
 from .combined import MergedDraft
 from .draft import (
+    CachedDraft,
     DraftRecord,
     FirstDraft,
     HeadsDraft,
@@ -29,6 +30,7 @@ from .tree import BestFirst, Chain, SampledTree, StaticTree, TreeRecord
 __all__ = [
     "RECORDS",
     "BestFirst",
+    "CachedDraft",
     "Chain",
     "CorpusDraft",
     "DecodePlan",

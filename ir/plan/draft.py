@@ -122,6 +122,27 @@ class RecurrentDraft(DraftRecord):
 
 @record
 @dataclass(frozen=True)
+class CachedDraft(DraftRecord):
+    """A function with a cache of its own: a layer beside the target (EAGLE), or another model.
+
+    function: takes ``tokens``, ``positions`` [B,T], ``past``, ``select`` [B,S] and its states;
+    returns ``draft_logits`` [B,S,V], ``draft_tokens``, ``draft_scores`` [B,S,K]. output: the step's
+    output [B,T,H] that the function takes as ``hidden`` beside the token that follows; it then
+    returns a ``hidden`` [B,T,H] that stands in for it where the target has not been. None: tokens
+    alone. levels: tokens predicted ahead at most. context: positions that the function supports;
+    None: as many as the target. trained: whether the weights know anything.
+    """
+
+    function: str = "draft"
+    output: str | None = None
+    levels: int = 5
+    context: int | None = None
+    trained: bool = False
+    kind: ClassVar[str] = "cached"
+
+
+@record
+@dataclass(frozen=True)
 class FirstDraft(DraftRecord):
     """The draft of the first of several drafters that has one, step by step and by sequence.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -39,7 +39,7 @@ class HiddenProposer(Proposer):
         return self.executable.run(function, inputs, tuple(fn.outputs))
 
 
-def level_of(outputs: dict[str, torch.Tensor], count: int, place: int | None = None) -> Level:
+def level_of(outputs: Mapping[str, torch.Tensor], count: int, place: int | None = None) -> Level:
     """The candidates in a draft function's outputs; place: of a head, in dim 2."""
     named = [outputs[name] for name in ("draft_tokens", "draft_scores", "draft_logits")]
     tokens, scores, logits = named if place is None else [value[:, :, place] for value in named]

@@ -1,0 +1,74 @@
+"""Draft with a layer of its own that predicts the target's next features (EAGLE).
+
+Before::
+
+    func step(tokens: i64[B,T], positions: i64[B,T]) -> logits f32[B,T,V]
+
+After::
+
+    func step(tokens: i64[B,T], positions: i64[B,T]) -> logits f32[B,T,V], hidden.normed f32[B,T,H]
+    func eagle(tokens: i64[B,T], positions: i64[B,T], hidden: f32[B,T,H], select: i64[B,S])
+        -> hidden f32[B,T,H], draft_logits f32[B,S,V], draft_tokens i64[B,S,10], ...
+    decode {
+      draft = cached(function="eagle", output="hidden.normed", levels=5, ...)
+
+A feature is what the target's language-model head reads. Token t + 1 together with the feature
+after token t goes through a linear layer 2H -> H and one decoder layer without input norm, which
+gives the feature after token t + 1; the target's frozen head turns it into logits, and below the
+first level of a tree it stands in for the target's own (Li et al., "EAGLE", 2024; drawn as a tree
+of the likeliest nodes: "EAGLE-2", 2024). `insert_kv_cache` and `accept_trees` treat the function as
+they treat the step. New layers know nothing: train them with `graftwork train` and give what it
+wrote as `weights`. Refuses programs
+without a marker, an attention, an embedding table or a language-model head, or with a function of
+that name.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+
+from ..ir import PassError, Program
+from ..ir.plan import CachedDraft
+from .base import Contract, Effect, Outcome, Pass, register
+from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
+from .grafts import Graft
+from .pick_logits import pick_after
+
+
+@register
+class DraftEagle(Pass):
+    """levels: tokens predicted ahead at most. candidates: best tokens that the draft returns. bias:
+    whether the linear layer has one. weights: a file of trained weights; "": untrained."""
+
+    levels: int = Field(default=5, ge=1)
+    candidates: int = Field(default=10, ge=1)
+    bias: bool = True
+    weights: str = ""
+
+    name: ClassVar[str] = "draft_eagle"
+    contract: ClassVar[Contract] = Contract.LOSSLESS
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
+    provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
+    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
+
+    def run(self, program: Program) -> Outcome:
+        """Graft the layer on. See the module docstring."""
+        graft = Graft(program, self.name, "eagle", self.weights)
+        shape = LayerShape.of(graft.step, self.name, graft.hidden)
+        output = graft.tap_normed()
+        tokens = graft.input("tokens", dtype=torch.int64)
+        positions = graft.input("positions", dtype=torch.int64)
+        hidden = graft.input("hidden", graft.hidden)
+        joined = graft.concat([graft.embed(tokens), hidden])
+        x = graft.linear(joined, "eagle.fc", graft.hidden, bias=self.bias)
+        angles = angles_at(graft, positions, shape.dim)
+        x = decoder_layer(graft, x, angles, "eagle.layers.0", next_layer(graft), shape)
+        outputs = {"hidden": x, **graft.candidates(graft.head(x), self.candidates)}
+        graft.fn.set_outputs(outputs)
+        if miss := pick_after(graft.fn, x, "draft_logits"):
+            raise PassError(f"{self.name}: {miss}")
+        draft = CachedDraft("eagle", output, self.levels)
+        return Outcome(graft.drafted(graft.fn.outputs, draft), 1)
