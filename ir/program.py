@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,10 @@ class Program:
         return self.replace(functions={**self.functions, function.name: function}, **changes)
 
     def pruned(self) -> Program:
-        """A copy without the weights that no function uses."""
+        """A copy without the weights that no function and no record of the plan uses."""
         used: set[str] = set().union(*(f.weights for f in self.functions.values()), set())
+        for slot in fields(self.plan):
+            used |= getattr(self.plan, slot.name).weights
         return self.replace(weights=self.weights.only(used))
 
     def __str__(self) -> str:

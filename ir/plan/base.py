@@ -16,6 +16,15 @@ class Record:
     kind: ClassVar[str] = ""
     slot: ClassVar[str] = ""
 
+    @property
+    def weights(self) -> set[str]:
+        """Names of the weights that the record needs: its fields called weight, and its parts'."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        named = {values["weight"]} if "weight" in values else set()
+        nested = [value if isinstance(value, tuple) else (value,) for value in values.values()]
+        parts = [part for value in nested for part in value if isinstance(part, Record)]
+        return named.union(*(part.weights for part in parts))
+
     def __str__(self) -> str:
         shown = ", ".join(f"{f.name}={_shown(getattr(self, f.name))}" for f in fields(self))
         return f"{self.kind}({shown})"

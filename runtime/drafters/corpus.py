@@ -73,7 +73,7 @@ class SuffixAutomaton:
         return new
 
     def _split(self, at: int, other: int, token: int) -> int:
-        """A state of its own for the shorter substrings of `other`, which now end at more places."""
+        """A state of its own for the shorter substrings of `other`, which end at more places."""
         parts = (self.end[other], dict(self.next[other]), self.link[other])
         clone = self._state(self.size[at] + 1, *parts)
         self.link[other] = clone
