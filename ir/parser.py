@@ -201,7 +201,7 @@ class _Parser:
         if self.plan is not None:
             self.cursor.fail("one decode block")
         self.cursor.expect("{")
-        slots: dict[str, Record] = {}
+        slots: dict[str, Any] = {}
 
         def line() -> bool:
             start = self.cursor.here
