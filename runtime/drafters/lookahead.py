@@ -136,7 +136,7 @@ class LookaheadDrafter(Drafter):
                 self._observe(self.windows[index], draft, tokens, said[index])
 
     def _observe(
-        self, window: _Window, draft: Draft, tokens: list[int], said: Sequence[int]
+        self, window: _Window, draft: Draft, tokens: Sequence[int], said: Sequence[int]
     ) -> None:
         size = self.record.ngram
         ends = window.ends(draft) if draft.tokens else None
