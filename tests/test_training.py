@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -242,7 +244,12 @@ def test_two_processes_average_their_gradients(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command += ["--master-port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, str(script)], check=True, env=environment, timeout=120)
+    launcher = subprocess.Popen([*command, str(script)], env=environment, start_new_session=True)
+    try:
+        assert launcher.wait(timeout=240) == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)  # its workers too, if they hang
     heads = load_file(tmp_path / "two" / "heads.safetensors")
     assert len(heads) == 12 and all(bool(t.isfinite().all()) for t in heads.values())
     moved = [n for n, t in heads.items() if n.endswith("linear.weight") and bool(t.any())]
