@@ -29,7 +29,8 @@ from pydantic import Field
 
 from ..ir import Program
 from ..ir.plan import RecurrentDraft
-from .base import Contract, Effect, Outcome, Pass, register
+from .base import Outcome, register
+from .draft_pass import DraftPass
 from .grafts import Graft
 from .plan_edits import with_draft
 
@@ -37,22 +38,15 @@ A = torch.ops.aten
 
 
 @register
-class DraftHydra(Pass):
-    """heads: tokens predicted. layers: blocks a head after the first. weights, own_head,
-    candidates, decay: as in draft_medusa."""
+class DraftHydra(DraftPass):
+    """heads: tokens predicted. layers: blocks a head after the first. own_head: a language-model
+    head each. The rest: see `DraftPass`."""
 
-    weights: str = ""
     heads: int = Field(default=4, ge=1)
     layers: int = Field(default=1, ge=0)
     own_head: bool = True
-    candidates: int = Field(default=10, ge=1)
-    decay: float = Field(default=0.8, gt=0)
 
     name: ClassVar[str] = "draft_hydra"
-    contract: ClassVar[Contract] = Contract.LOSSLESS
-    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
-    provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
-    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
 
     def run(self, program: Program) -> Outcome:
         """Graft the heads on. See the module docstring."""

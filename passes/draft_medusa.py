@@ -29,30 +29,23 @@ from pydantic import Field
 
 from ..ir import Program
 from ..ir.plan import HeadsDraft
-from .base import Contract, Effect, Outcome, Pass, register
+from .base import Outcome, register
+from .draft_pass import DraftPass
 from .grafts import Graft
 
 A = torch.ops.aten
 
 
 @register
-class DraftMedusa(Pass):
-    """heads: tokens predicted. layers: blocks a head. own_head: a language-model head each.
-    candidates: best tokens that a head returns. decay: weight of a head's loss, to the power of
-    its number. weights: a file of trained heads, or the folder that training wrote."""
+class DraftMedusa(DraftPass):
+    """heads: tokens predicted. layers: blocks a head. own_head: a language-model head each. The
+    rest: see `DraftPass`."""
 
-    weights: str = ""
     heads: int = Field(default=4, ge=1)
     layers: int = Field(default=1, ge=1)
     own_head: bool = True
-    candidates: int = Field(default=10, ge=1)
-    decay: float = Field(default=0.8, gt=0)
 
     name: ClassVar[str] = "draft_medusa"
-    contract: ClassVar[Contract] = Contract.LOSSLESS
-    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
-    provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
-    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
 
     def run(self, program: Program) -> Outcome:
         """Graft the heads on. See the module docstring."""

@@ -29,7 +29,8 @@ from pydantic import Field
 
 from ..ir import Program
 from ..ir.plan import RecurrentDraft
-from .base import Contract, Effect, Outcome, Pass, register
+from .base import Outcome, register
+from .draft_pass import DraftPass
 from .grafts import Graft
 from .plan_edits import with_draft
 
@@ -37,21 +38,15 @@ A, G = torch.ops.aten, torch.ops.graftwork
 
 
 @register
-class DraftMlpSpeculator(Pass):
-    """levels: tokens drafted. inner: width of the state; None: the model's own. weights,
-    candidates, decay: as in draft_medusa."""
+class DraftMlpSpeculator(DraftPass):
+    """levels: tokens drafted. inner: width of the state; None: the model's own. The rest: see
+    `DraftPass`."""
 
-    weights: str = ""
     levels: int = Field(default=3, ge=1)
     inner: int | None = Field(default=None, ge=1)
-    candidates: int = Field(default=10, ge=1)
     decay: float = Field(default=0.9, gt=0)
 
     name: ClassVar[str] = "draft_mlp_speculator"
-    contract: ClassVar[Contract] = Contract.LOSSLESS
-    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
-    provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
-    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
 
     def run(self, program: Program) -> Outcome:
         """Graft the levels on. See the module docstring."""

@@ -29,7 +29,8 @@ from pydantic import Field
 
 from ..ir import Program
 from ..ir.plan import RecurrentDraft
-from .base import Contract, Effect, Outcome, Pass, register
+from .base import Outcome, register
+from .draft_pass import DraftPass
 from .grafts import Graft
 from .plan_edits import with_draft
 
@@ -37,22 +38,16 @@ A = torch.ops.aten
 
 
 @register
-class DraftRedrafter(Pass):
-    """levels: tokens drafted at most. layers: blocks after the recurrence. weights, own_head,
-    candidates, decay: as in draft_medusa."""
+class DraftRedrafter(DraftPass):
+    """levels: tokens drafted at most. layers: blocks after the recurrence. own_head: a
+    language-model head of its own. The rest: see `DraftPass`."""
 
-    weights: str = ""
     levels: int = Field(default=5, ge=1)
     layers: int = Field(default=2, ge=0)
     own_head: bool = True
-    candidates: int = Field(default=10, ge=1)
     decay: float = Field(default=0.9, gt=0)
 
     name: ClassVar[str] = "draft_redrafter"
-    contract: ClassVar[Contract] = Contract.LOSSLESS
-    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
-    provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
-    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
 
     def run(self, program: Program) -> Outcome:
         """Graft the network on. See the module docstring."""
