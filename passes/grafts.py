@@ -216,6 +216,7 @@ def _initial(
         if init != "normal":
             return torch.full(shape, float(init == "ones"), dtype=dtype)
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
+        scale = shape[-1] ** -0.5
+        return torch.randn(shape, generator=generator).mul_(scale).to(dtype)
 
     return make

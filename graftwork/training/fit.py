@@ -176,7 +176,7 @@ class _Fit:
         first = info.bos if info.bos is not None else 0
         starts = torch.full((16, 1), first)
         made = own_text(self._generate, starts, min(256, info.context), 1.0, self.options.seed)
-        return made.tolist()  # type: ignore[no-any-return]
+        return made.tolist()
 
     def _generate(self, prompts: torch.Tensor, **options: Any) -> Any:
         """The target alone, without drafts."""
@@ -234,7 +234,7 @@ class _Fit:
         for part in pieces:
             share = len(part) / len(tokens)
             result = self._loss(net, part)
-            (result.total * share).backward()  # type: ignore[no-untyped-call]
+            (result.total * share).backward()
             loss += float(result.total.detach()) * share
             hits = result.hits
         _average(net.parameters, self.world)

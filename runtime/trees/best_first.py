@@ -86,7 +86,7 @@ class BestFirstPolicy(TreePolicy):
         record = self.record
         most = min(record.depth, proposer.depth or record.depth)
         limits = [min(depth, most) for depth in depths]
-        pool, depth, before = Pool(len(depths)), 1, np.zeros(len(depths))
+        pool, depth, before = Pool(len(depths)), 1, np.zeros(len(depths), dtype=np.float32)
         level = proposer.root(record.width)
         pool.add(level, depth)
         while goes_deeper(length, level, depth, limits):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...ir.plan import StaticTree
+from ...ir.plan.tree import Path
 from ..draft import NO_DRAFT, Draft
 from ..lengths.base import LengthPolicy
 from ..proposers.base import Ids, Level, Proposer
@@ -23,9 +24,8 @@ class _Depth:
     def __init__(self, tree: StaticTree, depth: int) -> None:
         paths = [path for path in tree.paths if len(path) == depth]
         inner = {path[:-1] for path in tree.paths}
-        before = (
-            [p for p in tree.paths if len(p) == depth - 1 and p in inner] if depth > 1 else [()]
-        )
+        above: tuple[Path, ...] = ((), *tree.paths)
+        before = [path for path in above if len(path) == depth - 1 and path in inner]
         self.parent = np.array([before.index(path[:-1]) for path in paths])
         self.rank = np.array([path[-1] for path in paths])
         self.expanded = np.array(
