@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .backends.target import Target
+from .guests import check_guests, with_guests
 from .ir import GraftworkError, InputError, Program, Weight, WeightStore
 from .passes.manager import arrange, facts_of, run_passes
 from .passes.validate import Validator
@@ -66,7 +67,8 @@ def transform(
     """Run a recipe's passes over a traced model. prompts: i64[B,T] to check contracts on."""
     validator = None if prompts is None else Validator(prompts)
     program = traced.program
-    result, reports = run_passes(program, recipe.steps, validator=validator, progress=progress)
+    start = with_guests(program, recipe, target.dtype, progress)
+    result, reports = run_passes(start, recipe.steps, validator=validator, progress=progress)
     report = Report(
         source=traced.source,
         model_type=program.info.model_type,
@@ -104,6 +106,7 @@ def optimize(
     """
     chosen, where = Recipe.load(recipe), _target(target)
     _check_data(chosen, data, validate)
+    check_guests(chosen)
     progress("trace")
     traced = Traced.of(model, where.dtype)
     prompts = _validation_prompts(traced.program, data, seed) if validate else None
@@ -123,9 +126,12 @@ def trace(
     Errors: as `optimize`, and `InputError` if the recipe has no pass called `after`.
     """
     progress("trace")
-    program = Traced.of(model, _target(target).dtype).program
+    dtype = _target(target).dtype
+    program = Traced.of(model, dtype).program
     if recipe is None:
         return program
+    check_guests(recipe)
+    program = with_guests(program, recipe, dtype, progress)
     steps = arrange(recipe.steps, facts_of(program))
     names = [step.pass_.name for step in steps]
     if after is not None and after not in names:

@@ -6,7 +6,7 @@ A recipe file::
     paper: Where it comes from                       # optional
     contract: lossless                               # checked against the passes' own
     extends: baseline                                # optional: its passes come first
-    needs: [data]                                    # optional: what the user must bring
+    needs: [data]                                    # optional: what the user must bring (or model)
     passes:
       - insert_kv_cache                              # a pass
       - draft_suffix: {tokens: 8}                    # with options
@@ -38,7 +38,10 @@ from .passes.manager import Step, weakest
 from .yamlfile import Document, parse, parse_value
 
 KEYS = ("title", "paper", "contract", "extends", "needs", "passes")
-NEEDS = {"data": "sample text or prompts, given as data="}
+NEEDS = {
+    "data": "sample text or prompts, given as data=",
+    "model": "another model, given as the option `model` of a pass",
+}
 
 
 @dataclass(frozen=True)

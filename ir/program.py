@@ -60,7 +60,9 @@ class Program:
     """A model as functions over states and weights, and the plan that turns them into generation.
 
     stage: one of `STAGES`, or ``lowered:<backend>``. assets: files that travel with an artifact
-    (tokenizer, generation config), by file name. Immutable: passes build a new one with `replace`.
+    (tokenizer, generation config), by file name. guests: other models that passes are to take parts
+    from, by the path that the pass's option gives; not part of the text, and gone once they are
+    used. Immutable: passes build a new one with `replace`.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Program:
     stage: str = "traced"
     provenance: tuple[PassRecord, ...] = ()
     assets: Mapping[str, Path] = field(default_factory=dict)
+    guests: Mapping[str, Program] = field(default_factory=dict)
 
     def replace(self, **changes: Any) -> Program:
         """A copy with some fields replaced."""

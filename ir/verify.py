@@ -60,7 +60,7 @@ def _check_keys(table: Any) -> None:
 
 
 def _check_plan(program: Program) -> None:
-    """Fields of plan records called function, output and state name what the program has, if any."""
+    """Fields of plan records called function, output and state name what the program has."""
     known = {
         "function": list(program.functions),
         "output": list(program.function("step").outputs),

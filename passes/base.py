@@ -69,6 +69,12 @@ class Pass(BaseModel):
     reads: ClassVar[frozenset[Effect]] = frozenset()
     exclusive: ClassVar[frozenset[Effect]] = frozenset()
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Paths of other models that must be guests of the program, canonical, when `run` is
+        called; "" for one that the user has yet to name."""
+        return ()
+
     def run(self, program: Program) -> Outcome:
         """Transform a program. Pure: the argument is not edited, nothing is kept."""
         raise PassDefinitionError(f"pass {type(self).__name__} does not define run()")

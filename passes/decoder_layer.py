@@ -161,7 +161,9 @@ def _table(graft: Graft, kind: str, half: int) -> torch.fx.Node:
         return (angle.cos() if kind == "cos" else angle.sin()).to(graft.dtype)
 
     name = fresh_name(graft.weights, f"positions.{kind}")
-    return graft.weight_of(Weight(name, TensorType(graft.dtype, (rows, half)), compute))
+    weight = Weight(name, TensorType(graft.dtype, (rows, half)), compute)
+    graft.weights = graft.weights.adding(weight)  # not `weight_of`: nobody trains it
+    return graft.fn.weight(weight)
 
 
 def _size(node: torch.fx.Node, axis: int) -> int:

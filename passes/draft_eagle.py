@@ -17,8 +17,7 @@ after token t goes through a linear layer 2H -> H and one decoder layer without 
 gives the feature after token t + 1; the target's frozen head turns it into logits, and below the
 first level of a tree it stands in for the target's own (Li et al., "EAGLE", 2024; drawn as a tree
 of the likeliest nodes: "EAGLE-2", 2024). `insert_kv_cache` and `accept_trees` treat the function as
-they treat the step. New layers know nothing: train them with `graftwork train` and give what it
-wrote as `weights`. Refuses programs
+they treat the step. New layers know nothing: train them with `graftwork train`. Refuses programs
 without a marker, an attention, an embedding table or a language-model head, or with a function of
 that name.
 """
@@ -41,7 +40,8 @@ from .pick_logits import pick_after
 @register
 class DraftEagle(Pass):
     """levels: tokens predicted ahead at most. candidates: best tokens that the draft returns. bias:
-    whether the linear layer has one. weights: a file of trained weights; "": untrained."""
+    whether the linear layer has one. weights: a file of trained ones, or the folder that training
+    wrote."""
 
     levels: int = Field(default=5, ge=1)
     candidates: int = Field(default=10, ge=1)
@@ -70,5 +70,5 @@ class DraftEagle(Pass):
         graft.fn.set_outputs(outputs)
         if miss := pick_after(graft.fn, x, "draft_logits"):
             raise PassError(f"{self.name}: {miss}")
-        draft = CachedDraft("eagle", output, self.levels)
+        draft = CachedDraft("eagle", output, self.levels, trained=bool(self.weights))
         return Outcome(graft.drafted(graft.fn.outputs, draft), 1)

@@ -1,0 +1,49 @@
+"""Other models that a recipe's passes ask for: traced and made canonical before the passes run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .ir import InputError, Program
+from .passes.manager import arrange, facts_of, run_passes
+from .recipe import Recipe
+
+
+def check_guests(recipe: Recipe) -> None:
+    """Errors: `InputError` naming the pass for which no model was given."""
+    for step in recipe.steps:
+        if "" in step.pass_.models:
+            name = step.pass_.name
+            raise InputError(
+                f"recipe {recipe.name!r} needs another model: set the option model of {name} to a "
+                f"checkpoint folder (--set {name}.model=PATH)"
+            )
+
+
+def with_guests(
+    program: Program,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Program:
+    """The program with the models that the recipe's passes ask for, weights in `dtype`.
+
+    Errors: `InputError`, `UnsupportedError` for a model that cannot be traced.
+    """
+    from .frontends import import_model
+
+    paths = dict.fromkeys(path for step in recipe.steps for path in step.pass_.models)
+    guests = {}
+    for path in paths:
+        progress(f"trace {path}")
+        guests[path] = _canonical(import_model(path, dtype=dtype))
+    return program.replace(guests={**program.guests, **guests}) if guests else program
+
+
+def _canonical(program: Program) -> Program:
+    """A model as it is right before it gets a cache."""
+    steps = arrange(Recipe.load("baseline").steps, facts_of(program))
+    end = next(i for i, step in enumerate(steps) if "cached" in step.pass_.provides)
+    return run_passes(program, steps[:end])[0]

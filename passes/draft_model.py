@@ -1,0 +1,147 @@
+"""Draft with another, smaller model.
+
+Before::
+
+    func step(tokens: i64[B,T], positions: i64[B,T]) -> logits f32[B,T,V]
+
+After (model="path")::
+
+    func step(tokens: i64[B,T], positions: i64[B,T]) -> logits f32[B,T,V]
+    func draft(tokens: i64[B,T], positions: i64[B,T], select: i64[B,S])
+        -> draft_logits f32[B,S,V], draft_tokens i64[B,S,10], draft_scores f32[B,S,10]
+    decode {
+      draft = cached(function="draft", output=None, levels=5, ...)
+
+The model's own step becomes a function of this program, its weights are called ``draft.*``, and
+`insert_kv_cache` gives it its own cache (Leviathan et al., "Fast Inference from Transformers via
+Speculative Decoding", 2023; Chen et al., 2023). The path is resolved, traced and made canonical by
+whoever starts the passes (`Program.guests`), because passes know nothing of where models come from.
+Refuses a model that is not there, another vocabulary or tokenizer, and a program with a function
+``draft``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+
+from ..ir import Function, InputError, PassError, Program
+from ..ir.plan import CachedDraft
+from .base import Contract, Effect, Outcome, Pass, register
+from .fuse_residual_norm import FuseResidualNorm
+from .grafts import candidates
+from .pick_logits import pick_after
+from .plan_edits import with_draft
+
+G = torch.ops.graftwork
+NAME = "draft"
+TOKENIZER = "tokenizer.json"
+
+
+@register
+class DraftModel(Pass):
+    """model: folder of the draft's checkpoint. levels: tokens drafted ahead at most. candidates:
+    best tokens that the draft returns."""
+
+    model: str = ""
+    levels: int = Field(default=5, ge=1)
+    candidates: int = Field(default=10, ge=1)
+
+    name: ClassVar[str] = "draft_model"
+    contract: ClassVar[Contract] = Contract.LOSSLESS
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
+    provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
+    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The draft's folder."""
+        return (self.model,)
+
+    def run(self, program: Program) -> Outcome:
+        """Take the model in. See the module docstring."""
+        guest = program.guests.get(self.model)
+        if guest is None:
+            given = ", ".join(map(repr, program.guests)) or "none"
+            raise PassError(
+                f"draft_model: expected the model {self.model!r} beside the program, got {given}; "
+                f"set the option model to a checkpoint folder and start from graftwork.optimize"
+            )
+        _check(program, guest)
+        guest = FuseResidualNorm().run(self._drafting(guest)).program
+        fn, prefix = _renamed(guest.function("step"), _free_layer(program)), f"{NAME}."
+        weights = [guest.weights[n].renamed(prefix + n) for n in guest.function("step").weights]
+        merged = program.with_function(fn, weights=program.weights.adding(*weights))
+        rest = {path: model for path, model in program.guests.items() if path != self.model}
+        short = guest.info.context < program.info.context
+        draft = CachedDraft(
+            NAME, None, self.levels, guest.info.context if short else None, trained=True
+        )
+        return Outcome(with_draft(merged.replace(guests=rest), draft), 1)
+
+    def _drafting(self, guest: Program) -> Program:
+        """The guest with the outputs of a draft function."""
+        fn = guest.function("step").copy()
+        with fn.graph.inserting_before(fn.output_node):
+            count = min(self.candidates, guest.info.vocab_size)
+            outputs = candidates(fn, fn.outputs["logits"], count)
+        fn.set_outputs(outputs)
+        markers = fn.calls(G.hidden.default)
+        picked = fn.copy()
+        if markers and not pick_after(picked, picked.calls(G.hidden.default)[-1], "draft_logits"):
+            fn = picked
+        return guest.with_function(fn)
+
+
+def _renamed(step: Function, first_layer: int) -> Function:
+    """The function under its new name, with caches and weights that are its own."""
+    fn = Function(NAME, step.copy().graph)
+    for node in fn:
+        if node.op == "get_attr":
+            node.target = f"{NAME}.{node.target}"
+    for node in fn.calls(G.attention.default):
+        layer = int(node.kwargs["layer"])  # type: ignore[arg-type]
+        node.kwargs = {**node.kwargs, "layer": first_layer + layer}
+    return fn
+
+
+def _free_layer(program: Program) -> int:
+    functions = program.functions.values()
+    nodes = [node for fn in functions for node in fn.calls(G.attention.default)]
+    return 1 + max((int(node.kwargs["layer"]) for node in nodes), default=-1)  # type: ignore[arg-type]
+
+
+def _check(program: Program, guest: Program) -> None:
+    if NAME in program.functions:
+        raise PassError(f"draft_model: the program has a function {NAME!r} already")
+    if guest.stage != "canonical" or guest.states:
+        raise PassError(
+            f"draft_model: expected {guest.name} at the stage canonical, got {guest.stage}"
+        )
+    ours, theirs = program.info.vocab_size, guest.info.vocab_size
+    if ours != theirs:
+        raise PassError(
+            f"draft_model: {guest.name} has a vocabulary of {theirs} tokens and {program.name} one "
+            f"of {ours}: a draft's tokens must be the target's; choose a model of the same family"
+        )
+    files = [p.assets.get(TOKENIZER) for p in (program, guest)]
+    if None not in files and _tokens(files[0]) != _tokens(files[1]):
+        raise PassError(
+            f"draft_model: the tokenizers of {program.name} and {guest.name} differ ({files[0]}, "
+            f"{files[1]}): a draft's tokens must be the target's; choose a model of the same family"
+        )
+
+
+def _tokens(path: Path | None) -> dict[str, Any]:
+    """What a tokenizer file says of which text becomes which token."""
+    assert path is not None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read the tokenizer {path}: {error}") from error
+    # How a batch is cut and padded changes no token.
+    return {k: v for k, v in content.items() if k not in ("truncation", "padding")}

@@ -1,0 +1,243 @@
+"""Drafters with a cache of their own, on real backends: EAGLE's layer and a second model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import tiny_llama
+
+from graftwork.backends import compile
+from graftwork.backends.target import Target
+from graftwork.backends.torch import TorchExecutable
+from graftwork.ir import PassError, Program, UnsupportedError, run
+from graftwork.ir.plan import CachedDraft, NoDraft
+from graftwork.passes import Pass
+from graftwork.passes.accept_trees import AcceptTrees
+from graftwork.passes.add_argmax import AddArgmax
+from graftwork.passes.draft_eagle import DraftEagle
+from graftwork.passes.draft_model import DraftModel
+from graftwork.passes.draft_suffix import DraftSuffix
+from graftwork.passes.insert_kv_cache import InsertKvCache
+from graftwork.passes.manager import Step, run_passes
+from graftwork.passes.pick_logits import PickLogits
+from graftwork.passes.plan_edits import with_plan
+from graftwork.passes.tree_best_first import TreeBestFirst
+from graftwork.passes.tree_chain import TreeChain
+from graftwork.passes.tree_static import TreeStatic
+from graftwork.planned import Planned
+from graftwork.runtime import generate
+from graftwork.runtime.proposers.cached import CachedProposer
+
+CHAIN = TreeChain(depth=3)
+WIDE = TreeStatic(paths=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0)))
+LATE = TreeStatic(paths=((0,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 1)))
+BEST = TreeBestFirst(nodes=9, depth=3, width=3)
+PROMPTS = [[3, 4, 5, 6, 7, 8, 3, 4], [5, 6], [9], [1, 2, 3, 4, 5, 6, 7]]
+BACKENDS = ["eager", "onnxruntime"]
+
+
+def drafting(draft: Pass, tree: Pass, start: Program | None = None, *more: Pass) -> Program:
+    """A tiny model with a drafter, as recipes make it."""
+    passes = (draft, *more, InsertKvCache(), AcceptTrees(), PickLogits(), AddArgmax(), tree)
+    return run_passes(start or tiny_llama(), [Step(p) for p in passes])[0]
+
+
+def with_itself(**shape: int) -> Program:
+    """A model whose guest is the same model."""
+    return tiny_llama(**shape).replace(guests={"same": tiny_llama(**shape)})
+
+
+def padded(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts and their attention mask, padded on the left."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    return ids, mask
+
+
+def decode(executable: Any, prompts: Sequence[Sequence[int]], count: int) -> Any:
+    """Greedy decoding of `count` tokens, with stats."""
+    ids, mask = padded(prompts)
+    options = {"max_new_tokens": count, "eos_token_id": [], "pad_token_id": 0}
+    return generate(executable, ids, attention_mask=mask, return_dict_in_generate=True, **options)
+
+
+def plainly(executable: Any, prompts: Sequence[Sequence[int]], count: int) -> torch.Tensor:
+    """The same without drafts."""
+    plan = with_plan(executable.program, draft=NoDraft()).plan
+    return decode(Planned(executable, plan), prompts, count).sequences
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tree", [CHAIN, LATE, BEST], ids=["chain", "static", "best"])
+def test_eagle_gives_the_targets_own_text(backend: str, tree: Pass) -> None:
+    executable = compile(drafting(DraftEagle(), tree), Target.parse(backend))
+    for prompts in (PROMPTS[:1], PROMPTS):
+        result = decode(executable, prompts, 24)
+        assert torch.equal(result.sequences, plainly(executable, prompts, 24))
+        assert result.stats.draft_tokens > 2 * result.stats.sequence_steps
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tree", [CHAIN, WIDE, LATE], ids=["chain", "static", "late"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_draft_equal_to_the_target_is_accepted_whole(
+    backend: str, tree: Pass, batch: int
+) -> None:
+    """Every mistake in a cache row, a position or a mask costs some tokens."""
+    program = drafting(DraftModel(model="same"), tree, with_itself())
+    executable = compile(program, Target.parse(backend))
+    result = decode(executable, PROMPTS[:batch], 1 + 6 * 4)
+    assert torch.equal(result.sequences, plainly(executable, PROMPTS[:batch], 25))
+    assert (result.stats.steps, result.stats.accepted_tokens) == (6, 6 * 3 * batch)
+
+
+class Widths(TorchExecutable):
+    """Only some widths are compiled, as with inductor."""
+
+    def widths(self, function: str) -> tuple[int, ...]:
+        return (1, 4, 9)
+
+
+@pytest.mark.parametrize("tree", [CHAIN, WIDE])
+def test_compiled_widths(tree: Pass) -> None:
+    """Prompts come in pieces, and rows are filled up with garbage that nothing sees."""
+    program = drafting(DraftModel(model="same"), tree, with_itself())
+    prompts = [[*range(1, 31)], *PROMPTS[:2]]
+    executable = Widths(program, Target.parse("eager"))
+    result = decode(executable, prompts, 1 + 4 * 4)
+    assert (result.stats.steps, result.stats.accepted_tokens) == (4, 4 * 3 * 3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_up_to_the_end_of_the_context(backend: str) -> None:
+    program = drafting(DraftModel(model="same"), BEST, with_itself(context=40))
+    executable = compile(program, Target.parse(backend))
+    count = 40 - len(PROMPTS[0])
+    result = decode(executable, PROMPTS[:3], count)
+    assert torch.equal(result.sequences, plainly(executable, PROMPTS[:3], count))
+
+
+def test_a_draft_with_a_shorter_context_stops_there() -> None:
+    start = tiny_llama(context=64).replace(guests={"short": tiny_llama(context=20)})
+    program = drafting(DraftModel(model="short"), CHAIN, start)
+    assert isinstance(program.plan.draft, CachedDraft) and program.plan.draft.context == 20
+    executable = compile(program, Target.parse("eager"))
+    for prompts in ([[3, 4, 5]], [[3, 4, 5], [*range(1, 26)]]):
+        result = decode(executable, prompts, 30)
+        assert torch.equal(result.sequences, plainly(executable, prompts, 30))
+        assert 9 <= result.stats.draft_tokens <= 20
+
+
+def test_after_another_drafter_had_its_turn() -> None:
+    """Text that others drafted is caught up with."""
+    program = drafting(DraftSuffix(tokens=2), CHAIN, with_itself(), DraftModel(model="same"))
+    executable = compile(program, Target.parse("eager"))
+    result = decode(executable, PROMPTS, 40)
+    assert torch.equal(result.sequences, plainly(executable, PROMPTS, 40))
+    assert result.stats.accepted_per_step > 2
+
+
+# -- EAGLE: what is drafted step by step is what whole sequences give
+
+
+class Recorded(CachedProposer):
+    """Notes what was predicted after which text and path."""
+
+    notes: list[tuple[list[int], tuple[int, ...], np.ndarray]]
+
+    def root(self, count: int) -> Any:
+        self.paths: list[list[tuple[int, ...]]] = [[()] for _ in self.texts]
+        return self.noted(super().root(count))
+
+    def grow(self, tokens: Any, parents: Any, count: int) -> Any:
+        self.paths = [
+            [(*self.paths[b][p], t) for t, p in zip(row, up, strict=True)]
+            for b, (row, up) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True))
+        ]
+        return self.noted(super().grow(tokens, parents, count))
+
+    def noted(self, level: Any) -> Any:
+        for index, paths in enumerate(self.paths):
+            for node, path in enumerate(paths):
+                logits = level.logits[index, node].copy()
+                Recorded.notes.append((list(self.texts[index]), path, logits))
+        return level
+
+
+def states_of(program: Program, rows: int) -> dict[str, torch.Tensor]:
+    """Empty caches of one sequence."""
+    types = {n: s.type.bind({"B": 1, "C": rows}) for n, s in program.states.items()}
+    return {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in types.items()}
+
+
+def whole(program: Program, function: str, tokens: Sequence[int], **more: Any) -> Any:
+    """A function's outputs over a whole sequence, in the reference interpreter."""
+    steps = torch.arange(len(tokens))[None]
+    chain = torch.ones(1, len(tokens), len(tokens), dtype=torch.bool).tril()
+    given = {"tokens": torch.tensor([list(tokens)]), "positions": steps, "select": steps}
+    given |= {"past": torch.zeros(1, dtype=torch.int64), "ancestors": chain, **more}
+    given |= states_of(program, len(tokens))
+    inputs = [str(node.target) for node in program.function(function).inputs]
+    return run(program, function, {name: given[name] for name in inputs})
+
+
+def expected(program: Program, text: list[int], path: Sequence[int]) -> torch.Tensor:
+    """EAGLE's logits after a text and a path below it."""
+    features = whole(program, "step", text)["hidden.normed"][:, :-1]
+    for length in range(len(path) + 1):
+        tokens = [*text[1:], *path[:length]]
+        outputs = whole(program, "eagle", tokens, hidden=features)
+        features = torch.cat([features, outputs["hidden"][:, -1:]], 1)
+    return outputs["draft_logits"][0, -1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tree", [CHAIN, LATE, WIDE])
+def test_eagle_predicts_what_whole_sequences_give(
+    monkeypatch: pytest.MonkeyPatch, backend: str, tree: Pass
+) -> None:
+    from graftwork.runtime.drafters import grown
+
+    monkeypatch.setattr(grown.PROPOSERS, "find", lambda record: Recorded)
+    Recorded.notes = []
+    program = drafting(DraftEagle(), tree)
+    decode(compile(program, Target.parse(backend)), [PROMPTS[0], PROMPTS[1], PROMPTS[3]], 8)
+    assert {len(path) for _, path, _ in Recorded.notes} == {0, 1, 2}
+    for text, path, logits in Recorded.notes[::5]:
+        wanted = expected(program, text, path)
+        torch.testing.assert_close(torch.from_numpy(logits), wanted, atol=2e-4, rtol=2e-4)
+
+
+# -- refusals
+
+
+def test_no_cache_for_the_draft() -> None:
+    program = drafting(DraftEagle(), CHAIN)
+    bare = run_passes(tiny_llama(), [Step(DraftEagle())])[0].function("eagle")
+    executable = compile(program.with_function(bare), Target.parse("eager"))
+    with pytest.raises(UnsupportedError, match="eagle has no KV cache: run the pass insert_kv"):
+        decode(executable, PROMPTS[:1], 4)
+
+
+def test_models_that_cannot_draft(tmp_path: Path) -> None:
+    start = tiny_llama()
+    with pytest.raises(PassError, match="expected the model 'other' beside the program, got none"):
+        DraftModel(model="other").run(start)
+    other = start.replace(guests={"other": tiny_llama(vocab=33)})
+    with pytest.raises(PassError, match="vocabulary of 33 tokens and tiny one of 32"):
+        DraftModel(model="other").run(other)
+    ours, theirs = tmp_path / "ours.json", tmp_path / "theirs.json"
+    ours.write_text('{"model": {"vocab": {"a": 0}}, "padding": null}')
+    theirs.write_text('{"model": {"vocab": {"b": 0}}, "padding": null}')
+    named = start.replace(assets={"tokenizer.json": ours})
+    guest = tiny_llama().replace(assets={"tokenizer.json": theirs})
+    with pytest.raises(PassError, match="tokenizers of tiny and tiny differ"):
+        DraftModel(model="other").run(named.replace(guests={"other": guest}))
+    theirs.write_text('{"model": {"vocab": {"a": 0}}, "padding": {"length": 4}}')
+    assert DraftModel(model="other").run(named.replace(guests={"other": guest})).matches == 1
