@@ -24,7 +24,15 @@ from .draft import (
     SuffixDraft,
 )
 from .iterated import CorpusDraft, InputDraft, JacobiDraft, LookaheadDraft
-from .policy import FixedLength, FullDepth, KeepAll, Lossless, SpecTr, TopKAccept, Typical
+from .length import (
+    ConfidenceLength,
+    FixedLength,
+    GoodputLength,
+    LengthRecord,
+    SvipLength,
+    ThompsonLength,
+)
+from .policy import FullDepth, KeepAll, Lossless, SpecTr, TopKAccept, Typical
 from .tree import BestFirst, Chain, SampledTree, StaticTree, TreeRecord
 
 __all__ = [
@@ -32,16 +40,19 @@ __all__ = [
     "BestFirst",
     "CachedDraft",
     "Chain",
+    "ConfidenceLength",
     "CorpusDraft",
     "DecodePlan",
     "DraftRecord",
     "FirstDraft",
     "FixedLength",
     "FullDepth",
+    "GoodputLength",
     "HeadsDraft",
     "InputDraft",
     "JacobiDraft",
     "KeepAll",
+    "LengthRecord",
     "LookaheadDraft",
     "Lossless",
     "MergedDraft",
@@ -53,6 +64,8 @@ __all__ = [
     "SpecTr",
     "StaticTree",
     "SuffixDraft",
+    "SvipLength",
+    "ThompsonLength",
     "TopKAccept",
     "TreeRecord",
     "Typical",
@@ -66,7 +79,7 @@ class DecodePlan:
 
     draft: DraftRecord = field(default_factory=NoDraft)
     tree: TreeRecord = field(default_factory=Chain)
-    length: Record = field(default_factory=FixedLength)
+    length: LengthRecord = field(default_factory=FixedLength)
     verify: Record = field(default_factory=Lossless)
     depth: Record = field(default_factory=FullDepth)
     cache: Record = field(default_factory=KeepAll)

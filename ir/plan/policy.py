@@ -1,4 +1,4 @@
-"""Length, verification, depth and cache records."""
+"""Verification, depth and cache records."""
 
 from __future__ import annotations
 
@@ -7,15 +7,6 @@ from typing import ClassVar
 
 from ..errors import InputError
 from .base import Record, record
-
-
-@record
-@dataclass(frozen=True)
-class FixedLength(Record):
-    """Drafts are as long as drafter and tree make them."""
-
-    kind: ClassVar[str] = "fixed"
-    slot: ClassVar[str] = "length"
 
 
 @record

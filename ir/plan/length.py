@@ -1,0 +1,72 @@
+"""Length records: how much of a draft is worth making and verifying."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .base import Record, record
+
+
+@dataclass(frozen=True)
+class LengthRecord(Record):
+    """Base of length records."""
+
+    slot: ClassVar[str] = "length"
+
+
+@record
+@dataclass(frozen=True)
+class FixedLength(LengthRecord):
+    """Drafts are as long as drafter and tree make them."""
+
+    kind: ClassVar[str] = "fixed"
+
+
+@record
+@dataclass(frozen=True)
+class SvipLength(LengthRecord):
+    """Go deeper while exp(-scale * sqrt(entropy of the draft's prediction)) exceeds `threshold`.
+
+    The bound grows with the chance that the target accepts (SVIP). Entropy in nats.
+    """
+
+    threshold: float = 0.4
+    scale: float = 1.0
+    kind: ClassVar[str] = "svip"
+
+
+@record
+@dataclass(frozen=True)
+class ConfidenceLength(LengthRecord):
+    """Go deeper while the draft's best token is at least this probable, to `depth` (Kangaroo)."""
+
+    threshold: float = 0.6
+    depth: int = 6
+    kind: ClassVar[str] = "confidence"
+
+
+@record
+@dataclass(frozen=True)
+class ThompsonLength(LengthRecord):
+    """Go deeper with the chance of acceptance, drawn from its Beta posterior (EESD).
+
+    accepted, rejected: the prior's counts. seed: of the draws, which change the speed alone.
+    """
+
+    accepted: float = 1.0
+    rejected: float = 1.0
+    seed: int = 0
+    kind: ClassVar[str] = "thompson"
+
+
+@record
+@dataclass(frozen=True)
+class GoodputLength(LengthRecord):
+    """The size that yields the most tokens a second, as measured while decoding (SmartSpec).
+
+    loss: share of plain decoding's time that finding out may cost over 128 tokens.
+    """
+
+    loss: float = 0.03
+    kind: ClassVar[str] = "goodput"

@@ -1,0 +1,141 @@
+"""The draft size that yields the most tokens a second, or none."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...ir.executable import Executable
+from ...ir.plan import GoodputLength
+from .base import LENGTHS, LengthPolicy
+from .costs import Costs
+
+if TYPE_CHECKING:
+    from ..drafters.base import Taken
+
+HORIZON = 128
+"""Tokens of a generation over which no more than the record's `loss` may be lost."""
+
+FORGET = 0.97
+"""What an earlier draft counts when a new one is seen."""
+
+SURE = 5
+"""Plain steps that are measured before anything is compared with them."""
+
+WHOLE_EVERY, PLAIN_EVERY = 16, 32
+"""Steps after which a whole draft, or none, is tried again where another size seems best."""
+
+
+class Knowledge:
+    """What was learned with an executable at a batch size; it outlives a generation.
+
+    costs: seconds by width. seen, hits: f64[most], how often draft token i was verified and
+    accepted, older drafts counting less.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.costs = Costs()
+        # One imagined draft, whose later tokens were accepted ever more rarely.
+        self.seen = np.ones(most)
+        self.hits = 1 / np.arange(2.0, most + 2)
+
+    def learn(self, taken: Taken) -> None:
+        """What became of each draft token."""
+        for draft, path in zip(taken.drafts, taken.paths, strict=True):
+            size = len(draft.tokens)
+            if not size:
+                continue
+            self.seen[:size] = FORGET * self.seen[:size] + 1
+            self.hits[:size] *= FORGET
+            self.hits[list(path)] += 1
+
+    def expected(self) -> Any:
+        """Tokens that a step yields with the first 0..most draft tokens, f64[most+1]."""
+        return 1 + np.concatenate([[0.0], np.cumsum(self.hits / self.seen)])
+
+
+_KNOWN: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], Knowledge]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@LENGTHS.register(GoodputLength)
+class GoodputPolicy(LengthPolicy):
+    """Maximises expected tokens by expected seconds over the first k draft tokens, k = 0 included.
+
+    The order of a draft's tokens is its own ranking (see `Draft.cut`), so acceptance is estimated
+    by place in the draft. What was lost so far against plain decoding is kept account of: trying
+    sizes that do not seem best, and sizes that disappoint, ends where the account is used up. It
+    starts with half of the record's `loss` and earns the other half token by token, so a generation
+    of 128 tokens takes 1 + `loss` times as long as plain decoding at worst. Source: Liu et al.,
+    "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput" (SmartSpec,
+    2024).
+    """
+
+    record: GoodputLength
+
+    def __init__(self, record: GoodputLength, executable: Executable, batch: int) -> None:
+        super().__init__(record, executable, batch)
+        key = (batch, self.most)
+        kept = _KNOWN.setdefault(executable, {})
+        self.known = kept.setdefault(key, Knowledge(self.most))
+        self.compiled = executable.widths("step")
+        self.widths = np.array([self._width(size + 1) for size in range(self.most + 1)])
+        self.steps = self.whole = self.plain = 0
+        self.lost = self.tokens = 0.0
+
+    def _width(self, need: int) -> int:
+        """Columns that a step for `need` of them has."""
+        return next((w for w in self.compiled or () if w >= need), need)
+
+    def limits(self, rooms: Sequence[int]) -> list[int]:
+        """See `LengthPolicy.limits`."""
+        size = self._size() if self.most else 0
+        return [size if room > 0 else 0 for room in rooms]
+
+    def _size(self) -> int:
+        """Draft tokens of the next step."""
+        costs = self.known.costs
+        if costs.known(int(self.widths[0])) < SURE or self.steps - self.plain >= PLAIN_EVERY:
+            return 0
+        seconds = costs.at(self.widths[: self._reach() + 1])
+        plain, half = seconds[0], self.record.loss / 2
+        account = half * (HORIZON + self.tokens) * plain - self.lost
+        best = int(np.argmax(self.known.expected()[: len(seconds)] / seconds))
+        if best and account < 0:
+            return 0
+        # What a try costs if nothing is accepted, and the largest that half the loss ever pays.
+        tries = seconds - plain
+        largest = int(np.searchsorted(tries, half * HORIZON * plain, side="right")) - 1
+        due = not best or self.steps - self.whole >= WHOLE_EVERY
+        if due and largest and tries[largest] <= account:
+            self.whole = self.steps
+            return largest
+        return best
+
+    def _reach(self) -> int:
+        """The largest size that may be tried: no more than twice as wide as what was measured."""
+        widest = self.known.costs.widths[-1]
+        following = self.widths[np.searchsorted(self.widths, widest, side="right") :][:1]
+        limit = max(2 * widest, *following, 0)
+        return int(np.searchsorted(self.widths, limit, side="right")) - 1
+
+    def observe(self, taken: Taken, drafting: float, step: float) -> None:
+        """See `LengthPolicy.observe`."""
+        gained = [len(tokens) for tokens in taken.tokens if tokens]
+        if not gained:
+            return
+        size = min(max(len(draft.tokens) for draft in taken.drafts), self.most)
+        costs, mean = self.known.costs, sum(gained) / len(gained)
+        # A draft that was asked for and not found is lost time, but no part of a plain step.
+        spent = costs.add(int(self.widths[size]), step + (drafting if size else 0.0))
+        self.lost += spent + (0.0 if size else drafting)
+        self.lost -= mean * float(costs.at(self.widths[:1])[0])
+        self.known.learn(taken)
+        self.steps += 1
+        self.tokens += mean
+        if not size:
+            self.plain = self.steps

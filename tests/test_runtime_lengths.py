@@ -1,0 +1,225 @@
+"""Length policies: when they stop, and that measuring never costs more than it may."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from fake_proposers import FakeDraft, taken
+
+from graftwork.ir.plan import (
+    Chain,
+    ConfidenceLength,
+    DecodePlan,
+    GoodputLength,
+    StaticTree,
+    SvipLength,
+    ThompsonLength,
+)
+from graftwork.runtime.draft import NO_DRAFT, Draft
+from graftwork.runtime.lengths.confidence import ConfidencePolicy
+from graftwork.runtime.lengths.costs import Costs
+from graftwork.runtime.lengths.goodput import GoodputPolicy
+from graftwork.runtime.lengths.svip import SvipPolicy, entropy
+from graftwork.runtime.lengths.thompson import ThompsonPolicy
+from graftwork.runtime.proposers.base import Level
+
+
+class Executable:
+    """A plan, and the widths there are."""
+
+    def __init__(self, most, tree=None, widths=None):
+        plan = DecodePlan(draft=FakeDraft(most), tree=tree or Chain())
+        self.program, self._widths = SimpleNamespace(plan=plan), widths
+
+    def widths(self, function):
+        return self._widths
+
+
+def level(*probs, logits=None):
+    """A level of one node a sequence with these candidates' probabilities; None: no candidate."""
+    tokens = [[[-1 if p is None else t for t, p in enumerate(row)]] for row in probs]
+    scores = [[[0.0 if p is None else math.log(p) for p in row]] for row in probs]
+    return Level(np.array(tokens), np.array(scores, dtype=np.float32), logits)
+
+
+def test_svip_stops_where_entropy_is_high():
+    policy = SvipPolicy(SvipLength(threshold=0.4), Executable(5), 3)
+    sure, torn, empty = [0.98, 0.01], [0.4, 0.3], [None, None]
+    assert policy.goes_on(level(sure, torn, empty), 1).tolist() == [True, False, True]
+
+
+def test_svip_entropy_is_the_whole_distribution_s_where_it_is_known():
+    logits = np.log(np.array([[[0.5, 0.25, 0.25]]], dtype=np.float32)) + 7
+    exact = -(0.5 * math.log(0.5) + 0.5 * math.log(0.25))
+    assert entropy(level([0.5], logits=logits)) == pytest.approx([exact], rel=1e-5)
+    # From candidates alone the rest counts as one: never more than the truth.
+    assert entropy(level([0.5])) == pytest.approx([math.log(2)], rel=1e-5)
+    assert entropy(level([1.0])) == pytest.approx([0.0], abs=1e-6)
+
+
+def test_confidence_asks_the_best_candidate_and_has_a_depth():
+    policy = ConfidencePolicy(ConfidenceLength(threshold=0.6, depth=3), Executable(9), 3)
+    here = level([0.6, 0.3], [0.59, 0.3], [None, None])
+    assert policy.goes_on(here, 1).tolist() == [True, False, False]
+    assert not policy.goes_on(here, 3).any()
+    assert policy.limits([4, 0, 1]) == [9, 0, 9]
+
+
+def play_thompson(chance, steps=300, tree=None):
+    """Mean length of the last drafts where every token is accepted with this chance."""
+    policy = ThompsonPolicy(ThompsonLength(seed=3), Executable(10, tree), 1)
+    random, lengths = np.random.default_rng(0), []
+    for _ in range(steps):
+        (count,) = policy.limits([20])
+        accepted = int((random.random(count) < chance).cumprod().sum())
+        policy.observe(taken([Draft(list(range(count)))], [range(accepted)]), 0, 0)
+        lengths.append(count)
+    return np.mean(lengths[-100:])
+
+
+def test_thompson_learns_how_long():
+    assert play_thompson(0.05) < 1.3
+    assert 1.5 < play_thompson(0.5) < 2.5
+    assert play_thompson(0.98) > 8
+
+
+def test_thompson_limits_a_tree_s_depth_and_not_its_nodes():
+    policy = ThompsonPolicy(ThompsonLength(), Executable(40, StaticTree()), 2)
+    assert policy.limits([5, 0]) == [40, 0]
+    policy.depths = np.array([1, 3])
+    assert policy.goes_on(level([0.5], [0.5]), 2).tolist() == [False, True]
+
+
+def test_thompson_does_not_learn_from_a_text_that_ended():
+    policy = ThompsonPolicy(ThompsonLength(), Executable(4), 2)
+    ended = taken([Draft([1, 2, 3, 4])] * 2, [range(2), range(2)])
+    ended.tokens[0].pop()
+    policy.observe(ended, 0, 0)
+    assert policy.accepted.tolist() == [3, 3] and policy.rejected.tolist() == [1, 2]
+
+
+def test_costs_lie_on_lines_between_measured_widths_and_never_fall():
+    costs = Costs()
+    costs.add(1, 1.0)
+    assert costs.at([1, 11]) == pytest.approx([1.0, 1.5])
+    costs.add(11, 2.0)
+    costs.add(21, 1.9)
+    assert costs.at([6, 11, 21]) == pytest.approx([1.5, 2.0, 2.0])
+    assert costs.at([31])[0] >= 2.0
+
+
+def test_costs_forget_a_first_step_that_compiled_something():
+    costs = Costs()
+    costs.add(1, 500.0)
+    assert costs.add(1, 1.0) == 1.0
+    assert costs.at([1]) == pytest.approx([1.0])
+    # Another width's first: what was expected counts, and the next one is believed.
+    assert costs.add(5, 100.0) == pytest.approx(1.2)
+    assert costs.known(5) == 0
+    assert costs.add(5, 4.0) == 4.0
+    costs.add(5, 1.3)
+    assert costs.at([5]) == pytest.approx([1.3])
+
+
+def test_costs_follow_slowly():
+    costs = Costs()
+    for seconds in (1.0, 1.0, 2.0):
+        costs.add(1, seconds)
+    assert costs.at([1]) == pytest.approx([1.5])
+    assert costs.add(1, 50.0) == pytest.approx(1.5)
+    assert costs.at([1]) == pytest.approx([1.5 + 3.0 / 3])
+    for _ in range(40):
+        costs.add(1, 1.0)
+    costs.add(1, 2.0)
+    assert costs.at([1]) == pytest.approx([1.1], abs=0.05)
+
+
+class World:
+    """Steps that cost 1 + slope * (columns - 1), and drafts accepted token by token.
+
+    Policies see times with noise; a width's first step takes ten times as long, which does not
+    count. `seconds` is what 128 tokens took, plain decoding's being 127.
+    """
+
+    def __init__(self, most, chance, slope, seed=0, drafting=0.0, widths=None):
+        self.executable = Executable(most, widths=widths)
+        self.chance, self.slope, self.drafting = chance, slope, drafting
+        self.random, self.seen = np.random.default_rng(seed), set()
+
+    def play(self, record, tokens=128):
+        policy = GoodputPolicy(record, self.executable, 1)
+        done, seconds, self.sizes = 1, 0.0, []
+        while done < tokens:
+            (size,) = policy.limits([tokens - done])
+            size = min(size, tokens - done)
+            draft = Draft(list(range(size))) if size else NO_DRAFT
+            accepted = int((self.random.random(size) < self.chance).cumprod().sum())
+            step = 1 + self.slope * size
+            shown = step * self.random.uniform(0.95, 1.1) * (1 if size in self.seen else 10)
+            self.seen.add(size)
+            drafting = self.drafting * size
+            policy.observe(taken([draft], [range(accepted)]), drafting, shown)
+            done, seconds = done + accepted + 1, seconds + step + drafting
+            self.sizes.append(size)
+        return seconds
+
+
+@pytest.mark.parametrize("most", [1, 10, 80])
+@pytest.mark.parametrize("slope", [0.02, 0.1, 1.0])
+@pytest.mark.parametrize("chance", [0.0, 0.3])
+def test_goodput_never_loses_more_than_a_twentieth(most, slope, chance):
+    for seed in range(3):
+        world = World(most, chance, slope, seed)
+        assert world.play(GoodputLength()) < 127 / 0.95
+        assert world.play(GoodputLength()) < 127 / 0.95  # what was learned stays
+
+
+def best_fixed(chance, slope, most):
+    """Tokens a second of the best fixed size."""
+    return max(
+        sum(chance**i for i in range(size + 1)) / (1 + slope * size) for size in range(most + 1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("chance", "slope", "most"), [(0.9, 0.05, 10), (0.7, 0.1, 10), (0.95, 0.02, 40)]
+)
+def test_goodput_comes_near_the_best_fixed_size(chance, slope, most):
+    seconds, tokens = 0.0, 0
+    world = World(most, chance, slope)
+    world.play(GoodputLength())
+    for _ in range(10):
+        seconds, tokens = seconds + world.play(GoodputLength()), tokens + 127
+    assert tokens / seconds > 0.85 * best_fixed(chance, slope, most)
+
+
+def test_goodput_counts_the_time_that_drafts_take():
+    """At 0.7 a token pays if columns cost nothing, but not if drafting it costs a step."""
+    world = World(5, 0.7, 0.0, drafting=1.0)
+    world.play(GoodputLength())
+    assert sum(map(bool, world.sizes)) < len(world.sizes) / 5
+    cheap = World(5, 0.7, 0.0, drafting=0.0)
+    cheap.play(GoodputLength())
+    assert sum(map(bool, cheap.sizes)) > len(cheap.sizes) / 2
+
+
+def test_goodput_notices_that_drafts_became_good():
+    world = World(10, 0.0, 0.05)
+    world.play(GoodputLength(), tokens=300)
+    assert not any(world.sizes[-20:]) or sum(map(bool, world.sizes[-20:])) < 4
+    world.chance = 1.0
+    world.play(GoodputLength(), tokens=600)
+    assert sum(world.sizes[-10:]) > 80
+
+
+def test_goodput_prices_the_width_that_is_compiled():
+    """Widths 4 and 16: two draft tokens cost what three do, and one what none does."""
+    policy = GoodputPolicy(GoodputLength(), Executable(10, widths=(4, 16)), 1)
+    assert policy.widths.tolist() == [4, 4, 4, 4] + [16] * 7
+    for _ in range(5):
+        assert policy.limits([20]) == [0]
+        policy.observe(taken([NO_DRAFT], [()]), 0, 1.0)
+    assert policy.limits([20]) == [3]
