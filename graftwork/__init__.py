@@ -18,9 +18,20 @@ if TYPE_CHECKING:
     from .model import Model, load, optimize
     from .recipe import Recipe, recipes
     from .training import fit
+    from .tuning import tune
 
 __version__ = "0.1.0"
-__all__ = ["GraftworkError", "Model", "Recipe", "Target", "fit", "load", "optimize", "recipes"]
+__all__ = [
+    "GraftworkError",
+    "Model",
+    "Recipe",
+    "Target",
+    "fit",
+    "load",
+    "optimize",
+    "recipes",
+    "tune",
+]
 
 # Loaded on first use: `import graftwork` and `graftwork --help` then cost milliseconds, not torch.
 _HOMES = {
@@ -32,6 +43,7 @@ _HOMES = {
     "load": ".model",
     "optimize": ".model",
     "recipes": ".recipe",
+    "tune": ".tuning",
 }
 
 

@@ -277,6 +277,37 @@ def bench(
 
 
 @app.command()
+def tune(
+    model: AnyModel,
+    data: Annotated[Path, typer.Option(help="Prompts like those to serve: .txt or .jsonl.")],
+    recipe: MaybeRecipe = None,
+    set_: SetOption = [],  # noqa: B006  (typer copies it)
+    target: TargetOption = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Use so many of them.")] = 8,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens a prompt.")] = 64,
+    file: Annotated[
+        Path | None, typer.Option("--out", help="Write the tuned recipe here (.yaml).")
+    ] = None,
+) -> None:
+    """Measure a drafter and the target's steps, and choose the fastest draft tree."""
+    from .tuning import tune as tune_tree
+
+    with progress() as show:
+        tuned = tune_tree(
+            model,
+            None if recipe is None else with_settings(recipe, set_),
+            data=data,
+            target=target,
+            prompts=prompts,
+            tokens=tokens,
+            progress=show,
+        )
+    out.print(tuned.table())
+    if file is not None:
+        out.print(f"written to {tuned.save(file)}", markup=False)
+
+
+@app.command()
 def inspect(
     model: AnyModel,
     recipe: MaybeRecipe = None,

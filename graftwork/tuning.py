@@ -1,0 +1,320 @@
+"""Which tree a recipe should draw on this machine: acceptance and step times are measured, and the
+tree with the most tokens a second is chosen.
+
+Acceptance is measured through the runtime. At each step of a generation whose text is known the
+drafter is led down the true continuation, level by level, and the rank at which it has the true
+token is counted; then it drafts as its recipe says. That gives the chance that the candidate of
+rank r at depth d is accepted, its parent being accepted, which is what `best_tree` needs. Source:
+Chen et al., "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding" (2024).
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text as Line
+
+from .backends.target import Target
+from .ir import InputError
+from .ir.executable import Executable
+from .ir.plan import Chain, FixedLength, NoDraft, StaticTree
+from .ir.plan.shapes import best_tree, expected
+from .model import Model, Source, load, optimize
+from .planned import Planned
+from .prompts import Prompts, read_prompts
+from .recipe import Recipe, Use
+from .runtime.draft import Draft
+from .runtime.drafters.grown import GrownDrafter
+from .runtime.feed import Feeder
+from .runtime.generate import generate
+from .runtime.lengths.base import LengthPolicy
+from .runtime.loop import DecodeLoop
+from .runtime.options import GenerationOptions
+from .runtime.prefill import prefill
+from .runtime.proposers.base import Proposer
+from .runtime.text import Text
+from .runtime.trees.base import TreePolicy
+
+Clock = Callable[[], float]
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+FIRST_TREE = StaticTree.of([(0,), (1,), (0, 0), (0, 0, 0), (0, 0, 0, 0)])
+"""What is drawn while measuring where the recipe has no tree of its own."""
+
+
+class Recorder(TreePolicy):
+    """Counts at which rank a proposer has what really comes next, then draws the tree of another.
+
+    truth: the whole sequence. counts: f64[D,K]; asked: f64[D]. level_seconds: what each level took.
+    """
+
+    def __init__(self, inner: TreePolicy, truth: list[int], text: Text, found: Found) -> None:
+        super().__init__(inner.record)
+        self.inner, self.truth, self.text, self.found = inner, truth, text, found
+
+    def grow(self, proposer: Proposer, depths: Sequence[int], length: LengthPolicy) -> list[Draft]:
+        """See `TreePolicy.grow`."""
+        found = self.found
+        coming = self.truth[len(self.text.tokens) :]
+        most = min(found.depth, proposer.depth or found.depth, depths[0])
+        for depth, token in enumerate(coming[:most]):
+            start = found.clock()
+            if depth:
+                before = np.array([[coming[depth - 1]]])
+                level = proposer.grow(before, np.zeros((1, 1), dtype=np.int64), found.ranks)
+            else:
+                level = proposer.root(found.ranks)
+            found.level_seconds.append(found.clock() - start)
+            found.asked[depth] += 1
+            places = np.flatnonzero(level.tokens[0, 0] == token)
+            if not len(places):
+                break
+            found.counts[depth, places[0]] += 1
+        return self.inner.grow(proposer, depths, length)
+
+
+class Found:
+    """What recorders count, over all prompts. See `Recorder`."""
+
+    def __init__(self, depth: int, ranks: int, clock: Clock) -> None:
+        self.depth, self.ranks, self.clock = depth, ranks, clock
+        self.counts, self.asked = np.zeros((depth, ranks)), np.zeros(depth)
+        self.level_seconds: list[float] = []
+
+    @property
+    def rates(self) -> tuple[tuple[float, ...], ...]:
+        """Chance by depth and rank; only depths that were reached."""
+        reached = self.asked > 0
+        rates = self.counts[reached] / self.asked[reached, None]
+        return tuple(tuple(row) for row in rates.tolist())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A tree, the tokens that a step with it yields on average, and its tokens a second."""
+
+    tree: StaticTree | None
+    tokens: float
+    speed: float
+
+    @property
+    def nodes(self) -> int:
+        """0: plain decoding."""
+        return 0 if self.tree is None else self.tree.most
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What was measured and what follows from it.
+
+    recipe: with the best tree. rates: see `Found.rates`. seconds: of a step by its columns.
+    drafting: seconds a level. choices: by number of nodes, plain decoding first. best: the fastest.
+    """
+
+    recipe: Recipe
+    rates: tuple[tuple[float, ...], ...]
+    seconds: Mapping[int, float]
+    drafting: float
+    choices: tuple[Choice, ...]
+    best: Choice
+
+    def save(self, path: str | Path) -> Path:
+        """Write the recipe as YAML that `optimize` takes."""
+        data = {key: value for key, value in self.recipe.as_dict().items() if key != "name"}
+        text = yaml.safe_dump(json.loads(json.dumps(data)), sort_keys=False, width=100)
+        Path(path).write_text(text, encoding="utf-8")
+        return Path(path)
+
+    def table(self) -> RenderableType:
+        """For the terminal: predicted tokens a second by number of nodes."""
+        table = Table(box=None, pad_edge=False)
+        for name in ("nodes", "depth", "tokens a step", "step ms", "tokens/s"):
+            table.add_column(name, justify="right")
+        shown = sorted({c.nodes: c for c in (*self.choices, self.best)}.values(), key=_nodes)
+        widths = list(self.seconds)
+        for choice in shown:
+            depth = 0 if choice.tree is None else choice.tree.depth
+            step = np.interp(choice.nodes + 1, widths, list(self.seconds.values()))
+            mark = "bold" if choice.nodes == self.best.nodes else ""
+            cells = (f"{choice.tokens:.2f}", f"{1e3 * step:.2f}", f"{choice.speed:.0f}")
+            table.add_row(str(choice.nodes), str(depth), *cells, style=mark)
+        gain = self.best.speed / self.choices[0].speed
+        note = f"best: {self.best.nodes} nodes, {gain:.2f} times plain decoding's speed"
+        return Group(table, Line(note if gain > 1 else f"{note}: drafting does not pay here"))
+
+
+def _nodes(choice: Choice) -> int:
+    return choice.nodes
+
+
+def tune(
+    model: Source | Model,
+    recipe: str | Path | Mapping[str, Any] | Recipe | None = None,
+    *,
+    data: Prompts,
+    target: Target | str | None = None,
+    prompts: int = 8,
+    tokens: int = 64,
+    depth: int = 8,
+    ranks: int = 8,
+    widths: Sequence[int] = WIDTHS,
+    clock: Clock = perf_counter,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Tuned:
+    """Measure a recipe's drafter and steps on a target, and choose its tree.
+
+    model: as for `optimize`, a saved artifact's folder, or a `Model`. data: prompts like those to
+    be served; `prompts` of them are continued by `tokens` tokens. depth, ranks: how deep and how
+    far down the drafter's list to look. widths: columns of the steps that are timed. Errors:
+    `InputError` for a recipe whose drafter does not draw from predictions level by level.
+    """
+    opened = _open(model, recipe, target, progress)
+    texts = read_prompts(data, opened.program)[:prompts]
+    progress("compile")
+    drafted = _with_tree(opened)
+    rates, drafting = measure_rates(
+        drafted, texts, tokens=tokens, depth=depth, ranks=ranks, clock=clock, progress=progress
+    )
+    progress("time steps")
+    seconds = measure_steps(drafted, texts[0], widths, clock=clock)
+    choices = evaluate(rates, seconds, drafting)
+    best = max(choices[1:], key=lambda choice: choice.speed)
+    sizes = {width - 1 for width in seconds}
+    shown = tuple(choice for choice in choices if choice.nodes in sizes)
+    recipe_ = with_tree(Recipe.load(opened.recipe), best.tree or FIRST_TREE, str(opened.target))
+    return Tuned(recipe_, rates, seconds, drafting, shown, best)
+
+
+def measure_rates(
+    executable: Executable,
+    prompts: Sequence[Sequence[int]],
+    *,
+    tokens: int,
+    depth: int,
+    ranks: int,
+    clock: Clock = perf_counter,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> tuple[tuple[tuple[float, ...], ...], float]:
+    """Chances by depth and rank, and the median seconds that a level of predictions takes."""
+    found = Found(depth, ranks, clock)
+    program = executable.program
+    plain = Planned(executable, replace(program.plan, draft=NoDraft(), tree=Chain()))
+    for number, prompt in enumerate(prompts, 1):
+        progress(f"measure acceptance: prompt {number} of {len(prompts)}")
+        ids = generate(plain, torch.tensor([prompt]), max_new_tokens=tokens, eos_token_id=None)
+        assert isinstance(ids, torch.Tensor)
+        truth = ids[0].tolist()
+        text = Text(list(prompt), len(prompt), len(truth))
+        with torch.no_grad():
+            loop = DecodeLoop(executable, [text], GenerationOptions(max_new_tokens=tokens))
+            if not isinstance(loop.drafter, GrownDrafter):
+                raise InputError(
+                    f"draft={program.plan.draft} does not draw a tree from predictions; "
+                    f"tune a recipe with a drafter that does, such as medusa"
+                )
+            loop.drafter.tree = Recorder(loop.drafter.tree, truth, text, found)
+            loop.run(None)
+    if not found.asked[0]:
+        raise InputError("the prompts are too near the end of the context to draft anything")
+    return found.rates, statistics.median(found.level_seconds)
+
+
+def measure_steps(
+    executable: Executable,
+    prompt: Sequence[int],
+    widths: Sequence[int],
+    *,
+    repeats: int = 15,
+    clock: Clock = perf_counter,
+) -> dict[int, float]:
+    """Median seconds of a step by its columns, after `prompt`; feeding it takes part in them."""
+    feeder = Feeder(executable, 1)
+    fetch = ("argmax",) if "argmax" in executable.program.function("step").outputs else ("logits",)
+    start = min(len(prompt), max(feeder.context - max(widths), 1))
+    usable = [w for w in sorted(widths) if feeder.width(w, feeder.context - start) == w]
+    feeder.begin(start + max(usable), max(usable) - 1)
+    prefill(feeder, [prompt[:start]], [0], fetch)
+    times: dict[int, list[float]] = {width: [] for width in usable}
+    for _ in range(repeats + 1):
+        for width in usable:
+            row = [int(token) for token in np.resize(prompt, width)]
+            draft = Draft(row[1:], None, (-1,) * (width - 1))
+            before = clock()
+            feeder.run([row], [start], width, fetch, trees=[draft] if width > 1 else None)
+            times[width].append(clock() - before)
+    # The first round compiles.
+    return {width: statistics.median(taken[1:]) for width, taken in times.items()}
+
+
+def evaluate(
+    rates: Sequence[Sequence[float]], seconds: Mapping[int, float], drafting: float
+) -> list[Choice]:
+    """The best tree of every size that was timed, over all depths; plain decoding first."""
+    widths = sorted(seconds)
+    times = np.maximum.accumulate([seconds[width] for width in widths])
+    choices = [Choice(None, 1.0, 1 / seconds[widths[0]])]
+    for nodes in range(1, widths[-1]):
+        step = float(np.interp(nodes + 1, widths, times))
+        found = []
+        for depth in range(1, len(rates) + 1):
+            tree = best_tree(rates[:depth], nodes)
+            tokens = expected(tree, rates)
+            found.append(Choice(tree, tokens, tokens / (step + drafting * tree.depth)))
+        choices.append(max(found, key=lambda choice: choice.speed))
+    return choices
+
+
+def with_tree(recipe: Recipe, tree: StaticTree, target: str) -> Recipe:
+    """The recipe with this tree instead of its own."""
+    kept = [use for use in recipe.passes if not use.name.startswith("tree_")]
+    if "accept_trees" not in [use.name for use in kept]:
+        kept.append(Use("accept_trees"))
+    paths = [list(path) for path in tree.paths]
+    title = f"{recipe.title}; tree tuned for {target}"
+    uses = (*kept, Use("tree_static", {"paths": paths}))
+    return replace(recipe, name=f"{recipe.name}_tuned", title=title, passes=uses)
+
+
+def _open(
+    model: Source | Model,
+    recipe: str | Path | Mapping[str, Any] | Recipe | None,
+    target: Target | str | None,
+    progress: Callable[[str], None],
+) -> Model:
+    from .artifact import is_saved
+
+    if isinstance(model, (str, Path)) and is_saved(Path(model)):
+        model = load(model, target=target)
+    if isinstance(model, Model):
+        if recipe is not None:
+            raise InputError("the model is optimized already: tune it without a recipe")
+        return model
+    if recipe is None:
+        raise InputError("tune needs a recipe, such as medusa")
+    chosen = Recipe.load(recipe)
+    if "accept_trees" not in [use.name for use in chosen.passes]:
+        chosen = replace(chosen, passes=(*chosen.passes, Use("accept_trees")))
+    return optimize(model, chosen, target=target, progress=progress)
+
+
+def _with_tree(model: Model) -> Executable:
+    """The model's executable, its drafts a tree and as long as they come."""
+    plan = model.program.plan
+    if not model.program.function("step").has_input("ancestors"):
+        raise InputError(
+            "the model's step takes no trees: optimize it with the pass accept_trees, or give the "
+            "checkpoint and a recipe"
+        )
+    tree = FIRST_TREE if isinstance(plan.tree, Chain) else plan.tree
+    program = model.program.replace(plan=replace(plan, tree=tree, length=FixedLength()))
+    return replace(model, program=program).executable
