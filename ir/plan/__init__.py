@@ -90,14 +90,15 @@ class DecodePlan:
 
         Every drafter's own limit counts, and the tree's where a drafter follows it.
         """
-        return _most(self.draft, self.tree.most or 0)
+        return _most(self.draft, self.tree.most)
 
 
-def _most(draft: DraftRecord, tree: int) -> int:
+def _most(draft: DraftRecord, tree: int | None) -> int:
     if draft.most is not None:
         return draft.most
     if isinstance(draft, FirstDraft):
         return max(_most(part, tree) for part in draft.of)
     if isinstance(draft, MergedDraft):
         return sum(_most(part, tree) for part in draft.of)
-    return tree
+    # A chain of no given depth has a token a level.
+    return getattr(draft, "levels", 0) if tree is None else tree

@@ -25,18 +25,17 @@ def cached_loss(record: CachedDraft, run: Run, batch: Batch) -> Loss:
     """See the module docstring."""
     if record.output is None:
         student = run(record.function, tokens=batch.tokens)["draft_logits"]
-        return Loss(distilled(student, batch.logits), [hit_rate(student, batch.logits)])
+        return Loss(distilled(student, batch.target, 0), [hit_rate(student, batch.best, 0)])
     features = batch.hidden[record.output]
     # The feature after token t goes in beside token t + 1 and gives the one after that.
     given = noisy(features[:, :-1], batch.tokens)
     outputs = run(record.function, tokens=batch.tokens[:, 1:], hidden=given)
-    student, teacher = outputs["draft_logits"], batch.logits[:, 1:]
     regression = torch.nn.functional.smooth_l1_loss(
         outputs["hidden"].float(), features[:, 1:].float()
     )
-    scores = student.float().log_softmax(-1)
-    soft = -(teacher.float().softmax(-1) * scores).sum(-1).mean()
-    return Loss(regression + TOKEN_SHARE * soft, [hit_rate(student, teacher)])
+    student = outputs["draft_logits"]
+    tokens = distilled(student, batch.target, 1)
+    return Loss(regression + TOKEN_SHARE * tokens, [hit_rate(student, batch.best, 1)])
 
 
 def noisy(features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
