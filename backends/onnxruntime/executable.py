@@ -92,7 +92,10 @@ class OnnxExecutable:
                 f"cannot write {size >> 20} MB of weights to {path.parent}: {error}; "
                 f"set TMPDIR to a folder with room"
             ) from error
-        session = open_session(path, self.target, weight_bytes=size)
+        # The step's threads spin for a while after its work. Threads of another session would
+        # have to take the cores from them, so what is drafted in between uses one.
+        threads = None if function == "step" else 1
+        session = open_session(path, self.target, weight_bytes=size, threads=threads)
         return Step(fn, session, self._buffers)
 
     def keep_rows(self, function: str, past: torch.Tensor, source: torch.Tensor) -> None:

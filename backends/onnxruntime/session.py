@@ -16,9 +16,12 @@ SPARE = 0.4
 """Share of the free memory that repacked weights may take; above it they stay mapped files."""
 
 
-def open_session(path: Path, target: Target, *, weight_bytes: int = 0) -> Any:
+def open_session(
+    path: Path, target: Target, *, weight_bytes: int = 0, threads: int | None = None
+) -> Any:
     """An `InferenceSession` over the model at `path`.
 
+    threads: the target's, unless said.
     weight_bytes: what its weights take; if memory for a second copy of them is short, they are used
     as they lie in the file, which makes steps of several tokens slower but costs no memory.
     Errors: `InputError` if the device's provider is missing.
@@ -26,7 +29,7 @@ def open_session(path: Path, target: Target, *, weight_bytes: int = 0) -> Any:
     import onnxruntime as ort
 
     options = ort.SessionOptions()
-    options.intra_op_num_threads = target.threads or default_threads()
+    options.intra_op_num_threads = threads or target.threads or default_threads()
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
     if weight_bytes > SPARE * _free_memory():
