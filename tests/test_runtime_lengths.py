@@ -104,37 +104,39 @@ def test_thompson_does_not_learn_from_a_text_that_ended():
 def test_costs_lie_on_lines_between_measured_widths_and_never_fall():
     costs = Costs()
     costs.add(1, 1.0)
-    assert costs.at([1, 11]) == pytest.approx([1.0, 1.5])
+    assert costs.at(np.array([1, 11])) == pytest.approx([1.0, 1.5])
     costs.add(11, 2.0)
     costs.add(21, 1.9)
-    assert costs.at([6, 11, 21]) == pytest.approx([1.5, 2.0, 2.0])
-    assert costs.at([31])[0] >= 2.0
+    assert costs.at(np.array([6, 11, 21])) == pytest.approx([1.5, 2.0, 2.0])
+    widths = np.arange(1, 40)
+    assert costs.at(widths).tolist() == pytest.approx([costs.one(int(w)) for w in widths])
+    assert costs.one(31) >= 2.0
 
 
 def test_costs_forget_a_first_step_that_compiled_something():
     costs = Costs()
     costs.add(1, 500.0)
     assert costs.add(1, 1.0) == 1.0
-    assert costs.at([1]) == pytest.approx([1.0])
+    assert costs.one(1) == pytest.approx(1.0)
     # Another width's first: what was expected counts, and the next one is believed.
     assert costs.add(5, 100.0) == pytest.approx(1.2)
     assert costs.known(5) == 0
     assert costs.add(5, 4.0) == 4.0
     costs.add(5, 1.3)
-    assert costs.at([5]) == pytest.approx([1.3])
+    assert costs.one(5) == pytest.approx(1.3)
 
 
 def test_costs_follow_slowly():
     costs = Costs()
     for seconds in (1.0, 1.0, 2.0):
         costs.add(1, seconds)
-    assert costs.at([1]) == pytest.approx([1.5])
+    assert costs.one(1) == pytest.approx(1.5)
     assert costs.add(1, 50.0) == pytest.approx(1.5)
-    assert costs.at([1]) == pytest.approx([1.5 + 3.0 / 3])
+    assert costs.one(1) == pytest.approx(1.5 + 3.0 / 3)
     for _ in range(40):
         costs.add(1, 1.0)
     costs.add(1, 2.0)
-    assert costs.at([1]) == pytest.approx([1.1], abs=0.05)
+    assert costs.one(1) == pytest.approx(1.1, abs=0.05)
 
 
 class World:

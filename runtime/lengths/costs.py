@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ class Costs:
         self.seconds: list[float] = []
         self.counts: list[int] = []
         self.doubtful: set[int] = set()
+        self.rising: list[float] = []
 
     def known(self, width: int) -> int:
         """How often a width was measured."""
@@ -38,14 +40,16 @@ class Costs:
     def add(self, width: int, seconds: float) -> float:
         """A measurement; the seconds that count, which for an outlier are what was expected."""
         place = bisect_left(self.widths, width)
-        strange = bool(self.widths) and seconds > OUTLIER * float(self.at([width])[0])
+        before = self.one(width) if self.widths else seconds
+        strange = seconds > OUTLIER * before
         if not self.known(width):
             if strange and width not in self.doubtful:
                 self.doubtful.add(width)
-                return float(self.at([width])[0])
+                return before
             self.widths.insert(place, width)
             self.seconds.insert(place, seconds)
             self.counts.insert(place, 1)
+            self.rising = list(accumulate(self.seconds, max))
             return seconds
         old, count = self.seconds[place], self.counts[place]
         seconds = OUTLIER * old if strange else seconds
@@ -53,15 +57,27 @@ class Costs:
         share = max(NEW, 1 / count)
         new = min(old, seconds) if count == 1 else old + share * (seconds - old)
         self.seconds[place], self.counts[place] = new, count + 1
+        self.rising = list(accumulate(self.seconds, max))
         return old if strange else seconds
 
-    def at(self, widths: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    def at(self, widths: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Expected seconds at each width; needs one measurement at least."""
-        asked = np.asarray(widths, dtype=np.float64)
-        known, seconds = np.array(self.widths), np.maximum.accumulate(self.seconds)
-        if len(known) == 1:
-            slope = SLOPE * seconds[0]
-        else:
-            slope = (seconds[-1] - seconds[0]) / (known[-1] - known[0])
-        beyond = np.maximum(asked - known[-1], 0) * slope
-        return np.asarray(np.interp(asked, known, seconds) + beyond)
+        beyond = np.maximum(widths - self.widths[-1], 0) * self._slope()
+        return np.asarray(np.interp(widths, self.widths, self.rising) + beyond)
+
+    def one(self, width: int) -> float:
+        """Expected seconds at one width: `at` without arrays, which a step has no time for."""
+        place = bisect_left(self.widths, width)
+        if place == len(self.widths):
+            return self.rising[-1] + (width - self.widths[-1]) * self._slope()
+        if place == 0 or self.widths[place] == width:
+            return self.rising[place]
+        low, high = self.widths[place - 1], self.widths[place]
+        share = (width - low) / (high - low)
+        return self.rising[place - 1] + share * (self.rising[place] - self.rising[place - 1])
+
+    def _slope(self) -> float:
+        """Seconds that a column costs beyond the widest step that was measured."""
+        if len(self.widths) == 1:
+            return SLOPE * self.rising[0]
+        return (self.rising[-1] - self.rising[0]) / (self.widths[-1] - self.widths[0])

@@ -133,7 +133,7 @@ class GoodputPolicy(LengthPolicy):
         # A draft that was asked for and not found is lost time, but no part of a plain step.
         spent = costs.add(int(self.widths[size]), step + (drafting if size else 0.0))
         self.lost += spent + (0.0 if size else drafting)
-        self.lost -= mean * float(costs.at(self.widths[:1])[0])
+        self.lost -= mean * costs.one(int(self.widths[0]))
         self.known.learn(taken)
         self.steps += 1
         self.tokens += mean
