@@ -97,6 +97,14 @@ def test_a_draft_equal_to_the_target_is_accepted_whole(
     assert (result.stats.steps, result.stats.accepted_tokens) == (6, 6 * 3 * batch)
 
 
+def test_without_a_tree_it_drafts_a_chain_of_its_levels() -> None:
+    passes = (DraftModel(model="same", levels=2), InsertKvCache(), PickLogits(), AddArgmax())
+    program = run_passes(with_itself(), [Step(p) for p in passes])[0]
+    result = decode(compile(program, Target.parse("eager")), PROMPTS, 1 + 3 * 4)
+    assert (result.stats.steps, result.stats.draft_tokens) == (4, 4 * 2 * 4)
+    assert result.stats.accepted_tokens == 4 * 2 * 4
+
+
 class Widths(TorchExecutable):
     """Only some widths are compiled, as with inductor."""
 
