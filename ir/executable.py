@@ -41,7 +41,7 @@ class Executable(Protocol):
     ) -> dict[str, torch.Tensor]:
         """Run a function on CPU inputs; update its states; return the named outputs.
 
-        A returned tensor may be overwritten by the next call of `run`.
+        A returned tensor may be overwritten by the next run of the same function.
         """
 
     def keep_rows(self, function: str, past: torch.Tensor, source: torch.Tensor) -> None:
