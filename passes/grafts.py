@@ -27,7 +27,7 @@ A, G = torch.ops.aten, torch.ops.graftwork
 class Graft:
     """A new function `name` of a program, and the step that feeds it.
 
-    weights: a file of trained weights (see `TrainedWeights`); without one new weights are untrained.
+    weights: a file of trained weights (see `TrainedWeights`); without one they are untrained.
     Every value has the shape [B,T,...]: T draft nodes of each sequence, or T tokens in training.
     Errors: `PassError` naming what the program lacks.
     """

@@ -11,7 +11,8 @@ After (count=2)::
       verify = top_k(count=2)
 
 Stern et al., "Blockwise Parallel Decoding" (2018). Approximate: the text depends on the drafter;
-greedy decoding with count=1 stays exact. Refuses a plan with a verifier other than the lossless default.
+greedy decoding with count=1 stays exact. Refuses a plan with a verifier other than the lossless
+default.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Router:
         self.name = function.name
         self.cached = has_attention(function)
         self.trees = function.has_input(ANCESTORS)
-        self.drafts_trees = self.trees and program.plan.tree != Chain()
+        self.drafts_trees = self.trees and not isinstance(program.plan.tree, Chain)
         self.rounds = rounds_activations(function)
         self.pairs = self.rounds and only_attention_needs_pairs(function)
         dtypes = {state.type.dtype for state in program.states.values()}
@@ -70,7 +70,7 @@ class Router:
         if inputs.get(ANCESTORS) is not None and not self.trees:
             raise InputError(
                 f"{self.name} takes no ancestors: the program was made without trees "
-                f"(pass insert_kv_cache, option trees)"
+                f"(pass accept_trees)"
             )
         width = inputs["tokens"].shape[1]
         alone = self.rounds and width == 1
