@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny import cached_llama
+from torch._inductor.utils import run_and_get_code
 
 from graftwork.backends import Target, compile
+from graftwork.backends.torch.executable import _inductor
 from graftwork.ir import InputError
+from graftwork.passes.quantize_int8 import QuantizeInt8
 from graftwork.passes.validate import reference_logits
 
 TOKENS = torch.randint(0, 32, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -119,6 +122,41 @@ def test_compiled_equals_eager():
     executable.run("step", inputs(TOKENS[:, :11], [0, 0]), ("argmax",))
     out = executable.run("step", inputs(TOKENS[:, 11:], [11, 11]), ("logits",))
     torch.testing.assert_close(out["logits"], expected[:, 11:], atol=1e-5, rtol=1e-4)
+
+
+def test_weights_are_constants_of_compiled_code():
+    class Linear(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("weight", torch.randint(-9, 9, (8, 8), dtype=torch.int8))
+
+        def forward(self, x):
+            return torch.nn.functional.linear(x, self.weight.float())
+
+    module, x = torch.fx.symbolic_trace(Linear()), torch.randn(1, 8)
+    compiled = _inductor(module, Target.parse("torch"))
+    with torch.no_grad():
+        out, (code,) = run_and_get_code(compiled, x)
+        torch.testing.assert_close(out, module(x))
+    taken = next(line for line in code.splitlines() if line.strip().endswith("= args"))
+    assert taken.count("arg") == 2, taken  # x and `args` itself
+    assert "int8" not in code, "the weight is converted in every call"
+
+
+def test_int8_weights_are_converted_once_and_give_the_same_logits():
+    program = QuantizeInt8().run(cached_llama(layers=1, context=1024)).program
+    quantized = {name for name in program.weights if name.endswith(".int8")}
+    assert quantized
+    eager = compile(program, Target.parse("eager"))
+    compiled = compile(program, Target.parse("torch"))
+    assert {eager.weights[name].dtype for name in quantized} == {torch.int8}
+    assert {compiled.weights[name].dtype for name in quantized} == {torch.float32}
+    results = []
+    for executable in (eager, compiled):
+        executable.begin(2, 12)
+        out = executable.run("step", inputs(TOKENS[:, :3], [0, 0]), ("logits",))
+        results.append(out["logits"])
+    torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
 
 
 def test_argmax_is_the_logits_argmax(program, expected):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._inductor import config as inductor
 
 from ...ir import InputError, Program, Sym
 from ..target import Target
@@ -19,6 +20,8 @@ BUCKET = 256
 
 OPTIONAL = frozenset({"ancestors"})
 
+LINEAR_INT8 = torch.ops.graftwork.linear_int8.default
+
 
 class TorchExecutable:
     """See `ir.executable.Executable`. Inductor's widths are static: 1, the plan's, a prefill's."""
@@ -30,7 +33,7 @@ class TorchExecutable:
         self.batch = 0
         self.device = torch.device(target.device)
         self.states: dict[str, torch.Tensor] = {}
-        self.weights = _load_weights(program, self.device)
+        self.weights = _load_weights(program, target)
         self.variants: dict[object, Callable[..., Any]] = {}
         if target.threads is not None:
             torch.set_num_threads(target.threads)
@@ -132,15 +135,55 @@ def _along(rows: torch.Tensor, buffer: torch.Tensor, axis: int) -> torch.Tensor:
     return rows.to(buffer.device).reshape(shape).expand(full)
 
 
-def _load_weights(program: Program, device: torch.device) -> dict[str, torch.Tensor]:
-    return {name: weight.load().to(device) for name, weight in program.weights.items()}
+def _load_weights(program: Program, target: Target) -> dict[str, torch.Tensor]:
+    """All weights; those that only `linear_int8` multiplies by are float32 for inductor on the CPU.
+
+    The op sums int8 values in float32, so converted weights give the same bits; converting them
+    here is done once, and not in every step or for every width.
+    """
+    device = torch.device(target.device)
+    converts = target.backend == "torch" and target.device == "cpu"
+    wide = _int8_factors(program) if converts else frozenset()
+    loaded = {name: weight.load().to(device) for name, weight in program.weights.items()}
+    return {name: value.float() if name in wide else value for name, value in loaded.items()}
+
+
+def _int8_factors(program: Program) -> frozenset[str]:
+    """Weights that are the second argument of `linear_int8` and nothing else."""
+    factors, others = set(), set()
+    for function in program.functions.values():
+        for node in function:
+            if node.op != "get_attr":
+                continue
+            only = bool(node.users) and all(
+                user.target is LINEAR_INT8
+                and [i for i, arg in enumerate(user.args) if arg is node] == [1]
+                for user in node.users
+            )
+            (factors if only else others).add(str(node.target))
+    return frozenset(factors - others)
 
 
 def _inductor(module: torch.fx.GraphModule, target: Target) -> Callable[..., Any]:
-    """Compile for speed: frozen (prepacked) weights on the CPU, CUDA graphs on a GPU."""
+    """Compile for speed: frozen (constant) weights on the CPU, CUDA graphs on a GPU."""
     on_cpu = target.device == "cpu"
-    options: dict[str, Any] = {"freezing": True} if on_cpu else {"triton.cudagraphs": True}
+    options: dict[str, Any] = {} if on_cpu else {"triton.cudagraphs": True}
     compiled: Callable[..., Any] = torch.compile(
         module, fullgraph=True, dynamic=None, options=options
     )
-    return compiled
+    return _freezing(compiled) if on_cpu else compiled
+
+
+def _freezing(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled`, whose weights become constants whenever a call compiles it.
+
+    torch.compile's own option `freezing` comes too late: dynamo decides by the global setting
+    whether weights are constants or arguments, and arguments leave nothing to freeze. Nothing is
+    prepacked: in float32 that is a copy of all weights for each width, and slower at width 1.
+    """
+
+    def call(*arguments: torch.Tensor) -> Any:
+        with inductor.patch({"freezing": True, "cpp.weight_prepack": False}):
+            return compiled(*arguments)
+
+    return call
