@@ -150,7 +150,8 @@ def _load_weights(program: Program, target: Target) -> dict[str, torch.Tensor]:
 
 def _int8_factors(program: Program) -> frozenset[str]:
     """Weights that are the second argument of `linear_int8` and nothing else."""
-    factors, others = set(), set()
+    factors: set[str] = set()
+    others: set[str] = set()
     for function in program.functions.values():
         for node in function:
             if node.op != "get_attr":
