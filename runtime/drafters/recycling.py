@@ -43,10 +43,10 @@ class Table:
     """Successors by context, best first. Of the oldest contexts it forgets half at a time.
 
     >>> table = Table(limit=2)
-    >>> for token in range(4):
+    >>> for token in range(7):
     ...     table.put((token,), (7, 8))
-    >>> table.get((0,)), table.get((1,)), table.get((3,))
-    (None, None, (7, 8))
+    >>> table.get((0,)), table.get((3,)), table.get((6,))
+    (None, (7, 8), (7, 8))
     """
 
     __slots__ = ("limit", "new", "old")

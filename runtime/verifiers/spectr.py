@@ -59,8 +59,8 @@ def selection(wanted: Array, given: Array, count: int) -> tuple[float, Array]:
     b rises and s falls. What is left is p - s / b * min(q, p / rho), not scaled.
 
     >>> rho, rest = selection(np.array([0.5, 0.5]), np.array([1.0, 0.0]), 2)
-    >>> round(rho, 6), rest.round(6).tolist()
-    (1.707107, [0.0, 0.5])
+    >>> round(rho, 3), rest.round(3).tolist()
+    (1.707, [0.0, 0.5])
     """
     wanted, given = wanted.astype(np.float64), given.astype(np.float64)
     low, high = 1.0, float(count)
