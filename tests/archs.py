@@ -364,7 +364,7 @@ def build(arch: Arch, seed: int = 0) -> Any:
 
 @cache
 def imported(name: str) -> tuple[Any, Program]:
-    """An architecture's model and its program, traced once for every test of the session.
+    """An architecture's model and its program, traced once for all tests of a run.
 
     Change neither. No token ends a text, so that all have the length asked for.
     """

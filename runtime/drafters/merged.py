@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ...ir.executable import Executable
 from ...ir.plan import MergedDraft
-from ..lengths.base import LengthPolicy
-from ..options import GenerationOptions
 from ..trie import Trie
-from .base import DRAFTERS, NO_DRAFT, Draft, Fed, Taken
-from .grown import Composed, drafter_for
+from .base import DRAFTERS, NO_DRAFT, Draft
+from .several import Several
 
 
 @DRAFTERS.register(MergedDraft)
-class MergedDrafter(Composed):
+class MergedDrafter(Several):
     """The union of the drafts as a trie: a path that several of them have is there once.
 
     Better than the first draft that there is: a copied chain is often right for long and often
@@ -24,37 +21,10 @@ class MergedDrafter(Composed):
 
     record: MergedDraft
 
-    def __init__(
-        self,
-        record: MergedDraft,
-        executable: Executable,
-        options: GenerationOptions,
-        length: LengthPolicy,
-    ) -> None:
-        super().__init__(record, executable, options, length)
-        self.parts = [drafter_for(part, executable, options, length) for part in record.of]
-        self.wants = tuple(dict.fromkeys(name for part in self.parts for name in part.wants))
-        self.reads = any(part.reads for part in self.parts)
-
-    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """See `Drafter.begin`."""
-        for part in self.parts:
-            part.begin(prompts)
-
     def propose(self, rooms: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""
         drafts = [part.propose(rooms) for part in self.parts]
         return [merged(given, self.record.nodes) for given in zip(*drafts, strict=True)]
-
-    def read(self, fed: Fed) -> None:
-        """See `Drafter.read`."""
-        for part in self.parts:
-            part.read(fed)
-
-    def observe(self, taken: Taken) -> None:
-        """See `Drafter.observe`."""
-        for part in self.parts:
-            part.observe(taken)
 
 
 def merged(drafts: Iterable[Draft], nodes: int | None) -> Draft:
