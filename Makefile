@@ -1,4 +1,4 @@
-# make demo      the bundled model, before and after, on this machine (about a minute and a half)
+# make demo      the bundled model, before and after, on this machine (about two minutes)
 # make test      the test suite
 # make check     format, lint, strict types, tests and doctests, line totals
 #
