@@ -32,6 +32,7 @@ from graftwork.passes.manager import Step, run_passes
 from graftwork.passes.pick_logits import PickLogits
 from graftwork.training import FitState, fit
 from graftwork.training.corpus import Windows, read_corpus, split
+from graftwork.training.fit import accepted_per_step
 from graftwork.training.objectives.base import distilled
 
 EAGER = Target("eager", "cpu")
@@ -66,9 +67,10 @@ def test_trained_heads_are_accepted_and_the_target_stays(drafter: Pass, tmp_path
         ids, max_new_tokens=24, eos_token_id=[], return_dict_in_generate=True
     )
     assert torch.equal(untrained.sequences, plain) and torch.equal(trained.sequences, plain)
-    # Untrained heads repeat the last token, which this model's own loops reward.
-    assert trained.stats.accepted_per_step > 1.6
-    assert fitted.accepted_per_step > 1.05 and fitted.hits[0] > 0.4
+    # Acceptance on these two prompts says nothing: untrained heads repeat the last token, which
+    # this model's own loops reward. Accuracy does: untrained it is 0.36, 0.30 and 0.24.
+    assert min(fitted.hits) > 0.55
+    assert fitted.accepted_per_step > accepted_per_step(model, split(TEXT)[1])
     before, after = weights(model), weights(fitted.model)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     step = model.program.function("step").weights
