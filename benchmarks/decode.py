@@ -21,47 +21,20 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-
-import graftwork as gw
-from graftwork.backends import Target
-
-Result = tuple[list[int], float, dict[str, float]]
-"""New token ids, seconds for all but the first, further figures."""
-
-System = Callable[[Sequence[int], int], Result]
-
-
-def transformers_eager(folder: Path) -> System:
-    """transformers' greedy generate in float32; the prompt's time is measured and taken off."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-
-    def once(ids: torch.Tensor, count: int) -> tuple[list[int], float]:
-        start = time.perf_counter()
-        with torch.no_grad():
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=count,
-                do_sample=False,
-                pad_token_id=0,
-            )
-        return out[0, ids.shape[1] :].tolist(), time.perf_counter() - start
-
-    def run(prompt: Sequence[int], count: int) -> Result:
-        ids = torch.tensor([list(prompt)])
-        _, first = once(ids, 1)
-        new, seconds = once(ids, count)
-        return new, seconds - first, {}
-
-    return run
+from systems import (
+    Batch,
+    Result,
+    System,
+    optimized,
+    read_prompts,
+    take_turns,
+    transformers_eager,
+)
 
 
 def genai(folder: Path, precision: str, threads: int, cache: Path) -> System:
@@ -81,7 +54,8 @@ def genai(folder: Path, precision: str, threads: int, cache: Path) -> System:
     path.write_text(json.dumps(config, indent=1))
     model = library.Model(str(out))
 
-    def run(prompt: Sequence[int], count: int) -> Result:
+    def run(prompts: Batch, count: int) -> Result:
+        (prompt,) = prompts
         params = library.GeneratorParams(model)
         length = len(prompt) + count
         params.set_search_options(max_length=length, min_length=length, do_sample=False)
@@ -92,28 +66,7 @@ def genai(folder: Path, precision: str, threads: int, cache: Path) -> System:
         for _ in range(count - 1):
             generator.generate_next_token()
         seconds = time.perf_counter() - start
-        return [int(t) for t in generator.get_sequence(0)[len(prompt) :]], seconds, {}
-
-    return run
-
-
-def optimized(folder: Path, recipe: str, target: str, threads: int) -> System:
-    """One of our recipes on one target."""
-    model = gw.optimize(folder, recipe, target=Target.parse(target, threads=threads))
-
-    def run(prompt: Sequence[int], count: int) -> Result:
-        result = model.generate(
-            torch.tensor([list(prompt)]),
-            max_new_tokens=count,
-            eos_token_id=[],
-            return_dict_in_generate=True,
-        )
-        stats = result.stats
-        figures = {
-            "accepted_per_step": float(stats.accepted_per_step),
-            "host_us_per_step": 1e6 * float(stats.host_overhead),
-        }
-        return result.sequences[0, len(prompt) :].tolist(), stats.decode_seconds, figures
+        return [[int(t) for t in generator.get_sequence(0)[len(prompt) :]]], seconds, {}
 
     return run
 
@@ -122,47 +75,21 @@ def compare(
     systems: dict[str, System], prompts: Sequence[Sequence[int]], count: int, rounds: int
 ) -> dict[str, dict[str, Any]]:
     """Rates of all systems, in turns; tokens compared with the first system's."""
-    rates: dict[str, list[float]] = {name: [] for name in systems}
-    figures: dict[str, dict[str, list[float]]] = {name: {} for name in systems}
-    texts: dict[str, list[list[int]]] = {}
-    for name, run in systems.items():
-        run(prompts[0], count)
-        print(f"ready: {name}", file=sys.stderr)
-    for _ in range(rounds):
-        spent = dict.fromkeys(systems, 0.0)
-        texts = {name: [] for name in systems}
-        for prompt in prompts:
-            for name, run in systems.items():
-                new, seconds, extra = run(prompt, count)
-                texts[name].append(new)
-                spent[name] += seconds
-                for key, value in extra.items():
-                    figures[name].setdefault(key, []).append(value)
-        for name in systems:
-            tokens = sum(len(text) - 1 for text in texts[name])
-            rates[name].append(tokens / spent[name])
+    runs = take_turns(systems, [[prompt] for prompt in prompts], count, rounds)
     first = next(iter(systems))
-    base = statistics.median(rates[first])
+    base = statistics.median(runs[first].rates)
+    texts = runs[first].texts
     return {
         name: {
-            "tokens_per_second": round(statistics.median(rates[name]), 2),
-            "fastest_round": round(max(rates[name]), 2),
-            "ratio": round(statistics.median(rates[name]) / base, 3),
-            "same_texts": sum(a == b for a, b in zip(texts[first], texts[name], strict=True)),
+            "tokens_per_second": round(statistics.median(run.rates), 2),
+            "fastest_round": round(max(run.rates), 2),
+            "ratio": round(statistics.median(run.rates) / base, 3),
+            "same_texts": sum(a == b for a, b in zip(texts, run.texts, strict=True)),
             "of": len(prompts),
-            **{key: round(statistics.mean(v), 2) for key, v in figures[name].items()},
+            **{key: round(statistics.mean(v), 2) for key, v in run.figures.items()},
         }
-        for name in systems
+        for name, run in runs.items()
     }
-
-
-def read_prompts(path: Path | None, count: int, length: int, vocab: int) -> list[list[int]]:
-    """Prompts from a file, cut to `length` tokens, or random ones."""
-    if path is None:
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(1, vocab, (count, length), generator=generator).tolist()
-    lines = path.read_text().splitlines()[:count]
-    return [json.loads(line)["ids"][:length] for line in lines]
 
 
 def main() -> None:

@@ -1,0 +1,140 @@
+"""Systems that continue prompts greedily: what benchmarks measure, and how they take turns.
+
+A system takes a batch of prompts and a number of new tokens. Only decoding is timed, not the
+prompts' step: a rate is new tokens after the first, divided by the time they took. Systems take
+turns, batch by batch, so that what disturbs the machine disturbs all alike.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import graftwork as gw
+from graftwork.backends import Target
+
+Batch = Sequence[Sequence[int]]
+
+Result = tuple[list[list[int]], float, dict[str, float]]
+"""New token ids of each prompt, seconds for all but the first ones, further figures."""
+
+System = Callable[[Batch, int], Result]
+
+
+def padded(prompts: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts and their attention mask i64[B,S], padded on the left."""
+    width = max(map(len, prompts))
+    ids = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids), torch.tensor(mask)
+
+
+def transformers_eager(folder: Path, **options: Any) -> System:
+    """transformers' greedy generate in float32; the prompts' time is measured and taken off.
+
+    options: for `generate`, such as ``prompt_lookup_num_tokens=10`` (one prompt at a time only).
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+
+    def once(prompts: Batch, count: int) -> tuple[list[list[int]], float]:
+        ids, mask = padded(prompts)
+        start = time.perf_counter()
+        with torch.no_grad():
+            out = model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=count,
+                do_sample=False,
+                pad_token_id=0,
+                **options,
+            )
+        return out[:, ids.shape[1] :].tolist(), time.perf_counter() - start
+
+    def run(prompts: Batch, count: int) -> Result:
+        _, first = once(prompts, 1)
+        new, seconds = once(prompts, count)
+        return new, seconds - first, {}
+
+    return run
+
+
+def optimized(folder: Path, recipe: Any, target: str, threads: int) -> System:
+    """One of our recipes on one target."""
+    model = gw.optimize(folder, recipe, target=Target.parse(target, threads=threads))
+
+    def run(prompts: Batch, count: int) -> Result:
+        ids, mask = padded(prompts)
+        result = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=count,
+            eos_token_id=[],
+            pad_token_id=0,
+            return_dict_in_generate=True,
+        )
+        stats = result.stats
+        figures = {
+            "accepted_per_step": float(stats.accepted_per_step),
+            "host_us_per_step": 1e6 * float(stats.host_overhead),
+        }
+        return result.sequences[:, ids.shape[1] :].tolist(), stats.decode_seconds, figures
+
+    return run
+
+
+def read_prompts(path: Path | None, count: int, length: int, vocab: int) -> list[list[int]]:
+    """Prompts from a file, cut to `length` tokens, or random ones."""
+    if path is None:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(1, vocab, (count, length), generator=generator).tolist()
+    lines = path.read_text().splitlines()[:count]
+    return [json.loads(line)["ids"][:length] for line in lines]
+
+
+@dataclass
+class Runs:
+    """What a system did. rates: tokens a second of each round. texts: of the last round, a prompt
+    each. figures: of every batch in every round, by name."""
+
+    rates: list[float] = field(default_factory=list)
+    texts: list[list[int]] = field(default_factory=list)
+    figures: dict[str, list[float]] = field(default_factory=dict)
+
+
+def take_turns(
+    systems: Mapping[str, System], batches: Iterable[Batch], count: int, rounds: int
+) -> dict[str, Runs]:
+    """Every system continues every batch by `count` tokens, in each round.
+
+    They warm up on the first batch's prompts read backwards, so that a drafter that remembers texts
+    has not met the ones that are measured.
+    """
+    batches = list(batches)
+    runs = {name: Runs() for name in systems}
+    for name, run in systems.items():
+        run([prompt[::-1] for prompt in batches[0]], count)
+        print(f"ready: {name}", file=sys.stderr)
+    for _ in range(rounds):
+        spent = dict.fromkeys(systems, 0.0)
+        for name in systems:
+            runs[name].texts = []
+        for batch in batches:
+            for name, run in systems.items():
+                new, seconds, figures = run(batch, count)
+                runs[name].texts += new
+                spent[name] += seconds
+                for key, value in figures.items():
+                    runs[name].figures.setdefault(key, []).append(value)
+        for name, kept in runs.items():
+            kept.rates.append(sum(len(text) - 1 for text in kept.texts) / spent[name])
+    return runs
