@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -79,12 +80,21 @@ class Optimized:
         return not isinstance(self.model.program.plan.draft, NoDraft)
 
     def run(self, prompt: Sequence[int], tokens: int) -> Run:
-        return _generate(Planned(self.executable, self.model.program.plan), prompt, tokens)
+        return _generate(self._planned, prompt, tokens)
 
     def run_plain(self, prompt: Sequence[int], tokens: int) -> Run:
         """The same graphs and numerics without drafts."""
+        return _generate(self._plain, prompt, tokens)
+
+    # Kept, because policies remember with an executable what they learned on earlier prompts.
+    @cached_property
+    def _planned(self) -> Planned:
+        return Planned(self.executable, self.model.program.plan)
+
+    @cached_property
+    def _plain(self) -> Planned:
         plan = replace(self.model.program.plan, draft=NoDraft(), tree=Chain())
-        return _generate(Planned(self.executable, plan), prompt, tokens)
+        return Planned(self.executable, plan)
 
     @property
     def executable(self) -> Executable:

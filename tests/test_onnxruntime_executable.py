@@ -236,7 +236,9 @@ def test_a_lone_int8_token_takes_one_row_unless_floats_are_summed(
     ort.begin(1, 8)
     ort.run("step", step_of(1), ["logits"])
     (made,) = ort._made["step"].values()
-    assert made.feeds["tokens"].shape == (1, columns)
+    (bound,) = made.bound.values()
+    fed = {feed.name: feed.buffer for feed in bound.feeds}
+    assert fed["tokens"].shape == (1, columns)
 
 
 def test_int8_means_what_the_interpreter_says() -> None:

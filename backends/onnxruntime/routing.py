@@ -65,34 +65,37 @@ class Router:
         """
         if not self.cached:
             return Route("chain", inputs)
-        if missing := [name for name in ("tokens", "past") if name not in inputs]:
-            raise InputError(f"{self.name} needs the input {missing[0]!r}")
-        if inputs.get(ANCESTORS) is not None and not self.trees:
+        tokens, rows = inputs.get("tokens"), inputs.get("past")
+        if tokens is None or rows is None:
+            missing = "tokens" if tokens is None else "past"
+            raise InputError(f"{self.name} needs the input {missing!r}")
+        ancestors = inputs.get(ANCESTORS)
+        if ancestors is not None and not self.trees:
             raise InputError(
                 f"{self.name} takes no ancestors: the program was made without trees "
                 f"(pass accept_trees)"
             )
-        width = inputs["tokens"].shape[1]
+        width = tokens.shape[1]
         alone = self.rounds and width == 1
         widened = alone and not self.pairs
+        feeds = _doubled(inputs) if widened else dict(inputs)
         if widened:
-            inputs, width = _doubled(inputs), 2
-        past = inputs["past"].tolist()
-        variant = self._variant(inputs, len(past), width, max(past), made)
-        feeds = dict(inputs)
-        if variant != "chain" and self.trees and feeds.get(ANCESTORS) is None:
+            width, ancestors = 2, None
+        past: list[int] = rows.tolist()
+        longest = max(past)
+        variant = self._variant(ancestors is not None, len(past), width, longest, made)
+        if ancestors is None and self.trees and variant != "chain":
             feeds[ANCESTORS] = self._chain(len(past), width)
         if variant != "batch":
-            feeds.update(self.counts.of(past, width, variant))
-        asked = max(past) + (1 if widened else width)
+            feeds.update(self.counts.of(past, longest, width, variant))
+        asked = longest + (1 if widened else width)
         return Route(variant, feeds, asked, int(alone), widened)
 
     def _variant(
-        self, inputs: Inputs, batch: int, width: int, longest: int, made: Collection[Variant]
+        self, tree: bool, batch: int, width: int, longest: int, made: Collection[Variant]
     ) -> Variant:
         if not self.kernel:
             return "batch"
-        tree = inputs.get(ANCESTORS) is not None
         # Chains cost the same in the tree's session; another would hold the weights once more.
         if batch == 1 and (self.drafts_trees or (self.trees and "tree" in made)):
             return "tree"
@@ -112,7 +115,7 @@ class Router:
         return mask.expand(batch, width, width)
 
 
-def _doubled(inputs: Inputs) -> Inputs:
+def _doubled(inputs: Inputs) -> dict[str, torch.Tensor]:
     """A step of one token as a chain of two; the second is forgotten with the next step."""
     both = ("tokens", "positions")
     kept = {name: tensor for name, tensor in inputs.items() if name != ANCESTORS}
@@ -126,19 +129,21 @@ class _Counts:
         self.resize(1)
 
     def resize(self, batch: int) -> None:
-        """Tensors for a batch. They are written through numpy: torch takes 10 us an addition."""
-        tensors = {SEQLENS: torch.zeros(batch, dtype=torch.int32)}
-        tensors[TOTAL] = torch.zeros((), dtype=torch.int32)
-        self.tensors, self.batch = tensors, batch
-        self.seqlens, self.total = (tensor.numpy() for tensor in tensors.values())
+        """Tensors for a batch, written through their memory: torch takes 10 us an addition."""
+        seqlens, total = torch.zeros(batch, dtype=torch.int32), torch.zeros((), dtype=torch.int32)
+        self.tensors, self.batch = {SEQLENS: seqlens, TOTAL: total}, batch
+        self.seqlens, self.total = (
+            tensor.view(-1).numpy().data.cast("B").cast("i") for tensor in (seqlens, total)
+        )
 
-    def of(self, past: list[int], width: int, variant: Variant) -> dict[str, torch.Tensor]:
+    def of(
+        self, past: list[int], longest: int, width: int, variant: Variant
+    ) -> dict[str, torch.Tensor]:
         """seqlens i32[B] and total i32[]."""
         if self.batch != len(past):
             self.resize(len(past))
         for b, rows in enumerate(past):
             self.seqlens[b] = rows + width - 1
-        longest = max(past)
         # With total == T the kernel takes its first-prompt path, which knows chains only.
-        self.total[()] = longest + width + (variant == "tree" and longest == 0)
+        self.total[0] = longest + width + (variant == "tree" and longest == 0)
         return self.tensors

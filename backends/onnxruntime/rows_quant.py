@@ -21,9 +21,6 @@ F32, U8, I8 = torch.float32, torch.uint8, torch.int8
 ZERO = 128
 """What stands for 0 in unsigned bytes."""
 
-_TINY = 1e-30  # a row of zeros is divided by this instead of by zero
-
-
 def _columns(weight: Weight, signed: bool) -> Weight:
     """i8[N,K] as [K,N], in bytes of the sign that the kernel wants."""
     rows, columns = weight.type.dims
@@ -52,7 +49,8 @@ def quantized_rows(e: Emitter, x: oir.Value) -> tuple[Any, Any]:
     key = ("quantized", x.name)
     if key not in e.memo:
         largest = e.op("ReduceMax", e.op("Abs", x), e.const([-1], torch.int64), keepdims=1)
-        scale = e.op("Max", e.op("Div", largest, e.const(127.0, F32)), e.const(_TINY, F32))
+        # 0 for a row of zeros: whatever its bytes become is multiplied by it in the end.
+        scale = e.op("Div", largest, e.const(127.0, F32))
         inner = int(str(type_of(x).dims[-1]))
         values = e.op("QuantizeLinear", x, scale, _zeros(e, x), axis=-1, block_size=inner)
         e.memo[key] = (values, scale)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,13 +16,43 @@ from .emit import DTYPES, output_name
 
 _WIDTH = Sym("T")
 
+BOUND = 64
+"""Combinations of input shapes that stay bound: trees and drafts come in a few dozen widths."""
+
+
+@dataclass(frozen=True)
+class _Feed:
+    """Where an input is copied to."""
+
+    name: str
+    buffer: torch.Tensor
+    address: int
+    nbytes: int
+
+    def take(self, tensor: torch.Tensor) -> None:
+        """Copy a tensor of the buffer's shape in. Plain memory moves cost a tenth of what a torch
+        op does, whose code a model's run has pushed out of the processor's caches."""
+        plain = tensor.dtype is self.buffer.dtype and tensor.is_cpu and tensor.is_contiguous()
+        if plain:
+            ctypes.memmove(self.address, tensor.data_ptr(), self.nbytes)
+        else:
+            self.buffer.copy_(tensor)
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """A binding for inputs of certain shapes."""
+
+    binding: Any
+    feeds: tuple[_Feed, ...]
+    results: dict[str, torch.Tensor]
+
 
 class Step:
     """A session, its buffers for inputs and outputs, and what they are bound to."""
 
     def __init__(self, function: Function, session: Any, states: StateBuffers) -> None:
         self.function, self.session, self.states = function, session, states
-        self.binding = session.io_binding()
         self.inputs: dict[str, TensorType] = {}
         self.read: list[str] = []
         taken = {value.name for value in session.get_inputs()}
@@ -38,28 +70,31 @@ class Step:
         self.targets = {name: output_name(function, name) for name in outputs}
         self.symbols = _symbols(self.inputs)
         self.memory: dict[str, torch.Tensor] = {}
-        self.feeds: dict[str, torch.Tensor] = {}
-        self.results: dict[str, torch.Tensor] = {}
-        self.key: Any = None
+        self.bound: dict[Any, _Bound] = {}
+        self.epoch = states.epoch
 
     def run(
         self, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
     ) -> dict[str, torch.Tensor]:
         """Outputs for inputs on the CPU. Errors: `InputError` for one that is missing or wrong."""
         try:
-            key = [self.states.epoch, *[inputs[name].shape for name in self.inputs]]
+            shapes = tuple([inputs[name].shape for name in self.inputs])
         except KeyError as error:
             raise InputError(
                 f"{self.function.name} needs the input {error.args[0]!r}: "
                 f"{self.inputs[error.args[0]]}"
             ) from error
-        if key != self.key:
-            self._bind(inputs)
-            self.key = key
-        for name, buffer in self.feeds.items():
-            buffer.copy_(inputs[name])
-        self.session.run_with_iobinding(self.binding)
-        return {name: self.results[name] for name in fetch}
+        if self.epoch != self.states.epoch:
+            self.bound.clear()
+            self.epoch = self.states.epoch
+        bound = self.bound.get(shapes)
+        if bound is None:
+            bound = self._bind(inputs)
+            self.bound[shapes] = bound
+        for feed in bound.feeds:
+            feed.take(inputs[feed.name])
+        self.session.run_with_iobinding(bound.binding)
+        return {name: bound.results[name] for name in fetch}
 
     def first_column(self, results: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Results of a step of one token, out of those of a step of two."""
@@ -69,35 +104,49 @@ class Step:
         dims = self.outputs[name].dims
         return tensor.narrow(dims.index(_WIDTH), 0, 1) if _WIDTH in dims else tensor
 
-    def _bind(self, inputs: Mapping[str, torch.Tensor]) -> None:
+    def _bind(self, inputs: Mapping[str, torch.Tensor]) -> _Bound:
+        """Bind the inputs' shapes. Errors: `InputError` for an input of another type."""
         sizes = {"B": self.states.batch, "C": self.states.capacity}
         sizes.update({s: inputs[name].shape[axis] for s, name, axis in self.symbols})
-        for name, type in self.inputs.items():
-            self.feeds[name] = self._buffer(name, _fitting(name, type, inputs[name], sizes))
-            self._bind_input(name, self.feeds[name], "cpu")
-        for name, type in self.outputs.items():
-            self.results[name] = self._buffer(f"{name} out", type.bind(sizes))
-            self._bind_output(self.targets[name], self.results[name], "cpu")
+        types = {n: _fitting(n, t, inputs[n], sizes) for n, t in self.inputs.items()}
+        results = {f"{n} out": t.bind(sizes) for n, t in self.outputs.items()}
+        self._reserve({**types, **results})
+        binding, feeds = self.session.io_binding(), []
+        for name, type in types.items():
+            buffer = self._buffer(name, type)
+            feeds.append(_Feed(name, buffer, buffer.data_ptr(), buffer.nbytes))
+            _bind(binding.bind_input, name, buffer, "cpu")
+        outputs = {
+            name: self._buffer(f"{name} out", results[f"{name} out"]) for name in self.outputs
+        }
+        for name, buffer in outputs.items():
+            _bind(binding.bind_output, self.targets[name], buffer, "cpu")
         for name in self.read:
-            self._bind_input(name, self.states.tensors[name], self.states.device)
+            _bind(binding.bind_input, name, self.states.tensors[name], self.states.device)
         for name in self.written:
-            self._bind_output(self.targets[name], self.states.tensors[name], self.states.device)
+            state = self.states.tensors[name]
+            _bind(binding.bind_output, self.targets[name], state, self.states.device)
+        return _Bound(binding, tuple(feeds), outputs)
+
+    def _reserve(self, types: Mapping[str, TensorType]) -> None:
+        """Memory for all of these; what is bound to memory that is too small is forgotten."""
+        if len(self.bound) >= BOUND:
+            self.bound.clear()
+        for name, type in types.items():
+            count = math.prod(type.shape)
+            flat = self.memory.get(name)
+            if flat is None or flat.numel() < count:
+                self.bound.clear()
+                self.memory[name] = torch.empty(count, dtype=type.dtype)
 
     def _buffer(self, name: str, type: TensorType) -> torch.Tensor:
-        """Memory of a type; the same memory for every shape that fits into it."""
-        count = math.prod(type.shape)
-        flat = self.memory.get(name)
-        if flat is None or flat.numel() < count:
-            flat = self.memory[name] = torch.empty(count, dtype=type.dtype)
-        return flat[:count].view(type.shape)
+        """Memory of a type; the same memory for every shape, because one runs at a time."""
+        return self.memory[name][: math.prod(type.shape)].view(type.shape)
 
-    def _bind_input(self, name: str, tensor: torch.Tensor, device: str) -> None:
-        kind, shape = int(DTYPES[tensor.dtype]), list(tensor.shape)
-        self.binding.bind_input(name, device, 0, kind, shape, tensor.data_ptr())
 
-    def _bind_output(self, name: str, tensor: torch.Tensor, device: str) -> None:
-        kind, shape = int(DTYPES[tensor.dtype]), list(tensor.shape)
-        self.binding.bind_output(name, device, 0, kind, shape, tensor.data_ptr())
+def _bind(bind: Any, name: str, tensor: torch.Tensor, device: str) -> None:
+    kind, shape = int(DTYPES[tensor.dtype]), list(tensor.shape)
+    bind(name, device, 0, kind, shape, tensor.data_ptr())
 
 
 def _symbols(inputs: Mapping[str, TensorType]) -> list[tuple[str, str, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from ..drafters.base import Taken
@@ -53,6 +54,11 @@ def level_of(outputs: Mapping[str, torch.Tensor], count: int, place: int | None 
 
 def repeated(level: Level, parents: Ids) -> Level:
     """The same candidates after every node of a level."""
-    nodes = parents.shape[1]
-    logits = None if level.logits is None else level.logits.repeat(nodes, 1)
-    return Level(level.tokens.repeat(nodes, 1), level.scores.repeat(nodes, 1), logits)
+    batch, nodes = parents.shape
+    # Views: a level's distributions over the vocabulary are too large to be written once a node.
+    tokens, scores, logits = (
+        None if part is None else np.broadcast_to(part, (batch, nodes, part.shape[-1]))
+        for part in (level.tokens, level.scores, level.logits)
+    )
+    assert tokens is not None and scores is not None
+    return Level(tokens, scores, logits)
