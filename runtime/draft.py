@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -59,17 +59,35 @@ class Draft:
     independent: with `probs`, how siblings were sampled: each on its own, so that two may be the
     same; else one after the other without replacement, all from their parent's distribution, which
     `probs` repeats as it was before the first one left it.
+
+    riders: tokens that are fed along behind the draft and that nobody may accept: a drafter reads
+    what the step makes of them. follows: of each, the column less one that it continues: -1, a
+    node, or ``len(tokens) + i`` for rider i before it. Verifiers do not see them, and their cache
+    rows are forgotten.
     """
 
     tokens: Sequence[int]
     probs: torch.Tensor | None = None
     parents: tuple[int, ...] | None = None
     independent: bool = False
+    riders: tuple[int, ...] = field(default=(), repr=False)
+    follows: tuple[int, ...] = field(default=(), repr=False)
+
+    @property
+    def fed(self) -> Sequence[int]:
+        """The tokens and the riders: what a step is fed after the last committed token."""
+        return [*self.tokens, *self.riders] if self.riders else self.tokens
 
     @property
     def shape(self) -> Topology:
-        """Depths and ancestors. A chain has one too."""
-        return topology(self.parents or tuple(range(-1, len(self.tokens) - 1)))
+        """Depths and ancestors of all that is fed. A chain has one too."""
+        parents = self.parents or tuple(range(-1, len(self.tokens) - 1))
+        return topology(parents + self.follows)
+
+    @property
+    def branches(self) -> bool:
+        """Whether a step must be told who continues whom."""
+        return self.parents is not None or bool(self.riders)
 
     def depth(self, node: int) -> int:
         """Tokens of the path down to `node`, itself included; 0 for the root, -1."""
@@ -95,13 +113,14 @@ class Draft:
             return self
         probs = None if self.probs is None else self.probs[:count]
         parents = None if self.parents is None else self.parents[:count]
-        return Draft(self.tokens[:count], probs, parents, self.independent)
+        riders = self._riders(range(count))
+        return Draft(self.tokens[:count], probs, parents, self.independent, *riders)
 
     def within(self, depth: int) -> Draft:
         """The tokens at most `depth` deep."""
         if self.parents is None:
             return self.cut(depth)
-        depths = self.shape.depths
+        depths = self.shape.depths[: len(self.tokens)]
         if max(depths, default=0) <= depth:
             return self
         kept = [node for node, deep in enumerate(depths) if deep <= depth]
@@ -111,7 +130,33 @@ class Draft:
             None if self.probs is None else self.probs[kept],
             tuple(new[self.parents[node]] for node in kept),
             self.independent,
+            *self._riders(kept),
         )
+
+    def fitting(self, columns: int) -> Draft:
+        """What of the draft a step can be fed that has so many columns for it; riders go first."""
+        if len(self.tokens) + len(self.riders) <= columns:
+            return self
+        return Draft(self.tokens, self.probs, self.parents, self.independent).cut(columns)
+
+    def riding(self, riders: Sequence[int], follows: Sequence[int]) -> Draft:
+        """The draft with these riders."""
+        return replace(self, riders=tuple(riders), follows=tuple(follows))
+
+    def _riders(self, kept: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The riders that continue these nodes or the root, and whom."""
+        if not self.riders:
+            return (), ()
+        new = {-1: -1} | {node: index for index, node in enumerate(kept)}
+        riders: list[int] = []
+        follows: list[int] = []
+        for index, (rider, column) in enumerate(zip(self.riders, self.follows, strict=True)):
+            if column in new:
+                new[len(self.tokens) + index] = len(kept) + len(riders)
+                riders.append(rider)
+                follows.append(new[column])
+        return tuple(riders), tuple(follows)
 
 
 NO_DRAFT = Draft(())
+"""No guess: the step yields one token."""

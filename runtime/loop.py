@@ -75,7 +75,7 @@ class DecodeLoop:
         """Prefill the prompts and commit each sequence's first token."""
         start = perf_counter()
         prompts = [text.tokens for text in self.texts]
-        most = self.feeder.executable.program.plan.most
+        most = self.feeder.executable.program.plan.columns
         self.feeder.begin(max(text.limit for text in self.texts), most)
         self.drafter.begin(prompts)
         # Always the logits: the same compiled prefill serves every option, and one look at real
@@ -109,19 +109,19 @@ class DecodeLoop:
         """
         feeder = self.feeder
         past = [0 if text.done else len(text.tokens) - 1 for text in self.texts]
-        need = 1 + max(len(draft.tokens) for draft in drafts)
+        need = 1 + max(len(draft.fed) for draft in drafts)
         width = feeder.width(need, feeder.context - max(past))
         if width is None:
             tokens = [[] if text.done else text.tokens for text in self.texts]
             outputs, columns = prefill(feeder, tokens, past, self.fetch, self.read)
             return outputs, past, self.no_drafts, columns
         if width < need:
-            drafts = [draft.cut(width - 1) for draft in drafts]
+            drafts = [draft.fitting(width - 1) for draft in drafts]
         rows = [
-            [] if text.done else [text.tokens[-1], *draft.tokens]
+            [] if text.done else [text.tokens[-1], *draft.fed]
             for text, draft in zip(self.texts, drafts, strict=True)
         ]
-        trees = drafts if any(draft.parents is not None for draft in drafts) else None
+        trees = drafts if any(draft.branches for draft in drafts) else None
         outputs = feeder.run(rows, past, width, self.fetch, trees=trees)
         if self.read is not None:
             self.read(Fed(rows, past, outputs))

@@ -38,12 +38,13 @@ class Trie:
             parent = self.add(parent, token)
         return parent
 
-    def insert(self, draft: Draft) -> None:
-        """All nodes of a draft."""
+    def insert(self, draft: Draft) -> list[int]:
+        """Add all nodes of a draft; what they are here."""
         above = draft.parents or range(-1, len(draft.tokens) - 1)
         new = [-1]
         for token, parent in zip(draft.tokens, above, strict=True):
             new.append(self.add(new[parent + 1], token))
+        return new[1:]
 
     def find(self, parent: int, token: int) -> int | None:
         """The child of `parent` with this token, if there is one."""

@@ -72,7 +72,7 @@ class TorchExecutable:
         """None when eager; else 1, what a verification step takes, and a prefill chunk."""
         if self.target.backend == "eager":
             return None
-        return tuple(sorted({1, self.program.plan.most + 1, PREFILL}))
+        return tuple(sorted({1, self.program.plan.columns + 1, PREFILL}))
 
     def run(
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]

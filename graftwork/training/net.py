@@ -28,9 +28,11 @@ def functions_of(draft: DraftRecord) -> list[str]:
 
 
 def trainable(program: Program, draft: DraftRecord) -> list[str]:
-    """Weights of a drafter's functions that the target does not use itself."""
-    frozen = program.function("step").weights
-    used = [w for name in functions_of(draft) for w in sorted(program.function(name).weights)]
+    """Weights of a drafter's functions that the target does not use itself, and those that its
+    record names: they are its own even if the step reads them."""
+    frozen = program.function("step").weights - draft.weights
+    used = sorted(draft.weights)
+    used += [w for name in functions_of(draft) for w in sorted(program.function(name).weights)]
     floating = [w for w in used if program.weights[w].type.dtype.is_floating_point]
     tables = {"positions.cos", "positions.sin"}
     return [w for w in dict.fromkeys(floating) if w not in frozen and w not in tables]
@@ -65,8 +67,18 @@ class Net:
     def outputs(
         self, function: str, wanted: tuple[str, ...], inputs: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Named outputs of a function over whole sequences, with empty caches where it has any."""
+        """Named outputs of a function over whole sequences, with empty caches where it has any.
+
+        ``select`` is ignored where the function gives the outputs of all tokens anyway.
+        """
         fn = self.program.function(function)
+        if unknown := sorted(
+            name for name in inputs if not fn.has_input(name) and name != "select"
+        ):
+            raise InputError(
+                f"{function} must take the input {unknown[0]!r} to be trained; ancestors come with "
+                f"the pass accept_trees"
+            )
         batch, width = next(iter(inputs.values())).shape[:2]
         given = dict(inputs)
         steps = torch.arange(width, device=self.device).expand(batch, width)

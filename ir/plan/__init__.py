@@ -33,6 +33,7 @@ from .length import (
     ThompsonLength,
 )
 from .policy import FullDepth, KeepAll, Lossless, SpecTr, TopKAccept, Typical
+from .prompted import PromptDraft
 from .tree import BestFirst, Chain, SampledTree, StaticTree, TreeRecord
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "Lossless",
     "MergedDraft",
     "NoDraft",
+    "PromptDraft",
     "Record",
     "RecurrentDraft",
     "RecyclingDraft",
@@ -91,6 +93,11 @@ class DecodePlan:
         Every drafter's own limit counts, and the tree's where a drafter follows it.
         """
         return _most(self.draft, self.tree.most)
+
+    @property
+    def columns(self) -> int:
+        """Tokens that a step is fed at most beside the last committed one: drafts and riders."""
+        return self.most + self.draft.riders(self.most)
 
 
 def _most(draft: DraftRecord, tree: int | None) -> int:

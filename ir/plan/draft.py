@@ -19,6 +19,10 @@ class DraftRecord(Record):
         """Draft tokens a step at most; None: as many as the plan's tree has nodes."""
         return None
 
+    def riders(self, nodes: int) -> int:
+        """Tokens that are fed along behind a draft of so many nodes (`Draft.riders`), at most."""
+        return sum(part.riders(nodes) for part in getattr(self, "of", ()))
+
 
 @record
 @dataclass(frozen=True)

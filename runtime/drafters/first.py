@@ -23,6 +23,6 @@ class FirstDrafter(Several):
             if not any(open_):
                 break
             for index, draft in enumerate(part.propose(open_)):
-                if draft.tokens:
+                if draft.fed:
                     drafts[index] = draft
         return drafts

@@ -39,7 +39,8 @@ class GrownDrafter(Drafter):
         """See `Drafter.propose`."""
         if max(rooms) < 1:
             return [NO_DRAFT] * len(rooms)
-        return self.tree.grow(self.proposer, rooms, self.length)
+        drafts = self.tree.grow(self.proposer, rooms, self.length)
+        return self.proposer.ride(drafts, rooms)
 
     def read(self, fed: Fed) -> None:
         """See `Drafter.read`."""

@@ -33,13 +33,24 @@ def merged(drafts: Iterable[Draft], nodes: int | None) -> Draft:
     >>> merged([Draft([1, 2]), Draft([3, 1, 4], None, (-1, -1, 1))], 4)
     Draft(tokens=[1, 2, 3, 4], probs=None, parents=(-1, 0, -1, 0), independent=False)
     """
-    given = [draft for draft in drafts if draft.tokens]
+    given = [draft for draft in drafts if draft.fed]
     if not given:
         return NO_DRAFT
     if len(given) == 1:
         return given[0] if nodes is None else given[0].cut(nodes)
     trie = Trie()
-    for draft in given:
-        trie.insert(draft)
-    whole = trie.draft()
+    places = [trie.insert(draft) for draft in given]
+    whole = _riding(trie.draft(), given, places)
     return whole if nodes is None else whole.cut(nodes)
+
+
+def _riding(whole: Draft, drafts: Sequence[Draft], places: Sequence[Sequence[int]]) -> Draft:
+    """The union with all riders; places: where each draft's nodes are in it."""
+    riders: list[int] = []
+    follows: list[int] = []
+    for draft, nodes in zip(drafts, places, strict=True):
+        behind = len(whole.tokens) + len(riders)
+        new = [*nodes, *range(behind, behind + len(draft.riders)), -1]
+        riders += draft.riders
+        follows += [new[column] for column in draft.follows]
+    return whole.riding(riders, follows) if riders else whole

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...ir.executable import Executable
-from ..drafters.base import Fed, Taken
+from ..drafters.base import Draft, Fed, Taken
 from ..options import GenerationOptions
 from ..registry import Registry
 
@@ -74,6 +74,13 @@ class Proposer(ABC):
         call's M, of the node it follows (0 after `root`). A node without a token (-1) may get
         anything.
         """
+
+    def ride(self, drafts: list[Draft], rooms: Sequence[int]) -> list[Draft]:
+        """The drafts that were drawn, with riders where the proposer wants some (`Draft.riders`).
+
+        rooms: levels that each sequence's draft might have; 0: the sequence wants none.
+        """
+        return drafts
 
 
 PROPOSERS: Registry[Proposer] = Registry(__package__)

@@ -1,0 +1,61 @@
+"""Prompt tokens: the k-th learns the teacher's distribution k places on, losses weighted decay^k.
+
+Source: Chen et al., "Hardware-Aware Parallel Prompt Decoding for Memory-Efficient Acceleration of
+LLM Inference" (2024). Prompt tokens stand behind tokens of the text at random; each group sees the
+text before it and itself, as it will when it rides along with a step.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...ir.plan import PromptDraft
+from .base import Batch, Loss, Run, distilled, hit_rate, objective
+
+
+@objective(PromptDraft)
+def prompts_loss(record: PromptDraft, run: Run, batch: Batch) -> Loss:
+    """See the module docstring."""
+    many, width = batch.tokens.shape
+    count = record.prompts
+    places = _places(batch.tokens, count)
+    groups = len(places)
+    vocabulary = batch.logits.shape[-1]
+    riders = torch.arange(vocabulary, vocabulary + count).repeat(groups).to(batch.tokens)
+    behind = torch.arange(1, 1 + count).repeat(groups) + places.repeat_interleave(count)
+    positions = torch.cat([torch.arange(width), behind]).to(batch.tokens)
+    seen = _seen(width, places, count).to(batch.tokens.device)
+    columns = torch.arange(width, width + groups * count).to(batch.tokens)
+    logits = run(
+        "step",
+        tokens=torch.cat([batch.tokens, riders.expand(many, -1)], 1),
+        positions=positions.expand(many, -1),
+        ancestors=seen.expand(many, -1, -1),
+        select=columns.expand(many, -1),
+    )["logits"]
+    total, hits = torch.zeros((), device=logits.device), []
+    # Steps that do not choose tokens give the text's logits too.
+    students = logits[:, -len(columns) :].unflatten(1, (groups, count)).unbind(2)
+    for level, student in enumerate(students):
+        wanted = places.to(batch.tokens.device) + 1 + level
+        total = total + record.decay**level * distilled(student, batch.target[:, wanted], 0)
+        hits.append(hit_rate(student, batch.best[:, wanted], 0))
+    return Loss(total, hits)
+
+
+def _places(tokens: torch.Tensor, count: int) -> torch.Tensor:
+    """Where prompt tokens stand, i64[G] ascending: one token in `count`, so that the window doubles
+    at most; chosen by the tokens, so that training repeats itself."""
+    last = tokens.shape[1] - count
+    generator = torch.Generator().manual_seed(int(tokens.sum()))
+    order = torch.randperm(last, generator=generator)
+    return order[: max(1, last // count)].sort().values
+
+
+def _seen(width: int, places: torch.Tensor, count: int) -> torch.Tensor:
+    """Which columns each column continues, bool[W,W] with W = width + G * count."""
+    text = torch.ones(width, width, dtype=torch.bool).tril()
+    before = text[places].repeat_interleave(count, 0)
+    groups = torch.block_diag(*[torch.ones(count, count).tril()] * len(places)).bool()
+    above = torch.cat([text, torch.zeros(width, len(before), dtype=torch.bool)], 1)
+    return torch.cat([above, torch.cat([before, groups], 1)])

@@ -1,0 +1,165 @@
+"""Prompt tokens that ride along with the step: invisible to the text, and of use once trained."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from tiny import tiny_llama
+
+from graftwork.backends import compile
+from graftwork.backends.target import Target
+from graftwork.ir import InputError, Program, UnsupportedError
+from graftwork.ir.executable import Executable
+from graftwork.model import Model
+from graftwork.passes.accept_trees import AcceptTrees
+from graftwork.passes.add_argmax import AddArgmax
+from graftwork.passes.base import Pass
+from graftwork.passes.draft_merged import DraftMerged
+from graftwork.passes.draft_ppd import WEIGHT, DraftPpd
+from graftwork.passes.draft_suffix import DraftSuffix
+from graftwork.passes.insert_kv_cache import InsertKvCache
+from graftwork.passes.manager import Step, run_passes
+from graftwork.passes.pick_logits import PickLogits
+from graftwork.passes.tree_best_first import TreeBestFirst
+from graftwork.passes.tree_chain import TreeChain
+from graftwork.passes.tree_sampled import TreeSampled
+from graftwork.passes.tree_static import TreeStatic
+from graftwork.runtime.draft import Draft
+from graftwork.runtime.drafters import grown
+from graftwork.runtime.drafters.merged import merged
+from graftwork.runtime.generate import generate
+from graftwork.runtime.proposers.prompts import PromptProposer
+from graftwork.training import fit
+from graftwork.training.fit import accepted_per_step
+
+TREES = {
+    "chain": TreeChain(depth=3),
+    "static": TreeStatic(paths=((0,), (1,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (0, 0, 1))),
+    "best_first": TreeBestFirst(nodes=9, depth=3, width=3),
+}
+PPD = DraftPpd(after=4, candidates=4)
+PROMPTS = torch.tensor([[0, 0, 0, 7, 3], [0, 4, 9, 9, 1], [5, 6, 7, 8, 9], [0, 0, 0, 0, 30]])
+MASK = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
+ASKED = {"max_new_tokens": 20, "eos_token_id": []}
+TEXT = [[(i * i + j) % 32 for i in range(90)] for j in range(12)]
+
+
+def made(*passes: Pass) -> Program:
+    steps = [*passes, InsertKvCache(), AcceptTrees(), PickLogits(), AddArgmax()]
+    return run_passes(tiny_llama(), [Step(step) for step in steps])[0]
+
+
+@cache
+def compiled(backend: str, *passes: Pass) -> Executable:
+    return compile(made(*passes), Target(backend, "cpu"))
+
+
+def decoded(executable: Executable, **more: Any) -> Any:
+    return generate(
+        executable, PROMPTS, attention_mask=MASK, return_dict_in_generate=True, **{**ASKED, **more}
+    )
+
+
+@pytest.mark.parametrize(
+    ("backend", "tree"), [("eager", t) for t in TREES] + [("onnxruntime", "best_first")]
+)
+def test_text_is_the_targets_own(backend: str, tree: str) -> None:
+    plain, fast = compiled(backend), compiled(backend, PPD, TREES[tree])
+    expected = decoded(plain).sequences
+    found = decoded(fast)
+    assert torch.equal(found.sequences, expected)
+    assert found.stats.draft_tokens > found.stats.sequence_steps  # it did draft
+    assert torch.equal(generate(fast, PROMPTS[2:3], **ASKED), expected[2:3])
+
+
+def test_beside_another_drafter_and_to_the_end_of_the_context() -> None:
+    for more in ((), (DraftMerged(),)):
+        fast = compiled("eager", DraftSuffix(tokens=2), PPD, TREES["static"], *more)
+        found = decoded(fast, max_new_tokens=123)
+        assert torch.equal(
+            found.sequences, decoded(compiled("eager"), max_new_tokens=123).sequences
+        )
+        assert found.stats.accepted_tokens
+
+
+def test_sampling_repeats_with_its_seed() -> None:
+    """Riders are no tokens that could be sampled, and cost no random numbers."""
+    fast = compiled("eager", PPD, TreeSampled(widths=(2, 1)))
+    runs = [decoded(fast, do_sample=True, top_k=4, seed=3) for _ in range(2)]
+    assert torch.equal(runs[0].sequences, runs[1].sequences)
+    assert runs[0].sequences.max() < 32 and runs[0].stats.draft_tokens
+
+
+class Noting(PromptProposer):
+    """Notes the text and the candidates for what follows it."""
+
+    notes: ClassVar[list[tuple[list[int], Any]]] = []
+
+    def begin(self, prompts: Any) -> None:
+        super().begin(prompts)
+        self.texts = [list(prompt) for prompt in prompts]
+
+    def observe(self, taken: Any) -> None:
+        super().observe(taken)
+        for index, tokens in enumerate(taken.tokens):
+            self.texts[index] += tokens
+            if tokens and self.tokens[index, 0, 0] >= 0:
+                self.notes.append((list(self.texts[index]), self.tokens[index].copy()))
+
+
+def test_what_is_said_after_riders_is_what_whole_sequences_give(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows, positions and masks: candidates are those of [text; prompt tokens] fed as one chain."""
+    monkeypatch.setattr(grown.PROPOSERS, "find", lambda record: Noting)
+    executable = compiled("eager", PPD, TREES["static"])
+    decoded(executable)
+    assert len(Noting.notes) > 20
+    for text, candidates in Noting.notes[::5]:
+        # The last token was said by the node before it: prompt tokens take its place.
+        fed = torch.tensor([[*text[:-1], 32, 33, 34]])
+        executable.begin(1, fed.shape[1])
+        steps = torch.arange(fed.shape[1])[None]
+        inputs = {"tokens": fed, "positions": steps, "past": torch.zeros(1, dtype=torch.int64)}
+        outputs = executable.run("step", {**inputs, "select": steps}, ("draft_tokens",))
+        assert outputs["draft_tokens"][0, -3:].tolist() == candidates.tolist()
+
+
+def test_riders_follow_their_nodes() -> None:
+    draft = Draft([5, 6, 7], None, (-1, -1, 0)).riding((9, 10, 9, 10), (2, 3, -1, 5))
+    assert draft.fed == [5, 6, 7, 9, 10, 9, 10] and draft.shape.depths == (1, 1, 2, 3, 4, 1, 2)
+    for less in (draft.cut(2), draft.within(1)):
+        assert (less.tokens, less.riders, less.follows) == ([5, 6], (9, 10), (-1, 2))
+    assert draft.fitting(7) is draft and draft.fitting(6).fed == [5, 6, 7]
+    assert draft.children() == {-1: [0, 1], 0: [2]}
+    union = merged([Draft([6, 8]), draft], None)
+    assert (union.tokens, union.riders) == ([6, 8, 5, 7], (9, 10, 9, 10))
+    assert union.follows == (3, 4, -1, 6)
+
+
+def test_trained_prompts_are_accepted_and_the_target_stays(tmp_path: Path) -> None:
+    model = Model(made(PPD, TREES["chain"]), Target("eager", "cpu"), {"name": "test"})
+    options = {"batch": 4, "window": 32, "own": 1.0, "rate": 0.1, "seed": 1}
+    fitted = fit(model, TEXT, out=tmp_path, steps=100, **options)
+    # What is held out of so little text says little. Untrained it is 1.4.
+    assert accepted_per_step(fitted.model, TEXT) > 0.1 + accepted_per_step(model, TEXT)
+    before, after = model.program.weights, fitted.model.program.weights
+    changed = {n for n in before if not torch.equal(before[n].load(), after[n].load())}
+    assert changed == {WEIGHT} and fitted.model.program.plan.draft.trained
+    again = made(DraftPpd(after=4, candidates=4, weights=str(tmp_path)), TREES["chain"])
+    assert torch.equal(again.weights[WEIGHT].load(), after[WEIGHT].load())
+
+
+def test_steps_that_take_no_riders_are_refused(tmp_path: Path) -> None:
+    steps = [Step(PPD), Step(InsertKvCache()), Step(PickLogits()), Step(AddArgmax())]
+    program = run_passes(tiny_llama(), steps)[0]
+    executable = compile(program, Target("eager", "cpu"))
+    with pytest.raises(UnsupportedError, match=r"beside the draft.*run the pass accept_trees"):
+        generate(executable, PROMPTS[2:3], **ASKED)
+    model = Model(program, Target("eager", "cpu"), {"name": "test"})
+    with pytest.raises(InputError, match="must take the input 'ancestors' to be trained"):
+        fit(model, TEXT, out=tmp_path, steps=1, batch=1, window=24, own=0.0)
