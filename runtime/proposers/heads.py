@@ -6,11 +6,14 @@ Heads" (2024); Stern et al., "Blockwise Parallel Decoding" (2018).
 
 from __future__ import annotations
 
+import numpy as np
+import torch
+
 from ...ir.executable import Executable
 from ...ir.plan import HeadsDraft
 from ..options import GenerationOptions
 from .base import PROPOSERS, Ids, Level
-from .hidden import HiddenProposer, level_of, repeated
+from .hidden import HiddenProposer, level_of, repeated, taken_at
 
 
 @PROPOSERS.register(HeadsDraft)
@@ -25,13 +28,18 @@ class HeadsProposer(HiddenProposer):
         super().__init__(record, executable, options)
         self.depth = record.levels
 
-    def root(self, count: int) -> Level:
+    def start(self, tokens: torch.Tensor, states: torch.Tensor, count: int) -> Level:
         """Run the heads; the first one's candidates."""
-        self.outputs = self.run(self.record.function, hidden=self.state)
+        self.outputs = self.run(self.record.function, hidden=states)
         self.place = 0
+        self.roots: Ids = np.tile(np.arange(states.shape[1]), (len(states), 1))
         return level_of(self.outputs, count, 0)
 
     def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
-        """The next head's candidates, the same for all nodes."""
+        """The next head's candidates, the same for all nodes below a state."""
         self.place += 1
-        return repeated(level_of(self.outputs, count, self.place), parents)
+        level = level_of(self.outputs, count, self.place)
+        if level.tokens.shape[1] == 1:
+            return repeated(level, parents)
+        self.roots = np.take_along_axis(self.roots, parents, 1)
+        return taken_at(level, self.roots)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -21,6 +22,14 @@ class HiddenProposer(Proposer):
         """Nothing is known before the prompt has run."""
         self.last = torch.zeros(len(prompts), 1, dtype=torch.int64)
         self.state = torch.empty(0)
+
+    def root(self, count: int) -> Level:
+        """What may follow the last committed token."""
+        return self.start(self.last, self.state, count)
+
+    @abstractmethod
+    def start(self, tokens: torch.Tensor, states: torch.Tensor, count: int) -> Level:
+        """What may follow tokens i64[B,M] that were chosen from states [B,M,H]: a new draft."""
 
     def observe(self, taken: Taken) -> None:
         """Take the state of the last accepted node, and the token chosen there."""
@@ -62,3 +71,18 @@ def repeated(level: Level, parents: Ids) -> Level:
     )
     assert tokens is not None and scores is not None
     return Level(tokens, scores, logits)
+
+
+def taken_at(level: Level, places: Ids) -> Level:
+    """The candidates at places i64[B,N] of a level."""
+    index = places[..., None]
+    tokens = np.take_along_axis(level.tokens, index, 1)
+    scores = np.take_along_axis(level.scores, index, 1)
+    logits = None if level.logits is None else np.take_along_axis(level.logits, index, 1)
+    return Level(tokens, scores, logits)
+
+
+def gathered(values: torch.Tensor, places: Ids) -> torch.Tensor:
+    """Rows of [B,M,...] by i64[B,N]."""
+    columns = torch.from_numpy(places.copy()).to(values.device)
+    return values[torch.arange(len(places), device=values.device)[:, None], columns]

@@ -12,7 +12,7 @@ from ...ir.executable import Executable
 from ...ir.plan import RecurrentDraft
 from ..options import GenerationOptions
 from .base import PROPOSERS, Ids, Level
-from .hidden import HiddenProposer, level_of
+from .hidden import HiddenProposer, gathered, level_of
 
 
 @PROPOSERS.register(RecurrentDraft)
@@ -27,17 +27,16 @@ class RecurrentProposer(HiddenProposer):
         super().__init__(record, executable, options)
         self.depth = record.levels
 
-    def root(self, count: int) -> Level:
-        """What may follow the last committed token."""
+    def start(self, tokens: torch.Tensor, states: torch.Tensor, count: int) -> Level:
+        """What the first function says."""
         self.place = 0
-        return self._next(self.last, self.state, count)
+        return self._next(tokens, states, count)
 
     def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
         """What may follow each node, from its own token and its parent's state."""
         self.place += 1
-        index = torch.from_numpy(parents.copy())[..., None].expand(-1, -1, self.carried.shape[-1])
         fed = torch.from_numpy(tokens.clip(min=0))
-        return self._next(fed, self.carried.gather(1, index.to(self.carried.device)), count)
+        return self._next(fed, gathered(self.carried, parents), count)
 
     def _next(self, tokens: torch.Tensor, state: torch.Tensor, count: int) -> Level:
         functions = self.record.functions
