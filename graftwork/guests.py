@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -35,10 +36,14 @@ def with_guests(
     from .frontends import import_model
 
     paths = dict.fromkeys(path for step in recipe.steps for path in step.pass_.models)
+    recipes = {p: name for step in recipe.steps for p, name in step.pass_.model_recipes.items()}
     guests = {}
     for path in paths:
         progress(f"trace {path}")
-        guests[path] = _canonical(import_model(path, dtype=dtype))
+        guest = import_model(path, dtype=dtype)
+        guests[path] = _canonical(guest)
+        if path in recipes:
+            guests[path] = _drafting(guests[path], guest, recipes[path])
     return program.replace(guests={**program.guests, **guests}) if guests else program
 
 
@@ -47,3 +52,12 @@ def _canonical(program: Program) -> Program:
     steps = arrange(Recipe.load("baseline").steps, facts_of(program))
     end = next(i for i, step in enumerate(steps) if "cached" in step.pass_.provides)
     return run_passes(program, steps[:end])[0]
+
+
+def _drafting(canonical: Program, traced: Program, name: str) -> Program:
+    """The canonical model with the drafter that a recipe gives it."""
+    made, _ = run_passes(traced, Recipe.load(name).steps)
+    draft = made.plan.draft
+    weights = [made.weights[w] for w in sorted(draft.weights)]
+    plan = replace(canonical.plan, draft=draft)
+    return canonical.replace(plan=plan, weights=canonical.weights.adding(*weights))

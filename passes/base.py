@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, TypeVar
@@ -74,6 +74,11 @@ class Pass(BaseModel):
         """Paths of other models that must be guests of the program, canonical, when `run` is
         called; "" for one that the user has yet to name."""
         return ()
+
+    @property
+    def model_recipes(self) -> Mapping[str, str]:
+        """For those of `models` that draft for themselves: the recipe whose drafter they use."""
+        return {}
 
     def run(self, program: Program) -> Outcome:
         """Transform a program. Pure: the argument is not edited, nothing is kept."""

@@ -12,25 +12,33 @@ After (model="path")::
     decode {
       draft = cached(function="draft", output=None, levels=5, ...)
 
+With a drafter of its own (drafter="suffix(tokens=4)" or the name of a recipe that drafts) the model
+checks several guesses of its next tokens in one step, and the draft is the same::
+
+      draft = staged(function="draft", ..., drafter=suffix(tokens=4, longest=16, shortest=2))
+
 The model's own step becomes a function of this program, its weights are called ``draft.*``, and
 `insert_kv_cache` gives it its own cache (Leviathan et al., "Fast Inference from Transformers via
 Speculative Decoding", 2023; Chen et al., 2023). The path is resolved, traced and made canonical by
 whoever starts the passes (`Program.guests`), because passes know nothing of where models come from.
-Refuses a model that is not there, another vocabulary or tokenizer, and a program with a function
-``draft``.
+Refuses a model that is not there, another vocabulary or tokenizer, a program with a function
+``draft``, and a recipe for the drafter whose drafter needs functions of its own.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
 
-from ..ir import Function, InputError, PassError, Program
-from ..ir.plan import CachedDraft
+from ..ir import Function, InputError, ParseError, PassError, Program
+from ..ir.plan import CachedDraft, DraftRecord, NoDraft, StagedDraft
+from ..ir.record_text import parse_record
 from .base import Contract, Effect, Outcome, Pass, register
 from .fuse_residual_norm import FuseResidualNorm
 from .grafts import candidates
@@ -45,9 +53,11 @@ TOKENIZER = "tokenizer.json"
 @register
 class DraftModel(Pass):
     """model: folder of the draft's checkpoint. levels: tokens drafted ahead at most. candidates:
-    best tokens that the draft returns."""
+    best tokens that the draft returns. drafter: who drafts for the draft: a draft record, or a
+    recipe's name or path."""
 
     model: str = ""
+    drafter: str = ""
     levels: int = Field(default=5, ge=1)
     candidates: int = Field(default=10, ge=1)
 
@@ -61,6 +71,16 @@ class DraftModel(Pass):
     def models(self) -> tuple[str, ...]:
         """The draft's folder."""
         return (self.model,)
+
+    @property
+    def model_recipes(self) -> Mapping[str, str]:
+        """The recipe that the draft drafts by, if one is named."""
+        return {self.model: self.drafter} if self.drafter and not self._record else {}
+
+    @property
+    def _record(self) -> bool:
+        """Whether `drafter` is a record and not a recipe's name."""
+        return self.drafter.endswith(")")
 
     def run(self, program: Program) -> Outcome:
         """Take the model in. See the module docstring."""
@@ -81,7 +101,29 @@ class DraftModel(Pass):
         draft = CachedDraft(
             NAME, None, self.levels, guest.info.context if short else None, trained=True
         )
+        if self.drafter:
+            merged, draft = self._staged(merged, guest, draft)
         return Outcome(with_draft(merged.replace(guests=rest), draft), 1)
+
+    def _staged(
+        self, program: Program, guest: Program, draft: CachedDraft
+    ) -> tuple[Program, CachedDraft]:
+        """The draft with a drafter of its own, and the program with what that needs."""
+        inner: Any = guest.plan.draft
+        if self._record:
+            try:
+                inner = parse_record(self.drafter, "draft")
+            except ParseError as error:
+                raise PassError(f"draft_model: drafter={self.drafter!r}: {error}") from error
+        if _owns_functions(inner) or isinstance(inner, NoDraft):
+            raise PassError(
+                f"draft_model: drafter={self.drafter!r} drafts by {inner}: expected a drafter that "
+                f"copies, such as suffix(tokens=4) or the recipe copyspec"
+            )
+        weights = [guest.weights[name] for name in sorted(inner.weights - set(program.weights))]
+        program = program.replace(weights=program.weights.adding(*weights))
+        given = {f.name: getattr(draft, f.name) for f in fields(draft)}
+        return program, StagedDraft(**given, drafter=inner)
 
     def _drafting(self, guest: Program) -> Program:
         """The guest with the outputs of a draft function."""
@@ -95,6 +137,12 @@ class DraftModel(Pass):
         if markers and not pick_after(picked, picked.calls(G.hidden.default)[-1], "draft_logits"):
             fn = picked
         return guest.with_function(fn)
+
+
+def _owns_functions(draft: DraftRecord) -> bool:
+    """Whether a drafter, or a part of it, runs functions of its program."""
+    owned = {"function", "functions"} & {field.name for field in fields(draft)}
+    return bool(owned) or any(map(_owns_functions, getattr(draft, "of", ())))
 
 
 def _renamed(step: Function, first_layer: int) -> Function:

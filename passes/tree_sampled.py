@@ -8,7 +8,7 @@ Before::
 After (widths=(4, 2, 1))::
 
     decode {
-      tree = sampled(widths=(4, 2, 1), replacement=False)
+      tree = sampled(widths=(4, 2, 1), replacement=False, told=False)
 
 Under sampling every node gets children drawn from what the drafter thinks follows it, without
 replacement (Recursive Speculative Decoding, Jeon et al. 2024) or with it (SpecTr, Sun et al. 2023:

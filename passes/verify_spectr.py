@@ -3,13 +3,13 @@
 Before::
 
     decode {
-      tree = sampled(widths=(4, 2, 1), replacement=True)
+      tree = sampled(widths=(4, 2, 1), replacement=True, told=False)
       verify = lossless()
 
 After::
 
     decode {
-      tree = sampled(widths=(4, 2, 1), replacement=True)
+      tree = sampled(widths=(4, 2, 1), replacement=True, told=False)
       verify = spectr()
 
 Lossless as recursive rejection is, and keeps more where siblings are likely to repeat each other

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .base import RECORDS, Record, record
-from .combined import MergedDraft
+from .combined import MergedDraft, StagedDraft
 from .draft import (
     CachedDraft,
     DraftRecord,
@@ -32,7 +32,15 @@ from .length import (
     SvipLength,
     ThompsonLength,
 )
-from .policy import FullDepth, KeepAll, Lossless, SpecTr, TopKAccept, Typical
+from .policy import (
+    Contrastive,
+    FullDepth,
+    KeepAll,
+    Lossless,
+    SpecTr,
+    TopKAccept,
+    Typical,
+)
 from .prompted import PromptDraft
 from .tree import BestFirst, Chain, SampledTree, StaticTree, TreeRecord
 
@@ -42,6 +50,7 @@ __all__ = [
     "CachedDraft",
     "Chain",
     "ConfidenceLength",
+    "Contrastive",
     "CorpusDraft",
     "DecodePlan",
     "DraftRecord",
@@ -64,6 +73,7 @@ __all__ = [
     "RecyclingDraft",
     "SampledTree",
     "SpecTr",
+    "StagedDraft",
     "StaticTree",
     "SuffixDraft",
     "SvipLength",

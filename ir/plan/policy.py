@@ -64,6 +64,27 @@ class TopKAccept(Record):
 
 @record
 @dataclass(frozen=True)
+class Contrastive(Record):
+    """Decode p^(1 + beta) / q^beta, p being the target's distribution and q the drafter's.
+
+    Only tokens with at least `plausible` times the best one's p come into question. 0 is p itself.
+    Needs drafts that say what q is (`SampledTree.told`).
+    """
+
+    beta: float = 0.5
+    plausible: float = 0.1
+    kind: ClassVar[str] = "contrastive"
+    slot: ClassVar[str] = "verify"
+
+    def __post_init__(self) -> None:
+        if self.beta < 0 or not 0 <= self.plausible <= 1:
+            raise InputError(
+                f"contrastive: expected beta of at least 0 and plausible in 0..1: {self}"
+            )
+
+
+@record
+@dataclass(frozen=True)
 class FullDepth(Record):
     """Every token runs through every layer."""
 

@@ -119,11 +119,13 @@ class SampledTree(TreeRecord):
 
     widths: children of every node, by depth; (1, 1, 1) is a chain of three sampled tokens.
     replacement: whether siblings are drawn independently of each other, so that two may be the same
-    token, instead of without replacement. Errors: `InputError` for widths below 1 or none.
+    token, instead of without replacement. told: whether the verifier is told the drafter's
+    distributions in greedy decoding too. Errors: `InputError` for widths below 1 or none.
     """
 
     widths: tuple[int, ...] = (4, 2, 1)
     replacement: bool = False
+    told: bool = False
     kind: ClassVar[str] = "sampled"
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...ir import UnsupportedError
 from ...ir.executable import Executable
 from ..draft import NO_DRAFT, Draft
 from ..options import GenerationOptions
@@ -71,6 +72,17 @@ class Drafter(ABC):
     @abstractmethod
     def propose(self, rooms: Sequence[int]) -> list[Draft]:
         """A draft for each sequence, of at most `rooms[b]` levels; 0: `NO_DRAFT`."""
+
+    def ahead(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
+        """For each sequence up to `counts[b]` tokens that may follow its text and `tokens[b]`.
+
+        Those are not committed: another drafter made them, and it asks what it might make next.
+        Nothing is learned from them. Errors: `UnsupportedError` for a drafter that cannot tell.
+        """
+        raise UnsupportedError(
+            f"draft={self.record} cannot draft for another drafter: it knows only what follows "
+            f"committed text; drafters that copy can, such as suffix"
+        )
 
     def read(self, fed: Fed) -> None:  # noqa: B027  (most drafters need only `observe`)
         """After each step, pieces of prompts included, before it is verified."""

@@ -136,21 +136,31 @@ class CorpusDrafter(Drafter):
 
     def propose(self, rooms: Sequence[int]) -> list[Draft]:
         """Copies of at most `record.tokens` tokens where a match is long enough."""
+        found = self.ahead([()] * len(rooms), rooms)
+        return [Draft(copied) if copied else NO_DRAFT for copied in found]
+
+    def ahead(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
+        """See `Drafter.ahead`."""
+        most = self.record.tokens
         return [
-            self._copy(index, min(room, self.record.tokens)) for index, room in enumerate(rooms)
+            self._copy(index, extra, min(count, most))
+            for index, (extra, count) in enumerate(zip(tokens, counts, strict=True))
         ]
 
-    def _copy(self, index: int, count: int) -> Draft:
+    def _copy(self, index: int, extra: Sequence[int], count: int) -> list[int]:
         if count < 1:
-            return NO_DRAFT
-        text, (state, length) = self.texts[index], self.matches[index]
-        if max(length, text.length) < self.record.shortest:
-            return NO_DRAFT
+            return []
+        state, length = self.matches[index]
+        for token in extra:
+            state, length = self.corpus.step(state, length, token)
+        matched, following = self.texts[index].following(extra, count)
+        if max(length, matched) < self.record.shortest:
+            return []
         copied: list[int] = []
-        if length > text.length:
+        if length > matched:
             end = self.corpus.end[state]
             copied = self.corpus.tokens[end : end + count]
             copied = copied[: copied.index(END)] if END in copied else copied
-        if not copied and text.length >= self.record.shortest:
-            copied = text.continuation(count)
-        return Draft(copied) if copied else NO_DRAFT
+        if not copied and matched >= self.record.shortest:
+            copied = following
+        return copied

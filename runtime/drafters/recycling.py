@@ -140,6 +140,23 @@ class RecyclingDrafter(Drafter):
             for end, room in zip(self.ends, rooms, strict=True)
         ]
 
+    def ahead(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
+        """See `Drafter.ahead`: the likeliest successor of each token."""
+        return [
+            self._chain((*end, *extra)[-self.record.context :], count)
+            for end, extra, count in zip(self.ends, tokens, counts, strict=True)
+        ]
+
+    def _chain(self, context: Context, count: int) -> list[int]:
+        chain: list[int] = []
+        while len(chain) < min(count, self.record.depth):
+            known, _ = self._successors(context)
+            if not known:
+                break
+            chain.append(known[0])
+            context = (*context[1:], known[0])
+        return chain
+
     def _grow(self, end: Context, room: int) -> Draft:
         deepest, most = min(room, self.record.depth), self.record.nodes
         tokens: list[int] = []

@@ -81,12 +81,42 @@ class SuffixIndex:
                 entries = longer
             self.length, self.end = depth, end
 
+    def following(self, extra: Sequence[int], count: int) -> tuple[int, list[int]]:
+        """As if the text went on with `extra`: length of the match, and `count` tokens after it.
+
+        Nothing is recorded. Only occurrences in the text itself count.
+        """
+        if not extra:
+            return self.length, self.continuation(count) if self.length else []
+        tokens, most = self.tokens, self.longest
+        context = [*tokens[-most:], *extra][-most:]
+        entries: _Entries | None = self._longer
+        depth = end = 0
+        for before in reversed(context):
+            if entries is None:
+                # The only occurrence: the text itself says whether it goes on.
+                if depth == end or tokens[end - depth - 1] != before:
+                    break
+                depth += 1
+                continue
+            entry = entries.get(before)
+            if entry is None:
+                break
+            depth += 1
+            end, entries = entry
+        if not depth:
+            return 0, []
+        return depth, _repeated([*tokens[end : end + count], *extra][:count], count)
+
     def continuation(self, count: int) -> list[int]:
         """`count` tokens that followed the earlier occurrence; past the end they repeat."""
-        copied = self.tokens[self.end : self.end + count]
-        while len(copied) < count:
-            copied += copied[: count - len(copied)]
-        return copied
+        return _repeated(self.tokens[self.end : self.end + count], count)
+
+
+def _repeated(copied: list[int], count: int) -> list[int]:
+    while len(copied) < count:
+        copied += copied[: count - len(copied)]
+    return copied
 
 
 @DRAFTERS.register(SuffixDraft)
@@ -111,6 +141,15 @@ class SuffixDrafter(Drafter):
             else:
                 drafts.append(Draft(index.continuation(count)))
         return drafts
+
+    def ahead(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
+        """See `Drafter.ahead`."""
+        found = []
+        for index, extra, room in zip(self.indexes, tokens, counts, strict=True):
+            count = min(room, self.record.tokens)
+            length, copied = index.following(extra, count) if count > 0 else (0, [])
+            found.append(copied if length >= self.record.shortest else [])
+        return found
 
     def observe(self, taken: Taken) -> None:
         """Index the committed tokens."""

@@ -7,7 +7,8 @@ Accelerating LLM Inference via Sampling Without Replacement" (2024); with replac
 The draft tells the verifier what each token was sampled from, so a proposer that resembles the
 target wins what the overlap of the two distributions allows. Drafting under the user's temperature
 and filters makes them overlap most. Greedy decoding knows one right token a node: then the tree is
-drawn from the likeliest ones, and nothing is said of probabilities.
+drawn from the likeliest ones, and what they were drawn from is said only where the plan asks for
+it (`SampledTree.told`).
 """
 
 from __future__ import annotations
@@ -88,12 +89,11 @@ class SampledTreePolicy(TreePolicy):
             have = level.tokens[..., :width]
             tokens = np.full((*wanted.shape, width), -1, dtype=np.int64)
             tokens[..., : have.shape[-1]] = np.where(wanted[..., None], have, -1)
-            return _Sampled(tokens.reshape(len(wanted), -1))
-        if level.logits is None:
-            raise UnsupportedError(
-                f"tree={self.record} samples from whole distributions, which this drafter does not "
-                f"give: draft with another tree, such as static or best_first"
-            )
+            rows, spread = self._said(level, wanted) if self.record.told else (None, None)
+            every = None if rows is None else rows.repeat(width, axis=1)
+            return _Sampled(tokens.reshape(len(wanted), -1), every, spread)
+        self._require_logits(level)
+        assert level.logits is not None
         tokens = np.full((*wanted.shape, width), -1, dtype=np.int64)
         rows = np.zeros(wanted.shape, dtype=np.int64)
         if not wanted.any():
@@ -103,6 +103,21 @@ class SampledTreePolicy(TreePolicy):
         tokens[wanted] = self._siblings(chances, width)
         spread = _whole(chances, level.logits.shape[-1])
         return _Sampled(tokens.reshape(len(wanted), -1), rows.repeat(width, axis=1), spread)
+
+    def _said(self, level: Level, wanted: Flags) -> tuple[Ids, torch.Tensor]:
+        """The distributions of the wanted nodes, f32[R,V], and which is whose."""
+        self._require_logits(level)
+        assert level.logits is not None
+        rows = np.zeros(wanted.shape, dtype=np.int64)
+        rows[wanted] = np.arange(wanted.sum())
+        return rows, torch.from_numpy(level.logits[wanted]).float().softmax(-1)
+
+    def _require_logits(self, level: Level) -> None:
+        if level.logits is None:
+            raise UnsupportedError(
+                f"tree={self.record} needs whole distributions, which this drafter does not "
+                f"give: draft with another tree, such as static or best_first"
+            )
 
     def _siblings(self, chances: Chances, width: int) -> Ids:
         """`width` samples a row [R,width]; -1 where a row has too few tokens."""
@@ -134,7 +149,7 @@ class SampledTreePolicy(TreePolicy):
             return NO_DRAFT
         shape = tuple(parents) if self.branches else None
         probs = None
-        if self.options.do_sample:
+        if self.options.do_sample or self.record.told:
             probs = self._probs(levels, index, kept)
         return Draft(tokens, probs, shape, self.record.replacement)
 

@@ -45,6 +45,7 @@ class RejectionVerifier(Verifier):
         scores, owners = self.scorer.rows(outputs, texts, drafts)
         chances = self.scorer.warp(scores)
         first = {index: row for row, (index, node) in enumerate(owners) if node < 0}
+        self._weigh(chances, first, drafts)
         counts = [len(drafts[index].tokens) for index in first]
         # Nothing is drawn for an empty draft, so such a step draws what plain sampling does.
         # float64: a draft token may be less likely than float32's finest random number.
@@ -61,6 +62,9 @@ class RejectionVerifier(Verifier):
             accepted = [drafts[index].tokens[node] for node in path]
             verdicts[index] = Verdict(path, [*accepted, token])
         return verdicts
+
+    def _weigh(self, chances: Chances, first: Mapping[int, int], drafts: Sequence[Draft]) -> None:
+        """Change in place what is to be decoded; `first` is the row of each sequence's root."""
 
     def _accepted(
         self, chances: Chances, root: int, draft: Draft, draws: Sequence[float]
