@@ -60,9 +60,10 @@ def _check_keys(table: Any) -> None:
 
 
 def _check_plan(program: Program) -> None:
-    """Fields of plan records called function, output and state name what the program has."""
+    """Fields of plan records called function, entry, output and state name what there is."""
     known = {
         "function": list(program.functions),
+        "entry": list(program.functions),
         "output": list(program.function("step").outputs),
         "state": list(program.states),
     }

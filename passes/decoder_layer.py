@@ -162,8 +162,7 @@ def _table(graft: Graft, kind: str, half: int) -> torch.fx.Node:
 
     name = fresh_name(graft.weights, f"positions.{kind}")
     weight = Weight(name, TensorType(graft.dtype, (rows, half)), compute)
-    graft.weights = graft.weights.adding(weight)  # not `weight_of`: nobody trains it
-    return graft.fn.weight(weight)
+    return graft.constant(weight)
 
 
 def _size(node: torch.fx.Node, axis: int) -> int:

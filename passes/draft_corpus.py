@@ -53,19 +53,19 @@ class DraftCorpus(Pass):
         """Add the weight and the drafter. See the module docstring."""
         if WEIGHT in program.weights:
             raise PassError(f"draft_corpus: the program has a weight {WEIGHT!r} already")
-        tokens = _read(Path(self.path), program.info.vocab_size)
+        tokens = read_tokens(self.name, Path(self.path), program.info.vocab_size)
         weight = Weight.of(WEIGHT, torch.tensor(tokens, dtype=torch.int64))
         added = program.replace(weights=program.weights.adding(weight))
         return Outcome(with_draft(added, CorpusDraft(WEIGHT, self.tokens, self.shortest)), 1)
 
 
-def _read(path: Path, vocabulary: int) -> list[int]:
-    """The file's tokens, with -1 after each document."""
+def read_tokens(owner: str, path: Path, vocabulary: int) -> list[int]:
+    """A file's tokens, with -1 after each document. Errors: `PassError` naming owner and file."""
     try:
         given: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PassError(
-            f"draft_corpus: cannot read token ids from {path}: {error}; expected a JSON list of "
+            f"{owner}: cannot read token ids from {path}: {error}; expected a JSON list of "
             f"token ids, or of such lists"
         ) from error
     nested = isinstance(given, list) and bool(given) and all(isinstance(d, list) for d in given)
@@ -73,12 +73,12 @@ def _read(path: Path, vocabulary: int) -> list[int]:
     tokens: list[int] = []
     for document in documents:
         if not isinstance(document, list) or not document or not all(map(_is_id, document)):
-            raise PassError(f"draft_corpus: {path} is no JSON list of token ids, nor of such lists")
+            raise PassError(f"{owner}: {path} is no JSON list of token ids, nor of such lists")
         tokens += [*document, -1]
     most = max(tokens)
     if most >= vocabulary or min(t for d in documents for t in d) < 0:
         raise PassError(
-            f"draft_corpus: {path} holds ids outside 0..{vocabulary - 1}, the model's vocabulary: "
+            f"{owner}: {path} holds ids outside 0..{vocabulary - 1}, the model's vocabulary: "
             f"tokenize it with the model's own tokenizer"
         )
     return tokens

@@ -19,7 +19,7 @@ from ..ir import Function, PassError, Program, TensorType, Weight, derive, type_
 from ..ir.plan import DraftRecord
 from .plan_edits import with_draft
 from .subgraph import cone
-from .trained import TrainedWeights
+from .trained import Published, TrainedWeights, as_published
 
 A, G = torch.ops.aten, torch.ops.graftwork
 
@@ -27,14 +27,21 @@ A, G = torch.ops.aten, torch.ops.graftwork
 class Graft:
     """A new function `name` of a program, and the step that feeds it.
 
-    weights: a file of trained weights (see `TrainedWeights`); without one they are untrained.
-    Every value has the shape [B,T,...]: T draft nodes of each sequence, or T tokens in training.
-    Errors: `PassError` naming what the program lacks.
+    weights: a file of trained weights (see `TrainedWeights`, and for `published`); without one they
+    are untrained. Every value has the shape [B,T,...]: T draft nodes of each sequence, or T tokens
+    in training. Errors: `PassError` naming what the program lacks.
     """
 
-    def __init__(self, program: Program, owner: str, name: str, weights: str = "") -> None:
+    def __init__(
+        self,
+        program: Program,
+        owner: str,
+        name: str,
+        weights: str = "",
+        published: Published = as_published,
+    ) -> None:
         self.program, self.owner = program, owner
-        self.trained = TrainedWeights(weights, owner, program)
+        self.trained = TrainedWeights(weights, owner, program, published)
         self.step = program.function("step").copy()
         self.fn = Function(name)
         self.weights = program.weights
@@ -73,6 +80,21 @@ class Graft:
             self.step.set_outputs({**outputs, name: normed})
         return name
 
+    def tap_inputs(self, layers: Sequence[int]) -> str:
+        """Let the step return the inputs of some layers side by side, [B,T,len(layers)*H]; the
+        number of layers stands for the last one's output."""
+        taps = [self.tap(layer - 1) for layer in layers]
+        name = ".".join(["hidden", *(str(layer) for layer in layers), "joined"])
+        outputs = self.step.outputs
+        if name not in outputs:
+            with self.step.graph.inserting_before(self.step.output_node):
+                joined = self.step.call(A.cat.default, [outputs[tap] for tap in taps], -1)
+            self.step.set_outputs({**outputs, name: joined})
+        before = self.program.function("step").outputs
+        kept = {n: v for n, v in self.step.outputs.items() if n not in taps or n in before}
+        self.step.set_outputs(kept)
+        return name
+
     def embed(self, tokens: torch.fx.Node) -> torch.fx.Node:
         """The target's embedding of tokens i64[B,T]: [B,T,H], without positions."""
         for node in self.step.calls(A.embedding.default):
@@ -84,16 +106,21 @@ class Graft:
         """The target's final norm, or whatever lies between its last layer and its head."""
         return self.copy({self.markers[-1]: x}, self.product.args[0])
 
-    def head(self, x: torch.fx.Node, own: str = "") -> torch.fx.Node:
+    def head(self, x: torch.fx.Node, own: str = "", rows: Weight | None = None) -> torch.fx.Node:
         """The target's logits [B,T,V] of normed states; own: with a weight of that name, which
-        starts as the target's."""
-        weight = self.product.args[1]
+        starts as the target's. rows: i64[D], tokens that an own head knows; logits are [B,T,D]."""
+        weight, *bias = self.product.args[1:]
         assert isinstance(weight, torch.fx.Node)
         given: dict[Any, torch.fx.Node] = {self.product.args[0]: x}
         if own:
             source = self.program.weights[str(weight.target)]
-            given[weight] = self.weight_of(derive(own, source.type, lambda w: w.clone(), source))
-        return self.copy(given, self.step.outputs["logits"])
+            given[weight] = self.weight_of(_rows(own, source, rows))
+        if rows is not None and bias and isinstance(bias[0], torch.fx.Node):
+            source = self.program.weights[str(bias[0].target)]
+            given[bias[0]] = self.constant(_rows(f"{own}.{source.name}", source, rows))
+        logits = self.copy(given, self.step.outputs["logits"])
+        self.fn.retype()  # copies have the types that they had in the step
+        return logits
 
     def copy(self, given: Mapping[Any, torch.fx.Node], wanted: Any) -> torch.fx.Node:
         """The step's node `wanted` computed here, with values here for some of its ancestors."""
@@ -131,6 +158,12 @@ class Graft:
             self.weights = self.weights.adding(self.trained.of(weight))
         return self.fn.weight(weight)
 
+    def constant(self, weight: Weight) -> torch.fx.Node:
+        """A reference to a weight that nobody trains, nor looks for in a file."""
+        if weight.name not in self.weights:
+            self.weights = self.weights.adding(weight)
+        return self.fn.weight(weight)
+
     def parameter(self, name: str, *shape: int, init: str = "normal") -> torch.fx.Node:
         """A new weight. init: "zeros", "ones", "eye", or "normal" with variance 1 / inputs."""
         type = TensorType(self.dtype, shape)
@@ -163,7 +196,7 @@ class Graft:
 
     def candidates(self, logits: torch.fx.Node, count: int) -> dict[str, torch.fx.Node]:
         """The outputs that proposers read: logits, and the best tokens and log probabilities."""
-        return candidates(self.fn, logits, min(count, self.vocab))
+        return candidates(self.fn, logits, min(count, int(str(type_of(logits).dims[-1]))))
 
     def done(self, outputs: Mapping[str, torch.fx.Node]) -> Program:
         """The program with the step's taps, the new function and the new weights."""
@@ -205,6 +238,14 @@ def _copied(
         is_input = node.op == "placeholder"
         copies[node] = node if is_input else fn.graph.node_copy(node, lambda n: copies[n])
     return copies[wanted]
+
+
+def _rows(name: str, source: Weight, rows: Weight | None) -> Weight:
+    """A copy of a weight, or of some of its rows."""
+    if rows is None:
+        return derive(name, source.type, lambda w: w.clone(), source)
+    dims = (*rows.type.dims, *source.type.dims[1:])
+    return derive(name, TensorType(source.type.dtype, dims), lambda w, r: w[r], source, rows)
 
 
 def _initial(

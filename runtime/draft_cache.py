@@ -79,10 +79,10 @@ class DraftCache:
         whole = ("hidden",) if "select" in self.takes else self.fetch
         return {n: _columns(v, select) if n in whole else v for n, v in outputs.items()}
 
-    def blank(self, batch: int, width: int) -> torch.Tensor:
-        """Zeros for the input ``hidden``, f[B,width,H]."""
-        type = type_of(self.executable.program.function(self.function).input("hidden"))
-        bound = type.bind({"B": batch, "T": width})
+    def blank(self, batch: int, width: int, function: str) -> torch.Tensor:
+        """Zeros for a function's input ``hidden``, f[B,W,H]: `width` tokens are fed as W."""
+        type = type_of(self.executable.program.function(function).input("hidden"))
+        bound = type.bind({"B": batch, "T": self._width(width)})
         return torch.zeros(bound.shape, dtype=bound.dtype)
 
     def _width(self, count: int) -> int:

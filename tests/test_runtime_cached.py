@@ -160,7 +160,7 @@ class Recorded(CachedProposer):
     notes: list[tuple[list[int], tuple[int, ...], np.ndarray]]
 
     def root(self, count: int) -> Any:
-        self.paths: list[list[tuple[int, ...]]] = [[()] for _ in self.texts]
+        self.paths: list[list[tuple[int, ...]]] = [[()] for _ in self.committed.texts]
         return self.noted(super().root(count))
 
     def grow(self, tokens: Any, parents: Any, count: int) -> Any:
@@ -174,7 +174,7 @@ class Recorded(CachedProposer):
         for index, paths in enumerate(self.paths):
             for node, path in enumerate(paths):
                 logits = level.logits[index, node].copy()
-                Recorded.notes.append((list(self.texts[index]), path, logits))
+                Recorded.notes.append((list(self.committed.texts[index]), path, logits))
         return level
 
 

@@ -26,7 +26,7 @@ from ..prompts import Prompts
 from ..runtime.generate import Generated, generate
 from . import checkpoint
 from .corpus import Windows, own_text, read_corpus, split
-from .net import Net, parts_of, trainable
+from .net import Net, chosen, parts_of, trainable
 from .objectives.base import Batch, Loss, objective_of
 
 if TYPE_CHECKING:
@@ -138,6 +138,7 @@ class _Fit:
         if not self.drafts:
             objective_of(model.program.plan.draft)  # which says what can be trained
             raise InputError(f"{model.program.name} has no inserted weights to train")
+        self.chosen = [name for draft in self.drafts for name in chosen(model.program, draft)]
         self.objectives = [objective_of(draft) for draft in self.drafts]
         self.rank, self.world = _join_processes(model.target.device)
         self.started = time.perf_counter()
@@ -307,7 +308,7 @@ class _Fit:
         state, heads, moments = checkpoint.read(self.out)
         if state.target != fingerprint(self.model.program):
             raise InputError(f"{self.out} belongs to another model than {self.model.program.name}")
-        if missing := sorted(set(net.trained) ^ set(heads)):
+        if missing := sorted({*net.trained, *self.chosen} ^ set(heads)):
             raise InputError(
                 f"{self.out} belongs to another recipe: {missing[0]} is in one of them only"
             )
@@ -327,7 +328,8 @@ class _Fit:
             for name, parameter in zip(net.trained, net.parameters, strict=True)
             for key, value in optimizer.state[parameter].items()
         }
-        heads = {name: net.tensors[name].detach() for name in net.trained}
+        names = [*net.trained, *self.chosen]
+        heads = {name: net.tensors[name].detach() for name in names}
         checkpoint.write(self.out, state, heads, moments)
 
 

@@ -23,7 +23,8 @@ def parts_of(draft: DraftRecord) -> list[DraftRecord]:
 
 def functions_of(draft: DraftRecord) -> list[str]:
     """The program's functions that a drafter runs."""
-    names = [getattr(draft, "function", None), *getattr(draft, "functions", ())]
+    names = [getattr(draft, name, None) for name in ("entry", "function")]
+    names += getattr(draft, "functions", ())
     return list(dict.fromkeys(name for name in names if name))
 
 
@@ -36,6 +37,13 @@ def trainable(program: Program, draft: DraftRecord) -> list[str]:
     floating = [w for w in used if program.weights[w].type.dtype.is_floating_point]
     tables = {"positions.cos", "positions.sin"}
     return [w for w in dict.fromkeys(floating) if w not in frozen and w not in tables]
+
+
+def chosen(program: Program, draft: DraftRecord) -> list[str]:
+    """Weights that a drafter's functions look up and nobody trains, but that trained ones need:
+    which tokens a draft vocabulary has."""
+    used = {w for name in functions_of(draft) for w in program.function(name).weights}
+    return sorted(name for name in used if name.endswith(".d2t"))
 
 
 class Net:

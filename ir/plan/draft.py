@@ -113,14 +113,18 @@ class RecurrentDraft(DraftRecord):
 
     functions: one a level, the last one for all deeper levels; each takes ``tokens`` [B,T] and
     ``state`` [B,T,Z] (the first: the target's last hidden state) and returns ``state`` for the next
-    level, and ``draft_logits`` [B,T,V], ``draft_tokens``, ``draft_scores`` [B,T,K]. levels, decay,
-    trained: as in `HeadsDraft`.
+    level, and ``draft_logits`` [B,T,V], ``draft_tokens``, ``draft_scores`` [B,T,K]. entry: a
+    function with a cache that takes the last hidden states of the text so far, ``hidden`` [B,T,H],
+    and returns ``hidden``, which then is the first one's state. soft: whether it is trained on the
+    target's distribution alone. levels, decay, trained: as in `HeadsDraft`.
     """
 
     functions: tuple[str, ...] = ()
     levels: int = 4
     decay: float = 0.8
     trained: bool = False
+    entry: str | None = None
+    soft: bool = False
     kind: ClassVar[str] = "recurrent"
 
 
@@ -134,7 +138,10 @@ class CachedDraft(DraftRecord):
     output [B,T,H] that the function takes as ``hidden`` beside the token that follows; it then
     returns a ``hidden`` [B,T,H] that stands in for it where the target has not been. None: tokens
     alone. levels: tokens predicted ahead at most. context: positions that the function supports;
-    None: as many as the target. trained: whether the weights know anything.
+    None: as many as the target. trained: whether the weights know anything. entry: a function that
+    takes the output as ``hidden`` and returns the ``hidden`` that `function` takes; None: that is
+    the output itself. rollout: levels that it is trained on, each on its own states of the one
+    before, weighted decay^level (EAGLE-3); 0: it is trained to predict the output (EAGLE).
     """
 
     function: str = "draft"
@@ -142,6 +149,9 @@ class CachedDraft(DraftRecord):
     levels: int = 5
     context: int | None = None
     trained: bool = False
+    entry: str | None = None
+    rollout: int = 0
+    decay: float = 0.8
     kind: ClassVar[str] = "cached"
 
 

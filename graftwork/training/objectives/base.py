@@ -32,12 +32,17 @@ class Batch:
         return self.logits.argmax(-1)
 
     @cached_property
+    def teacher(self) -> torch.Tensor:
+        """The teacher's distribution, f32[N,T,V]."""
+        return self.logits.float().softmax(-1)
+
+    @cached_property
     def target(self) -> torch.Tensor:
         """What students aim at, f32[N,T,V]: half the teacher's distribution, half its best token.
 
         Greedy decoding asks for the token alone, sampling for the distribution.
         """
-        target = self.logits.float().softmax(-1).mul_(0.5)
+        target = self.teacher * 0.5
         index = self.best[..., None]
         return target.scatter_add_(-1, index, target.new_full(index.shape, 0.5))
 

@@ -2,8 +2,9 @@
 
 Sources: Li et al., "EAGLE" (2024): SmoothL1 on features plus 0.1 times the cross entropy against
 the target's distribution, with uniform noise on the features that go in, because those that the
-draft makes itself are not exact. A second model that drafts is distilled (Zhou et al.,
-"DistillSpec", 2024).
+draft makes itself are not exact. Li et al., "EAGLE-3" (2025): cross entropy alone, on the target's
+features and then for some levels on the states that the draft makes itself, weighted decay^level. A
+second model that drafts is distilled (Zhou et al., "DistillSpec", 2024).
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from __future__ import annotations
 import torch
 
 from ...ir.plan import CachedDraft
+from ...passes.draft_vocabulary import ABSENT
 from .base import Batch, Loss, Run, distilled, hit_rate, objective
 
 TOKEN_SHARE = 0.1
 """Weight of the cross entropy beside the features' loss."""
+
+EVEN = 1e-8
+"""Added to every probability before they are scaled to a draft's vocabulary."""
 
 NOISE = 0.2
 """Width of the noise at 512 tokens a window; shorter windows get more."""
@@ -27,6 +32,8 @@ def cached_loss(record: CachedDraft, run: Run, batch: Batch) -> Loss:
         student = run(record.function, tokens=batch.tokens)["draft_logits"]
         return Loss(distilled(student, batch.target, 0), [hit_rate(student, batch.best, 0)])
     features = batch.hidden[record.output]
+    if record.rollout:
+        return rolled_out(record, run, batch, features[:, :-1])
     # The feature after token t goes in beside token t + 1 and gives the one after that.
     given = noisy(features[:, :-1], batch.tokens)
     outputs = run(record.function, tokens=batch.tokens[:, 1:], hidden=given)
@@ -36,6 +43,63 @@ def cached_loss(record: CachedDraft, run: Run, batch: Batch) -> Loss:
     student = outputs["draft_logits"]
     tokens = distilled(student, batch.target, 1)
     return Loss(regression + TOKEN_SHARE * tokens, [hit_rate(student, batch.best, 1)])
+
+
+def rolled_out(record: CachedDraft, run: Run, batch: Batch, features: torch.Tensor) -> Loss:
+    """What a draft of every level is worth, from features f[N,T-1,F] at every place at once.
+
+    Place t of level i has fed token t + 1 + i beside the state that place t of the level before
+    made. It sees the places up to t of level 0, as a draft sees the text's rows, and itself on the
+    levels between.
+    """
+    if record.entry is not None:
+        features = run(record.entry, hidden=features)["hidden"]
+    batches, width = features.shape[:2]
+    given, tokens, places = features, batch.tokens[:, 1:], torch.arange(width)
+    seen = torch.ones(width, width, dtype=torch.bool).tril()
+    levels, target = torch.zeros(width, dtype=torch.int64), None
+    total, hits = torch.zeros((), device=features.device), []
+    for level in range(record.rollout):
+        count = min(width - level, len(places))
+        last = torch.arange(len(places) - count, len(places))
+        inputs = {"positions": places + levels, "select": last}
+        inputs = {n: v.to(tokens.device).expand(batches, -1) for n, v in inputs.items()}
+        if level:
+            inputs["ancestors"] = seen.to(tokens.device).expand(batches, -1, -1)
+        outputs = run(record.function, tokens=tokens, hidden=given, **inputs)
+        student = outputs["draft_logits"][:, -count:]
+        target = sayable(batch.teacher, student) if target is None else target
+        total = total + record.decay**level * distilled(student, target, 1 + level)
+        hits.append(hit_rate(student, batch.best, 1 + level))
+        if count <= 1:
+            break
+        # The next level: one place less, because the last one has no token to go on with.
+        given = torch.cat([given, outputs["hidden"][:, -count:-1]], 1)
+        tokens = torch.cat([tokens, batch.tokens[:, 2 + level :]], 1)
+        seen = _deeper(seen, last[:-1])
+        places = torch.cat([places, places[last[:-1]]])
+        levels = torch.cat([levels, torch.full((count - 1,), level + 1)])
+    return Loss(total, hits)
+
+
+def _deeper(seen: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
+    """Ancestors bool[M,M] and a node more below each of the nodes `above`, i64[C]."""
+    have, count = len(seen), len(above)
+    wider = torch.zeros(have + count, have + count, dtype=torch.bool)
+    wider[:have, :have] = seen
+    wider[have:, :have] = seen[above]
+    wider[have:, have:] = torch.eye(count, dtype=torch.bool)
+    return wider
+
+
+def sayable(target: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
+    """Probabilities [N,T,V] among the tokens that the student has logits for; next to even where
+    the target means none of those."""
+    known = student.detach()[0, 0] > ABSENT / 2
+    if bool(known.all()):
+        return target
+    kept = (target + EVEN) * known
+    return kept / kept.sum(-1, keepdim=True)
 
 
 def noisy(features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Heads in sequence, on the text's own tokens: level k learns the teacher's token k + 2 places on.
 
-Source: Ankner et al., "Hydra" (2024): cross entropy to the teacher alone; weights decay^k.
+Source: Ankner et al., "Hydra" (2024): cross entropy to the teacher alone; weights decay^k. Where
+the record says `soft`, to its distribution alone (Hydra++).
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from .base import Batch, Loss, Run, distilled, hit_rate, objective
 def recurrent_loss(record: RecurrentDraft, run: Run, batch: Batch) -> Loss:
     """See the module docstring."""
     functions, state = record.functions, batch.hidden["hidden"]
+    target = batch.teacher if record.soft else batch.target
+    if record.entry is not None:
+        state = run(record.entry, hidden=state)["hidden"]
     total, hits = torch.zeros(()), []
     for level in range(record.levels):
         # One place less a level: the last states have no tokens to go on with.
@@ -22,6 +26,6 @@ def recurrent_loss(record: RecurrentDraft, run: Run, batch: Batch) -> Loss:
         tokens = batch.tokens[:, 1 + level :]
         outputs = run(functions[min(level, len(functions) - 1)], tokens=tokens, state=state)
         student, state = outputs["draft_logits"], outputs["state"]
-        total = total + record.decay**level * distilled(student, batch.target, 1 + level)
+        total = total + record.decay**level * distilled(student, target, 1 + level)
         hits.append(hit_rate(student, batch.best, 1 + level))
     return Loss(total, hits)
