@@ -14,6 +14,7 @@ from ..target import Target
 from .buffers import StateBuffers
 from .emit import emit
 from .lower import Variant, lower
+from .replay import Replays, key_of
 from .routing import Route, Router
 from .session import open_session
 from .step import Step
@@ -38,6 +39,7 @@ class OnnxExecutable:
         )
         self._buffers.begin(1, 1)
         self._made: dict[str, dict[Variant, Step]] = {name: {} for name in program.functions}
+        self._replays = {name: Replays() for name in program.functions}
         self._routers = {n: Router(program, f, target) for n, f in program.functions.items()}
 
     @property
@@ -61,6 +63,10 @@ class OnnxExecutable:
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
     ) -> dict[str, torch.Tensor]:
         """Run a function; states change in place; outputs live until the next call."""
+        replays, key = self._replays[function], key_of(inputs)
+        repeated = replays.run(key, fetch)
+        if repeated is not None:
+            return repeated
         made = self._made[function]
         route = self._routers[function].route(inputs, made)
         if route.rows + route.overhang > self._buffers.capacity:
@@ -69,6 +75,7 @@ class OnnxExecutable:
         if step is None:
             step = made[route.variant] = self._compile(function, route.variant)
         results = step.run(route.feeds, fetch)
+        replays.learn(key, inputs, step, route)
         return step.first_column(results) if route.widened else results
 
     def _make_room(self, function: str, route: Route) -> None:

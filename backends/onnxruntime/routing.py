@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +21,7 @@ KEPT_WIDTH = 128
 Inputs = Mapping[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Route:
+class Route(NamedTuple):
     """variant: the lowering. feeds: its inputs. rows: cache rows that the step needs.
 
     overhang: rows behind those that the kernels overwrite. widened: the step has a column more than
@@ -55,7 +54,7 @@ class Router:
         self.pairs = self.rounds and only_attention_needs_pairs(function)
         dtypes = {state.type.dtype for state in program.states.values()}
         self.kernel = all(attention_kernel_works(target.device, dtype) for dtype in dtypes)
-        self.counts = _Counts()
+        self.counts = Counts()
         self.chains: dict[int, torch.Tensor] = {}
 
     def route(self, inputs: Inputs, made: Collection[Variant]) -> Route:
@@ -122,7 +121,7 @@ def _doubled(inputs: Inputs) -> dict[str, torch.Tensor]:
     return kept | {name: kept[name].expand(-1, 2) for name in both if name in kept}
 
 
-class _Counts:
+class Counts:
     """The two numbers that GroupQueryAttention takes instead of `past`."""
 
     def __init__(self) -> None:

@@ -21,6 +21,7 @@ F32, U8, I8 = torch.float32, torch.uint8, torch.int8
 ZERO = 128
 """What stands for 0 in unsigned bytes."""
 
+
 def _columns(weight: Weight, signed: bool) -> Weight:
     """i8[N,K] as [K,N], in bytes of the sign that the kernel wants."""
     rows, columns = weight.type.dims

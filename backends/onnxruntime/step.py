@@ -40,8 +40,8 @@ class _Feed:
 
 
 @dataclass(frozen=True)
-class _Bound:
-    """A binding for inputs of certain shapes."""
+class Bound:
+    """A binding for inputs of certain shapes. feeds: what must be copied in, or is there."""
 
     binding: Any
     feeds: tuple[_Feed, ...]
@@ -70,7 +70,7 @@ class Step:
         self.targets = {name: output_name(function, name) for name in outputs}
         self.symbols = _symbols(self.inputs)
         self.memory: dict[str, torch.Tensor] = {}
-        self.bound: dict[Any, _Bound] = {}
+        self.bound: dict[Any, Bound] = {}
         self.epoch = states.epoch
 
     def run(
@@ -89,10 +89,14 @@ class Step:
             self.epoch = self.states.epoch
         bound = self.bound.get(shapes)
         if bound is None:
-            bound = self._bind(inputs)
+            bound = self.bind(inputs)
             self.bound[shapes] = bound
         for feed in bound.feeds:
             feed.take(inputs[feed.name])
+        return self.call(bound, fetch)
+
+    def call(self, bound: Bound, fetch: Sequence[str]) -> dict[str, torch.Tensor]:
+        """The outputs for what lies in the memory that is bound."""
         self.session.run_with_iobinding(bound.binding)
         return {name: bound.results[name] for name in fetch}
 
@@ -104,8 +108,10 @@ class Step:
         dims = self.outputs[name].dims
         return tensor.narrow(dims.index(_WIDTH), 0, 1) if _WIDTH in dims else tensor
 
-    def _bind(self, inputs: Mapping[str, torch.Tensor]) -> _Bound:
-        """Bind the inputs' shapes. Errors: `InputError` for an input of another type."""
+    def bind(self, inputs: Mapping[str, torch.Tensor], copy: bool = True) -> Bound:
+        """Bind memory for inputs of these shapes, or with `copy` off the inputs' own memory, which
+        must be on the CPU and contiguous. Errors: `InputError` for an input of another type.
+        """
         sizes = {"B": self.states.batch, "C": self.states.capacity}
         sizes.update({s: inputs[name].shape[axis] for s, name, axis in self.symbols})
         types = {n: _fitting(n, t, inputs[n], sizes) for n, t in self.inputs.items()}
@@ -113,7 +119,7 @@ class Step:
         self._reserve({**types, **results})
         binding, feeds = self.session.io_binding(), []
         for name, type in types.items():
-            buffer = self._buffer(name, type)
+            buffer = self._buffer(name, type) if copy else inputs[name]
             feeds.append(_Feed(name, buffer, buffer.data_ptr(), buffer.nbytes))
             _bind(binding.bind_input, name, buffer, "cpu")
         outputs = {
@@ -126,7 +132,7 @@ class Step:
         for name in self.written:
             state = self.states.tensors[name]
             _bind(binding.bind_output, self.targets[name], state, self.states.device)
-        return _Bound(binding, tuple(feeds), outputs)
+        return Bound(binding, tuple(feeds), outputs)
 
     def _reserve(self, types: Mapping[str, TensorType]) -> None:
         """Memory for all of these; what is bound to memory that is too small is forgotten."""
