@@ -22,9 +22,11 @@ def parts_of(draft: DraftRecord) -> list[DraftRecord]:
 
 
 def functions_of(draft: DraftRecord) -> list[str]:
-    """The program's functions that a drafter runs."""
+    """The program's functions that a drafter and its parts run."""
     names = [getattr(draft, name, None) for name in ("entry", "function")]
     names += getattr(draft, "functions", ())
+    for part in (getattr(draft, name, None) for name in ("first", "then")):
+        names += [] if part is None else functions_of(part)
     return list(dict.fromkeys(name for name in names if name))
 
 

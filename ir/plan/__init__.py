@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from .base import RECORDS, Record, record
 from .combined import MergedDraft, StagedDraft
+from .continued import ContinuedDraft
 from .draft import (
     CachedDraft,
     DraftRecord,
@@ -50,6 +51,7 @@ __all__ = [
     "CachedDraft",
     "Chain",
     "ConfidenceLength",
+    "ContinuedDraft",
     "Contrastive",
     "CorpusDraft",
     "DecodePlan",

@@ -63,14 +63,13 @@ def level_of(outputs: Mapping[str, torch.Tensor], count: int, place: int | None 
 
 def repeated(level: Level, parents: Ids) -> Level:
     """The same candidates after every node of a level."""
-    batch, nodes = parents.shape
+    shape, logits = parents.shape, level.logits
     # Views: a level's distributions over the vocabulary are too large to be written once a node.
-    tokens, scores, logits = (
-        None if part is None else np.broadcast_to(part, (batch, nodes, part.shape[-1]))
-        for part in (level.tokens, level.scores, level.logits)
+    return Level(
+        np.broadcast_to(level.tokens, (*shape, level.tokens.shape[-1])),
+        np.broadcast_to(level.scores, (*shape, level.scores.shape[-1])),
+        None if logits is None else np.broadcast_to(logits, (*shape, logits.shape[-1])),
     )
-    assert tokens is not None and scores is not None
-    return Level(tokens, scores, logits)
 
 
 def taken_at(level: Level, places: Ids) -> Level:

@@ -1,0 +1,34 @@
+"""The draft record of heads that go on where a drafter with a cache stops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from .base import record
+from .draft import CachedDraft, DraftRecord, HeadsDraft
+
+
+@record
+@dataclass(frozen=True)
+class ContinuedDraft(DraftRecord):
+    """A drafter with a cache predicts the first levels, heads the ones below (Clover, Gumiho).
+
+    first: takes an output of the step. then: `HeadsDraft` or `RecurrentDraft`, whose function takes
+    the ``hidden`` that `first` made of a node's parent where others take the target's last state.
+    feature: in training, the weight beside the tokens' loss of how far the states that are made are
+    from the target's. decay: in training, what `then` weighs. trained: whether the weights of both
+    know anything.
+    """
+
+    first: DraftRecord = field(default_factory=CachedDraft)
+    then: DraftRecord = field(default_factory=HeadsDraft)
+    feature: float = 10.0
+    decay: float = 0.8
+    trained: bool = False
+    kind: ClassVar[str] = "continued"
+
+    @property
+    def levels(self) -> int:
+        """Levels of both."""
+        return sum(int(getattr(part, "levels", 0)) for part in (self.first, self.then))

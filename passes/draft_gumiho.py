@@ -1,0 +1,102 @@
+"""Draft the first tokens with layers in series, the later ones with heads in parallel.
+
+Before::
+
+    func step(tokens: i64[B,T], positions: i64[B,T]) -> logits f32[B,T,V]
+
+After (serial=2, heads=3)::
+
+    func step(tokens: i64[B,T], positions: i64[B,T]) -> logits f32[B,T,V], hidden.normed f32[B,T,H]
+    func gumiho(tokens: i64[B,T], positions: i64[B,T], hidden: f32[B,T,H], select: i64[B,S])
+        -> hidden f32[B,T,H], draft_logits f32[B,S,V], draft_tokens i64[B,S,10], ...
+    func gumiho_heads(hidden: f32[B,T,H]) -> draft_logits f32[B,T,3,V], draft_tokens ...
+    decode {
+      draft = continued(first=cached(function="gumiho", levels=2, ...),
+                        then=heads(function="gumiho_heads", levels=3, ...), ...)
+
+Every token of a draft hangs on the ones before it, so the first ones get what is better and slower:
+a linear layer on [embedding; feature] and decoder layers, run once a token, as in `draft_eagle`.
+From the state that this leaves, all later tokens are predicted at once, each by a head
+x + D SiLU(U x), under the target's frozen language-model head (Li et al., "Gumiho: A Hybrid
+Architecture to Prioritize Early Tokens in Speculative Decoding", 2025). New weights know nothing:
+train them with `graftwork train`. Refuses what `draft_eagle` refuses.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.fx
+from pydantic import Field
+
+from ..ir import PassError, Program
+from ..ir.plan import CachedDraft, ContinuedDraft, HeadsDraft
+from .base import Outcome, register
+from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
+from .draft_pass import DraftPass
+from .grafts import Graft
+from .pick_logits import pick_after
+from .plan_edits import with_draft
+
+A = torch.ops.aten
+
+
+@register
+class DraftGumiho(DraftPass):
+    """serial: tokens predicted one after the other. layers: decoder layers for them. heads: tokens
+    predicted at once after those. inner: width of a head; None: twice the model's. The rest: see
+    `DraftPass`."""
+
+    serial: int = Field(default=2, ge=1)
+    layers: int = Field(default=2, ge=1)
+    heads: int = Field(default=3, ge=1)
+    inner: int | None = Field(default=None, ge=1)
+
+    name: ClassVar[str] = "draft_gumiho"
+
+    def run(self, program: Program) -> Outcome:
+        """Graft layers and heads on. See the module docstring."""
+        program, output = self._serial(program)
+        program = self._parallel(program)
+        draft = ContinuedDraft(
+            CachedDraft("gumiho", output, self.serial),
+            HeadsDraft("gumiho_heads", self.heads, self.decay),
+            decay=self.decay,
+            trained=bool(self.weights),
+        )
+        return Outcome(with_draft(program, draft), 1 + self.heads)
+
+    def _serial(self, program: Program) -> tuple[Program, str]:
+        graft = Graft(program, self.name, "gumiho", self.weights)
+        shape = LayerShape.of(graft.step, self.name, graft.hidden)
+        output = graft.tap_normed()
+        tokens = graft.input("tokens", dtype=torch.int64)
+        positions = graft.input("positions", dtype=torch.int64)
+        hidden = graft.input("hidden", graft.hidden)
+        joined = graft.concat([graft.embed(tokens), hidden])
+        x = graft.linear(joined, "gumiho.fc", graft.hidden)
+        angles = angles_at(graft, positions, shape.dim)
+        for layer in range(self.layers):
+            number = next_layer(graft)
+            x = decoder_layer(graft, x, angles, f"gumiho.layers.{layer}", number, shape)
+        outputs = {"hidden": x, **graft.candidates(graft.head(x), self.candidates)}
+        graft.fn.set_outputs(outputs)
+        if miss := pick_after(graft.fn, x, "draft_logits"):
+            raise PassError(f"{self.name}: {miss}")
+        return graft.done(graft.fn.outputs), output
+
+    def _parallel(self, program: Program) -> Program:
+        graft = Graft(program, self.name, "gumiho_heads", self.weights)
+        hidden = graft.input("hidden", graft.hidden)
+        logits = [self._head(graft, hidden, f"gumiho.heads.{n}") for n in range(self.heads)]
+        every = graft.call(A.cat.default, logits, 2)
+        return graft.done(graft.candidates(every, self.candidates))
+
+    def _head(self, graft: Graft, x: torch.fx.Node, name: str) -> torch.fx.Node:
+        """Logits [B,T,1,V]; at first those of x itself."""
+        inner = graft.linear(x, f"{name}.up", self.inner or 2 * graft.hidden)
+        inner = graft.call(A.silu.default, inner)
+        more = graft.linear(inner, f"{name}.down", graft.hidden, init="zeros")
+        logits = graft.head(graft.call(A.add.Tensor, x, more))
+        return graft.call(A.unsqueeze.default, logits, 2)
