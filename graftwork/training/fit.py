@@ -26,7 +26,7 @@ from ..prompts import Prompts
 from ..runtime.generate import Generated, generate
 from . import checkpoint
 from .corpus import Windows, own_text, read_corpus, split
-from .net import Net, chosen, parts_of, trainable
+from .net import Net, chosen, trainable, trained_parts
 from .objectives.base import Batch, Loss, objective_of
 
 if TYPE_CHECKING:
@@ -134,9 +134,10 @@ class _Fit:
         progress: Report,
     ) -> None:
         self.model, self.out, self.options, self.progress = model, out, options, progress
-        self.drafts = [d for d in parts_of(model.program.plan.draft) if trainable(model.program, d)]
+        parts = trained_parts(model.program.plan)
+        self.drafts = [part for part in parts if trainable(model.program, part)]
         if not self.drafts:
-            objective_of(model.program.plan.draft)  # which says what can be trained
+            objective_of(parts[0])  # which says what can be trained
             raise InputError(f"{model.program.name} has no inserted weights to train")
         self.chosen = [name for draft in self.drafts for name in chosen(model.program, draft)]
         self.objectives = [objective_of(draft) for draft in self.drafts]

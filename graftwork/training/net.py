@@ -10,7 +10,7 @@ import torch
 
 from ..backends.torch.emit import emit
 from ..ir import InputError, Program, Weight, type_of
-from ..ir.plan import DraftRecord
+from ..ir.plan import DecodePlan, DraftRecord, Record
 
 OPTIONAL = frozenset({"ancestors"})
 
@@ -21,8 +21,13 @@ def parts_of(draft: DraftRecord) -> list[DraftRecord]:
     return [draft] if inner is None else [part for one in inner for part in parts_of(one)]
 
 
-def functions_of(draft: DraftRecord) -> list[str]:
-    """The program's functions that a drafter and its parts run."""
+def trained_parts(plan: DecodePlan) -> list[Record]:
+    """What of a plan might have weights of its own: drafters, and policies that ask a head."""
+    return [*parts_of(plan.draft), plan.length, plan.verify]
+
+
+def functions_of(draft: Record) -> list[str]:
+    """The program's functions that a drafter or another policy runs."""
     names = [getattr(draft, name, None) for name in ("entry", "function")]
     names += getattr(draft, "functions", ())
     for part in (getattr(draft, name, None) for name in ("first", "then")):
@@ -30,7 +35,7 @@ def functions_of(draft: DraftRecord) -> list[str]:
     return list(dict.fromkeys(name for name in names if name))
 
 
-def trainable(program: Program, draft: DraftRecord) -> list[str]:
+def trainable(program: Program, draft: Record) -> list[str]:
     """Weights of a drafter's functions that the target does not use itself, and those that its
     record names: they are its own even if the step reads them."""
     frozen = program.function("step").weights - draft.weights
@@ -41,7 +46,7 @@ def trainable(program: Program, draft: DraftRecord) -> list[str]:
     return [w for w in dict.fromkeys(floating) if w not in frozen and w not in tables]
 
 
-def chosen(program: Program, draft: DraftRecord) -> list[str]:
+def chosen(program: Program, draft: Record) -> list[str]:
     """Weights that a drafter's functions look up and nobody trains, but that trained ones need:
     which tokens a draft vocabulary has."""
     used = {w for name in functions_of(draft) for w in program.function(name).weights}
@@ -112,7 +117,7 @@ class Net:
         names = [str(n.target) for n in fn.inputs if str(n.target) in given]
         return dict(zip(wanted, self.modules[key](*[given[n] for n in names]), strict=True))
 
-    def trained_program(self, drafts: Sequence[DraftRecord]) -> Program:
+    def trained_program(self, drafts: Sequence[Record]) -> Program:
         """The program with the weights as they are now, and the drafters marked as trained."""
         weights = self.program.weights
         for name in self.trained:
@@ -120,11 +125,13 @@ class Net:
             tensor = self.tensors[name].detach().to("cpu", dtype, copy=True)
             weights = weights.replacing(Weight.of(name, tensor))
         plan = self.program.plan
-        plan = replace(plan, draft=_marked(plan.draft, drafts))
+        slots = ("draft", "length", "verify")
+        marked: dict[str, Any] = {slot: _marked(getattr(plan, slot), drafts) for slot in slots}
+        plan = replace(plan, **marked)
         return self.program.replace(weights=weights, plan=plan)
 
 
-def _marked(draft: DraftRecord, trained: Sequence[DraftRecord]) -> DraftRecord:
+def _marked(draft: Record, trained: Sequence[Record]) -> Record:
     if draft in trained:
         return replace(draft, trained=True)  # type: ignore[call-arg]  # trained ones have the field
     inner = getattr(draft, "of", None)

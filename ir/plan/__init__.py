@@ -36,6 +36,7 @@ from .length import (
 from .policy import (
     Contrastive,
     FullDepth,
+    Judge,
     KeepAll,
     Lossless,
     SpecTr,
@@ -63,6 +64,7 @@ __all__ = [
     "HeadsDraft",
     "InputDraft",
     "JacobiDraft",
+    "Judge",
     "KeepAll",
     "LengthRecord",
     "LookaheadDraft",

@@ -85,6 +85,28 @@ class Contrastive(Record):
 
 @record
 @dataclass(frozen=True)
+class Judge(Record):
+    """Keep rejected draft tokens, too, that a trained head finds acceptable (judge decoding).
+
+    function: takes ``hidden`` [B,T,H] and returns ``judged`` [B,T,1], the log odds that each token
+    is acceptable. output: the step's output that it takes. threshold: how probable that must be; at
+    1 nothing is kept that is not the target's own. trained: whether the head knows anything.
+    """
+
+    function: str = "judge"
+    output: str = "hidden.normed"
+    threshold: float = 0.5
+    trained: bool = False
+    kind: ClassVar[str] = "judge"
+    slot: ClassVar[str] = "verify"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.threshold <= 1:
+            raise InputError(f"judge: expected a threshold in 0..1, got {self.threshold}")
+
+
+@record
+@dataclass(frozen=True)
 class FullDepth(Record):
     """Every token runs through every layer."""
 

@@ -35,17 +35,27 @@ class GreedyVerifier(Verifier):
         self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
     ) -> list[Verdict]:
         """See `Verifier.verify`."""
-        if "argmax" in outputs and "argmax" in self.fetch:
-            choices: list[list[int]] = outputs["argmax"].tolist()
-        else:
-            choices = self._from_logits(outputs, texts, drafts)
+        choices = self._choices(outputs, texts, drafts)
         return [
             NOTHING_GAINED if text.done else self._agreed(row, draft)
             for text, row, draft in zip(texts, choices, drafts, strict=True)
         ]
 
+    def _choices(
+        self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
+    ) -> list[list[int]]:
+        """What the target would say after the root and each node of every sequence."""
+        if "argmax" in outputs and "argmax" in self.fetch:
+            choices: list[list[int]] = outputs["argmax"].tolist()
+            return choices
+        return self._from_logits(outputs, texts, drafts)
+
     def _agreed(self, row: list[int], draft: Draft) -> Verdict:
         path = _chain(row, draft.tokens) if draft.parents is None else _branch(row, draft)
+        return self._verdict(row, draft, path)
+
+    def _verdict(self, row: list[int], draft: Draft, path: Sequence[int]) -> Verdict:
+        """The path and what the target says after it."""
         last = row[path[-1] + 1 if path else 0]
         # A draft token is a valid id, so only the last one can be an argmax of nothing.
         if not 0 <= last < self.vocabulary:

@@ -75,10 +75,16 @@ class RejectionVerifier(Verifier):
             row = root + at + 1
             taken = self._first_taken(chances, row, draft, children[at], draws)
             if taken is None:
+                taken = self._pardoned(draft, children[at])
+            if taken is None:
                 break
             path.append(taken)
             at = taken
         return path
+
+    def _pardoned(self, draft: Draft, siblings: Sequence[int]) -> int | None:
+        """A sibling that is kept although all were rejected: none."""
+        return None
 
     def _first_taken(
         self,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ...ir import UnsupportedError
-from ...ir.plan import DraftRecord
+from ...ir.plan import Record
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class Run(Protocol):
 
 
 Objective = Callable[[Any, Run, Batch], Loss]
-OBJECTIVES: dict[type[DraftRecord], Objective] = {}
+OBJECTIVES: dict[type[Record], Objective] = {}
 
 
-def objective(record: type[DraftRecord]) -> Callable[[Objective], Objective]:
-    """Decorator: the function is what drafters of this record are trained for."""
+def objective(record: type[Record]) -> Callable[[Objective], Objective]:
+    """Decorator: the function is what the weights of such a record are trained for."""
 
     def add(function: Objective) -> Objective:
         OBJECTIVES[record] = function
@@ -75,15 +75,15 @@ def objective(record: type[DraftRecord]) -> Callable[[Objective], Objective]:
     return add
 
 
-def objective_of(record: DraftRecord) -> Objective:
-    """The objective of a drafter. Errors: `UnsupportedError` if it has nothing to train."""
+def objective_of(record: Record) -> Objective:
+    """The objective of a drafter or policy. Errors: `UnsupportedError` if there is none."""
     package = __name__.rpartition(".")[0]
     for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
         importlib.import_module(f"{package}.{module.name}")
     if type(record) not in OBJECTIVES:
         known = sorted(kind.kind for kind in OBJECTIVES)
         raise UnsupportedError(
-            f"draft={record} has nothing to train; drafters that have: {', '.join(known)}"
+            f"{record.slot}={record} has nothing to train; kinds that have: {', '.join(known)}"
         )
     return OBJECTIVES[type(record)]
 
