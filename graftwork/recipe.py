@@ -6,7 +6,7 @@ A recipe file::
     paper: Where it comes from                       # optional
     contract: lossless                               # checked against the passes' own
     extends: baseline                                # optional: its passes come first
-    needs: [data]                                    # optional: what the user must bring (or model)
+    needs: [data]                                    # optional: sample text that passes look at
     passes:
       - insert_kv_cache                              # a pass
       - draft_suffix: {tokens: 8}                    # with options
@@ -38,10 +38,7 @@ from .passes.manager import Step, weakest
 from .yamlfile import Document, parse, parse_value
 
 KEYS = ("title", "paper", "contract", "extends", "needs", "passes")
-NEEDS = {
-    "data": "sample text or prompts, given as data=",
-    "model": "another model, given as the option `model` of a pass",
-}
+NEEDS = {"data": "sample text or prompts, given as data="}
 
 
 @dataclass(frozen=True)
@@ -88,8 +85,9 @@ class Use:
 class Recipe:
     """A named, checked list of passes.
 
-    contract: "exact", "lossless" or "approximate", the weakest of the passes'. needs: what the user
-    must bring besides the model. extends: the name of the recipe it grew from, or "".
+    contract: "exact", "lossless" or "approximate", the weakest of the passes'. needs: of `NEEDS`,
+    what the user must bring besides the model; `brought` counts what passes ask for, too. extends:
+    the name of the recipe it grew from, or "".
     """
 
     name: str
@@ -103,6 +101,12 @@ class Recipe:
     def contract(self) -> str:
         """The weakest contract of its passes."""
         return weakest(step.pass_.contract for step in self.steps).value
+
+    @property
+    def brought(self) -> tuple[str, ...]:
+        """What the user must bring or make besides the model, in a few words each."""
+        needs = [step.pass_.needs() for step in self.steps]
+        return tuple(dict.fromkeys([*self.needs, *filter(None, needs)]))
 
     @property
     def steps(self) -> tuple[Step, ...]:

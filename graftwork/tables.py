@@ -14,12 +14,12 @@ from .recipe import Recipe
 
 
 def recipe_table(recipes: Sequence[Recipe]) -> RenderableType:
-    """All recipes: name, contract, title."""
+    """All recipes: name, contract, what the user must bring, title."""
     table = Table(box=None, pad_edge=False)
-    for column in ("recipe", "contract", "title"):
+    for column in ("recipe", "contract", "needs", "title"):
         table.add_column(column, no_wrap=column != "title")
     for recipe in recipes:
-        table.add_row(recipe.name, recipe.contract, Text(recipe.title))
+        table.add_row(recipe.name, recipe.contract, _needs(recipe), Text(recipe.title))
     return table
 
 
@@ -35,16 +35,21 @@ def recipe_panel(recipe: Recipe) -> RenderableType:
     lines = [Text(f"{recipe.name}: {recipe.title}"), Text(f"contract: {recipe.contract}")]
     lines += [Text(f"paper: {recipe.paper}")] if recipe.paper else []
     lines += [Text(f"extends: {recipe.extends}")] if recipe.extends else []
-    lines += [Text(f"needs: {', '.join(recipe.needs)}")] if recipe.needs else []
+    lines += [Text(f"needs: {_needs(recipe)}")]
     return Group(*lines, Text(), table)
 
 
 def recipe_markdown(recipes: Sequence[Recipe]) -> str:
     """All recipes as a Markdown table."""
-    lines = ["| recipe | contract | what it does | source |", "|---|---|---|---|"]
+    lines = ["| recipe | contract | needs | what it does | source |", "|---|---|---|---|---|"]
     for recipe in recipes:
-        lines.append(f"| {recipe.name} | {recipe.contract} | {recipe.title} | {recipe.paper} |")
+        cells = (recipe.name, recipe.contract, _needs(recipe), recipe.title, recipe.paper)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _needs(recipe: Recipe) -> str:
+    return ", ".join(recipe.brought) or "nothing"
 
 
 def bench_table(rows: Sequence[Row], title: str) -> RenderableType:

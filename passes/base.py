@@ -56,7 +56,8 @@ class Pass(BaseModel):
     name: how recipes call it. contract: see `Contract`. requires / provides: facts about a program,
     such as "canonical", "cached", "trees"; a program starts with the fact "traced". effects: what
     it changes. reads: effects of *other* passes that must be in place before this one runs.
-    exclusive: effects that no other pass of the same recipe may also claim as exclusive.
+    exclusive: effects that no other pass of the same recipe may also claim as exclusive. brings:
+    what the user brings for it besides the model, if its options do not tell (see `needs`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -68,6 +69,13 @@ class Pass(BaseModel):
     effects: ClassVar[frozenset[Effect]] = frozenset()
     reads: ClassVar[frozenset[Effect]] = frozenset()
     exclusive: ClassVar[frozenset[Effect]] = frozenset()
+    brings: ClassVar[str] = ""
+
+    @classmethod
+    def needs(cls) -> str:
+        """What the user must bring or make before the pass is of use, in a few words; or ""."""
+        told = {"model": "a draft model", "weights": "trained heads"}
+        return cls.brings or next((told[f] for f in cls.model_fields if f in told), "")
 
     @property
     def models(self) -> tuple[str, ...]:

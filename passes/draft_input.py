@@ -35,6 +35,7 @@ class DraftInput(Pass):
     longest: int = Field(default=4, ge=1)
 
     name: ClassVar[str] = "draft_input"
+    brings: ClassVar[str] = "an input text"
     contract: ClassVar[Contract] = Contract.LOSSLESS
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     provides: ClassVar[frozenset[str]] = frozenset({"drafts"})

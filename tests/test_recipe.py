@@ -188,3 +188,22 @@ def test_every_bundled_recipe_says_what_it_is() -> None:
     for recipe in listed:
         assert recipe.title and recipe.contract in ("exact", "lossless", "approximate")
         assert Recipe.load(recipe.name) == recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "brought"),
+    [
+        ("baseline", ()),
+        ("copyspec", ()),
+        ("medusa", ("trained heads",)),
+        ("eagle2", ("trained heads",)),
+        ("judge", ("trained heads",)),
+        ("draft_model_staged", ("a draft model",)),
+        ("corpus", ("a corpus file",)),
+        ("aggressive", ("an input text",)),
+    ],
+)
+def test_what_the_user_must_bring_follows_from_the_passes(
+    name: str, brought: tuple[str, ...]
+) -> None:
+    assert Recipe.load(name).brought == brought

@@ -118,3 +118,30 @@ def test_what_is_no_corpus_is_refused(tmp_path, content, said):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(PassError, match="nowhere"):
         DraftCorpus(path=str(tmp_path / "nowhere.json")).run(program(VOCAB))
+
+
+def test_text_is_read_by_the_models_tokenizer(tmp_path):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    words = Tokenizer(WordLevel({"a": 3, "b": 5, "c": 20, "?": 0}, unk_token="?"))
+    words.pre_tokenizer = Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    path = tmp_path / "corpus.txt"
+    path.write_text("a b\nb a x")
+    model = program(VOCAB)
+    reading = model.replace(assets={"tokenizer.json": tmp_path / "tokenizer.json"})
+    made = DraftCorpus(path=str(path)).run(reading).program
+    assert made.weights["corpus"].load().tolist() == [3, 5, 5, 3, 0, -1]
+    with pytest.raises(PassError, match="came without a tokenizer"):
+        DraftCorpus(path=str(path)).run(model)
+    for content, said in (("  ", "which holds none"), ("a c", "token 20 .*vocabulary of 12")):
+        path.write_text(content)
+        with pytest.raises(PassError, match=said):
+            DraftCorpus(path=str(path)).run(reading)
+
+
+def test_no_corpus_is_asked_for_by_name():
+    with pytest.raises(PassError, match="--set draft_corpus"):
+        DraftCorpus().run(program(VOCAB))
