@@ -17,9 +17,10 @@ after token t goes through a linear layer 2H -> H and one decoder layer without 
 gives the feature after token t + 1; the target's frozen head turns it into logits, and below the
 first level of a tree it stands in for the target's own (Li et al., "EAGLE", 2024; drawn as a tree
 of the likeliest nodes: "EAGLE-2", 2024). `insert_kv_cache` and `accept_trees` treat the function as
-they treat the step. New layers know nothing: train them with `graftwork train`. Refuses programs
-without a marker, an attention, an embedding table or a language-model head, or with a function of
-that name.
+they treat the step. New layers know nothing: train them with `graftwork train`. `weights` may also
+be a published layer (``fc.*``, ``layers.0.*``), as safetensors. Refuses programs without a marker,
+an attention, an embedding table or a language-model head, or with a function of that name, and
+published tensors that do not fit, by name.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class DraftEagle(Pass):
         tokens = graft.input("tokens", dtype=torch.int64)
         positions = graft.input("positions", dtype=torch.int64)
         hidden = graft.input("hidden", graft.hidden)
-        joined = graft.concat([graft.embed(tokens), hidden])
+        embedded = graft.embed(tokens)
+        graft.check_embedding(embedded)
+        joined = graft.concat([embedded, hidden])
         x = graft.linear(joined, "eagle.fc", graft.hidden, bias=self.bias)
         angles = angles_at(graft, positions, shape.dim)
         x = decoder_layer(graft, x, angles, "eagle.layers.0", next_layer(graft), shape)
@@ -70,5 +73,6 @@ class DraftEagle(Pass):
         graft.fn.set_outputs(outputs)
         if miss := pick_after(graft.fn, x, "draft_logits"):
             raise PassError(f"{self.name}: {miss}")
+        graft.trained.check_all_used(graft.weights, ("embed_tokens.weight",))
         draft = CachedDraft("eagle", output, self.levels, trained=bool(self.weights))
         return Outcome(graft.drafted(graft.fn.outputs, draft), 1)

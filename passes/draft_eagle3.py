@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-import torch.fx
 from pydantic import Field
 
 from ..ir import PassError, Program
@@ -83,7 +82,7 @@ class DraftEagle3(DraftPass):
         hidden = graft.input("hidden", graft.hidden)
         layer = "eagle3.midlayer"
         embedded = graft.embed(tokens)
-        self._check_embedding(graft, embedded)
+        graft.check_embedding(embedded)
         first = graft.rms_norm(embedded, f"{layer}.input_layernorm", shape.eps)
         normed = graft.rms_norm(hidden, f"{layer}.hidden_norm", shape.eps)
         x = decoder_layer(
@@ -106,8 +105,7 @@ class DraftEagle3(DraftPass):
         graft.fn.set_outputs({"hidden": x, **best})
         if miss := pick_after(graft.fn, x, "draft_logits"):
             raise PassError(f"{self.name}: {miss}")
-        if graft.trained:
-            graft.trained.check_all_used(graft.weights, UNREAD)
+        graft.trained.check_all_used(graft.weights, UNREAD)
         draft = CachedDraft(
             "eagle3",
             output,
@@ -153,11 +151,6 @@ class DraftEagle3(DraftPass):
         tokens = read_tokens(self.name, Path(self.corpus), graft.vocab)
         ids = most_frequent(tokens, self.vocabulary)
         return DraftVocabulary("eagle3", graft.vocab, ids)
-
-    def _check_embedding(self, graft: Graft, embedded: torch.fx.Node) -> None:
-        table = embedded.args[0]
-        if graft.trained and isinstance(table, torch.fx.Node):
-            graft.trained.check_embedding(graft.program.weights[str(table.target)])
 
 
 def _published(name: str) -> tuple[str, ...]:

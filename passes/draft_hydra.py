@@ -16,12 +16,22 @@ After (heads=4)::
 Head i sees [h; e_1; ...; e_{i+1}], the normed hidden state and the embeddings of the last committed
 token and of the tokens drafted so far; a block with a linear skip brings that to H, further blocks
 x + SiLU(W x + b) and a head that starts as the target's follow (Ankner et al., "Hydra: Sequentially
-Dependent Draft Heads for Medusa Decoding", 2024). New heads know nothing: train them with
-`graftwork train`. Refuses what `draft_medusa` refuses, and a step without an embedding table.
+Dependent Draft Heads for Medusa Decoding", 2024). With ``prefix=True`` h is not the target's own
+but what a decoder layer with a cache makes of all hidden states up to it (Hydra++)::
+
+    func hydra_prefix(tokens: i64[B,T], positions: i64[B,T], hidden: f32[B,T,H]) -> hidden ...
+    decode {
+      draft = recurrent(..., entry="hydra_prefix", ...)
+
+New heads know nothing: train them with `graftwork train`. `weights` may also be published ones
+(``hydra_mlp.*``, ``hydra_lm_head.*``, ``prefix_embeding_layer.*``), as safetensors; those have
+biases everywhere. Refuses what `draft_medusa` refuses, a step without an embedding table, with a
+prefix one without attention, and published tensors that do not fit, by name.
 """
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 import torch
@@ -30,9 +40,11 @@ from pydantic import Field
 from ..ir import Program
 from ..ir.plan import RecurrentDraft
 from .base import Outcome, register
+from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
 from .draft_pass import DraftPass
 from .grafts import Graft
 from .plan_edits import with_draft
+from .trained import TrainedWeights
 
 A = torch.ops.aten
 
@@ -40,35 +52,79 @@ A = torch.ops.aten
 @register
 class DraftHydra(DraftPass):
     """heads: tokens predicted. layers: blocks a head after the first. own_head: a language-model
-    head each. The rest: see `DraftPass`."""
+    head each. prefix: a decoder layer before the heads. bias: biases in the linear skip and the
+    heads too. soft: train on the target's distribution alone, without extra weight on its best
+    token. The rest: see `DraftPass`."""
 
     heads: int = Field(default=4, ge=1)
     layers: int = Field(default=1, ge=0)
     own_head: bool = True
+    prefix: bool = False
+    bias: bool = False
+    soft: bool = False
 
     name: ClassVar[str] = "draft_hydra"
 
     def run(self, program: Program) -> Outcome:
         """Graft the heads on. See the module docstring."""
+        trained = TrainedWeights(self.weights, self.name, program, _published)
+        if self.prefix:
+            program = self._prefix(program)
         for number in range(self.heads):
             program = self._head(program, number)
+        trained.check_all_used(program.weights, ("prefix_embeding_layer.embed_tokens.weight",))
         functions = tuple(f"hydra_{number}" for number in range(self.heads))
-        draft = RecurrentDraft(functions, self.heads, self.decay, bool(self.weights))
+        entry = "hydra_prefix" if self.prefix else None
+        draft = RecurrentDraft(
+            functions, self.heads, self.decay, bool(self.weights), entry, self.soft
+        )
         return Outcome(with_draft(program, draft), self.heads)
 
+    def _prefix(self, program: Program) -> Program:
+        graft = Graft(program, self.name, "hydra_prefix", self.weights, _published)
+        graft.tap()
+        shape = LayerShape.of(graft.step, self.name, graft.hidden)
+        # Every function with a cache takes tokens; this one does not look at them.
+        graft.input("tokens", dtype=torch.int64)
+        positions = graft.input("positions", dtype=torch.int64)
+        hidden = graft.norm(graft.input("hidden", graft.hidden))
+        layer = "hydra.prefix"
+        normed = graft.rms_norm(hidden, f"{layer}.input_layernorm", shape.eps)
+        angles = angles_at(graft, positions, shape.dim)
+        x = decoder_layer(graft, hidden, angles, layer, next_layer(graft), shape, source=normed)
+        return graft.done({"hidden": graft.rms_norm(x, f"{layer}.norm", shape.eps)})
+
     def _head(self, program: Program, number: int) -> Program:
-        graft = Graft(program, self.name, f"hydra_{number}", self.weights)
+        graft = Graft(program, self.name, f"hydra_{number}", self.weights, _published)
         graft.tap()
         tokens = graft.input("tokens", dtype=torch.int64)
         before = graft.input("state", graft.hidden * (number + 1))
         # The states are normed once, where they enter.
-        seen = graft.norm(before) if number == 0 else before
+        seen = before if number or self.prefix else graft.norm(before)
         state = graft.concat([seen, graft.embed(tokens)])
         # At first every head is the target's own: the skip passes h on, and the rest adds nothing.
-        skip = graft.linear(state, f"hydra.{number}.skip", graft.hidden, bias=False, init="eye")
+        skip = graft.linear(state, f"hydra.{number}.skip", graft.hidden, bias=self.bias, init="eye")
         inner = graft.linear(state, f"hydra.{number}.in", graft.hidden, init="zeros")
         x = graft.call(A.add.Tensor, skip, graft.call(A.silu.default, inner))
         for layer in range(self.layers):
             x = graft.res_block(x, f"hydra.{number}.{layer}.linear")
         logits = graft.head(x, own=f"hydra.{number}.head.weight" if self.own_head else "")
+        if self.bias and self.own_head:
+            bias = graft.parameter(f"hydra.{number}.head.bias", graft.vocab, init="zeros")
+            logits = graft.call(A.add.Tensor, logits, bias)
         return graft.done({"state": state, **graft.candidates(logits, self.candidates)})
+
+
+def _published(name: str) -> tuple[str, ...]:
+    """Each block stands after a dropout, in a sequence that counts both."""
+    if part := re.fullmatch(r"hydra\.(\d+)\.(skip|in|head|\d+\.linear)\.(weight|bias)", name):
+        head, kind, leaf = part.groups()
+        places = {"skip": "1.res_connection", "in": "1.linear"}
+        if kind == "head":
+            return (f"hydra_lm_head.{head}.1.{leaf}",)
+        place = places.get(kind) or f"{3 + 2 * int(kind.partition('.')[0])}.linear"
+        return (f"hydra_mlp.{head}.{place}.{leaf}",)
+    layer = name.removeprefix("hydra.prefix.")
+    if layer == "norm.weight":
+        return ("prefix_embeding_layer.norm.weight",)
+    return (f"prefix_embeding_layer.layers.0.{layer}",)

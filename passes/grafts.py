@@ -102,6 +102,13 @@ class Graft:
                 return self.copy({node.args[1]: tokens}, node)
         raise PassError(f"{self.owner}: step does not look its tokens up in an embedding table")
 
+    def check_embedding(self, embedded: torch.fx.Node) -> None:
+        """That a file of published weights has the table that `embed` looked tokens up in, if any.
+        Errors: `PassError`, see `TrainedWeights.check_embedding`."""
+        table = embedded.args[0]
+        assert isinstance(table, torch.fx.Node)
+        self.trained.check_embedding(self.program.weights[str(table.target)])
+
     def norm(self, x: torch.fx.Node) -> torch.fx.Node:
         """The target's final norm, or whatever lies between its last layer and its head."""
         return self.copy({self.markers[-1]: x}, self.product.args[0])

@@ -49,6 +49,7 @@ class TrainedWeights:
     ) -> None:
         self.owner, self.published, self.path = owner, published, Path(path) if path else None
         self.names: frozenset[str] = frozenset()
+        self.ours = False
         self.config: dict[str, Any] = {}
         if self.path is None:
             return
@@ -72,7 +73,8 @@ class TrainedWeights:
                 f"{owner}: {self.path} was trained for another model than {program.name}: heads "
                 f"know one model only; train them for this one"
             )
-        if not made_for:
+        self.ours = bool(made_for)
+        if not self.ours:
             self.config = self._config(self.path.with_name("config.json"))
 
     def __bool__(self) -> bool:
@@ -115,11 +117,13 @@ class TrainedWeights:
         return from_safetensors(self.path, name).load()
 
     def check_all_used(self, ours: Collection[str], known: Collection[str] = ()) -> None:
-        """That the file says nothing that the program does not hear.
+        """That a published file says nothing that the program does not hear.
 
         ours: names of weights that the program has. known: names in the file that may stay unread.
         Errors: `PassError` naming a tensor that has no place.
         """
+        if self.ours:  # training writes all drafters of a recipe into one file
+            return
         used = {self.find(name) for name in ours}
         if left := sorted(self.names - used - set(known)):
             assert self.path is not None

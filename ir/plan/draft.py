@@ -114,9 +114,9 @@ class RecurrentDraft(DraftRecord):
     functions: one a level, the last one for all deeper levels; each takes ``tokens`` [B,T] and
     ``state`` [B,T,Z] (the first: the target's last hidden state) and returns ``state`` for the next
     level, and ``draft_logits`` [B,T,V], ``draft_tokens``, ``draft_scores`` [B,T,K]. entry: a
-    function with a cache that takes the last hidden states of the text so far, ``hidden`` [B,T,H],
-    and returns ``hidden``, which then is the first one's state. soft: whether it is trained on the
-    target's distribution alone. levels, decay, trained: as in `HeadsDraft`.
+    function with a cache that takes the text so far, ``tokens`` [B,T] and their last hidden states
+    ``hidden`` [B,T,H], and returns ``hidden``, which then is the first one's state. soft: whether
+    it is trained on the target's distribution alone. levels, decay, trained: as in `HeadsDraft`.
     """
 
     functions: tuple[str, ...] = ()

@@ -2,14 +2,21 @@
 
 Source: Ankner et al., "Hydra" (2024); Cheng et al., "Recurrent Drafter" (2024); Wertheimer et al.,
 "Accelerating Production LLMs with Combined Token/Embedding Speculators" (2024).
+
+The first state is the target's, or what a layer with a cache makes of the target's up to there
+(Hydra++'s prefix attention).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from ...ir.executable import Executable
 from ...ir.plan import RecurrentDraft
+from ..committed import Committed
+from ..drafters.base import Fed, Taken
 from ..options import GenerationOptions
 from .base import PROPOSERS, Ids, Level
 from .hidden import HiddenProposer, gathered, level_of
@@ -26,6 +33,36 @@ class RecurrentProposer(HiddenProposer):
     ) -> None:
         super().__init__(record, executable, options)
         self.depth = record.levels
+        self.committed: Committed | None = None
+        if record.entry is not None:
+            context = executable.program.info.context
+            self.committed = Committed(executable, record.entry, "hidden", limit=context)
+        self.reads = self.committed is not None
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Nothing is known before the prompt has run."""
+        super().begin(prompts)
+        if self.committed is not None:
+            self.committed.begin(prompts)
+
+    def read(self, fed: Fed) -> None:
+        """Make the prefix's rows of a piece of the prompts."""
+        if self.committed is not None:
+            self.committed.read(fed)
+
+    def observe(self, taken: Taken) -> None:
+        """Take the states of the accepted nodes, and the token chosen at the last."""
+        super().observe(taken)
+        if self.committed is not None:
+            self.committed.observe(taken)
+
+    def root(self, count: int) -> Level:
+        """What may follow the last committed token."""
+        if self.committed is None:
+            return super().root(count)
+        level = self.start(self.last, self.committed.catch_up()["hidden"], count)
+        level.tokens[self.committed.lacking] = -1
+        return level
 
     def start(self, tokens: torch.Tensor, states: torch.Tensor, count: int) -> Level:
         """What the first function says."""

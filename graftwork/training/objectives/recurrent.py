@@ -18,7 +18,7 @@ def recurrent_loss(record: RecurrentDraft, run: Run, batch: Batch) -> Loss:
     functions, state = record.functions, batch.hidden["hidden"]
     target = batch.teacher if record.soft else batch.target
     if record.entry is not None:
-        state = run(record.entry, hidden=state)["hidden"]
+        state = run(record.entry, tokens=batch.tokens, hidden=state)["hidden"]
     total, hits = torch.zeros(()), []
     for level in range(record.levels):
         # One place less a level: the last states have no tokens to go on with.
