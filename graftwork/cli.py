@@ -218,14 +218,15 @@ def train(
 def export(
     model: AnyModel,
     format_: Annotated[
-        Literal["onnx", "genai", "vllm-medusa"], typer.Option("--format", help="For whom.")
+        Literal["onnx", "genai", "vllm-medusa", "speculators"],
+        typer.Option("--format", help="For whom."),
     ],
     folder: Annotated[Path, typer.Option("--out", help="Where to write.")],
     recipe: MaybeRecipe = None,
     set_: SetOption = [],  # noqa: B006  (typer copies it)
     target: TargetOption = "onnxruntime",
 ) -> None:
-    """Write an ONNX model for ONNX Runtime, a folder for onnxruntime-genai, or heads for vLLM."""
+    """Write an ONNX model for ONNX Runtime, a folder for onnxruntime-genai, or drafts for vLLM."""
     with progress() as show:
         opened = open_model(model, recipe, set_, target, show)
         show(f"export {format_}")
@@ -233,6 +234,7 @@ def export(
             "onnx": opened.export_onnx,
             "genai": opened.export_genai,
             "vllm-medusa": opened.export_vllm_medusa,
+            "speculators": opened.export_speculators,
         }
         writers[format_](folder)
     out.print(f"written to {folder}", markup=False)

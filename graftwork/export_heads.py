@@ -8,12 +8,15 @@ import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors.torch import save_file
 
 from .ir import InputError, Program, type_of
 from .ir.plan import DraftRecord, HeadsDraft
+
+Draft = TypeVar("Draft", bound=DraftRecord)
 
 _BLOCK = re.compile(r"medusa\.(\d+)\.(\d+)\.linear\.(weight|bias)")
 _HEAD = re.compile(r"medusa\.(\d+)\.(\d+)\.weight")
@@ -26,7 +29,7 @@ def export_vllm_medusa(program: Program, folder: Path) -> Path:
     exist or be empty. Errors: `InputError` if the program has no trained Medusa heads, or they
     share the target's language-model head, which that layout cannot say.
     """
-    draft = _medusa(program)
+    draft = find_draft(program, HeadsDraft, "Medusa heads are heads(...)")
     if not draft.trained:
         raise InputError("the heads are untrained; train them first (graftwork train)")
     tensors: dict[str, torch.Tensor] = {}
@@ -55,20 +58,23 @@ def export_vllm_medusa(program: Program, folder: Path) -> Path:
         "medusa_fc_bias": True,
         "max_paths": 64,
     }
-    return _write(folder, config, tensors)
+    return write_folder(folder, config, tensors)
 
 
-def _medusa(program: Program) -> HeadsDraft:
+def find_draft(program: Program, kind: type[Draft], hint: str) -> Draft:
+    """The program's first drafter of a kind. Errors: `InputError` with the hint if it has none."""
     stack: list[DraftRecord] = [program.plan.draft]
     while stack:
         draft = stack.pop()
-        if isinstance(draft, HeadsDraft):
+        if isinstance(draft, kind):
             return draft
         stack.extend(getattr(draft, "of", ()))
-    raise InputError(f"the program drafts with {program.plan.draft}; Medusa heads are heads(...)")
+    raise InputError(f"the program drafts with {program.plan.draft}; {hint}")
 
 
-def _write(folder: Path, config: Mapping[str, object], tensors: Mapping[str, torch.Tensor]) -> Path:
+def write_folder(
+    folder: Path, config: Mapping[str, object], tensors: Mapping[str, torch.Tensor]
+) -> Path:
     """Everything or nothing: written beside the folder, then renamed."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists and is not an empty folder")

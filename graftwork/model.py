@@ -249,6 +249,12 @@ class Model:
 
         return export_vllm_medusa(self.program, Path(folder))
 
+    def export_speculators(self, folder: str | Path) -> Path:
+        """Write a trained EAGLE-3 draft as vLLM reads it. Errors: as there."""
+        from .export_speculators import export_speculators
+
+        return export_speculators(self.program, Path(folder))
+
     def __str__(self) -> str:
         size = megabytes(weight_bytes(self.program))
         return f"{self.program.name} for {self.target}, recipe {self.recipe.get('name')}, {size}"
