@@ -44,7 +44,7 @@ from .policy import (
     Typical,
 )
 from .prompted import PromptDraft
-from .tree import BestFirst, Chain, SampledTree, StaticTree, TreeRecord
+from .tree import BestFirst, Chain, SampledTree, StaticTree, TreeRecord, WidenedChain
 
 __all__ = [
     "RECORDS",
@@ -85,6 +85,7 @@ __all__ = [
     "TopKAccept",
     "TreeRecord",
     "Typical",
+    "WidenedChain",
     "record",
 ]
 

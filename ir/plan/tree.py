@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
 from typing import ClassVar, TypeAlias
 
@@ -141,6 +141,35 @@ class SampledTree(TreeRecord):
     def most(self) -> int:
         """Number of nodes."""
         return sum(self.sizes)
+
+
+@record
+@dataclass(frozen=True)
+class WidenedChain(TreeRecord):
+    """A chain of the likeliest tokens with siblings beside it where the drafter is unsure (CaPE).
+
+    depth: of the chain. counts: candidates of a level, the chain's own token included: counts[i] up
+    to a probability of bounds[i] of that token, the last one above all bounds. Errors: `InputError`
+    for bounds that do not rise within 0..1, or counts that are not one more than bounds.
+    """
+
+    depth: int = 5
+    bounds: tuple[float, ...] = (0.3, 0.6, 0.8)
+    counts: tuple[int, ...] = (7, 5, 3, 1)
+    kind: ClassVar[str] = "widened"
+
+    def __post_init__(self) -> None:
+        rising = all(a < b for a, b in pairwise((0.0, *self.bounds, 1.0)))
+        if not rising or len(self.counts) != len(self.bounds) + 1 or min(self.counts) < 1:
+            raise InputError(
+                f"widened chain: expected bounds that rise between 0 and 1 and a count of at least "
+                f"1 below each and above all of them, got {self}"
+            )
+
+    @property
+    def most(self) -> int:
+        """Nodes where the drafter is sure of nothing."""
+        return self.depth * max(self.counts)
 
 
 def _by_depth(path: Path) -> tuple[int, Path]:
