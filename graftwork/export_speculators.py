@@ -22,8 +22,11 @@ PREFIX, LAYER = "eagle3.", "eagle3.midlayer."
 PARTS = ("self_attn.q_proj", "mlp.gate_proj")
 
 
-def export_speculators(program: Program, folder: Path) -> Path:
+def export_speculators(program: Program, folder: Path, target: str = "") -> Path:
     """Write a trained EAGLE-3 draft for vLLM. The folder must not exist or be empty.
+
+    target: where its readers find the model that it drafts for, a name or a path; empty: under the
+    program's name.
 
     Errors: `InputError` if the program has none, or one that the layout cannot say: quantized
     weights, another number of target layers than three, a rotary embedding other than llama's.
@@ -47,7 +50,10 @@ def export_speculators(program: Program, folder: Path) -> Path:
             "proposal_methods": [
                 {"proposal_type": "greedy", "speculative_tokens": draft.levels},
             ],
-            "verifier": {"name_or_path": program.name, "architectures": _architectures(program)},
+            "verifier": {
+                "name_or_path": target or program.name,
+                "architectures": _architectures(program),
+            },
         },
         "draft_vocab_size": size,
         "eagle_aux_hidden_state_layer_ids": [int(n) for n in draft.output.split(".")[1:-1]],

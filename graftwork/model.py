@@ -249,11 +249,14 @@ class Model:
 
         return export_vllm_medusa(self.program, Path(folder))
 
-    def export_speculators(self, folder: str | Path) -> Path:
-        """Write a trained EAGLE-3 draft as vLLM reads it. Errors: as there."""
+    def export_speculators(self, folder: str | Path, target: str = "") -> Path:
+        """Write a trained EAGLE-3 draft as vLLM reads it. target: the model's name or path there.
+
+        Errors: as `graftwork.export_speculators.export_speculators`.
+        """
         from .export_speculators import export_speculators
 
-        return export_speculators(self.program, Path(folder))
+        return export_speculators(self.program, Path(folder), target)
 
     def __str__(self) -> str:
         size = megabytes(weight_bytes(self.program))

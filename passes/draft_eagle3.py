@@ -50,7 +50,7 @@ UNREAD = ("embed_tokens.weight", "t2d", "d2t", "verifier_lm_head.weight", "verif
 @register
 class DraftEagle3(DraftPass):
     """levels: tokens predicted ahead at most. layers: whose inputs are read (the number of layers:
-    the last one's output); none given: 2, L / 2, L - 3, as far as the model has them.
+    the last one's output); none given: 2, L / 2, L - 3, as far as there are so many.
     norm_before_residual: whether the layer adds to normed states. vocabulary: tokens of the draft
     vocabulary, the most frequent ones of `corpus`, a JSON file of token ids; 0: all of the
     target's, or those that `weights` are for. rollout: levels on its own states in training; each
@@ -129,11 +129,13 @@ class DraftEagle3(DraftPass):
     def _layers(self, graft: Graft) -> tuple[int, ...]:
         most = sum(node.kwargs["point"] == "block" for node in graft.markers)
         if not self.layers:
-            return tuple(sorted(min(max(n, 1), most) for n in (2, most // 2, most - 3)))
-        if min(self.layers) < 1 or max(self.layers) > most:
+            return tuple(sorted({min(max(n, 1), most) for n in (2, most // 2, most - 3)}))
+        if not set(self.layers) <= set(range(1, most + 1)) or len(set(self.layers)) < len(
+            self.layers
+        ):
             raise PassError(
                 f"{self.name}: layers={self.layers}: expected layers 1..{most}, whose inputs other "
-                f"layers made"
+                f"layers made, each once"
             )
         return self.layers
 

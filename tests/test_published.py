@@ -26,6 +26,11 @@ IDS = torch.tensor([1, 3, 4, 6, 9])
 Tensors = dict[str, torch.Tensor]
 
 
+def target() -> Program:
+    """Deep enough for three layers to read: 2, 3 and 4."""
+    return tiny_llama(7)
+
+
 def layer(prefix: str, inputs: int) -> Tensors:
     """A llama layer's weights with the target's shapes, random."""
     shapes = {
@@ -44,7 +49,7 @@ def layer(prefix: str, inputs: int) -> Tensors:
 
 def eagle() -> Tensors:
     """EAGLE-1 as published: an embedding table, fc without bias, a layer without input norm."""
-    embed = tiny_llama().weights["embed"].load()
+    embed = target().weights["embed"].load()
     fc = torch.randn(HIDDEN, 2 * HIDDEN)
     return {"embed_tokens.weight": embed, "fc.weight": fc, **layer("layers.0.", HIDDEN)}
 
@@ -86,7 +91,7 @@ def hydra() -> Tensors:
 def read(make: Any, folder: Path, tensors: Tensors, **options: Any) -> Program:
     """A program whose draft pass reads a folder with these tensors."""
     save_file(tensors, folder / "model.safetensors")
-    return run_passes(tiny_llama(), [Step(make(weights=str(folder), **options))])[0]
+    return run_passes(target(), [Step(make(weights=str(folder), **options))])[0]
 
 
 READS: list[tuple[Any, Callable[[], Tensors], dict[str, Any], dict[str, str]]] = [
@@ -197,11 +202,11 @@ def test_pickles_are_refused_and_conversion_explained(tmp_path: Path) -> None:
         with pytest.raises(
             PassError, match=r"pickle.*save_file.*torch\.load\('pytorch_model\.bin'"
         ):
-            DraftEagle3(weights=str(path)).run(tiny_llama())
+            DraftEagle3(weights=str(path)).run(target())
 
 
 def test_a_config_that_says_otherwise_is_refused(tmp_path: Path) -> None:
-    config = {"norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": [1, 1, 2]}
+    config = {"norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": [2, 3, 4]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(PassError, match="says norm_before_residual=True, expected False"):
         read(DraftEagle3, tmp_path, eagle3("layers.0."))
@@ -260,8 +265,9 @@ def test_a_published_draft_computes_what_its_paper_says(tmp_path: Path) -> None:
 
 def exported(folder: Path, **options: Any) -> Path:
     save_file(eagle3(), folder / "model.safetensors")
-    program = drafting(DraftEagle3(weights=str(folder), **options), CHAIN)
-    return Model(program, Target("eager", "cpu"), {}).export_speculators(folder / "out")
+    program = drafting(DraftEagle3(weights=str(folder), **options), CHAIN, target())
+    model = Model(program, Target("eager", "cpu"), {})
+    return model.export_speculators(folder / "out", str(folder / "target"))
 
 
 def test_speculators_folder(tmp_path: Path) -> None:
@@ -275,13 +281,13 @@ def test_speculators_folder(tmp_path: Path) -> None:
     assert torch.equal(tensors["d2t"], kept["d2t"]) and torch.equal(tensors["t2d"], kept["t2d"])
     config = json.loads((folder / "config.json").read_text())
     assert config["norm_before_residual"] is True and config["draft_vocab_size"] == 5
-    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 1, 2]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
     shown = config["transformer_layer_config"]
     assert (shown["rope_theta"], shown["head_dim"], shown["num_key_value_heads"]) == (100, 8, 2)
     assert (shown["intermediate_size"], shown["vocab_size"]) == (INNER, VOCAB)
     # What was written is read again.
-    again = DraftEagle3(weights=str(folder), norm_before_residual=True).run(tiny_llama()).program
+    again = DraftEagle3(weights=str(folder), norm_before_residual=True).run(target()).program
     ours = again.weights["eagle3.midlayer.mlp.up_proj.weight"].load()
     assert torch.equal(ours, kept["midlayer.mlp.up_proj.weight"])
 
@@ -302,8 +308,31 @@ def test_the_speculators_library_computes_the_same(tmp_path: Path, normed: bool)
     """The folder loads there, and its layer gives our logits."""
     library = pytest.importorskip("speculators", reason="speculators is not installed")
     folder = exported(tmp_path, norm_before_residual=normed)
+    verifier = tmp_path / "target"
+    verifier.mkdir()
+    shown = json.loads((folder / "config.json").read_text())["transformer_layer_config"]
+    (verifier / "config.json").write_text(json.dumps(shown | {"num_hidden_layers": 7}))
+    names = {"model.embed_tokens": "embed", "model.norm": "norm", "lm_head": "head"}
+    own = {f"{n}.weight": target().weights[w].load() for n, w in names.items()}
+    save_file(own, verifier / "model.safetensors")
     theirs = library.SpeculatorModel.from_pretrained(str(folder))
     assert theirs.config.norm_before_residual is normed
-    ours = load_file(folder / "model.safetensors")
-    found = theirs.state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in ours.items())
+    theirs.config.transformer_layer_config._attn_implementation = "eager"
+    tokens, taps = torch.tensor([[5, 6, 7, 3, 1]]), torch.randn(1, 5, 3 * HIDDEN)
+    mask = torch.full((1, 1, 5, 5), -1e9).triu(1)
+    with torch.no_grad():
+        states = theirs.fc(taps)
+        angles = theirs.rotary_emb(states, torch.arange(5)[None])
+        both = torch.cat([theirs.embed_tokens(tokens), states], -1)
+        x = theirs.layers[0](both, attention_mask=mask, position_embeddings=angles)
+        wanted = theirs.lm_head(theirs.norm(x))
+    program = read(
+        DraftEagle3,
+        tmp_path,
+        load_file(tmp_path / "model.safetensors"),
+        norm_before_residual=normed,
+    )
+    states = whole(program, "eagle3_entry", tokens[0].tolist(), hidden=taps)["hidden"]
+    found = whole(program, "eagle3", tokens[0].tolist(), hidden=states)["draft_logits"]
+    torch.testing.assert_close(found[..., IDS], wanted, atol=1e-4, rtol=1e-4)
+    assert torch.equal(theirs.d2t + torch.arange(5), IDS)
