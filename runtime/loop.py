@@ -44,7 +44,8 @@ class DecodeLoop:
         verifier = VERIFIERS.find(plan.verify, trait)
         self.verifier = verifier(plan.verify, program, options, batch)
         self.stopping = Stopping(options, program.info)
-        self.fetch = tuple(dict.fromkeys((*self.verifier.fetch, *self.drafter.wants)))
+        wanted = (*self.verifier.fetch, *self.drafter.wants, *self.length.wants)
+        self.fetch = tuple(dict.fromkeys(wanted))
         self.read = self.drafter.read if self.drafter.reads else None
         self.no_drafts = [NO_DRAFT] * batch
         self.nowhere = [0] * batch

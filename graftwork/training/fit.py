@@ -265,7 +265,8 @@ class _Fit:
         taps = tuple(name for name in step.outputs if name.split(".")[0] == "hidden")
         with torch.no_grad():
             outputs = net.outputs("step", ("logits", *taps), {"tokens": tokens})
-        batch = Batch(tokens, {name: outputs[name] for name in taps}, outputs["logits"])
+        states = {name: outputs[name] for name in taps}
+        batch = Batch(tokens, states, outputs["logits"], self.model.program.plan.draft)
         losses = [
             objective(draft, net.run, batch)
             for draft, objective in zip(self.drafts, self.objectives, strict=True)

@@ -26,6 +26,7 @@ from .draft import (
 )
 from .iterated import CorpusDraft, InputDraft, JacobiDraft, LookaheadDraft
 from .length import (
+    AcceptanceLength,
     ConfidenceLength,
     FixedLength,
     GoodputLength,
@@ -48,6 +49,7 @@ from .tree import BestFirst, Chain, SampledTree, StaticTree, TreeRecord, Widened
 
 __all__ = [
     "RECORDS",
+    "AcceptanceLength",
     "BestFirst",
     "CachedDraft",
     "Chain",

@@ -48,6 +48,25 @@ class ConfidenceLength(LengthRecord):
 
 @record
 @dataclass(frozen=True)
+class AcceptanceLength(LengthRecord):
+    """Go deeper until a rejection somewhere in the draft is likelier than `threshold` (SpecDec++).
+
+    function: takes ``hidden`` [B,T,H] and returns ``accepted`` [B,T,levels], for each level the log
+    odds that the target accepts the draft's token there, those before it being accepted. output:
+    the step's output that it takes, of the token that the draft continues. trained: whether the
+    head knows anything.
+    """
+
+    function: str = "acceptance"
+    output: str = "hidden.normed"
+    levels: int = 8
+    threshold: float = 0.7
+    trained: bool = False
+    kind: ClassVar[str] = "acceptance"
+
+
+@record
+@dataclass(frozen=True)
 class ThompsonLength(LengthRecord):
     """Go deeper with the chance of acceptance, drawn from its Beta posterior (EESD).
 

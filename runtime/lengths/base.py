@@ -21,9 +21,11 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 class LengthPolicy:
     """Bounds drafts before and while they are made, and learns from what came of them.
 
-    most: draft tokens of the plan. Register a subclass with ``@LENGTHS.register(ItsRecord)`` in its
-    own file of this folder.
+    most: draft tokens of the plan. wants: outputs of the step function that `observe` needs.
+    Register a subclass with ``@LENGTHS.register(ItsRecord)`` in its own file of this folder.
     """
+
+    wants: tuple[str, ...] = ()
 
     def __init__(self, record: Any, executable: Executable, batch: int) -> None:
         self.record, self.executable, self.batch = record, executable, batch

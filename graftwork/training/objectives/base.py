@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ...ir import UnsupportedError
-from ...ir.plan import Record
+from ...ir.plan import DraftRecord, NoDraft, Record
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,13 @@ class Batch:
     """Text and what the target makes of it: the teacher's side of a training step.
 
     tokens: i64[N,T]. hidden: f[N,T,H] by the step's output name. logits: f[N,T,V] after each.
+    draft: the plan's drafter, for policies that learn about it.
     """
 
     tokens: torch.Tensor
     hidden: Mapping[str, torch.Tensor]
     logits: torch.Tensor
+    draft: DraftRecord = field(default_factory=NoDraft)
 
     @cached_property
     def best(self) -> torch.Tensor:

@@ -1,0 +1,59 @@
+"""A head that expects rejections: it learns where the plan's drafter and the target part.
+
+Source: Huang et al., "SpecDec++" (2024): binary cross entropy on each level, given that those
+before it were accepted. There rejections weigh more, because they are rare with a drafter that is
+nearly as good as the target; here they do not, so that chances are what the head says they are.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...ir import UnsupportedError
+from ...ir.plan import AcceptanceLength, CachedDraft, DraftRecord, HeadsDraft
+from .base import Batch, Loss, Run, objective
+
+
+@objective(AcceptanceLength)
+def acceptance_loss(record: AcceptanceLength, run: Run, batch: Batch) -> Loss:
+    """See the module docstring. hits: by level, how often the head is right."""
+    with torch.no_grad():
+        agreed = agreements(batch.draft, run, batch, record.levels)
+    odds = run(record.function, hidden=batch.hidden[record.output])["accepted"].float()
+    total, hits = torch.zeros((), device=odds.device), []
+    reached = torch.ones_like(agreed[0])
+    for level, right in enumerate(agreed):
+        width = right.shape[1]
+        reached = reached[:, :width]
+        said, wanted = odds[:, :width, level], right.float()
+        losses = torch.nn.functional.binary_cross_entropy_with_logits(
+            said, wanted, reduction="none"
+        )
+        total = total + (losses * reached).sum() / reached.sum().clamp(min=1)
+        correct = ((said > 0) == right) & reached
+        hits.append(float(correct.sum() / reached.sum().clamp(min=1)))
+        reached = reached & right
+    return Loss(total, hits)
+
+
+def agreements(draft: DraftRecord, run: Run, batch: Batch, levels: int) -> list[torch.Tensor]:
+    """By level, bool[N,T']: whether the drafter that starts after token t + 1 drafts the teacher's
+    own token there, what comes before it being the text's."""
+    if isinstance(draft, HeadsDraft):
+        logits = run(draft.function, hidden=batch.hidden["hidden"])["draft_logits"].argmax(-1)
+        drafted = list(logits.unbind(2))[:levels]
+        shifts = range(1, 1 + len(drafted))
+        return [_same(one, batch.best, shift) for one, shift in zip(drafted, shifts, strict=True)]
+    if isinstance(draft, CachedDraft) and draft.output is None:
+        best = run(draft.function, tokens=batch.tokens)["draft_logits"].argmax(-1)
+        one = best == batch.best
+        return [one[:, shift:] for shift in range(1, 1 + min(levels, draft.levels))]
+    raise UnsupportedError(
+        f"length=acceptance learns from what draft={draft} gets right, and can tell that only of "
+        f"parallel heads (draft_medusa) and of models (draft_model)"
+    )
+
+
+def _same(drafted: torch.Tensor, best: torch.Tensor, shift: int) -> torch.Tensor:
+    wanted = best[:, shift:]
+    return drafted[:, : wanted.shape[1]] == wanted
