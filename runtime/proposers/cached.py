@@ -27,7 +27,7 @@ from ..draft_cache import Flags
 from ..drafters.base import Fed, Taken
 from ..options import GenerationOptions
 from .base import PROPOSERS, Ids, Level, Proposer
-from .hidden import level_of
+from .hidden import gathered, level_of
 
 
 class _Nodes:
@@ -107,7 +107,7 @@ class CachedProposer(Proposer):
         committed = self.committed
         if self.nodes.tokens.shape[1] == 1:
             self.nodes = _Nodes(len(committed.texts), self.nodes.above + 1)
-        given = None if self.carried is None else _gathered(self.carried, parents)
+        given = None if self.carried is None else gathered(self.carried, parents)
         nodes = self.nodes
         nodes.add(tokens, parents, given)
         total = nodes.tokens.shape[1]
@@ -128,9 +128,3 @@ class CachedProposer(Proposer):
         level = level_of(outputs, count)
         level.tokens[self.committed.lacking] = -1
         return level
-
-
-def _gathered(features: torch.Tensor, places: Ids) -> torch.Tensor:
-    """Rows of f[B,M,H] by i64[B,N]."""
-    columns = torch.from_numpy(places.copy()).to(features.device)
-    return features[torch.arange(len(places), device=features.device)[:, None], columns]
