@@ -54,8 +54,8 @@ def _corpus(tmp_path: Path) -> str:
 def test_the_text_is_the_targets_own(backend: str) -> None:
     executable = compile(drafting(DraftEagle3(), BEST), Target.parse(backend))
     for prompts in (PROMPTS[:1], PROMPTS):
-        result = decode(executable, prompts, 12)
-        assert torch.equal(result.sequences, plainly(executable, prompts, 12))
+        result = decode(executable, prompts, 10)
+        assert torch.equal(result.sequences, plainly(executable, prompts, 10))
         assert result.stats.draft_tokens > 2 * result.stats.sequence_steps
 
 
@@ -83,7 +83,7 @@ def test_drafts_are_what_whole_sequences_give(
     program = drafting(draft, WIDE)
     decode(compile(program, Target.parse(backend)), [PROMPTS[0], PROMPTS[1]], 6)
     assert {len(path) for _, path, _ in Recorded.notes} == {0, 1, 2}
-    for text, path, logits in Recorded.notes[::7]:
+    for text, path, logits in Recorded.notes[::11]:
         wanted = expected(program, text, path)
         torch.testing.assert_close(torch.from_numpy(logits), wanted, atol=2e-4, rtol=2e-4)
 
@@ -119,7 +119,7 @@ def test_samples_follow_the_targets_distribution(tmp_path: Path) -> None:
     for _ in range(2):
         result = generate(
             executable,
-            torch.full((300, 1), 3),
+            torch.full((250, 1), 3),
             max_new_tokens=3,
             do_sample=True,
             top_k=0,
@@ -160,7 +160,7 @@ def test_training_rolls_out_what_drafting_does(corpus: str) -> None:
     row = tokens[0].tolist()
     for level, logits in enumerate(seen):
         assert logits.shape[1] == 7 - level
-        for place in (0, 2, 5 - level):
+        for place in (0, 5 - level):
             text, path = row[: place + 2], row[place + 2 : place + 2 + level]
             wanted = expected(program, text, path)
             torch.testing.assert_close(logits[0, place], wanted, atol=1e-4, rtol=1e-4)
