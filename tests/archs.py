@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from graftwork.frontends import import_model
-from graftwork.ir import Program
+from graftwork.ir import Program, run
 
 
 @dataclass(frozen=True)
@@ -371,3 +371,24 @@ def imported(name: str) -> tuple[Any, Program]:
     model = build(ARCHS[name])
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     return model, import_model(model)
+
+
+TOLERANCE = 1e-4
+"""Largest difference of float32 logits, as a share of their scale."""
+
+
+def tokens_and_positions(batch: int = 2, tokens: int = 11, first: int = 0) -> Any:
+    """Random token ids and consecutive positions, i64[B,T] each."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 128, (batch, tokens), generator=generator)
+    return ids, torch.arange(first, first + tokens).expand(batch, tokens)
+
+
+def logits_of(program: Program, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The step's logits in the reference interpreter."""
+    return run(program, "step", {"tokens": ids, "positions": positions})["logits"]
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference over the scale of the expected values."""
+    return float((got - expected).abs().max() / expected.abs().max())

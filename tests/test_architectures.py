@@ -1,4 +1,6 @@
-"""Every architecture of the table generates what transformers generates, on both backends.
+"""Every architecture of the table imports, and generates what transformers does, on both backends.
+
+Both are tested here because files are what test processes share out: each model is traced once.
 
 Writes nothing unless asked: ``pytest tests/test_architectures.py --update`` rewrites the table in
 docs/architectures.md, which the last test compares with what this run found.
@@ -12,22 +14,126 @@ from typing import Any
 
 import pytest
 import torch
-from archs import ARCHS, imported
+from archs import (
+    ARCHS,
+    TOLERANCE,
+    Arch,
+    error,
+    imported,
+    logits_of,
+    tokens_and_positions,
+)
 
 import graftwork as gw
 from graftwork.backends import Target, compile
 from graftwork.frontends import import_model
-from graftwork.ir import Program, UnsupportedError
+from graftwork.ir import Program, Sym, TensorType, UnsupportedError, site_of, type_of
 from graftwork.passes.manager import run_passes
 from graftwork.passes.validate import reference_logits
 from graftwork.runtime.generate import generate
 
+G = torch.ops.graftwork
 TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"
 NEW, LONG, SHORT = 32, 11, 7
 TIE = 1e-5
 """Tokens may differ only where the best two logits are this close, as a share of their scale."""
 
 FOUND: dict[str, dict[str, str]] = {}
+
+
+@pytest.mark.parametrize("name", sorted(ARCHS))
+def test_import(name: str) -> None:
+    """Logits, dynamic sizes, one attention a layer, experts, markers and sites."""
+    model, program = imported(name)
+    ids, positions = tokens_and_positions()
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+    assert error(logits_of(program, ids, positions), expected) < TOLERANCE
+    shorter = logits_of(program, ids[:1, :7], positions[:1, :7])
+    assert error(shorter, expected[:1, :7]) < TOLERANCE
+    _check_structure(program, ARCHS[name])
+    _check_options(program, name)
+    if name in LEARNED or name in ROTARY:
+        _check_positions(model, program, learned=name in LEARNED)
+
+
+def _check_structure(program: Program, arch: Arch) -> None:
+    step = program.function("step")
+    attentions = step.calls(G.attention.default)
+    heads = 2 if arch.model_type == "diffllama" else 1
+    assert [node.kwargs["layer"] for node in attentions] == list(range(arch.blocks * heads))
+    assert len(step.calls(G.moe.default)) == arch.experts
+    points = ["block"] if arch.parallel else ["attention", "block"]
+    expected = [(block, point) for block in range(arch.blocks) for point in points]
+    markers = step.calls(G.hidden.default)
+    placed = [(node.kwargs["layer"], node.kwargs["point"]) for node in markers]
+    assert placed == [(-1, "embedding"), *expected]
+    for node in attentions:
+        site = site_of(node)
+        assert site.module and site.layer is not None and site.line.startswith("modeling_")
+    logits = type_of(step.outputs["logits"])
+    assert logits == TensorType(torch.float32, (Sym("B"), Sym("T"), 128))
+    assert step.symbols() == {"B", "T"}
+    assert program.stage == "traced" and program.info.vocab_size == 128
+
+
+def _check_positions(model: Any, program: Program, learned: bool) -> None:
+    """Tokens at positions 5, 6, ... get the logits that transformers gives them there."""
+    ids, positions = tokens_and_positions(first=5)
+    with torch.no_grad():
+        expected = model(input_ids=ids, position_ids=positions).logits
+    assert error(logits_of(program, ids, positions), expected) < TOLERANCE
+    moved = logits_of(program, ids, positions - 5)
+    assert (error(moved, expected) > 100 * TOLERANCE) == learned
+
+
+def _check_options(program: Program, name: str) -> None:
+    """Windows, scales, soft caps, sinks, slopes and grouped heads reach the op."""
+    attentions = program.function("step").calls(G.attention.default)
+    first = attentions[0]
+    if name in WINDOWS:
+        assert [node.kwargs.get("window") for node in attentions] == WINDOWS[name]
+    if name in GROUPS:
+        heads = [type_of(arg).dims[1] for arg in first.args[:3]]  # type: ignore[arg-type]
+        assert heads == [4, GROUPS[name], GROUPS[name]]
+    for option, value in OPTIONS.get(name, {}).items():
+        assert first.kwargs[option] == pytest.approx(value)
+    names = [str(arg.target) for arg in first.args[3:] if isinstance(arg, torch.fx.Node)]
+    assert names == EXTRA.get(name, [])
+
+
+LEARNED = ("biogpt", "ctrl", "gpt2", "gpt_neo", "openai-gpt", "opt", "xglm")
+"""Models with absolute positions, where a wrong position shows even if all are shifted alike."""
+
+ROTARY = ("cohere", "gptj", "llama")
+
+WINDOWS = {
+    "gemma3_text": [5, None],
+    "gpt_neo": [None, 5],
+    "mistral": [5, 5],
+    "phimoe": [5, 5],
+    "qwen2": [None, 5],
+    "qwen2_moe": [5, None],
+}
+"""They come from the masks that a model would build, not from how its configuration spells them."""
+
+GROUPS = {"falcon": 2, "falcon-multi-query": 1, "gpt_bigcode": 1, "llama": 2}
+"""Key heads (of four query heads)."""
+
+OPTIONS = {
+    "bloom": {"scale": 8**-0.5},
+    "gemma2": {"softcap": 2.0, "scale": 12**-0.5},
+    "granite": {"scale": 0.3},
+    "xglm": {"scale": 1.0},
+}
+
+EXTRA = {
+    "bloom": ["alibi.0"],
+    "falcon-alibi": ["alibi.0"],
+    "gpt_oss": ["model.layers.0.self_attn.sinks"],
+    "mpt": ["alibi.0"],
+}
+"""Names of sinks and slopes."""
 
 
 @lru_cache(maxsize=1)

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from archs import ARCHS, build
+from archs import ARCHS, TOLERANCE, build, error, logits_of, tokens_and_positions
 from safetensors.torch import load_file, save_file
-from test_frontends import TOLERANCE, error, logits_of, tokens_and_positions
 
 from graftwork.frontends import import_model
 from graftwork.ir import InputError, UnsupportedError
