@@ -26,6 +26,7 @@ from graftwork.passes.insert_kv_cache import InsertKvCache
 from graftwork.passes.manager import Step, run_passes
 from graftwork.passes.pick_logits import PickLogits
 from graftwork.passes.plan_edits import with_plan
+from graftwork.passes.quantize_int8 import QuantizeInt8
 from graftwork.passes.tree_best_first import TreeBestFirst
 from graftwork.passes.tree_chain import TreeChain
 from graftwork.passes.tree_static import TreeStatic
@@ -81,6 +82,16 @@ def test_eagle_gives_the_targets_own_text(backend: str, tree: Pass) -> None:
         result = decode(executable, prompts, 24)
         assert torch.equal(result.sequences, plainly(executable, prompts, 24))
         assert result.stats.draft_tokens > 2 * result.stats.sequence_steps
+
+
+@pytest.mark.parametrize("exclude", [(), ("*mlp.down_proj*",)])
+def test_eagle_in_int8_gives_the_text_of_int8(exclude: tuple[str, ...]) -> None:
+    """Also where float products are left, which take a lone token, its state with it, twice."""
+    quantized = QuantizeInt8(exclude=exclude)
+    executable = compile(drafting(DraftEagle(), LATE, None, quantized), Target("onnxruntime"))
+    result = decode(executable, PROMPTS[:1], 24)
+    assert torch.equal(result.sequences, plainly(executable, PROMPTS[:1], 24))
+    assert result.stats.draft_tokens > 2 * result.stats.sequence_steps
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -96,4 +96,4 @@ def _can_come_again(inputs: Mapping[str, torch.Tensor], route: Route, step: Step
 
 def _past(inputs: Mapping[str, torch.Tensor]) -> memoryview | None:
     """The cache rows before a call, read from the tensor's own memory."""
-    return memoryview(inputs["past"].numpy()) if "past" in inputs else None
+    return inputs["past"].numpy().data if "past" in inputs else None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...ir import Function, InputError, Program
+from ...ir import Function, InputError, Program, Sym, type_of
 from ...ir.plan import Chain
 from ..target import Target
 from .attention import SEQLENS, TOTAL
@@ -15,6 +15,7 @@ from .lower import ANCESTORS, Variant, has_attention, rounds_activations
 from .pairs import only_attention_needs_pairs
 from .probe import attention_kernel_works
 
+WIDTH = Sym("T")
 KEPT_WIDTH = 128
 """Chains up to this many tokens keep their ancestor mask."""
 
@@ -54,6 +55,11 @@ class Router:
         self.pairs = self.rounds and only_attention_needs_pairs(function)
         dtypes = {state.type.dtype for state in program.states.values()}
         self.kernel = all(attention_kernel_works(target.device, dtype) for dtype in dtypes)
+        self.tokenwise = {
+            str(node.target): type_of(node).dims.index(WIDTH)
+            for node in function.inputs
+            if WIDTH in type_of(node).dims and str(node.target) != ANCESTORS
+        }
         self.counts = Counts()
         self.chains: dict[int, torch.Tensor] = {}
 
@@ -77,7 +83,7 @@ class Router:
         width = tokens.shape[1]
         alone = self.rounds and width == 1
         widened = alone and not self.pairs
-        feeds = _doubled(inputs) if widened else dict(inputs)
+        feeds = self._doubled(inputs) if widened else dict(inputs)
         if widened:
             width, ancestors = 2, None
         past: list[int] = rows.tolist()
@@ -104,6 +110,14 @@ class Router:
             return "batch"
         return "chain"
 
+    def _doubled(self, inputs: Inputs) -> dict[str, torch.Tensor]:
+        """A step of one token as a chain of two; the second is forgotten with the next step."""
+        kept = {name: tensor for name, tensor in inputs.items() if name != ANCESTORS}
+        for name, axis in self.tokenwise.items():
+            if name in kept:
+                kept[name] = kept[name].repeat_interleave(2, axis)
+        return kept
+
     def _chain(self, batch: int, width: int) -> torch.Tensor:
         """The ancestor mask of a chain."""
         mask = self.chains.get(width)
@@ -112,13 +126,6 @@ class Router:
             if width <= KEPT_WIDTH:
                 self.chains[width] = mask
         return mask.expand(batch, width, width)
-
-
-def _doubled(inputs: Inputs) -> dict[str, torch.Tensor]:
-    """A step of one token as a chain of two; the second is forgotten with the next step."""
-    both = ("tokens", "positions")
-    kept = {name: tensor for name, tensor in inputs.items() if name != ANCESTORS}
-    return kept | {name: kept[name].expand(-1, 2) for name in both if name in kept}
 
 
 class Counts:
