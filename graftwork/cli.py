@@ -287,6 +287,7 @@ def tune(
     target: TargetOption = None,
     prompts: Annotated[int, typer.Option(min=1, help="Use so many of them.")] = 8,
     tokens: Annotated[int, typer.Option(min=2, help="New tokens a prompt.")] = 64,
+    nodes: Annotated[int | None, typer.Option(help="The tree is to have so many.")] = None,
     file: Annotated[
         Path | None, typer.Option("--out", help="Write the tuned recipe here (.yaml).")
     ] = None,
@@ -302,6 +303,7 @@ def tune(
             target=target,
             prompts=prompts,
             tokens=tokens,
+            nodes=nodes,
             progress=show,
         )
     out.print(tuned.table())

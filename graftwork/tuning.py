@@ -168,6 +168,7 @@ def tune(
     depth: int = 8,
     ranks: int = 8,
     widths: Sequence[int] = WIDTHS,
+    nodes: int | None = None,
     clock: Clock = perf_counter,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Tuned:
@@ -175,9 +176,12 @@ def tune(
 
     model: as for `optimize`, a saved artifact's folder, or a `Model`. data: prompts like those to
     be served; `prompts` of them are continued by `tokens` tokens. depth, ranks: how deep and how
-    far down the drafter's list to look. widths: columns of the steps that are timed. Errors:
-    `InputError` for a recipe whose drafter does not draw from predictions level by level.
+    far down the drafter's list to look. widths: columns of the steps that are timed. nodes: the
+    tree is to have so many, whatever that costs. Errors: `InputError` for a recipe whose drafter
+    does not draw from predictions level by level, or for more nodes than were timed.
     """
+    if nodes is not None and not 0 < nodes < max(widths):
+        raise InputError(f"nodes={nodes}: expected 1 to {max(widths) - 1}, the widths timed less 1")
     opened = _open(model, recipe, target, progress)
     texts = read_prompts(data, opened.program)[:prompts]
     progress("compile")
@@ -188,7 +192,8 @@ def tune(
     progress("time steps")
     seconds = measure_steps(drafted, texts[0], widths, clock=clock)
     choices = evaluate(rates, seconds, drafting)
-    best = max(choices[1:], key=lambda choice: choice.speed)
+    fitting = choices[1:] if nodes is None else choices[nodes : nodes + 1]
+    best = max(fitting, key=lambda choice: choice.speed)
     sizes = {width - 1 for width in seconds}
     shown = tuple(choice for choice in choices if choice.nodes in sizes)
     recipe_ = with_tree(Recipe.load(opened.recipe), best.tree or FIRST_TREE, str(opened.target))

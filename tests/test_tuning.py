@@ -93,10 +93,10 @@ def model():
 
 @pytest.fixture
 def timed(model, monkeypatch):
-    def make(slope):
+    def make(slope, **more):
         executable = Timed(tuning._with_tree(model), slope)
         monkeypatch.setattr(tuning, "_with_tree", lambda model: executable)
-        options = {"data": PROMPTS, "tokens": 24, "depth": 6, "ranks": 4}
+        options = {"data": PROMPTS, "tokens": 24, "depth": 6, "ranks": 4, **more}
         return tune(model, **options, widths=(1, 2, 4, 8, 16), clock=lambda: executable.now)
 
     return make
@@ -123,6 +123,14 @@ def test_the_fastest_tree_is_chosen_and_the_recipe_draws_it(timed, tmp_path):
     assert options["tree_static"] == {"paths": [[0], [0, 1], [0, 1, 2], [0, 1, 2, 0]]}
     assert "accept_trees" in options and loaded.contract == "lossless"
     assert "4 nodes" in shown(tuned) and "3.57 times" in shown(tuned)
+
+
+def test_a_tree_of_a_given_size(timed):
+    tuned = timed(2.0, nodes=3)
+    assert tuned.best.tree == StaticTree.of([(0,), (0, 1), (0, 1, 2)])
+    for nodes in (0, 16):
+        with pytest.raises(InputError, match=rf"nodes={nodes}: expected 1 to 15"):
+            timed(2.0, nodes=nodes)
 
 
 def test_where_columns_are_dear_drafting_does_not_pay(timed):
