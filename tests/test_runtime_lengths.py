@@ -179,6 +179,16 @@ def test_goodput_never_loses_more_than_a_twentieth(most, slope, chance):
         assert world.play(GoodputLength()) < 127 / 0.95  # what was learned stays
 
 
+def test_goodput_tries_ever_more_rarely_what_keeps_not_to_pay():
+    world = World(10, 0.1, 0.3)
+    tries, seconds = [], 0.0
+    for _ in range(12):
+        seconds = world.play(GoodputLength())
+        tries.append(sum(map(bool, world.sizes)))
+    assert sum(tries[6:]) <= 4 < sum(tries)
+    assert seconds < 127 / 0.98
+
+
 def best_fixed(chance, slope, most):
     """Tokens a second of the best fixed size."""
     return max(

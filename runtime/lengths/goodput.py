@@ -29,15 +29,24 @@ WHOLE_EVERY, PLAIN_EVERY = 16, 32
 """Steps after which a whole draft, or none, is tried again where another size seems best."""
 
 
+MOST_EVERY = 1024
+"""Steps between two tries, at most, where drafting has not paid again and again."""
+
+
 class Knowledge:
     """What was learned with an executable at a batch size; it outlives a generation.
 
     costs: seconds by width. seen, hits: f64[most], how often draft token i was verified and
-    accepted, older drafts counting less.
+    accepted, older drafts counting less. lost: seconds, next to plain decoding of `tokens` tokens.
+    steps, whole, plain: steps so far, and at the last one with a whole draft or none. patience:
+    steps from a whole draft to the next.
     """
 
     def __init__(self, most: int) -> None:
         self.costs = Costs()
+        self.lost = self.tokens = 0.0
+        self.steps = self.whole = self.plain = 0
+        self.patience = 1
         # One imagined draft, whose later tokens were accepted ever more rarely.
         self.seen = np.ones(most)
         self.hits = 1 / np.arange(2.0, most + 2)
@@ -69,8 +78,9 @@ class GoodputPolicy(LengthPolicy):
     The order of a draft's tokens is its own ranking (see `Draft.cut`), so acceptance is estimated
     by place in the draft. What was lost so far against plain decoding is kept account of: trying
     sizes that do not seem best, and sizes that disappoint, ends where the account is used up. It
-    starts with half of the record's `loss` and earns the other half token by token, so a generation
-    of 128 tokens takes 1 + `loss` times as long as plain decoding at worst. Source: Liu et al.,
+    starts with half of the record's `loss` and earns the other half token by token, so the first
+    128 tokens take 1 + `loss` times as long as plain decoding at worst, and later ones half of
+    that; where drafting keeps not to pay, it is tried ever more rarely. Source: Liu et al.,
     "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput" (SmartSpec,
     2024).
     """
@@ -84,8 +94,6 @@ class GoodputPolicy(LengthPolicy):
         self.known = kept.setdefault(key, Knowledge(self.most))
         self.compiled = executable.widths("step")
         self.widths = np.array([self._width(size + 1) for size in range(self.most + 1)])
-        self.steps = self.whole = self.plain = 0
-        self.lost = self.tokens = 0.0
 
     def _width(self, need: int) -> int:
         """Columns that a step for `need` of them has."""
@@ -98,21 +106,24 @@ class GoodputPolicy(LengthPolicy):
 
     def _size(self) -> int:
         """Draft tokens of the next step."""
-        costs = self.known.costs
-        if costs.known(int(self.widths[0])) < SURE or self.steps - self.plain >= PLAIN_EVERY:
+        known, costs = self.known, self.known.costs
+        if costs.known(int(self.widths[0])) < SURE or known.steps - known.plain >= PLAIN_EVERY:
             return 0
         seconds = costs.at(self.widths[: self._reach() + 1])
         plain, half = seconds[0], self.record.loss / 2
-        account = half * (HORIZON + self.tokens) * plain - self.lost
-        best = int(np.argmax(self.known.expected()[: len(seconds)] / seconds))
+        account = half * (HORIZON + known.tokens) * plain - known.lost
+        best = int(np.argmax(known.expected()[: len(seconds)] / seconds))
         if best and account < 0:
             return 0
         # What a try costs if nothing is accepted, and the largest that half the loss ever pays.
         tries = seconds - plain
         largest = int(np.searchsorted(tries, half * HORIZON * plain, side="right")) - 1
-        due = not best or self.steps - self.whole >= WHOLE_EVERY
+        if best:
+            known.patience = WHOLE_EVERY
+        due = known.steps - known.whole >= known.patience
         if due and largest and tries[largest] <= account:
-            self.whole = self.steps
+            known.whole = known.steps
+            known.patience = min(2 * known.patience, MOST_EVERY)
             return largest
         return best
 
@@ -132,10 +143,11 @@ class GoodputPolicy(LengthPolicy):
         costs, mean = self.known.costs, sum(gained) / len(gained)
         # A draft that was asked for and not found is lost time, but no part of a plain step.
         spent = costs.add(int(self.widths[size]), step + (drafting if size else 0.0))
-        self.lost += spent + (0.0 if size else drafting)
-        self.lost -= mean * costs.one(int(self.widths[0]))
-        self.known.learn(taken)
-        self.steps += 1
-        self.tokens += mean
+        known = self.known
+        known.lost += spent + (0.0 if size else drafting)
+        known.lost -= mean * costs.one(int(self.widths[0]))
+        known.learn(taken)
+        known.steps += 1
+        known.tokens += mean
         if not size:
-            self.plain = self.steps
+            known.plain = known.steps
