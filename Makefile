@@ -3,7 +3,8 @@
 # make check     format, lint, strict types, tests and doctests, line totals
 #
 # Each prepares .venv by itself, from constraints.txt; it needs Python 3.11-3.13 and make, no more.
-# PYTHON=/path/to/python chooses the interpreter; ARGS="..." goes to pytest or to the demo.
+# PYTHON=/path/to/python chooses the interpreter; ARGS="..." goes to pytest or to the demo; WORKERS=0
+# runs the tests in one process, with output as it comes.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
   $$p -c 'import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
@@ -13,6 +14,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 PACKAGES := graftwork ir frontends passes backends runtime recipes
 PYTHON_FILES := $(wildcard $(PACKAGES) tests examples benchmarks docs .ci)
+# Test files are shared out among processes of one thread each: most of the time is Python's. A file
+# stays whole, because its tests share what is slow to make.
+WORKERS := 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile
 
 .PHONY: demo test check format types totals clean
 
@@ -20,13 +25,13 @@ demo: $(INSTALLED)
 	$(BIN)/graftwork demo $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check $(PYTHON_FILES)
 	$(BIN)/ruff check $(PYTHON_FILES)
 	$(MAKE) --no-print-directory types
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 	$(MAKE) --no-print-directory totals
 
 format: $(INSTALLED)
