@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from ...ir.executable import Executable
 from ...ir.plan import AcceptanceLength, Chain
+from ..last_state import LastState
 from .base import LENGTHS, Flags, LengthPolicy
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class AcceptancePolicy(LengthPolicy):
         self.wants = (record.output,)
         self.chain = isinstance(executable.program.plan.tree, Chain)
         self.depths = np.full(batch, record.levels)
-        self.state = torch.empty(0)
+        self.last = LastState(record.output, batch)
 
     def limits(self, rooms: Sequence[int]) -> list[int]:
         """See `LengthPolicy.limits`. In a tree the depth is limited, not the nodes."""
@@ -51,15 +51,8 @@ class AcceptancePolicy(LengthPolicy):
 
     def observe(self, taken: Taken, drafting: float, step: float) -> None:
         """Ask the head about the state that each sequence's last token was chosen from."""
-        hidden = taken.outputs[self.record.output]
-        if len(self.state) != len(hidden):
-            self.state = hidden.new_zeros(len(hidden), 1, hidden.shape[-1])
-        for index, tokens in enumerate(taken.tokens):
-            if tokens:
-                path = taken.paths[index]
-                column = taken.columns[index] + (path[-1] + 1 if path else 0)
-                self.state[index, 0] = hidden[index, column]
-        inputs = {"hidden": self.state}
+        self.last.observe(taken)
+        inputs = {"hidden": self.last.get()[1]}
         odds = self.executable.run(self.record.function, inputs, ("accepted",))["accepted"]
         whole = odds[:, 0].float().sigmoid().cumprod(-1).cpu().numpy()
         # P(any rejected) = 1 - the chance that all so far are accepted.

@@ -39,14 +39,14 @@ class Knowledge:
     costs: seconds by width. seen, hits: f64[most], how often draft token i was verified and
     accepted, older drafts counting less. lost: seconds, next to plain decoding of `tokens` tokens.
     steps, whole, plain: steps so far, and at the last one with a whole draft or none. patience:
-    steps from a whole draft to the next.
+    steps from a whole draft to the next. pays: whether drafting seemed worth its time last.
     """
 
     def __init__(self, most: int) -> None:
         self.costs = Costs()
         self.lost = self.tokens = 0.0
         self.steps = self.whole = self.plain = 0
-        self.patience = 1
+        self.patience, self.pays = 0, False
         # One imagined draft, whose later tokens were accepted ever more rarely.
         self.seen = np.ones(most)
         self.hits = 1 / np.arange(2.0, most + 2)
@@ -107,6 +107,9 @@ class GoodputPolicy(LengthPolicy):
     def _size(self) -> int:
         """Draft tokens of the next step."""
         known, costs = self.known, self.known.costs
+        waiting = known.steps - known.whole < known.patience
+        if waiting and not known.pays:
+            return 0  # a plain step teaches nothing about drafts
         if costs.known(int(self.widths[0])) < SURE or known.steps - known.plain >= PLAIN_EVERY:
             return 0
         seconds = costs.at(self.widths[: self._reach() + 1])
@@ -118,13 +121,14 @@ class GoodputPolicy(LengthPolicy):
         # What a try costs if nothing is accepted, and the largest that half the loss ever pays.
         tries = seconds - plain
         largest = int(np.searchsorted(tries, half * HORIZON * plain, side="right")) - 1
+        known.pays = best > 0
         if best:
             known.patience = WHOLE_EVERY
         due = known.steps - known.whole >= known.patience
-        if due and largest and tries[largest] <= account:
+        if due and largest:
             known.whole = known.steps
-            known.patience = min(2 * known.patience, MOST_EVERY)
-            return largest
+            known.patience = min(max(2 * known.patience, 1), MOST_EVERY)
+            return largest if tries[largest] <= account else best
         return best
 
     def _reach(self) -> int:

@@ -9,39 +9,30 @@ import numpy as np
 import torch
 
 from ..drafters.base import Taken
+from ..last_state import LastState
 from .base import Ids, Level, Proposer
 
 
 class HiddenProposer(Proposer):
-    """Keeps `state` [B,1,H], the hidden state that the last token was chosen from, and `last`
-    i64[B,1], that token."""
+    """Starts from `last`: each text's last token, and the hidden state it was chosen from."""
 
     wants = ("hidden",)
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """Nothing is known before the prompt has run."""
-        self.last = torch.zeros(len(prompts), 1, dtype=torch.int64)
-        self.state = torch.empty(0)
+        self.last = LastState("hidden", len(prompts))
 
     def root(self, count: int) -> Level:
         """What may follow the last committed token."""
-        return self.start(self.last, self.state, count)
+        return self.start(*self.last.get(), count)
 
     @abstractmethod
     def start(self, tokens: torch.Tensor, states: torch.Tensor, count: int) -> Level:
         """What may follow tokens i64[B,M] that were chosen from states [B,M,H]: a new draft."""
 
     def observe(self, taken: Taken) -> None:
-        """Take the state of the last accepted node, and the token chosen there."""
-        hidden = taken.outputs["hidden"]
-        if len(self.state) != len(hidden):
-            self.state = hidden.new_zeros(len(hidden), 1, hidden.shape[-1])
-        for index, tokens in enumerate(taken.tokens):
-            if tokens:
-                path = taken.paths[index]
-                column = taken.columns[index] + (path[-1] + 1 if path else 0)
-                self.state[index, 0] = hidden[index, column]
-                self.last[index, 0] = tokens[-1]
+        """See `Proposer.observe`."""
+        self.last.observe(taken)
 
     def run(self, function: str, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """All outputs of a function of the program."""

@@ -60,7 +60,7 @@ class RecurrentProposer(HiddenProposer):
         """What may follow the last committed token."""
         if self.committed is None:
             return super().root(count)
-        level = self.start(self.last, self.committed.catch_up()["hidden"], count)
+        level = self.start(self.last.get()[0], self.committed.catch_up()["hidden"], count)
         level.tokens[self.committed.lacking] = -1
         return level
 
