@@ -11,6 +11,7 @@ import torch
 from ..ir import UnsupportedError, type_of
 from ..ir.executable import Executable
 from .feed import CHUNK
+from .gather import gathered
 
 Ids = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -77,7 +78,7 @@ class DraftCache:
         fetch = () if silent else self.fetch
         outputs = self.executable.run(self.function, given, fetch)
         whole = ("hidden",) if "select" in self.takes else self.fetch
-        return {n: _columns(v, select) if n in whole else v for n, v in outputs.items()}
+        return {n: gathered(v, select) if n in whole else v for n, v in outputs.items()}
 
     def blank(self, batch: int, width: int, function: str) -> torch.Tensor:
         """Zeros for a function's input ``hidden``, f[B,W,H]: `width` tokens are fed as W."""
@@ -96,12 +97,6 @@ class DraftCache:
                 f"the draft function {self.function} takes no ancestors, so it cannot draft trees: "
                 f"run the pass accept_trees, or draft a chain"
             )
-
-
-def _columns(value: torch.Tensor, select: Ids) -> torch.Tensor:
-    """A copy of the chosen columns of a value that has all of them."""
-    columns = torch.from_numpy(select.copy()).to(value.device)
-    return value[torch.arange(len(select), device=value.device)[:, None], columns]
 
 
 def _padded(values: Ids, width: int) -> torch.Tensor:

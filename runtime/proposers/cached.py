@@ -25,9 +25,10 @@ from ...ir.plan import CachedDraft
 from ..committed import Committed
 from ..draft_cache import Flags
 from ..drafters.base import Fed, Taken
+from ..gather import gathered
 from ..options import GenerationOptions
 from .base import PROPOSERS, Ids, Level, Proposer
-from .hidden import gathered, level_of
+from .hidden import level_of
 
 
 class _Nodes:

@@ -19,10 +19,11 @@ from ...ir import UnsupportedError
 from ...ir.executable import Executable
 from ...ir.plan import CachedDraft, ContinuedDraft
 from ..drafters.base import Fed, Taken
+from ..gather import gathered
 from ..options import GenerationOptions
 from .base import PROPOSERS, Ids, Level, Proposer
 from .cached import CachedProposer
-from .hidden import HiddenProposer, gathered
+from .hidden import HiddenProposer
 
 
 @PROPOSERS.register(ContinuedDraft)

@@ -70,9 +70,3 @@ def taken_at(level: Level, places: Ids) -> Level:
     scores = np.take_along_axis(level.scores, index, 1)
     logits = None if level.logits is None else np.take_along_axis(level.logits, index, 1)
     return Level(tokens, scores, logits)
-
-
-def gathered(values: torch.Tensor, places: Ids) -> torch.Tensor:
-    """Rows of [B,M,...] by i64[B,N]."""
-    columns = torch.from_numpy(places.copy()).to(values.device)
-    return values[torch.arange(len(places), device=values.device)[:, None], columns]

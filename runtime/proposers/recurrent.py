@@ -17,9 +17,10 @@ from ...ir.executable import Executable
 from ...ir.plan import RecurrentDraft
 from ..committed import Committed
 from ..drafters.base import Fed, Taken
+from ..gather import gathered
 from ..options import GenerationOptions
 from .base import PROPOSERS, Ids, Level
-from .hidden import HiddenProposer, gathered, level_of
+from .hidden import HiddenProposer, level_of
 
 
 @PROPOSERS.register(RecurrentDraft)
