@@ -39,14 +39,14 @@ class Knowledge:
     costs: seconds by width. seen, hits: f64[most], how often draft token i was verified and
     accepted, older drafts counting less. lost: seconds, next to plain decoding of `tokens` tokens.
     steps, whole, plain: steps so far, and at the last one with a whole draft or none. patience:
-    steps from a whole draft to the next. pays: whether drafting seemed worth its time last.
+    steps from a whole draft to the next. until: the step before which nothing is drafted.
     """
 
     def __init__(self, most: int) -> None:
         self.costs = Costs()
         self.lost = self.tokens = 0.0
         self.steps = self.whole = self.plain = 0
-        self.patience, self.pays = 0, False
+        self.patience = self.until = 0
         # One imagined draft, whose later tokens were accepted ever more rarely.
         self.seen = np.ones(most)
         self.hits = 1 / np.arange(2.0, most + 2)
@@ -107,9 +107,8 @@ class GoodputPolicy(LengthPolicy):
     def _size(self) -> int:
         """Draft tokens of the next step."""
         known, costs = self.known, self.known.costs
-        waiting = known.steps - known.whole < known.patience
-        if waiting and not known.pays:
-            return 0  # a plain step teaches nothing about drafts
+        if known.steps < known.until:
+            return 0  # plain steps teach nothing about drafts
         if costs.known(int(self.widths[0])) < SURE or known.steps - known.plain >= PLAIN_EVERY:
             return 0
         seconds = costs.at(self.widths[: self._reach() + 1])
@@ -117,18 +116,21 @@ class GoodputPolicy(LengthPolicy):
         account = half * (HORIZON + known.tokens) * plain - known.lost
         best = int(np.argmax(known.expected()[: len(seconds)] / seconds))
         if best and account < 0:
+            known.until = known.steps + 1 + int(-account / (half * plain))
             return 0
         # What a try costs if nothing is accepted, and the largest that half the loss ever pays.
         tries = seconds - plain
         largest = int(np.searchsorted(tries, half * HORIZON * plain, side="right")) - 1
-        known.pays = best > 0
         if best:
             known.patience = WHOLE_EVERY
         due = known.steps - known.whole >= known.patience
         if due and largest:
             known.whole = known.steps
             known.patience = min(max(2 * known.patience, 1), MOST_EVERY)
-            return largest if tries[largest] <= account else best
+            if tries[largest] <= account:
+                return largest
+        if not best:
+            known.until = known.whole + known.patience
         return best
 
     def _reach(self) -> int:
@@ -153,5 +155,7 @@ class GoodputPolicy(LengthPolicy):
         known.learn(taken)
         known.steps += 1
         known.tokens += mean
-        if not size:
+        if size:
+            known.until = 0
+        else:
             known.plain = known.steps
