@@ -9,7 +9,7 @@ under the state's name. Symbolic sizes stand directly in arguments as `Sym`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +111,34 @@ class Function:
         for node in self.graph.nodes:
             mapping[node] = graph.node_copy(node, lambda n: mapping[n])
         return Function(self.name, graph)
+
+    def beyond(self, values: Mapping[str, torch.fx.Node], wanted: Sequence[str]) -> Function:
+        """What is left to do for the `wanted` outputs once some values are known.
+
+        values: tensors of this function by the name of the input that stands for each in the new
+        function. Of the old inputs it takes those that are still needed.
+        """
+        given = {node: name for name, node in values.items()}
+        outputs = {name: self.outputs[name] for name in wanted}
+        needed, stack = set[torch.fx.Node](), list(outputs.values())
+        while stack:
+            node = stack.pop()
+            if node not in needed:
+                needed.add(node)
+                stack += () if node in given else node.all_input_nodes
+        rest = Function(f"{self.name}.beyond")
+        mapping: dict[torch.fx.Node, torch.fx.Node] = {}
+        for node in self.inputs:
+            if node in needed and node not in given:
+                mapping[node] = rest.graph.node_copy(node)
+        for node, name in given.items():
+            if node in needed:
+                mapping[node] = rest.add_input(name, type_of(node))
+        for node in self:
+            if node in needed and node not in mapping:
+                mapping[node] = rest.graph.node_copy(node, lambda n: mapping[n])
+        rest.set_outputs({name: mapping[node] for name, node in outputs.items()})
+        return rest
 
     def add_input(self, name: str, type: TensorType) -> torch.fx.Node:
         """A new placeholder after the existing ones."""

@@ -70,7 +70,9 @@ def test_trained_heads_are_accepted_and_the_target_stays(drafter: Pass, tmp_path
     # Acceptance on these two prompts says nothing: untrained heads repeat the last token, which
     # this model's own loops reward. Accuracy does: untrained it is 0.36, 0.30 and 0.24.
     assert min(fitted.hits) > 0.55
-    assert fitted.accepted_per_step > accepted_per_step(model, split(TEXT)[1])
+    # A random model's text has nothing general to learn: what counts is the text it was shown.
+    shown = split(TEXT)[0]
+    assert accepted_per_step(fitted.model, shown) > 1.03 * accepted_per_step(model, shown)
     before, after = weights(model), weights(fitted.model)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     step = model.program.function("step").weights
@@ -182,6 +184,7 @@ def test_damaged_and_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
         (torch.rand(9), FEW, "expected token ids"),
         (TEXT, {}, "how long to train"),
         (TEXT, {"steps": 0}, "steps=0: expected a positive number"),
+        (TEXT, {"steps": 1, "passes": 0}, "passes=0: expected a positive number"),
         (TEXT, {"steps": 1, "own": 2.0}, "own in 0..1"),
     ],
 )

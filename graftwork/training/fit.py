@@ -1,8 +1,9 @@
 """Fit what was grafted onto a program: the target stays as it is and teaches.
 
-Self-distillation: each step takes windows of text, lets the target say what it makes of them, and
-moves the inserted weights towards it. The text is the user's, continued by the target itself, or
-the target's own altogether, because drafts are judged on text that the target writes.
+Self-distillation: the target says what it makes of windows of text, and steps move the inserted
+weights towards it. The text is the user's, continued by the target itself, or the target's own
+altogether, because drafts are judged on text that the target writes. Each window is used a few
+times, and the target's side of it is worked out once (`lessons`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ from ..prompts import Prompts
 from ..runtime.generate import Generated, generate
 from . import checkpoint
 from .corpus import Windows, own_text, read_corpus, split
+from .lessons import Lessons, Teacher
 from .net import Net, chosen, trainable, trained_parts
 from .objectives.base import Batch, Loss, objective_of
 
@@ -36,17 +39,22 @@ TEACHER_BYTES = 256 << 20
 """Teacher logits held at once: a batch is taken in pieces that need no more."""
 
 SAMPLED = 16
-"""Continuations that the target writes at once."""
+"""Windows that the target is asked about, and continues, at once."""
+
+PREPARING = 0.35
+"""Share of the time for preparing windows; in the rest each is then used about five times where the
+inserted weights cost as much as half of the target."""
 
 
 @dataclass(frozen=True)
 class FitOptions:
     """How to train.
 
-    minutes: wall time, sampling included; steps: optimizer steps. At least one; training ends with
-    the first that is used up. batch: windows a step. window: tokens each. own: share of the windows
-    that the target continues itself; temperature: at which (0: its best tokens). rate: peak
-    learning rate of AdamW, after a warm-up of 5% and then along a cosine. save_every: steps between
+    minutes: wall time, the preparing of windows included; steps: optimizer steps. At least one;
+    training ends with the first that is used up. batch: windows a step. window: tokens each.
+    passes: how often a window is used where steps are given. own: share of the windows that the
+    target continues itself; temperature: at which (0: its best tokens). rate: peak learning rate of
+    AdamW, after a warm-up of ten steps and then along a cosine. save_every: steps between
     checkpoints. seed: decides every window, sample and order.
     """
 
@@ -54,6 +62,7 @@ class FitOptions:
     steps: int | None = None
     batch: int = 4
     window: int = 512
+    passes: int = 4
     own: float = 0.75
     temperature: float = 0.0
     rate: float = 1e-3
@@ -64,7 +73,7 @@ class FitOptions:
     def __post_init__(self) -> None:
         if self.minutes is None and self.steps is None:
             raise InputError("say how long to train: minutes=, steps=, or both")
-        for name in ("minutes", "steps", "batch", "window", "rate", "clip", "save_every"):
+        for name in ("minutes", "steps", "batch", "window", "passes", "rate", "clip", "save_every"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise InputError(f"{name}={value}: expected a positive number")
@@ -147,10 +156,9 @@ class _Fit:
         self.train, self.held_out = split(documents)
         width = min(options.window, model.program.info.context)
         self.windows = Windows(self.train, width, options.seed)
-        self.samples: list[torch.Tensor] = []
 
     def run(self, resume: bool) -> Fitted:
-        """Sample, train, measure."""
+        """Prepare windows, train, measure."""
         program = self.model.program
         device = torch.device(self.model.target.device)
         names = [name for draft in self.drafts for name in trainable(program, draft)]
@@ -159,10 +167,11 @@ class _Fit:
             net.parameters, lr=self.options.rate, betas=(0.9, 0.95), weight_decay=0.0
         )
         state = self._restored(net, optimizer) if resume else self._fresh()
-        self._sample()
+        lessons = self._prepared(net, state)
         while not self._used_up(state):
-            self._step(net, optimizer, state)
+            self._step(net, optimizer, lessons, state)
         self._save(net, optimizer, state)
+        lessons.remove()
         trained = replace(self.model, program=net.trained_program(self.drafts))
         self.progress(FitState("measuring", 1.0, state.step))
         accepted = accepted_per_step(trained, self.held_out)
@@ -185,57 +194,64 @@ class _Fit:
         plan = replace(self.model.program.plan, draft=NoDraft(), tree=Chain(), length=FixedLength())
         return generate(Planned(self.model.executable, plan), prompts, **options)
 
-    def _sample(self) -> None:
-        """Let the target continue text, within its share of the budget."""
+    def _prepared(self, net: Net, state: checkpoint.Progress) -> Lessons:
+        """Windows and what the target makes of them, within their share of the budget."""
         options = self.options
-        if not options.own:
-            return
-        wanted = None
+        decisive = {name: getattr(options, name) for name in ("window", "own", "temperature")}
+        lessons = Lessons(
+            self.out, Teacher(net), {**decisive, "target": state.target}, options.seed
+        )
+        wanted, limit = math.inf, math.inf
         if options.steps is not None:
-            wanted = math.ceil(options.steps * options.batch * options.own / SAMPLED)
-        limit = None if options.minutes is None else 60 * options.minutes * 0.3 * options.own
-        number, width = 0, self.windows.width
-        start = time.perf_counter()
-        while wanted is None or number < wanted:
+            wanted = math.ceil(options.steps * options.batch / (options.passes * SAMPLED))
+        if options.minutes is not None:
+            limit = PREPARING * 60 * options.minutes
+        count, start = 0, time.perf_counter()
+        while count < wanted:
+            number = count * self.world + self.rank
             spent = time.perf_counter() - start
-            if limit is not None and spent > limit:
+            if count and spent > limit and not lessons.has(number):
                 break
-            prompts = self.windows(2_000_000 + number * self.world + self.rank, SAMPLED)
-            # Prompts of many lengths: heads meet every position.
-            length = max(1, width // 8 * (2 + number % 4))
-            seed = options.seed + number
-            text = own_text(self._generate, prompts[:, :length], width, options.temperature, seed)
-            self.samples.extend(text.split(1))
-            number += 1
-            share = number / wanted if wanted else min(1.0, spent / (limit or 1.0))
-            self.progress(FitState("sampling", share))
+            lessons.add(number, partial(self._windows, number))
+            count += 1
+            self.progress(FitState("preparing", max(count / wanted, min(1.0, spent / limit))))
+        return lessons
 
-    def _batch(self, step: int) -> torch.Tensor:
-        """The windows of a step, i64[N,T]."""
-        number, count = step * self.world + self.rank, self.options.batch
-        own = min(round(count * self.options.own), len(self.samples))
-        generator = torch.Generator().manual_seed(self.options.seed * 7_919 + number)
-        chosen = torch.randint(max(len(self.samples), 1), (own,), generator=generator).tolist()
-        rows = [self.samples[index] for index in chosen]
-        if own < count:
-            rows.append(self.windows(number, count - own))
-        return torch.cat(rows)
+    def _windows(self, number: int) -> torch.Tensor:
+        """Windows i64[16,T], of which the target continues its share."""
+        windows, options = self.windows(number, SAMPLED), self.options
+        own = round(SAMPLED * options.own)
+        if not own:
+            return windows
+        # Prompts of many lengths: heads meet every position.
+        width = windows.shape[1]
+        prompts = windows[:own, : max(1, width // 8 * (2 + number % 4))]
+        seed = options.seed + number
+        continued = own_text(self._generate, prompts, width, options.temperature, seed)
+        return torch.cat([continued, windows[own:]])
 
     # -- steps
 
-    def _step(self, net: Net, optimizer: torch.optim.Optimizer, state: checkpoint.Progress) -> None:
+    def _step(
+        self,
+        net: Net,
+        optimizer: torch.optim.Optimizer,
+        lessons: Lessons,
+        state: checkpoint.Progress,
+    ) -> None:
         start = time.perf_counter()
-        tokens = self._batch(state.step).to(net.device)
+        tokens, states = lessons.batch(state.step, self.options.batch)
         rate = self.options.rate * self._schedule(state)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.zero_grad(set_to_none=True)
         piece = self._piece(tokens)
-        pieces = tokens.split(piece)
         loss, hits = 0.0, [0.0]
-        for part in pieces:
-            share = len(part) / len(tokens)
-            result = self._loss(net, part)
+        for first in range(0, len(tokens), piece):
+            part = slice(first, first + piece)
+            share = len(tokens[part]) / len(tokens)
+            given = {name: value[part].to(net.device) for name, value in states.items()}
+            result = self._loss(net, lessons.teacher, tokens[part].to(net.device), given)
             (result.total * share).backward()
             loss += float(result.total.detach()) * share
             hits = result.hits
@@ -259,14 +275,12 @@ class _Fit:
         logits = tokens.shape[1] * self.model.program.info.vocab_size * 4
         return max(1, min(len(tokens), TEACHER_BYTES // logits))
 
-    def _loss(self, net: Net, tokens: torch.Tensor) -> Loss:
-        """All drafters' losses on some windows; the target's side without gradients."""
-        step = self.model.program.function("step")
-        taps = tuple(name for name in step.outputs if name.split(".")[0] == "hidden")
-        with torch.no_grad():
-            outputs = net.outputs("step", ("logits", *taps), {"tokens": tokens})
-        states = {name: outputs[name] for name in taps}
-        batch = Batch(tokens, states, outputs["logits"], self.model.program.plan.draft)
+    def _loss(
+        self, net: Net, teacher: Teacher, tokens: torch.Tensor, states: dict[str, torch.Tensor]
+    ) -> Loss:
+        """All drafters' losses on some windows, whose states at the target are known."""
+        taps = {name: states[name] for name in teacher.taps}
+        batch = Batch(tokens, taps, teacher.logits(states), self.model.program.plan.draft)
         losses = [
             objective(draft, net.run, batch)
             for draft, objective in zip(self.drafts, self.objectives, strict=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..backends.torch.emit import emit
-from ..ir import InputError, Program, Weight, type_of
+from ..ir import Function, InputError, Program, Weight, type_of
 from ..ir.plan import DecodePlan, DraftRecord, Record
 
 OPTIONAL = frozenset({"ancestors"})
@@ -80,18 +80,19 @@ class Net:
         return self.outputs(function, tuple(wanted), inputs)
 
     def outputs(
-        self, function: str, wanted: tuple[str, ...], inputs: dict[str, torch.Tensor]
+        self, function: str | Function, wanted: tuple[str, ...], inputs: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Named outputs of a function over whole sequences, with empty caches where it has any.
 
+        function: of the program by name, or another one on its weights, told apart by its name.
         ``select`` is ignored where the function gives the outputs of all tokens anyway.
         """
-        fn = self.program.function(function)
+        fn = self.program.function(function) if isinstance(function, str) else function
         if unknown := sorted(
             name for name in inputs if not fn.has_input(name) and name != "select"
         ):
             raise InputError(
-                f"{function} must take the input {unknown[0]!r} to be trained; ancestors come with "
+                f"{fn.name} must take the input {unknown[0]!r} to be trained; ancestors come with "
                 f"the pass accept_trees"
             )
         batch, width = next(iter(inputs.values())).shape[:2]
@@ -109,9 +110,9 @@ class Net:
             elif name in ("positions", "select"):
                 given[name] = steps
             else:
-                raise InputError(f"{function} needs the input {name!r} to be trained")
+                raise InputError(f"{fn.name} needs the input {name!r} to be trained")
         absent = frozenset(str(n.target) for n in fn.inputs) - set(given)
-        key = (function, wanted, absent)
+        key = (fn.name, wanted, absent)
         if key not in self.modules:
             self.modules[key] = emit(fn, self.tensors, [], wanted, absent)
         names = [str(n.target) for n in fn.inputs if str(n.target) in given]

@@ -1,0 +1,166 @@
+"""Windows of text, and what the target makes of them: worked out once, kept in files, used often.
+
+The target costs more than the heads that learn from it: on windows that are used again, nothing of
+it is left to compute but the logits, from the last value before the vocabulary's width. Files hold
+a few windows each, so that neither making nor reading them takes memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from bisect import bisect_right
+from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ..ir import Function, UnsupportedError, type_of
+from ..ir.analysis import dominating_chain
+from .net import Net
+
+FOLDER = "lessons"
+
+PIECE_TOKENS = 4096
+"""Tokens that the target is asked about at once."""
+
+WAIST = "waist"
+"""The name of the value that the logits are made of, where no draft takes it anyway."""
+
+
+class Teacher:
+    """The target's side of training: its states, and its logits from them.
+
+    taps: outputs of the step that drafts learn from.
+    """
+
+    def __init__(self, net: Net) -> None:
+        self.net = net
+        step = net.program.function("step")
+        self.taps = tuple(name for name in step.outputs if name.split(".")[0] == "hidden")
+        named = {name: step.outputs[name] for name in self.taps}
+        waist = _waist(step, set(named.values()))
+        known = [name for name, node in named.items() if node is waist]
+        self.waist = known[0] if known else WAIST
+        self.step = step.copy()
+        if not known:
+            copied = {node.name: node for node in self.step}
+            self.step.set_outputs({**self.step.outputs, WAIST: copied[waist.name]})
+        self.rest = step.beyond({self.waist: waist}, ("logits",))
+        self.kept = tuple(dict.fromkeys((*self.taps, self.waist)))
+
+    def states(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What is kept of i64[N,T], by name, each [N,T,...]."""
+        pieces = max(1, PIECE_TOKENS // tokens.shape[1])
+        with torch.no_grad():
+            made = [
+                self.net.outputs(self.step, self.kept, {"tokens": part.to(self.net.device)})
+                for part in tokens.split(pieces)
+            ]
+        return {name: torch.cat([part[name].cpu() for part in made]) for name in self.kept}
+
+    def logits(self, states: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The target's logits, f[N,T,V]."""
+        with torch.no_grad():
+            inputs = {self.waist: states[self.waist]}
+            return self.net.outputs(self.rest, ("logits",), inputs)["logits"]
+
+
+def _waist(step: Function, taps: set[torch.fx.Node]) -> torch.fx.Node:
+    """The value that the logits are made of without another look at the text: a tap, or else the
+    smallest on the way from the last layer."""
+    found = []
+    for node in reversed(dominating_chain(step)[1:-1]):
+        if not isinstance(node.meta["type"], tuple) and isinstance(type_of(node).dims[-1], int):
+            rest = step.beyond({WAIST: node}, ("logits",))
+            if {str(i.target) for i in rest.inputs} - {WAIST, "select"}:
+                break
+            found.append(node)
+    if not found:
+        raise UnsupportedError(
+            "training: every value before the step's logits needs the text again; expected one "
+            "that the logits are made of alone"
+        )
+    return min(found, key=lambda node: (node not in taps, type_of(node).dims[-1]))
+
+
+class Lessons:
+    """A pool of windows with the target's states, in files of `folder`.
+
+    mark: what the files depend on; those of another mark are made anew.
+    """
+
+    def __init__(self, folder: Path, teacher: Teacher, mark: dict[str, Any], seed: int) -> None:
+        self.folder, self.teacher, self.seed = folder / FOLDER, teacher, seed
+        described = json.dumps({**mark, "kept": teacher.kept, "seed": seed}, sort_keys=True)
+        self.mark = hashlib.sha256(described.encode()).hexdigest()
+        self.files: list[Path] = []
+        self.ends: list[int] = []
+        self.turn, self.order = -1, torch.empty(0)
+        self.open: Callable[[Path], Any] = lru_cache(maxsize=64)(partial(safe_open, framework="pt"))
+
+    @property
+    def count(self) -> int:
+        """Windows in the pool."""
+        return self.ends[-1] if self.ends else 0
+
+    def add(self, number: int, windows: Callable[[], torch.Tensor]) -> None:
+        """File `number` joins the pool: as it is there, or made of windows i64[N,T]."""
+        path = self.folder / f"{number:06d}.safetensors"
+        size = self._kept(path)
+        if size is None:
+            tokens = windows()
+            size = len(tokens)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(".part")
+            tensors = {"tokens": tokens, **self.teacher.states(tokens)}
+            contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            save_file(contiguous, part, metadata={"mark": self.mark})
+            os.replace(part, path)
+        self.files.append(path)
+        self.ends.append(self.count + size)
+
+    def has(self, number: int) -> bool:
+        """Whether file `number` is there from before."""
+        return self._kept(self.folder / f"{number:06d}.safetensors") is not None
+
+    def _kept(self, path: Path) -> int | None:
+        """Windows in a file that is whole and of this mark."""
+        try:
+            with safe_open(path, "pt") as file:
+                same = (file.metadata() or {}).get("mark") == self.mark
+                return int(file.get_slice("tokens").get_shape()[0]) if same else None
+        except (OSError, SafetensorError):
+            return None
+
+    def batch(self, step: int, count: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The windows of a step i64[N,T] and their states: all are used, in a new order each time,
+        before one comes again."""
+        places = [self._place(step * count + index) for index in range(count)]
+        rows = [self._read(place) for place in places]
+        joined = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        return joined.pop("tokens"), joined
+
+    def _place(self, visit: int) -> int:
+        turn, place = divmod(visit, self.count)
+        if turn != self.turn:
+            generator = torch.Generator().manual_seed(self.seed * 7_919 + turn)
+            self.turn, self.order = turn, torch.randperm(self.count, generator=generator)
+        return int(self.order[place])
+
+    def _read(self, place: int) -> dict[str, torch.Tensor]:
+        index = bisect_right(self.ends, place)
+        row = place - (self.ends[index - 1] if index else 0)
+        file = self.open(self.files[index])
+        return {n: file.get_slice(n)[row : row + 1] for n in ("tokens", *self.teacher.kept)}
+
+    def remove(self) -> None:
+        """Delete the files."""
+        self.open = partial(safe_open, framework="pt")
+        shutil.rmtree(self.folder, ignore_errors=True)
