@@ -13,14 +13,14 @@ draft's shape.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
 
-from ...ir import Program, UnsupportedError
-from ...ir.plan import Contrastive, Lossless
+from ...ir import UnsupportedError
+from ...ir.plan import Contrastive
 from ..draft import Draft
-from ..options import GenerationOptions
 from ..sampling import Array, Chances, bad_logits, best
 from ..text import Text
 from .base import GREEDY, SAMPLING, VERIFIERS
@@ -84,13 +84,7 @@ class ContrastiveGreedy(GreedyVerifier):
     """The best token of the contrasted distribution, wherever the drafter's is known."""
 
     record: Contrastive
-
-    def __init__(
-        self, record: Contrastive, program: Program, options: GenerationOptions, batch: int
-    ) -> None:
-        super().__init__(Lossless(), program, options, batch)
-        self.record = record
-        self.fetch = ("logits",)
+    argmax_suffices: ClassVar[bool] = False
 
     def _from_logits(
         self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 
 from ...ir import Program
-from ...ir.plan import Lossless
+from ...ir.plan import Lossless, Record
 from ..draft import Draft
 from ..options import GenerationOptions
 from ..sampling import bad_logits, best
@@ -21,14 +22,19 @@ class GreedyVerifier(Verifier):
 
     Takes the step's own ``argmax`` if it has one and no option reshapes the logits. Sources: Stern
     et al., "Blockwise Parallel Decoding" (2018); trees: Miao et al., "SpecInfer" (2024).
+
+    argmax_suffices: False for a subclass that always needs whole logits.
     """
 
+    argmax_suffices: ClassVar[bool] = True
+
     def __init__(
-        self, record: Lossless, program: Program, options: GenerationOptions, batch: int
+        self, record: Record, program: Program, options: GenerationOptions, batch: int
     ) -> None:
         super().__init__(record, program, options, batch)
         self.vocabulary = program.info.vocab_size
-        if "argmax" in program.function("step").outputs and not options.reshapes_logits:
+        offered = "argmax" in program.function("step").outputs
+        if self.argmax_suffices and offered and not options.reshapes_logits:
             self.fetch = ("argmax",)
 
     def verify(

@@ -13,11 +13,11 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from ...ir import Program, Weight, WeightStore, run, type_of
-from ...ir.plan import Judge, Lossless
+from ...ir.plan import Judge
 from ..draft import Draft
 from ..options import GenerationOptions
 from ..text import Text
-from .base import GREEDY, NOTHING_GAINED, SAMPLING, VERIFIERS, Verdict
+from .base import GREEDY, NOTHING_GAINED, SAMPLING, VERIFIERS, Verdict, Verifier
 from .greedy import GreedyVerifier
 from .rejection import RejectionVerifier
 
@@ -49,18 +49,22 @@ class _Bench:
         ]
 
 
-@VERIFIERS.register(Judge, GREEDY)
-class JudgeGreedy(GreedyVerifier):
-    """Follow the argmax where a child has it, else the first child that passes."""
+class _Judging(Verifier):
+    """Mixed into an ordinary verifier, before it: gives it a judge to ask."""
 
     record: Judge
 
     def __init__(
         self, record: Judge, program: Program, options: GenerationOptions, batch: int
     ) -> None:
-        super().__init__(Lossless(), program, options, batch)
+        super().__init__(record, program, options, batch)
         self.record, self.bench = record, _Bench(record, program)
         self.fetch = (*self.fetch, record.output)
+
+
+@VERIFIERS.register(Judge, GREEDY)
+class JudgeGreedy(_Judging, GreedyVerifier):
+    """Follow the argmax where a child has it, else the first child that passes."""
 
     def verify(
         self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
@@ -89,18 +93,8 @@ def _walked(row: Sequence[int], draft: Draft, passing: Collection[int]) -> list[
 
 
 @VERIFIERS.register(Judge, SAMPLING)
-class JudgeSampling(RejectionVerifier):
+class JudgeSampling(_Judging, RejectionVerifier):
     """Speculative rejection, with the judge's pardon for what it rejects."""
-
-    record: Judge
-
-    def __init__(
-        self, record: Judge, program: Program, options: GenerationOptions, batch: int
-    ) -> None:
-        super().__init__(Lossless(), program, options, batch)
-        self.record, self.bench = record, _Bench(record, program)
-        self.fetch = (*self.fetch, record.output)
-        self.passing: dict[int, frozenset[int]] = {}
 
     def verify(
         self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ...ir import Program
-from ...ir.plan import Lossless
+from ...ir.plan import Lossless, Record
 from ..draft import Draft
 from ..options import GenerationOptions
 from ..sampling import Array, Chances
@@ -33,7 +33,7 @@ class RejectionVerifier(Verifier):
     """
 
     def __init__(
-        self, record: Lossless, program: Program, options: GenerationOptions, batch: int
+        self, record: Record, program: Program, options: GenerationOptions, batch: int
     ) -> None:
         super().__init__(record, program, options, batch)
         self.generator = options.random()
