@@ -7,23 +7,22 @@ speaks of all levels at once, so that it works with any drafter and costs one sm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...ir.executable import Executable
-from ...ir.plan import AcceptanceLength, Chain
+from ...ir.plan import AcceptanceLength
 from ..last_state import LastState
-from .base import LENGTHS, Flags, LengthPolicy
+from .base import LENGTHS
+from .depths import DepthPolicy
 
 if TYPE_CHECKING:
     from ..drafters.base import Taken
-    from ..proposers.base import Level
 
 
 @LENGTHS.register(AcceptanceLength)
-class AcceptancePolicy(LengthPolicy):
+class AcceptancePolicy(DepthPolicy):
     """The first level after which some token is rejected with more than the threshold's chance is
     the last one. Of the prompt nothing is asked: the first draft is as long as it may be."""
 
@@ -32,22 +31,8 @@ class AcceptancePolicy(LengthPolicy):
     def __init__(self, record: AcceptanceLength, executable: Executable, batch: int) -> None:
         super().__init__(record, executable, batch)
         self.wants = (record.output,)
-        self.chain = isinstance(executable.program.plan.tree, Chain)
         self.depths = np.full(batch, record.levels)
         self.last = LastState(record.output, batch)
-
-    def limits(self, rooms: Sequence[int]) -> list[int]:
-        """See `LengthPolicy.limits`. In a tree the depth is limited, not the nodes."""
-        wanted = self.depths.tolist() if self.chain else [self.most] * self.batch
-        return [
-            min(count, self.most) if room > 0 else 0
-            for count, room in zip(wanted, rooms, strict=True)
-        ]
-
-    def goes_on(self, level: Level, depth: int) -> Flags:
-        """See `LengthPolicy.goes_on`."""
-        flags: Flags = self.depths > depth
-        return flags
 
     def observe(self, taken: Taken, drafting: float, step: float) -> None:
         """Ask the head about the state that each sequence's last token was chosen from."""

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...ir.executable import Executable
-from ...ir.plan import Chain, ThompsonLength
-from .base import LENGTHS, Flags, LengthPolicy
+from ...ir.plan import ThompsonLength
+from .base import LENGTHS
+from .depths import DepthPolicy
 
 if TYPE_CHECKING:
     from ..drafters.base import Taken
-    from ..proposers.base import Level
 
 
 @LENGTHS.register(ThompsonLength)
-class ThompsonPolicy(LengthPolicy):
+class ThompsonPolicy(DepthPolicy):
     """A Beta posterior of the chance that a draft token is accepted, a sequence each.
 
     Before a draft, chances are drawn from it, and tokens with those chances, until the first that
@@ -30,28 +30,17 @@ class ThompsonPolicy(LengthPolicy):
 
     def __init__(self, record: ThompsonLength, executable: Executable, batch: int) -> None:
         super().__init__(record, executable, batch)
-        self.chain = isinstance(executable.program.plan.tree, Chain)
         self.random = np.random.default_rng(record.seed)
         self.accepted = np.full(batch, record.accepted)
         self.rejected = np.full(batch, record.rejected)
-        self.depths = np.ones(batch, dtype=np.int64)
 
     def limits(self, rooms: Sequence[int]) -> list[int]:
-        """See `LengthPolicy.limits`. In a tree the depth is limited, not the nodes."""
+        """See `LengthPolicy.limits`. Draws the depths."""
         shape = (max(self.most - 1, 1), self.batch)
         chances = self.random.beta(self.accepted, self.rejected, shape)
         going = np.cumprod(self.random.random(shape) < chances, axis=0)
         self.depths = 1 + going.sum(0)
-        wanted = self.depths.tolist() if self.chain else [self.most] * self.batch
-        return [
-            min(count, self.most) if room > 0 else 0
-            for count, room in zip(wanted, rooms, strict=True)
-        ]
-
-    def goes_on(self, level: Level, depth: int) -> Flags:
-        """See `LengthPolicy.goes_on`."""
-        flags: Flags = self.depths > depth
-        return flags
+        return super().limits(rooms)
 
     def observe(self, taken: Taken, drafting: float, step: float) -> None:
         """See `LengthPolicy.observe`."""
