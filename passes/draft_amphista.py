@@ -31,14 +31,12 @@ import torch
 import torch.fx
 from pydantic import Field
 
-from ..ir import PassError, Program, Sym
-from ..ir.plan import CachedDraft, ContinuedDraft, HeadsDraft
+from ..ir import Program, Sym
+from ..ir.plan import CachedDraft, HeadsDraft
 from .base import Outcome, register
 from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
 from .draft_pass import DraftPass
 from .grafts import Graft
-from .pick_logits import pick_after
-from .plan_edits import with_draft
 
 A = torch.ops.aten
 B, T = Sym("B"), Sym("T")
@@ -57,31 +55,22 @@ class DraftAmphista(DraftPass):
         shape = LayerShape.of(program.function("step"), self.name, 0)
         program, output = self._adapted(program)
         program = self._parallel(program, shape)
-        draft = ContinuedDraft(
-            CachedDraft("amphista", output, 1),
-            HeadsDraft("amphista_heads", self.heads, self.decay),
-            decay=self.decay,
-            trained=bool(self.weights),
-        )
-        return Outcome(with_draft(program, draft), 1 + self.heads)
+        first = CachedDraft("amphista", output, 1)
+        then = HeadsDraft("amphista_heads", self.heads, self.decay)
+        return Outcome(self.continued(program, first, then), 1 + self.heads)
 
     def _adapted(self, program: Program) -> tuple[Program, str]:
         graft = Graft(program, self.name, "amphista", self.weights)
         shape = LayerShape.of(graft.step, self.name, graft.hidden)
         output = graft.tap_normed()
-        tokens = graft.input("tokens", dtype=torch.int64)
-        positions = graft.input("positions", dtype=torch.int64)
-        hidden = graft.input("hidden", graft.hidden)
+        tokens, positions, hidden = graft.text_inputs()
         angles = angles_at(graft, positions, shape.dim)
         x = decoder_layer(graft, hidden, angles, "amphista.stages.0", next_layer(graft), shape)
         joined = graft.concat([graft.embed(tokens), x])
         x = graft.linear(joined, "amphista.fc", graft.hidden)
         x = decoder_layer(graft, x, angles, "amphista.stages.1", next_layer(graft), shape)
-        outputs = {"hidden": x, **graft.candidates(graft.head(x), self.candidates)}
-        graft.fn.set_outputs(outputs)
-        if miss := pick_after(graft.fn, x, "draft_logits"):
-            raise PassError(f"{self.name}: {miss}")
-        return graft.done(graft.fn.outputs), output
+        outputs = graft.picked(x, graft.candidates(graft.head(x), self.candidates))
+        return graft.done(outputs), output
 
     def _parallel(self, program: Program, shape: LayerShape) -> Program:
         graft = Graft(program, self.name, "amphista_heads", self.weights)

@@ -32,15 +32,13 @@ import torch
 import torch.fx
 from pydantic import Field
 
-from ..ir import PassError, Program, Sym
-from ..ir.plan import CachedDraft, ContinuedDraft, RecurrentDraft
+from ..ir import Program, Sym
+from ..ir.plan import CachedDraft, RecurrentDraft
 from .base import Outcome, register
 from .copied_layer import copied_layer
 from .decoder_layer import LayerShape
 from .draft_pass import DraftPass
 from .grafts import Graft
-from .pick_logits import pick_after
-from .plan_edits import with_draft
 
 A = torch.ops.aten
 B, T = Sym("B"), Sym("T")
@@ -65,30 +63,22 @@ class DraftClover(DraftPass):
         for level in range(1, self.heads):
             program = self._level(program, level, shape)
         functions = tuple(f"clover_{level}" for level in range(1, self.heads))
-        draft = ContinuedDraft(
-            CachedDraft("clover", output, 1),
-            RecurrentDraft(functions, self.heads - 1, self.decay),
-            decay=self.decay,
-            trained=bool(self.weights),
-        )
-        return Outcome(with_draft(program, draft), self.heads)
+        first = CachedDraft("clover", output, 1)
+        then = RecurrentDraft(functions, self.heads - 1, self.decay)
+        return Outcome(self.continued(program, first, then), self.heads)
 
     def _first(self, program: Program, shape: LayerShape) -> tuple[Program, str]:
         graft = Graft(program, self.name, "clover", self.weights)
         output = graft.tap()
-        tokens = graft.input("tokens", dtype=torch.int64)
-        positions = graft.input("positions", dtype=torch.int64)
-        hidden = graft.input("hidden", graft.hidden)
+        tokens, positions, hidden = graft.text_inputs()
         e = graft.embed(tokens)
         x = self._heard(graft, hidden, e, "clover.0", shape)
         for layer in range(self.layers):
             x = copied_layer(graft, x, positions, f"clover.layers.{layer}")
         state = self._joined(graft, x, e, "clover.0")
         logits = graft.head(graft.norm(state))
-        graft.fn.set_outputs({"hidden": state, **graft.candidates(logits, self.candidates)})
-        if miss := pick_after(graft.fn, state, "draft_logits"):
-            raise PassError(f"{self.name}: {miss}")
-        return graft.done(graft.fn.outputs), output
+        outputs = graft.picked(state, graft.candidates(logits, self.candidates))
+        return graft.done(outputs), output
 
     def _level(self, program: Program, level: int, shape: LayerShape) -> Program:
         name = f"clover.{level}"

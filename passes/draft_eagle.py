@@ -27,15 +27,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from pydantic import Field
 
-from ..ir import PassError, Program
+from ..ir import Program
 from ..ir.plan import CachedDraft
 from .base import Contract, Effect, Outcome, Pass, register
 from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
 from .grafts import Graft
-from .pick_logits import pick_after
 
 
 @register
@@ -60,19 +58,14 @@ class DraftEagle(Pass):
         graft = Graft(program, self.name, "eagle", self.weights)
         shape = LayerShape.of(graft.step, self.name, graft.hidden)
         output = graft.tap_normed()
-        tokens = graft.input("tokens", dtype=torch.int64)
-        positions = graft.input("positions", dtype=torch.int64)
-        hidden = graft.input("hidden", graft.hidden)
+        tokens, positions, hidden = graft.text_inputs()
         embedded = graft.embed(tokens)
         graft.check_embedding(embedded)
         joined = graft.concat([embedded, hidden])
         x = graft.linear(joined, "eagle.fc", graft.hidden, bias=self.bias)
         angles = angles_at(graft, positions, shape.dim)
         x = decoder_layer(graft, x, angles, "eagle.layers.0", next_layer(graft), shape)
-        outputs = {"hidden": x, **graft.candidates(graft.head(x), self.candidates)}
-        graft.fn.set_outputs(outputs)
-        if miss := pick_after(graft.fn, x, "draft_logits"):
-            raise PassError(f"{self.name}: {miss}")
+        outputs = graft.picked(x, graft.candidates(graft.head(x), self.candidates))
         graft.trained.check_all_used(graft.weights, ("embed_tokens.weight",))
         draft = CachedDraft("eagle", output, self.levels, trained=bool(self.weights))
-        return Outcome(graft.drafted(graft.fn.outputs, draft), 1)
+        return Outcome(graft.drafted(outputs, draft), 1)

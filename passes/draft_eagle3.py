@@ -40,7 +40,6 @@ from .draft_corpus import read_tokens
 from .draft_pass import DraftPass
 from .draft_vocabulary import DraftVocabulary, most_frequent
 from .grafts import Graft
-from .pick_logits import pick_after
 from .trained import as_published
 
 UNREAD = ("embed_tokens.weight", "t2d", "d2t", "verifier_lm_head.weight", "verifier_norm.weight")
@@ -77,9 +76,7 @@ class DraftEagle3(DraftPass):
             norm_output=False,
         )
         shape = LayerShape.of(graft.step, self.name, graft.hidden)
-        tokens = graft.input("tokens", dtype=torch.int64)
-        positions = graft.input("positions", dtype=torch.int64)
-        hidden = graft.input("hidden", graft.hidden)
+        tokens, positions, hidden = graft.text_inputs()
         layer = "eagle3.midlayer"
         embedded = graft.embed(tokens)
         graft.check_embedding(embedded)
@@ -102,9 +99,7 @@ class DraftEagle3(DraftPass):
             if known is None
             else known.candidates(graft, logits, self.candidates)
         )
-        graft.fn.set_outputs({"hidden": x, **best})
-        if miss := pick_after(graft.fn, x, "draft_logits"):
-            raise PassError(f"{self.name}: {miss}")
+        outputs = graft.picked(x, best)
         graft.trained.check_all_used(graft.weights, UNREAD)
         draft = CachedDraft(
             "eagle3",
@@ -115,7 +110,7 @@ class DraftEagle3(DraftPass):
             rollout=self.rollout,
             decay=self.decay,
         )
-        return Outcome(graft.drafted(graft.fn.outputs, draft), 1)
+        return Outcome(graft.drafted(outputs, draft), 1)
 
     def _entry(self, program: Program) -> tuple[Program, str]:
         """The linear layer, a function of its own, and the step's output that it takes."""

@@ -30,14 +30,12 @@ import torch
 import torch.fx
 from pydantic import Field
 
-from ..ir import PassError, Program
-from ..ir.plan import CachedDraft, ContinuedDraft, HeadsDraft
+from ..ir import Program
+from ..ir.plan import CachedDraft, HeadsDraft
 from .base import Outcome, register
 from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
 from .draft_pass import DraftPass
 from .grafts import Graft
-from .pick_logits import pick_after
-from .plan_edits import with_draft
 
 A = torch.ops.aten
 
@@ -59,32 +57,23 @@ class DraftGumiho(DraftPass):
         """Graft layers and heads on. See the module docstring."""
         program, output = self._serial(program)
         program = self._parallel(program)
-        draft = ContinuedDraft(
-            CachedDraft("gumiho", output, self.serial),
-            HeadsDraft("gumiho_heads", self.heads, self.decay),
-            decay=self.decay,
-            trained=bool(self.weights),
-        )
-        return Outcome(with_draft(program, draft), 1 + self.heads)
+        first = CachedDraft("gumiho", output, self.serial)
+        then = HeadsDraft("gumiho_heads", self.heads, self.decay)
+        return Outcome(self.continued(program, first, then), 1 + self.heads)
 
     def _serial(self, program: Program) -> tuple[Program, str]:
         graft = Graft(program, self.name, "gumiho", self.weights)
         shape = LayerShape.of(graft.step, self.name, graft.hidden)
         output = graft.tap_normed()
-        tokens = graft.input("tokens", dtype=torch.int64)
-        positions = graft.input("positions", dtype=torch.int64)
-        hidden = graft.input("hidden", graft.hidden)
+        tokens, positions, hidden = graft.text_inputs()
         joined = graft.concat([graft.embed(tokens), hidden])
         x = graft.linear(joined, "gumiho.fc", graft.hidden)
         angles = angles_at(graft, positions, shape.dim)
         for layer in range(self.layers):
             number = next_layer(graft)
             x = decoder_layer(graft, x, angles, f"gumiho.layers.{layer}", number, shape)
-        outputs = {"hidden": x, **graft.candidates(graft.head(x), self.candidates)}
-        graft.fn.set_outputs(outputs)
-        if miss := pick_after(graft.fn, x, "draft_logits"):
-            raise PassError(f"{self.name}: {miss}")
-        return graft.done(graft.fn.outputs), output
+        outputs = graft.picked(x, graft.candidates(graft.head(x), self.candidates))
+        return graft.done(outputs), output
 
     def _parallel(self, program: Program) -> Program:
         graft = Graft(program, self.name, "gumiho_heads", self.weights)

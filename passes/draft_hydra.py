@@ -85,9 +85,8 @@ class DraftHydra(DraftPass):
         graft.tap()
         shape = LayerShape.of(graft.step, self.name, graft.hidden)
         # Every function with a cache takes tokens; this one does not look at them.
-        graft.input("tokens", dtype=torch.int64)
-        positions = graft.input("positions", dtype=torch.int64)
-        hidden = graft.norm(graft.input("hidden", graft.hidden))
+        _, positions, before = graft.text_inputs()
+        hidden = graft.norm(before)
         layer = "hydra.prefix"
         normed = graft.rms_norm(hidden, f"{layer}.input_layernorm", shape.eps)
         angles = angles_at(graft, positions, shape.dim)

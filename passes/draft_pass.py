@@ -6,7 +6,10 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from ..ir import Program
+from ..ir.plan import CachedDraft, ContinuedDraft, DraftRecord
 from .base import Contract, Effect, Pass
+from .plan_edits import with_draft
 
 
 class DraftPass(Pass):
@@ -26,3 +29,8 @@ class DraftPass(Pass):
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
+
+    def continued(self, program: Program, first: CachedDraft, then: DraftRecord) -> Program:
+        """The program with a drafter of two parts, of which `then` goes on where `first` stops."""
+        draft = ContinuedDraft(first, then, decay=self.decay, trained=bool(self.weights))
+        return with_draft(program, draft)

@@ -17,6 +17,7 @@ import torch.fx
 
 from ..ir import Function, PassError, Program, TensorType, Weight, derive, type_of
 from ..ir.plan import DraftRecord
+from .pick_logits import pick_after
 from .plan_edits import with_draft
 from .subgraph import cone
 from .trained import Published, TrainedWeights, as_published
@@ -155,6 +156,13 @@ class Graft:
         text = TensorType.parse(f"f32[B,T{inner}]")
         return self.fn.add_input(name, text.with_dtype(dtype or self.dtype))
 
+    def text_inputs(self) -> tuple[torch.fx.Node, torch.fx.Node, torch.fx.Node]:
+        """The inputs of a function with a cache, which is fed what the step is fed: ``tokens`` and
+        ``positions`` i64[B,T], and the target's ``hidden`` [B,T,H] beside each token."""
+        tokens = self.input("tokens", dtype=torch.int64)
+        positions = self.input("positions", dtype=torch.int64)
+        return tokens, positions, self.input("hidden", self.hidden)
+
     def call(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
         """A typed call."""
         return self.fn.call(target, *args, **kwargs)
@@ -204,6 +212,17 @@ class Graft:
     def candidates(self, logits: torch.fx.Node, count: int) -> dict[str, torch.fx.Node]:
         """The outputs that proposers read: logits, and the best tokens and log probabilities."""
         return candidates(self.fn, logits, min(count, int(str(type_of(logits).dims[-1]))))
+
+    def picked(
+        self, state: torch.fx.Node, best: Mapping[str, torch.fx.Node]
+    ) -> dict[str, torch.fx.Node]:
+        """The outputs of a function with a cache: ``hidden``, a state of every token, and what
+        proposers read (see `candidates`) of those that its new input ``select`` chooses, because a
+        head costs more than a layer. Errors: `PassError` if the head mixes tokens."""
+        self.fn.set_outputs({"hidden": state, **best})
+        if miss := pick_after(self.fn, state, "draft_logits"):
+            raise PassError(f"{self.owner}: {miss}")
+        return self.fn.outputs
 
     def done(self, outputs: Mapping[str, torch.fx.Node]) -> Program:
         """The program with the step's taps, the new function and the new weights."""
