@@ -14,6 +14,7 @@ is the function's own.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,7 +148,11 @@ def gated_mlp(graft: Graft, x: torch.fx.Node, name: str, inner: int) -> torch.fx
 
 def next_layer(graft: Graft) -> int:
     """A layer number that no attention of the program has."""
-    functions = [*graft.program.functions.values(), graft.fn]
+    return free_layer([*graft.program.functions.values(), graft.fn])
+
+
+def free_layer(functions: Iterable[Function]) -> int:
+    """A layer number that no attention of the functions has."""
     nodes = [node for fn in functions for node in fn.calls(G.attention.default)]
     return 1 + max((int(node.kwargs["layer"]) for node in nodes), default=-1)  # type: ignore[arg-type]
 

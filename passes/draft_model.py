@@ -40,6 +40,7 @@ from ..ir import Function, InputError, ParseError, PassError, Program
 from ..ir.plan import CachedDraft, DraftRecord, NoDraft, StagedDraft
 from ..ir.record_text import parse_record
 from .base import Contract, Effect, Outcome, Pass, register
+from .decoder_layer import free_layer
 from .fuse_residual_norm import FuseResidualNorm
 from .grafts import candidates
 from .pick_logits import pick_after
@@ -93,7 +94,8 @@ class DraftModel(Pass):
             )
         _check(program, guest)
         guest = FuseResidualNorm().run(self._drafting(guest)).program
-        fn, prefix = _renamed(guest.function("step"), _free_layer(program)), f"{NAME}."
+        layer, prefix = free_layer(program.functions.values()), f"{NAME}."
+        fn = _renamed(guest.function("step"), layer)
         weights = [guest.weights[n].renamed(prefix + n) for n in guest.function("step").weights]
         merged = program.with_function(fn, weights=program.weights.adding(*weights))
         rest = {path: model for path, model in program.guests.items() if path != self.model}
@@ -155,12 +157,6 @@ def _renamed(step: Function, first_layer: int) -> Function:
         layer = int(node.kwargs["layer"])  # type: ignore[arg-type]
         node.kwargs = {**node.kwargs, "layer": first_layer + layer}
     return fn
-
-
-def _free_layer(program: Program) -> int:
-    functions = program.functions.values()
-    nodes = [node for fn in functions for node in fn.calls(G.attention.default)]
-    return 1 + max((int(node.kwargs["layer"]) for node in nodes), default=-1)  # type: ignore[arg-type]
 
 
 def _check(program: Program, guest: Program) -> None:
