@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from recorded import whole
 from test_runtime_cached import (
     BEST,
     CHAIN,
     PROMPTS,
     WIDE,
-    Recorded,
+    RecordedCached,
     decode,
     drafting,
     plainly,
-    whole,
 )
 from test_runtime_sampling import assert_distributed
-from test_training import TEXT
+from test_training import TEXT, taught
 from tiny import tiny_llama
 
 from graftwork.backends import compile
@@ -33,7 +33,7 @@ from graftwork.passes.base import Pass
 from graftwork.passes.draft_eagle3 import DraftEagle3
 from graftwork.passes.tree_sampled import TreeSampled
 from graftwork.runtime import generate
-from graftwork.training import FitState, fit
+from graftwork.training import fit
 from graftwork.training.net import Net
 from graftwork.training.objectives.base import Batch
 from graftwork.training.objectives.eagle import rolled_out
@@ -77,13 +77,13 @@ def test_drafts_are_what_whole_sequences_give(
 ) -> None:
     from graftwork.runtime.drafters import grown
 
-    monkeypatch.setattr(grown.PROPOSERS, "find", lambda record: Recorded)
-    Recorded.notes = []
+    monkeypatch.setattr(grown.PROPOSERS, "find", lambda record: RecordedCached)
+    RecordedCached.notes = []
     draft = DraftEagle3(vocabulary=5, corpus=corpus, norm_before_residual=True, layers=(1, 2))
     program = drafting(draft, WIDE)
     decode(compile(program, Target.parse(backend)), [PROMPTS[0], PROMPTS[1]], 6)
-    assert {len(path) for _, path, _ in Recorded.notes} == {0, 1, 2}
-    for text, path, logits in Recorded.notes[::11]:
+    assert {len(path) for _, path, _ in RecordedCached.notes} == {0, 1, 2}
+    for text, path, logits in RecordedCached.notes[::11]:
         wanted = expected(program, text, path)
         torch.testing.assert_close(torch.from_numpy(logits), wanted, atol=2e-4, rtol=2e-4)
 
@@ -168,14 +168,8 @@ def test_training_rolls_out_what_drafting_does(corpus: str) -> None:
 
 def test_training_teaches_and_leaves_the_target_alone(tmp_path: Path) -> None:
     model = modelled(DraftEagle3(levels=3))
-    hits: list[tuple[float, ...]] = []
-
-    def note(state: FitState) -> None:
-        hits.extend([state.hits] if state.hits else [])
-
-    options = {"steps": 40, "batch": 6, "window": 24, "own": 0.0, "rate": 1e-2}
-    fitted = fit(model, TEXT, out=tmp_path, progress=note, **options)
-    assert len(fitted.hits) == 3 and min(fitted.hits) > max(hits[0]) + 0.2
+    fitted, hits = taught(model, tmp_path, 40)
+    assert len(fitted.hits) == 3 and min(fitted.hits) > max(hits) + 0.2
     ids = torch.tensor([TEXT[0][:9], TEXT[3][4:13]])
     plain = generate(model.executable, ids, max_new_tokens=12, eos_token_id=[])
     assert torch.equal(fitted.model.generate(ids, max_new_tokens=12, eos_token_id=[]), plain)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from recorded import whole
 from safetensors.torch import load_file, save_file
-from test_runtime_cached import CHAIN, drafting, whole
+from test_runtime_cached import CHAIN, drafting
 from tiny import tiny_llama
 
 from graftwork.backends.target import Target

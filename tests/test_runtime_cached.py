@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from recorded import Recorded, whole
 from tiny import tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.backends.torch import TorchExecutable
-from graftwork.ir import PassError, Program, UnsupportedError, run
+from graftwork.ir import PassError, Program, UnsupportedError
 from graftwork.ir.plan import CachedDraft, NoDraft
 from graftwork.passes import Pass
 from graftwork.passes.accept_trees import AcceptTrees
@@ -165,45 +165,8 @@ def test_after_another_drafter_had_its_turn() -> None:
 # -- EAGLE: what is drafted step by step is what whole sequences give
 
 
-class Recorded(CachedProposer):
-    """Notes what was predicted after which text and path."""
-
-    notes: list[tuple[list[int], tuple[int, ...], np.ndarray]]
-
-    def root(self, count: int) -> Any:
-        self.paths: list[list[tuple[int, ...]]] = [[()] for _ in self.committed.texts]
-        return self.noted(super().root(count))
-
-    def grow(self, tokens: Any, parents: Any, count: int) -> Any:
-        self.paths = [
-            [(*self.paths[b][p], t) for t, p in zip(row, up, strict=True)]
-            for b, (row, up) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True))
-        ]
-        return self.noted(super().grow(tokens, parents, count))
-
-    def noted(self, level: Any) -> Any:
-        for index, paths in enumerate(self.paths):
-            for node, path in enumerate(paths):
-                logits = level.logits[index, node].copy()
-                Recorded.notes.append((list(self.committed.texts[index]), path, logits))
-        return level
-
-
-def states_of(program: Program, rows: int) -> dict[str, torch.Tensor]:
-    """Empty caches of one sequence."""
-    types = {n: s.type.bind({"B": 1, "C": rows}) for n, s in program.states.items()}
-    return {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in types.items()}
-
-
-def whole(program: Program, function: str, tokens: Sequence[int], **more: Any) -> Any:
-    """A function's outputs over a whole sequence, in the reference interpreter."""
-    steps = torch.arange(len(tokens))[None]
-    chain = torch.ones(1, len(tokens), len(tokens), dtype=torch.bool).tril()
-    given = {"tokens": torch.tensor([list(tokens)]), "positions": steps, "select": steps}
-    given |= {"past": torch.zeros(1, dtype=torch.int64), "ancestors": chain, **more}
-    given |= states_of(program, len(tokens))
-    inputs = [str(node.target) for node in program.function(function).inputs]
-    return run(program, function, {name: given[name] for name in inputs})
+class RecordedCached(Recorded, CachedProposer):
+    """Notes what a layer with a cache predicts."""
 
 
 def expected(program: Program, text: list[int], path: Sequence[int]) -> torch.Tensor:
@@ -223,12 +186,12 @@ def test_eagle_predicts_what_whole_sequences_give(
 ) -> None:
     from graftwork.runtime.drafters import grown
 
-    monkeypatch.setattr(grown.PROPOSERS, "find", lambda record: Recorded)
-    Recorded.notes = []
+    monkeypatch.setattr(grown.PROPOSERS, "find", lambda record: RecordedCached)
+    RecordedCached.notes = []
     program = drafting(DraftEagle(), tree)
     decode(compile(program, Target.parse(backend)), [PROMPTS[0], PROMPTS[1], PROMPTS[3]], 8)
-    assert {len(path) for _, path, _ in Recorded.notes} == {0, 1, 2}
-    for text, path, logits in Recorded.notes[::5]:
+    assert {len(path) for _, path, _ in RecordedCached.notes} == {0, 1, 2}
+    for text, path, logits in RecordedCached.notes[::5]:
         wanted = expected(program, text, path)
         torch.testing.assert_close(torch.from_numpy(logits), wanted, atol=2e-4, rtol=2e-4)
 

@@ -6,9 +6,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from recorded import Recorded, whole
+from test_training import TEXT
 from tiny import tiny_llama
 
 from graftwork.backends import compile
@@ -49,7 +50,6 @@ TREES: dict[str, Pass] = {
 }
 PROMPTS = torch.tensor([[0, 0, 0, 7, 3], [0, 4, 9, 9, 1], [5, 6, 7, 8, 9], [0, 0, 0, 0, 30]])
 MASK = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
-TEXT = [[(i * i + j) % 32 for i in range(90)] for j in range(12)]
 
 
 def made(*passes: Pass) -> Program:
@@ -96,53 +96,10 @@ def test_up_to_the_end_of_the_context() -> None:
 # -- what is drafted step by step is what whole sequences give
 
 
-class Recorded(ContinuedProposer):
-    """Notes what was predicted after which text and path."""
+class RecordedContinued(Recorded, ContinuedProposer):
+    """Notes what both parts predict; of a text of one token neither knows anything at first."""
 
-    notes: list[tuple[list[int], tuple[int, ...], np.ndarray]]
-    texts: list[list[int]]
-
-    def begin(self, prompts: Any) -> None:
-        super().begin(prompts)
-        self.texts = [list(prompt) for prompt in prompts]
-
-    def observe(self, taken: Any) -> None:
-        super().observe(taken)
-        for text, tokens in zip(self.texts, taken.tokens, strict=True):
-            text += tokens
-
-    def root(self, count: int) -> Any:
-        self.paths: list[list[tuple[int, ...]]] = [[()] for _ in self.texts]
-        return self.noted(super().root(count))
-
-    def grow(self, tokens: Any, parents: Any, count: int) -> Any:
-        self.paths = [
-            [(*self.paths[b][p], t) for t, p in zip(row, up, strict=True)]
-            for b, (row, up) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True))
-        ]
-        return self.noted(super().grow(tokens, parents, count))
-
-    def noted(self, level: Any) -> Any:
-        for index, paths in enumerate(self.paths):
-            for node, path in enumerate(paths):
-                if level.tokens[index, node, 0] >= 0:
-                    logits = level.logits[index, node].copy()
-                    Recorded.notes.append((list(self.texts[index]), path, logits))
-        return level
-
-
-def whole(program: Program, function: str, tokens: list[int], **more: Any) -> Any:
-    """A function's outputs over a whole sequence, in the reference interpreter."""
-    width = len(tokens)
-    steps = torch.arange(width)[None]
-    given = {"tokens": torch.tensor([tokens]), "positions": steps, "select": steps}
-    given |= {"past": torch.zeros(1, dtype=torch.int64), **more}
-    given["ancestors"] = torch.ones(1, width, width, dtype=torch.bool).tril()
-    for name, state in program.states.items():
-        bound = state.type.bind({"B": 1, "C": width})
-        given[name] = torch.zeros(bound.shape, dtype=bound.dtype)
-    inputs = [str(node.target) for node in program.function(function).inputs]
-    return run(program, function, {name: given[name] for name in inputs})
+    blanks = False
 
 
 def expected(program: Program, text: list[int], path: tuple[int, ...]) -> torch.Tensor:
@@ -173,15 +130,15 @@ def test_predictions_are_those_of_whole_sequences(
     monkeypatch: pytest.MonkeyPatch, drafter: str, tree: str
 ) -> None:
     find = grown.PROPOSERS.find
-    found = {"continued": Recorded}
+    found = {"continued": RecordedContinued}
     monkeypatch.setattr(
         grown.PROPOSERS, "find", lambda record: found.get(record.kind) or find(record)
     )
-    Recorded.notes = []
+    RecordedContinued.notes = []
     executable = compiled("eager", drafter, tree)
     decoded(executable, 8)
-    assert {len(path) for _, path, _ in Recorded.notes} >= {0, 1, 2}
-    for text, path, logits in Recorded.notes[::7]:
+    assert {len(path) for _, path, _ in RecordedContinued.notes} >= {0, 1, 2}
+    for text, path, logits in RecordedContinued.notes[::7]:
         wanted = expected(executable.program, text, path)
         torch.testing.assert_close(torch.from_numpy(logits), wanted, atol=2e-4, rtol=2e-4)
 

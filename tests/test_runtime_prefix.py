@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_runtime_cached import CHAIN, PROMPTS, WIDE, decode, drafting, plainly, whole
-from test_training import TEXT
+from recorded import whole
+from test_runtime_cached import CHAIN, PROMPTS, WIDE, decode, drafting, plainly
+from test_training import taught
 from tiny import tiny_llama
 
 from graftwork.backends import compile
@@ -16,7 +17,6 @@ from graftwork.backends.target import Target
 from graftwork.model import Model
 from graftwork.passes.draft_hydra import DraftHydra
 from graftwork.runtime.proposers.recurrent import RecurrentProposer
-from graftwork.training import FitState, fit
 
 DRAFT = DraftHydra(heads=3, layers=1, prefix=True, soft=True)
 
@@ -63,14 +63,8 @@ def test_up_to_the_end_of_the_context() -> None:
 
 def test_training_teaches_prefix_and_heads(tmp_path: Path) -> None:
     model = Model(drafting(DRAFT, CHAIN), Target("eager", "cpu"), {"name": "test"})
-    hits: list[tuple[float, ...]] = []
-
-    def note(state: FitState) -> None:
-        hits.extend([state.hits] if state.hits else [])
-
-    options = {"steps": 30, "batch": 6, "window": 24, "own": 0.0, "rate": 1e-2}
-    fitted = fit(model, TEXT, out=tmp_path, progress=note, **options)
-    assert len(fitted.hits) == 3 and min(fitted.hits) > max(hits[0]) + 0.1
+    fitted, hits = taught(model, tmp_path, 30)
+    assert len(fitted.hits) == 3 and min(fitted.hits) > max(hits) + 0.1
     name = "hydra.prefix.self_attn.q_proj.weight"
     before, after = (m.program.weights[name].load() for m in (model, fitted.model))
     assert not torch.equal(before, after)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from test_training import TEXT
 from tiny import tiny_llama
 
 from graftwork.backends import compile
@@ -45,7 +46,6 @@ PPD = DraftPpd(after=4, candidates=4)
 PROMPTS = torch.tensor([[0, 0, 0, 7, 3], [0, 4, 9, 9, 1], [5, 6, 7, 8, 9], [0, 0, 0, 0, 30]])
 MASK = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
 ASKED = {"max_new_tokens": 20, "eos_token_id": []}
-TEXT = [[(i * i + j) % 32 for i in range(90)] for j in range(12)]
 
 
 def made(*passes: Pass) -> Program:

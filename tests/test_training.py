@@ -32,7 +32,7 @@ from graftwork.passes.manager import Step, run_passes
 from graftwork.passes.pick_logits import PickLogits
 from graftwork.training import FitState, fit
 from graftwork.training.corpus import Windows, read_corpus, split
-from graftwork.training.fit import accepted_per_step
+from graftwork.training.fit import Fitted, accepted_per_step
 from graftwork.training.objectives.base import distilled
 
 EAGER = Target("eager", "cpu")
@@ -46,6 +46,17 @@ def drafted(*drafters: Pass, seed: int = 0) -> Model:
     program, _ = run_passes(tiny_llama(seed=seed), [Step(step) for step in steps])
     plan = replace(program.plan, tree=Chain(depth=3))
     return Model(program.replace(plan=plan), EAGER, {"name": "test"})
+
+
+def taught(model: Model, out: Path, steps: int) -> tuple[Fitted, tuple[float, ...]]:
+    """What training on `TEXT` makes of a model, and how often each level was right at first."""
+    hits: list[tuple[float, ...]] = []
+
+    def note(state: FitState) -> None:
+        hits.extend([state.hits] if state.hits else [])
+
+    options = {"steps": steps, "batch": 6, "window": 24, "own": 0.0, "rate": 1e-2}
+    return fit(model, TEXT, out=out, progress=note, **options), hits[0]
 
 
 def weights(model: Model) -> dict[str, torch.Tensor]:
