@@ -28,7 +28,7 @@ import torch
 import torch.fx
 
 from ...ir import Function, TensorType, WeightStore, derive, site_of, type_of
-from .calls import arguments
+from .calls import arguments, source_of
 from .views import TURNS, axis_order
 
 A = torch.ops.aten
@@ -233,24 +233,24 @@ class _Lowering:
         """A value [B,H,T,D] as [B,T,H*D], reusing what it was made from."""
         batch, heads, step, width = type_of(x).dims
         swaps = x.target in TURNS and axis_order(x) == [0, 2, 1, 3]
-        turned: Any = x.args[0] if swaps else self.fn.call(A.transpose.int, x, 1, 2)
+        turned = source_of(x) if swaps else self.fn.call(A.transpose.int, x, 1, 2)
         wanted = [batch, step, int(str(heads)) * int(str(width))]
-        source = turned.args[0] if turned.target in (A.view.default, A.reshape.default) else None
-        if source is not None and list(type_of(source).dims) == wanted:
-            return source  # type: ignore[no-any-return]
+        reshaped = turned.target in (A.view.default, A.reshape.default)
+        if reshaped and list(type_of(source_of(turned)).dims) == wanted:
+            return source_of(turned)
         return self.fn.call(A.reshape.default, turned, wanted, site=site_of(x))
 
 
 def _packed(parts: list[torch.fx.Node]) -> torch.fx.Node | None:
     """The value that query, key and value are the pieces of, in this order and completely."""
-    pieces = [_piece(part) for part in parts]
-    if any(p is None for p in pieces):
+    pieces = [piece for part in parts if (piece := _piece(part)) is not None]
+    if len(pieces) < len(parts):
         return None
-    source, at = pieces[0][0], 0  # type: ignore[index]
-    for piece in pieces:
-        if piece[0] is not source or piece[1] != at:  # type: ignore[index]
+    source, at = pieces[0][0], 0
+    for origin, start, end in pieces:
+        if origin is not source or start != at:
             return None
-        at = piece[2]  # type: ignore[index]
+        at = end
     return source if at == type_of(source).dims[-1] else None
 
 
@@ -263,11 +263,11 @@ def _piece(node: torch.fx.Node) -> tuple[torch.fx.Node, int, int] | None:
         return None
     if source.target not in (A.split_with_sizes.default, A.split.Tensor, A.chunk.default):
         return None
-    if not _is_last_axis(source.args[0], arguments(source)["dim"]):
+    if not _is_last_axis(source_of(source), arguments(source)["dim"]):
         return None
     sizes = [int(str(t.dims[-1])) for t in source.meta["type"]]
-    index = int(node.args[1])  # type: ignore[arg-type]
-    return source.args[0], sum(sizes[:index]), sum(sizes[: index + 1])  # type: ignore[return-value]
+    index = int(str(node.args[1]))
+    return source_of(source), sum(sizes[:index]), sum(sizes[: index + 1])
 
 
 def _sliced(node: torch.fx.Node) -> tuple[torch.fx.Node, int, int] | None:

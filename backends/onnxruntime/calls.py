@@ -1,4 +1,4 @@
-"""Reading calls: arguments by the names of the op's schema."""
+"""Reading calls: arguments by the names of the op's schema, and the value that comes first."""
 
 from __future__ import annotations
 
@@ -20,3 +20,10 @@ def arguments(node: torch.fx.Node) -> dict[str, Any]:
     bound.update(zip((name for name, _ in defaults), node.args, strict=False))
     bound.update(node.kwargs)
     return bound
+
+
+def source_of(node: torch.fx.Node) -> torch.fx.Node:
+    """The value that is a call's first argument."""
+    source = node.args[0]
+    assert isinstance(source, torch.fx.Node)
+    return source

@@ -19,7 +19,7 @@ import torch.fx
 
 from ...ir import Dim, Function, Sym, TensorType, UnsupportedError, Weight, WeightStore, site_of
 from ...ir.types import ValueType
-from .calls import arguments
+from .calls import arguments, source_of
 
 MICROSOFT = "com.microsoft"
 OPSETS = {"": 24, MICROSOFT: 1}
@@ -149,8 +149,8 @@ class Emitter:
 
     def _call(self, node: torch.fx.Node) -> None:
         if node.target is operator.getitem:
-            source, index = node.args
-            self.values[node] = self._mark(self.values[source][index], node.meta["type"])  # type: ignore[index]
+            results = self.values[source_of(node)]
+            self.values[node] = self._mark(results[node.args[1]], node.meta["type"])
             return
         function = row_of(node)
         if function is None:
@@ -169,8 +169,8 @@ class Emitter:
         return self.values[arg] if isinstance(arg, torch.fx.Node) else arg
 
     def _mark(self, value: Any, type: ValueType) -> Any:
-        if isinstance(value, tuple):
-            return tuple(self._mark(v, t) for v, t in zip(value, type, strict=True))  # type: ignore[arg-type]
+        if isinstance(value, tuple) and isinstance(type, tuple):
+            return tuple(self._mark(v, t) for v, t in zip(value, type, strict=True))
         if value is not None and "type" not in value.meta:
             value.meta["type"] = type
         return value

@@ -29,6 +29,7 @@ from . import (
     rows_shape,
 )
 from .attention import lower_attention
+from .calls import source_of
 from .decompose import decompose
 from .emit import targets_with_rows
 from .norms import fuse_norms
@@ -80,7 +81,7 @@ def lower(program: Program, name: str, variant: Variant = "chain") -> Program:
 def erase_markers(fn: Function) -> None:
     """Put what a marker marks in the marker's place."""
     for node in fn.calls(G.hidden.default):
-        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        node.replace_all_uses_with(source_of(node))
         fn.graph.erase_node(node)
 
 

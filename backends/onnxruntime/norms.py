@@ -15,13 +15,11 @@ read is fused with the first.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.fx
 
-from ...ir import Function, site_of, type_of
-from .calls import arguments
+from ...ir import Function, TensorType, site_of, type_of
+from .calls import arguments, source_of
 
 A = torch.ops.aten
 G = torch.ops.graftwork
@@ -31,7 +29,7 @@ def fuse_norms(fn: Function) -> int:
     """Edit in place (hand in a copy); returns how many pairs were fused."""
     count = 0
     for node in fn.calls(G.rms_norm.default, G.layer_norm.default):
-        total: Any = node.args[0]
+        total = source_of(node)
         if not _is_plain_sum(total, type_of(node)) or not _before(total, node):
             continue
         _fuse(fn, node, total)
@@ -39,13 +37,13 @@ def fuse_norms(fn: Function) -> int:
     return count
 
 
-def _is_plain_sum(total: torch.fx.Node, normed: Any) -> bool:
+def _is_plain_sum(total: torch.fx.Node, normed: TensorType) -> bool:
     if total.target is not A.add.Tensor or total.kwargs.get("alpha", 1) != 1:
         return False
     a, b = total.args[:2]
-    if not all(isinstance(x, torch.fx.Node) for x in (a, b)):
+    if not (isinstance(a, torch.fx.Node) and isinstance(b, torch.fx.Node)):
         return False
-    return len(normed.dims) == 3 and type_of(a) == type_of(b) == type_of(total) == normed  # type: ignore[arg-type]
+    return len(normed.dims) == 3 and type_of(a) == type_of(b) == type_of(total) == normed
 
 
 def _before(total: torch.fx.Node, node: torch.fx.Node) -> bool:

@@ -31,7 +31,7 @@ from ...ir.types import Dim, TensorType
 from ...passes.cse import merge_equal
 from ...passes.dce import sweep
 from .attention import SEQLENS, TOTAL, lower_attention
-from .calls import arguments
+from .calls import arguments, source_of
 from .decompose import decompose
 from .lower import drop_ancestors, erase_markers
 from .norms import fuse_norms
@@ -113,7 +113,7 @@ def _numbered(program: Program) -> dict[int, int]:
 def _all_logits(fn: Function, program: Program) -> None:
     """Logits of every token and the states; nothing else comes out."""
     for node in fn.calls(G.pick_rows.default):
-        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        node.replace_all_uses_with(source_of(node))
         fn.graph.erase_node(node)
     for node in fn.calls():
         node.args = torch.fx.node.map_aggregate(node.args, _every_token)
@@ -180,7 +180,8 @@ class _Counter:
         length = self.call(A.sum.dim_IntList, self.mask, [1])
         last = self.call(A.sub.Tensor, length, 1)
         count = self.call(A.sub.Tensor, self.call(A.cumsum.default, self.mask, 1), 1)
-        own = self.call(A.slice.Tensor, count, 1, self.rows - T, self.rows)  # type: ignore[operator]
+        before: Dim = C if self.concatenates else P - T
+        own = self.call(A.slice.Tensor, count, 1, before, self.rows)
         return {
             "past": self.call(A.sub.Tensor, length, T),
             "positions": self.call(A.clamp.default, own, 0),

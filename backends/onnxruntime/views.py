@@ -12,13 +12,12 @@ After: ``%x`` in the place of ``%d``.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.fx
 
 from ...ir import Function, site_of, type_of
 from ...passes.dce import sweep
+from .calls import arguments, source_of
 
 A = torch.ops.aten
 
@@ -70,7 +69,7 @@ def _simpler(fn: Function, node: torch.fx.Node) -> torch.fx.Node | None:
 def _reshape(fn: Function, node: torch.fx.Node, source: torch.fx.Node) -> torch.fx.Node | None:
     root = source
     while root.target in RESHAPES:
-        root = root.args[0]  # type: ignore[assignment]
+        root = source_of(root)
     if type_of(root) == type_of(node):
         return root
     if root is source:
@@ -88,16 +87,15 @@ def _turn(source: torch.fx.Node, node: torch.fx.Node) -> torch.fx.Node | None:
         return None
     inner = axis_order(source)
     whole = [inner[axis] for axis in order]
-    root: Any = source.args[0]
-    return root if whole == sorted(whole) else None
+    return source_of(source) if whole == sorted(whole) else None
 
 
 def axis_order(node: torch.fx.Node) -> list[int]:
     """The permutation that a transpose or permute applies."""
     rank = len(type_of(node).dims)
-    order = list(range(rank))
+    order, given = list(range(rank)), arguments(node)
     if node.target is A.permute.default:
-        return [int(a) % rank for a in node.args[1]]  # type: ignore[union-attr, arg-type]
-    a, b = int(node.args[1]) % rank, int(node.args[2]) % rank  # type: ignore[arg-type]
+        return [int(a) % rank for a in given["dims"]]
+    a, b = int(given["dim0"]) % rank, int(given["dim1"]) % rank
     order[a], order[b] = order[b], order[a]
     return order
