@@ -61,10 +61,10 @@ def padded(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor
     return ids, mask
 
 
-def decode(executable: Any, prompts: Sequence[Sequence[int]], count: int) -> Any:
+def decode(executable: Any, prompts: Sequence[Sequence[int]], count: int, **options: Any) -> Any:
     """Greedy decoding of `count` tokens, with stats."""
     ids, mask = padded(prompts)
-    options = {"max_new_tokens": count, "eos_token_id": [], "pad_token_id": 0}
+    options = {"max_new_tokens": count, "eos_token_id": [], "pad_token_id": 0, **options}
     return generate(executable, ids, attention_mask=mask, return_dict_in_generate=True, **options)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from recorded import Recorded, whole
 from test_training import TEXT
-from tiny import tiny_llama
+from tiny import MASK, PROMPTS, drafting_llama, tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
@@ -18,17 +18,12 @@ from graftwork.ir import Program, UnsupportedError, parse_program, program_text,
 from graftwork.ir.executable import Executable
 from graftwork.ir.plan import ContinuedDraft, SuffixDraft
 from graftwork.model import Model
-from graftwork.passes.accept_trees import AcceptTrees
-from graftwork.passes.add_argmax import AddArgmax
 from graftwork.passes.base import Pass
 from graftwork.passes.copied_layer import copied_layer
 from graftwork.passes.draft_amphista import DraftAmphista
 from graftwork.passes.draft_clover import DraftClover
 from graftwork.passes.draft_gumiho import DraftGumiho
 from graftwork.passes.grafts import Graft
-from graftwork.passes.insert_kv_cache import InsertKvCache
-from graftwork.passes.manager import Step, run_passes
-from graftwork.passes.pick_logits import PickLogits
 from graftwork.passes.tree_best_first import TreeBestFirst
 from graftwork.passes.tree_chain import TreeChain
 from graftwork.passes.tree_static import TreeStatic
@@ -48,19 +43,12 @@ TREES: dict[str, Pass] = {
     "static": TreeStatic(paths=((0,), (1,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (1, 0, 1))),
     "best_first": TreeBestFirst(nodes=9, depth=4, width=3),
 }
-PROMPTS = torch.tensor([[0, 0, 0, 7, 3], [0, 4, 9, 9, 1], [5, 6, 7, 8, 9], [0, 0, 0, 0, 30]])
-MASK = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
-
-
-def made(*passes: Pass) -> Program:
-    steps = [*passes, InsertKvCache(), AcceptTrees(), PickLogits(), AddArgmax()]
-    return run_passes(tiny_llama(), [Step(step) for step in steps])[0]
 
 
 @cache
 def compiled(backend: str, drafter: str = "", tree: str = "") -> Executable:
     passes = [DRAFTERS[drafter], TREES[tree]] if drafter else []
-    return compile(made(*passes), Target(backend, "cpu"))
+    return compile(drafting_llama(*passes), Target(backend, "cpu"))
 
 
 def decoded(executable: Executable, count: int = 20) -> Any:
@@ -148,7 +136,9 @@ def test_predictions_are_those_of_whole_sequences(
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_trained_heads_are_accepted_and_the_target_stays(drafter: str, tmp_path: Path) -> None:
-    model = Model(made(DRAFTERS[drafter], TREES["chain"]), Target("eager", "cpu"), {"name": "t"})
+    model = Model(
+        drafting_llama(DRAFTERS[drafter], TREES["chain"]), Target("eager", "cpu"), {"name": "t"}
+    )
     options = {"batch": 4, "window": 32, "own": 1.0, "rate": 2e-2, "seed": 1}
     fitted = fit(model, TEXT, out=tmp_path, steps=50, **options)
     # Clover starts as the target's own head, which this model's loops reward: 1.67 untrained.
@@ -158,7 +148,9 @@ def test_trained_heads_are_accepted_and_the_target_stays(drafter: str, tmp_path:
     changed = {n for n in before if not torch.equal(before[n].load(), after[n].load())}
     own = {name for name in before if name.startswith(drafter)}
     assert changed == own and fitted.model.program.plan.draft.trained
-    again = made(type(DRAFTERS[drafter])(**{**dict(DRAFTERS[drafter]), "weights": str(tmp_path)}))
+    again = drafting_llama(
+        type(DRAFTERS[drafter])(**{**dict(DRAFTERS[drafter]), "weights": str(tmp_path)})
+    )
     assert all(torch.equal(again.weights[n].load(), after[n].load()) for n in own)
 
 
@@ -185,7 +177,7 @@ def test_a_copied_layer_is_the_targets_last() -> None:
 
 
 def test_plans_read_back_and_other_pairs_are_refused() -> None:
-    program = made(DRAFTERS["clover"], TREES["chain"])
+    program = drafting_llama(DRAFTERS["clover"], TREES["chain"])
     text = program_text(program)
     assert parse_program(text).plan == program.plan
     executable = compiled("eager", "clover", "chain")

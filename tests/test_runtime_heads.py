@@ -6,22 +6,15 @@ from functools import cache
 
 import pytest
 import torch
-from tiny import tiny_llama
+from tiny import MASK, PROMPTS, drafting_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
-from graftwork.ir import Program
 from graftwork.ir.executable import Executable
-from graftwork.passes.accept_trees import AcceptTrees
-from graftwork.passes.add_argmax import AddArgmax
-from graftwork.passes.base import Pass
 from graftwork.passes.draft_hydra import DraftHydra
 from graftwork.passes.draft_medusa import DraftMedusa
 from graftwork.passes.draft_mlp_speculator import DraftMlpSpeculator
 from graftwork.passes.draft_redrafter import DraftRedrafter
-from graftwork.passes.insert_kv_cache import InsertKvCache
-from graftwork.passes.manager import Step, run_passes
-from graftwork.passes.pick_logits import PickLogits
 from graftwork.passes.quantize_int8 import QuantizeInt8
 from graftwork.passes.tree_best_first import TreeBestFirst
 from graftwork.passes.tree_chain import TreeChain
@@ -39,19 +32,12 @@ TREES = {
     "static": TreeStatic(paths=((0,), (1,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (0, 0, 1))),
     "best_first": TreeBestFirst(nodes=9, depth=3, width=3),
 }
-PROMPTS = torch.tensor([[0, 0, 0, 7, 3], [0, 4, 9, 9, 1], [5, 6, 7, 8, 9], [0, 0, 0, 0, 30]])
-MASK = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
-
-
-def made(*passes: Pass) -> Program:
-    steps = [*passes, InsertKvCache(), AcceptTrees(), PickLogits(), AddArgmax()]
-    return run_passes(tiny_llama(), [Step(step) for step in steps])[0]
 
 
 @cache
 def compiled(backend: str, drafter: str = "", tree: str = "", int8: bool = False) -> Executable:
     passes = [DRAFTERS[drafter], TREES[tree]] if drafter else []
-    return compile(made(*passes, *[QuantizeInt8()] * int8), Target(backend, "cpu"))
+    return compile(drafting_llama(*passes, *[QuantizeInt8()] * int8), Target(backend, "cpu"))
 
 
 @pytest.mark.parametrize("backend", ["eager", "onnxruntime"])

@@ -9,14 +9,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from test_training import TEXT
-from tiny import tiny_llama
+from tiny import MASK, PROMPTS, drafting_llama, tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
-from graftwork.ir import InputError, Program, UnsupportedError
+from graftwork.ir import InputError, UnsupportedError
 from graftwork.ir.executable import Executable
 from graftwork.model import Model
-from graftwork.passes.accept_trees import AcceptTrees
 from graftwork.passes.add_argmax import AddArgmax
 from graftwork.passes.base import Pass
 from graftwork.passes.draft_merged import DraftMerged
@@ -43,19 +42,12 @@ TREES = {
     "best_first": TreeBestFirst(nodes=9, depth=3, width=3),
 }
 PPD = DraftPpd(after=4, candidates=4)
-PROMPTS = torch.tensor([[0, 0, 0, 7, 3], [0, 4, 9, 9, 1], [5, 6, 7, 8, 9], [0, 0, 0, 0, 30]])
-MASK = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
 ASKED = {"max_new_tokens": 20, "eos_token_id": []}
-
-
-def made(*passes: Pass) -> Program:
-    steps = [*passes, InsertKvCache(), AcceptTrees(), PickLogits(), AddArgmax()]
-    return run_passes(tiny_llama(), [Step(step) for step in steps])[0]
 
 
 @cache
 def compiled(backend: str, *passes: Pass) -> Executable:
-    return compile(made(*passes), Target(backend, "cpu"))
+    return compile(drafting_llama(*passes), Target(backend, "cpu"))
 
 
 def decoded(executable: Executable, **more: Any) -> Any:
@@ -142,7 +134,7 @@ def test_riders_follow_their_nodes() -> None:
 
 
 def test_trained_prompts_are_accepted_and_the_target_stays(tmp_path: Path) -> None:
-    model = Model(made(PPD, TREES["chain"]), Target("eager", "cpu"), {"name": "test"})
+    model = Model(drafting_llama(PPD, TREES["chain"]), Target("eager", "cpu"), {"name": "test"})
     options = {"batch": 4, "window": 32, "own": 1.0, "rate": 0.1, "seed": 1}
     fitted = fit(model, TEXT, out=tmp_path, steps=100, **options)
     # What is held out of so little text says little. Untrained it is 1.4.
@@ -150,7 +142,7 @@ def test_trained_prompts_are_accepted_and_the_target_stays(tmp_path: Path) -> No
     before, after = model.program.weights, fitted.model.program.weights
     changed = {n for n in before if not torch.equal(before[n].load(), after[n].load())}
     assert changed == {WEIGHT} and fitted.model.program.plan.draft.trained
-    again = made(DraftPpd(after=4, candidates=4, weights=str(tmp_path)), TREES["chain"])
+    again = drafting_llama(DraftPpd(after=4, candidates=4, weights=str(tmp_path)), TREES["chain"])
     assert torch.equal(again.weights[WEIGHT].load(), after[WEIGHT].load())
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from test_runtime_cached import PROMPTS, decode, plainly
 from tiny import tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.guests import with_guests
 from graftwork.ir import PassError, Program, UnsupportedError, parse_program, program_text
-from graftwork.ir.plan import NoDraft, StagedDraft, SuffixDraft
+from graftwork.ir.plan import StagedDraft, SuffixDraft
 from graftwork.passes import Pass
 from graftwork.passes.accept_trees import AcceptTrees
 from graftwork.passes.add_argmax import AddArgmax
@@ -22,19 +22,15 @@ from graftwork.passes.draft_model import DraftModel
 from graftwork.passes.insert_kv_cache import InsertKvCache
 from graftwork.passes.manager import Step, run_passes
 from graftwork.passes.pick_logits import PickLogits
-from graftwork.passes.plan_edits import with_plan
 from graftwork.passes.tree_chain import TreeChain
 from graftwork.passes.tree_sampled import TreeSampled
 from graftwork.passes.tree_static import TreeStatic
-from graftwork.planned import Planned
 from graftwork.recipe import Recipe
-from graftwork.runtime import generate
 from graftwork.runtime.drafters.suffix import SuffixIndex
 from graftwork.runtime.lengths.base import LengthPolicy
 
 COPYING = "suffix(tokens=4, longest=16, shortest=1)"
 SMALL = [[1, 2, 3, 1, 2, 5, 4]]
-PROMPTS = [[3, 4, 5, 6, 7, 8, 3, 4], [5, 6], [9], [1, 2, 3, 4, 5, 6, 7]]
 
 
 class Counted:
@@ -57,19 +53,6 @@ def drafting(drafter: str, *more: Pass, guest_seed: int = 0, **shape: int) -> Pr
     draft = DraftModel(model="other", levels=6, drafter=drafter)
     passes = (draft, InsertKvCache(), PickLogits(), AddArgmax(), *more)
     return run_passes(start, [Step(p) for p in passes])[0]
-
-
-def decode(executable: Any, prompts: Sequence[Sequence[int]], count: int, **options: Any) -> Any:
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    options = {"max_new_tokens": count, "eos_token_id": [], "pad_token_id": 0, **options}
-    return generate(executable, ids, attention_mask=mask, return_dict_in_generate=True, **options)
-
-
-def plainly(executable: Any, prompts: Sequence[Sequence[int]], count: int) -> torch.Tensor:
-    plan = with_plan(executable.program, draft=NoDraft()).plan
-    return decode(Planned(executable, plan), prompts, count).sequences
 
 
 @pytest.mark.parametrize("backend", ["eager", "onnxruntime"])

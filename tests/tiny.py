@@ -17,12 +17,17 @@ from graftwork.ir import (
 )
 from graftwork.passes.accept_trees import AcceptTrees
 from graftwork.passes.add_argmax import AddArgmax
+from graftwork.passes.base import Pass
 from graftwork.passes.insert_kv_cache import InsertKvCache
 from graftwork.passes.manager import Step, run_passes
 from graftwork.passes.pick_logits import PickLogits
 
 A, G = torch.ops.aten, torch.ops.graftwork
 B, T = Sym("B"), Sym("T")
+
+PROMPTS = torch.tensor([[0, 0, 0, 7, 3], [0, 4, 9, 9, 1], [5, 6, 7, 8, 9], [0, 0, 0, 0, 30]])
+MASK = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
+"""A batch of texts of different lengths, padded on the left."""
 
 
 class _Builder:
@@ -110,3 +115,9 @@ def cached_llama(trees: bool = False, **shape: int) -> Program:
     steps = [InsertKvCache(), *[AcceptTrees()] * trees, PickLogits(), AddArgmax()]
     program, _ = run_passes(tiny_llama(**shape), [Step(step) for step in steps])
     return program
+
+
+def drafting_llama(*passes: Pass) -> Program:
+    """`tiny_llama` after passes that make it draft, with what every drafter may need."""
+    steps = [*passes, InsertKvCache(), AcceptTrees(), PickLogits(), AddArgmax()]
+    return run_passes(tiny_llama(), [Step(step) for step in steps])[0]
