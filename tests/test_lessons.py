@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -11,13 +12,16 @@ from test_training import FEW, TEXT, drafted, weights
 from tiny import tiny_llama
 
 from graftwork.ir import UnsupportedError
+from graftwork.ir.plan import DraftRecord, HeadsDraft, RecurrentDraft
 from graftwork.passes.draft_eagle import DraftEagle
 from graftwork.passes.draft_medusa import DraftMedusa
 from graftwork.training import FitState, fit
 from graftwork.training.lessons import FOLDER, Lessons, Teacher
 from graftwork.training.net import Net
+from graftwork.training.objectives.base import Batch, objective_of
 
 TOKENS = torch.arange(12).view(3, 4) % 32
+FIRSTS = torch.tensor([1, 1, 1])
 MARK = {"window": 4}
 
 
@@ -52,24 +56,26 @@ def test_the_rest_of_a_function_takes_what_is_known() -> None:
 def test_each_window_is_used_once_before_one_comes_again(tmp_path: Path) -> None:
     lessons = Lessons(tmp_path, teacher(DraftMedusa()), MARK, seed=0)
     for number in range(3):
-        lessons.add(number, lambda n=number: TOKENS + 3 * n)
+        lessons.add(number, lambda n=number: (TOKENS + 3 * n, FIRSTS + n))
     assert lessons.count == 9
-    starts = [lessons.batch(step, 3)[0][:, 0] for step in range(6)]
+    starts = [lessons.batch(step, 3).tokens[:, 0] for step in range(6)]
     first, second = torch.cat(starts[:3]).tolist(), torch.cat(starts[3:]).tolist()
     everything = sorted((TOKENS[:, :1] + 3 * torch.arange(3)).flatten().tolist())
     assert sorted(first) == sorted(second) == everything and first != second
-    tokens, states = lessons.batch(4, 2)
-    expected = lessons.teacher.states(tokens)
-    assert all(torch.equal(states[name], expected[name]) for name in expected)
+    lesson = lessons.batch(4, 2)
+    expected = lessons.teacher.states(lesson.tokens)
+    assert all(torch.equal(lesson.states[name], expected[name]) for name in expected)
+    # What belongs to a window stays with it: here the n-th file's tokens are n higher a row.
+    assert torch.equal(lesson.firsts, 1 + -lesson.tokens[:, 0] % 4)
     lessons.remove()
     assert not list(tmp_path.iterdir())
 
 
 def test_files_are_made_anew_where_they_do_not_fit(tmp_path: Path) -> None:
     target = teacher(DraftMedusa())
-    Lessons(tmp_path, target, MARK, seed=0).add(0, lambda: TOKENS)
+    Lessons(tmp_path, target, MARK, seed=0).add(0, lambda: (TOKENS, FIRSTS))
 
-    def refuse() -> torch.Tensor:
+    def refuse() -> NoReturn:
         raise AssertionError("the file is there")
 
     Lessons(tmp_path, target, MARK, seed=0).add(0, refuse)
@@ -78,7 +84,7 @@ def test_files_are_made_anew_where_they_do_not_fit(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
     again = Lessons(tmp_path, target, MARK, seed=0)
     assert not again.has(0)
-    again.add(0, lambda: TOKENS + 1)
+    again.add(0, lambda: (TOKENS + 1, FIRSTS))
     assert torch.equal(load_file(path)["tokens"], TOKENS + 1)
 
 
@@ -107,6 +113,36 @@ def test_an_interrupted_training_goes_on_with_its_windows(tmp_path: Path, monkey
     whole = fit(model, TEXT, out=tmp_path / "b", **options)
     first, second = weights(resumed.model), weights(whole.model)
     assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first)
+
+
+@pytest.mark.parametrize(
+    "record", [HeadsDraft("heads", 2), RecurrentDraft(("heads",), 2)], ids=lambda r: r.kind
+)
+def test_drafts_of_one_place_learn_from_where_the_target_goes_on(record: DraftRecord) -> None:
+    weight = torch.randn(6, 4)
+
+    def run(function: str, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        state = inputs["state"] if "state" in inputs else inputs["hidden"]
+        logits = state @ weight.T
+        levels = logits[:, :, None].expand(-1, -1, 2, -1)
+        return {"draft_logits": logits if "state" in inputs else levels, "state": state}
+
+    hidden, logits = torch.randn(2, 12, 4), torch.randn(2, 12, 6)
+    tokens = torch.arange(24).view(2, 12) % 6
+
+    def loss(hidden: torch.Tensor, logits: torch.Tensor, *firsts: int) -> float:
+        batch = Batch(tokens, {"hidden": hidden}, logits, firsts=firsts)
+        return float(objective_of(record)(record, run, batch).total)
+
+    before, after = hidden.clone(), hidden.clone()
+    before[0, :5], after[0, 5] = 9.0, 9.0
+    strange = logits.clone()
+    strange[0, :6] = 9.0
+    expected = loss(hidden, logits, 5, 2)
+    assert loss(before, strange, 5, 2) == pytest.approx(expected)
+    assert loss(after, logits, 5, 2) != pytest.approx(expected, rel=1e-3)
+    assert loss(before, logits, 0, 2) != pytest.approx(expected, rel=1e-3)
+    assert loss(hidden, logits) == pytest.approx(loss(hidden, logits, 0, 0))
 
 
 def test_a_step_whose_logits_need_the_text_is_refused() -> None:

@@ -72,15 +72,15 @@ def test_trained_heads_are_accepted_and_the_target_stays(drafter: Pass, tmp_path
         ids, max_new_tokens=24, eos_token_id=[], return_dict_in_generate=True
     )
     fitted = fit(
-        model, TEXT, out=tmp_path, steps=150, batch=8, window=48, own=1.0, rate=1e-2, seed=1
+        model, TEXT, out=tmp_path, steps=300, batch=8, window=48, own=1.0, rate=1e-2, seed=1
     )
     trained = fitted.model.generate(
         ids, max_new_tokens=24, eos_token_id=[], return_dict_in_generate=True
     )
     assert torch.equal(untrained.sequences, plain) and torch.equal(trained.sequences, plain)
     # Acceptance on these two prompts says nothing: untrained heads repeat the last token, which
-    # this model's own loops reward. Accuracy does: untrained it is 0.36, 0.30 and 0.24.
-    assert min(fitted.hits) > 0.55
+    # this model's own loops reward. Accuracy does: untrained it is 0.44, 0.61 and 0.51.
+    assert min(fitted.hits) > 0.7
     # A random model's text has nothing general to learn: what counts is the text it was shown.
     shown = split(TEXT)[0]
     assert accepted_per_step(fitted.model, shown) > 1.03 * accepted_per_step(model, shown)

@@ -26,9 +26,8 @@ from ..ir.plan import Chain, FixedLength, NoDraft
 from ..planned import Planned
 from ..prompts import Prompts
 from ..runtime.generate import Generated, generate
-from . import checkpoint
+from . import checkpoint, lessons
 from .corpus import Windows, own_text, read_corpus, split
-from .lessons import Lessons, Teacher
 from .net import Net, chosen, trainable, trained_parts
 from .objectives.base import Batch, Loss, objective_of
 
@@ -167,11 +166,11 @@ class _Fit:
             net.parameters, lr=self.options.rate, betas=(0.9, 0.95), weight_decay=0.0
         )
         state = self._restored(net, optimizer) if resume else self._fresh()
-        lessons = self._prepared(net, state)
+        pool = self._prepared(net, state)
         while not self._used_up(state):
-            self._step(net, optimizer, lessons, state)
+            self._step(net, optimizer, pool, state)
         self._save(net, optimizer, state)
-        lessons.remove()
+        pool.remove()
         trained = replace(self.model, program=net.trained_program(self.drafts))
         self.progress(FitState("measuring", 1.0, state.step))
         accepted = accepted_per_step(trained, self.held_out)
@@ -194,13 +193,12 @@ class _Fit:
         plan = replace(self.model.program.plan, draft=NoDraft(), tree=Chain(), length=FixedLength())
         return generate(Planned(self.model.executable, plan), prompts, **options)
 
-    def _prepared(self, net: Net, state: checkpoint.Progress) -> Lessons:
+    def _prepared(self, net: Net, state: checkpoint.Progress) -> lessons.Lessons:
         """Windows and what the target makes of them, within their share of the budget."""
         options = self.options
         decisive = {name: getattr(options, name) for name in ("window", "own", "temperature")}
-        lessons = Lessons(
-            self.out, Teacher(net), {**decisive, "target": state.target}, options.seed
-        )
+        mark = {**decisive, "target": state.target}
+        pool = lessons.Lessons(self.out, lessons.Teacher(net), mark, options.seed)
         wanted, limit = math.inf, math.inf
         if options.steps is not None:
             wanted = math.ceil(options.steps * options.batch / (options.passes * SAMPLED))
@@ -210,25 +208,27 @@ class _Fit:
         while count < wanted:
             number = count * self.world + self.rank
             spent = time.perf_counter() - start
-            if count and spent > limit and not lessons.has(number):
+            if count and spent > limit and not pool.has(number):
                 break
-            lessons.add(number, partial(self._windows, number))
+            pool.add(number, partial(self._windows, number))
             count += 1
             self.progress(FitState("preparing", max(count / wanted, min(1.0, spent / limit))))
-        return lessons
+        return pool
 
-    def _windows(self, number: int) -> torch.Tensor:
-        """Windows i64[16,T], of which the target continues its share."""
+    def _windows(self, number: int) -> lessons.Windows:
+        """Windows i64[16,T], of which the target continues its share, and where it begins to."""
         windows, options = self.windows(number, SAMPLED), self.options
+        firsts = torch.zeros(len(windows), dtype=torch.int64)
         own = round(SAMPLED * options.own)
         if not own:
-            return windows
+            return windows, firsts
         # Prompts of many lengths: heads meet every position.
         width = windows.shape[1]
         prompts = windows[:own, : max(1, width // 8 * (2 + number % 4))]
         seed = options.seed + number
         continued = own_text(self._generate, prompts, width, options.temperature, seed)
-        return torch.cat([continued, windows[own:]])
+        firsts[:own] = prompts.shape[1] - 1
+        return torch.cat([continued, windows[own:]]), firsts
 
     # -- steps
 
@@ -236,11 +236,12 @@ class _Fit:
         self,
         net: Net,
         optimizer: torch.optim.Optimizer,
-        lessons: Lessons,
+        pool: lessons.Lessons,
         state: checkpoint.Progress,
     ) -> None:
         start = time.perf_counter()
-        tokens, states = lessons.batch(state.step, self.options.batch)
+        lesson = pool.batch(state.step, self.options.batch)
+        tokens = lesson.tokens
         rate = self.options.rate * self._schedule(state)
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -250,8 +251,9 @@ class _Fit:
         for first in range(0, len(tokens), piece):
             part = slice(first, first + piece)
             share = len(tokens[part]) / len(tokens)
-            given = {name: value[part].to(net.device) for name, value in states.items()}
-            result = self._loss(net, lessons.teacher, tokens[part].to(net.device), given)
+            states = {name: value[part].to(net.device) for name, value in lesson.states.items()}
+            given = lessons.Lesson(tokens[part].to(net.device), lesson.firsts[part], states)
+            result = self._loss(net, pool.teacher, given)
             (result.total * share).backward()
             loss += float(result.total.detach()) * share
             hits = result.hits
@@ -275,12 +277,11 @@ class _Fit:
         logits = tokens.shape[1] * self.model.program.info.vocab_size * 4
         return max(1, min(len(tokens), TEACHER_BYTES // logits))
 
-    def _loss(
-        self, net: Net, teacher: Teacher, tokens: torch.Tensor, states: dict[str, torch.Tensor]
-    ) -> Loss:
+    def _loss(self, net: Net, teacher: lessons.Teacher, lesson: lessons.Lesson) -> Loss:
         """All drafters' losses on some windows, whose states at the target are known."""
-        taps = {name: states[name] for name in teacher.taps}
-        batch = Batch(tokens, taps, teacher.logits(states), self.model.program.plan.draft)
+        taps = {name: lesson.states[name] for name in teacher.taps}
+        logits, draft = teacher.logits(lesson.states), self.model.program.plan.draft
+        batch = Batch(lesson.tokens, taps, logits, draft, lesson.firsts.tolist())
         losses = [
             objective(draft, net.run, batch)
             for draft, objective in zip(self.drafts, self.objectives, strict=True)

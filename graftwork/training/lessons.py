@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,6 +29,9 @@ FOLDER = "lessons"
 
 PIECE_TOKENS = 4096
 """Tokens that the target is asked about at once."""
+
+Windows = tuple[torch.Tensor, torch.Tensor]
+"""Tokens i64[N,T], and i64[N], the places of their last tokens that the target did not write."""
 
 WAIST = "waist"
 """The name of the value that the logits are made of, where no draft takes it anyway."""
@@ -90,6 +93,15 @@ def _waist(step: Function, taps: set[torch.fx.Node]) -> torch.fx.Node:
     return min(found, key=lambda node: (node not in taps, type_of(node).dims[-1]))
 
 
+class Lesson(NamedTuple):
+    """Windows of a step. tokens: i64[N,T]; firsts: i64[N], see `Windows`; states: by name, what the
+    teacher keeps of them, each [N,T,...]."""
+
+    tokens: torch.Tensor
+    firsts: torch.Tensor
+    states: dict[str, torch.Tensor]
+
+
 class Lessons:
     """A pool of windows with the target's states, in files of `folder`.
 
@@ -110,16 +122,16 @@ class Lessons:
         """Windows in the pool."""
         return self.ends[-1] if self.ends else 0
 
-    def add(self, number: int, windows: Callable[[], torch.Tensor]) -> None:
-        """File `number` joins the pool: as it is there, or made of windows i64[N,T]."""
+    def add(self, number: int, windows: Callable[[], Windows]) -> None:
+        """File `number` joins the pool: as it is there, or made of windows."""
         path = self.folder / f"{number:06d}.safetensors"
         size = self._kept(path)
         if size is None:
-            tokens = windows()
+            tokens, firsts = windows()
             size = len(tokens)
             self.folder.mkdir(parents=True, exist_ok=True)
             part = path.with_suffix(".part")
-            tensors = {"tokens": tokens, **self.teacher.states(tokens)}
+            tensors = {"tokens": tokens, "firsts": firsts, **self.teacher.states(tokens)}
             contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
             save_file(contiguous, part, metadata={"mark": self.mark})
             os.replace(part, path)
@@ -139,13 +151,12 @@ class Lessons:
         except (OSError, SafetensorError):
             return None
 
-    def batch(self, step: int, count: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The windows of a step i64[N,T] and their states: all are used, in a new order each time,
-        before one comes again."""
+    def batch(self, step: int, count: int) -> Lesson:
+        """The windows of a step: all are used, in a new order each time, before one comes again."""
         places = [self._place(step * count + index) for index in range(count)]
         rows = [self._read(place) for place in places]
         joined = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
-        return joined.pop("tokens"), joined
+        return Lesson(joined.pop("tokens"), joined.pop("firsts"), joined)
 
     def _place(self, visit: int) -> int:
         turn, place = divmod(visit, self.count)
@@ -158,7 +169,8 @@ class Lessons:
         index = bisect_right(self.ends, place)
         row = place - (self.ends[index - 1] if index else 0)
         file = self.open(self.files[index])
-        return {n: file.get_slice(n)[row : row + 1] for n in ("tokens", *self.teacher.kept)}
+        names = ("tokens", "firsts", *self.teacher.kept)
+        return {name: file.get_slice(name)[row : row + 1] for name in names}
 
     def remove(self) -> None:
         """Delete the files."""

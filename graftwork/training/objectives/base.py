@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import math
+import operator
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -20,13 +22,24 @@ class Batch:
     """Text and what the target makes of it: the teacher's side of a training step.
 
     tokens: i64[N,T]. hidden: f[N,T,H] by the step's output name. logits: f[N,T,V] after each.
-    draft: the plan's drafter, for policies that learn about it.
+    draft: the plan's drafter, for policies that learn about it. firsts: by window, the place of the
+    last token that the target did not write itself; none given: the first place.
     """
 
     tokens: torch.Tensor
     hidden: Mapping[str, torch.Tensor]
     logits: torch.Tensor
     draft: DraftRecord = field(default_factory=NoDraft)
+    firsts: Sequence[int] = ()
+
+    def alone(self) -> Iterator[Batch]:
+        """Each window by itself, from where the target goes on with it: there drafts are asked for.
+        For drafts that look at one place; others need what comes before."""
+        firsts = self.firsts or [0] * len(self.tokens)
+        for index, first in enumerate(firsts):
+            part = (slice(index, index + 1), slice(first, None))
+            hidden = {name: states[part] for name, states in self.hidden.items()}
+            yield Batch(self.tokens[part], hidden, self.logits[part], self.draft)
 
     @cached_property
     def best(self) -> torch.Tensor:
@@ -55,6 +68,17 @@ class Loss(NamedTuple):
 
     total: torch.Tensor
     hits: list[float]
+
+
+def mean_loss(losses: Iterable[tuple[Batch, Loss]]) -> Loss:
+    """The loss of several batches: a mean over their places."""
+    kept = list(losses)
+    counts = [batch.tokens.numel() for batch, _ in kept]
+    shares = [count / sum(counts) for count in counts]
+    totals = [loss.total * share for share, (_, loss) in zip(shares, kept, strict=True)]
+    levels = zip(*(loss.hits for _, loss in kept), strict=True)
+    hits = [math.fsum(map(operator.mul, shares, level)) for level in levels]
+    return Loss(torch.stack(totals).sum(), hits)
 
 
 class Run(Protocol):

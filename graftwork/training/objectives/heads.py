@@ -8,12 +8,16 @@ from __future__ import annotations
 import torch
 
 from ...ir.plan import HeadsDraft
-from .base import Batch, Loss, Run, distilled, hit_rate, objective
+from .base import Batch, Loss, Run, distilled, hit_rate, mean_loss, objective
 
 
 @objective(HeadsDraft)
 def heads_loss(record: HeadsDraft, run: Run, batch: Batch) -> Loss:
     """See the module docstring."""
+    return mean_loss((one, _window_loss(record, run, one)) for one in batch.alone())
+
+
+def _window_loss(record: HeadsDraft, run: Run, batch: Batch) -> Loss:
     logits = run(record.function, hidden=batch.hidden["hidden"])["draft_logits"]
     total, hits = torch.zeros(()), []
     for level, student in enumerate(logits.unbind(2)):

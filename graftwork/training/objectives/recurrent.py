@@ -6,19 +6,27 @@ the record says `soft`, to its distribution alone (Hydra++).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ...ir.plan import RecurrentDraft
-from .base import Batch, Loss, Run, distilled, hit_rate, objective
+from .base import Batch, Loss, Run, distilled, hit_rate, mean_loss, objective
 
 
 @objective(RecurrentDraft)
 def recurrent_loss(record: RecurrentDraft, run: Run, batch: Batch) -> Loss:
     """See the module docstring."""
+    if record.entry is not None:
+        # Its layer looks at the text so far, what comes after it at one place.
+        states = run(record.entry, tokens=batch.tokens, hidden=batch.hidden["hidden"])
+        batch = replace(batch, hidden={"hidden": states["hidden"]})
+    return mean_loss((one, _window_loss(record, run, one)) for one in batch.alone())
+
+
+def _window_loss(record: RecurrentDraft, run: Run, batch: Batch) -> Loss:
     functions, state = record.functions, batch.hidden["hidden"]
     target = batch.teacher if record.soft else batch.target
-    if record.entry is not None:
-        state = run(record.entry, tokens=batch.tokens, hidden=state)["hidden"]
     total, hits = torch.zeros(()), []
     for level in range(record.levels):
         # One place less a level: the last states have no tokens to go on with.
