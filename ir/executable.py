@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
 import torch
 
 from .program import Program
+
+Outputs: TypeAlias = dict[str, torch.Tensor]
+"""Tensors by the names of a function's outputs."""
+
+HeldCall: TypeAlias = Callable[[], Outputs]
+"""See `Executable.hold`."""
 
 
 class Executable(Protocol):
@@ -38,10 +44,21 @@ class Executable(Protocol):
 
     def run(
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
-    ) -> dict[str, torch.Tensor]:
+    ) -> Outputs:
         """Run a function on CPU inputs; update its states; return the named outputs.
 
         A returned tensor may be overwritten by the next run of the same function.
+        """
+
+    def hold(
+        self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
+    ) -> HeldCall:
+        """A call that will come again: each time it is made, as `run` on these very tensors.
+
+        The caller writes into the tensors' memory in between, and an executable need not look at
+        them again. Where outputs lie on the CPU in the same memory as before, the same dict comes
+        back, so whoever reads them through that memory may go on; otherwise another one does.
+        Nothing is checked before the first call. A held call does not keep the executable alive.
         """
 
     def keep_rows(self, function: str, past: torch.Tensor, source: torch.Tensor) -> None:

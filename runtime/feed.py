@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..ir import InputError, UnsupportedError
-from ..ir.executable import Executable
-from .draft import Draft, Topology
+from ..ir.executable import Executable, Outputs
+from .buffers import Buffers
+from .draft import Draft
 
 CHUNK = 512
 """Tokens a prefill feeds at once where every width runs equally well."""
@@ -22,85 +21,11 @@ CHOSEN = frozenset({"logits", "argmax", "top_tokens"})
 """Outputs that are wanted of chosen tokens only, whether the step can choose or not."""
 
 
-class _Buffers:
-    """Inputs of one width, and the memory behind them to write lists into.
-
-    A step's lists are short: writing them through memoryviews costs a third of what numpy does
-    right after a model has run through the processor's caches.
-    """
-
-    def __init__(self, batch: int, width: int, names: frozenset[str]) -> None:
-        self.batch, self.width = batch, width
-        every = torch.arange(width).repeat(batch, 1)
-        tensors = {"tokens": every.clone(), "positions": every.clone(), "select": every}
-        tensors["past"] = torch.zeros(batch, dtype=torch.int64)
-        column = torch.zeros(batch, 1, dtype=torch.int64)
-        self.tokens, self.positions = _memory(tensors["tokens"]), _memory(tensors["positions"])
-        self.past, self.column = _memory(tensors["past"]), _memory(column)
-        self.garbage = memoryview(array("q", [0] * width))
-        self.inputs = {name: tensor for name, tensor in tensors.items() if name in names}
-        picked = {"select": column} if "select" in names else {}
-        self.one_row = {**self.inputs, **picked}
-        self.branched: dict[str, torch.Tensor] = {}
-        self.shapes: list[Topology | None] = [None] * batch
-
-    def fill(self, rows: Sequence[Sequence[int]], past: Sequence[int]) -> None:
-        """Left-align the rows; what is beyond them is garbage that nobody may see: zeros."""
-        width, begin = self.width, 0
-        for index, row in enumerate(rows):
-            middle, end = begin + len(row), begin + width
-            self.tokens[begin:middle] = array("q", row)
-            if middle < end:
-                self.tokens[middle:end] = self.garbage[: end - middle]
-            self.past[index] = past[index]
-            begin = end
-
-    def chains(
-        self, past: Sequence[int], column: Sequence[int] | None
-    ) -> Mapping[str, torch.Tensor]:
-        """Inputs for rows that are chains, after `fill`; with `column`, one is chosen of each."""
-        width = self.width
-        for index, start in enumerate(past):
-            begin = index * width
-            self.positions[begin : begin + width] = array("q", range(start, start + width))
-        if column is None:
-            return self.inputs
-        self.column[:] = array("q", column)
-        return self.one_row
-
-    def trees(self, past: Sequence[int], drafts: Sequence[Draft]) -> Mapping[str, torch.Tensor]:
-        """Inputs for trees, after `fill`: positions by depth, and who continues whom.
-
-        A column that no node fills continues nothing: it sees the past and itself.
-        """
-        if not self.branched:
-            ancestors = torch.empty(self.batch, self.width, self.width, dtype=torch.bool)
-            self.branched = {**self.inputs, "ancestors": ancestors}
-            self.seen, self.alone = ancestors.numpy(), np.eye(self.width, dtype=np.bool_)
-        for index, (start, draft) in enumerate(zip(past, drafts, strict=True)):
-            shape = draft.shape
-            depths, begin = shape.depths, index * self.width
-            after = [start] * (self.width - 1 - len(depths))
-            row = array("q", [start, *[start + depth for depth in depths], *after])
-            self.positions[begin : begin + self.width] = row
-            if shape is not self.shapes[index]:
-                size = len(depths) + 1
-                self.seen[index] = self.alone
-                self.seen[index, :size, :size] = shape.ancestors
-                self.shapes[index] = shape
-        return self.branched
-
-
-_BUFFERS: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], _Buffers]] = (
+_BUFFERS: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], Buffers]] = (
     weakref.WeakKeyDictionary()
 )
 """Buffers by batch and width: they outlive a generation, because making them takes as long as a few
 steps."""
-
-
-def _memory(tensor: torch.Tensor) -> memoryview:
-    """The elements of a contiguous int64 tensor, to be read and written."""
-    return tensor.view(-1).numpy().data.cast("B").cast("q")
 
 
 class Feeder:
@@ -123,7 +48,7 @@ class Feeder:
         self.names = frozenset(name for name in known if step.has_input(name))
         self.selects = "select" in self.names
         self.widths = self._usable(executable.widths("step"))
-        self.buffers = _BUFFERS.setdefault(executable, {})
+        self._buffers = _BUFFERS.setdefault(executable, {})
         self.seconds = 0.0
         self.rows = 0
 
@@ -170,33 +95,60 @@ class Feeder:
         rows: Sequence[Sequence[int]],
         past: Sequence[int],
         width: int,
-        fetch: Sequence[str],
-        column: Sequence[int] | None = None,
+        fetch: tuple[str, ...],
         trees: Sequence[Draft] | None = None,
-    ) -> dict[str, torch.Tensor]:
+    ) -> Outputs:
         """Feed `rows[b]` (at most `width` tokens) after `past[b]` cache rows.
 
-        Values a chosen token (dim S) have `width` columns, or with `column` the one column
-        `column[b]`; values a fed token (dim T) have all. trees: the drafts of which `rows` are the
-        last committed token and the nodes, if one of them branches.
+        Every output has `width` columns. trees: the drafts of which `rows` are the last committed
+        token and the nodes, if one of them branches.
         """
-        key = (self.batch, width)
-        buffers = self.buffers.get(key)
-        if buffers is None:
-            buffers = self.buffers[key] = _Buffers(*key, self.names)
+        self.make_room(max(past) + width)
+        buffers = self.buffers(width)
         buffers.fill(rows, past)
-        self._make_room(max(past) + width)
-        inputs = buffers.chains(past, column) if trees is None else buffers.trees(past, trees)
+        calls = buffers.chains(past) if trees is None else buffers.trees(past, trees)
+        call = calls.fetching(self.executable, fetch)
         start = perf_counter()
+        outputs = call()
+        self.seconds += perf_counter() - start
+        return outputs
+
+    def run_picking(
+        self,
+        rows: Sequence[Sequence[int]],
+        past: Sequence[int],
+        width: int,
+        fetch: tuple[str, ...],
+        column: Sequence[int],
+    ) -> Outputs:
+        """Feed `rows[b]` (at most `width` tokens) after `past[b]` cache rows.
+
+        Values a chosen token (dim S) have the one column `column[b]`; values a fed token (dim T)
+        have all.
+        """
+        self.make_room(max(past) + width)
+        buffers = self.buffers(width)
+        buffers.fill(rows, past)
+        inputs = buffers.picked(past, column)
+        start = perf_counter()
+        # Not held: prompts come in all lengths, and few of them again.
         outputs = self.executable.run("step", inputs, fetch)
         self.seconds += perf_counter() - start
-        if column is None or self.selects:
+        if self.selects:
             return outputs
         sequences, columns = torch.arange(self.batch)[:, None], torch.tensor(column)[:, None]
         return {
             name: value[sequences, columns] if name in CHOSEN else value
             for name, value in outputs.items()
         }
+
+    def buffers(self, width: int) -> Buffers:
+        """What steps of a width are fed from."""
+        key = (self.batch, width)
+        buffers = self._buffers.get(key)
+        if buffers is None:
+            buffers = self._buffers[key] = Buffers(*key, self.names)
+        return buffers
 
     def keep(self, past: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Commit accepted paths of the last step: their rows move to the front of its rows."""
@@ -211,7 +163,8 @@ class Feeder:
         self.executable.keep_rows("step", torch.tensor(list(past)), torch.tensor(source))
         self.seconds += perf_counter() - start
 
-    def _make_room(self, rows: int) -> None:
+    def make_room(self, rows: int) -> None:
+        """Let the caches hold so many rows of each sequence."""
         capacity = self.executable.capacity
         if rows <= capacity:
             return

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
-import torch
-
 from ..ir import Program, UnsupportedError
-from ..ir.executable import Executable
+from ..ir.executable import Executable, Outputs
 from ..ir.plan import Chain, FullDepth, KeepAll
 from .draft import NO_DRAFT, Draft
 from .drafters.base import Fed, Taken
@@ -16,6 +14,7 @@ from .drafters.grown import drafter_for
 from .feed import Feeder
 from .lengths.base import LENGTHS
 from .options import GenerationOptions
+from .plain import PlainDecoding, is_plain
 from .prefill import prefill
 from .stats import Stats
 from .stopping import Stopping
@@ -36,7 +35,7 @@ class DecodeLoop:
         program = executable.program
         _check_plan(program)
         plan, batch = program.plan, len(texts)
-        self.texts = texts
+        self.texts, self.program = texts, program
         self.feeder = Feeder(executable, batch)
         self.length = LENGTHS.find(plan.length)(plan.length, executable, batch)
         self.drafter = drafter_for(plan.draft, executable, options, self.length)
@@ -55,6 +54,17 @@ class DecodeLoop:
         """Decode until every text is done; the texts grow in place."""
         self._start(emitter)
         start, inside = perf_counter(), self.feeder.seconds
+        if is_plain(self.program, self.feeder, self.verifier, self.stopping):
+            PlainDecoding(self.feeder, self.texts, self.stopping, self.stats).run(emitter)
+        else:
+            self._decode(emitter)
+        self.stats.decode_seconds = perf_counter() - start
+        self.stats.executable_seconds = self.feeder.seconds - inside
+        self.stats.new_tokens = sum(text.generated for text in self.texts)
+        return self.stats
+
+    def _decode(self, emitter: Emitter | None) -> None:
+        """Steps of every kind, until every text is done."""
         live = [text for text in self.texts if not text.done]
         while live:
             before = perf_counter()
@@ -67,16 +77,12 @@ class DecodeLoop:
             self.stats.sequence_steps += len(live)
             self.stats.decoded_tokens += sum(map(len, taken.tokens))
             live = [text for text in live if not text.done]
-        self.stats.decode_seconds = perf_counter() - start
-        self.stats.executable_seconds = self.feeder.seconds - inside
-        self.stats.new_tokens = sum(text.generated for text in self.texts)
-        return self.stats
 
     def _start(self, emitter: Emitter | None) -> None:
         """Prefill the prompts and commit each sequence's first token."""
         start = perf_counter()
         prompts = [text.tokens for text in self.texts]
-        most = self.feeder.executable.program.plan.columns
+        most = self.program.plan.columns
         self.feeder.begin(max(text.limit for text in self.texts), most)
         self.drafter.begin(prompts)
         # Always the logits: the same compiled prefill serves every option, and one look at real
@@ -101,7 +107,7 @@ class DecodeLoop:
 
     def _step(
         self, drafts: Sequence[Draft]
-    ) -> tuple[dict[str, torch.Tensor], list[int], Sequence[Draft], list[int]]:
+    ) -> tuple[Outputs, list[int], Sequence[Draft], list[int]]:
         """Feed each sequence's last token and its draft; finished sequences get garbage.
 
         Returns the outputs, the cache rows before the step, the drafts as they were fed (near the
@@ -130,7 +136,7 @@ class DecodeLoop:
 
     def _commit(
         self,
-        outputs: dict[str, torch.Tensor],
+        outputs: Outputs,
         past: list[int],
         drafts: Sequence[Draft],
         columns: list[int],

@@ -14,7 +14,7 @@ def prefill(
     feeder: Feeder,
     texts: Sequence[Sequence[int]],
     cached: Sequence[int],
-    fetch: Sequence[str],
+    fetch: tuple[str, ...],
     read: Callable[[Fed], None] | None = None,
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Feed what of each text is not cached; the outputs after each text's last token.
@@ -42,7 +42,7 @@ def prefill(
         left = _left(texts, cached)
         # Without `select` every output has a prompt's worth of columns: fetch only what is used.
         wanted = fetch if ending or feeder.selects or read else ()
-        outputs = feeder.run(rows, starts, width, wanted, column)
+        outputs = feeder.run_picking(rows, starts, width, wanted, column)
         if read is not None:
             read(Fed(rows, starts, outputs))
         if not left and len(ending) == len(texts):

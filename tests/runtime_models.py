@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from graftwork.ir import Function, InputError, ModelInfo, Program, TensorType, WeightStore
+from graftwork.ir.executable import HeldCall
 from graftwork.ir.plan import DecodePlan, DraftRecord, Record, TreeRecord
 
 POISON = -(10**9)
@@ -104,6 +105,11 @@ class TableExecutable:
         results = {"logits": logits, "argmax": self.best(logits)}
         self.given = [results[name] for name in fetch]
         return {name: results[name] for name in fetch}
+
+    def hold(
+        self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
+    ) -> HeldCall:
+        return lambda: self.run(function, inputs, fetch)
 
     def best(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.argmax(-1)

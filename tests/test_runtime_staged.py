@@ -46,6 +46,9 @@ class Counted:
         self.runs[function] = self.runs.get(function, 0) + bool(fetch)
         return self.executable.run(function, inputs, fetch)
 
+    def hold(self, function: str, inputs: Any, fetch: Any) -> Any:
+        return lambda: self.run(function, inputs, fetch)
+
 
 def drafting(drafter: str, *more: Pass, guest_seed: int = 0, **shape: int) -> Program:
     """A tiny model that another tiny model drafts for; with the same seed it is the same one."""

@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 
 from ...ir import InputError, Program, UnsupportedError, type_of
+from ...ir.executable import HeldCall, Outputs
 from ..target import Target
 from .buffers import StateBuffers
 from .emit import emit
+from .held import Held
 from .lower import Variant, lower
-from .replay import Replays, key_of
 from .routing import Route, Router
 from .session import open_session
 from .step import Step
@@ -39,7 +40,6 @@ class OnnxExecutable:
         )
         self._buffers.begin(1, 1)
         self._made: dict[str, dict[Variant, Step]] = {name: {} for name in program.functions}
-        self._replays = {name: Replays() for name in program.functions}
         self._routers = {n: Router(program, f, target) for n, f in program.functions.items()}
 
     @property
@@ -61,12 +61,22 @@ class OnnxExecutable:
 
     def run(
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
-    ) -> dict[str, torch.Tensor]:
+    ) -> Outputs:
         """Run a function; states change in place; outputs live until the next call."""
-        replays, key = self._replays[function], key_of(inputs)
-        repeated = replays.run(key, fetch)
-        if repeated is not None:
-            return repeated
+        step, route = self._routed(function, inputs)
+        results = step.run(route.feeds, fetch)
+        return step.first_column(results) if route.widened else results
+
+    def hold(
+        self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
+    ) -> HeldCall:
+        """The call, bound to the tensors' own memory."""
+        # Held calls do not keep the executable alive.
+        routed = weakref.WeakMethod(self._routed)
+        return Held(routed, self._buffers, function, inputs, fetch)
+
+    def _routed(self, function: str, inputs: Mapping[str, torch.Tensor]) -> tuple[Step, Route]:
+        """Who takes a call, and how; there is room for it."""
         made = self._made[function]
         route = self._routers[function].route(inputs, made)
         if route.rows + route.overhang > self._buffers.capacity:
@@ -74,9 +84,7 @@ class OnnxExecutable:
         step = made.get(route.variant)
         if step is None:
             step = made[route.variant] = self._compile(function, route.variant)
-        results = step.run(route.feeds, fetch)
-        replays.learn(key, inputs, step, route)
-        return step.first_column(results) if route.widened else results
+        return step, route
 
     def _make_room(self, function: str, route: Route) -> None:
         if route.rows > self._buffers.capacity:

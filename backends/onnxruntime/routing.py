@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -143,7 +143,7 @@ class Counts:
         )
 
     def of(
-        self, past: list[int], longest: int, width: int, variant: Variant
+        self, past: Sequence[int], longest: int, width: int, variant: Variant
     ) -> dict[str, torch.Tensor]:
         """seqlens i32[B] and total i32[]."""
         if self.batch != len(past):

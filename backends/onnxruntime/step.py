@@ -93,10 +93,6 @@ class Step:
             self.bound[shapes] = bound
         for feed in bound.feeds:
             feed.take(inputs[feed.name])
-        return self.call(bound, fetch)
-
-    def call(self, bound: Bound, fetch: Sequence[str]) -> dict[str, torch.Tensor]:
-        """The outputs for what lies in the memory that is bound."""
         self.session.run_with_iobinding(bound.binding)
         return {name: bound.results[name] for name in fetch}
 
@@ -116,7 +112,7 @@ class Step:
         sizes.update({s: inputs[name].shape[axis] for s, name, axis in self.symbols})
         types = {n: _fitting(n, t, inputs[n], sizes) for n, t in self.inputs.items()}
         results = {f"{n} out": t.bind(sizes) for n, t in self.outputs.items()}
-        self._reserve({**types, **results})
+        self._reserve({**types, **results} if copy else results)
         binding, feeds = self.session.io_binding(), []
         for name, type in types.items():
             buffer = self._buffer(name, type) if copy else inputs[name]
@@ -135,7 +131,11 @@ class Step:
         return Bound(binding, tuple(feeds), outputs)
 
     def _reserve(self, types: Mapping[str, TensorType]) -> None:
-        """Memory for all of these; what is bound to memory that is too small is forgotten."""
+        """Memory for all of these; what is bound to memory that is too small is forgotten.
+
+        It grows at least twofold: held calls keep what they were bound to, and all that is kept
+        must not add up to more than what there is now.
+        """
         if len(self.bound) >= BOUND:
             self.bound.clear()
         for name, type in types.items():
@@ -143,7 +143,8 @@ class Step:
             flat = self.memory.get(name)
             if flat is None or flat.numel() < count:
                 self.bound.clear()
-                self.memory[name] = torch.empty(count, dtype=type.dtype)
+                grown = 0 if flat is None else 2 * flat.numel()
+                self.memory[name] = torch.empty(max(count, grown), dtype=type.dtype)
 
     def _buffer(self, name: str, type: TensorType) -> torch.Tensor:
         """Memory of a type; the same memory for every shape, because one runs at a time."""

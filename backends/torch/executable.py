@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch._inductor import config as inductor
 
 from ...ir import InputError, Program, Sym
+from ...ir.executable import HeldCall, Outputs
 from ..target import Target
 from .emit import emit
 
@@ -76,7 +78,7 @@ class TorchExecutable:
 
     def run(
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
-    ) -> dict[str, torch.Tensor]:
+    ) -> Outputs:
         """Run one step; states change in place."""
         shapes = tuple((name, tensor.shape) for name, tensor in inputs.items())
         key = (function, tuple(fetch), shapes if self.target.backend != "eager" else len(shapes))
@@ -90,6 +92,20 @@ class TorchExecutable:
         with torch.no_grad():
             results = variant(*arguments)
         return dict(zip(fetch, results, strict=True))
+
+    def hold(
+        self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
+    ) -> HeldCall:
+        """The call; what it costs is the compiler's affair."""
+        # Held calls do not keep the executable alive.
+        alive = weakref.WeakMethod(self.run)
+
+        def call() -> Outputs:
+            run = alive()
+            assert run is not None
+            return run(function, inputs, fetch)
+
+        return call
 
     def _argument_names(self, function: str, given: frozenset[str]) -> list[str]:
         names = [str(node.target) for node in self.program.function(function).inputs]

@@ -34,11 +34,13 @@ class Verifier(ABC):
     """Decides, from the target's outputs for a step, which tokens each sequence gains.
 
     fetch: outputs of the step function that `verify` needs during decoding; the prefill always
-    brings ``logits``. Register a subclass with ``@VERIFIERS.register(ItsRecord, GREEDY or
+    brings ``logits``. takes_argmax: whether a sequence that nothing was drafted for gains the
+    step's ``argmax``. Register a subclass with ``@VERIFIERS.register(ItsRecord, GREEDY or
     SAMPLING)`` in its own file of this folder.
     """
 
     fetch: tuple[str, ...] = ("logits",)
+    takes_argmax: bool = False
 
     def __init__(
         self, record: Any, program: Program, options: GenerationOptions, batch: int

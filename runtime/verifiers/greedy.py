@@ -35,7 +35,7 @@ class GreedyVerifier(Verifier):
         self.vocabulary = program.info.vocab_size
         offered = "argmax" in program.function("step").outputs
         if self.argmax_suffices and offered and not options.reshapes_logits:
-            self.fetch = ("argmax",)
+            self.fetch, self.takes_argmax = ("argmax",), True
 
     def verify(
         self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]

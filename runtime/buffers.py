@@ -1,0 +1,106 @@
+"""Inputs of the step function in memory of their own, and the calls that are made on them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from ..ir.executable import Executable, HeldCall
+from .draft import Draft, Topology
+
+
+def memory(tensor: torch.Tensor) -> memoryview:
+    """The elements of a contiguous int64 tensor, to be read and written."""
+    return tensor.view(-1).numpy().data.cast("B").cast("q")
+
+
+def elements(tensor: torch.Tensor) -> memoryview:
+    """The elements of an integer tensor, to be read: its own memory where it is plain."""
+    return tensor.cpu().reshape(-1).numpy().data
+
+
+class Calls:
+    """Calls of the step function on the same inputs, by what they fetch."""
+
+    def __init__(self, inputs: dict[str, torch.Tensor]) -> None:
+        self.inputs = inputs
+        self._held: dict[tuple[str, ...], HeldCall] = {}
+
+    def fetching(self, executable: Executable, fetch: tuple[str, ...]) -> HeldCall:
+        """The call that returns these outputs."""
+        call = self._held.get(fetch)
+        if call is None:
+            call = self._held[fetch] = executable.hold("step", self.inputs, fetch)
+        return call
+
+
+class Buffers:
+    """Inputs of one width, and the memory behind them to write lists into.
+
+    A step's lists are short: writing them through memoryviews costs a third of what numpy does
+    right after a model has run through the processor's caches.
+    """
+
+    def __init__(self, batch: int, width: int, names: frozenset[str]) -> None:
+        self.batch, self.width = batch, width
+        every = torch.arange(width).repeat(batch, 1)
+        tensors = {"tokens": every.clone(), "positions": every.clone(), "select": every}
+        tensors["past"] = torch.zeros(batch, dtype=torch.int64)
+        column = torch.zeros(batch, 1, dtype=torch.int64)
+        self.tokens, self.positions = memory(tensors["tokens"]), memory(tensors["positions"])
+        self.past, self.column = memory(tensors["past"]), memory(column)
+        self.garbage = memoryview(array("q", [0] * width))
+        inputs = {name: tensor for name, tensor in tensors.items() if name in names}
+        self.chain, self.tree = Calls(inputs), Calls({})
+        self.one_row = {**inputs, "select": column} if "select" in names else inputs
+        self.shapes: list[Topology | None] = [None] * batch
+
+    def fill(self, rows: Sequence[Sequence[int]], past: Sequence[int]) -> None:
+        """Left-align the rows; what is beyond them is garbage that nobody may see: zeros."""
+        width, begin = self.width, 0
+        for index, row in enumerate(rows):
+            middle, end = begin + len(row), begin + width
+            self.tokens[begin:middle] = array("q", row)
+            if middle < end:
+                self.tokens[middle:end] = self.garbage[: end - middle]
+            self.past[index] = past[index]
+            begin = end
+
+    def chains(self, past: Sequence[int]) -> Calls:
+        """For rows that are chains, after `fill`."""
+        width = self.width
+        for index, start in enumerate(past):
+            begin = index * width
+            self.positions[begin : begin + width] = array("q", range(start, start + width))
+        return self.chain
+
+    def picked(self, past: Sequence[int], column: Sequence[int]) -> Mapping[str, torch.Tensor]:
+        """Inputs for rows that are chains, after `fill`, with one column chosen of each."""
+        self.chains(past)
+        self.column[:] = array("q", column)
+        return self.one_row
+
+    def trees(self, past: Sequence[int], drafts: Sequence[Draft]) -> Calls:
+        """For trees, after `fill`: positions by depth, and who continues whom.
+
+        A column that no node fills continues nothing: it sees the past and itself.
+        """
+        if not self.tree.inputs:
+            ancestors = torch.empty(self.batch, self.width, self.width, dtype=torch.bool)
+            self.tree = Calls({**self.chain.inputs, "ancestors": ancestors})
+            self.seen, self.alone = ancestors.numpy(), np.eye(self.width, dtype=np.bool_)
+        for index, (start, draft) in enumerate(zip(past, drafts, strict=True)):
+            shape = draft.shape
+            depths, begin = shape.depths, index * self.width
+            after = [start] * (self.width - 1 - len(depths))
+            row = array("q", [start, *[start + depth for depth in depths], *after])
+            self.positions[begin : begin + self.width] = row
+            if shape is not self.shapes[index]:
+                size = len(depths) + 1
+                self.seen[index] = self.alone
+                self.seen[index, :size, :size] = shape.ancestors
+                self.shapes[index] = shape
+        return self.tree

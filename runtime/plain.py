@@ -1,0 +1,90 @@
+"""Plain decoding: nobody drafts, and a step takes one token of each sequence and yields one.
+
+It yields what the loop's general step would. But a model's run pushes Python's code and data out of
+the processor's caches, and whatever a step touches then takes 10 to 30 us to be fetched again: what
+costs is how many different things are used, not how often. So here a step writes three numbers into
+memory that is bound to the model, runs it, and reads one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+
+from ..ir import Program
+from ..ir.executable import Outputs
+from .buffers import elements
+from .feed import Feeder
+from .sampling import bad_logits
+from .stats import Stats
+from .stopping import Stopping
+from .streaming import Emitter
+from .text import Text
+from .verifiers.base import Verifier
+
+FETCH = ("argmax",)
+
+
+def is_plain(program: Program, feeder: Feeder, verifier: Verifier, stopping: Stopping) -> bool:
+    """Whether all steps of a generation are plain.
+
+    Nothing is ever drafted, the step's argmax is the choice, an end shows in the last token, and
+    the executable has steps of one token.
+    """
+    drafts = program.plan.columns > 0
+    return not drafts and verifier.takes_argmax and stopping.simple and feeder.width(1, 1) == 1
+
+
+class PlainDecoding:
+    """Decodes texts whose prompts are in the cache and whose first tokens are committed."""
+
+    def __init__(
+        self, feeder: Feeder, texts: Sequence[Text], stopping: Stopping, stats: Stats
+    ) -> None:
+        self.feeder, self.texts, self.stopping, self.stats = feeder, texts, stopping, stats
+        self.vocabulary = feeder.executable.program.info.vocab_size
+
+    def run(self, emitter: Emitter | None) -> None:
+        """Decode until every text is done. Errors: `InputError` for logits that are NaN."""
+        while live := [index for index, text in enumerate(self.texts) if not text.done]:
+            rows = max(len(self.texts[index].tokens) for index in live)
+            self.feeder.make_room(rows)
+            self._steps(live, self.feeder.executable.capacity - rows + 1, emitter)
+
+    def _steps(self, live: list[int], most: int, emitter: Emitter | None) -> None:
+        """Up to `most` steps, which there is room for; fewer where a text ends."""
+        texts, eos, vocabulary = self.texts, self.stopping.eos, self.vocabulary
+        buffers = self.feeder.buffers(1)
+        call = buffers.chain.fetching(self.feeder.executable, FETCH)
+        fed, positions, past = buffers.tokens, buffers.positions, buffers.past
+        # Finished sequences are fed garbage in their first row.
+        for index, text in enumerate(texts):
+            fed[index] = 0 if text.done else text.tokens[-1]
+            positions[index] = past[index] = 0 if text.done else len(text.tokens) - 1
+        growing = [(index, texts[index].tokens, texts[index].limit) for index in live]
+        steps, seconds, ended = 0, 0.0, False
+        known: Outputs | None = None
+        chosen: Sequence[int] = ()
+        while steps < most and not ended:
+            start = perf_counter()
+            outputs = call()
+            seconds += perf_counter() - start
+            steps += 1
+            if outputs is not known:
+                known, chosen = outputs, elements(outputs["argmax"])
+            for index, tokens, limit in growing:
+                token = chosen[index]
+                if not 0 <= token < vocabulary:
+                    raise bad_logits()
+                tokens.append(token)
+                fed[index] = token
+                past[index] += 1
+                positions[index] += 1
+                if token in eos or len(tokens) >= limit:
+                    texts[index].done = ended = True
+            if emitter is not None:
+                emitter.push(texts, [t.tokens[-1:] for t in texts])
+        self.feeder.seconds += seconds
+        self.stats.steps += steps
+        self.stats.sequence_steps += steps * len(live)
+        self.stats.decoded_tokens += steps * len(live)
