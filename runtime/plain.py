@@ -57,9 +57,9 @@ class PlainDecoding:
         buffers = self.feeder.buffers(1)
         call = buffers.chain.fetching(self.feeder.executable, FETCH)
         fed, positions, past = buffers.tokens, buffers.positions, buffers.past
-        # Finished sequences are fed garbage in their first row.
+        # What finished sequences are fed goes to their first rows, which nobody reads any more.
         for index, text in enumerate(texts):
-            fed[index] = 0 if text.done else text.tokens[-1]
+            fed[index] = text.tokens[-1]
             positions[index] = past[index] = 0 if text.done else len(text.tokens) - 1
         growing = [(index, texts[index].tokens, texts[index].limit) for index in live]
         steps, seconds, ended = 0, 0.0, False
