@@ -10,6 +10,7 @@ import torch
 
 from ..ir.executable import Executable, HeldCall
 from .draft import Draft, Topology
+from .outputs import Outputs
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
@@ -17,9 +18,20 @@ def memory(tensor: torch.Tensor) -> memoryview:
     return tensor.view(-1).numpy().data.cast("B").cast("q")
 
 
-def elements(tensor: torch.Tensor) -> memoryview:
-    """The elements of an integer tensor, to be read: its own memory where it is plain."""
-    return tensor.cpu().reshape(-1).numpy().data
+class Call:
+    """A held call of the step function."""
+
+    def __init__(self, call: HeldCall) -> None:
+        self._call = call
+        self._raw: dict[str, torch.Tensor] | None = None
+        self._outputs = Outputs({})
+
+    def __call__(self) -> Outputs:
+        """The outputs for what lies in the inputs now."""
+        raw = self._call()
+        if raw is not self._raw:
+            self._raw, self._outputs = raw, Outputs(raw)
+        return self._outputs
 
 
 class Calls:
@@ -27,13 +39,14 @@ class Calls:
 
     def __init__(self, inputs: dict[str, torch.Tensor]) -> None:
         self.inputs = inputs
-        self._held: dict[tuple[str, ...], HeldCall] = {}
+        self._held: dict[tuple[str, ...], Call] = {}
 
-    def fetching(self, executable: Executable, fetch: tuple[str, ...]) -> HeldCall:
+    def fetching(self, executable: Executable, fetch: tuple[str, ...]) -> Call:
         """The call that returns these outputs."""
         call = self._held.get(fetch)
         if call is None:
-            call = self._held[fetch] = executable.hold("step", self.inputs, fetch)
+            held = executable.hold("step", self.inputs, fetch)
+            call = self._held[fetch] = Call(held)
         return call
 
 
@@ -60,21 +73,24 @@ class Buffers:
 
     def fill(self, rows: Sequence[Sequence[int]], past: Sequence[int]) -> None:
         """Left-align the rows; what is beyond them is garbage that nobody may see: zeros."""
-        width, begin = self.width, 0
+        tokens, width, begin = self.tokens, self.width, 0
         for index, row in enumerate(rows):
-            middle, end = begin + len(row), begin + width
-            self.tokens[begin:middle] = array("q", row)
-            if middle < end:
-                self.tokens[middle:end] = self.garbage[: end - middle]
+            place = begin
+            for token in row:
+                tokens[place] = token
+                place += 1
+            begin += width
+            if place < begin:
+                tokens[place:begin] = self.garbage[: begin - place]
             self.past[index] = past[index]
-            begin = end
 
     def chains(self, past: Sequence[int]) -> Calls:
         """For rows that are chains, after `fill`."""
-        width = self.width
-        for index, start in enumerate(past):
-            begin = index * width
-            self.positions[begin : begin + width] = array("q", range(start, start + width))
+        positions, place = self.positions, 0
+        for start in past:
+            for position in range(start, start + self.width):
+                positions[place] = position
+                place += 1
         return self.chain
 
     def picked(self, past: Sequence[int], column: Sequence[int]) -> Mapping[str, torch.Tensor]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -48,8 +48,7 @@ def topology(parents: tuple[int, ...]) -> Topology:
     return Topology(parents)
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):
     """Guessed tokens that would continue a sequence.
 
     parents: of each token, the index of the token it continues, -1 for the sequence's last token;
@@ -70,8 +69,8 @@ class Draft:
     probs: torch.Tensor | None = None
     parents: tuple[int, ...] | None = None
     independent: bool = False
-    riders: tuple[int, ...] = field(default=(), repr=False)
-    follows: tuple[int, ...] = field(default=(), repr=False)
+    riders: tuple[int, ...] = ()
+    follows: tuple[int, ...] = ()
 
     @property
     def fed(self) -> Sequence[int]:
@@ -141,7 +140,7 @@ class Draft:
 
     def riding(self, riders: Sequence[int], follows: Sequence[int]) -> Draft:
         """The draft with these riders."""
-        return replace(self, riders=tuple(riders), follows=tuple(follows))
+        return self._replace(riders=tuple(riders), follows=tuple(follows))
 
     def _riders(self, kept: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The riders that continue these nodes or the root, and whom."""

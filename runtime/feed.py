@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from ..ir import InputError, UnsupportedError
-from ..ir.executable import Executable, Outputs
+from ..ir.executable import Executable
 from .buffers import Buffers
 from .draft import Draft
+from .outputs import Outputs
 
 CHUNK = 512
 """Tokens a prefill feeds at once where every width runs equally well."""
@@ -120,7 +121,7 @@ class Feeder:
         width: int,
         fetch: tuple[str, ...],
         column: Sequence[int],
-    ) -> Outputs:
+    ) -> dict[str, torch.Tensor]:
         """Feed `rows[b]` (at most `width` tokens) after `past[b]` cache rows.
 
         Values a chosen token (dim S) have the one column `column[b]`; values a fed token (dim T)

@@ -53,6 +53,7 @@ class DecodeLoop:
     def run(self, emitter: Emitter | None) -> Stats:
         """Decode until every text is done; the texts grow in place."""
         self._start(emitter)
+        first = sum(text.generated for text in self.texts)
         start, inside = perf_counter(), self.feeder.seconds
         if is_plain(self.program, self.feeder, self.verifier, self.stopping):
             PlainDecoding(self.feeder, self.texts, self.stopping, self.stats).run(emitter)
@@ -61,6 +62,7 @@ class DecodeLoop:
         self.stats.decode_seconds = perf_counter() - start
         self.stats.executable_seconds = self.feeder.seconds - inside
         self.stats.new_tokens = sum(text.generated for text in self.texts)
+        self.stats.decoded_tokens = self.stats.new_tokens - first
         return self.stats
 
     def _decode(self, emitter: Emitter | None) -> None:
@@ -75,7 +77,6 @@ class DecodeLoop:
             self.length.observe(taken, between - before, perf_counter() - between)
             self.stats.steps += 1
             self.stats.sequence_steps += len(live)
-            self.stats.decoded_tokens += sum(map(len, taken.tokens))
             live = [text for text in live if not text.done]
 
     def _start(self, emitter: Emitter | None) -> None:
@@ -99,7 +100,7 @@ class DecodeLoop:
         counts = self.length.limits(rooms)
         if not any(counts):
             return self.no_drafts
-        drafts = self.drafter.propose([min(pair) for pair in zip(rooms, counts, strict=True)])
+        drafts = self.drafter.propose(list(map(min, rooms, counts)))
         return [
             draft.cut(count) if len(draft.tokens) > count else draft
             for draft, count in zip(drafts, counts, strict=True)
@@ -146,13 +147,16 @@ class DecodeLoop:
         verdicts = self.verifier.verify(outputs, self.texts, drafts)
         if any(draft.parents is not None for draft in drafts):
             self.feeder.keep(past, [verdict.path for verdict in verdicts])
-        commits, paths = [], []
+        commits, paths, stats = [], [], self.stats
         for text, verdict, draft in zip(self.texts, verdicts, drafts, strict=True):
-            kept = self.stopping.commit(text, verdict.tokens) if verdict.tokens else []
+            path, gained = verdict
+            kept = self.stopping.commit(text, gained) if gained else []
+            if len(kept) < len(path):
+                path = path[: len(kept)]
             commits.append(kept)
-            paths.append(verdict.path[: len(kept)])
-            self.stats.draft_tokens += len(draft.tokens)
-            self.stats.accepted_tokens += min(len(kept), len(verdict.path))
+            paths.append(path)
+            stats.draft_tokens += len(draft.tokens)
+            stats.accepted_tokens += len(path)
         taken = Taken(drafts, paths, commits, past, columns, outputs)
         self.drafter.observe(taken)
         if emitter is not None:

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from ..ir import Program
-from ..ir.executable import Outputs
-from .buffers import elements
 from .feed import Feeder
 from .sampling import bad_logits
 from .stats import Stats
@@ -63,17 +61,14 @@ class PlainDecoding:
             positions[index] = past[index] = 0 if text.done else len(text.tokens) - 1
         growing = [(index, texts[index].tokens, texts[index].limit) for index in live]
         steps, seconds, ended = 0, 0.0, False
-        known: Outputs | None = None
-        chosen: Sequence[int] = ()
         while steps < most and not ended:
             start = perf_counter()
             outputs = call()
             seconds += perf_counter() - start
             steps += 1
-            if outputs is not known:
-                known, chosen = outputs, elements(outputs["argmax"])
+            chosen = outputs.integers("argmax")
             for index, tokens, limit in growing:
-                token = chosen[index]
+                token = chosen[index][0]
                 if not 0 <= token < vocabulary:
                     raise bad_logits()
                 tokens.append(token)
@@ -87,4 +82,3 @@ class PlainDecoding:
         self.feeder.seconds += seconds
         self.stats.steps += steps
         self.stats.sequence_steps += steps * len(live)
-        self.stats.decoded_tokens += steps * len(live)

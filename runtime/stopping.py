@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ..ir import ModelInfo
@@ -25,12 +23,13 @@ class Stopping:
         """Whether a sequence may end before its limit."""
         return bool(self.eos) or not self.simple
 
-    def commit(self, text: Text, new: Sequence[int]) -> list[int]:
-        """Append new tokens up to the one that ends the sequence; returns those appended."""
+    def commit(self, text: Text, new: list[int]) -> list[int]:
+        """Append new tokens up to the one that ends the sequence; returns those appended: the same
+        list if it is all of them."""
         room = text.limit - len(text.tokens)
         if self.simple and len(new) < room and self.eos.isdisjoint(new):
             text.tokens += new
-            return list(new)
+            return new
         count = 0
         for token in new:
             text.tokens.append(token)
@@ -38,7 +37,7 @@ class Stopping:
             if token in self.eos or len(text.tokens) >= text.limit or self._says_stop(text):
                 text.done = True
                 break
-        return list(new[:count])
+        return new[:count]
 
     def _says_stop(self, text: Text) -> bool:
         if self.simple:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,8 +17,7 @@ from ..registry import Registry
 __all__ = ["DRAFTERS", "NO_DRAFT", "Draft", "Drafter", "Fed", "Taken"]
 
 
-@dataclass(frozen=True, slots=True)
-class Fed:
+class Fed(NamedTuple):
     """A step that ran, before anything was verified: a piece of the prompts, or a draft.
 
     rows: the tokens fed to each sequence; past: cache rows before them. outputs: what the drafter
@@ -32,8 +30,7 @@ class Fed:
     outputs: Mapping[str, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(NamedTuple):
     """What came of a step, for each sequence.
 
     drafts: as they were fed. paths: the draft nodes that were accepted, from the root down. tokens:

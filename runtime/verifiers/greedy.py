@@ -11,6 +11,7 @@ from ...ir import Program
 from ...ir.plan import Lossless, Record
 from ..draft import Draft
 from ..options import GenerationOptions
+from ..outputs import integers
 from ..sampling import bad_logits, best
 from ..text import Text
 from .base import GREEDY, NOTHING_GAINED, VERIFIERS, Verdict, Verifier
@@ -52,13 +53,21 @@ class GreedyVerifier(Verifier):
     ) -> list[list[int]]:
         """What the target would say after the root and each node of every sequence."""
         if "argmax" in outputs and "argmax" in self.fetch:
-            choices: list[list[int]] = outputs["argmax"].tolist()
-            return choices
+            return integers(outputs, "argmax")
         return self._from_logits(outputs, texts, drafts)
 
     def _agreed(self, row: list[int], draft: Draft) -> Verdict:
-        path = _chain(row, draft.tokens) if draft.parents is None else _branch(row, draft)
-        return self._verdict(row, draft, path)
+        if draft.parents is not None:
+            return self._verdict(row, draft, _branch(row, draft))
+        count = 0
+        for token in draft.tokens:
+            if token != row[count]:
+                break
+            count += 1
+        # What agrees with the row is the row.
+        if not 0 <= row[count] < self.vocabulary:
+            raise bad_logits()
+        return Verdict(range(count), row[: count + 1])
 
     def _verdict(self, row: list[int], draft: Draft, path: Sequence[int]) -> Verdict:
         """The path and what the target says after it."""
@@ -76,15 +85,6 @@ class GreedyVerifier(Verifier):
         for (index, _), token in zip(owners, best(scores), strict=True):
             choices[index].append(token)
         return choices
-
-
-def _chain(row: list[int], tokens: Sequence[int]) -> range:
-    count = 0
-    for token in tokens:
-        if token != row[count]:
-            break
-        count += 1
-    return range(count)
 
 
 def _branch(row: list[int], draft: Draft) -> list[int]:

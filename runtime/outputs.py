@@ -1,0 +1,37 @@
+"""What a step returned, and reading it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+class Outputs(dict[str, torch.Tensor]):
+    """Outputs of a step by name; the same object again where the next step's lie in their place.
+
+    So whatever is made of the tensors to read them is made once.
+    """
+
+    __slots__ = ("_views",)
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self._views: dict[str, Any] = {}
+
+    def integers(self, name: str) -> list[list[int]]:
+        """An output i64[B,S] as lists. Its memory is read: torch takes 50 us after a step."""
+        view: Any = self._views.get(name)
+        if view is None:
+            view = self._views[name] = self[name].cpu().numpy().data
+        found: list[list[int]] = view.tolist()
+        return found
+
+
+def integers(outputs: Mapping[str, torch.Tensor], name: str) -> list[list[int]]:
+    """An output i64[B,S] of any kind of run as lists."""
+    if isinstance(outputs, Outputs):
+        return outputs.integers(name)
+    found: list[list[int]] = outputs[name].tolist()
+    return found
