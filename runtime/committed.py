@@ -15,6 +15,7 @@ import torch
 from ..ir.executable import Executable
 from .draft_cache import DraftCache
 from .drafters.base import Fed, Taken
+from .gather import rows_of
 
 
 class Committed:
@@ -97,9 +98,8 @@ class Committed:
     ) -> None:
         """The features in these columns are those of the positions up to `known`."""
         if self.output is not None:
-            hidden = outputs[self.output][index]
-            # Indexing copies: outputs do not outlive the call.
-            self.features[index].append(hidden[torch.tensor(columns, device=hidden.device)])
+            # Copies: outputs do not outlive the call.
+            self.features[index].append(rows_of(outputs[self.output][index], columns))
         self.known[index] = known
 
     def _pending(self, least: int) -> bool:

@@ -2,22 +2,86 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ..ir import UnsupportedError, type_of
-from ..ir.executable import Executable
+from ..ir.executable import Executable, HeldCall
 from .feed import CHUNK
-from .gather import gathered
+from .gather import gathered, written
 
 Ids = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 CHOSEN = ("draft_tokens", "draft_scores", "draft_logits")
 """Outputs that a function with ``select`` gives of chosen columns only."""
+
+TAKEN = ("tokens", "positions", "past", "select", "hidden", "ancestors")
+"""Inputs that are not states."""
+
+
+HELD = 128
+"""Tokens up to which the inputs of a shape are kept for the next call; prompts are longer."""
+
+
+class _Call:
+    """Inputs of one shape, in memory that drafts are written into, and the calls that read it."""
+
+    def __init__(
+        self, executable: Executable, function: str, shape: tuple[int, int, int], trees: bool
+    ) -> None:
+        self.function = function
+        sizes = dict(zip("BTS", shape, strict=True))
+        self.inputs: dict[str, torch.Tensor] = {}
+        for node in executable.program.function(function).inputs:
+            name, bound = str(node.target), type_of(node)
+            if name in TAKEN and (trees or name != "ancestors"):
+                bound = bound.bind(sizes)
+                self.inputs[name] = torch.zeros(bound.shape, dtype=bound.dtype)
+        self.ids = {n: t.numpy() for n, t in self.inputs.items() if n != "hidden"}
+        self._held: dict[tuple[str, ...], HeldCall] = {}
+
+    def fill(
+        self,
+        tokens: Ids,
+        positions: Ids,
+        past: Sequence[int],
+        select: Ids,
+        hidden: torch.Tensor | None,
+        ancestors: Flags | None,
+    ) -> None:
+        """Write a draft's values, left-aligned; what is beyond them nobody may see."""
+        count = tokens.shape[1]
+        given = {"tokens": tokens, "positions": positions, "past": past, "select": select}
+        for name, values in given.items():
+            if name not in self.ids:
+                continue
+            if name in ("tokens", "positions"):
+                self.ids[name][:, :count], self.ids[name][:, count:] = values, 0
+            else:
+                self.ids[name][:] = values
+        if ancestors is not None:
+            seen = self.ids["ancestors"]
+            seen[:] = np.eye(seen.shape[1], dtype=np.bool_)
+            seen[:, :count, :count] = ancestors
+        if hidden is not None:
+            written(self.inputs["hidden"], hidden)
+
+    def held(self, executable: Executable, fetch: tuple[str, ...]) -> HeldCall:
+        """The call that returns these outputs."""
+        call = self._held.get(fetch)
+        if call is None:
+            call = self._held[fetch] = executable.hold(self.function, self.inputs, fetch)
+        return call
+
+
+_CALLS: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _Call]] = weakref.WeakKeyDictionary()
+"""Calls by function and shape: they outlive a generation."""
 
 
 class DraftCache:
@@ -58,27 +122,34 @@ class DraftCache:
         """
         batch, count = tokens.shape
         width = self._width(count)
-        inputs = {
-            "tokens": _padded(tokens, width),
-            "positions": _padded(positions, width),
-            "past": torch.tensor(past, dtype=torch.int64),
-            "select": torch.from_numpy(select.copy()),
-        }
-        if hidden is not None:
-            inputs["hidden"] = _wider(hidden, width)
-        if ancestors is not None:
-            seen = np.broadcast_to(np.eye(width, dtype=np.bool_), (batch, width, width)).copy()
-            seen[:, :count, :count] = ancestors
-            inputs["ancestors"] = torch.from_numpy(seen)
-            self._require_trees()
+        if ancestors is not None and "ancestors" not in self.takes:
+            raise UnsupportedError(
+                f"the draft function {self.function} takes no ancestors, so it cannot draft trees: "
+                f"run the pass accept_trees, or draft a chain"
+            )
         rows = max(past) + width
         if rows > self.executable.capacity:
             self.executable.reserve(rows)
-        given = {name: tensor for name, tensor in inputs.items() if name in self.takes}
+        call = self._call(batch, width, select.shape[1], ancestors is not None)
+        call.fill(tokens, positions, past, select, hidden, ancestors)
         fetch = () if silent else self.fetch
-        outputs = self.executable.run(self.function, given, fetch)
+        if count > HELD:
+            outputs = self.executable.run(self.function, call.inputs, fetch)
+        else:
+            outputs = call.held(self.executable, fetch)()
         whole = ("hidden",) if "select" in self.takes else self.fetch
         return {n: gathered(v, select) if n in whole else v for n, v in outputs.items()}
+
+    def _call(self, batch: int, width: int, chosen: int, trees: bool) -> _Call:
+        """The inputs of a shape: the same every time, if it is one of drafts."""
+        known = _CALLS.setdefault(self.executable, {})
+        key = (self.function, batch, width, chosen, trees)
+        call = known.get(key)
+        if call is None:
+            call = _Call(self.executable, self.function, key[1:4], trees)
+            if width <= HELD:
+                known[key] = call
+        return call
 
     def blank(self, batch: int, width: int, function: str) -> torch.Tensor:
         """Zeros for a function's input ``hidden``, f[B,W,H]: `width` tokens are fed as W."""
@@ -90,24 +161,3 @@ class DraftCache:
         if self.widths is None:
             return count
         return next((width for width in self.widths if width >= count), count)
-
-    def _require_trees(self) -> None:
-        if "ancestors" not in self.takes:
-            raise UnsupportedError(
-                f"the draft function {self.function} takes no ancestors, so it cannot draft trees: "
-                f"run the pass accept_trees, or draft a chain"
-            )
-
-
-def _padded(values: Ids, width: int) -> torch.Tensor:
-    """i64[B,width], zeros behind the values."""
-    padded = np.zeros((len(values), width), dtype=np.int64)
-    padded[:, : values.shape[1]] = values
-    return torch.from_numpy(padded)
-
-
-def _wider(hidden: torch.Tensor, width: int) -> torch.Tensor:
-    """f[B,width,H], zeros behind the values."""
-    if hidden.shape[1] == width:
-        return hidden
-    return torch.nn.functional.pad(hidden, (0, 0, 0, width - hidden.shape[1]))

@@ -1,7 +1,12 @@
-"""Picking rows out of outputs."""
+"""Picking rows out of outputs, and writing rows into inputs.
+
+By numpy where it can: torch shares even a few rows out among threads, which wait a millisecond for
+a core while the threads of a model that has just run still spin on it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,14 +15,25 @@ import torch
 
 
 def gathered(values: torch.Tensor, places: npt.NDArray[np.int64]) -> torch.Tensor:
-    """Rows of [B,M,...] by i64[B,N]: a copy.
-
-    By numpy where it can: torch shares even a few rows out among threads, which wait a millisecond
-    for a core while the threads of a model that has just run still spin on it.
-    """
+    """Rows of [B,M,...] by i64[B,N]: a copy."""
     rows = np.arange(len(places))[:, None]
     if values.is_cpu and values.dtype != torch.bfloat16:
         found: Any = values.numpy()[rows, places]
         return torch.from_numpy(found)
     columns = torch.from_numpy(places.copy()).to(values.device)
     return values[torch.from_numpy(rows).to(values.device), columns]
+
+
+def rows_of(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Some rows of [M,...]: a copy."""
+    return gathered(values[None], np.array([rows], dtype=np.int64))[0]
+
+
+def written(buffer: torch.Tensor, values: torch.Tensor) -> None:
+    """Write [B,N,...] into the first N of a buffer's M rows, zeros behind them."""
+    count = values.shape[1]
+    if values.is_cpu and buffer.is_cpu and values.dtype == buffer.dtype != torch.bfloat16:
+        rows = buffer.numpy()
+        rows[:, :count], rows[:, count:] = values.numpy(), 0
+    else:
+        buffer[:, :count], buffer[:, count:] = values, 0

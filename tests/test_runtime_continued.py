@@ -139,11 +139,11 @@ def test_trained_heads_are_accepted_and_the_target_stays(drafter: str, tmp_path:
     model = Model(
         drafting_llama(DRAFTERS[drafter], TREES["chain"]), Target("eager", "cpu"), {"name": "t"}
     )
-    options = {"batch": 4, "window": 32, "own": 1.0, "rate": 2e-2, "seed": 1}
-    fitted = fit(model, TEXT, out=tmp_path, steps=50, **options)
+    options = {"batch": 4, "window": 32, "own": 1.0, "rate": 2e-2, "seed": 1, "passes": 8}
+    fitted = fit(model, TEXT, out=tmp_path, steps=100, **options)
     # Clover starts as the target's own head, which this model's loops reward: 1.67 untrained.
-    assert accepted_per_step(fitted.model, TEXT, 4) > 0.1 + accepted_per_step(model, TEXT, 4)
-    assert min(fitted.hits) > 0.55  # at the first step at most 0.39
+    # Accuracy says less: it is of whole windows, and what begins them is random.
+    assert accepted_per_step(fitted.model, TEXT, 4) > 0.2 + accepted_per_step(model, TEXT, 4)
     before, after = model.program.weights, fitted.model.program.weights
     changed = {n for n in before if not torch.equal(before[n].load(), after[n].load())}
     own = {name for name in before if name.startswith(drafter)}

@@ -35,8 +35,10 @@ class Batch:
     def alone(self) -> Iterator[Batch]:
         """Each window by itself, from where the target goes on with it: there drafts are asked for.
         For drafts that look at one place; others need what comes before."""
-        firsts = self.firsts or [0] * len(self.tokens)
-        for index, first in enumerate(firsts):
+        if not any(self.firsts):
+            yield self
+            return
+        for index, first in enumerate(self.firsts):
             part = (slice(index, index + 1), slice(first, None))
             hidden = {name: states[part] for name, states in self.hidden.items()}
             yield Batch(self.tokens[part], hidden, self.logits[part], self.draft)
