@@ -18,14 +18,18 @@ What holds throughout:
 - **Garbage comes last.** Sequences with shorter drafts, and widths larger than asked for, leave
   columns that nobody needs. They stand after the valid ones, which a causal step cannot see.
 - **Finished sequences** keep their place in the batch, feed garbage from row 0 and draft nothing.
-- **Host work is small**: token lists and preallocated numpy buffers; a greedy step fetches
+- **Host work is small**: token lists, written into memory that is bound to the model
+  (`Executable.hold`) and read from where it puts its outputs; a greedy step fetches
   `argmax` and moves no logits. `Stats.host_overhead` says what a step costs outside the
   executable.
+- **Plain decoding** (nothing is ever drafted, the argmax is the choice) takes the same steps in a
+  loop of its own, `plain`, which does nothing else.
 
 Where things are: `options` and `prompts` validate a request; `text` is a sequence; `feed` turns
-token lists into inputs of a compiled width; `prefill` fills caches; `drafters/` and `verifiers/`
-hold one class a file, found by the plan record that they carry out; `sampling` turns logits into
-probabilities; `stopping` ends sequences; `streaming` feeds a streamer; `stats` counts.
+token lists into inputs of a compiled width, which lie in `buffers`; `outputs` reads what comes
+back; `prefill` fills caches; `drafters/` and `verifiers/` hold one class a file, found by the plan
+record that they carry out; `sampling` turns logits into probabilities; `stopping` ends sequences;
+`streaming` feeds a streamer; `stats` counts.
 
 A new drafter: a record in `ir/plan.py`, one file in `drafters/` with
 ``@DRAFTERS.register(Record)``. A new verifier: the same in `verifiers/`.

@@ -32,6 +32,10 @@ class LastState:
             self._latest = None
         return self._tokens, self._states
 
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether this is one of the tensors that are written anew."""
+        return tensor is self._tokens or tensor is self._states
+
     def _take(self, taken: Taken) -> None:
         hidden = taken.outputs[self.output]
         if len(self._states) != len(hidden):

@@ -20,6 +20,8 @@ from graftwork.passes.tree_best_first import TreeBestFirst
 from graftwork.passes.tree_chain import TreeChain
 from graftwork.passes.tree_static import TreeStatic
 from graftwork.runtime.generate import generate
+from graftwork.runtime.last_state import LastState
+from graftwork.runtime.verifiers.greedy import GreedyVerifier
 
 DRAFTERS = {
     "medusa": DraftMedusa(heads=3, candidates=4),
@@ -74,3 +76,34 @@ def test_backends_draft_the_same(drafter: str) -> None:
     ]
     assert runs[0].accepted_tokens == runs[1].accepted_tokens
     assert runs[0].draft_tokens == runs[1].draft_tokens
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_the_first_call_of_a_draft_is_held(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tensors come with every draft; what is drafted is what runs would draft."""
+    executable = compiled("onnxruntime", drafter, "static")
+    asked = {"max_new_tokens": 30, "eos_token_id": [], "return_dict_in_generate": True}
+    seen: list[tuple[list[int], list[int]]] = []
+
+    def watched(verify):
+        def spy(self, outputs, texts, drafts):
+            seen.append((list(drafts[0].tokens), texts[0].tokens[:]))
+            return verify(self, outputs, texts, drafts)
+
+        return spy
+
+    held: list[str] = []
+    hold = executable.hold
+
+    def noted(function, inputs, fetch):
+        held.append(function)
+        return hold(function, inputs, fetch)
+
+    monkeypatch.setattr(GreedyVerifier, "verify", watched(GreedyVerifier.verify))
+    monkeypatch.setattr(executable, "hold", noted)
+    generate(executable, PROMPTS[2:3], **asked)
+    assert len(set(held) - {"step"}) == 1
+    with_held, seen[:] = seen[:], []
+    monkeypatch.setattr(LastState, "owns", lambda *_: False)
+    generate(executable, PROMPTS[2:3], **asked)
+    assert seen == with_held and any(drafted for drafted, _ in seen)

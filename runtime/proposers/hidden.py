@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from ...ir.executable import Executable, HeldCall
 from ..drafters.base import Taken
 from ..last_state import LastState
+from ..options import GenerationOptions
 from .base import Ids, Level, Proposer
 
 
@@ -18,9 +21,15 @@ class HiddenProposer(Proposer):
 
     wants = ("hidden",)
 
+    def __init__(self, record: Any, executable: Executable, options: GenerationOptions) -> None:
+        super().__init__(record, executable, options)
+        self.last = LastState("hidden", 0)
+        self._held: dict[str, HeldCall] = {}
+
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """Nothing is known before the prompt has run."""
         self.last = LastState("hidden", len(prompts))
+        self._held.clear()
 
     def root(self, count: int) -> Level:
         """What may follow the last committed token."""
@@ -36,8 +45,14 @@ class HiddenProposer(Proposer):
 
     def run(self, function: str, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """All outputs of a function of the program."""
-        fn = self.executable.program.function(function)
-        return self.executable.run(function, inputs, tuple(fn.outputs))
+        fetch = tuple(self.executable.program.function(function).outputs)
+        if not all(map(self.last.owns, inputs.values())):
+            return self.executable.run(function, inputs, fetch)
+        # The same tensors come with every draft.
+        call = self._held.get(function)
+        if call is None:
+            call = self._held[function] = self.executable.hold(function, inputs, fetch)
+        return call()
 
 
 def level_of(outputs: Mapping[str, torch.Tensor], count: int, place: int | None = None) -> Level:
