@@ -63,7 +63,7 @@ def test_up_to_the_end_of_the_context() -> None:
 
 def test_training_teaches_prefix_and_heads(tmp_path: Path) -> None:
     model = Model(drafting(DRAFT, CHAIN), Target("eager", "cpu"), {"name": "test"})
-    fitted, hits = taught(model, tmp_path, 30)
+    fitted, hits = taught(model, tmp_path, 120)
     assert len(fitted.hits) == 3 and min(fitted.hits) > max(hits) + 0.1
     name = "hydra.prefix.self_attn.q_proj.weight"
     before, after = (m.program.weights[name].load() for m in (model, fitted.model))

@@ -30,8 +30,9 @@ class MergedDrafter(Several):
 def merged(drafts: Iterable[Draft], nodes: int | None) -> Draft:
     """One tree of at most `nodes` nodes; those of earlier drafts first.
 
-    >>> merged([Draft([1, 2]), Draft([3, 1, 4], None, (-1, -1, 1))], 4)
-    Draft(tokens=[1, 2, 3, 4], probs=None, parents=(-1, 0, -1, 0), independent=False)
+    >>> tree = merged([Draft([1, 2]), Draft([3, 1, 4], None, (-1, -1, 1))], 4)
+    >>> tree.tokens, tree.parents
+    ([1, 2, 3, 4], (-1, 0, -1, 0))
     """
     given = [draft for draft in drafts if draft.fed]
     if not given:
