@@ -35,7 +35,7 @@ THETA = 10000.0
 @dataclass(frozen=True)
 class LayerShape:
     """Sizes of a layer. heads, groups: query and key-value heads of `dim` channels each. inner: of
-    the gated MLP. eps: of the norms."""
+    the gated MLP, 0 for none. eps: of the norms."""
 
     heads: int
     groups: int
@@ -115,6 +115,8 @@ def decoder_layer(
     x = graft.call(
         A.add.Tensor, x, graft.linear(read, f"{name}.self_attn.o_proj", _size(x, -1), bias=False)
     )
+    if not shape.inner:
+        return x
     normed = graft.rms_norm(x, f"{name}.post_attention_layernorm", shape.eps)
     return graft.call(A.add.Tensor, x, gated_mlp(graft, normed, f"{name}.mlp", shape.inner))
 

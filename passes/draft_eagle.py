@@ -25,6 +25,7 @@ published tensors that do not fit, by name.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from pydantic import Field
@@ -39,12 +40,14 @@ from .grafts import Graft
 @register
 class DraftEagle(Pass):
     """levels: tokens predicted ahead at most. candidates: best tokens that the draft returns. bias:
-    whether the linear layer has one. weights: a file of trained ones, or the folder that training
+    whether the linear layer has one. inner: channels of the layer's MLP, 0 for none; as many as the
+    target's layers have unless said. weights: a file of trained ones, or the folder that training
     wrote."""
 
     levels: int = Field(default=5, ge=1)
     candidates: int = Field(default=10, ge=1)
     bias: bool = True
+    inner: int | None = Field(default=None, ge=0)
     weights: str = ""
 
     name: ClassVar[str] = "draft_eagle"
@@ -57,6 +60,8 @@ class DraftEagle(Pass):
         """Graft the layer on. See the module docstring."""
         graft = Graft(program, self.name, "eagle", self.weights)
         shape = LayerShape.of(graft.step, self.name, graft.hidden)
+        if self.inner is not None:
+            shape = replace(shape, inner=self.inner)
         output = graft.tap_normed()
         tokens, positions, hidden = graft.text_inputs()
         embedded = graft.embed(tokens)

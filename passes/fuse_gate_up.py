@@ -26,8 +26,6 @@ from ..ir import Program
 from .base import Effect, Outcome, Pass, register
 from .products import Merger
 
-G = torch.ops.graftwork
-
 
 @register
 class FuseGateUp(Pass):
@@ -41,6 +39,5 @@ class FuseGateUp(Pass):
     def run(self, program: Program) -> Outcome:
         """Merge gate and up of every `glu`. See the module docstring."""
         merger = Merger(program.function("step").copy(), program.weights)
-        for node in merger.fn.calls(G.glu.default):
-            merger.merge(list(node.args[:2]))
+        merger.merge_gates()
         return merger.outcome(program, "graftwork.glu")

@@ -25,9 +25,7 @@ import torch
 
 from ..ir import Program
 from .base import Effect, Outcome, Pass, register
-from .products import Merger, source_product
-
-G = torch.ops.graftwork
+from .products import Merger
 
 
 @register
@@ -42,6 +40,5 @@ class FuseQkv(Pass):
     def run(self, program: Program) -> Outcome:
         """Merge the projections of every attention. See the module docstring."""
         merger = Merger(program.function("step").copy(), program.weights)
-        for node in merger.fn.calls(G.attention.default, G.attend.default):
-            merger.merge([source_product(argument) for argument in node.args[:3]])
+        merger.merge_attention()
         return merger.outcome(program, "attention with three projections")

@@ -61,6 +61,16 @@ class Merger:
         elif not (isinstance(group[0], torch.fx.Node) and group[0].target not in PRODUCTS):
             self.refusals.append(reason)
 
+    def merge_attention(self) -> None:
+        """The projections of every attention."""
+        for node in self.fn.calls(G.attention.default, G.attend.default):
+            self.merge([source_product(argument) for argument in node.args[:3]])
+
+    def merge_gates(self) -> None:
+        """Gate and up of every `glu`."""
+        for node in self.fn.calls(G.glu.default):
+            self.merge(list(node.args[:2]))
+
     def outcome(self, program: Program, what: str) -> Outcome:
         """The pass's outcome."""
         if not self.merged:
@@ -75,7 +85,8 @@ class Merger:
         with self.fn.graph.inserting_before(first):
             joined = [self._joined(parts, sizes) for parts in zip_longest(*columns)]
             site = site_of(first)
-            merged = self.fn.call(first.target, first.args[0], *joined, site=site)  # type: ignore[arg-type]
+            kwargs: dict[str, Any] = dict(first.kwargs)
+            merged = self.fn.call(first.target, first.args[0], *joined, site=site, **kwargs)  # type: ignore[arg-type]
             split = self.fn.call(A.split_with_sizes.default, merged, sizes, -1, site=site)
             pieces = [self.fn.item(split, index) for index in range(len(group))]
         for node, piece in zip(group, pieces, strict=True):
@@ -123,7 +134,8 @@ def _refusal(group: Sequence[Any]) -> str | None:
     for node in group[1:]:
         if node.args[0] is not first.args[0]:
             return f"%{first.name} and %{node.name} read different values"
-        if node.target is not first.target or _shape(node) != _shape(first):
+        alike = node.target is first.target and node.kwargs == first.kwargs
+        if not alike or _shape(node) != _shape(first):
             return f"%{first.name} and %{node.name} differ in dtype or numerics"
     return None
 
@@ -144,6 +156,7 @@ def _shape(node: torch.fx.Node) -> list[Any]:
 
 def _owns_weights(node: torch.fx.Node) -> bool:
     parts = [p for p in _parts(node) if p is not None]
-    return not node.kwargs and all(
+    options = not any(isinstance(value, torch.fx.Node) for value in node.kwargs.values())
+    return options and all(
         isinstance(p, torch.fx.Node) and p.op == "get_attr" and len(p.users) == 1 for p in parts
     )

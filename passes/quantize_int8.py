@@ -10,7 +10,8 @@ After::
 
 Weights are symmetric with one scale an output channel, activations symmetric with one scale a row
 (see `ir.ops.quant`), so a token's result is the same whatever shares its step, and speculation on a
-quantized model stays lossless with respect to that model. A weight with other uses too (tied
+quantized model stays lossless with respect to that model. In functions that only draft, layers are
+coarse (``coarse=True``), which is faster: what they make is checked. A weight with other uses too (tied
 embeddings) keeps its float copy there. Refuses a program without float linear layers, and a pattern
 in `exclude` that names no weight.
 """
@@ -24,7 +25,7 @@ import torch
 import torch.fx
 
 from ..ir import Function, PassError, Program, TensorType, Weight, derive, site_of, type_of
-from ..ir.ops.quant import quantize_rows
+from ..ir.ops.quant import COARSE, quantize_rows
 from .base import Contract, Effect, Outcome, Pass, register
 
 A, G = torch.ops.aten, torch.ops.graftwork
@@ -55,9 +56,11 @@ class QuantizeInt8(Pass):
                 if weight is None or self._excluded(weight.name):
                     kept += 1
                     continue
-                values, scale = _quantized(weight)
+                # What only drafts may be rounded as it runs fastest.
+                coarse = name != "step"
+                values, scale = _quantized(weight, coarse)
                 weights = weights.adding(weights.taken(values), weights.taken(scale))
-                _replace(fn, node, weights[values.name], weights[scale.name])
+                _replace(fn, node, weights[values.name], weights[scale.name], coarse)
                 matches += 1
             fn.graph.eliminate_dead_code()
             functions[name] = fn
@@ -85,27 +88,30 @@ def _weight_of(node: torch.fx.Node, program: Program) -> Weight | None:
     return weight if weight.type.dtype.is_floating_point else None
 
 
-def _quantized(weight: Weight) -> tuple[Weight, Weight]:
+def _quantized(weight: Weight, coarse: bool) -> tuple[Weight, Weight]:
     """The int8 values [N,K] and the float32 scales [N] of a weight, computed when loaded."""
     rows = TensorType(torch.float32, weight.type.dims[:1])
-    values = derive(
-        f"{weight.name}.int8",
-        weight.type.with_dtype(torch.int8),
-        lambda tensor: quantize_rows(tensor)[0],
-        weight,
-    )
+    most, name = (COARSE, f"{weight.name}.int7") if coarse else (127, f"{weight.name}.int8")
+    whole = weight.type.with_dtype(torch.int8)
+    values = derive(name, whole, lambda tensor: quantize_rows(tensor, most)[0], weight)
+    suffix = "int7.scale" if coarse else "scale"
     scale = derive(
-        f"{weight.name}.scale", rows, lambda tensor: quantize_rows(tensor)[1].squeeze(-1), weight
+        f"{weight.name}.{suffix}",
+        rows,
+        lambda tensor: quantize_rows(tensor, most)[1].squeeze(-1),
+        weight,
     )
     return values, scale
 
 
-def _replace(fn: Function, node: torch.fx.Node, values: Weight, scale: Weight) -> None:
+def _replace(
+    fn: Function, node: torch.fx.Node, values: Weight, scale: Weight, coarse: bool
+) -> None:
     x, _, *bias = node.args
+    options = {"coarse": True} if coarse else {}
     with fn.graph.inserting_before(node):
-        new = fn.call(
-            G.linear_int8.default, x, fn.weight(values), fn.weight(scale), *bias, site=site_of(node)
-        )
+        parts = [x, fn.weight(values), fn.weight(scale), *bias]
+        new = fn.call(G.linear_int8.default, *parts, site=site_of(node), **options)
     assert type_of(new) == type_of(node)
     node.replace_all_uses_with(new)
     fn.graph.erase_node(node)

@@ -1,13 +1,17 @@
-"""What passes share: who depends on what, cutting a piece out of a function, running the piece."""
+"""What passes share: who depends on what, cutting a piece out of a function, running the piece,
+and putting one function's body into another."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.fx
+from torch.fx.node import map_aggregate
 
-from ..ir import Function, ModelInfo, Program, Weight, WeightStore, run
+from ..ir import Function, ModelInfo, Program, Weight, WeightStore, run, site_of
+from ..ir.types import Sym
 
 
 def constants(fn: Function) -> set[torch.fx.Node]:
@@ -81,3 +85,31 @@ def fresh_name(taken: Collection[str], wanted: str) -> str:
         count += 1
         name = f"{wanted}.{count}"
     return name
+
+
+def inlined(
+    fn: Function,
+    body: Function,
+    given: Mapping[torch.fx.Node, torch.fx.Node | None],
+    sizes: Mapping[str, int],
+) -> dict[str, torch.fx.Node]:
+    """The outputs of another function's body, computed at the insertion point of `fn`.
+
+    given: what stands for each of the body's inputs. sizes: symbols that are numbers here. Types
+    are inferred anew. Errors: `VerifyError` if the body does not run on what is given.
+    """
+    values: dict[Any, Any] = dict(given)
+
+    def value(arg: Any) -> Any:
+        if isinstance(arg, torch.fx.Node):
+            return values[arg]
+        return arg.bind(sizes) if isinstance(arg, Sym) else arg
+
+    for node in body:
+        if node.op == "get_attr":
+            values[node] = fn.graph.node_copy(node)
+        elif node.op == "call_function":
+            target: Any = node.target
+            args, kwargs = map_aggregate(node.args, value), map_aggregate(node.kwargs, value)
+            values[node] = fn.call(target, *args, site=site_of(node), **kwargs)  # type: ignore[arg-type, misc]
+    return {name: values[node] for name, node in body.outputs.items()}

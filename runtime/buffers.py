@@ -37,15 +37,15 @@ class Call:
 class Calls:
     """Calls of the step function on the same inputs, by what they fetch."""
 
-    def __init__(self, inputs: dict[str, torch.Tensor]) -> None:
-        self.inputs = inputs
+    def __init__(self, function: str, inputs: dict[str, torch.Tensor]) -> None:
+        self.function, self.inputs = function, inputs
         self._held: dict[tuple[str, ...], Call] = {}
 
     def fetching(self, executable: Executable, fetch: tuple[str, ...]) -> Call:
         """The call that returns these outputs."""
         call = self._held.get(fetch)
         if call is None:
-            held = executable.hold("step", self.inputs, fetch)
+            held = executable.hold(self.function, self.inputs, fetch)
             call = self._held[fetch] = Call(held)
         return call
 
@@ -57,8 +57,8 @@ class Buffers:
     what numpy, or an array, does right after a model has run through the processor's caches.
     """
 
-    def __init__(self, batch: int, width: int, names: frozenset[str]) -> None:
-        self.batch, self.width = batch, width
+    def __init__(self, function: str, batch: int, width: int, names: frozenset[str]) -> None:
+        self.function, self.batch, self.width = function, batch, width
         every = torch.arange(width).repeat(batch, 1)
         tensors = {"tokens": every.clone(), "positions": every.clone(), "select": every}
         tensors["past"] = torch.zeros(batch, dtype=torch.int64)
@@ -67,7 +67,7 @@ class Buffers:
         self.past, self.column = memory(tensors["past"]), memory(column)
         self.garbage = memoryview(array("q", [0] * width))
         inputs = {name: tensor for name, tensor in tensors.items() if name in names}
-        self.chain, self.tree = Calls(inputs), Calls({})
+        self.chain, self.tree = Calls(function, inputs), Calls(function, {})
         self.one_row = {**inputs, "select": column} if "select" in names else inputs
         self.shapes: list[Topology | None] = [None] * batch
 
@@ -106,7 +106,7 @@ class Buffers:
         """
         if not self.tree.inputs:
             ancestors = torch.empty(self.batch, self.width, self.width, dtype=torch.bool)
-            self.tree = Calls({**self.chain.inputs, "ancestors": ancestors})
+            self.tree = Calls(self.function, {**self.chain.inputs, "ancestors": ancestors})
             self.seen, self.alone = ancestors.numpy(), np.eye(self.width, dtype=np.bool_)
         for index, (start, draft) in enumerate(zip(past, drafts, strict=True)):
             shape = draft.shape

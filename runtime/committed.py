@@ -23,7 +23,8 @@ class Committed:
 
     output: the step's output that the function takes as ``hidden``; None: it takes tokens alone.
     entry: a function that the output goes through before, if any. limit: positions that there are
-    at most; a sequence that reaches them drops out.
+    at most; a sequence that reaches them drops out. ahead: rows that each call makes
+    beyond those of what it is fed, for itself.
 
     texts: the tokens of each sequence. rows: of its cache that are valid. known: positions whose
     rows can be made. features: f[known - rows, H] in pieces. alive: whether a sequence still wants
@@ -38,10 +39,11 @@ class Committed:
         *,
         entry: str | None = None,
         limit: int,
+        ahead: int = 0,
     ) -> None:
         self.executable, self.output, self.entry, self.limit = executable, output, entry, limit
-        self.shift = 0 if output is None else 1
-        self.cache = DraftCache(executable, function)
+        self.shift, self.ahead = 0 if output is None else 1, ahead
+        self.cache = DraftCache(executable, function, ahead=ahead)
         self.source = entry or function
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -84,7 +86,7 @@ class Committed:
 
     def place(self, index: int, past: int, count: int) -> int:
         """Where a sequence's `count` tokens go; at the end of the context it drops out."""
-        if past + count > self.limit:
+        if past + count + self.ahead > self.limit:
             self.alive[index] = False
         return past if self.alive[index] else 0
 

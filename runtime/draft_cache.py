@@ -87,18 +87,19 @@ _CALLS: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _Call]] = weakref.W
 class DraftCache:
     """Runs a function with caches. It knows nothing of what the rows mean; row r holds position r.
 
-    widest: tokens that may be fed at once. Errors: `UnsupportedError` for a function without a
+    ahead: rows that the function makes for itself beyond those of what it is fed. widest: tokens that
+    may be fed at once. Errors: `UnsupportedError` for a function without a
     cache.
     """
 
-    def __init__(self, executable: Executable, function: str) -> None:
+    def __init__(self, executable: Executable, function: str, *, ahead: int = 0) -> None:
         fn = executable.program.function(function)
         if not fn.has_input("past"):
             raise UnsupportedError(
                 f"the draft function {function} has no KV cache: run the pass insert_kv_cache "
                 f"after the one that makes it"
             )
-        self.executable, self.function = executable, function
+        self.executable, self.function, self.ahead = executable, function, ahead
         self.takes = {str(node.target) for node in fn.inputs}
         self.fetch = tuple(name for name in (*CHOSEN, "hidden") if name in fn.outputs)
         self.widths = executable.widths(function)
@@ -127,7 +128,7 @@ class DraftCache:
                 f"the draft function {self.function} takes no ancestors, so it cannot draft trees: "
                 f"run the pass accept_trees, or draft a chain"
             )
-        rows = max(past) + width
+        rows = max(past) + width + self.ahead
         if rows > self.executable.capacity:
             self.executable.reserve(rows)
         call = self._call(batch, width, select.shape[1], ancestors is not None)

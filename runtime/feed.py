@@ -22,33 +22,34 @@ CHOSEN = frozenset({"logits", "argmax", "top_tokens"})
 """Outputs that are wanted of chosen tokens only, whether the step can choose or not."""
 
 
-_BUFFERS: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], Buffers]] = (
+_BUFFERS: weakref.WeakKeyDictionary[Any, dict[tuple[str, int, int], Buffers]] = (
     weakref.WeakKeyDictionary()
 )
-"""Buffers by batch and width: they outlive a generation, because making them takes as long as a few
+"""Buffers by function, batch and width: they outlive a generation, because making them takes as long as a few
 steps."""
 
 
 class Feeder:
     """Runs the step function of an executable on a batch of ragged chunks.
 
-    seconds: time spent in the executable so far. context: rows that a cache may hold.
+    function: the step function, or one that does more. seconds: time spent in the executable so
+    far. context: rows that a cache may hold.
     """
 
-    def __init__(self, executable: Executable, batch: int) -> None:
+    def __init__(self, executable: Executable, batch: int, function: str = "step") -> None:
         program = executable.program
-        step = program.function("step")
+        step = program.function(function)
         if not step.has_input("past"):
             raise UnsupportedError(
                 f"{program.name} (stage {program.stage}) has no KV cache: run the pass "
                 f"insert_kv_cache before generating"
             )
-        self.executable, self.batch = executable, batch
+        self.executable, self.batch, self.function = executable, batch, function
         self.context = program.info.context
         known = ("tokens", "positions", "past", "select")
         self.names = frozenset(name for name in known if step.has_input(name))
         self.selects = "select" in self.names
-        self.widths = self._usable(executable.widths("step"))
+        self.widths = self._usable(executable.widths(function))
         self._buffers = _BUFFERS.setdefault(executable, {})
         self.seconds = 0.0
         self.rows = 0
@@ -133,7 +134,7 @@ class Feeder:
         inputs = buffers.picked(past, column)
         start = perf_counter()
         # Not held: prompts come in all lengths, and few of them again.
-        outputs = self.executable.run("step", inputs, fetch)
+        outputs = self.executable.run(self.function, inputs, fetch)
         self.seconds += perf_counter() - start
         if self.selects:
             return outputs
@@ -145,7 +146,7 @@ class Feeder:
 
     def buffers(self, width: int) -> Buffers:
         """What steps of a width are fed from."""
-        key = (self.batch, width)
+        key = (self.function, self.batch, width)
         buffers = self._buffers.get(key)
         if buffers is None:
             buffers = self._buffers[key] = Buffers(*key, self.names)
@@ -161,7 +162,9 @@ class Feeder:
         if all(row == list(range(longest + 1)) for row in source):
             return
         start = perf_counter()
-        self.executable.keep_rows("step", torch.tensor(list(past)), torch.tensor(source))
+        self.executable.keep_rows(
+            self.function, torch.tensor(list(past)), torch.tensor(source)
+        )
         self.seconds += perf_counter() - start
 
     def make_room(self, rows: int) -> None:

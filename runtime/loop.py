@@ -36,9 +36,9 @@ class DecodeLoop:
         _check_plan(program)
         plan, batch = program.plan, len(texts)
         self.texts, self.program = texts, program
-        self.feeder = Feeder(executable, batch)
         self.length = LENGTHS.find(plan.length)(plan.length, executable, batch)
         self.drafter = drafter_for(plan.draft, executable, options, self.length)
+        self.feeder = Feeder(executable, batch, self.drafter.step)
         trait = SAMPLING if options.do_sample else GREEDY
         verifier = VERIFIERS.find(plan.verify, trait)
         self.verifier = verifier(plan.verify, program, options, batch)

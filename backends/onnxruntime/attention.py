@@ -17,6 +17,9 @@ After, with %qkv f32[B,T,128] the product that query, key and value are pieces o
 The kernel wants equal key and value widths in multiples of 8 (16 where it rotates), caches of the
 query's dtype that nothing else reads before they are written, and a step mask; an attention that is
 otherwise stays as it is and becomes a TensorScatter and an Attention kernel.
+
+A function may go on after its tokens, one more at a time (an unrolled chain): such an attention
+reads the cache that the one before wrote, and counts its rows from its own `past`.
 """
 
 from __future__ import annotations
@@ -73,6 +76,8 @@ class _Found:
     key: torch.fx.Node
     value: torch.fx.Node
     writes: tuple[torch.fx.Node, torch.fx.Node]
+    past: torch.fx.Node
+    positions: torch.fx.Node
     ancestors: torch.fx.Node | None
     slopes: torch.fx.Node | None
     sinks: torch.fx.Node | None
@@ -89,12 +94,15 @@ def _match(fn: Function, node: torch.fx.Node) -> _Found | None:
         return None
     write_k, write_v = arguments(keys), arguments(values)
     masked = arguments(mask)
-    positions = fn.input("positions")
-    if {write_k["past"], write_v["past"]} != {masked["past"]} or masked["positions"] != positions:
+    past, positions = masked["past"], masked["positions"]
+    if {write_k["past"], write_v["past"]} != {past}:
+        return None
+    fed = past is fn.input("past") and positions is fn.input("positions")
+    if not fed and type_of(given["q"]).dims[2] != 1:
         return None
     if not _fits(given["q"], write_k["cache"], write_v["cache"], (keys, values), node):
         return None
-    slopes = _slopes(given["bias"], masked["past"], positions)
+    slopes = _slopes(given["bias"], past, positions)
     if given["bias"] is not None and slopes is None:
         return None
     query, key, tables = _rotation(given["q"], write_k["new"], positions)
@@ -105,6 +113,8 @@ def _match(fn: Function, node: torch.fx.Node) -> _Found | None:
         key=key,
         value=write_v["new"],
         writes=(keys, values),
+        past=past,
+        positions=positions,
         ancestors=masked["ancestors"],
         slopes=slopes,
         sinks=given["sinks"],
@@ -121,13 +131,19 @@ def _fits(q: Any, cache_k: Any, cache_v: Any, writes: Any, attend: torch.fx.Node
         return False
     if not query.dtype == key.dtype == value.dtype:
         return False
-    if any(cache.op != "placeholder" or len(cache.users) != 1 for cache in (cache_k, cache_v)):
+    if any(c.op == "placeholder" and len(c.users) != 1 for c in (cache_k, cache_v)):
         return False
-    return all(set(w.users) <= {attend} | _outputs(w) for w in writes)
+    return all(set(w.users) <= {attend} | _later(w) for w in writes)
 
 
-def _outputs(node: torch.fx.Node) -> set[torch.fx.Node]:
-    return {user for user in node.users if user.op == "output"}
+def _later(node: torch.fx.Node) -> set[torch.fx.Node]:
+    """Users of a written cache that want it as it is then: outputs, and writes of later rows."""
+    return {
+        user
+        for user in node.users
+        if user.op == "output"
+        or (user.target is G.cache_write.default and user.args[0] is node and node not in user.args[1:])
+    }
 
 
 def _slopes(bias: Any, past: Any, positions: Any) -> torch.fx.Node | None:
@@ -174,10 +190,15 @@ class _Lowering:
     def positions(self, found: _Found) -> torch.fx.Node | None:
         """The input that an attention depends on, None if it does not or is to count itself."""
         needed = found.tables or found.ancestors is not None or found.slopes is not None
-        return self.fn.input("positions") if needed and not self.counted else None
+        return found.positions if needed and not self.counted else None
 
-    def counts(self) -> list[torch.fx.Node]:
-        """The two inputs that the kernel takes instead of `past`, added when first needed."""
+    def counts(self, found: _Found) -> list[torch.fx.Node]:
+        """What the kernel takes instead of `past`: two inputs, added when first needed, or for a
+        token that the function makes itself, computed from its own."""
+        if found.past is not self.fn.input("past"):
+            rows = self.fn.call(A._to_copy.default, found.past, dtype=torch.int32)
+            longest = self.fn.call(A.amax.default, rows, [0], False)
+            return [rows, self.fn.call(A.add.Scalar, longest, 1)]
         for name, type in ((SEQLENS, "i32[B]"), (TOTAL, "i32[]")):
             if not self.fn.has_input(name):
                 self.fn.add_input(name, TensorType.parse(type))
@@ -201,8 +222,8 @@ class _Lowering:
         dtype = type_of(found.query).dtype
         caches = [w.args[0] for w in found.writes]
         heads, groups = type_of(found.query).dims[1], type_of(found.key).dims[1]
-        counts = self.counts()
         with fn.graph.inserting_before(found.node):
+            counts = self.counts(found)
             pieces = [self.flat(x) for x in (found.query, found.key, found.value)]
             packed = _packed(pieces)
             parts: list[Any] = [packed, None, None] if packed is not None else list(pieces)

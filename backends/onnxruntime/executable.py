@@ -15,7 +15,7 @@ from ..target import Target
 from .buffers import StateBuffers
 from .emit import emit
 from .held import Held
-from .lower import Variant, lower
+from .lower import Variant, is_step, lower
 from .routing import Route, Router
 from .session import open_session
 from .step import Step
@@ -109,7 +109,7 @@ class OnnxExecutable:
             ) from error
         # The step's threads spin for a while after its work. Threads of another session would
         # have to take the cores from them, so what is drafted in between uses one.
-        threads = None if function == "step" else 1
+        threads = None if is_step(function) else 1
         session = open_session(path, self.target, weight_bytes=size, threads=threads)
         return Step(fn, session, self._buffers)
 

@@ -74,7 +74,7 @@ def attend(
         visible = e.op("Where", mask, bias, hidden_value)
         visible = e.cast(visible, e.dtype(), type_of(bias).dtype)
     keys, values = e.cast(k, e.dtype()), e.cast(v, e.dtype())
-    if not e.paired:
+    if not e.paired or type_of(q).dims[2] == 1:
         return e.op("Attention", q, keys, values, visible, scale=scale, softcap=softcap)
     pairs = Pairs(e, type_of(q).dims[2])
     both = [pairs.doubled(x, 2, 4) for x in (q, visible)]
@@ -105,7 +105,9 @@ def gqa(
     softcap: float | None,
     interleaved: bool,
 ) -> Any:
-    pairs = Pairs(e, type_of(query).dims[1]) if e.paired else None
+    width = type_of(query).dims[1]
+    # One token by construction is a draft's own.
+    pairs = Pairs(e, width) if e.paired and width != 1 else None
     bias = None
     if ancestors is not None or slopes is not None:
         build = _Bias(e, seqlens, total, positions, type_of(query))

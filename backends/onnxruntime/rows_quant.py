@@ -1,8 +1,7 @@
 """Rows of linear layers over quantized weights.
 
 The activations are quantized by row in plain ops, each exactly as the op's meaning says, so a
-token's result does not depend on what shares its step (DynamicQuantizeLinear would take one scale
-over all rows). The integer product runs on unsigned activations, for which kernels exist.
+token's result does not depend on what shares its step. A coarse layer is one kernel. The integer product runs on unsigned activations, for which kernels exist.
 """
 
 from __future__ import annotations
@@ -70,12 +69,21 @@ def _zeros(e: Emitter, x: oir.Value) -> Any:
 
 @row(G.linear_int8.default)
 def linear_int8(
-    e: Emitter, x: oir.Value, w: oir.Value, scale: oir.Value, bias: oir.Value | None
+    e: Emitter,
+    x: oir.Value,
+    w: oir.Value,
+    scale: oir.Value,
+    bias: oir.Value | None,
+    coarse: bool = False,
 ) -> Any:
-    values, row_scale = quantized_rows(e, e.cast(x, F32))
-    weight, signed = weight_of(w), signed_weights_are_exact()
+    weight, signed = weight_of(w), coarse or signed_weights_are_exact()
     columns = _turned(e, w, signed) if weight is None else e.weight(_columns(weight, signed))
     zero = e.const(0, I8) if signed else e.const(ZERO, U8)
+    if coarse:
+        factors = (e.cast(x, F32), columns, e.cast(scale, F32), zero)
+        extra = () if bias is None else (e.cast(bias, F32),)
+        return e.cast(e.fused("DynamicQuantizeMatMul", *factors, *extra), e.dtype(), F32)
+    values, row_scale = quantized_rows(e, e.cast(x, F32))
     total = e.fused(
         "MatMulIntegerToFloat",
         values,

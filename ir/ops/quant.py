@@ -1,5 +1,5 @@
 """Linear layers over quantized weights. Activation scales are per row: a token's result does not
-depend on which other tokens share its step."""
+depend on which other tokens share its step (unless a layer is called coarse)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,39 @@ from torch import Tensor
 
 from . import Sample, define
 
-_EXACT = 1024
-"""Products of int8 values stay below 2^14, so float32 (24 bits) sums this many of them exactly."""
+_EXACT = 512
+"""Products of an activation below 2^8 and a weight below 2^7 stay below 2^15, so float32 (24 bits)
+sums this many of them exactly."""
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+COARSE = 63
+"""The largest of 7-bit weights: two products with an activation below 2^8 add up in 16 bits, which
+is how processors without dot-product instructions add them."""
+
+
+def quantize_rows(x: Tensor, most: int = 127) -> tuple[Tensor, Tensor]:
     """(int8 values, float32 scale [..., 1]) with x ~ values * scale, over the last axis.
 
-    Symmetric, -127..127, half to even; a row of zeros has scale 1.
+    Symmetric, -most..most, half to even; a row of zeros has scale 1.
     """
     wide = x.float()
-    scale = wide.abs().amax(-1, keepdim=True) / 127.0
+    scale = wide.abs().amax(-1, keepdim=True) / float(most)
     scale = torch.where(scale > 0, scale, 1.0)
     return torch.round(wide / scale).to(torch.int8), scale
+
+
+def quantize_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(whole values in -255..255, float32 scale []) with x ~ values * scale: 256 steps from the
+    smallest value, or 0, to the largest, or 0; half to even.
+
+    The values are what is left of ONNX's DynamicQuantizeLinear once its zero point is taken off.
+    """
+    wide = x.float()
+    low, high = wide.amin().clamp(max=0), wide.amax().clamp(min=0)
+    scale = (high - low) / 255.0
+    scale = torch.where(scale > 0, scale, 1.0)
+    zero = torch.round(-low / scale).clamp(0, 255)
+    return (torch.round(wide / scale) + zero).clamp(0, 255) - zero, scale
 
 
 def _samples() -> Iterator[Sample]:
@@ -31,28 +51,37 @@ def _samples() -> Iterator[Sample]:
     yield (torch.zeros(1, 1, 8), weight, torch.rand(6), torch.randn(6)), {}
     wide = torch.randint(-127, 128, (4, 2600), dtype=torch.int8)
     yield (torch.randn(1, 2, 2600), wide, torch.rand(4)), {}
+    small = torch.randint(-COARSE, COARSE + 1, (6, 8), dtype=torch.int8)
+    yield (torch.randn(2, 3, 8), small, torch.rand(6), torch.randn(6)), {"coarse": True}
+    yield (torch.rand(1, 1, 8) + 1, small, torch.rand(6)), {"coarse": True}
 
 
-def _fake(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def _fake(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, coarse: bool = False
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 @define(
-    "linear_int8(Tensor x, Tensor weight, Tensor scale, Tensor? bias=None) -> Tensor",
+    "linear_int8(Tensor x, Tensor weight, Tensor scale, Tensor? bias=None, *, bool coarse=False) "
+    "-> Tensor",
     samples=_samples,
     fake=_fake,
 )
-def linear_int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_int8(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, coarse: bool = False
+) -> Tensor:
     """A linear layer computed in int8: quantize each row of x, multiply exactly, scale back.
 
     ``%y: f32[B,T,N] = graftwork.linear_int8(%x, @w.int8, @w.scale)``
 
     x [..., K] floating; weight i8[N,K] in -127..127; scale f32[N], one an output channel; bias [N].
     Row r: s = max|x_r| / 127,
-    y = (sum_k round(x_rk / s) weight_nk) * s * scale_n + bias_n, the sum exact.
+    y = (sum_k round(x_rk / s) weight_nk) * s * scale_n + bias_n, the sum exact. coarse: what
+    runs fastest: weight in -63..63, one scale and zero point for all rows (see `quantize_tensor`).
     Source: Dettmers et al., "LLM.int8()" (2022), vector-wise quantization without its outliers.
     """
-    values, row_scale = quantize_rows(x)
+    values, row_scale = quantize_tensor(x) if coarse else quantize_rows(x)
     total = torch.zeros((), dtype=torch.int32, device=x.device)
     for start in range(0, weight.shape[1], _EXACT):
         part = values[..., start : start + _EXACT].float()

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .base import RECORDS, Record, record
-from .combined import MergedDraft, StagedDraft
+from .combined import FusedDraft, MergedDraft, StagedDraft, UnrolledDraft
 from .continued import ContinuedDraft
 from .draft import (
     CachedDraft,
@@ -62,6 +62,7 @@ __all__ = [
     "FirstDraft",
     "FixedLength",
     "FullDepth",
+    "FusedDraft",
     "GoodputLength",
     "HeadsDraft",
     "InputDraft",
@@ -87,6 +88,7 @@ __all__ = [
     "TopKAccept",
     "TreeRecord",
     "Typical",
+    "UnrolledDraft",
     "WidenedChain",
     "record",
 ]

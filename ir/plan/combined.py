@@ -42,3 +42,30 @@ class StagedDraft(CachedDraft):
 
     drafter: DraftRecord = field(default_factory=NoDraft)
     kind: ClassVar[str] = "staged"
+
+
+@record
+@dataclass(frozen=True)
+class UnrolledDraft(CachedDraft):
+    """A chain whose levels one call of a function makes, each fed with the one before's best token.
+
+    chain: takes what `function` takes, with ``select`` [B,1], and returns ``draft_tokens``
+    [B,levels,1]. `function` itself is what training trains.
+    """
+
+    chain: str = "draft.chain"
+    kind: ClassVar[str] = "unrolled"
+
+
+@record
+@dataclass(frozen=True)
+class FusedDraft(UnrolledDraft):
+    """The step itself verifies by its argmax and makes the next chain.
+
+    step: takes what ``step`` takes, and the states of `chain`; returns what ``step`` returns, and
+    ``drafted`` i64[B,1+levels]: the last fed token that the argmax agrees with, and the chain that
+    follows. `chain` drafts where not the argmax decides.
+    """
+
+    step: str = "step.drafting"
+    kind: ClassVar[str] = "fused"

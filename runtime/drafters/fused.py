@@ -1,0 +1,72 @@
+"""Reads the chain that the step itself has made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+from ...ir.executable import Executable
+from ...ir.plan import FusedDraft, UnrolledDraft
+from ..lengths.base import LengthPolicy
+from ..options import GenerationOptions
+from ..outputs import integers
+from .base import DRAFTERS, NO_DRAFT, Draft, Fed, Taken
+from .grown import Composed, GrownDrafter
+
+
+@DRAFTERS.register(FusedDraft)
+class FusedDrafter(Composed):
+    """The chain that follows the text if the argmax decides what the text is.
+
+    Where it does not (sampling, penalties), `apart` makes the chain in a call of its own.
+    """
+
+    record: FusedDraft
+
+    def __init__(
+        self,
+        record: FusedDraft,
+        executable: Executable,
+        options: GenerationOptions,
+        length: LengthPolicy,
+    ) -> None:
+        super().__init__(record, executable, options, length)
+        self.apart: GrownDrafter | None = None
+        if options.do_sample or options.reshapes_logits:
+            values = {f.name: getattr(record, f.name) for f in fields(UnrolledDraft)}
+            apart = UnrolledDraft(**values)
+            self.apart = GrownDrafter(apart, executable, options, length)
+            self.wants, self.reads = self.apart.wants, self.apart.reads
+        else:
+            self.wants, self.step = ("drafted",), record.step
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Nothing is drafted before the prompt has run."""
+        if self.apart is not None:
+            self.apart.begin(prompts)
+        self.chains = [NO_DRAFT] * len(prompts)
+
+    def read(self, fed: Fed) -> None:
+        """See `Drafter.read`."""
+        if self.apart is not None:
+            self.apart.read(fed)
+
+    def propose(self, rooms: Sequence[int]) -> list[Draft]:
+        """See `Drafter.propose`."""
+        if self.apart is not None:
+            return self.apart.propose(rooms)
+        return [
+            draft if len(draft.tokens) <= room else draft.cut(room)
+            for draft, room in zip(self.chains, rooms, strict=True)
+        ]
+
+    def observe(self, taken: Taken) -> None:
+        """Keep the chains that start where the texts now end."""
+        if self.apart is not None:
+            self.apart.observe(taken)
+            return
+        rows = integers(taken.outputs, "drafted")
+        for index, (row, tokens) in enumerate(zip(rows, taken.tokens, strict=True)):
+            place = taken.columns[index] + len(taken.paths[index])
+            agrees = bool(tokens) and row[0] == place
+            self.chains[index] = Draft(row[1:]) if agrees else NO_DRAFT

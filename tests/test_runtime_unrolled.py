@@ -1,0 +1,208 @@
+"""Chains that one call makes, and steps that make the next chain themselves, on real backends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from test_runtime_cached import PROMPTS, Widths, decode, plainly, with_itself
+from tiny import tiny_llama
+
+from graftwork.backends import compile
+from graftwork.backends.target import Target
+from graftwork.ir import PassError, Program, UnsupportedError
+from graftwork.ir.plan import BestFirst, FusedDraft, UnrolledDraft
+from graftwork.passes import Pass
+from graftwork.passes.accept_trees import AcceptTrees
+from graftwork.passes.add_argmax import AddArgmax
+from graftwork.passes.draft_eagle import DraftEagle
+from graftwork.passes.draft_eagle3 import DraftEagle3
+from graftwork.passes.draft_model import DraftModel
+from graftwork.passes.draft_suffix import DraftSuffix
+from graftwork.passes.fuse_draft import FuseDraft
+from graftwork.passes.insert_kv_cache import InsertKvCache
+from graftwork.passes.length_goodput import LengthGoodput
+from graftwork.passes.length_svip import LengthSvip
+from graftwork.passes.manager import Step, run_passes
+from graftwork.passes.pick_logits import PickLogits
+from graftwork.passes.plan_edits import with_plan
+from graftwork.passes.quantize_int8 import QuantizeInt8
+from graftwork.passes.tree_chain import TreeChain
+from graftwork.passes.unroll_draft import UnrollDraft
+from graftwork.runtime.loop import DecodeLoop
+
+BACKENDS = ["eager", "onnxruntime"]
+LONG = [[(7 * i + i * i) % 31 + 1 for i in range(30)], *PROMPTS[:3]]
+
+
+def drafting(*passes: Pass, start: Program | None = None) -> Program:
+    """A tiny model with a drafter that makes chains of three tokens."""
+    every = (*passes, InsertKvCache(), PickLogits(), AddArgmax(), TreeChain(depth=3))
+    return run_passes(start or tiny_llama(), [Step(p) for p in every])[0]
+
+
+def drafts_of(monkeypatch: pytest.MonkeyPatch, run: Any) -> tuple[Any, list[Any]]:
+    """What `run` returns, and the chains that were drafted, step by step."""
+    seen: list[Any] = []
+    propose = DecodeLoop._propose
+
+    def noting(loop: DecodeLoop) -> Any:
+        drafts = propose(loop)
+        seen.append([list(d.tokens) for d in drafts])
+        return drafts
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DecodeLoop, "_propose", noting)
+        return run(), seen
+
+
+def same_drafts(seen: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    """Whether chains agree, but for those of finished sequences, which nobody looks at."""
+    pairs = [(a, b) for x, y in zip(seen, wanted, strict=True) for a, b in zip(x, y, strict=True)]
+    return sum(map(len, (b for _, b in pairs))) > 0 and all(a == b for a, b in pairs if a and b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_draft_equal_to_the_target_is_accepted_whole(backend: str, batch: int) -> None:
+    """Every mistake in a cache row, a position or a mask of any level costs some tokens."""
+    program = drafting(DraftModel(model="same"), UnrollDraft(), start=with_itself())
+    assert isinstance(program.plan.draft, UnrolledDraft) and program.plan.draft.levels == 3
+    executable = compile(program, Target.parse(backend))
+    for prompts in (PROMPTS[:batch], LONG[:batch]):
+        result = decode(executable, prompts, 1 + 6 * 4)
+        assert torch.equal(result.sequences, plainly(executable, prompts, 25))
+        assert (result.stats.steps, result.stats.accepted_tokens) == (6, 6 * 3 * batch)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("drafter", [DraftEagle(), DraftEagle(inner=0), DraftEagle3(levels=3)])
+def test_the_chains_are_those_of_single_calls(
+    backend: str, drafter: Pass, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unrolled, and made by the step itself: token for token, alone and in a ragged batch."""
+    target = Target.parse(backend)
+    plain, unrolled, fused = (
+        compile(drafting(drafter, *more), target)
+        for more in ((), (UnrollDraft(),), (UnrollDraft(), FuseDraft()))
+    )
+    for prompts in (PROMPTS[:1], LONG):
+        want, chains = drafts_of(monkeypatch, lambda p=prompts: decode(plain, p, 24))
+        assert torch.equal(want.sequences, plainly(plain, prompts, 24))
+        for executable in (unrolled, fused):
+            found, seen = drafts_of(
+                monkeypatch, lambda p=prompts, e=executable: decode(e, p, 24)
+            )
+            assert torch.equal(found.sequences, want.sequences)
+            assert same_drafts(seen, chains)
+            assert found.stats.accepted_tokens == want.stats.accepted_tokens
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_that_drafts_is_one_call(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the step runs, prompts included."""
+    executable: Any = compile(
+        drafting(DraftEagle(), UnrollDraft(), FuseDraft()), Target.parse(backend)
+    )
+    called: set[str] = set()
+    for name in ("run", "hold"):
+        method = getattr(type(executable), name)
+
+        def noting(self: Any, function: str, *rest: Any, method: Any = method) -> Any:
+            called.add(function)
+            return method(self, function, *rest)
+
+        monkeypatch.setattr(type(executable), name, noting)
+    assert isinstance(executable.program.plan.draft, FusedDraft)
+    assert decode(executable, LONG[:1], 20).stats.draft_tokens > 30
+    assert called == {"step.drafting"}
+
+
+@pytest.mark.parametrize("exclude", [(), ("layers.0.down",)])
+@pytest.mark.parametrize("more", [(UnrollDraft(),), (UnrollDraft(), FuseDraft())])
+def test_in_int8_the_text_is_that_of_int8(
+    exclude: tuple[str, ...], more: tuple[Pass, ...]
+) -> None:
+    """Also where float products are left, which take a lone token twice."""
+    quantized = QuantizeInt8(exclude=exclude)
+    executable = compile(drafting(DraftEagle(), quantized, *more), Target("onnxruntime"))
+    alone = compile(drafting(quantized), Target("onnxruntime"))
+    for prompts in (PROMPTS[:1], LONG):
+        result = decode(executable, prompts, 24)
+        assert torch.equal(result.sequences, decode(alone, prompts, 24).sequences)
+        assert result.stats.draft_tokens > 2 * result.stats.sequence_steps
+
+
+@pytest.mark.parametrize("more", [(UnrollDraft(),), (UnrollDraft(), FuseDraft())])
+def test_compiled_widths(more: tuple[Pass, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts come in pieces, and rows are filled up with garbage that nothing sees."""
+    plain = compile(drafting(DraftEagle()), Target.parse("eager"))
+    want, chains = drafts_of(monkeypatch, lambda: decode(plain, PROMPTS, 20))
+    executable = Widths(drafting(DraftEagle(), *more), Target.parse("eager"))
+    found, seen = drafts_of(monkeypatch, lambda: decode(executable, PROMPTS, 20))
+    assert torch.equal(found.sequences, want.sequences)
+    assert same_drafts(seen, chains)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("more", [(UnrollDraft(),), (UnrollDraft(), FuseDraft())])
+def test_up_to_the_end_of_the_context(backend: str, more: tuple[Pass, ...]) -> None:
+    program = drafting(DraftEagle(), *more, start=tiny_llama(context=40))
+    executable = compile(program, Target.parse(backend))
+    for prompts in (PROMPTS[:1], PROMPTS):
+        count = 40 - max(map(len, prompts))
+        result = decode(executable, prompts, count)
+        assert result.stats.new_tokens == count * len(prompts)
+        assert torch.equal(result.sequences, plainly(executable, prompts, count))
+
+
+@pytest.mark.parametrize("options", [{"do_sample": True, "seed": 3}, {"repetition_penalty": 1.3}])
+def test_where_not_the_argmax_decides_the_chain_is_a_call_of_its_own(
+    options: dict[str, Any],
+) -> None:
+    target = Target.parse("eager")
+    unrolled, fused = (
+        compile(drafting(DraftEagle(), UnrollDraft(), *more), target)
+        for more in ((), (FuseDraft(),))
+    )
+    want = decode(unrolled, PROMPTS, 16, **options)
+    found = decode(fused, PROMPTS, 16, **options)
+    assert torch.equal(found.sequences, want.sequences)
+    assert found.stats.draft_tokens == want.stats.draft_tokens > 0
+
+
+def test_another_drafter_may_come_first() -> None:
+    """What it drafts, the step verifies too, and goes on from there."""
+    program = drafting(DraftSuffix(tokens=3), DraftEagle(), UnrollDraft(), FuseDraft())
+    assert [part.kind for part in program.plan.draft.of] == ["suffix", "fused"]
+    executable = compile(program, Target.parse("eager"))
+    result = decode(executable, LONG, 24)
+    assert torch.equal(result.sequences, plainly(executable, LONG, 24))
+    alone = compile(drafting(DraftSuffix(tokens=3)), Target.parse("eager"))
+    assert result.stats.draft_tokens > decode(alone, LONG, 24).stats.draft_tokens
+
+
+@pytest.mark.parametrize(
+    ("passes", "message"),
+    [
+        ((DraftSuffix(), UnrollDraft()), "has no function with a cache"),
+        ((DraftEagle(), LengthSvip(), UnrollDraft()), "looks at each level"),
+        ((DraftEagle(), UnrollDraft(), LengthGoodput(), FuseDraft()), "gives up drafts"),
+        ((DraftModel(model="same"), UnrollDraft(), FuseDraft()), "no unrolled drafter on features"),
+        ((DraftEagle(), FuseDraft()), "requires 'unrolled'"),
+    ],
+)
+def test_what_cannot_be_put_into_one_call_is_refused(
+    passes: tuple[Pass, ...], message: str
+) -> None:
+    with pytest.raises(PassError, match=message):
+        drafting(*passes, start=with_itself())
+
+
+def test_a_plan_with_a_tree_is_refused_when_it_runs() -> None:
+    program = drafting(DraftEagle(), UnrollDraft(), AcceptTrees())
+    executable = compile(with_plan(program, tree=BestFirst()), Target.parse("eager"))
+    with pytest.raises(UnsupportedError, match="makes chains"):
+        decode(executable, PROMPTS[:1], 4)
