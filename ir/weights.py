@@ -25,11 +25,15 @@ from .types import TensorType
 
 @dataclass(frozen=True)
 class Weight:
-    """One named constant. `source()` gives its tensor; nothing is kept after the call."""
+    """One named constant. `source()` gives its tensor; nothing is kept after the call.
+
+    made: how a derived weight comes from others, and those.
+    """
 
     name: str
     type: TensorType
     source: Callable[[], torch.Tensor]
+    made: tuple[Callable[..., torch.Tensor], tuple[Weight, ...]] | None = None
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> Weight:
@@ -60,7 +64,19 @@ def derive(
     name: str, type: TensorType, function: Callable[..., torch.Tensor], *inputs: Weight
 ) -> Weight:
     """A weight computed from others when it is loaded (concatenated, folded, quantized)."""
-    return Weight(name, type, lambda: function(*(w.load() for w in inputs)))
+    return Weight(name, type, lambda: function(*(w.load() for w in inputs)), (function, inputs))
+
+
+def _renewed(weight: Weight, given: Mapping[str, Weight]) -> Weight:
+    """The weight, with `given` ones in the place of those of their names that it is made from."""
+    if weight.name in given:
+        return given[weight.name]
+    if weight.made is None:
+        return weight
+    function, inputs = weight.made
+    new = tuple(_renewed(part, given) for part in inputs)
+    changed = any(a is not b for a, b in zip(new, inputs, strict=True))
+    return derive(weight.name, weight.type, function, *new) if changed else weight
 
 
 @lru_cache(maxsize=64)
@@ -148,8 +164,10 @@ class WeightStore(Mapping[str, Weight]):
         return WeightStore(merged)
 
     def replacing(self, *weights: Weight) -> WeightStore:
-        """This store with some weights exchanged for others of their names and types."""
-        merged = dict(self._weights)
+        """This store with some weights exchanged for others of their names and types; what is derived
+        from them is derived anew."""
+        given = {weight.name: weight for weight in weights}
+        merged = {name: _renewed(weight, given) for name, weight in self._weights.items()}
         for weight in weights:
             if weight.type != self[weight.name].type:
                 raise InputError(

@@ -75,7 +75,9 @@ class FuseDraft(Pass):
         found: list[FusedDraft] = []
         draft = _fused(program.plan.draft, found)
         if not found:
-            return Outcome(program, 0, f"draft={program.plan.draft} is no unrolled drafter on features")
+            return Outcome(
+                program, 0, f"draft={program.plan.draft} is no unrolled drafter on features"
+            )
         if len(found) > 1:
             raise PassError("fuse_draft: the plan has several unrolled drafters; a step makes one")
         if NAME in program.functions:

@@ -21,8 +21,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-
 from ..ir import Program
 from .base import Effect, Outcome, Pass, register
 from .products import Merger

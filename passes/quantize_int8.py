@@ -11,15 +11,15 @@ After::
 Weights are symmetric with one scale an output channel, activations symmetric with one scale a row
 (see `ir.ops.quant`), so a token's result is the same whatever shares its step, and speculation on a
 quantized model stays lossless with respect to that model. In functions that only draft, layers are
-coarse (``coarse=True``), which is faster: what they make is checked. A weight with other uses too (tied
-embeddings) keeps its float copy there. Refuses a program without float linear layers, and a pattern
-in `exclude` that names no weight.
+coarse (``coarse=True``), which is faster: what they make is checked. A weight with other uses too
+(tied embeddings) keeps its float copy there. Refuses a program without float linear layers, and a
+pattern in `exclude` that names no weight.
 """
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.fx
@@ -108,7 +108,7 @@ def _replace(
     fn: Function, node: torch.fx.Node, values: Weight, scale: Weight, coarse: bool
 ) -> None:
     x, _, *bias = node.args
-    options = {"coarse": True} if coarse else {}
+    options: dict[str, Any] = {"coarse": True} if coarse else {}
     with fn.graph.inserting_before(node):
         parts = [x, fn.weight(values), fn.weight(scale), *bias]
         new = fn.call(G.linear_int8.default, *parts, site=site_of(node), **options)

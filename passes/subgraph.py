@@ -111,5 +111,5 @@ def inlined(
         elif node.op == "call_function":
             target: Any = node.target
             args, kwargs = map_aggregate(node.args, value), map_aggregate(node.kwargs, value)
-            values[node] = fn.call(target, *args, site=site_of(node), **kwargs)  # type: ignore[arg-type, misc]
+            values[node] = fn.call(target, *args, site=site_of(node), **kwargs)  # type: ignore[arg-type]
     return {name: values[node] for name, node in body.outputs.items()}

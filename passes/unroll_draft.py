@@ -22,8 +22,9 @@ A draft of D tokens then costs one call instead of D, and nothing leaves the bac
 on a small draft the calls are what takes the time. Each level's cache rows are those of the level
 before and one more; the states keep the first level's, because rows of draft tokens are forgotten
 after each draft. Only the best token is looked for, so no scores are made; products of one value
-are merged, which the draft's own function, being trained by its weights' names, does not do. Refuses a plan without a
-drafter that has a cache, one whose tree is not a chain, and policies that look at each level.
+are merged, which the draft's own function, being trained by its weights' names, does not do.
+Refuses a plan without a drafter that has a cache, one whose tree is not a chain, and policies that
+look at each level.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ BLIND = (FixedLength, GoodputLength, ThompsonLength)
 
 @register
 class UnrollDraft(Pass):
-    """levels: tokens of a draft; 0: the depth of the plan's chain, or as many as the drafter has."""
+    """levels: tokens of a draft; 0: the depth of the plan's chain, or the drafter's levels."""
 
     levels: int = Field(default=0, ge=0)
 

@@ -23,8 +23,8 @@ class Committed:
 
     output: the step's output that the function takes as ``hidden``; None: it takes tokens alone.
     entry: a function that the output goes through before, if any. limit: positions that there are
-    at most; a sequence that reaches them drops out. ahead: rows that each call makes
-    beyond those of what it is fed, for itself.
+    at most; a sequence that reaches them drops out. ahead: rows that each call makes for itself
+    beyond those of what it is fed.
 
     texts: the tokens of each sequence. rows: of its cache that are valid. known: positions whose
     rows can be made. features: f[known - rows, H] in pieces. alive: whether a sequence still wants

@@ -87,9 +87,8 @@ _CALLS: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _Call]] = weakref.W
 class DraftCache:
     """Runs a function with caches. It knows nothing of what the rows mean; row r holds position r.
 
-    ahead: rows that the function makes for itself beyond those of what it is fed. widest: tokens that
-    may be fed at once. Errors: `UnsupportedError` for a function without a
-    cache.
+    ahead: rows that the function makes for itself beyond those of what it is fed. widest: tokens
+    that may be fed at once. Errors: `UnsupportedError` for a function without a cache.
     """
 
     def __init__(self, executable: Executable, function: str, *, ahead: int = 0) -> None:

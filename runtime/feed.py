@@ -25,18 +25,21 @@ CHOSEN = frozenset({"logits", "argmax", "top_tokens"})
 _BUFFERS: weakref.WeakKeyDictionary[Any, dict[tuple[str, int, int], Buffers]] = (
     weakref.WeakKeyDictionary()
 )
-"""Buffers by function, batch and width: they outlive a generation, because making them takes as long as a few
-steps."""
+"""Buffers by function, batch and width: they outlive a generation, because making them takes as
+long as a few steps."""
 
 
 class Feeder:
     """Runs the step function of an executable on a batch of ragged chunks.
 
-    function: the step function, or one that does more. seconds: time spent in the executable so
+    function: the step function, or one that does more. spare: rows that it makes for itself behind
+    those of what it is fed, as far as the context goes. seconds: time spent in the executable so
     far. context: rows that a cache may hold.
     """
 
-    def __init__(self, executable: Executable, batch: int, function: str = "step") -> None:
+    def __init__(
+        self, executable: Executable, batch: int, function: str = "step", spare: int = 0
+    ) -> None:
         program = executable.program
         step = program.function(function)
         if not step.has_input("past"):
@@ -44,7 +47,8 @@ class Feeder:
                 f"{program.name} (stage {program.stage}) has no KV cache: run the pass "
                 f"insert_kv_cache before generating"
             )
-        self.executable, self.batch, self.function = executable, batch, function
+        self.executable, self.batch = executable, batch
+        self.function, self.spare = function, spare
         self.context = program.info.context
         known = ("tokens", "positions", "past", "select")
         self.names = frozenset(name for name in known if step.has_input(name))
@@ -66,7 +70,7 @@ class Feeder:
     def begin(self, limit: int, draft: int) -> None:
         """Start new sequences of at most `limit` tokens, fed up to `draft` + 1 at once."""
         widest = self.width(draft + 1, self.context) or 0
-        self.rows = min(limit + widest, self.context)
+        self.rows = min(limit + widest + self.spare, self.context)
         self.executable.begin(self.batch, self.rows)
 
     def chunk(self, need: int) -> int:
@@ -162,14 +166,14 @@ class Feeder:
         if all(row == list(range(longest + 1)) for row in source):
             return
         start = perf_counter()
-        self.executable.keep_rows(
-            self.function, torch.tensor(list(past)), torch.tensor(source)
-        )
+        self.executable.keep_rows(self.function, torch.tensor(list(past)), torch.tensor(source))
         self.seconds += perf_counter() - start
 
     def make_room(self, rows: int) -> None:
-        """Let the caches hold so many rows of each sequence."""
+        """Let the caches hold so many rows of each sequence, and the spare ones."""
         capacity = self.executable.capacity
+        if self.spare:
+            rows = max(rows, min(rows + self.spare, self.context))
         if rows <= capacity:
             return
         # Doubling keeps the copying of grown caches linear in the length of the text.

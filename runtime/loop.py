@@ -8,6 +8,7 @@ from time import perf_counter
 from ..ir import Program, UnsupportedError
 from ..ir.executable import Executable, Outputs
 from ..ir.plan import Chain, FullDepth, KeepAll
+from .chained import ChainedDecoding, drafts_itself
 from .draft import NO_DRAFT, Draft
 from .drafters.base import Fed, Taken
 from .drafters.grown import drafter_for
@@ -38,7 +39,7 @@ class DecodeLoop:
         self.texts, self.program = texts, program
         self.length = LENGTHS.find(plan.length)(plan.length, executable, batch)
         self.drafter = drafter_for(plan.draft, executable, options, self.length)
-        self.feeder = Feeder(executable, batch, self.drafter.step)
+        self.feeder = Feeder(executable, batch, self.drafter.step, self.drafter.spare)
         trait = SAMPLING if options.do_sample else GREEDY
         verifier = VERIFIERS.find(plan.verify, trait)
         self.verifier = verifier(plan.verify, program, options, batch)
@@ -58,6 +59,11 @@ class DecodeLoop:
         if is_plain(self.program, self.feeder, self.verifier, self.stopping):
             PlainDecoding(self.feeder, self.texts, self.stopping, self.stats).run(emitter)
         else:
+            if drafts_itself(self.drafter, self.feeder, self.verifier, self.length, self.stopping):
+                chained = ChainedDecoding(
+                    self.feeder, self.texts, self.stopping, self.stats, self.drafter
+                )
+                chained.run(emitter)
             self._decode(emitter)
         self.stats.decode_seconds = perf_counter() - start
         self.stats.executable_seconds = self.feeder.seconds - inside

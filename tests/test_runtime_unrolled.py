@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from tiny import tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
-from graftwork.ir import PassError, Program, UnsupportedError
+from graftwork.ir import InputError, PassError, Program, UnsupportedError
 from graftwork.ir.plan import BestFirst, FusedDraft, UnrolledDraft
+from graftwork.model import Model, load
 from graftwork.passes import Pass
 from graftwork.passes.accept_trees import AcceptTrees
 from graftwork.passes.add_argmax import AddArgmax
@@ -31,7 +33,10 @@ from graftwork.passes.plan_edits import with_plan
 from graftwork.passes.quantize_int8 import QuantizeInt8
 from graftwork.passes.tree_chain import TreeChain
 from graftwork.passes.unroll_draft import UnrollDraft
+from graftwork.runtime import loop as loop_module
+from graftwork.runtime.chained import ChainedDecoding
 from graftwork.runtime.loop import DecodeLoop
+from graftwork.training import fit
 
 BACKENDS = ["eager", "onnxruntime"]
 LONG = [[(7 * i + i * i) % 31 + 1 for i in range(30)], *PROMPTS[:3]]
@@ -44,16 +49,17 @@ def drafting(*passes: Pass, start: Program | None = None) -> Program:
 
 
 def drafts_of(monkeypatch: pytest.MonkeyPatch, run: Any) -> tuple[Any, list[Any]]:
-    """What `run` returns, and the chains that were drafted, step by step."""
+    """What `run` returns, and the chains that were drafted, step by step, in general steps."""
     seen: list[Any] = []
     propose = DecodeLoop._propose
 
-    def noting(loop: DecodeLoop) -> Any:
-        drafts = propose(loop)
+    def noting(this: DecodeLoop) -> Any:
+        drafts = propose(this)
         seen.append([list(d.tokens) for d in drafts])
         return drafts
 
     with monkeypatch.context() as patch:
+        patch.setattr(loop_module, "drafts_itself", lambda *_: False)
         patch.setattr(DecodeLoop, "_propose", noting)
         return run(), seen
 
@@ -92,9 +98,7 @@ def test_the_chains_are_those_of_single_calls(
         want, chains = drafts_of(monkeypatch, lambda p=prompts: decode(plain, p, 24))
         assert torch.equal(want.sequences, plainly(plain, prompts, 24))
         for executable in (unrolled, fused):
-            found, seen = drafts_of(
-                monkeypatch, lambda p=prompts, e=executable: decode(e, p, 24)
-            )
+            found, seen = drafts_of(monkeypatch, lambda p=prompts, e=executable: decode(e, p, 24))
             assert torch.equal(found.sequences, want.sequences)
             assert same_drafts(seen, chains)
             assert found.stats.accepted_tokens == want.stats.accepted_tokens
@@ -120,11 +124,59 @@ def test_a_step_that_drafts_is_one_call(backend: str, monkeypatch: pytest.Monkey
     assert called == {"step.drafting"}
 
 
+class Recorder:
+    """What a generation streams."""
+
+    def __init__(self) -> None:
+        self.values: list[list[Any]] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.values.append(value.tolist())
+
+    def end(self) -> None:
+        self.values.append([])
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], LONG], ids=["alone", "ragged"])
+@pytest.mark.parametrize("ends", [False, True])
+def test_its_own_steps_are_those_of_the_general_loop(
+    prompts: Any, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same texts, streamed alike, and the same counts, whatever ends them."""
+    executable = compile(drafting(DraftEagle(), UnrollDraft(), FuseDraft()), Target.parse("eager"))
+    taken: list[int] = []
+    steps = ChainedDecoding._steps
+
+    def noting(self: ChainedDecoding, *rest: Any) -> None:
+        taken.append(1)
+        steps(self, *rest)
+
+    monkeypatch.setattr(ChainedDecoding, "_steps", noting)
+    texts = plainly(executable, prompts, 30)[:, -30:].tolist()
+    late = (t for said in texts for place, t in enumerate(said) if place > 5 and t not in said[:6])
+    eos = [next(late)] if ends else []
+    for count in (2, 9, 30):
+        results = []
+        for itself in (True, False):
+            recorder = Recorder()
+            with monkeypatch.context() as patch:
+                if not itself:
+                    patch.setattr(loop_module, "drafts_itself", lambda *_: False)
+                before = len(taken)
+                options = {"eos_token_id": eos, "streamer": recorder}
+                result = decode(executable, prompts, count, **options)
+                assert (len(taken) > before) == (itself and count > 4)
+            numbers = {k: v for k, v in result.stats.to_dict().items() if isinstance(v, int)}
+            results.append((result.sequences.tolist(), recorder.values, numbers))
+        assert results[0] == results[1]
+        assert results[0][2]["draft_tokens"] > 0 or count == 2
+        if not ends or count == 30:
+            assert (numbers["new_tokens"] < count * len(prompts)) == ends
+
+
 @pytest.mark.parametrize("exclude", [(), ("layers.0.down",)])
 @pytest.mark.parametrize("more", [(UnrollDraft(),), (UnrollDraft(), FuseDraft())])
-def test_in_int8_the_text_is_that_of_int8(
-    exclude: tuple[str, ...], more: tuple[Pass, ...]
-) -> None:
+def test_in_int8_the_text_is_that_of_int8(exclude: tuple[str, ...], more: tuple[Pass, ...]) -> None:
     """Also where float products are left, which take a lone token twice."""
     quantized = QuantizeInt8(exclude=exclude)
     executable = compile(drafting(DraftEagle(), quantized, *more), Target("onnxruntime"))
@@ -206,3 +258,26 @@ def test_a_plan_with_a_tree_is_refused_when_it_runs() -> None:
     executable = compile(with_plan(program, tree=BestFirst()), Target.parse("eager"))
     with pytest.raises(UnsupportedError, match="makes chains"):
         decode(executable, PROMPTS[:1], 4)
+
+
+def test_training_reaches_the_chain_and_an_artifact_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Merged weights of a chain are made anew from the trained ones, and saved as they are."""
+    eager = Target.parse("eager")
+    chained = (UnrollDraft(), FuseDraft())
+    model = Model(drafting(DraftEagle(), *chained), eager, {"name": "test"})
+    text = [[(i * i + j) % 32 for i in range(90)] for j in range(12)]
+    few = {"batch": 2, "window": 24, "own": 0.5, "rate": 1e-2}
+    fitted = fit(model, text, out=tmp_path / "heads", steps=8, **few)
+    apart = compile(drafting(DraftEagle(weights=str(tmp_path / "heads"))), eager)
+    fitted.model.save(tmp_path / "artifact")
+    loaded = load(tmp_path / "artifact", target=eager)
+    _, untrained = drafts_of(monkeypatch, lambda: decode(model.executable, LONG, 16))
+    want, chains = drafts_of(monkeypatch, lambda: decode(apart, LONG, 16))
+    for one in (fitted.model, loaded):
+        found, seen = drafts_of(monkeypatch, lambda m=one: decode(m.executable, LONG, 16))
+        assert torch.equal(found.sequences, want.sequences)
+        assert same_drafts(seen, chains) and seen != untrained
+    with pytest.raises(InputError, match="not made from the weights that are trained"):
+        fit(loaded, text, out=tmp_path / "again", steps=1, **few)

@@ -142,7 +142,11 @@ def _later(node: torch.fx.Node) -> set[torch.fx.Node]:
         user
         for user in node.users
         if user.op == "output"
-        or (user.target is G.cache_write.default and user.args[0] is node and node not in user.args[1:])
+        or (
+            user.target is G.cache_write.default
+            and user.args[0] is node
+            and node not in user.args[1:]
+        )
     }
 
 

@@ -1,7 +1,8 @@
 """Rows of linear layers over quantized weights.
 
 The activations are quantized by row in plain ops, each exactly as the op's meaning says, so a
-token's result does not depend on what shares its step. A coarse layer is one kernel. The integer product runs on unsigned activations, for which kernels exist.
+token's result does not depend on what shares its step. A coarse layer is one kernel. The integer
+product runs on unsigned activations, for which kernels exist.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from ..prompts import Prompts
 from ..runtime.generate import Generated, generate
 from . import checkpoint, lessons
 from .corpus import Windows, own_text, read_corpus, split
-from .net import Net, chosen, trainable, trained_parts
+from .net import Net, check_chains, chosen, trainable, trained_parts
 from .objectives.base import Batch, Loss, objective_of
 
 if TYPE_CHECKING:
@@ -147,6 +147,7 @@ class _Fit:
         if not self.drafts:
             objective_of(parts[0])  # which says what can be trained
             raise InputError(f"{model.program.name} has no inserted weights to train")
+        check_chains(model.program, self.drafts)
         self.chosen = [name for draft in self.drafts for name in chosen(model.program, draft)]
         self.objectives = [objective_of(draft) for draft in self.drafts]
         self.rank, self.world = _join_processes(model.target.device)

@@ -10,7 +10,7 @@ import torch
 
 from ..backends.torch.emit import emit
 from ..ir import Function, InputError, Program, Weight, type_of
-from ..ir.plan import DecodePlan, DraftRecord, Record
+from ..ir.plan import DecodePlan, DraftRecord, Record, UnrolledDraft
 
 OPTIONAL = frozenset({"ancestors"})
 
@@ -51,6 +51,21 @@ def chosen(program: Program, draft: Record) -> list[str]:
     which tokens a draft vocabulary has."""
     used = {w for name in functions_of(draft) for w in program.function(name).weights}
     return sorted(name for name in used if name.endswith(".d2t"))
+
+
+def check_chains(program: Program, drafts: Sequence[Record]) -> None:
+    """That what training makes reaches unrolled chains, whose merged weights are derived from the
+    trained ones. Errors: `InputError` for a chain that was saved, and is what it is."""
+    for draft in drafts:
+        if not isinstance(draft, UnrolledDraft):
+            continue
+        known = program.function(draft.function).weights | program.function("step").weights
+        for name in sorted(program.function(draft.chain).weights - known):
+            if program.weights[name].made is None:
+                raise InputError(
+                    f"{program.name}: {draft.chain} was saved with {name}, which is not made from "
+                    f"the weights that are trained; train the recipe on the model it was made from"
+                )
 
 
 class Net:

@@ -38,7 +38,7 @@ class FusedDrafter(Composed):
             self.apart = GrownDrafter(apart, executable, options, length)
             self.wants, self.reads = self.apart.wants, self.apart.reads
         else:
-            self.wants, self.step = ("drafted",), record.step
+            self.wants, self.step, self.spare = ("drafted",), record.step, record.levels - 1
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """Nothing is drafted before the prompt has run."""

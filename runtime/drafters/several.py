@@ -27,6 +27,7 @@ class Several(Composed):
         self.wants = tuple(dict.fromkeys(name for part in self.parts for name in part.wants))
         self.reads = any(part.reads for part in self.parts)
         self.step = next((part.step for part in self.parts if part.step != "step"), "step")
+        self.spare = max((part.spare for part in self.parts), default=0)
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """See `Drafter.begin`."""
