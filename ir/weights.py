@@ -164,8 +164,8 @@ class WeightStore(Mapping[str, Weight]):
         return WeightStore(merged)
 
     def replacing(self, *weights: Weight) -> WeightStore:
-        """This store with some weights exchanged for others of their names and types; what is derived
-        from them is derived anew."""
+        """This store with some weights exchanged for others of their names and types; what is
+        derived from them is derived anew."""
         given = {weight.name: weight for weight in weights}
         merged = {name: _renewed(weight, given) for name, weight in self._weights.items()}
         for weight in weights:
