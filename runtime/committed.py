@@ -101,7 +101,7 @@ class Committed:
         """The features in these columns are those of the positions up to `known`."""
         if self.output is not None:
             # Copies: outputs do not outlive the call.
-            self.features[index].append(rows_of(outputs[self.output][index], columns))
+            self.features[index].append(rows_of(outputs[self.output], index, columns))
         self.known[index] = known
 
     def _pending(self, least: int) -> bool:

@@ -24,9 +24,16 @@ def gathered(values: torch.Tensor, places: npt.NDArray[np.int64]) -> torch.Tenso
     return values[torch.from_numpy(rows).to(values.device), columns]
 
 
-def rows_of(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Some rows of [M,...]: a copy."""
-    return gathered(values[None], np.array([rows], dtype=np.int64))[0]
+def rows_of(values: torch.Tensor, index: int, rows: Sequence[int]) -> torch.Tensor:
+    """Some rows of sequence `index` of [B,M,...]: a copy."""
+    if values.is_cpu and values.dtype != torch.bfloat16:
+        first, last = rows[0], rows[-1]
+        array: Any = values.numpy()
+        found = array[index, first : last + 1]
+        if list(rows) != list(range(first, last + 1)):
+            found = array[index, list(rows)]
+        return torch.from_numpy(found.copy())
+    return gathered(values[index : index + 1], np.array([rows], dtype=np.int64))[0]
 
 
 def written(buffer: torch.Tensor, values: torch.Tensor) -> None:

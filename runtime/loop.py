@@ -15,13 +15,16 @@ from .drafters.grown import drafter_for
 from .feed import Feeder
 from .lengths.base import LENGTHS
 from .options import GenerationOptions
-from .plain import PlainDecoding, is_plain
+from .plain import PlainDecoding, is_plain, may_be_plain
 from .prefill import prefill
 from .stats import Stats
 from .stopping import Stopping
 from .streaming import Emitter
 from .text import Text
 from .verifiers.base import GREEDY, SAMPLING, VERIFIERS
+
+REST = 4
+"""Steps without drafts from which on plain decoding is worth changing to."""
 
 
 class DecodeLoop:
@@ -74,7 +77,15 @@ class DecodeLoop:
     def _decode(self, emitter: Emitter | None) -> None:
         """Steps of every kind, until every text is done."""
         live = [text for text in self.texts if not text.done]
+        plain = PlainDecoding(self.feeder, self.texts, self.stopping, self.stats)
+        rests = self.drafter.rests and may_be_plain(self.feeder, self.verifier, self.stopping)
         while live:
+            # The last step of a rest is not plain: a drafter sees what it left.
+            rest = self.length.rest() - 1 if rests else 0
+            if rest >= REST:
+                self.length.rested(plain.run(emitter, rest))
+                live = [text for text in live if not text.done]
+                continue
             before = perf_counter()
             drafts = self._propose()
             between = perf_counter()

@@ -24,13 +24,17 @@ FETCH = ("argmax",)
 
 
 def is_plain(program: Program, feeder: Feeder, verifier: Verifier, stopping: Stopping) -> bool:
-    """Whether all steps of a generation are plain.
+    """Whether all steps of a generation are plain: nothing is ever drafted."""
+    return program.plan.columns == 0 and may_be_plain(feeder, verifier, stopping)
 
-    Nothing is ever drafted, the step's argmax is the choice, an end shows in the last token, and
-    the executable has steps of one token.
+
+def may_be_plain(feeder: Feeder, verifier: Verifier, stopping: Stopping) -> bool:
+    """Whether steps without drafts are plain.
+
+    The step's argmax is the choice, an end shows in the last token, and the executable has steps of
+    one token.
     """
-    drafts = program.plan.columns > 0
-    return not drafts and verifier.takes_argmax and stopping.simple and feeder.width(1, 1) == 1
+    return verifier.takes_argmax and stopping.simple and feeder.width(1, 1) == 1
 
 
 class PlainDecoding:
@@ -42,15 +46,22 @@ class PlainDecoding:
         self.feeder, self.texts, self.stopping, self.stats = feeder, texts, stopping, stats
         self.vocabulary = feeder.executable.program.info.vocab_size
 
-    def run(self, emitter: Emitter | None) -> None:
-        """Decode until every text is done. Errors: `InputError` for logits that are NaN."""
+    def run(self, emitter: Emitter | None, most: int | None = None) -> int:
+        """Decode until every text is done, or `most` steps; the steps that were made. Errors:
+        `InputError` for logits that are NaN."""
+        made = 0
         while live := [index for index, text in enumerate(self.texts) if not text.done]:
+            if made == most:
+                break
             rows = max(len(self.texts[index].tokens) for index in live)
             self.feeder.make_room(rows)
-            self._steps(live, self.feeder.executable.capacity - rows + 1, emitter)
+            fitting = self.feeder.executable.capacity - rows + 1
+            left = fitting if most is None else min(fitting, most - made)
+            made += self._steps(live, left, emitter)
+        return made
 
-    def _steps(self, live: list[int], most: int, emitter: Emitter | None) -> None:
-        """Up to `most` steps, which there is room for; fewer where a text ends."""
+    def _steps(self, live: list[int], most: int, emitter: Emitter | None) -> int:
+        """Up to `most` steps, which there is room for; fewer where a text ends. How many."""
         texts, eos, vocabulary = self.texts, self.stopping.eos, self.vocabulary
         buffers = self.feeder.buffers(1)
         call = buffers.chain.fetching(self.feeder.executable, FETCH)
@@ -82,3 +93,4 @@ class PlainDecoding:
         self.feeder.seconds += seconds
         self.stats.steps += steps
         self.stats.sequence_steps += steps * len(live)
+        return steps

@@ -142,13 +142,13 @@ def test_costs_follow_slowly():
 class World:
     """Steps that cost 1 + slope * (columns - 1), and drafts accepted token by token.
 
-    Policies see times with noise; a width's first step takes ten times as long, which does not
-    count. `seconds` is what 128 tokens took, plain decoding's being 127.
+    A draft takes `tree`, and `drafting` a token. Policies see times with noise; a width's first
+    step takes ten times as long, which does not count. `seconds` is what 128 tokens took, plain decoding's being 127.
     """
 
-    def __init__(self, most, chance, slope, seed=0, drafting=0.0, widths=None):
+    def __init__(self, most, chance, slope, seed=0, drafting=0.0, widths=None, tree=0.0):
         self.executable = Executable(most, widths=widths)
-        self.chance, self.slope, self.drafting = chance, slope, drafting
+        self.chance, self.slope, self.drafting, self.tree = chance, slope, drafting, tree
         self.random, self.seen = np.random.default_rng(seed), set()
 
     def play(self, record, tokens=128):
@@ -162,7 +162,7 @@ class World:
             step = 1 + self.slope * size
             shown = step * self.random.uniform(0.95, 1.1) * (1 if size in self.seen else 10)
             self.seen.add(size)
-            drafting = self.drafting * size
+            drafting = self.drafting * size + (self.tree if size else 0.0)
             policy.observe(taken([draft], [range(accepted)]), drafting, shown)
             done, seconds = done + accepted + 1, seconds + step + drafting
             self.sizes.append(size)
@@ -216,6 +216,31 @@ def test_goodput_counts_the_time_that_drafts_take():
     cheap = World(5, 0.7, 0.0, drafting=0.0)
     cheap.play(GoodputLength())
     assert sum(map(bool, cheap.sizes)) > len(cheap.sizes) / 2
+
+
+def test_goodput_counts_what_a_draft_takes_whatever_its_size():
+    """A tree grown level by level costs three steps, large or small: no size of it pays, and sixty
+    sizes are not sixty tries."""
+    world = World(60, 0.7, 0.01, tree=3.0)
+    assert world.play(GoodputLength()) < 127 / 0.95
+    assert world.play(GoodputLength()) < 127 / 0.95
+    assert sum(map(bool, world.sizes)) <= 2
+
+
+def test_goodput_says_for_how_long_it_rests():
+    """What it says it will not draft, it does not, and steps that it is not shown count."""
+    world = World(10, 0.0, 0.3)
+    world.play(GoodputLength(), tokens=200)
+    policy = GoodputPolicy(GoodputLength(), world.executable, 1)
+    while (rest := policy.rest()) <= 1:
+        policy.observe(taken([NO_DRAFT], [()]), 0.0, 1.0)
+    for left in range(rest, 0, -1):
+        assert policy.limits([50]) == [0] and policy.rest() == left
+        if left % 2:
+            policy.observe(taken([NO_DRAFT], [()]), 0.0, 1.0)
+        else:
+            policy.rested(1)
+    assert policy.rest() == 0
 
 
 def test_goodput_notices_that_drafts_became_good():

@@ -44,6 +44,13 @@ class LengthPolicy:
         """
         return self.always
 
+    def rest(self) -> int:
+        """Steps from now on in which nothing will be drafted, whatever they yield."""
+        return 0
+
+    def rested(self, steps: int) -> None:
+        """So many of them were made, one token each, and `observe` was not told."""
+
     def observe(self, taken: Taken, drafting: float, step: float) -> None:
         """After each step. drafting: seconds that the drafts took; step: the step and its check."""
 

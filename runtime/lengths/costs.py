@@ -37,11 +37,12 @@ class Costs:
         there = place < len(self.widths) and self.widths[place] == width
         return self.counts[place] if there else 0
 
-    def add(self, width: int, seconds: float) -> float:
-        """A measurement; the seconds that count, which for an outlier are what was expected."""
+    def add(self, width: int, seconds: float, *, trusted: bool = False) -> float:
+        """A measurement; the seconds that count, which for an outlier are what was expected.
+        trusted: it is none."""
         place = bisect_left(self.widths, width)
         before = self.one(width) if self.widths else seconds
-        strange = seconds > OUTLIER * before
+        strange = not trusted and seconds > OUTLIER * before
         if not self.known(width):
             if strange and width not in self.doubtful:
                 self.doubtful.add(width)

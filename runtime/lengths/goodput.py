@@ -36,17 +36,19 @@ MOST_EVERY = 1024
 class Knowledge:
     """What was learned with an executable at a batch size; it outlives a generation.
 
-    costs: seconds by width. seen, hits: f64[most], how often draft token i was verified and
-    accepted, older drafts counting less. lost: seconds, next to plain decoding of `tokens` tokens.
-    steps, whole, plain: steps so far, and at the last one with a whole draft or none. patience:
-    steps from a whole draft to the next. until: the step before which nothing is drafted.
+    costs: seconds of a step by width. making: seconds that a draft takes by its size. seen, hits:
+    f64[most], how often draft token i was verified and accepted, older drafts counting less. lost:
+    seconds, next to plain decoding of `tokens` tokens. steps, whole, plain: steps
+    so far, and at the last one with a whole draft or none. patience: steps from a whole draft to
+    the next. until: the step before which nothing is drafted. drafts: steps with one.
     """
 
     def __init__(self, most: int) -> None:
-        self.costs = Costs()
+        self.costs, self.making = Costs(), Costs()
+        self.making.add(0, 0.0)
         self.lost = self.tokens = 0.0
         self.steps = self.whole = self.plain = 0
-        self.patience = self.until = 0
+        self.patience = self.until = self.drafts = 0
         # One imagined draft, whose later tokens were accepted ever more rarely.
         self.seen = np.ones(most)
         self.hits = 1 / np.arange(2.0, most + 2)
@@ -111,7 +113,8 @@ class GoodputPolicy(LengthPolicy):
             return 0  # plain steps teach nothing about drafts
         if costs.known(int(self.widths[0])) < SURE or known.steps - known.plain >= PLAIN_EVERY:
             return 0
-        seconds = costs.at(self.widths[: self._reach() + 1])
+        reach = self._reach() + 1
+        seconds = costs.at(self.widths[:reach]) + known.making.at(np.arange(reach))
         plain, half = seconds[0], self.record.loss / 2
         account = half * (HORIZON + known.tokens) * plain - known.lost
         best = int(np.argmax(known.expected()[: len(seconds)] / seconds))
@@ -140,6 +143,17 @@ class GoodputPolicy(LengthPolicy):
         limit = max(2 * widest, *following, 0)
         return int(np.searchsorted(self.widths, limit, side="right")) - 1
 
+    def rest(self) -> int:
+        """See `LengthPolicy.rest`."""
+        return self.known.until - self.known.steps
+
+    def rested(self, steps: int) -> None:
+        """See `LengthPolicy.rested`."""
+        known = self.known
+        known.steps += steps
+        known.tokens += steps
+        known.plain = known.steps
+
     def observe(self, taken: Taken, drafting: float, step: float) -> None:
         """See `LengthPolicy.observe`."""
         gained = [len(tokens) for tokens in taken.tokens if tokens]
@@ -148,9 +162,15 @@ class GoodputPolicy(LengthPolicy):
         size = min(max(len(draft.tokens) for draft in taken.drafts), self.most)
         costs, mean = self.known.costs, sum(gained) / len(gained)
         # A draft that was asked for and not found is lost time, but no part of a plain step.
-        spent = costs.add(int(self.widths[size]), step + (drafting if size else 0.0))
-        known = self.known
-        known.lost += spent + (0.0 if size else drafting)
+        spent, known = costs.add(int(self.widths[size]), step), self.known
+        if size:
+            # The first draft compiles what all others use.
+            if known.drafts:
+                known.making.add(size, drafting, trusted=True)
+            else:
+                drafting = 0.0
+            known.drafts += 1
+        known.lost += spent + drafting
         known.lost -= mean * costs.one(int(self.widths[0]))
         known.learn(taken)
         known.steps += 1
