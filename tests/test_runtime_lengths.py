@@ -143,7 +143,8 @@ class World:
     """Steps that cost 1 + slope * (columns - 1), and drafts accepted token by token.
 
     A draft takes `tree`, and `drafting` a token. Policies see times with noise; a width's first
-    step takes ten times as long, which does not count. `seconds` is what 128 tokens took, plain decoding's being 127.
+    step takes ten times as long, which does not count. `seconds` is what 128 tokens took, plain
+    decoding's being 127.
     """
 
     def __init__(self, most, chance, slope, seed=0, drafting=0.0, widths=None, tree=0.0):
