@@ -108,6 +108,10 @@ class UnrollDraft(Pass):
         if chain in program.functions:
             raise PassError(f"unroll_draft: the program has a function {chain!r} already")
         context = min(program.info.context, draft.context or program.info.context)
+        if levels >= context:
+            raise PassError(
+                f"unroll_draft: levels={levels} exceeds the context of {context} tokens"
+            )
         best = Merger(_only_best(program.function(draft.function)), program.weights)
         best.merge_attention()
         best.merge_gates()
@@ -164,17 +168,18 @@ def _own_input(fn: Function, node: torch.fx.Node) -> torch.fx.Node | None:
 def _only_best(draft: Function) -> Function:
     """A draft function that returns its best token and states, and no scores."""
     fn = draft.copy()
+    outputs = fn.outputs
+    # Not every topk: experts are chosen by one, too.
+    found: Any = outputs["draft_scores"].args[0]
+    values = found.args[0]
+    if values.target is A._log_softmax.default:  # which keeps the order
+        values = values.args[0]
+    with fn.graph.inserting_before(found):
+        best = fn.call(A.argmax.default, values, -1, True)
+    for item in [user for user in found.users if user.args[1] == 1]:
+        item.replace_all_uses_with(best)
     scores = ("draft_logits", "draft_scores")
-    fn.set_outputs({name: node for name, node in fn.outputs.items() if name not in scores})
-    sweep(fn)
-    for node in fn.calls(A.topk.default):
-        values: Any = node.args[0]
-        if values.target is A._log_softmax.default:  # which keeps the order
-            values = values.args[0]
-        with fn.graph.inserting_before(node):
-            best = fn.call(A.argmax.default, values, -1, True)
-        for item in list(node.users):
-            item.replace_all_uses_with(best)
+    fn.set_outputs({name: fn.outputs[name] for name in outputs if name not in scores})
     sweep(fn)
     fn.retype()
     return fn
