@@ -56,14 +56,15 @@ class Committed:
         self.fresh = np.zeros(batch, dtype=np.bool_)
 
     def read(self, fed: Fed) -> None:
-        """Make the rows of a piece of the prompts."""
+        """Take a piece of the prompts. Rows are made once there are as many as may be fed at once:
+        what is left is the next draft's, and steps without drafts cost none."""
         for index, (row, past) in enumerate(zip(fed.rows, fed.past, strict=True)):
             # The last token's turn comes when it is known what follows: see `observe`.
             end = min(past + len(row), len(self.texts[index]) - 1)
             start = self.known[index]
             if end > start:
                 self._learn(index, fed.outputs, range(start - past, end - past), end)
-        while self._pending(1):
+        while self._pending(self.cache.widest):
             self._extend(0, silent=True)
 
     def observe(self, taken: Taken) -> None:
