@@ -81,8 +81,23 @@ class CachedProposer(Proposer):
         context = executable.program.info.context
         limit = min(context, record.context or context)
         self.committed = Committed(
-            executable, record.function, record.output, entry=record.entry, limit=limit
+            executable,
+            self.function,
+            record.output,
+            entry=record.entry,
+            limit=limit,
+            ahead=self.ahead,
         )
+
+    @property
+    def function(self) -> str:
+        """The function whose cache holds the text's rows."""
+        return self.record.function
+
+    @property
+    def ahead(self) -> int:
+        """Rows that each of its calls makes for itself."""
+        return 0
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """Nothing is cached of the new sequences."""

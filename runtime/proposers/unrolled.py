@@ -7,55 +7,39 @@ not kept, and the text's rows come from the target's own features, as there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from ...ir import UnsupportedError
 from ...ir.executable import Executable
 from ...ir.plan import Chain, UnrolledDraft
-from ..committed import Committed
-from ..drafters.base import Fed, Taken
 from ..options import GenerationOptions
-from .base import PROPOSERS, Ids, Level, Proposer
+from .base import PROPOSERS, Ids, Level
+from .cached import CachedProposer
 
 
 @PROPOSERS.register(UnrolledDraft)
-class UnrolledProposer(Proposer):
+class UnrolledProposer(CachedProposer):
     """See the module docstring."""
 
     record: UnrolledDraft
-    reads = True
 
     def __init__(
         self, record: UnrolledDraft, executable: Executable, options: GenerationOptions
     ) -> None:
         super().__init__(record, executable, options)
-        plan, context = executable.program.plan, executable.program.info.context
-        if not isinstance(plan.tree, Chain):
-            raise UnsupportedError(f"draft={record} makes chains, and the plan has {plan.tree}")
-        self.depth = record.levels
-        self.wants = () if record.output is None else (record.output,)
-        self.committed = Committed(
-            executable,
-            record.chain,
-            record.output,
-            entry=record.entry,
-            limit=min(context, record.context or context),
-            ahead=record.levels - 1,
-        )
+        tree = executable.program.plan.tree
+        if not isinstance(tree, Chain):
+            raise UnsupportedError(f"draft={record} makes chains, and the plan has {tree}")
 
-    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Nothing is cached of the new sequences."""
-        self.committed.begin(prompts)
+    @property
+    def function(self) -> str:
+        """The function that makes the whole chain."""
+        return self.record.chain
 
-    def read(self, fed: Fed) -> None:
-        """Make the rows of a piece of the prompts."""
-        self.committed.read(fed)
-
-    def observe(self, taken: Taken) -> None:
-        """Take what the target made of the accepted tokens."""
-        self.committed.observe(taken)
+    @property
+    def ahead(self) -> int:
+        """A row for each level below the first."""
+        return self.record.levels - 1
 
     def root(self, count: int) -> Level:
         """Bring the cache up to the text; the first token of the chain that follows it."""
@@ -64,13 +48,13 @@ class UnrolledProposer(Proposer):
         self.tokens: Ids = outputs["draft_tokens"].cpu().numpy().copy()
         self.tokens[self.committed.lacking] = -1
         self.place = 0
-        return self._level()
+        return self._next()
 
     def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
         """The next token of the chain; `tokens` are the chain's own last ones."""
         self.place += 1
-        return self._level()
+        return self._next()
 
-    def _level(self) -> Level:
+    def _next(self) -> Level:
         tokens = self.tokens[:, self.place : self.place + 1]
         return Level(tokens, np.zeros(tokens.shape, dtype=np.float32))
