@@ -20,14 +20,21 @@ import argparse
 import json
 import os
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from systems import System, optimized, read_prompts, take_turns, transformers_eager
+from systems import (
+    System,
+    optimized,
+    read_prompts,
+    take_turns,
+    transformers_eager,
+    with_settings,
+)
 
 from graftwork.recipe import Recipe
 
@@ -36,12 +43,6 @@ WHERE = "transformers:cpu:float32"
 
 Key = tuple[str, str]
 """Name of a system, and where it runs."""
-
-
-def with_settings(name: str, settings: Sequence[str]) -> Recipe:
-    """A recipe with those of the ``recipe.pass.option=value`` settings that name it."""
-    mine = [rest for owner, _, rest in (s.partition(".") for s in settings) if owner == name]
-    return Recipe.load(name).with_options(mine)
 
 
 def contestants(args: argparse.Namespace) -> dict[Key, System]:

@@ -19,6 +19,7 @@ import torch
 
 import graftwork as gw
 from graftwork.backends import Target
+from graftwork.recipe import Recipe
 
 Batch = Sequence[Sequence[int]]
 
@@ -66,6 +67,12 @@ def transformers_eager(folder: Path, **options: Any) -> System:
         return new, seconds - first, {}
 
     return run
+
+
+def with_settings(name: str, settings: Sequence[str]) -> Recipe:
+    """A recipe with those of the ``recipe.pass.option=value`` settings that name it."""
+    mine = [rest for owner, _, rest in (s.partition(".") for s in settings) if owner == name]
+    return Recipe.load(name).with_options(mine)
 
 
 def optimized(folder: Path, recipe: Any, target: str, threads: int) -> System:

@@ -44,3 +44,11 @@ def written(buffer: torch.Tensor, values: torch.Tensor) -> None:
         rows[:, :count], rows[:, count:] = values.numpy(), 0
     else:
         buffer[:, :count], buffer[:, count:] = values, 0
+
+
+def put(rows: torch.Tensor, index: int, value: torch.Tensor) -> None:
+    """Write one of a buffer's rows."""
+    if value.is_cpu and value.dtype != torch.bfloat16:
+        rows.numpy()[index] = value.numpy()
+    else:
+        rows[index] = value

@@ -77,11 +77,10 @@ class DecodeLoop:
     def _decode(self, emitter: Emitter | None) -> None:
         """Steps of every kind, until every text is done."""
         live = [text for text in self.texts if not text.done]
-        plain = PlainDecoding(self.feeder, self.texts, self.stopping, self.stats)
-        rests = self.drafter.rests and may_be_plain(self.feeder, self.verifier, self.stopping)
+        plain = PlainDecoding(self.feeder, self.texts, self.stopping, self.stats, self.drafter)
+        rests = may_be_plain(self.feeder, self.verifier, self.stopping)
         while live:
-            # The last step of a rest is not plain: a drafter sees what it left.
-            rest = self.length.rest() - 1 if rests else 0
+            rest = self.length.rest() if rests else 0
             if rest >= REST:
                 self.length.rested(plain.run(emitter, rest))
                 live = [text for text in live if not text.done]

@@ -11,8 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
+import torch
+
 from ..ir import Program
+from .drafters.base import NO_DRAFT, Drafter, Fed, Taken
 from .feed import Feeder
+from .gather import put
+from .outputs import Outputs
 from .sampling import bad_logits
 from .stats import Stats
 from .stopping import Stopping
@@ -21,6 +26,9 @@ from .text import Text
 from .verifiers.base import Verifier
 
 FETCH = ("argmax",)
+
+MISSED = 64
+"""Steps of which a drafter is told at once, at most: what it wants of them is kept so long."""
 
 
 def is_plain(program: Program, feeder: Feeder, verifier: Verifier, stopping: Stopping) -> bool:
@@ -38,13 +46,26 @@ def may_be_plain(feeder: Feeder, verifier: Verifier, stopping: Stopping) -> bool
 
 
 class PlainDecoding:
-    """Decodes texts whose prompts are in the cache and whose first tokens are committed."""
+    """Decodes texts whose prompts are in the cache and whose first tokens are committed.
+
+    drafter: one that rests meanwhile. It is told of the steps afterwards, some at a time: each
+    would else touch what only a draft needs.
+    """
 
     def __init__(
-        self, feeder: Feeder, texts: Sequence[Text], stopping: Stopping, stats: Stats
+        self,
+        feeder: Feeder,
+        texts: Sequence[Text],
+        stopping: Stopping,
+        stats: Stats,
+        drafter: Drafter | None = None,
     ) -> None:
         self.feeder, self.texts, self.stopping, self.stats = feeder, texts, stopping, stats
         self.vocabulary = feeder.executable.program.info.vocab_size
+        self.missed = None if drafter is None else _Missed(drafter)
+        self.fetch: tuple[str, ...] = FETCH
+        if drafter is not None:
+            self.fetch = tuple(dict.fromkeys((*FETCH, *drafter.wants)))
 
     def run(self, emitter: Emitter | None, most: int | None = None) -> int:
         """Decode until every text is done, or `most` steps; the steps that were made. Errors:
@@ -57,14 +78,20 @@ class PlainDecoding:
             self.feeder.make_room(rows)
             fitting = self.feeder.executable.capacity - rows + 1
             left = fitting if most is None else min(fitting, most - made)
-            made += self._steps(live, left, emitter)
+            if self.missed is None:
+                made += self._steps(live, left, emitter)
+            else:
+                starts = [0 if text.done else len(text.tokens) for text in self.texts]
+                steps = self._steps(live, min(left, MISSED), emitter)
+                self.missed.tell(self.texts, starts, steps)
+                made += steps
         return made
 
     def _steps(self, live: list[int], most: int, emitter: Emitter | None) -> int:
         """Up to `most` steps, which there is room for; fewer where a text ends. How many."""
         texts, eos, vocabulary = self.texts, self.stopping.eos, self.vocabulary
         buffers = self.feeder.buffers(1)
-        call = buffers.chain.fetching(self.feeder.executable, FETCH)
+        call = buffers.chain.fetching(self.feeder.executable, self.fetch)
         fed, positions, past = buffers.tokens, buffers.positions, buffers.past
         # What finished sequences are fed goes to their first rows, which nobody reads any more.
         for index, text in enumerate(texts):
@@ -76,6 +103,8 @@ class PlainDecoding:
             start = perf_counter()
             outputs = call()
             seconds += perf_counter() - start
+            if self.missed is not None:
+                self.missed.note(steps, outputs)
             steps += 1
             chosen = outputs.integers("argmax")
             for index, tokens, limit in growing:
@@ -94,3 +123,37 @@ class PlainDecoding:
         self.stats.steps += steps
         self.stats.sequence_steps += steps * len(live)
         return steps
+
+
+class _Missed:
+    """What a drafter wants of steps that it has not seen.
+
+    kept: by name, values of up to `MISSED` steps, each as that step returned it.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def note(self, step: int, outputs: Outputs) -> None:
+        """A step's outputs, which do not outlive it."""
+        for name in self.drafter.wants:
+            value = outputs[name]
+            if name not in self.kept:
+                self.kept[name] = value.new_empty((MISSED, *value.shape))
+            put(self.kept[name], step, value)
+
+    def tell(self, texts: Sequence[Text], starts: Sequence[int], steps: int) -> None:
+        """Catch up on `steps` steps, before which texts had `starts` tokens, finished ones 0."""
+        nowhere, nothing = [0] * len(texts), [()] * len(texts)
+        for step in range(steps):
+            ends = [start and start + step for start in starts]
+            outputs = {name: kept[step] for name, kept in self.kept.items()}
+            pairs = list(zip(texts, ends, strict=True))
+            fed = [text.tokens[end - 1 : end] if end else [] for text, end in pairs]
+            gained = [text.tokens[end : end + 1] if end else [] for text, end in pairs]
+            past = [max(end - 1, 0) for end in ends]
+            if self.drafter.reads:
+                self.drafter.read(Fed(fed, past, outputs))
+            drafts = [NO_DRAFT] * len(texts)
+            self.drafter.observe(Taken(drafts, nothing, gained, past, nowhere, outputs))

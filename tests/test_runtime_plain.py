@@ -10,24 +10,14 @@ from handmade import Shape, cached_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_models import TableExecutable, plain, program, whole
-from tiny import tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError
 from graftwork.ir.plan import SuffixDraft
-from graftwork.passes.add_argmax import AddArgmax
-from graftwork.passes.draft_medusa import DraftMedusa
-from graftwork.passes.insert_kv_cache import InsertKvCache
-from graftwork.passes.length_goodput import LengthGoodput
-from graftwork.passes.manager import Step, run_passes
-from graftwork.passes.pick_logits import PickLogits
-from graftwork.passes.tree_chain import TreeChain
 from graftwork.planned import Planned
 from graftwork.runtime import generate, loop
-from graftwork.runtime.lengths.goodput import _KNOWN, GoodputPolicy
 from graftwork.runtime.loop import DecodeLoop
-from graftwork.runtime.plain import PlainDecoding
 
 VOCAB = 11
 
@@ -186,33 +176,3 @@ def test_seconds_add_up() -> None:
     ).stats
     assert stats.decode_seconds > stats.executable_seconds > 0 < stats.host_overhead
     assert (stats.steps, stats.new_tokens, stats.accepted_per_step) == (8, 9, 1.0)
-
-
-@pytest.mark.parametrize("batch", [1, 4])
-def test_while_a_policy_rests_steps_are_plain(batch, monkeypatch):
-    """Not the last of them: heads draft from the state that it leaves."""
-    passes = (DraftMedusa(heads=2), InsertKvCache(), PickLogits(), AddArgmax(), TreeChain(depth=2))
-    steps = [Step(one) for one in (*passes, LengthGoodput())]
-    executable = compile(run_passes(tiny_llama(), steps)[0], Target.parse("eager"))
-
-    def size(policy: GoodputPolicy) -> int:
-        known = policy.known
-        if known.steps < known.until:
-            return 0
-        if known.steps % 3:
-            known.until = known.steps + 9
-            return 0
-        return 2
-
-    monkeypatch.setattr(GoodputPolicy, "_size", size)
-    made: list[int] = []
-    run = PlainDecoding.run
-    monkeypatch.setattr(PlainDecoding, "run", lambda *given: made.append(run(*given)) or made[-1])
-    ids = torch.arange(1, 1 + 7 * batch).reshape(batch, 7) % 32
-    rested = decoded(lambda: executable, ids, max_new_tokens=60, eos_token_id=[])
-    assert len(made) > 2 and set(made[:-1]) == {7}
-    _KNOWN.clear()
-    monkeypatch.setattr(loop, "may_be_plain", lambda *_: False)
-    awake = decoded(lambda: executable, ids, max_new_tokens=60, eos_token_id=[])
-    assert rested == awake
-    assert rested[3]["draft_tokens"] > 0

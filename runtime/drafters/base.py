@@ -53,8 +53,7 @@ class Drafter(ABC):
 
     wants: outputs of the step function that `observe` or `read` need. reads: whether `read` has
     anything to do. step: the function that steps run, if not ``step`` itself, which it must do the
-    work of. spare: cache rows that it makes for itself. rests: whether it may miss steps in which
-    nothing is drafted, as long as it sees the last one. Register a subclass with
+    work of. spare: cache rows that it makes for itself. Register a subclass with
     ``@DRAFTERS.register(ItsRecord)`` in its own file of this folder.
     """
 
@@ -62,7 +61,6 @@ class Drafter(ABC):
     reads: bool = False
     step: str = "step"
     spare: int = 0
-    rests: bool = False
 
     def __init__(self, record: Any, executable: Executable, options: GenerationOptions) -> None:
         self.record, self.executable, self.options = record, executable, options

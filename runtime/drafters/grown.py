@@ -30,7 +30,6 @@ class GrownDrafter(Drafter):
         self.tree.begin(options)
         self.length = length
         self.wants, self.reads = self.proposer.wants, self.proposer.reads
-        self.rests = self.proposer.rests
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """See `Drafter.begin`."""

@@ -36,13 +36,12 @@ class Proposer(ABC):
     """Predicts successors of draft nodes. A tree policy decides which of them become the draft.
 
     wants: outputs of the step function that `observe` or `read` need. reads: whether `read` has
-    anything to do. rests: see `Drafter.rests`. depth: levels it can predict; None: any. Register a
-    subclass with ``@PROPOSERS.register(ItsRecord)`` in its own file of this folder.
+    anything to do. depth: levels it can predict; None: any. Register a subclass with
+    ``@PROPOSERS.register(ItsRecord)`` in its own file of this folder.
     """
 
     wants: tuple[str, ...] = ()
     reads: bool = False
-    rests: bool = False
     depth: int | None = None
 
     def __init__(self, record: Any, executable: Executable, options: GenerationOptions) -> None:

@@ -20,7 +20,6 @@ class HiddenProposer(Proposer):
     """Starts from `last`: each text's last token, and the hidden state it was chosen from."""
 
     wants = ("hidden",)
-    rests = True
 
     def __init__(self, record: Any, executable: Executable, options: GenerationOptions) -> None:
         super().__init__(record, executable, options)

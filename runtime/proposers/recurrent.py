@@ -39,7 +39,6 @@ class RecurrentProposer(HiddenProposer):
             context = executable.program.info.context
             self.committed = Committed(executable, record.entry, "hidden", limit=context)
         self.reads = self.committed is not None
-        self.rests = not self.reads
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """Nothing is known before the prompt has run."""

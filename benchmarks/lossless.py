@@ -1,0 +1,148 @@
+"""Proof by tokens: do speculative recipes continue prompts exactly as transformers does?
+
+    python benchmarks/lossless.py MODEL --prompts FILE.jsonl --recipes copyspec,recycling
+        [--targets eager:cpu:float32,torch:cpu:float32,onnxruntime:cpu:float32] [--batches 1,4]
+        [--count 24] [--tokens 128] [--set medusa.draft_medusa.weights=FOLDER] [--json FILE.jsonl]
+
+MODEL is a checkpoint folder; prompts are lines with a field ``ids``. transformers' greedy texts,
+made in float32 one prompt at a time, are the measure; each recipe runs on each target, alone and in
+batches of prompts as they come, so that their lengths and what is accepted differ. tokens/step
+counts the token that the target adds itself.
+
+With --json each row is written as soon as it is known, and rows that the file holds already are not
+run again: a long proof can be interrupted. The exit status is 1 if any text differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from systems import Batch, optimized, read_prompts, transformers_eager, with_settings
+
+Row = dict[str, Any]
+
+
+def known(path: Path | None) -> list[Row]:
+    """The rows that a file holds."""
+    if path is None or not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def prove(
+    args: argparse.Namespace, wanted: Sequence[list[int]], prompts: Batch, key: tuple[str, str, int]
+) -> Row:
+    """One recipe on one target in batches of one size, next to the `wanted` texts."""
+    name, target, size = key
+    batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+    begun = time.perf_counter()
+    system = optimized(args.model, with_settings(name, args.set), target, args.threads)
+    texts: list[list[int]] = []
+    accepted = []
+    for batch in batches:
+        new, _, figures = system(batch, args.tokens)
+        texts += new
+        accepted.append(figures["accepted_per_step"])
+    return {
+        "recipe": name,
+        "target": target,
+        "batch": size,
+        "prompts": len(prompts),
+        "new_tokens": args.tokens,
+        "same": sum(a == b for a, b in zip(wanted, texts, strict=True)),
+        # Tokens over steps: every sequence decodes as many tokens.
+        "tokens_per_step": statistics.harmonic_mean(accepted, list(map(len, batches))),
+        "seconds": time.perf_counter() - begun,
+    }
+
+
+def table(rows: Sequence[Row], title: str) -> Table:
+    """A line a recipe, a column a target and batch size: equal texts, and tokens a step."""
+    places = list(dict.fromkeys((row["target"], row["batch"]) for row in rows))
+    shown = Table(title=title, box=None, title_justify="left", pad_edge=False)
+    shown.add_column("recipe", no_wrap=True)
+    for target, size in places:
+        shown.add_column(f"{target}, batch {size}", justify="right")
+    for name in dict.fromkeys(row["recipe"] for row in rows):
+        cells = {(row["target"], row["batch"]): row for row in rows if row["recipe"] == name}
+        shown.add_row(
+            name,
+            *(
+                f"{cell['same']}/{cell['prompts']} ({cell['tokens_per_step']:.2f})"
+                if (cell := cells.get(place))
+                else ""
+                for place in places
+            ),
+        )
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("model", type=Path, help="checkpoint folder")
+    parser.add_argument("--prompts", type=Path, help="random ids without")
+    parser.add_argument("--recipes", default="copyspec,recycling")
+    parser.add_argument(
+        "--targets", default="eager:cpu:float32,torch:cpu:float32,onnxruntime:cpu:float32"
+    )
+    parser.add_argument("--batches", default="1,4", help="numbers of prompts at a time")
+    parser.add_argument("--count", type=int, default=24, help="prompts")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a prompt at most")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens a prompt")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="RECIPE.PASS.OPTION=VALUE", help="repeatable"
+    )
+    parser.add_argument("--json", type=Path, help="append a line a row; skip those it holds")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    vocab = json.loads((args.model / "config.json").read_text())["vocab_size"]
+    prompts = read_prompts(args.prompts, args.count, args.length, vocab)
+    rows = known(args.json)
+    done = {(row["recipe"], row["target"], row["batch"]) for row in rows}
+    keys = [
+        (name, target, int(size))
+        for name in args.recipes.split(",")
+        for target in args.targets.split(",")
+        for size in args.batches.split(",")
+    ]
+    if keys := [key for key in keys if key not in done]:
+        reference = transformers_eager(args.model)
+        wanted = [reference([prompt], args.tokens)[0][0] for prompt in prompts]
+    for key in keys:
+        row = prove(args, wanted, prompts, key)
+        rows.append(row)
+        print(
+            f"{row['recipe']} on {row['target']}, batch {row['batch']}: {row['same']}/"
+            f"{row['prompts']} the same, {row['tokens_per_step']:.2f} tokens/step, "
+            f"{row['seconds']:.0f} s",
+            file=sys.stderr,
+        )
+        if args.json:
+            with args.json.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        gc.collect()
+    title = f"{args.model.name}: texts equal to transformers' (tokens a step)"
+    console = Console()
+    # What is piped somewhere shall not be cut to a terminal's width.
+    console.width = max(console.width, 0 if console.is_terminal else 160)
+    console.print(table(rows, title))
+    sys.exit(any(row["same"] < row["prompts"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""While a length policy rests, steps are plain, and drafters learn afterwards what they missed.
+
+A drafter that missed something would still draft, and the text would still be right: what is
+compared is every draft, with those of a run in which it saw each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_llama
+
+from graftwork.backends import compile
+from graftwork.backends.target import Target
+from graftwork.ir.executable import Executable
+from graftwork.passes import Pass
+from graftwork.passes.accept_trees import AcceptTrees
+from graftwork.passes.add_argmax import AddArgmax
+from graftwork.passes.add_top_tokens import AddTopTokens
+from graftwork.passes.draft_eagle import DraftEagle
+from graftwork.passes.draft_hydra import DraftHydra
+from graftwork.passes.draft_jacobi import DraftJacobi
+from graftwork.passes.draft_lookahead import DraftLookahead
+from graftwork.passes.draft_medusa import DraftMedusa
+from graftwork.passes.draft_merged import DraftMerged
+from graftwork.passes.draft_ppd import DraftPpd
+from graftwork.passes.draft_recycling import DraftRecycling
+from graftwork.passes.draft_suffix import DraftSuffix
+from graftwork.passes.insert_kv_cache import InsertKvCache
+from graftwork.passes.length_goodput import LengthGoodput
+from graftwork.passes.manager import Step, run_passes
+from graftwork.passes.pick_logits import PickLogits
+from graftwork.passes.tree_best_first import TreeBestFirst
+from graftwork.passes.tree_chain import TreeChain
+from graftwork.passes.unroll_draft import UnrollDraft
+from graftwork.runtime import generate, loop, plain
+from graftwork.runtime.lengths.goodput import _KNOWN, GoodputPolicy
+from graftwork.runtime.loop import DecodeLoop
+from graftwork.runtime.plain import PlainDecoding
+
+CHAIN = TreeChain(depth=2)
+TREE = (AcceptTrees(), TreeBestFirst(nodes=5, depth=2, width=2))
+RECYCLED = DraftRecycling(nodes=4, depth=2, successors=2)
+DRAFTERS: dict[str, Sequence[Pass]] = {
+    "suffix": (DraftSuffix(),),
+    "recycling": (AddTopTokens(), AcceptTrees(), RECYCLED),
+    "merged": (AddTopTokens(), AcceptTrees(), DraftSuffix(), RECYCLED, DraftMerged()),
+    "lookahead": (AcceptTrees(), DraftLookahead(window=3, ngram=3, pool=2)),
+    "jacobi": (DraftJacobi(tokens=4),),
+    "medusa": (DraftMedusa(heads=2), CHAIN),
+    "hydra": (DraftHydra(heads=2, layers=1, prefix=True), CHAIN),
+    "ppd": (DraftPpd(after=2, prompts=2), *TREE),
+    "eagle": (DraftEagle(), CHAIN),
+    "eagle tree": (DraftEagle(), *TREE),
+    "unrolled": (DraftEagle(), CHAIN, UnrollDraft()),
+}
+PLAIN = 9
+"""Steps between two drafts."""
+
+
+def executable_of(passes: Sequence[Pass], backend: str) -> Executable:
+    every = (*passes, InsertKvCache(), PickLogits(), AddArgmax(), LengthGoodput())
+    return compile(run_passes(tiny_llama(), [Step(p) for p in every])[0], Target.parse(backend))
+
+
+@pytest.fixture
+def stretches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A policy that wants a draft in every tenth step; how long each plain stretch was."""
+
+    def size(policy: GoodputPolicy) -> int:
+        known = policy.known
+        if known.steps % (PLAIN + 1) == 0:
+            known.until = 0
+            return policy.most
+        known.until = known.steps - known.steps % (PLAIN + 1) + PLAIN + 1
+        return 0
+
+    monkeypatch.setattr(GoodputPolicy, "_size", size)
+    # Less than a stretch: a drafter is told of it in pieces.
+    monkeypatch.setattr(plain, "MISSED", 4)
+    made: list[int] = []
+    run = PlainDecoding.run
+    monkeypatch.setattr(PlainDecoding, "run", lambda *given: made.append(run(*given)) or made[-1])
+    return made
+
+
+def decoded(monkeypatch: pytest.MonkeyPatch, executable: Executable, batch: int) -> Any:
+    """Texts, and every draft that was made."""
+    _KNOWN.clear()
+    drafts: list[Any] = []
+    propose = DecodeLoop._propose
+
+    def noting(this: DecodeLoop) -> Any:
+        made = propose(this)
+        drafts.append([list(draft.fed) for draft in made])
+        return made
+
+    monkeypatch.setattr(DecodeLoop, "_propose", noting)
+    ids = torch.arange(1, 1 + 7 * batch).reshape(batch, 7) % 31 + 1
+    mask = torch.ones_like(ids)
+    for index in range(batch):
+        mask[index, :index] = 0
+    texts = generate(executable, ids, attention_mask=mask, max_new_tokens=50, eos_token_id=[])
+    monkeypatch.setattr(DecodeLoop, "_propose", propose)
+    return texts.tolist(), [made for made in drafts if any(made)]
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "backend"),
+    [(name, batch, "eager") for name in DRAFTERS for batch in (1, 3)]
+    + [(name, 1, "onnxruntime") for name in ("recycling", "medusa", "hydra", "eagle tree")],
+)
+def test_drafts_are_what_they_were_without_a_rest(
+    monkeypatch: pytest.MonkeyPatch, stretches: list[int], name: str, batch: int, backend: str
+) -> None:
+    # One each: some drafters remember what they met in earlier texts.
+    first, second = (executable_of(DRAFTERS[name], backend) for _ in range(2))
+    rested, drafts = decoded(monkeypatch, first, batch)
+    assert len(stretches) > 2 and PLAIN - 1 in stretches
+    del stretches[:]
+    monkeypatch.setattr(loop, "may_be_plain", lambda *_: False)
+    awake, wanted = decoded(monkeypatch, second, batch)
+    assert not stretches
+    assert rested == awake
+    assert drafts == wanted
+    assert len(drafts) > 1
