@@ -29,6 +29,8 @@ class Executable(Protocol):
 
     program: Program
     capacity: int
+    preparing: float
+    """Seconds spent so far on what is done once: compiling and loading what was first asked for."""
 
     def begin(self, batch: int, rows: int) -> None:
         """Start `batch` new sequences; make room for `rows` cache rows in each at once if cheap."""

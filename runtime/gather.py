@@ -46,9 +46,6 @@ def written(buffer: torch.Tensor, values: torch.Tensor) -> None:
         buffer[:, :count], buffer[:, count:] = values, 0
 
 
-def put(rows: torch.Tensor, index: int, value: torch.Tensor) -> None:
-    """Write one of a buffer's rows."""
-    if value.is_cpu and value.dtype != torch.bfloat16:
-        rows.numpy()[index] = value.numpy()
-    else:
-        rows[index] = value
+def viewed(values: torch.Tensor) -> Any:
+    """The same memory, to read and write by index: by numpy where it can."""
+    return values.numpy() if values.is_cpu and values.dtype != torch.bfloat16 else values

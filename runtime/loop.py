@@ -85,15 +85,19 @@ class DecodeLoop:
                 self.length.rested(plain.run(emitter, rest))
                 live = [text for text in live if not text.done]
                 continue
-            before = perf_counter()
+            before = self._clock()
             drafts = self._propose()
-            between = perf_counter()
+            between = self._clock()
             outputs, past, drafts, columns = self._step(drafts)
             taken = self._commit(outputs, past, drafts, columns, emitter)
-            self.length.observe(taken, between - before, perf_counter() - between)
+            self.length.observe(taken, between - before, self._clock() - between)
             self.stats.steps += 1
             self.stats.sequence_steps += len(live)
             live = [text for text in live if not text.done]
+
+    def _clock(self) -> float:
+        """Seconds; what is done once and never again takes none."""
+        return perf_counter() - self.feeder.executable.preparing
 
     def _start(self, emitter: Emitter | None) -> None:
         """Prefill the prompts and commit each sequence's first token."""

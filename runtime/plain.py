@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import perf_counter
+from typing import Any
 
 import torch
 
 from ..ir import Program
-from .drafters.base import NO_DRAFT, Drafter, Fed, Taken
+from .draft import Draft
+from .drafters.base import Drafter, Fed, Taken
 from .feed import Feeder
-from .gather import put
+from .gather import viewed
 from .outputs import Outputs
 from .sampling import bad_logits
 from .stats import Stats
@@ -128,32 +130,46 @@ class PlainDecoding:
 class _Missed:
     """What a drafter wants of steps that it has not seen.
 
-    kept: by name, values of up to `MISSED` steps, each as that step returned it.
+    kept: by name, [B,MISSED,...], what each step returned. pairs: the same, and where the values of
+    the step whose outputs were `seen` last come from.
     """
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.kept: dict[str, torch.Tensor] = {}
+        self.seen: Outputs | None = None
+        self.pairs: list[tuple[Any, Any]] = []
 
     def note(self, step: int, outputs: Outputs) -> None:
         """A step's outputs, which do not outlive it."""
-        for name in self.drafter.wants:
-            value = outputs[name]
-            if name not in self.kept:
-                self.kept[name] = value.new_empty((MISSED, *value.shape))
-            put(self.kept[name], step, value)
+        if outputs is not self.seen:
+            self.seen, self.pairs = outputs, [self._pair(n, outputs[n]) for n in self.drafter.wants]
+        for kept, value in self.pairs:
+            kept[:, step] = value[:, 0]
+
+    def _pair(self, name: str, value: torch.Tensor) -> tuple[Any, Any]:
+        if name not in self.kept:
+            batch, _, *shape = value.shape
+            self.kept[name] = value.new_empty((batch, MISSED, *shape))
+        return viewed(self.kept[name]), viewed(value)
 
     def tell(self, texts: Sequence[Text], starts: Sequence[int], steps: int) -> None:
-        """Catch up on `steps` steps, before which texts had `starts` tokens, finished ones 0."""
-        nowhere, nothing = [0] * len(texts), [()] * len(texts)
-        for step in range(steps):
-            ends = [start and start + step for start in starts]
-            outputs = {name: kept[step] for name, kept in self.kept.items()}
-            pairs = list(zip(texts, ends, strict=True))
-            fed = [text.tokens[end - 1 : end] if end else [] for text, end in pairs]
-            gained = [text.tokens[end : end + 1] if end else [] for text, end in pairs]
-            past = [max(end - 1, 0) for end in ends]
-            if self.drafter.reads:
-                self.drafter.read(Fed(fed, past, outputs))
-            drafts = [NO_DRAFT] * len(texts)
-            self.drafter.observe(Taken(drafts, nothing, gained, past, nowhere, outputs))
+        """Catch up on `steps` steps, before which texts had `starts` tokens, finished ones 0.
+
+        To the drafter they look like one, of a chain that was accepted whole: it cannot know who
+        drafts beside it, and hears what it would have learned step by step.
+        """
+        gained = [
+            text.tokens[n : n + steps] if n else [] for text, n in zip(texts, starts, strict=True)
+        ]
+        drafts = [Draft(new[:-1]) for new in gained]
+        paths = [range(len(draft.tokens)) for draft in drafts]
+        past = [max(start - 1, 0) for start in starts]
+        outputs = {name: kept[:, :steps] for name, kept in self.kept.items()}
+        if self.drafter.reads:
+            fed = [
+                text.tokens[n - 1 : n + steps - 1] if n else []
+                for text, n in zip(texts, starts, strict=True)
+            ]
+            self.drafter.read(Fed(fed, past, outputs))
+        self.drafter.observe(Taken(drafts, paths, gained, past, [0] * len(texts), outputs))

@@ -58,6 +58,7 @@ class TableExecutable:
     ) -> None:
         self.rule, self.program, self._widths, self.roomy = rule, program, widths, roomy
         self.capacity = 0
+        self.preparing = 0.0
         self.given: list[torch.Tensor] = []
         self.fed: list[tuple[int, list[int], tuple[str, ...]]] = []
         self.memo: dict[tuple[int, ...], torch.Tensor] = {}

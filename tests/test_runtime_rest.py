@@ -57,6 +57,9 @@ DRAFTERS: dict[str, Sequence[Pass]] = {
     "eagle tree": (DraftEagle(), *TREE),
     "unrolled": (DraftEagle(), CHAIN, UnrollDraft()),
 }
+SHARING = ("recycling", "merged")
+"""They learn from all sequences together: the order counts."""
+
 PLAIN = 9
 """Steps between two drafts."""
 
@@ -110,7 +113,8 @@ def decoded(monkeypatch: pytest.MonkeyPatch, executable: Executable, batch: int)
 
 @pytest.mark.parametrize(
     ("name", "batch", "backend"),
-    [(name, batch, "eager") for name in DRAFTERS for batch in (1, 3)]
+    [(name, 1, "eager") for name in DRAFTERS]
+    + [(name, 3, "eager") for name in DRAFTERS if name not in SHARING]
     + [(name, 1, "onnxruntime") for name in ("recycling", "medusa", "hydra", "eagle tree")],
 )
 def test_drafts_are_what_they_were_without_a_rest(
@@ -125,5 +129,6 @@ def test_drafts_are_what_they_were_without_a_rest(
     awake, wanted = decoded(monkeypatch, second, batch)
     assert not stretches
     assert rested == awake
-    assert drafts == wanted
     assert len(drafts) > 1
+    if name != "jacobi":  # its block is what it guessed, or after a rest the text's last tokens
+        assert drafts == wanted

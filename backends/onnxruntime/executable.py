@@ -6,6 +6,7 @@ import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
@@ -41,6 +42,7 @@ class OnnxExecutable:
         self._buffers.begin(1, 1)
         self._made: dict[str, dict[Variant, Step]] = {name: {} for name in program.functions}
         self._routers = {n: Router(program, f, target) for n, f in program.functions.items()}
+        self.preparing = 0.0
 
     @property
     def capacity(self) -> int:
@@ -83,7 +85,9 @@ class OnnxExecutable:
             self._make_room(function, route)
         step = made.get(route.variant)
         if step is None:
+            start = perf_counter()
             step = made[route.variant] = self._compile(function, route.variant)
+            self.preparing += perf_counter() - start
         return step, route
 
     def _make_room(self, function: str, route: Route) -> None:

@@ -25,6 +25,9 @@ FORGET = 0.97
 SURE = 5
 """Plain steps that are measured before anything is compared with them."""
 
+CALM = 16
+"""Steps without drafts at least, once that seems best: the decision itself takes a tenth of one."""
+
 WHOLE_EVERY, PLAIN_EVERY = 16, 32
 """Steps after which a whole draft, or none, is tried again where another size seems best."""
 
@@ -40,7 +43,7 @@ class Knowledge:
     f64[most], how often draft token i was verified and accepted, older drafts counting less. lost:
     seconds, next to plain decoding of `tokens` tokens. steps, whole, plain: steps
     so far, and at the last one with a whole draft or none. patience: steps from a whole draft to
-    the next. until: the step before which nothing is drafted. drafts: steps with one.
+    the next. until: the step before which nothing is drafted.
     """
 
     def __init__(self, most: int) -> None:
@@ -48,7 +51,7 @@ class Knowledge:
         self.making.add(0, 0.0)
         self.lost = self.tokens = 0.0
         self.steps = self.whole = self.plain = 0
-        self.patience = self.until = self.drafts = 0
+        self.patience = self.until = 0
         # One imagined draft, whose later tokens were accepted ever more rarely.
         self.seen = np.ones(most)
         self.hits = 1 / np.arange(2.0, most + 2)
@@ -119,22 +122,29 @@ class GoodputPolicy(LengthPolicy):
         account = half * (HORIZON + known.tokens) * plain - known.lost
         best = int(np.argmax(known.expected()[: len(seconds)] / seconds))
         if best and account < 0:
-            known.until = known.steps + 1 + int(-account / (half * plain))
-            return 0
-        # What a try costs if nothing is accepted, and the largest that half the loss ever pays.
-        tries = seconds - plain
-        largest = int(np.searchsorted(tries, half * HORIZON * plain, side="right")) - 1
+            return self._none(-account / (half * plain))
         if best:
             known.patience = WHOLE_EVERY
+        # What a try costs if nothing is accepted, and the largest that may be risked: one token if
+        # all that was ever earned pays for it, more only if half the loss at the start would.
+        tries = seconds - plain
+        risked = min(account, half * HORIZON * plain)
+        largest = int(np.searchsorted(tries, risked, side="right")) - 1
+        largest = max(largest, int(tries[1] <= account))
         due = known.steps - known.whole >= known.patience
-        if due and largest:
+        if due and largest > 0:
             known.whole = known.steps
             known.patience = min(max(2 * known.patience, 1), MOST_EVERY)
-            if tries[largest] <= account:
-                return largest
+            return largest
         if not best:
-            known.until = known.whole + known.patience
+            undue = known.whole + known.patience - known.steps
+            return self._none(max(undue, (tries[1] - account) / (half * plain)))
         return best
+
+    def _none(self, steps: float) -> int:
+        """No draft for so many steps."""
+        self.known.until = self.known.steps + max(1 + int(steps), CALM)
+        return 0
 
     def _reach(self) -> int:
         """The largest size that may be tried: no more than twice as wide as what was measured."""
@@ -164,12 +174,7 @@ class GoodputPolicy(LengthPolicy):
         # A draft that was asked for and not found is lost time, but no part of a plain step.
         spent, known = costs.add(int(self.widths[size]), step), self.known
         if size:
-            # The first draft compiles what all others use.
-            if known.drafts:
-                known.making.add(size, drafting, trusted=True)
-            else:
-                drafting = 0.0
-            known.drafts += 1
+            known.making.add(size, drafting, trusted=True)
         known.lost += spent + drafting
         known.lost -= mean * costs.one(int(self.widths[0]))
         known.learn(taken)
