@@ -125,20 +125,20 @@ class GoodputPolicy(LengthPolicy):
             return self._none(-account / (half * plain))
         if best:
             known.patience = WHOLE_EVERY
-        # What a try costs if nothing is accepted, and the largest that may be risked: one token if
-        # all that was ever earned pays for it, more only if half the loss at the start would.
+        # What a try costs if nothing is accepted. The largest is made that half the loss at the
+        # start pays for: a few tokens teach little. Where making any takes more than that, they
+        # come with it, once it is earned.
         tries = seconds - plain
-        risked = min(account, half * HORIZON * plain)
+        risked = max(half * HORIZON * plain, 1.5 * tries[1])
         largest = int(np.searchsorted(tries, risked, side="right")) - 1
-        largest = max(largest, int(tries[1] <= account))
         due = known.steps - known.whole >= known.patience
-        if due and largest > 0:
+        if due and tries[largest] <= account:
             known.whole = known.steps
             known.patience = min(max(2 * known.patience, 1), MOST_EVERY)
             return largest
         if not best:
             undue = known.whole + known.patience - known.steps
-            return self._none(max(undue, (tries[1] - account) / (half * plain)))
+            return self._none(max(undue, (tries[largest] - account) / (half * plain)))
         return best
 
     def _none(self, steps: float) -> int:
