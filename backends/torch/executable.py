@@ -18,8 +18,9 @@ from .emit import emit
 PREFILL = 128
 """Tokens a prefill step takes at most when widths are static."""
 
-BUCKET = 256
-"""Cache rows are reserved in multiples that start here and double."""
+BUCKETS = {"eager": 256, "torch": 1024}
+"""Cache rows are reserved in multiples that start here and double, by backend: attention reads all
+of them, and for each number of rows inductor compiles every width anew."""
 
 OPTIONAL = frozenset({"ancestors"})
 
@@ -32,6 +33,7 @@ class TorchExecutable:
     def __init__(self, program: Program, target: Target) -> None:
         self.program = program
         self.target = target
+        self.bucket = BUCKETS[target.backend]
         self.capacity = 0
         self.batch = 0
         self.device = torch.device(target.device)
@@ -46,13 +48,13 @@ class TorchExecutable:
     def begin(self, batch: int, rows: int) -> None:
         """Start `batch` sequences with small empty caches; attention reads all of the capacity."""
         self.states, self.capacity, self.batch = {}, 0, batch
-        self.reserve(min(rows, BUCKET))
+        self.reserve(min(rows, self.bucket))
 
     def reserve(self, rows: int) -> None:
         """Grow the state buffers, keeping their rows."""
         if rows <= self.capacity:
             return
-        capacity = max(self.capacity, min(BUCKET, self._limit()))
+        capacity = max(self.capacity, min(self.bucket, self._limit()))
         while capacity < rows:
             capacity = min(2 * capacity, self._limit())
             if capacity < rows and capacity == self._limit():
