@@ -109,6 +109,9 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="append a line a row; skip those it holds")
     args = parser.parse_args()
+    for name in args.recipes.split(","):
+        if with_settings(name, args.set).contract == "approximate":
+            parser.error(f"{name} is approximate: it promises no equal texts; leave it out")
     torch.set_num_threads(args.threads)
     vocab = json.loads((args.model / "config.json").read_text())["vocab_size"]
     prompts = read_prompts(args.prompts, args.count, args.length, vocab)

@@ -1,0 +1,50 @@
+"""The proof by tokens runs, goes on where it was interrupted, and can fail."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "lossless.py"
+ASKED = "--recipes copyspec --targets eager --batches 1,2 --count 3 --tokens 6 --length 9"
+
+
+def proved(monkeypatch: pytest.MonkeyPatch, out: Path, asked: str = ASKED) -> int:
+    """Run the script on the bundled model; its exit status."""
+    model = str(files("graftwork") / "demo_model")
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), model, *asked.split(), "--json", str(out)])
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    return int(ended.value.code or 0)
+
+
+def test_rows_are_written_once_and_a_wrong_text_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    assert proved(monkeypatch, out) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["batch"], row["same"], row["prompts"]) for row in rows] == [(1, 3, 3), (2, 3, 3)]
+    assert capsys.readouterr().err.count("the same") == 2
+
+    out.write_text(json.dumps({**rows[0], "same": 2}) + "\n")
+    assert proved(monkeypatch, out) == 1
+    again = capsys.readouterr()
+    assert again.err.count("the same") == 1
+    assert "2/3" in again.out and "3/3" in again.out
+    assert len(out.read_text().splitlines()) == 2
+
+
+def test_recipes_that_promise_no_equal_texts_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    assert proved(monkeypatch, out, ASKED.replace("copyspec", "copyspec,int8")) == 2
+    assert "int8 is approximate" in capsys.readouterr().err
+    assert not out.exists()
