@@ -151,23 +151,29 @@ class World:
         self.executable = Executable(most, widths=widths)
         self.chance, self.slope, self.drafting, self.tree = chance, slope, drafting, tree
         self.random, self.seen = np.random.default_rng(seed), set()
+        self.sizes = []
 
     def play(self, record, tokens=128):
         policy = GoodputPolicy(record, self.executable, 1)
         done, seconds, self.sizes = 1, 0.0, []
         while done < tokens:
-            (size,) = policy.limits([tokens - done])
-            size = min(size, tokens - done)
-            draft = Draft(list(range(size))) if size else NO_DRAFT
-            accepted = int((self.random.random(size) < self.chance).cumprod().sum())
-            step = 1 + self.slope * size
-            shown = step * self.random.uniform(0.95, 1.1) * (1 if size in self.seen else 10)
-            self.seen.add(size)
-            drafting = self.drafting * size + (self.tree if size else 0.0)
-            policy.observe(taken([draft], [range(accepted)]), drafting, shown)
-            done, seconds = done + accepted + 1, seconds + step + drafting
-            self.sizes.append(size)
+            gained, spent = self.play_step(policy, tokens - done)
+            done, seconds = done + gained, seconds + spent
         return seconds
+
+    def play_step(self, policy, room):
+        """Tokens that a step gains, and what it takes."""
+        (size,) = policy.limits([room])
+        size = min(size, room)
+        draft = Draft(list(range(size))) if size else NO_DRAFT
+        accepted = int((self.random.random(size) < self.chance).cumprod().sum())
+        step = 1 + self.slope * size
+        shown = step * self.random.uniform(0.95, 1.1) * (1 if size in self.seen else 10)
+        self.seen.add(size)
+        drafting = self.drafting * size + (self.tree if size else 0.0)
+        policy.observe(taken([draft], [range(accepted)]), drafting, shown)
+        self.sizes.append(size)
+        return accepted + 1, step + drafting
 
 
 @pytest.mark.parametrize("most", [1, 10, 80])
@@ -242,6 +248,38 @@ def test_goodput_says_for_how_long_it_rests():
         else:
             policy.rested(1)
     assert policy.rest() == 0
+
+
+def test_goodput_decides_rarely_while_drafts_do_not_pay():
+    """A decision takes a tenth of a step, so none is followed by another at once."""
+    world = World(10, 0.1, 0.3)
+    policy = GoodputPolicy(GoodputLength(), world.executable, 1)
+    decisions, size = 0, policy._size
+
+    def counting():
+        nonlocal decisions
+        decisions += policy.known.steps >= policy.known.until
+        return size()
+
+    policy._size = counting
+    for _ in range(40):
+        while (rest := policy.rest()) > 0:
+            policy.rested(rest)
+        world.play_step(policy, 100)
+    assert policy.known.steps > 10 * decisions
+
+
+def test_goodput_forgives_a_draft_that_took_an_age():
+    """Sixty steps for one token, once: it is tried again when what was earned pays for that."""
+    world = World(5, 1.0, 0.05, drafting=0.05)
+    world.drafting, usual = 60.0, world.drafting
+    policy = GoodputPolicy(GoodputLength(), world.executable, 1)
+    while not any(world.sizes):
+        world.play_step(policy, 100)
+    world.drafting = usual
+    for _ in range(8000):
+        world.play_step(policy, 100)
+    assert sum(map(bool, world.sizes[-100:])) > 80
 
 
 def test_goodput_notices_that_drafts_became_good():

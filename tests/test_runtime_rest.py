@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from runtime_models import TableExecutable, program, whole
 from tiny import tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir.executable import Executable
+from graftwork.ir.plan import SuffixDraft
 from graftwork.passes import Pass
 from graftwork.passes.accept_trees import AcceptTrees
 from graftwork.passes.add_argmax import AddArgmax
@@ -37,6 +39,7 @@ from graftwork.passes.tree_best_first import TreeBestFirst
 from graftwork.passes.tree_chain import TreeChain
 from graftwork.passes.unroll_draft import UnrollDraft
 from graftwork.runtime import generate, loop, plain
+from graftwork.runtime.lengths.base import LengthPolicy
 from graftwork.runtime.lengths.goodput import _KNOWN, GoodputPolicy
 from graftwork.runtime.loop import DecodeLoop
 from graftwork.runtime.plain import PlainDecoding
@@ -132,3 +135,24 @@ def test_drafts_are_what_they_were_without_a_rest(
     assert len(drafts) > 1
     if name != "jacobi":  # its block is what it guessed, or after a rest the text's last tokens
         assert drafts == wanted
+
+
+def test_what_is_done_once_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling is not what a draft or a step costs: policies hear of neither."""
+
+    class Compiling(TableExecutable):
+        """A thousand seconds for each width that is new."""
+
+        def run(self, function: str, inputs: Any, fetch: Sequence[str]) -> dict[str, torch.Tensor]:
+            widths = {width for width, *_ in self.fed}
+            if inputs["tokens"].shape[1] not in widths:
+                self.preparing += 1000.0
+            return super().run(function, inputs, fetch)
+
+    heard: list[float] = []
+    monkeypatch.setattr(LengthPolicy, "observe", lambda self, taken, *spent: heard.extend(spent))
+    executable = Compiling(whole(11), program(11, draft=SuffixDraft(4)))
+    generate(executable, torch.tensor([[1, 2, 1, 2]]), max_new_tokens=30, eos_token_id=[])
+    assert executable.preparing > 1000
+    # It is taken off; nobody has really waited for it.
+    assert min(heard) < -900 and max(heard) < 100
