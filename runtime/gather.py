@@ -46,6 +46,14 @@ def written(buffer: torch.Tensor, values: torch.Tensor) -> None:
         buffer[:, :count], buffer[:, count:] = values, 0
 
 
-def viewed(values: torch.Tensor) -> Any:
-    """The same memory, to read and write by index: by numpy where it can."""
-    return values.numpy() if values.is_cpu and values.dtype != torch.bfloat16 else values
+def piece(values: torch.Tensor) -> tuple[Any, int]:
+    """[1,...] as something that rows of its kind can be assigned to and from by slices, and how
+    many places a row takes there.
+
+    Plain bytes where it can be: right after a model's run, which has pushed everything else out of
+    the processor's caches, numpy takes 28 us for what they take 13.
+    """
+    if values.is_cpu and values.is_contiguous():
+        flat: Any = values.view(torch.uint8).numpy().reshape(-1)
+        return memoryview(flat), values.nbytes // len(values)
+    return values, 1

@@ -18,7 +18,7 @@ from ..ir import Program
 from .draft import Draft
 from .drafters.base import Drafter, Fed, Taken
 from .feed import Feeder
-from .gather import viewed
+from .gather import piece
 from .outputs import Outputs
 from .sampling import bad_logits
 from .stats import Stats
@@ -130,28 +130,31 @@ class PlainDecoding:
 class _Missed:
     """What a drafter wants of steps that it has not seen.
 
-    kept: by name, [B,MISSED,...], what each step returned. pairs: the same, and where the values of
-    the step whose outputs were `seen` last come from.
+    kept: by name, [MISSED,B,1,...], what each step returned. copies: of each, its memory, that of
+    the outputs `seen` last, and the length of a step's part.
     """
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.kept: dict[str, torch.Tensor] = {}
         self.seen: Outputs | None = None
-        self.pairs: list[tuple[Any, Any]] = []
+        self.copies: list[tuple[Any, Any, int]] = []
 
     def note(self, step: int, outputs: Outputs) -> None:
         """A step's outputs, which do not outlive it."""
         if outputs is not self.seen:
-            self.seen, self.pairs = outputs, [self._pair(n, outputs[n]) for n in self.drafter.wants]
-        for kept, value in self.pairs:
-            kept[:, step] = value[:, 0]
+            self.copies = [self._copy(name, outputs[name]) for name in self.drafter.wants]
+            self.seen = outputs
+        for kept, value, size in self.copies:
+            kept[step * size : (step + 1) * size] = value
 
-    def _pair(self, name: str, value: torch.Tensor) -> tuple[Any, Any]:
+    def _copy(self, name: str, value: torch.Tensor) -> tuple[Any, Any, int]:
         if name not in self.kept:
-            batch, _, *shape = value.shape
-            self.kept[name] = value.new_empty((batch, MISSED, *shape))
-        return viewed(self.kept[name]), viewed(value)
+            self.kept[name] = value.new_empty((MISSED, *value.shape))
+        rows, size = piece(self.kept[name])
+        row, length = piece(value[None])
+        # Outputs that do not lie in one piece of memory are copied as tensors.
+        return (rows, row, size) if size == length else (self.kept[name], value[None], 1)
 
     def tell(self, texts: Sequence[Text], starts: Sequence[int], steps: int) -> None:
         """Catch up on `steps` steps, before which texts had `starts` tokens, finished ones 0.
@@ -165,7 +168,7 @@ class _Missed:
         drafts = [Draft(new[:-1]) for new in gained]
         paths = [range(len(draft.tokens)) for draft in drafts]
         past = [max(start - 1, 0) for start in starts]
-        outputs = {name: kept[:, :steps] for name, kept in self.kept.items()}
+        outputs = {name: rows[:steps, :, 0].transpose(0, 1) for name, rows in self.kept.items()}
         if self.drafter.reads:
             fed = [
                 text.tokens[n - 1 : n + steps - 1] if n else []

@@ -137,6 +137,15 @@ def test_drafts_are_what_they_were_without_a_rest(
         assert drafts == wanted
 
 
+def test_outputs_that_are_not_plain_memory_are_kept_too(
+    monkeypatch: pytest.MonkeyPatch, stretches: list[int]
+) -> None:
+    first, second = (executable_of(DRAFTERS["eagle"], "eager") for _ in range(2))
+    wanted = decoded(monkeypatch, first, 3)
+    monkeypatch.setattr(plain, "piece", lambda values: (values, 1))
+    assert decoded(monkeypatch, second, 3) == wanted
+
+
 def test_what_is_done_once_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiling is not what a draft or a step costs: policies hear of neither."""
 
