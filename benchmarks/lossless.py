@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
 import sys
 import time
@@ -29,7 +28,14 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from systems import Batch, optimized, read_prompts, transformers_eager, with_settings
+from systems import (
+    Batch,
+    add_arguments,
+    optimized,
+    read_prompts,
+    transformers_eager,
+    with_settings,
+)
 
 Row = dict[str, Any]
 
@@ -93,20 +99,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("model", type=Path, help="checkpoint folder")
-    parser.add_argument("--prompts", type=Path, help="random ids without")
-    parser.add_argument("--recipes", default="copyspec,recycling")
-    parser.add_argument(
-        "--targets", default="eager:cpu:float32,torch:cpu:float32,onnxruntime:cpu:float32"
-    )
+    add_arguments(parser, targets="eager:cpu:float32,torch:cpu:float32,onnxruntime:cpu:float32")
     parser.add_argument("--batches", default="1,4", help="numbers of prompts at a time")
-    parser.add_argument("--count", type=int, default=24, help="prompts")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a prompt at most")
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens a prompt")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="RECIPE.PASS.OPTION=VALUE", help="repeatable"
-    )
     parser.add_argument("--json", type=Path, help="append a line a row; skip those it holds")
     args = parser.parse_args()
     for name in args.recipes.split(","):

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from systems import (
     System,
+    add_arguments,
     optimized,
     read_prompts,
     take_turns,
@@ -131,20 +131,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("model", type=Path, help="checkpoint folder")
-    parser.add_argument("--prompts", type=Path, help="random ids without")
-    parser.add_argument("--recipes", default="copyspec,recycling")
-    parser.add_argument("--targets", default="onnxruntime:cpu:float32")
-    parser.add_argument("--count", type=int, default=24, help="prompts")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a prompt at most")
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens a prompt")
+    add_arguments(parser, targets="onnxruntime:cpu:float32")
     parser.add_argument("--batch", type=int, default=1, help="prompts at a time")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--lookup-tokens", type=int, default=10, help="of transformers' lookup")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="RECIPE.PASS.OPTION=VALUE", help="repeatable"
-    )
     parser.add_argument("--json", type=Path, help="write a line a row")
     args = parser.parse_args()
     owners = {setting.partition(".")[0] for setting in args.set}

@@ -7,7 +7,9 @@ turns, batch by batch, so that what disturbs the machine disturbs all alike.
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -67,6 +69,21 @@ def transformers_eager(folder: Path, **options: Any) -> System:
         return new, seconds - first, {}
 
     return run
+
+
+def add_arguments(parser: argparse.ArgumentParser, targets: str) -> None:
+    """What is run on which prompts, for scripts that compare recipes on several targets."""
+    parser.add_argument("model", type=Path, help="checkpoint folder")
+    parser.add_argument("--prompts", type=Path, help="random ids without")
+    parser.add_argument("--recipes", default="copyspec,recycling")
+    parser.add_argument("--targets", default=targets)
+    parser.add_argument("--count", type=int, default=24, help="prompts")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a prompt at most")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens a prompt")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="RECIPE.PASS.OPTION=VALUE", help="repeatable"
+    )
 
 
 def with_settings(name: str, settings: Sequence[str]) -> Recipe:
