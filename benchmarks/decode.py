@@ -7,9 +7,8 @@ MODEL is a checkpoint folder (or set GRAFTWORK_BENCH_MODEL); prompts are lines w
 ``ids``, random ids without a file. Only decoding is timed, not the prompt's step: a system's rate
 is its new tokens after the first, divided by the time they took. onnxruntime-genai runs the model
 that its own builder exports from the same checkpoint, with the same number of threads. Systems
-take turns, prompt by prompt, so that what disturbs the machine disturbs all alike; a system's
-figure is the median over the rounds, and ratios compare medians. The rate of the fastest round is
-printed too: on a busy machine it is nearest to what the system can do.
+take turns (see `systems`); rates and ratios are medians over the rounds. The rate of the fastest
+round is printed too: on a busy machine it is nearest to what the system can do.
 """
 
 from __future__ import annotations
@@ -72,19 +71,21 @@ def genai(folder: Path, precision: str, threads: int, cache: Path) -> System:
 
 
 def compare(
-    systems: dict[str, System], prompts: Sequence[Sequence[int]], count: int, rounds: int
+    systems: dict[str, System],
+    peers: Sequence[str],
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    rounds: int,
 ) -> dict[str, dict[str, Any]]:
-    """Rates of all systems, in turns; tokens compared with the first system's."""
+    """Rates of all systems, in turns, also over the peers'; tokens compared with the first's."""
     runs = take_turns(systems, [[prompt] for prompt in prompts], count, rounds)
-    first = next(iter(systems))
-    base = statistics.median(runs[first].rates)
-    texts = runs[first].texts
+    first = runs[next(iter(systems))]
     return {
         name: {
-            "tokens_per_second": round(statistics.median(run.rates), 2),
+            "tokens_per_second": round(run.rate, 2),
             "fastest_round": round(max(run.rates), 2),
-            "ratio": round(statistics.median(run.rates) / base, 3),
-            "same_texts": sum(a == b for a, b in zip(texts, run.texts, strict=True)),
+            "over": {peer: round(run.over(runs[peer]), 3) for peer in peers},
+            "same_texts": sum(a == b for a, b in zip(first.texts, run.texts, strict=True)),
             "of": len(prompts),
             **{key: round(statistics.mean(v), 2) for key, v in run.figures.items()},
         }
@@ -121,10 +122,11 @@ def main() -> None:
     for precision in filter(None, args.genai.split(",")):
         name = f"onnxruntime-genai {precision}"
         systems[name] = genai(folder, precision, args.threads, args.cache)
+    peers = list(systems)
     for target in args.targets.split(","):
         for recipe in args.recipes.split(","):
             systems[f"{recipe} {target}"] = optimized(folder, recipe, target, args.threads)
-    rows = compare(systems, prompts, args.tokens, args.rounds)
+    rows = compare(systems, peers, prompts, args.tokens, args.rounds)
     for name, row in rows.items():
         print(f"{name:<36} {json.dumps(row)}")
     if args.json:

@@ -71,15 +71,14 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         {name: systems[key] for name, key in named.items()}, batches, args.tokens, args.rounds
     )
     kept = {key: runs[name] for name, key in named.items()}
-    wanted = kept[EAGER, WHERE].texts
+    eager, lookup = kept[EAGER, WHERE], kept.get((LOOKUP, WHERE))
+    wanted = eager.texts
     if args.batch > 1:
         # Padding changes the last bits of what transformers computes.
         wanted = [systems[EAGER, WHERE]([prompt], args.tokens)[0][0] for prompt in prompts]
-    rates = {key: statistics.median(run.rates) for key, run in kept.items()}
-    lookup = rates.get((LOOKUP, WHERE))
     rows = []
     for (name, target), run in kept.items():
-        rate, plain = rates[name, target], rates.get((PLAIN, target))
+        plain = kept.get((PLAIN, target))
         accepted = run.figures.get("accepted_per_step", [])[: len(batches)]
         sizes = [len(batch) for batch in batches]
         rows.append(
@@ -94,12 +93,12 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 "same": sum(a == b for a, b in zip(wanted, run.texts, strict=True)),
                 # Tokens over steps: every sequence decodes as many tokens.
                 "tokens_per_step": statistics.harmonic_mean(accepted, sizes) if accepted else None,
-                "tokens_per_second": rate,
+                "tokens_per_second": run.rate,
                 "rates": run.rates,
-                "vs_plain": rate / plain if plain else None,
-                "vs_transformers": rate / rates[EAGER, WHERE],
-                "vs_prompt_lookup": rate / lookup if lookup else None,
-                "slower_than_plain": plain is not None and rate < plain,
+                "vs_plain": run.over(plain) if plain else None,
+                "vs_transformers": run.over(eager),
+                "vs_prompt_lookup": run.over(lookup) if lookup else None,
+                "slower_than_plain": plain is not None and run.over(plain) < 1,
             }
         )
     return rows

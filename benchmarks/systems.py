@@ -2,7 +2,9 @@
 
 A system takes a batch of prompts and a number of new tokens. Only decoding is timed, not the
 prompts' step: a rate is new tokens after the first, divided by the time they took. Systems take
-turns, batch by batch, so that what disturbs the machine disturbs all alike.
+turns, batch by batch, so that what disturbs the machine disturbs all alike, and each time in
+another order: threads of the one that ran before may still be waiting for work. A ratio compares
+rates of the same round, and is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -134,17 +138,27 @@ class Runs:
     texts: list[list[int]] = field(default_factory=list)
     figures: dict[str, list[float]] = field(default_factory=dict)
 
+    @property
+    def rate(self) -> float:
+        """The median over the rounds."""
+        return statistics.median(self.rates)
+
+    def over(self, other: Runs) -> float:
+        """How many times as fast as `other`: the median of what the rounds say."""
+        return statistics.median(a / b for a, b in zip(self.rates, other.rates, strict=True))
+
 
 def take_turns(
     systems: Mapping[str, System], batches: Iterable[Batch], count: int, rounds: int
 ) -> dict[str, Runs]:
-    """Every system continues every batch by `count` tokens, in each round.
+    """Every system continues every batch by `count` tokens, in each round, in a drawn order.
 
     They warm up on the first batch's prompts read backwards, so that a drafter that remembers texts
     has not met the ones that are measured.
     """
     batches = list(batches)
     runs = {name: Runs() for name in systems}
+    order = random.Random(0)
     for name, run in systems.items():
         run([prompt[::-1] for prompt in batches[0]], count)
         print(f"ready: {name}", file=sys.stderr)
@@ -153,8 +167,8 @@ def take_turns(
         for name in systems:
             runs[name].texts = []
         for batch in batches:
-            for name, run in systems.items():
-                new, seconds, figures = run(batch, count)
+            for name in order.sample(list(systems), len(systems)):
+                new, seconds, figures = systems[name](batch, count)
                 runs[name].texts += new
                 spent[name] += seconds
                 for key, value in figures.items():
