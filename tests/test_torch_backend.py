@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from tiny import cached_llama
+from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 from graftwork.backends import Target, compile
-from graftwork.backends.torch.executable import _inductor
+from graftwork.backends.torch.loops import pack
 from graftwork.ir import InputError
 from graftwork.passes.quantize_int8 import QuantizeInt8
 from graftwork.passes.validate import reference_logits
@@ -114,43 +117,44 @@ def test_missing_input_is_named(program):
         executable.run("step", step, ("argmax",))
 
 
-def test_compiled_equals_eager():
-    program = cached_llama(layers=1, context=1024)  # compiling takes seconds a layer
+def test_compiled_equals_eager_and_layers_are_compiled_once():
+    program = cached_llama(layers=3, context=1024)
     expected = reference_logits(program, TOKENS)
     executable = compile(program, Target.parse("torch"))
     executable.begin(2, 12)
     executable.run("step", inputs(TOKENS[:, :11], [0, 0]), ("argmax",))
-    out = executable.run("step", inputs(TOKENS[:, 11:], [11, 11]), ("logits",))
+    step = inputs(TOKENS[:, 11:], [11, 11])
+    out, (code,) = run_and_get_code(executable.run, "step", step, ("logits",))
     torch.testing.assert_close(out["logits"], expected[:, 11:], atol=1e-5, rtol=1e-4)
+    assert len(re.findall(r"def \w*subgraph\w*\(args\)", code)) == 1
+    assert len(re.findall(r"= \w*subgraph\w*\(", code)) == 2, "one layer less than there are"
 
 
-def test_weights_are_constants_of_compiled_code():
-    class Linear(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("weight", torch.randint(-9, 9, (8, 8), dtype=torch.int8))
-
-        def forward(self, x):
-            return torch.nn.functional.linear(x, self.weight.float())
-
-    module, x = torch.fx.symbolic_trace(Linear()), torch.randn(1, 8)
-    compiled = _inductor(module, Target.parse("torch"))
-    with torch.no_grad():
-        out, (code,) = run_and_get_code(compiled, x)
-        torch.testing.assert_close(out, module(x))
-    taken = next(line for line in code.splitlines() if line.strip().endswith("= args"))
-    assert taken.count("arg") == 2, taken  # x and `args` itself
-    assert "int8" not in code, "the weight is converted in every call"
+def test_growing_caches_compiles_nothing():
+    program = cached_llama(layers=1, context=1024)
+    expected = reference_logits(program, TOKENS)
+    executable = compile(program, Target.parse("torch"))
+    executable.begin(2, 12)
+    executable.run("step", inputs(TOKENS[:, :1], [0, 0]), ("logits",))
+    compiled = counters["stats"]["unique_graphs"]
+    for position, rows in zip(range(1, 12), range(50, 1150, 100), strict=True):
+        executable.reserve(rows)
+        step = inputs(TOKENS[:, position : position + 1], [position, position])
+        out = executable.run("step", step, ("logits",))["logits"]
+        torch.testing.assert_close(out[:, 0], expected[:, position], atol=1e-5, rtol=1e-4)
+    assert executable.capacity > 1024
+    assert counters["stats"]["unique_graphs"] == compiled
 
 
-def test_int8_weights_are_converted_once_and_give_the_same_logits():
+def test_int8_weights_stay_packed_and_give_the_same_logits():
     program = QuantizeInt8().run(cached_llama(layers=1, context=1024)).program
     quantized = {name for name in program.weights if name.endswith(".int8")}
     assert quantized
     eager = compile(program, Target.parse("eager"))
     compiled = compile(program, Target.parse("torch"))
-    assert {eager.weights[name].dtype for name in quantized} == {torch.int8}
-    assert {compiled.weights[name].dtype for name in quantized} == {torch.float32}
+    for name in quantized:
+        words = compiled.weights[name]
+        assert torch.equal(words, pack(eager.weights[name], coarse=False))
     results = []
     for executable in (eager, compiled):
         executable.begin(2, 12)

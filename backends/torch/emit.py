@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,14 +23,16 @@ def emit(
     states: Sequence[str],
     fetch: Sequence[str],
     absent: frozenset[str] = frozenset(),
+    rows: Mapping[Any, Callable[..., Any]] = ROWS,
 ) -> torch.fx.GraphModule:
     """A module that takes the function's inputs in order and returns the `fetch` outputs.
 
     Inputs called in `absent` must be optional arguments of the ops that use them; they become None
     and are no longer taken. States are updated in place. Symbolic sizes are read off the inputs.
+    Ops with an entry in `rows` run as it says, all others as their meaning.
     Errors: `UnsupportedError` naming an op that torch cannot run.
     """
-    builder = _Builder(function, weights, frozenset(states), absent)
+    builder = _Builder(function, weights, frozenset(states), absent, rows)
     outputs = function.outputs
     wanted = [outputs[name] for name in fetch]
     return builder.build(wanted, [outputs[name] for name in states if name in outputs])
@@ -43,9 +45,10 @@ class _Builder:
         weights: Mapping[str, torch.Tensor],
         states: frozenset[str],
         absent: frozenset[str],
+        rows: Mapping[Any, Callable[..., Any]],
     ) -> None:
         self.function, self.states, self.absent = function, states, absent
-        self.weights = weights
+        self.weights, self.rows = weights, rows
         self.graph = torch.fx.Graph()
         self.values: dict[torch.fx.Node, Any] = {}
         self.sizes: dict[str, torch.fx.Node] = {}
@@ -81,6 +84,9 @@ class _Builder:
             key = f"w{len(self.attributes)}"
             self.attributes[key] = self.weights[str(node.target)]
             return self.graph.get_attr(key)
+        if node.target is G.hidden.default:  # a marker costs nothing
+            marked: torch.fx.Node = self.values[node.all_input_nodes[0]]
+            return marked
         args = map_aggregate(node.args, self._value)
         kwargs = map_aggregate(node.kwargs, self._value)
         return self.graph.call_function(self._how(node), args, kwargs)
@@ -97,8 +103,8 @@ class _Builder:
     def _how(self, node: torch.fx.Node) -> Any:
         if node.target is G.cache_write.default and self._owns_state(node.args[0]):
             return cache_write_
-        if node.target in ROWS:
-            return ROWS[node.target]
+        if node.target in self.rows:
+            return self.rows[node.target]
         definition = op_of(node.target)
         if definition is not None:
             return definition.meaning

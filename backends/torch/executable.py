@@ -8,23 +8,23 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch._inductor import config as inductor
 
 from ...ir import InputError, Program, Sym
 from ...ir.executable import HeldCall, Outputs
 from ..target import Target
+from .compiled import any_size, cuda_graphs, inductor
 from .emit import emit
+from .loops import LINEAR_INT8, LOOPS, pack
+from .rows import ROWS
 
 PREFILL = 128
 """Tokens a prefill step takes at most when widths are static."""
 
-BUCKETS = {"eager": 256, "torch": 1024}
-"""Cache rows are reserved in multiples that start here and double, by backend: attention reads all
-of them, and for each number of rows inductor compiles every width anew."""
+BUCKETS = {"eager": 256, "inductor": 64, "cuda graphs": 1024}
+"""Cache rows are reserved in multiples that start here and double: attention reads all of them.
+Inductor's loops take any number of rows; CUDA graphs are compiled anew, every width, for each."""
 
 OPTIONAL = frozenset({"ancestors"})
-
-LINEAR_INT8 = torch.ops.graftwork.linear_int8.default
 
 
 class TorchExecutable:
@@ -33,7 +33,9 @@ class TorchExecutable:
     def __init__(self, program: Program, target: Target) -> None:
         self.program = program
         self.target = target
-        self.bucket = BUCKETS[target.backend]
+        compiled = "inductor" if target.device == "cpu" else "cuda graphs"
+        self.how = "eager" if target.backend == "eager" else compiled
+        self.bucket = BUCKETS[self.how]
         self.capacity = 0
         self.batch = 0
         self.device = torch.device(target.device)
@@ -68,6 +70,8 @@ class TorchExecutable:
             if name in self.states:
                 axis = state.type.dims.index(Sym("C"))
                 buffer.narrow(axis, 0, self.capacity).copy_(self.states[name])
+            if self.how == "inductor" and Sym("C") in state.type.dims:
+                any_size(buffer, state.type.dims.index(Sym("C")))
             self.states[name] = buffer
         self.capacity = capacity
 
@@ -85,21 +89,22 @@ class TorchExecutable:
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
     ) -> Outputs:
         """Run one step; states change in place."""
-        shapes = tuple((name, tensor.shape) for name, tensor in inputs.items())
-        key = (function, tuple(fetch), shapes if self.target.backend != "eager" else len(shapes))
+        kinds = tuple((name, value.shape, value.dtype) for name, value in inputs.items())
+        key = (function, tuple(fetch), kinds if self.how != "eager" else len(kinds))
         variant = self.variants.get(key)
         if variant is None:
             variant = self.variants[key] = self._compile(function, frozenset(inputs), fetch)
         arguments = [
-            self.states[name] if name in self.states else inputs[name].to(self.device)
+            self.states[name] if name in self.states else inputs[name].to(self.device).contiguous()
             for name in self._argument_names(function, frozenset(inputs))
         ]
         start = perf_counter()
         with torch.no_grad():
             results = variant(*arguments)
-        # The first call compiles, and again once the caches have grown.
-        if self.target.backend != "eager" and (key, self.capacity) not in self.compiled:
-            self.compiled.add((key, self.capacity))
+        # The first call compiles, and with CUDA graphs also once the caches have grown.
+        compiled = key, self.capacity if self.how == "cuda graphs" else None
+        if self.how != "eager" and compiled not in self.compiled:
+            self.compiled.add(compiled)
             self.preparing += perf_counter() - start
         return dict(zip(fetch, results, strict=True))
 
@@ -128,10 +133,12 @@ class TorchExecutable:
         missing = {str(n.target) for n in fn.inputs} - given - set(self.program.states)
         if not missing <= OPTIONAL:
             raise InputError(f"{function} also needs the inputs {', '.join(sorted(missing))}")
-        module = emit(fn, self.weights, list(self.program.states), fetch, frozenset(missing))
-        if self.target.backend == "eager":
+        rows = ROWS | LOOPS if self.how == "inductor" else ROWS
+        states = list(self.program.states)
+        module = emit(fn, self.weights, states, fetch, frozenset(missing), rows)
+        if self.how == "eager":
             return module
-        return _inductor(module, self.target)
+        return inductor(module) if self.how == "inductor" else cuda_graphs(module)
 
     def keep_rows(self, function: str, past: torch.Tensor, source: torch.Tensor) -> None:
         """Move the cache rows of an accepted path to the front of the step's rows."""
@@ -162,55 +169,30 @@ def _along(rows: torch.Tensor, buffer: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 def _load_weights(program: Program, target: Target) -> dict[str, torch.Tensor]:
-    """All weights; those that only `linear_int8` multiplies by are float32 for inductor on the CPU.
-
-    The op sums int8 values in float32, so converted weights give the same bits; converting them
-    here is done once, and not in every step or for every width.
-    """
+    """All weights; those that only `linear_int8` multiplies by are packed for inductor's loops."""
     device = torch.device(target.device)
-    converts = target.backend == "torch" and target.device == "cpu"
-    wide = _int8_factors(program) if converts else frozenset()
-    loaded = {name: weight.load().to(device) for name, weight in program.weights.items()}
-    return {name: value.float() if name in wide else value for name, value in loaded.items()}
+    packs = target.backend == "torch" and target.device == "cpu"
+    factors = _int8_factors(program) if packs else {}
+    return {
+        name: pack(weight.load(), factors[name]) if name in factors else weight.load().to(device)
+        for name, weight in program.weights.items()
+    }
 
 
-def _int8_factors(program: Program) -> frozenset[str]:
-    """Weights that are the second argument of `linear_int8` and nothing else."""
-    factors: set[str] = set()
+def _int8_factors(program: Program) -> dict[str, bool]:
+    """Weights that are the second argument of `linear_int8` and nothing else; is one coarse?"""
+    factors: dict[str, bool] = {}
     others: set[str] = set()
     for function in program.functions.values():
         for node in function:
             if node.op != "get_attr":
                 continue
-            only = bool(node.users) and all(
-                user.target is LINEAR_INT8
-                and [i for i, arg in enumerate(user.args) if arg is node] == [1]
-                for user in node.users
-            )
-            (factors if only else others).add(str(node.target))
-    return frozenset(factors - others)
-
-
-def _inductor(module: torch.fx.GraphModule, target: Target) -> Callable[..., Any]:
-    """Compile for speed: frozen (constant) weights on the CPU, CUDA graphs on a GPU."""
-    on_cpu = target.device == "cpu"
-    options: dict[str, Any] = {} if on_cpu else {"triton.cudagraphs": True}
-    compiled: Callable[..., Any] = torch.compile(
-        module, fullgraph=True, dynamic=None, options=options
-    )
-    return _freezing(compiled) if on_cpu else compiled
-
-
-def _freezing(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled`, whose weights become constants whenever a call compiles it.
-
-    torch.compile's own option `freezing` comes too late: dynamo decides by the global setting
-    whether weights are constants or arguments, and arguments leave nothing to freeze. Nothing is
-    prepacked: in float32 that is a copy of all weights for each width, and slower at width 1.
-    """
-
-    def call(*arguments: torch.Tensor) -> Any:
-        with inductor.patch({"freezing": True, "cpp.weight_prepack": False}):
-            return compiled(*arguments)
-
-    return call
+            name = str(node.target)
+            for user in node.users:
+                places = [place for place, arg in enumerate(user.args) if arg is node]
+                if user.target is LINEAR_INT8 and places == [1]:
+                    coarse = bool(user.kwargs.get("coarse", False))
+                    factors[name] = factors.get(name, False) or coarse
+                else:
+                    others.add(name)
+    return {name: coarse for name, coarse in factors.items() if name not in others}

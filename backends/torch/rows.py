@@ -17,11 +17,6 @@ from ...ir.ops.attention import attend as attend_meaning
 G = torch.ops.graftwork
 
 
-def hidden(x: Tensor, *, layer: int, point: str) -> Tensor:
-    """A marker costs nothing."""
-    return x
-
-
 def cache_write_(cache: Tensor, new: Tensor, past: Tensor) -> Tensor:
     """`cache_write` into the state buffer itself; legal where nothing else reads the old state."""
     steps = torch.arange(new.shape[2], device=past.device)
@@ -63,6 +58,5 @@ def attend(
 
 
 ROWS: dict[Any, Callable[..., Any]] = {
-    G.hidden.default: hidden,
     G.attend.default: attend,
 }

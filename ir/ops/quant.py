@@ -20,15 +20,21 @@ COARSE = 63
 is how processors without dot-product instructions add them."""
 
 
-def quantize_rows(x: Tensor, most: int = 127) -> tuple[Tensor, Tensor]:
-    """(int8 values, float32 scale [..., 1]) with x ~ values * scale, over the last axis.
+def round_rows(x: Tensor, most: int = 127) -> tuple[Tensor, Tensor]:
+    """(whole float32 values, float32 scale [..., 1]) with x ~ values * scale, over the last axis.
 
     Symmetric, -most..most, half to even; a row of zeros has scale 1.
     """
     wide = x.float()
     scale = wide.abs().amax(-1, keepdim=True) / float(most)
     scale = torch.where(scale > 0, scale, 1.0)
-    return torch.round(wide / scale).to(torch.int8), scale
+    return torch.round(wide / scale), scale
+
+
+def quantize_rows(x: Tensor, most: int = 127) -> tuple[Tensor, Tensor]:
+    """`round_rows` with int8 values."""
+    values, scale = round_rows(x, most)
+    return values.to(torch.int8), scale
 
 
 def quantize_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,11 +87,18 @@ def linear_int8(
     runs fastest: weight in -63..63, one scale and zero point for all rows (see `quantize_tensor`).
     Source: Dettmers et al., "LLM.int8()" (2022), vector-wise quantization without its outliers.
     """
-    values, row_scale = quantize_tensor(x) if coarse else quantize_rows(x)
+    values, row_scale = quantize_tensor(x) if coarse else round_rows(x)
     total = torch.zeros((), dtype=torch.int32, device=x.device)
     for start in range(0, weight.shape[1], _EXACT):
-        part = values[..., start : start + _EXACT].float()
+        part = values[..., start : start + _EXACT]
         columns = weight[:, start : start + _EXACT].float()
         total = total + torch.nn.functional.linear(part, columns).to(torch.int32)
+    return scale_back(total, x, row_scale, scale, bias)
+
+
+def scale_back(
+    total: Tensor, x: Tensor, row_scale: Tensor, scale: Tensor, bias: Tensor | None
+) -> Tensor:
+    """What `linear_int8` makes of its exact sums i32[..., N]: a result of the dtype of x."""
     result = total.float() * row_scale * scale.float()
     return (result if bias is None else result + bias.float()).to(x.dtype)

@@ -1,0 +1,59 @@
+"""What torch.compile makes of emitted modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .regions import outline_repeats
+
+
+def inductor(module: torch.fx.GraphModule) -> Callable[..., Any]:
+    """Compile for the CPU: layers once for all, caches of any length, checks only of sizes.
+
+    The executable calls each compiled module with inputs of one shape, dtype and layout; only the
+    caches grow, and what the compiler assumed about that is checked.
+    """
+    weights = _lift_weights(module)
+    outline_repeats(module)
+    compiled: Callable[..., Any] = torch.compile(
+        module,
+        fullgraph=True,
+        options={
+            "size_asserts": False,
+            "guard_filter_fn": lambda guards: [g.guard_type == "SHAPE_ENV" for g in guards],
+        },
+    )
+    return lambda *arguments: compiled(*arguments, *weights)
+
+
+def cuda_graphs(module: torch.fx.GraphModule) -> Callable[..., Any]:
+    """Compile for a GPU, whose kernels are launched together."""
+    compiled: Callable[..., Any] = torch.compile(
+        module, fullgraph=True, options={"triton.cudagraphs": True}
+    )
+    return compiled
+
+
+def any_size(buffer: torch.Tensor, axis: int) -> None:
+    """Have what is compiled next take any size of this axis, or fail."""
+    torch._dynamo.mark_dynamic(buffer, axis)
+
+
+def _lift_weights(module: torch.fx.GraphModule) -> list[torch.Tensor]:
+    """Make arguments of a module's tensors, after its others, and return them.
+
+    The compiler would hash constants, which takes long, and unpack packed ones ahead of time.
+    """
+    graph, weights = module.graph, []
+    after = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    for node in [node for node in graph.nodes if node.op == "get_attr"]:
+        weights.append(getattr(module, str(node.target)))
+        with graph.inserting_after(after):
+            after = graph.placeholder(f"weight_{len(weights)}")
+        node.replace_all_uses_with(after)
+        graph.erase_node(node)
+    module.recompile()
+    return weights

@@ -1,0 +1,168 @@
+"""Repeated parts of a module, its layers, become calls of one region that is compiled once.
+
+torch.compile would translate every layer anew, and that is most of the time it takes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.fx
+from torch.fx.node import map_arg
+
+Node = torch.fx.Node
+Copies = list[list[Node]]
+
+
+LEAST = 12
+"""Operations of a part that is worth a region; smaller ones gain more by fusing with others."""
+
+
+def outline_repeats(module: torch.fx.GraphModule, least: int = LEAST) -> None:
+    """Make its longest row of equal parts calls of one nested region.
+
+    Parts are equal if they do the same operations with the same constants on their own results
+    and on corresponding values from outside. A module in which nothing repeats stays as it is.
+    """
+    calls = [node for node in module.graph.nodes if node.op == "call_function"]
+    rows = _rows(calls, least)
+    faces = (face for row in rows if (face := _best_cut(calls, *row)) is not None)
+    face = next(faces, None)
+    if face is not None:
+        _call_region(module, face)
+
+
+@dataclass(frozen=True)
+class _Interface:
+    """Copies of a part, and what they take and give."""
+
+    copies: Copies
+    arguments: list[tuple[Node, ...]]
+    """Values from outside: for each, the node that each copy reads."""
+    results: list[int]
+    """Places in a copy of the nodes that are read outside it."""
+
+    @property
+    def size(self) -> int:
+        """How much crosses its border: of alignments of the same copies, the least is best."""
+        return len(self.arguments) + len(self.results)
+
+
+def _rows(calls: Sequence[Node], least: int) -> Iterator[tuple[int, int, int]]:
+    """(start, end, length): calls[start:end] repeat after `length` of at least `least`.
+
+    What saves most comes first.
+    """
+    numbers: dict[str, int] = {}
+    kinds = np.array([numbers.setdefault(_kind(node), len(numbers)) for node in calls])
+    found: list[tuple[int, int, int, int]] = []
+    for length in range(least, len(kinds) // 2 + 1):
+        same = np.concatenate([[0], kinds[:-length] == kinds[length:], [0]])
+        edges = np.flatnonzero(np.diff(same))
+        for start, stop in edges.reshape(-1, 2).tolist():
+            copies = (stop - start) // length + 1
+            if copies > 1:
+                found.append((-(copies - 1) * length, length, start, stop + length))
+    for _, length, start, end in sorted(found):
+        yield start, end, length
+
+
+def _kind(node: Node) -> str:
+    """The operation and all of its arguments but values."""
+    return repr((id(node.target), map_arg((node.args, node.kwargs), lambda _: "%")))
+
+
+def _best_cut(calls: Sequence[Node], start: int, end: int, length: int) -> _Interface | None:
+    """The copies whose borders the fewest values cross; None if they read unlike values."""
+    found: list[_Interface] = []
+    for shift in range(start, min(start + length, end - 2 * length + 1)):
+        count = (end - shift) // length
+        copies = [list(calls[shift + i * length :][:length]) for i in range(count)]
+        face = _interface(copies)
+        if face is not None:
+            found.append(face)
+    return min(found, key=lambda face: (-len(face.copies), face.size), default=None)
+
+
+def _interface(copies: Copies) -> _Interface | None:
+    places = [{node: place for place, node in enumerate(copy)} for copy in copies]
+    arguments: dict[tuple[Node, ...], None] = {}
+    for twins in zip(*copies, strict=True):
+        for values in zip(*map(_values, twins), strict=True):
+            inside = {own.get(value) for own, value in zip(places, values, strict=True)}
+            if len(inside) > 1:
+                return None
+            if inside == {None}:
+                arguments[values] = None
+    results = [
+        place
+        for place, twins in enumerate(zip(*copies, strict=True))
+        if any(
+            user not in own for own, node in zip(places, twins, strict=True) for user in node.users
+        )
+    ]
+    if any(_is_tuple(node) for copy in copies for node in map(copy.__getitem__, results)):
+        return None
+    return _Interface(copies, list(arguments), results)
+
+
+def _is_tuple(node: Node) -> bool:
+    return all(user.target is operator.getitem for user in node.users)
+
+
+def _values(node: Node) -> list[Node]:
+    """The values among a node's arguments, in order, repeated where they are."""
+    found: list[Node] = []
+    map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _call_region(module: torch.fx.GraphModule, face: _Interface) -> None:
+    module.add_submodule("region", _Region(_part(face)))
+    graph = module.graph
+    new: dict[Node, Node] = {}
+    for index, copy in enumerate(face.copies):
+        taken = [values[index] for values in face.arguments]
+        with graph.inserting_after(copy[-1]):
+            call = graph.call_module("region", tuple(new.get(value, value) for value in taken))
+        for number, place in reversed(list(enumerate(face.results))):
+            with graph.inserting_after(call):
+                new[copy[place]] = graph.call_function(operator.getitem, (call, number))
+            copy[place].replace_all_uses_with(new[copy[place]])
+        for node in reversed(copy):
+            graph.erase_node(node)
+    graph.lint()
+    module.recompile()
+
+
+class _Region(torch.nn.Module):
+    def __init__(self, part: torch.fx.GraphModule) -> None:
+        super().__init__()
+        self.part = part
+
+    @torch.compiler.nested_compile_region
+    def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results: tuple[torch.Tensor, ...] = self.part(*values)
+        return results
+
+
+def _part(face: _Interface) -> torch.fx.GraphModule:
+    """The copies' common operations as a module of its own."""
+    graph = torch.fx.Graph()
+    given = {values: graph.placeholder(f"value_{i}") for i, values in enumerate(face.arguments)}
+    made: dict[Node, Node] = {}
+    for twins in zip(*face.copies, strict=True):
+        slots = zip(*map(_values, twins), strict=True)
+
+        def new(_: Node, slots: Iterator[tuple[Node, ...]] = slots) -> Node:
+            values = next(slots)
+            return made[values[0]] if values[0] in made else given[values]
+
+        args, kwargs = map_arg((twins[0].args, twins[0].kwargs), new)
+        made[twins[0]] = graph.call_function(twins[0].target, args, kwargs)
+    graph.output(tuple(made[face.copies[0][place]] for place in face.results))
+    return torch.fx.GraphModule({}, graph)

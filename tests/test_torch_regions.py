@@ -1,0 +1,108 @@
+"""Repeated layers become calls of one region."""
+
+from __future__ import annotations
+
+import torch
+import torch.fx
+from tiny import cached_llama
+
+from graftwork.backends.torch.emit import emit
+from graftwork.backends.torch.regions import outline_repeats
+
+
+def traced(function) -> torch.fx.GraphModule:
+    return torch.fx.GraphModule({}, torch.fx.Tracer().trace(function))
+
+
+def regions(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    return [node for node in module.graph.nodes if node.op == "call_module"]
+
+
+def check(function, count: int, *inputs: torch.Tensor) -> list[torch.fx.Node]:
+    """The outlined function still computes the same, with so many calls of a region."""
+    module = traced(function)
+    want = module(*inputs)
+    outline_repeats(module, least=2)
+    torch.testing.assert_close(module(*inputs), want, rtol=0, atol=0)
+    assert len(regions(module)) == count
+    return regions(module)
+
+
+X = torch.randn(3, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_chain_of_equal_parts_is_one_region_called_again():
+    def chain(x, a, b, c):
+        for weight in (a, b, c):
+            x = torch.tanh(torch.mul(x, weight)) + x
+        return x
+
+    calls = check(chain, 3, X, X + 1, X + 2, X + 3)
+    assert all(len(call.args) == 2 for call in calls)
+
+
+def test_what_a_part_gives_to_the_end_is_a_result():
+    def taps(x):
+        kept = []
+        for _ in range(4):
+            x = torch.sin(x) + 1.0
+            kept.append(torch.relu(x))
+        return (x, *kept)
+
+    check(taps, 4, X)
+
+
+def test_alternating_parts_are_one_region_of_both():
+    def pairs(x):
+        for _ in range(3):
+            x = torch.sin(torch.mul(x, x))
+            x = torch.cos(torch.add(x, 1.0))
+        return x
+
+    check(pairs, 3, X)
+
+
+def test_other_constants_are_other_parts():
+    def constants(x):
+        for power in range(4):
+            x = torch.sin(torch.cos(torch.add(x, float(power))))
+        return x
+
+    check(constants, 0, X)
+
+
+def test_parts_wired_otherwise_are_not_taken_for_equal():
+    def wired(x):
+        a = torch.sin(x)
+        b = torch.cos(a)
+        c = torch.sin(b)
+        return torch.cos(a) + c
+
+    check(wired, 0, X)
+
+
+def test_a_part_never_ends_between_a_tuple_and_its_items():
+    def split(x):
+        low, high = torch.split(x, 2)
+        for _ in range(3):
+            low, high = torch.split(torch.cat([torch.sin(high), low]), 2)
+        return low + high
+
+    check(split, 3, torch.randn(4))
+
+
+def test_the_layers_of_a_model_are_outlined():
+    program = cached_llama(layers=4)
+    step = program.function("step")
+    weights = {name: weight.load() for name, weight in program.weights.items()}
+    module = emit(step, weights, list(program.states), ("logits",))
+    outline_repeats(module)
+    assert len(regions(module)) >= 3
+    left = [node for node in module.graph.nodes if node.op == "call_function"]
+    assert len(left) < 40, "what is left is less than two layers"
+
+
+def test_small_parts_stay_where_they_fuse():
+    module = traced(lambda x: torch.sin(torch.cos(torch.sin(torch.cos(x)))))
+    outline_repeats(module)
+    assert not regions(module)
