@@ -146,6 +146,24 @@ def test_growing_caches_compiles_nothing():
     assert counters["stats"]["unique_graphs"] == compiled
 
 
+def test_other_threads_are_compiled_for():
+    program = cached_llama(layers=1, context=1024)
+    threads = torch.get_num_threads()
+    executable = compile(program, Target.parse("torch"))
+    step = inputs(TOKENS[:, :1], [0, 0])
+    try:
+        for count in (1, 3):
+            executable.begin(2, 12)
+            torch.set_num_threads(count)
+            compiled = counters["stats"]["unique_graphs"]
+            out = executable.run("step", step, ("logits",))["logits"]
+            assert counters["stats"]["unique_graphs"] == compiled + 1, "code for other threads"
+            want = reference_logits(program, TOKENS[:, :1])
+            torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-4)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_int8_weights_stay_packed_and_give_the_same_logits():
     program = QuantizeInt8().run(cached_llama(layers=1, context=1024)).program
     quantized = {name for name in program.weights if name.endswith(".int8")}

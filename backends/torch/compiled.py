@@ -11,10 +11,11 @@ from .regions import outline_repeats
 
 
 def inductor(module: torch.fx.GraphModule) -> Callable[..., Any]:
-    """Compile for the CPU: layers once for all, caches of any length, checks only of sizes.
+    """Compile for the CPU: layers once for all, caches of any length, no checks of each tensor.
 
     The executable calls each compiled module with inputs of one shape, dtype and layout; only the
-    caches grow, and what the compiler assumed about that is checked.
+    caches grow. What the compiler assumed about sizes and global state (such as the number of
+    threads, for which it allocates) is checked.
     """
     weights = _lift_weights(module)
     outline_repeats(module)
@@ -23,7 +24,7 @@ def inductor(module: torch.fx.GraphModule) -> Callable[..., Any]:
         fullgraph=True,
         options={
             "size_asserts": False,
-            "guard_filter_fn": lambda guards: [g.guard_type == "SHAPE_ENV" for g in guards],
+            "guard_filter_fn": lambda guards: [g.guard_type != "TENSOR_MATCH" for g in guards],
         },
     )
     return lambda *arguments: compiled(*arguments, *weights)
