@@ -22,6 +22,9 @@ _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {_TAG + kind for kind in ("str", "int", "float", "bool", "null")}
 
+DEEPEST = 100
+"""Levels of nesting that are read: far more than any recipe has, far less than Python's stack."""
+
 Path = tuple[str | int, ...]
 
 
@@ -42,8 +45,13 @@ class Document:
 
 def parse(text: str, origin: str) -> Document:
     """Read one YAML document. Errors: `InputError` with file and line."""
+    depth = 0
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:
+                raise _error(origin, event.start_mark, f"nested too deeply: over {DEEPEST} levels")
             if isinstance(event, yaml.AliasEvent):
                 raise _error(origin, event.start_mark, "anchors and aliases are not supported")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -51,8 +59,6 @@ def parse(text: str, origin: str) -> Document:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
         raise _error(origin, mark, f"not valid YAML: {problem}") from error
-    except RecursionError as error:
-        raise InputError(f"{origin}: nested too deeply to be read") from error
     if root is None:
         raise InputError(f"{origin}: empty; expected a mapping")
     lines: dict[Path, int] = {}
