@@ -1,12 +1,18 @@
-"""Linear layers as loops: few rows, packed weights, the same numbers."""
+"""Linear layers as loops: few rows, whole numbers, the same results."""
 
 from __future__ import annotations
+
+import platform
+import subprocess
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from graftwork.backends.torch.loops import WIDEST, linear, linear_packed, pack
+from graftwork.backends.torch.compiled import integer_vectors
+from graftwork.backends.torch.loops import LINEAR_INT8, WIDEST, linear, linear_exact, loops
 from graftwork.ir.ops.quant import linear_int8
 
 
@@ -21,27 +27,39 @@ def int8_case(rows: tuple[int, ...], columns: int, most: int) -> tuple[torch.Ten
 
 
 @pytest.mark.parametrize("coarse", [False, True])
-@pytest.mark.parametrize("columns", [8, 512, 1300, 2816])
-@pytest.mark.parametrize("rows", [(1, 1), (1, 3), (2, 4), (1, 9), (3, 7), (1, WIDEST + 1)])
-def test_packed_weights_give_the_same_bits(rows, columns, coarse):
+@pytest.mark.parametrize("columns", [8, 1300])
+@pytest.mark.parametrize("rows", [(1, 1), (1, 3), (2, 4), (1, 9), (3, 7), (1, 33)])
+def test_whole_numbers_give_the_same_bits(rows, columns, coarse):
     x, weight, scale = int8_case(rows, columns, 63 if coarse else 127)
     bias = torch.arange(40.0)
     want = linear_int8(x, weight, scale, bias, coarse=coarse)
-    words = pack(weight, coarse)
-    assert torch.equal(linear_packed(x, words, scale, bias, coarse=coarse), want)
-    assert torch.equal(linear_packed(x, weight, scale, bias, coarse=coarse), want)
+    assert torch.equal(linear_exact(x, weight, scale, bias, coarse=coarse), want)
 
 
-def test_packed_weights_take_a_byte_each():
-    weight = torch.zeros(64, 2816, dtype=torch.int8)
-    assert pack(weight, coarse=False).nbytes == weight.nbytes
+@pytest.mark.parametrize("coarse", [False, True])
+def test_compiled_loops_multiply_vectors_and_give_the_same_bits(coarse, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x, weight, scale = int8_case((1, 9), 1300, 63 if coarse else 127)
+    compiled = torch.compile(
+        partial(linear_exact, coarse=coarse), fullgraph=True, options=integer_vectors()
+    )
+    assert torch.equal(compiled(x, weight, scale), linear_int8(x, weight, scale, coarse=coarse))
+    if platform.machine() == "x86_64":
+        found = [instructions(path) for path in tmp_path.rglob("*.so")]
+        assert any("pmaddwd" in code or "pdpwss" in code for code in found), "no vectors"
 
 
-@pytest.mark.parametrize("rows", [9, WIDEST + 1])
-def test_compiled_loops_give_the_same_bits(rows):
-    x, weight, scale = int8_case((1, rows), 1300, 127)
-    compiled = torch.compile(linear_packed, fullgraph=True)
-    assert torch.equal(compiled(x, pack(weight, False), scale), linear_int8(x, weight, scale))
+def instructions(path: Path) -> str:
+    """The machine code of a library, as text."""
+    command = ["objdump", "--disassemble", "--no-show-raw-insn", str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_without_integer_vectors_int8_stays_as_it_is(monkeypatch):
+    assert LINEAR_INT8 in loops()
+    monkeypatch.delattr(torch._inductor.config.cpp, "march")
+    assert integer_vectors() is None
+    assert LINEAR_INT8 not in loops()
 
 
 @pytest.mark.parametrize("rows", [(1, 1), (2, 4), (1, 9), (1, WIDEST + 1)])

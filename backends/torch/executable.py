@@ -14,7 +14,7 @@ from ...ir.executable import HeldCall, Outputs
 from ..target import Target
 from .compiled import any_size, cuda_graphs, inductor
 from .emit import emit
-from .loops import LINEAR_INT8, LOOPS, pack
+from .loops import loops
 from .rows import ROWS
 
 PREFILL = 128
@@ -40,7 +40,7 @@ class TorchExecutable:
         self.batch = 0
         self.device = torch.device(target.device)
         self.states: dict[str, torch.Tensor] = {}
-        self.weights = _load_weights(program, target)
+        self.weights = {n: weight.load().to(self.device) for n, weight in program.weights.items()}
         self.variants: dict[object, Callable[..., Any]] = {}
         self.compiled: set[object] = set()
         self.preparing = 0.0
@@ -133,7 +133,7 @@ class TorchExecutable:
         missing = {str(n.target) for n in fn.inputs} - given - set(self.program.states)
         if not missing <= OPTIONAL:
             raise InputError(f"{function} also needs the inputs {', '.join(sorted(missing))}")
-        rows = ROWS | LOOPS if self.how == "inductor" else ROWS
+        rows = ROWS | loops() if self.how == "inductor" else ROWS
         states = list(self.program.states)
         module = emit(fn, self.weights, states, fetch, frozenset(missing), rows)
         if self.how == "eager":
@@ -166,33 +166,3 @@ def _along(rows: torch.Tensor, buffer: torch.Tensor, axis: int) -> torch.Tensor:
     full = list(buffer.shape)
     full[axis] = rows.shape[1]
     return rows.to(buffer.device).reshape(shape).expand(full)
-
-
-def _load_weights(program: Program, target: Target) -> dict[str, torch.Tensor]:
-    """All weights; those that only `linear_int8` multiplies by are packed for inductor's loops."""
-    device = torch.device(target.device)
-    packs = target.backend == "torch" and target.device == "cpu"
-    factors = _int8_factors(program) if packs else {}
-    return {
-        name: pack(weight.load(), factors[name]) if name in factors else weight.load().to(device)
-        for name, weight in program.weights.items()
-    }
-
-
-def _int8_factors(program: Program) -> dict[str, bool]:
-    """Weights that are the second argument of `linear_int8` and nothing else; is one coarse?"""
-    factors: dict[str, bool] = {}
-    others: set[str] = set()
-    for function in program.functions.values():
-        for node in function:
-            if node.op != "get_attr":
-                continue
-            name = str(node.target)
-            for user in node.users:
-                places = [place for place, arg in enumerate(user.args) if arg is node]
-                if user.target is LINEAR_INT8 and places == [1]:
-                    coarse = bool(user.kwargs.get("coarse", False))
-                    factors[name] = factors.get(name, False) or coarse
-                else:
-                    others.add(name)
-    return {name: coarse for name, coarse in factors.items() if name not in others}
