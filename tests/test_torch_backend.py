@@ -179,6 +179,25 @@ def test_int8_weights_stay_bytes_and_give_the_same_logits():
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
 
 
+def test_a_token_has_the_same_bits_alone_and_among_others():
+    # Wide enough that a sum over a row of one would be shared out among threads.
+    program = QuantizeInt8().run(cached_llama(layers=1, dim=256, context=64)).program
+    executable = compile(program, Target.parse("torch"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        executable.begin(1, 12)
+        step = inputs(TOKENS[:1, :5], [0])
+        together = executable.run("step", step, ("logits",))["logits"].clone()
+        executable.begin(1, 12)
+        for place in range(5):
+            step = inputs(TOKENS[:1, place : place + 1], [place])
+            alone = executable.run("step", step, ("logits",))["logits"]
+            assert torch.equal(alone[:, 0], together[:, place])
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_argmax_is_the_logits_argmax(program, expected):
     executable = compile(program, Target.parse("eager"))
     executable.begin(2, 12)

@@ -11,8 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from graftwork.backends.torch import loops as loops_module
 from graftwork.backends.torch.compiled import integer_vectors
-from graftwork.backends.torch.loops import LINEAR_INT8, WIDEST, linear, linear_exact, loops
+from graftwork.backends.torch.loops import LINEAR_INT8, WIDEST, attend, linear, linear_exact, loops
+from graftwork.ir.ops import norm
+from graftwork.ir.ops.attention import attend as attend_meaning
 from graftwork.ir.ops.quant import linear_int8
 
 
@@ -69,6 +72,32 @@ def test_float_loops_are_a_linear_layer(rows, dtype):
     bias = torch.randn(40).to(dtype)
     torch.testing.assert_close(linear(x, weight, bias), F.linear(x, weight, bias))
     torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("extra", [{}, {"softcap": 5.0}, {"sinks": torch.randn(4)}])
+def test_attention_loops_are_attention(width, extra):
+    q, k, v = torch.randn(2, 4, width, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
+    mask = (
+        torch.arange(9) < torch.tensor([4, 7])[:, None, None, None] + torch.arange(width)[:, None]
+    )
+    bias = torch.randn(2, 4, width, 9)
+    for added in (None, bias):
+        want = attend_meaning(q, k, v, mask, added, scale=0.3, **extra)
+        result = attend(q, k, v, mask, added, scale=0.3, **extra)
+        torch.testing.assert_close(result, want, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("columns", [8, 100])
+def test_norms_in_blocks_are_norms(columns):
+    x, other, weight = torch.randn(2, 3, columns), torch.randn(2, 3, columns), torch.rand(columns)
+    close = partial(torch.testing.assert_close, atol=1e-6, rtol=1e-5)
+    close(loops_module.rms_norm(x, weight, eps=1e-5), norm.rms_norm(x, weight, eps=1e-5))
+    result = loops_module.add_rms_norm(x, other, weight, eps=1e-5)
+    close(result, norm.add_rms_norm(x, other, weight, eps=1e-5))
+    for bias in (None, other[0, 0]):
+        result = loops_module.layer_norm(x, weight, bias, eps=1e-5)
+        close(result, norm.layer_norm(x, weight, bias, eps=1e-5))
 
 
 def test_a_rows_result_does_not_depend_on_the_others():

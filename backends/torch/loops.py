@@ -1,9 +1,13 @@
-"""Linear layers of a few rows as loops that inductor writes itself for the CPU.
+"""Steps of a few rows as loops that inductor writes itself for the CPU.
 
 A step of decoding has few rows and reads every weight once. The library products that inductor
 calls otherwise are made for many rows: in float32 two rows can take three times as long as one,
 and for int8 none is exact, per row and fast without dot-product instructions. As loops, weights
-are read once at the speed of memory, and a row's result is the same whatever rows share its step.
+are read once at the speed of memory.
+
+Sums over a row, here and in norms and attention, are taken in one order whatever rows share the
+step: a token's results have the same bits alone and among drafted ones. In int8 a last bit matters,
+because rounding to whole numbers makes a step of it.
 """
 
 from __future__ import annotations
@@ -15,13 +19,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...ir.ops.attention import attend_by
 from ...ir.ops.quant import quantize_tensor, round_rows, scale_back
 from .compiled import integer_vectors
+from .rows import attend as library_attend
 
 LINEAR_INT8 = torch.ops.graftwork.linear_int8.default
 
 WIDEST = 32
 """Rows of a float32 step that are loops; for more, library products are faster."""
+
+SHARED = 128
+"""Query rows that share keys in a step whose attention is loops."""
+
+BLOCKS = 8
+"""Parts of a row whose sums are taken one by one."""
 
 TOGETHER = 8
 """Rows that share one reading of the weights: their sums fit in 16 registers."""
@@ -40,6 +52,8 @@ def linear_exact(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, coarse: bool = False
 ) -> Tensor:
     """`linear_int8` as loops of whole numbers: the same bits."""
+    # Stored, or it would be worked out twice, and by scalars where the whole numbers are made.
+    x = _stored(x.contiguous())
     values, row_scale = quantize_tensor(x) if coarse else round_rows(x)
     # 16 bits, because processors multiply pairs of them and add the two products in one go.
     whole = weight.to(torch.int16).to(torch.int32)
@@ -48,6 +62,74 @@ def linear_exact(
         for row in _groups(values.to(torch.int16))
     ]
     return scale_back(_rows_of(torch.cat(sums), x), x, row_scale, scale, bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """`graftwork.rms_norm`; its sum is the same in steps of any width."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(_mean(wide.pow(2)) + eps)
+    return (wide * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`graftwork.add_rms_norm`; its sum is the same in steps of any width."""
+    total = x + residual
+    return rms_norm(total, weight, eps=eps), total
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Tensor:
+    """`graftwork.layer_norm`; its sums are the same in steps of any width."""
+    wide = x.float()
+    wide = wide - _mean(wide)
+    wide = wide * torch.rsqrt(_mean(wide.pow(2)) + eps) * weight.float()
+    return (wide if bias is None else wide + bias.float()).to(x.dtype)
+
+
+def _mean(x: Tensor) -> Tensor:
+    """The mean over the last axis in a fixed order: block by block, then the blocks in a row.
+
+    Where a step has one row, its sum would be shared out among threads and so add up otherwise.
+    """
+    columns = x.shape[-1]
+    blocks = F.pad(x, (0, -columns % BLOCKS)).unflatten(-1, (BLOCKS, -1)).sum(-1, keepdim=True)
+    first, *others = _stored(blocks).unbind(-2)
+    return sum(others, first) / columns
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """`graftwork.attend`; loops where few query rows share keys, in float32."""
+    few = q.shape[1] // k.shape[1] * q.shape[2] <= SHARED and q.dtype == torch.float32
+    if not few:
+        whole: Tensor = library_attend(q, k, v, mask, bias, sinks, scale=scale, softcap=softcap)
+        return whole
+    # Stored, so that neither is worked out again by loops that would have to gather it.
+    q = _stored(q.contiguous())
+    result = attend_by(_product, q, k, v, mask, bias, sinks, scale=scale, softcap=softcap)
+    return _stored(result.contiguous())
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """`torch.matmul` of a few rows [B,G,R,K] with [B,G,K,N]."""
+    batch, groups, rows, inner = a.shape
+    parts = -(-rows // TOGETHER)
+    each = -(-rows // parts)
+    filled = F.pad(a, (0, 0, 0, each * parts - rows))
+    grouped = _stored(filled.reshape(batch, groups, parts, each, inner))
+    whole = b.unsqueeze(2)
+    sums = [(row.unsqueeze(-1) * whole).sum(-2) for row in grouped.unbind(3)]
+    return _stored(torch.stack(sums, 3)).flatten(2, 3)[:, :, :rows]
 
 
 def _groups(x: Tensor) -> tuple[Tensor, ...]:
@@ -71,7 +153,13 @@ def _stored(x: Tensor) -> Tensor:
 
 def loops() -> dict[Any, Callable[..., Any]]:
     """The rows that inductor has for the CPU only."""
-    rows: dict[Any, Callable[..., Any]] = {torch.ops.aten.linear.default: linear}
+    rows: dict[Any, Callable[..., Any]] = {
+        torch.ops.aten.linear.default: linear,
+        torch.ops.graftwork.attend.default: attend,
+        torch.ops.graftwork.rms_norm.default: rms_norm,
+        torch.ops.graftwork.add_rms_norm.default: add_rms_norm,
+        torch.ops.graftwork.layer_norm.default: layer_norm,
+    }
     if integer_vectors() is not None:
         rows[LINEAR_INT8] = linear_exact
     return rows
