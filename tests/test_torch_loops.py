@@ -12,8 +12,16 @@ import torch
 import torch.nn.functional as F
 
 from graftwork.backends.torch import loops as loops_module
-from graftwork.backends.torch.compiled import integer_vectors
-from graftwork.backends.torch.loops import LINEAR_INT8, WIDEST, attend, linear, linear_exact, loops
+from graftwork.backends.torch.compiled import integer_vectors, multiplies_bytes
+from graftwork.backends.torch.loops import (
+    LINEAR_INT8,
+    WIDEST,
+    attend,
+    linear,
+    linear_exact,
+    loops,
+    row_sums,
+)
 from graftwork.ir.ops import norm
 from graftwork.ir.ops.attention import attend as attend_meaning
 from graftwork.ir.ops.quant import linear_int8
@@ -36,20 +44,27 @@ def test_whole_numbers_give_the_same_bits(rows, columns, coarse):
     x, weight, scale = int8_case(rows, columns, 63 if coarse else 127)
     bias = torch.arange(40.0)
     want = linear_int8(x, weight, scale, bias, coarse=coarse)
-    assert torch.equal(linear_exact(x, weight, scale, bias, coarse=coarse), want)
+    for sums in (None, row_sums(weight)):
+        result = linear_exact(x, weight, scale, bias, coarse=coarse, sums=sums)
+        assert torch.equal(result, want)
 
 
-@pytest.mark.parametrize("coarse", [False, True])
-def test_compiled_loops_multiply_vectors_and_give_the_same_bits(coarse, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("coarse", "bytewise"), [(False, False), (False, True), (True, True)])
+def test_compiled_loops_multiply_vectors_and_give_the_same_bits(
+    coarse, bytewise, tmp_path, monkeypatch
+):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     x, weight, scale = int8_case((1, 9), 1300, 63 if coarse else 127)
     compiled = torch.compile(
         partial(linear_exact, coarse=coarse), fullgraph=True, options=integer_vectors()
     )
-    assert torch.equal(compiled(x, weight, scale), linear_int8(x, weight, scale, coarse=coarse))
-    if platform.machine() == "x86_64":
+    sums = row_sums(weight) if bytewise else None
+    want = linear_int8(x, weight, scale, coarse=coarse)
+    assert torch.equal(compiled(x, weight, scale, sums=sums), want)
+    if platform.machine() == "x86_64" and (multiplies_bytes() or not bytewise):
+        wanted = ["pdpbus"] if bytewise else ["pmaddwd", "pdpwss"]
         found = [instructions(path) for path in tmp_path.rglob("*.so")]
-        assert any("pmaddwd" in code or "pdpwss" in code for code in found), "no vectors"
+        assert any(name in code for name in wanted for code in found), "no vectors"
 
 
 def instructions(path: Path) -> str:

@@ -40,7 +40,7 @@ def cuda_graphs(module: torch.fx.GraphModule) -> Callable[..., Any]:
 
 
 def integer_vectors() -> dict[str, str] | None:
-    """torch.compile's options for loops of 16-bit integers to run as vectors; None: they do not.
+    """torch.compile's options for loops of small integers to run as vectors; None: they do not.
 
     Inductor writes vector code for other types itself, leaves these loops to the C++ compiler, and
     tells g++ to leave them as they are. The last word on g++'s command line is the processor's
@@ -52,6 +52,15 @@ def integer_vectors() -> dict[str, str] | None:
     if platform.machine() not in ("x86_64", "AMD64") or not hasattr(config, "march"):
         return None
     return {"cpp.march": f"{config.march or 'native'} -ftree-loop-vectorize"}
+
+
+def multiplies_bytes() -> bool:
+    """Whether this processor multiplies and adds up bytes, four pairs at a time (VNNI).
+
+    It takes pairs of an unsigned and a signed byte.
+    """
+    able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return bool(able.get("avx512_vnni") or able.get("avx_vnni"))
 
 
 def any_size(buffer: torch.Tensor, axis: int) -> None:

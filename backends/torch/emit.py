@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.fx.node import map_aggregate
 
 from ...ir import Function, Sym, UnsupportedError, type_of
 from ...ir.ops import op_of
-from .rows import ROWS, cache_write_
+from .rows import ROWS, Prepared, Row, cache_write_
 
 G = torch.ops.graftwork
 
@@ -23,7 +23,7 @@ def emit(
     states: Sequence[str],
     fetch: Sequence[str],
     absent: frozenset[str] = frozenset(),
-    rows: Mapping[Any, Callable[..., Any]] = ROWS,
+    rows: Mapping[Any, Row] = ROWS,
 ) -> torch.fx.GraphModule:
     """A module that takes the function's inputs in order and returns the `fetch` outputs.
 
@@ -45,7 +45,7 @@ class _Builder:
         weights: Mapping[str, torch.Tensor],
         states: frozenset[str],
         absent: frozenset[str],
-        rows: Mapping[Any, Callable[..., Any]],
+        rows: Mapping[Any, Row],
     ) -> None:
         self.function, self.states, self.absent = function, states, absent
         self.weights, self.rows = weights, rows
@@ -81,15 +81,30 @@ class _Builder:
 
     def _emit(self, node: torch.fx.Node) -> torch.fx.Node:
         if node.op == "get_attr":
-            key = f"w{len(self.attributes)}"
-            self.attributes[key] = self.weights[str(node.target)]
-            return self.graph.get_attr(key)
+            return self._constant(self.weights[str(node.target)])
         if node.target is G.hidden.default:  # a marker costs nothing
             marked: torch.fx.Node = self.values[node.all_input_nodes[0]]
             return marked
         args = map_aggregate(node.args, self._value)
         kwargs = map_aggregate(node.kwargs, self._value)
-        return self.graph.call_function(self._how(node), args, kwargs)
+        how = self._how(node)
+        if isinstance(how, Prepared):
+            kwargs = kwargs | self._prepared(how, args)
+            how = how.run
+        return self.graph.call_function(how, args, kwargs)
+
+    def _constant(self, value: torch.Tensor) -> torch.fx.Node:
+        key = f"w{len(self.attributes)}"
+        self.attributes[key] = value
+        return self.graph.get_attr(key)
+
+    def _prepared(self, how: Prepared, args: Any) -> dict[str, torch.fx.Node]:
+        """What the function wants made of those of its arguments that are weights."""
+        return {
+            name: self._constant(make(self.attributes[str(args[place].target)]))
+            for name, (place, make) in how.made.items()
+            if args[place].op == "get_attr"
+        }
 
     def _value(self, arg: Any) -> Any:
         if isinstance(arg, torch.fx.Node):

@@ -12,7 +12,6 @@ because rounding to whole numbers makes a step of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +20,8 @@ from torch import Tensor
 
 from ...ir.ops.attention import attend_by
 from ...ir.ops.quant import quantize_tensor, round_rows, scale_back
-from .compiled import integer_vectors
+from .compiled import integer_vectors, multiplies_bytes
+from .rows import Prepared, Row
 from .rows import attend as library_attend
 
 LINEAR_INT8 = torch.ops.graftwork.linear_int8.default
@@ -35,6 +35,9 @@ SHARED = 128
 BLOCKS = 8
 """Parts of a row whose sums are taken one by one."""
 
+ABOVE = 128
+"""What makes signed bytes unsigned."""
+
 TOGETHER = 8
 """Rows that share one reading of the weights: their sums fit in 16 registers."""
 
@@ -43,25 +46,47 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`; loops for few rows in float32."""
     if x.shape[:-1].numel() > WIDEST or not x.dtype == weight.dtype == torch.float32:
         return F.linear(x, weight, bias)
-    result = torch.cat([(weight * row).sum(-1) for row in _groups(x)])
-    result = _rows_of(result, x)
+    result = _rows_of([(weight * row).sum(-1, keepdim=True) for row in _groups(x)], x)
     return result if bias is None else result + bias
 
 
 def linear_exact(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, coarse: bool = False
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    coarse: bool = False,
+    sums: Tensor | None = None,
 ) -> Tensor:
-    """`linear_int8` as loops of whole numbers: the same bits."""
+    """`linear_int8` as loops of whole numbers: the same bits.
+
+    Processors multiply pairs of 16-bit numbers and add the two products in one go, and those with
+    dot-product instructions four pairs of an unsigned and a signed byte. With `sums` i32[N], each
+    output's weights added up, it is bytes: activations above zero, and the shift is taken back.
+    """
     # Stored, or it would be worked out twice, and by scalars where the whole numbers are made.
     x = _stored(x.contiguous())
-    values, row_scale = quantize_tensor(x) if coarse else round_rows(x)
-    # 16 bits, because processors multiply pairs of them and add the two products in one go.
+    values, zero, row_scale = _steps(x, coarse)
+    rows = _groups((values - zero).to(torch.int16) if sums is None else values.to(torch.uint8))
+    # By way of 16 bits, or inductor would write these loops itself, in 32 bits.
     whole = weight.to(torch.int16).to(torch.int32)
-    sums = [
-        (whole * row.to(torch.int32)).sum(-1, dtype=torch.int32)
-        for row in _groups(values.to(torch.int16))
+    products = [
+        (whole * row.to(torch.int32)).sum(-1, keepdim=True, dtype=torch.int32) for row in rows
     ]
-    return scale_back(_rows_of(torch.cat(sums), x), x, row_scale, scale, bias)
+    total = _rows_of(products, x)
+    if sums is not None:
+        total = total - zero * sums
+    return scale_back(total, x, row_scale, scale, bias)
+
+
+def _steps(x: Tensor, coarse: bool) -> tuple[Tensor, Tensor | int, Tensor]:
+    """(values in 0..255, their zero point, scale) as `linear_int8` rounds rows."""
+    if coarse:
+        values, zero, scale = quantize_tensor(x)
+        return values, zero.to(torch.int32), scale
+    values, scale = round_rows(x)
+    return values + ABOVE, ABOVE, scale
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -141,9 +166,17 @@ def _groups(x: Tensor) -> tuple[Tensor, ...]:
     return _stored(filled.reshape(each, groups, 1, -1)).unbind(0)
 
 
-def _rows_of(result: Tensor, x: Tensor) -> Tensor:
-    """The parts' results [G * M, N], one after the other, as results of the rows of x."""
-    return result[: x.shape[:-1].numel()].reshape(*x.shape[:-1], -1)
+def _rows_of(parts: list[Tensor], x: Tensor) -> Tensor:
+    """The parts' results [G, N, 1] as results of the rows of x.
+
+    They are stored side by side, and turned around after: rows N apart, often a power of two, would
+    drive each other and x out of the cache.
+    """
+    together = torch.cat(parts, -1).permute(2, 0, 1)
+    rows = x.shape[:-1].numel()
+    return _stored(together.reshape(-1, together.shape[-1])[:rows].contiguous()).reshape(
+        *x.shape[:-1], -1
+    )
 
 
 def _stored(x: Tensor) -> Tensor:
@@ -151,9 +184,14 @@ def _stored(x: Tensor) -> Tensor:
     return x.as_strided(x.shape, x.stride())
 
 
-def loops() -> dict[Any, Callable[..., Any]]:
+def row_sums(weight: Tensor) -> Tensor:
+    """Each row's whole numbers i8[N,K] added up, i32[N]."""
+    return weight.sum(-1, dtype=torch.int32)
+
+
+def loops() -> dict[Any, Row]:
     """The rows that inductor has for the CPU only."""
-    rows: dict[Any, Callable[..., Any]] = {
+    rows: dict[Any, Row] = {
         torch.ops.aten.linear.default: linear,
         torch.ops.graftwork.attend.default: attend,
         torch.ops.graftwork.rms_norm.default: rms_norm,
@@ -161,5 +199,6 @@ def loops() -> dict[Any, Callable[..., Any]]:
         torch.ops.graftwork.layer_norm.default: layer_norm,
     }
     if integer_vectors() is not None:
-        rows[LINEAR_INT8] = linear_exact
+        sums = {"sums": (1, row_sums)} if multiplies_bytes() else {}
+        rows[LINEAR_INT8] = Prepared(linear_exact, sums)
     return rows

@@ -5,8 +5,8 @@ Every other graftwork op is inlined as its meaning, which torch.compile traces t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,17 @@ from torch import Tensor
 from ...ir.ops.attention import attend as attend_meaning
 
 G = torch.ops.graftwork
+
+
+class Prepared(NamedTuple):
+    """A function that is faster with something made of a weight once, before any step."""
+
+    run: Callable[..., Any]
+    made: Mapping[str, tuple[int, Callable[[Tensor], Tensor]]]
+    """Names of its arguments: the place of the weight's argument, and how each is made of it."""
+
+
+Row = Callable[..., Any] | Prepared
 
 
 def cache_write_(cache: Tensor, new: Tensor, past: Tensor) -> Tensor:
@@ -57,6 +68,6 @@ def attend(
     return out.reshape(batch, heads, width, dim)
 
 
-ROWS: dict[Any, Callable[..., Any]] = {
+ROWS: dict[Any, Row] = {
     G.attend.default: attend,
 }

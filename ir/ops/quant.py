@@ -37,18 +37,18 @@ def quantize_rows(x: Tensor, most: int = 127) -> tuple[Tensor, Tensor]:
     return values.to(torch.int8), scale
 
 
-def quantize_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(whole values in -255..255, float32 scale []) with x ~ values * scale: 256 steps from the
-    smallest value, or 0, to the largest, or 0; half to even.
+def quantize_tensor(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(whole values in 0..255, zero point [], float32 scale []), x ~ (values - zero) * scale.
 
-    The values are what is left of ONNX's DynamicQuantizeLinear once its zero point is taken off.
+    256 steps from the smallest value, or 0, to the largest, or 0; half to even. ONNX's
+    DynamicQuantizeLinear.
     """
     wide = x.float()
     low, high = wide.amin().clamp(max=0), wide.amax().clamp(min=0)
     scale = (high - low) / 255.0
     scale = torch.where(scale > 0, scale, 1.0)
     zero = torch.round(-low / scale).clamp(0, 255)
-    return (torch.round(wide / scale) + zero).clamp(0, 255) - zero, scale
+    return (torch.round(wide / scale) + zero).clamp(0, 255), zero, scale
 
 
 def _samples() -> Iterator[Sample]:
@@ -87,7 +87,11 @@ def linear_int8(
     runs fastest: weight in -63..63, one scale and zero point for all rows (see `quantize_tensor`).
     Source: Dettmers et al., "LLM.int8()" (2022), vector-wise quantization without its outliers.
     """
-    values, row_scale = quantize_tensor(x) if coarse else round_rows(x)
+    if coarse:
+        steps, zero, row_scale = quantize_tensor(x)
+        values = steps - zero
+    else:
+        values, row_scale = round_rows(x)
     total = torch.zeros((), dtype=torch.int32, device=x.device)
     for start in range(0, weight.shape[1], _EXACT):
         part = values[..., start : start + _EXACT]
