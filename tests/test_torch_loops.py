@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from graftwork.backends.torch import loops as loops_module
 from graftwork.backends.torch.compiled import integer_vectors, multiplies_bytes
+from graftwork.backends.torch.emit import emit
 from graftwork.backends.torch.loops import (
     LINEAR_INT8,
     WIDEST,
@@ -22,6 +23,8 @@ from graftwork.backends.torch.loops import (
     loops,
     row_sums,
 )
+from graftwork.backends.torch.rows import Prepared
+from graftwork.ir import Function, TensorType, Weight
 from graftwork.ir.ops import norm
 from graftwork.ir.ops.attention import attend as attend_meaning
 from graftwork.ir.ops.quant import linear_int8
@@ -87,6 +90,39 @@ def test_float_loops_are_a_linear_layer(rows, dtype):
     bias = torch.randn(40).to(dtype)
     torch.testing.assert_close(linear(x, weight, bias), F.linear(x, weight, bias))
     torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("outputs", [40, 41])
+@pytest.mark.parametrize("rows", [(1, 8), (1, 13)])
+def test_pairs_of_outputs_have_the_same_bits(rows, outputs, monkeypatch):
+    x, weight = torch.randn(*rows, 100), torch.randn(outputs, 100)
+    monkeypatch.setattr(loops_module, "PAIRS", False)
+    alone = linear(x, weight)
+    monkeypatch.setattr(loops_module, "PAIRS", True)
+    monkeypatch.setattr(loops_module, "NEAR", 0)
+    assert torch.equal(linear(x, weight), alone)
+
+
+def test_what_a_row_wants_of_a_weight_is_made_once():
+    fn = Function("step")
+    x = fn.add_input("x", TensorType.of(torch.zeros(1, 2, 8)))
+    weight = torch.randint(-127, 128, (6, 8), dtype=torch.int8)
+    given = {"w": weight, "scale": torch.rand(6)}
+    nodes = [fn.weight(Weight.of(name, tensor)) for name, tensor in given.items()]
+    fn.set_outputs({"y": fn.call(LINEAR_INT8, x, *nodes)})
+    made: list[torch.Tensor] = []
+
+    def sums(tensor: torch.Tensor) -> torch.Tensor:
+        made.append(tensor)
+        return row_sums(tensor)
+
+    rows = {LINEAR_INT8: Prepared(linear_exact, {"sums": (1, sums)})}
+    module = emit(fn, given, [], ["y"], rows=rows)
+    for seed in range(2):
+        values = torch.randn(1, 2, 8, generator=torch.Generator().manual_seed(seed))
+        want = linear_int8(values, weight, given["scale"])
+        assert torch.equal(module(values)[0], want)
+    assert len(made) == 1 and made[0] is weight
 
 
 @pytest.mark.parametrize("width", [1, 3])

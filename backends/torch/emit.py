@@ -89,7 +89,7 @@ class _Builder:
         kwargs = map_aggregate(node.kwargs, self._value)
         how = self._how(node)
         if isinstance(how, Prepared):
-            kwargs = kwargs | self._prepared(how, args)
+            kwargs = {**kwargs, **self._prepared(how, args)}
             how = how.run
         return self.graph.call_function(how, args, kwargs)
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ir.ops.attention import attend_by
+from ...ir.ops.norm import add_rms_norm_by, layer_norm_by, rms_norm_by
 from ...ir.ops.quant import quantize_tensor, round_rows, scale_back
 from .compiled import integer_vectors, multiplies_bytes
 from .rows import Prepared, Row
@@ -41,12 +42,18 @@ ABOVE = 128
 TOGETHER = 8
 """Rows that share one reading of the weights: their sums fit in 16 registers."""
 
+NEAR = 24 * 1024
+"""Bytes of rows that stay in the nearest cache while weights pass through it."""
+
+PAIRS = "AVX512" in torch.backends.cpu.get_cpu_capability()
+"""Whether sums for two outputs at a time fit in registers, so that rows are read half as often."""
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`; loops for few rows in float32."""
     if x.shape[:-1].numel() > WIDEST or not x.dtype == weight.dtype == torch.float32:
         return F.linear(x, weight, bias)
-    result = _rows_of([(weight * row).sum(-1, keepdim=True) for row in _groups(x)], x)
+    result = _dots(weight, x)
     return result if bias is None else result + bias
 
 
@@ -68,13 +75,9 @@ def linear_exact(
     # Stored, or it would be worked out twice, and by scalars where the whole numbers are made.
     x = _stored(x.contiguous())
     values, zero, row_scale = _steps(x, coarse)
-    rows = _groups((values - zero).to(torch.int16) if sums is None else values.to(torch.uint8))
+    values = (values - zero).to(torch.int16) if sums is None else values.to(torch.uint8)
     # By way of 16 bits, or inductor would write these loops itself, in 32 bits.
-    whole = weight.to(torch.int16).to(torch.int32)
-    products = [
-        (whole * row.to(torch.int32)).sum(-1, keepdim=True, dtype=torch.int32) for row in rows
-    ]
-    total = _rows_of(products, x)
+    total = _dots(weight.to(torch.int16).to(torch.int32), values)
     if sums is not None:
         total = total - zero * sums
     return scale_back(total, x, row_scale, scale, bias)
@@ -91,25 +94,19 @@ def _steps(x: Tensor, coarse: bool) -> tuple[Tensor, Tensor | int, Tensor]:
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """`graftwork.rms_norm`; its sum is the same in steps of any width."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(_mean(wide.pow(2)) + eps)
-    return (wide * weight.float()).to(x.dtype)
+    return rms_norm_by(_mean, x, weight, eps=eps)
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, *, eps: float
 ) -> tuple[Tensor, Tensor]:
     """`graftwork.add_rms_norm`; its sum is the same in steps of any width."""
-    total = x + residual
-    return rms_norm(total, weight, eps=eps), total
+    return add_rms_norm_by(_mean, x, residual, weight, eps=eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Tensor:
     """`graftwork.layer_norm`; its sums are the same in steps of any width."""
-    wide = x.float()
-    wide = wide - _mean(wide)
-    wide = wide * torch.rsqrt(_mean(wide.pow(2)) + eps) * weight.float()
-    return (wide if bias is None else wide + bias.float()).to(x.dtype)
+    return layer_norm_by(_mean, x, weight, bias, eps=eps)
 
 
 def _mean(x: Tensor) -> Tensor:
@@ -157,26 +154,27 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return _stored(torch.stack(sums, 3)).flatten(2, 3)[:, :, :rows]
 
 
-def _groups(x: Tensor) -> tuple[Tensor, ...]:
-    """Rows [..., K] as at most `TOGETHER` parts [G, 1, K]; the last is filled up with zeros."""
-    rows = x.shape[:-1].numel()
+def _dots(weight: Tensor, x: Tensor) -> Tensor:
+    """Products of rows [..., K] and weights [N, K] added up, [..., N] in the weights' dtype.
+
+    At most `TOGETHER` rows share a reading of the weights; the last group is filled up with zeros.
+    """
+    rows, outputs = x.shape[:-1].numel(), weight.shape[0]
     groups = -(-rows // TOGETHER)
     each = -(-rows // groups)
     filled = F.pad(x.reshape(rows, -1), (0, 0, 0, groups * each - rows))
-    return _stored(filled.reshape(each, groups, 1, -1)).unbind(0)
-
-
-def _rows_of(parts: list[Tensor], x: Tensor) -> Tensor:
-    """The parts' results [G, N, 1] as results of the rows of x.
-
-    They are stored side by side, and turned around after: rows N apart, often a power of two, would
-    drive each other and x out of the cache.
-    """
-    together = torch.cat(parts, -1).permute(2, 0, 1)
-    rows = x.shape[:-1].numel()
-    return _stored(together.reshape(-1, together.shape[-1])[:rows].contiguous()).reshape(
-        *x.shape[:-1], -1
-    )
+    parts = _stored(filled.reshape(each, groups, 1, -1)).unbind(0)
+    crowded = PAIRS and each * parts[0][0].nbytes > NEAR
+    paired = 2 if crowded and outputs % 2 == 0 else 1
+    sums = [
+        (one * part.to(weight.dtype)).sum(-1, keepdim=True, dtype=weight.dtype)
+        for one in weight.unflatten(0, (-1, paired)).unbind(1)
+        for part in parts
+    ]
+    # Side by side, and turned around after: rows of results N apart, often a power of two, would
+    # drive each other and x out of the cache.
+    result = torch.cat(sums, -1).unflatten(-1, (paired, each)).permute(3, 0, 1, 2)
+    return _stored(result.reshape(-1, outputs)[:rows].contiguous()).reshape(*x.shape[:-1], outputs)
 
 
 def _stored(x: Tensor) -> Tensor:
