@@ -83,6 +83,15 @@ def test_without_integer_vectors_int8_stays_as_it_is(monkeypatch):
     assert LINEAR_INT8 not in loops()
 
 
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="asks Linux about the processor")
+def test_processors_with_dot_products_multiply_bytes(monkeypatch):
+    able = set(Path("/proc/cpuinfo").read_text().split())
+    assert multiplies_bytes() == bool(able & {"avx512_vnni", "avx_vnni"})
+    for bytewise, made in ((True, {"sums"}), (False, set())):
+        monkeypatch.setattr(loops_module, "multiplies_bytes", lambda answer=bytewise: answer)
+        assert set(loops()[LINEAR_INT8].made) == made
+
+
 @pytest.mark.parametrize("rows", [(1, 1), (2, 4), (1, 9), (1, WIDEST + 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_float_loops_are_a_linear_layer(rows, dtype):
