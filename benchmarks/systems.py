@@ -2,9 +2,9 @@
 
 A system takes a batch of prompts and a number of new tokens. Only decoding is timed, not the
 prompts' step: a rate is new tokens after the first, divided by the time they took. Systems take
-turns, batch by batch, so that what disturbs the machine disturbs all alike, and each time in
-another order: threads of the one that ran before may still be waiting for work. A ratio compares
-rates of the same round, and is the median over the rounds.
+turns, batch by batch, so that what disturbs the machine disturbs all alike, each time in another
+order, and each when the threads of the one before, which spin for a while after their work, have
+come to rest. A ratio compares rates of the same round, and is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ Result = tuple[list[list[int]], float, dict[str, float]]
 """New token ids of each prompt, seconds for all but the first ones, further figures."""
 
 System = Callable[[Batch, int], Result]
+
+PAUSE = 0.02
+"""Seconds for which threads are watched: at rest, they use less than a tenth of them."""
 
 
 def padded(prompts: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,6 +132,15 @@ def read_prompts(path: Path | None, count: int, length: int, vocab: int) -> list
     return [json.loads(line)["ids"][:length] for line in lines]
 
 
+def settle() -> None:
+    """Wait until this process's threads have stopped looking for work (30 ms, mostly)."""
+    idle = False
+    while not idle:
+        used = time.process_time()
+        time.sleep(PAUSE)
+        idle = time.process_time() - used < PAUSE / 10
+
+
 @dataclass
 class Runs:
     """What a system did. rates: tokens a second of each round. texts: of the last round, a prompt
@@ -168,6 +180,7 @@ def take_turns(
             runs[name].texts = []
         for batch in batches:
             for name in order.sample(list(systems), len(systems)):
+                settle()
                 new, seconds, figures = systems[name](batch, count)
                 runs[name].texts += new
                 spent[name] += seconds

@@ -421,3 +421,13 @@ def test_conditional_row_falls_back_to_its_meaning(tmp_path: Path) -> None:
     assert decompose(fn) == 1
     got = call_in_session(G.attend.default, (q, k, v, mask, None, sinks), options, tmp_path)
     close(got[0], G.attend.default(q, k, v, mask, None, sinks, **options))
+
+
+@pytest.mark.parametrize("op", ["add_rms_norm", "ort_add_layer_norm"])
+def test_fused_norms_do_not_return_what_training_needs(op: str) -> None:
+    definition = all_ops()[op]
+    args, options = next(definition.samples())
+    args = tuple(x(1, 4, 8) if arg.dim() > 1 else arg for arg in args)
+    fn, _ = function_of(definition.overload, args, options)
+    (norm,) = emit(fn, WeightStore()).model.graph
+    assert [bool(value.name) for value in norm.outputs] == [True, False, False, True]

@@ -191,11 +191,13 @@ class Emitter:
         *inputs: oir.Value | None,
         domain: str = "",
         outputs: int | None = None,
+        unwanted: Sequence[int] = (),
         **attributes: Any,
     ) -> Any:
         """A new ONNX node; its value, or a tuple of values if `outputs` is given.
 
         Inputs that are None are left out, attributes that are None keep ONNX's default.
+        unwanted: optional outputs to leave out; they would be worked out and take memory.
         """
         trimmed = list(inputs)
         for value in trimmed:
@@ -207,7 +209,7 @@ class Emitter:
         name = f"{self.prefix}.{op_type}.{self.counter}"
         node = oir.node(op_type, trimmed, given, domain=domain, num_outputs=outputs or 1, name=name)
         for index, value in enumerate(node.outputs):
-            value.name = f"{name}.{index}"
+            value.name = "" if index in unwanted else f"{name}.{index}"
         self.graph.append(node)
         return node.outputs[0] if outputs is None else tuple(node.outputs)
 

@@ -15,6 +15,9 @@ from .emit import Emitter, row, type_of
 A = torch.ops.aten
 G = torch.ops.graftwork
 
+STATISTICS = (1, 2)
+"""Outputs of fused sums and norms that training needs: means and inverse deviations."""
+
 
 def _ones(e: Emitter, x: oir.Value) -> oir.Value:
     return e.const(torch.ones(int(str(type_of(x).dims[-1]))), type_of(x).dtype)
@@ -49,7 +52,13 @@ def add_rms_norm(
 ) -> Any:
     scale = e.cast(weight, e.dtype())
     normed, _, _, total = e.fused(
-        "SkipSimplifiedLayerNormalization", x, residual, scale, epsilon=eps, outputs=4
+        "SkipSimplifiedLayerNormalization",
+        x,
+        residual,
+        scale,
+        epsilon=eps,
+        outputs=4,
+        unwanted=STATISTICS,
     )
     return normed, total
 
@@ -119,6 +128,13 @@ def add_layer_norm(
     scale = e.cast(weight, e.dtype())
     shift = None if bias is None else e.cast(bias, e.dtype())
     normed, _, _, total = e.fused(
-        "SkipLayerNormalization", x, residual, scale, shift, epsilon=eps, outputs=4
+        "SkipLayerNormalization",
+        x,
+        residual,
+        scale,
+        shift,
+        epsilon=eps,
+        outputs=4,
+        unwanted=STATISTICS,
     )
     return normed, total
