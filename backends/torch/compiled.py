@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch._inductor.config
 from .regions import outline_repeats
 
 
-def inductor(module: torch.fx.GraphModule) -> Callable[..., Any]:
+def inductor(module: torch.fx.GraphModule) -> Compiled:
     """Compile for the CPU: layers once for all, caches of any length, no checks of each tensor.
 
     The executable calls each compiled module with inputs of one shape, dtype and layout; only the
@@ -27,8 +28,20 @@ def inductor(module: torch.fx.GraphModule) -> Callable[..., Any]:
     }
     if any(weight.dtype == torch.int8 for weight in weights):
         options |= integer_vectors() or {}
-    compiled: Callable[..., Any] = torch.compile(module, fullgraph=True, options=options)
-    return lambda *arguments: compiled(*arguments, *weights)
+    return Compiled(torch.compile(module, fullgraph=True, options=options), weights)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Compiled code and the weights that it takes after its other arguments."""
+
+    code: Callable[..., Any]
+    weights: list[torch.Tensor]
+
+    def __call__(self, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the module returns for these arguments."""
+        results: tuple[torch.Tensor, ...] = self.code(*arguments, *self.weights)
+        return results
 
 
 def cuda_graphs(module: torch.fx.GraphModule) -> Callable[..., Any]:

@@ -12,9 +12,11 @@ import torch
 from ...ir import InputError, Program, Sym
 from ...ir.executable import HeldCall, Outputs
 from ..target import Target
-from .compiled import any_size, cuda_graphs, inductor
+from .compiled import Compiled, any_size, cuda_graphs, inductor
 from .emit import emit
+from .held import Held
 from .loops import loops
+from .replay import Recording, Replay, record
 from .rows import ROWS
 
 PREFILL = 128
@@ -43,6 +45,9 @@ class TorchExecutable:
         self.weights = {n: weight.load().to(self.device) for n, weight in program.weights.items()}
         self.variants: dict[object, Callable[..., Any]] = {}
         self.compiled: set[object] = set()
+        self.recordings: dict[object, Recording | None] = {}
+        self.epoch = 0
+        """Counts the times that the states were given other memory."""
         self.preparing = 0.0
         if target.threads is not None:
             torch.set_num_threads(target.threads)
@@ -74,6 +79,7 @@ class TorchExecutable:
                 any_size(buffer, state.type.dims.index(Sym("C")))
             self.states[name] = buffer
         self.capacity = capacity
+        self.epoch += 1
 
     def _limit(self) -> int:
         # A step may be wider than what is left of the context; what is over is never committed.
@@ -89,20 +95,15 @@ class TorchExecutable:
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
     ) -> Outputs:
         """Run one step; states change in place."""
-        kinds = tuple((name, value.shape, value.dtype) for name, value in inputs.items())
-        key = (function, tuple(fetch), kinds if self.how != "eager" else len(kinds))
+        key = self._key(function, inputs, fetch)
         variant = self.variants.get(key)
         if variant is None:
             variant = self.variants[key] = self._compile(function, frozenset(inputs), fetch)
-        arguments = [
-            self.states[name] if name in self.states else inputs[name].to(self.device).contiguous()
-            for name in self._argument_names(function, frozenset(inputs))
-        ]
+        arguments = self._arguments(function, inputs)
         start = perf_counter()
         with torch.no_grad():
             results = variant(*arguments)
-        # The first call compiles, and with CUDA graphs also once the caches have grown.
-        compiled = key, self.capacity if self.how == "cuda graphs" else None
+        compiled = self._version(key)
         if self.how != "eager" and compiled not in self.compiled:
             self.compiled.add(compiled)
             self.preparing += perf_counter() - start
@@ -111,16 +112,57 @@ class TorchExecutable:
     def hold(
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
     ) -> HeldCall:
-        """The call; what it costs is the compiler's affair."""
+        """The call; its kernels alone, where a compiled step is nothing else."""
         # Held calls do not keep the executable alive.
-        alive = weakref.WeakMethod(self.run)
+        return Held(weakref.ref(self), function, dict(inputs), tuple(fetch))
 
-        def call() -> Outputs:
-            run = alive()
-            assert run is not None
-            return run(function, inputs, fetch)
+    def replayed(
+        self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
+    ) -> tuple[Outputs, Replay | None]:
+        """Run one step; its outputs, and how to run it again on the same tensors, if there is a
+        short way.
 
-        return call
+        A step is recorded when it runs for the second time with some capacity, so that it has been
+        compiled.
+        """
+        key = self._key(function, inputs, fetch)
+        variant, version = self.variants.get(key), self._version(key)
+        in_place = all(tensor.is_cpu and tensor.is_contiguous() for tensor in inputs.values())
+        if not isinstance(variant, Compiled) or version not in self.compiled or not in_place:
+            return self.run(function, inputs, fetch), None
+        arguments = self._arguments(function, inputs)
+        recorded = version, self.capacity
+        with torch.no_grad():
+            if recorded not in self.recordings:
+                start = perf_counter()
+                results, recording = record(variant, arguments, list(self.states.values()))
+                self.recordings[recorded] = recording
+                self.preparing += perf_counter() - start
+                return dict(zip(fetch, results, strict=True)), None
+        found = self.recordings[recorded]
+        if found is None:
+            return self.run(function, inputs, fetch), None
+        replay = Replay(found, [*arguments, *variant.weights])
+        replay()
+        return dict(zip(fetch, replay.results, strict=True)), replay
+
+    def _key(
+        self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
+    ) -> object:
+        """What a step is compiled for; an eager one serves all shapes."""
+        kinds = tuple((name, value.shape, value.dtype) for name, value in inputs.items())
+        return function, tuple(fetch), kinds if self.how != "eager" else len(kinds)
+
+    def _version(self, key: object) -> object:
+        """What is compiled when it is first called: CUDA graphs for each length of the caches,
+        loops for a number of threads."""
+        return key, self.capacity if self.how == "cuda graphs" else torch.get_num_threads()
+
+    def _arguments(self, function: str, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        return [
+            self.states[name] if name in self.states else inputs[name].to(self.device).contiguous()
+            for name in self._argument_names(function, frozenset(inputs))
+        ]
 
     def _argument_names(self, function: str, given: frozenset[str]) -> list[str]:
         names = [str(node.target) for node in self.program.function(function).inputs]

@@ -1,0 +1,46 @@
+"""Calls that come again with the same input tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...ir.executable import Outputs
+from .replay import Replay
+
+if TYPE_CHECKING:
+    from .executable import TorchExecutable
+
+
+class Held:
+    """A call of a function. Once it can be replayed it is, until the states have other memory or
+    torch another number of threads."""
+
+    def __init__(
+        self,
+        executable: weakref.ref[TorchExecutable],
+        function: str,
+        inputs: Mapping[str, torch.Tensor],
+        fetch: Sequence[str],
+    ) -> None:
+        self.executable = executable
+        self.function, self.inputs, self.fetch = function, inputs, fetch
+        self.replay: Replay | None = None
+        self.outputs: Outputs = {}
+        self.when: object = None
+
+    def __call__(self) -> Outputs:
+        """The outputs for what lies in the inputs now. Errors: as those of a run."""
+        executable = self.executable()
+        assert executable is not None, "a held call is made after its executable is gone"
+        when = executable.epoch, torch.get_num_threads()
+        if self.replay is None or self.when != when:
+            call = self.function, self.inputs, self.fetch
+            self.outputs, self.replay = executable.replayed(*call)
+            self.when = when
+        else:
+            self.replay()
+        return self.outputs

@@ -1,0 +1,235 @@
+"""A compiled step's kernels once more, without the Python between them.
+
+Inductor's code allocates and views some hundred tensors a layer before it calls a kernel, which
+takes longer than a small layer's arithmetic. For inputs of given shapes it does the same each time:
+what a step is cannot depend on what is in its tensors. So its kernel calls are recorded once, and
+made again in memory that is laid out as it was.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import BuiltinFunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .compiled import Compiled
+
+ALIGNED = 64
+"""Bytes at whose multiples torch allocates, and kernels may expect tensors to begin."""
+
+
+class Given(NamedTuple):
+    """A place in the memory of an argument, in bytes from its beginning."""
+
+    number: int
+    offset: int
+
+
+class Scratch(NamedTuple):
+    """A place in the memory of what a step works out, in bytes from its beginning."""
+
+    offset: int
+
+
+Place = Given | Scratch
+
+
+class Result(NamedTuple):
+    """A tensor that a step returned."""
+
+    place: Place
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+Kernel = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The kernel calls of a step. calls: each with the places, or plain numbers, that it was given.
+    size: bytes of scratch."""
+
+    calls: list[tuple[Kernel, list[Any]]]
+    results: list[Result]
+    size: int
+
+
+class Replay:
+    """A recording for certain arguments. Calling it is the step.
+
+    results: the tensors that the step returned, anew each time in the same memory.
+    """
+
+    def __init__(self, recording: Recording, arguments: Sequence[Tensor]) -> None:
+        self.scratch = torch.empty(recording.size + ALIGNED, dtype=torch.uint8)
+        start = -self.scratch.data_ptr() % ALIGNED
+        bases = [(tensor.untyped_storage(), 0) for tensor in arguments]
+        scratch = (self.scratch.untyped_storage(), start)
+
+        def tensor(place: Place, dtype: torch.dtype, shape: Any, stride: Any) -> Tensor:
+            storage, begin = scratch if isinstance(place, Scratch) else bases[place.number]
+            offset = (begin + place.offset) // dtype.itemsize
+            return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+
+        made: dict[Place, Tensor] = {}
+
+        def argument(value: Any) -> Any:
+            if not isinstance(value, (Given, Scratch)):
+                return value
+            # Kernels ask for the address alone.
+            if value not in made:
+                made[value] = tensor(value, torch.uint8, (1,), (1,))
+            return made[value]
+
+        self.calls = [(kernel, tuple(map(argument, args))) for kernel, args in recording.calls]
+        self.results = [tensor(*result) for result in recording.results]
+
+    def __call__(self) -> None:
+        """Run the step on what is in its arguments now."""
+        for kernel, arguments in self.calls:
+            kernel(*arguments)
+
+
+def record(
+    step: Compiled, arguments: Sequence[Tensor], states: Sequence[Tensor]
+) -> tuple[Sequence[Tensor], Recording | None]:
+    """Run a compiled step; its results, and how to make them again from its arguments and weights.
+
+    states: those of the arguments that it changes. None where the step is more than its kernels,
+    such as calls of a library: the recording is tried on the states before, with scratch full of
+    NaN, and everything that the step returns or changes must come out as the same bits.
+    """
+    given = [*arguments, *step.weights]
+    before = [state.clone() for state in states]
+    with _kernel_calls() as seen:
+        results = step(*arguments)
+    if not seen:
+        return results, None
+    recording = _placed(seen, results, given)
+    wanted = [tensor.clone() for tensor in (*results, *states)]
+    for state, old in zip(states, before, strict=True):
+        state.copy_(old)
+    replay = Replay(recording, given)
+    replay.scratch.fill_(255)
+    replay()
+    found = [*replay.results, *states]
+    if all(map(_same_bits, wanted, found)):
+        return results, recording
+    for state, new in zip(states, wanted[len(results) :], strict=True):
+        state.copy_(new)
+    return results, None
+
+
+class _Seen(NamedTuple):
+    """Where a tensor was: its address, and its storage's address and bytes."""
+
+    address: int
+    begin: int
+    nbytes: int
+
+
+def _see(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    storage = value.untyped_storage()
+    return _Seen(value.data_ptr(), storage.data_ptr(), storage.nbytes())
+
+
+@contextmanager
+def _kernel_calls() -> Iterator[list[tuple[Kernel, list[Any]]]]:
+    """The kernel calls that compiled code makes meanwhile in this thread.
+
+    Tensors are not kept, or their memory would not be used again as it is in other runs.
+    """
+    seen: list[tuple[Kernel, list[Any]]] = []
+    here = threading.get_ident()
+
+    def recorder(kernel: Kernel) -> Kernel:
+        def call(*arguments: Any) -> None:
+            if threading.get_ident() == here:
+                seen.append((kernel, list(map(_see, arguments))))
+            kernel(*arguments)
+
+        return call
+
+    places = kernels()
+    try:
+        for module, name, kernel in places:
+            setattr(module, name, recorder(kernel))
+        yield seen
+    finally:
+        for module, name, kernel in places:
+            setattr(module, name, kernel)
+
+
+def kernels() -> list[tuple[ModuleType, str, Kernel]]:
+    """The C++ kernels in the modules that inductor has written: module, name in it, kernel.
+
+    Nothing public tells of them. Where they are not found, steps are not recorded and run as they
+    are (and a test fails).
+    """
+    from torch._inductor.codecache import PyCodeCache
+
+    return [
+        (module, name, value)
+        for module in PyCodeCache.modules
+        for name, value in vars(module).items()
+        if isinstance(value, BuiltinFunctionType) and value.__name__ == "kernel"
+    ]
+
+
+def _placed(
+    seen: Sequence[tuple[Kernel, list[Any]]], results: Sequence[Tensor], given: Sequence[Tensor]
+) -> Recording:
+    """A recording: addresses as places in what is given and, all others, in scratch.
+
+    Storages that overlap had the memory one after the other; they keep their places in it.
+    """
+    numbers = {tensor.untyped_storage().data_ptr(): n for n, tensor in enumerate(given)}
+    returned = [_see(tensor) for tensor in results]
+    every = [value for _, values in seen for value in values if isinstance(value, _Seen)]
+    made = {
+        (value.begin, value.begin + value.nbytes)
+        for value in (*every, *returned)
+        if value.begin not in numbers
+    }
+    begins: list[int] = []
+    ends: list[int] = []
+    for begin, end in sorted(made):
+        if not begins or begin >= ends[-1]:
+            begins.append(begin)
+            ends.append(end)
+        ends[-1] = max(ends[-1], end)
+    offsets, size = [], 0
+    for begin, end in zip(begins, ends, strict=True):
+        offsets.append(size)
+        size += -(-(end - begin) // ALIGNED) * ALIGNED
+
+    def place(value: Any) -> Any:
+        if not isinstance(value, _Seen):
+            return value
+        if value.begin in numbers:
+            return Given(numbers[value.begin], value.address - value.begin)
+        block = bisect_right(begins, value.begin) - 1
+        return Scratch(offsets[block] + value.address - begins[block])
+
+    calls = [(kernel, list(map(place, values))) for kernel, values in seen]
+    kept = [
+        Result(place(at), tensor.dtype, tensor.shape, tensor.stride())
+        for at, tensor in zip(returned, results, strict=True)
+    ]
+    return Recording(calls, kept, size)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    a, b = (tensor.reshape(-1).view(torch.uint8) for tensor in (a, b))
+    return torch.equal(a, b)
