@@ -23,8 +23,8 @@ PREFILL = 128
 """Tokens a prefill step takes at most when widths are static."""
 
 BUCKETS = {"eager": 256, "inductor": 64, "cuda graphs": 1024}
-"""Cache rows are reserved in multiples that start here and double: attention reads all of them.
-Inductor's loops take any number of rows; CUDA graphs are compiled anew, every width, for each."""
+"""Cache rows are reserved in multiples of these: attention reads all of them. CUDA graphs are
+compiled anew, every width, for each number, so theirs doubles."""
 
 OPTIONAL = frozenset({"ancestors"})
 
@@ -61,14 +61,15 @@ class TorchExecutable:
         """Grow the state buffers, keeping their rows."""
         if rows <= self.capacity:
             return
-        capacity = max(self.capacity, min(self.bucket, self._limit()))
-        while capacity < rows:
-            capacity = min(2 * capacity, self._limit())
-            if capacity < rows and capacity == self._limit():
-                raise InputError(
-                    f"{rows} cache rows asked for, but {self.program.name} has a context of "
-                    f"{self.program.info.context} tokens"
-                )
+        if rows > self._limit():
+            raise InputError(
+                f"{rows} cache rows asked for, but {self.program.name} has a context of "
+                f"{self.program.info.context} tokens"
+            )
+        buckets = -(-rows // self.bucket)
+        if self.how == "cuda graphs":
+            buckets = 1 << (buckets - 1).bit_length()
+        capacity = min(buckets * self.bucket, self._limit())
         for name, state in self.program.states.items():
             bound = state.type.bind({"B": self.batch, "C": capacity})
             buffer = torch.zeros(bound.shape, dtype=bound.dtype, device=self.device)

@@ -12,6 +12,7 @@ because rounding to whole numbers makes a step of it.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from ...ir.ops.attention import attend_by
 from ...ir.ops.norm import add_rms_norm_by, layer_norm_by, rms_norm_by
-from ...ir.ops.quant import quantize_tensor, round_rows, scale_back
+from ...ir.ops.quant import quantize_tensor, round_rows_by, scale_back
 from .compiled import integer_vectors, multiplies_bytes
 from .rows import Prepared, Row
 from .rows import attend as library_attend
@@ -34,7 +35,7 @@ SHARED = 128
 """Query rows that share keys in a step whose attention is loops."""
 
 BLOCKS = 8
-"""Parts of a row whose sums are taken one by one."""
+"""Parts of a row whose sums, or largest values, are taken one by one."""
 
 ABOVE = 128
 """What makes signed bytes unsigned."""
@@ -88,8 +89,17 @@ def _steps(x: Tensor, coarse: bool) -> tuple[Tensor, Tensor | int, Tensor]:
     if coarse:
         values, zero, scale = quantize_tensor(x)
         return values, zero.to(torch.int32), scale
-    values, scale = round_rows(x)
+    values, scale = round_rows_by(_largest, x)
     return values + ABOVE, ABOVE, scale
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The largest value over the last axis. Of a row alone block by block: its blocks are shared
+    out among threads in passing, the row by itself would be a parallel region of its own."""
+    if x.shape[:-1].numel() > 1:
+        return x.amax(-1, keepdim=True)
+    first, *others = _stored(_blocks(x).amax(-1, keepdim=True)).unbind(-2)
+    return functools.reduce(torch.maximum, others, first)
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -114,10 +124,13 @@ def _mean(x: Tensor) -> Tensor:
 
     Where a step has one row, its sum would be shared out among threads and so add up otherwise.
     """
-    columns = x.shape[-1]
-    blocks = F.pad(x, (0, -columns % BLOCKS)).unflatten(-1, (BLOCKS, -1)).sum(-1, keepdim=True)
-    first, *others = _stored(blocks).unbind(-2)
-    return sum(others, first) / columns
+    first, *others = _stored(_blocks(x).sum(-1, keepdim=True)).unbind(-2)
+    return sum(others, first) / x.shape[-1]
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """Rows [..., K] of values, filled up with zeros, in parts [..., BLOCKS, K / BLOCKS]."""
+    return F.pad(x, (0, -x.shape[-1] % BLOCKS)).unflatten(-1, (BLOCKS, -1))
 
 
 def attend(
