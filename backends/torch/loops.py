@@ -34,8 +34,9 @@ WIDEST = 32
 SHARED = 128
 """Query rows that share keys in a step whose attention is loops."""
 
-BLOCKS = 8
-"""Parts of a row whose sums, or largest values, are taken one by one."""
+BLOCKS = 4
+"""Parts of a row whose sums, or largest values, are taken one by one. What reads more than four
+values is worked out and stored by one thread while the others wait."""
 
 ABOVE = 128
 """What makes signed bytes unsigned."""
@@ -99,7 +100,8 @@ def _largest(x: Tensor) -> Tensor:
     if x.shape[:-1].numel() > 1:
         return x.amax(-1, keepdim=True)
     first, *others = _stored(_blocks(x).amax(-1, keepdim=True)).unbind(-2)
-    return functools.reduce(torch.maximum, others, first)
+    largest: Tensor = functools.reduce(torch.maximum, others, first)
+    return largest
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -130,7 +132,8 @@ def _mean(x: Tensor) -> Tensor:
 
 def _blocks(x: Tensor) -> Tensor:
     """Rows [..., K] of values, filled up with zeros, in parts [..., BLOCKS, K / BLOCKS]."""
-    return F.pad(x, (0, -x.shape[-1] % BLOCKS)).unflatten(-1, (BLOCKS, -1))
+    blocks: Tensor = F.pad(x, (0, -x.shape[-1] % BLOCKS)).unflatten(-1, (BLOCKS, -1))
+    return blocks
 
 
 def attend(
