@@ -159,6 +159,15 @@ def test_a_recording_that_does_not_repeat_the_step_is_dropped(monkeypatch: pytes
     assert torch.equal(results[1], torch.full((4, 40), 4.0))
 
 
+def test_large_states_are_not_copied(monkeypatch: pytest.MonkeyPatch):
+    step = inductor(torch.fx.symbolic_trace(_Counter()))
+    x, state = torch.ones(4, 40), torch.ones(4, 40)
+    step(x, torch.zeros(4, 40))
+    monkeypatch.setattr(replay, "COPIED", state.nbytes - 1)
+    results, recording = record(step, [x, state], [state])
+    assert recording is None and torch.equal(results[1], torch.full((4, 40), 4.0))
+
+
 def test_what_other_threads_run_is_not_recorded():
     step = inductor(torch.fx.symbolic_trace(_Counter()))
     x, state = torch.ones(4, 40), torch.ones(4, 40)

@@ -25,6 +25,11 @@ ALIGNED = 64
 """Bytes at whose multiples torch allocates, and kernels may expect tensors to begin."""
 
 
+COPIED = 1 << 29
+"""Bytes of states that a recording may copy. A step that reads more takes so long that the Python
+between its kernels does not matter."""
+
+
 class Given(NamedTuple):
     """A place in the memory of an argument, in bytes from its beginning."""
 
@@ -106,8 +111,11 @@ def record(
 
     states: those of the arguments that it changes. None where the step is more than its kernels,
     such as calls of a library: the recording is tried on the states before, with scratch full of
-    NaN, and everything that the step returns or changes must come out as the same bits.
+    NaN, and everything that the step returns or changes must come out as the same bits. None, too,
+    for more than `COPIED` bytes of states.
     """
+    if sum(state.nbytes for state in states) > COPIED:
+        return step(*arguments), None
     given = [*arguments, *step.weights]
     before = [state.clone() for state in states]
     with _kernel_calls() as seen:
