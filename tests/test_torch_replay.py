@@ -141,6 +141,22 @@ def test_a_recording_runs_a_step_once_and_can_be_bound_to_other_memory():
             assert all(map(torch.equal, again.results, want))
 
 
+def test_arguments_may_lie_anywhere_in_their_memory_but_not_in_the_same():
+    step = inductor(torch.fx.symbolic_trace(_Counter()))
+    many = torch.randn(16, 4, 40)
+    step(many[0], many[1].clone())
+    _, recording = record(step, [many[3], many[5]], [many[5]])
+    assert recording is not None
+    for one, two in ((many[7], many[9]), (torch.randn(4, 40), many[2]), (many[4], many[4].clone())):
+        twin = two.clone()
+        again = Replay(recording, [one, two])
+        again()
+        want = step(one, twin)
+        assert torch.equal(two, twin) and all(map(torch.equal, again.results, want))
+    _, recording = record(step, [many[11], many[11]], [many[11]])
+    assert recording is None
+
+
 def test_a_recording_that_does_not_repeat_the_step_is_dropped(monkeypatch: pytest.MonkeyPatch):
     step = inductor(torch.fx.symbolic_trace(_Counter()))
     x, state = torch.ones(4, 40), torch.ones(4, 40)

@@ -123,8 +123,7 @@ class TorchExecutable:
         """Run one step; its outputs, and how to run it again on the same tensors, if there is a
         short way.
 
-        A step is recorded when it runs for the second time with some capacity, so that it has been
-        compiled.
+        Once it is compiled, a step is recorded when it first runs with a capacity.
         """
         key = self._key(function, inputs, fetch)
         variant, version = self.variants.get(key), self._version(key)

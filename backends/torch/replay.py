@@ -8,6 +8,7 @@ made again in memory that is laid out as it was.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,7 @@ between its kernels does not matter."""
 
 
 class Given(NamedTuple):
-    """A place in the memory of an argument, in bytes from its beginning."""
+    """A place in the memory of an argument, or a weight, in bytes from its first element."""
 
     number: int
     offset: int
@@ -77,7 +78,7 @@ class Replay:
     def __init__(self, recording: Recording, arguments: Sequence[Tensor]) -> None:
         self.scratch = torch.empty(recording.size + ALIGNED, dtype=torch.uint8)
         start = -self.scratch.data_ptr() % ALIGNED
-        bases = [(tensor.untyped_storage(), 0) for tensor in arguments]
+        bases = [(t.untyped_storage(), t.storage_offset() * t.itemsize) for t in arguments]
         scratch = (self.scratch.untyped_storage(), start)
 
         def tensor(place: Place, dtype: torch.dtype, shape: Any, stride: Any) -> Tensor:
@@ -112,9 +113,11 @@ def record(
     states: those of the arguments that it changes. None where the step is more than its kernels,
     such as calls of a library: the recording is tried on the states before, with scratch full of
     NaN, and everything that the step returns or changes must come out as the same bits. None, too,
-    for more than `COPIED` bytes of states.
+    for more than `COPIED` bytes of states, and where arguments share memory: other ones may not.
     """
-    if sum(state.nbytes for state in states) > COPIED:
+    spans = _spans(arguments)
+    shared = any(span.end > after.begin for span, after in itertools.pairwise(spans))
+    if shared or sum(state.nbytes for state in states) > COPIED:
         return step(*arguments), None
     given = [*arguments, *step.weights]
     before = [state.clone() for state in states]
@@ -135,6 +138,20 @@ def record(
     for state, new in zip(states, wanted[len(results) :], strict=True):
         state.copy_(new)
     return results, None
+
+
+class _Span(NamedTuple):
+    """The memory of a tensor, and its number."""
+
+    begin: int
+    end: int
+    number: int
+
+
+def _spans(tensors: Sequence[Tensor]) -> list[_Span]:
+    """Where tensors lie that are not empty, in order."""
+    every = ((tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
+    return sorted(_Span(at, at + size, n) for n, (at, size) in enumerate(every) if size)
 
 
 class _Seen(NamedTuple):
@@ -202,13 +219,19 @@ def _placed(
 
     Storages that overlap had the memory one after the other; they keep their places in it.
     """
-    numbers = {tensor.untyped_storage().data_ptr(): n for n, tensor in enumerate(given)}
+    spans = _spans(given)
+    starts = [span.begin for span in spans]
+
+    def span_of(value: _Seen) -> _Span | None:
+        at = bisect_right(starts, value.address) - 1
+        return spans[at] if at >= 0 and value.address < spans[at].end else None
+
     returned = [_see(tensor) for tensor in results]
     every = [value for _, values in seen for value in values if isinstance(value, _Seen)]
     made = {
         (value.begin, value.begin + value.nbytes)
         for value in (*every, *returned)
-        if value.begin not in numbers
+        if span_of(value) is None
     }
     begins: list[int] = []
     ends: list[int] = []
@@ -225,8 +248,9 @@ def _placed(
     def place(value: Any) -> Any:
         if not isinstance(value, _Seen):
             return value
-        if value.begin in numbers:
-            return Given(numbers[value.begin], value.address - value.begin)
+        span = span_of(value)
+        if span is not None:
+            return Given(span.number, value.address - span.begin)
         block = bisect_right(begins, value.begin) - 1
         return Scratch(offsets[block] + value.address - begins[block])
 
