@@ -37,6 +37,9 @@ System = Callable[[Batch, int], Result]
 PAUSE = 0.02
 """Seconds for which threads are watched: at rest, they use less than a tenth of them."""
 
+PAUSES = 250
+"""How often they are watched at most."""
+
 
 def padded(prompts: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Prompts and their attention mask i64[B,S], padded on the left."""
@@ -133,12 +136,16 @@ def read_prompts(path: Path | None, count: int, length: int, vocab: int) -> list
 
 
 def settle() -> None:
-    """Wait until this process's threads have stopped looking for work (30 ms, mostly)."""
-    idle = False
-    while not idle:
+    """Wait until this process's threads have stopped looking for work (30 ms, mostly).
+
+    Errors: `TimeoutError` if they never do: what runs next would be measured beside them.
+    """
+    for _ in range(PAUSES):
         used = time.process_time()
         time.sleep(PAUSE)
-        idle = time.process_time() - used < PAUSE / 10
+        if time.process_time() - used < PAUSE / 10:
+            return
+    raise TimeoutError(f"threads are still busy {PAUSES * PAUSE:.0f} s after a system's turn")
 
 
 @dataclass

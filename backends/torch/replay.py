@@ -25,7 +25,6 @@ from .compiled import Compiled
 ALIGNED = 64
 """Bytes at whose multiples torch allocates, and kernels may expect tensors to begin."""
 
-
 COPIED = 1 << 29
 """Bytes of states that a recording may copy. A step that reads more takes so long that the Python
 between its kernels does not matter."""
