@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._inductor.config
 
 from .regions import outline_repeats
 
@@ -26,8 +24,6 @@ def inductor(module: torch.fx.GraphModule) -> Compiled:
         "size_asserts": False,
         "guard_filter_fn": lambda guards: [g.guard_type != "TENSOR_MATCH" for g in guards],
     }
-    if any(weight.dtype == torch.int8 for weight in weights):
-        options |= integer_vectors() or {}
     return Compiled(torch.compile(module, fullgraph=True, options=options), weights)
 
 
@@ -50,30 +46,6 @@ def cuda_graphs(module: torch.fx.GraphModule) -> Callable[..., Any]:
         module, fullgraph=True, options={"triton.cudagraphs": True}
     )
     return compiled
-
-
-def integer_vectors() -> dict[str, str] | None:
-    """torch.compile's options for loops of small integers to run as vectors; None: they do not.
-
-    Inductor writes vector code for other types itself, leaves these loops to the C++ compiler, and
-    tells g++ to leave them as they are. The last word on g++'s command line is the processor's
-    name, so what is to count follows that. clang++ is told nothing and makes vectors.
-    """
-    config = torch._inductor.config.cpp
-    if "clang" in config.cxx[-1]:
-        return {}
-    if platform.machine() not in ("x86_64", "AMD64") or not hasattr(config, "march"):
-        return None
-    return {"cpp.march": f"{config.march or 'native'} -ftree-loop-vectorize"}
-
-
-def multiplies_bytes() -> bool:
-    """Whether this processor multiplies and adds up bytes, four pairs at a time (VNNI).
-
-    It takes pairs of an unsigned and a signed byte.
-    """
-    able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return bool(able.get("avx512_vnni") or able.get("avx_vnni"))
 
 
 def any_size(buffer: torch.Tensor, axis: int) -> None:

@@ -13,9 +13,9 @@ from ...ir import InputError, Program, Sym
 from ...ir.executable import HeldCall, Outputs
 from ..target import Target
 from .compiled import Compiled, any_size, cuda_graphs, inductor
+from .cpu import CPU_ROWS
 from .emit import emit
 from .held import Held
-from .loops import loops
 from .replay import Recording, Replay, record
 from .rows import ROWS
 
@@ -175,7 +175,7 @@ class TorchExecutable:
         missing = {str(n.target) for n in fn.inputs} - given - set(self.program.states)
         if not missing <= OPTIONAL:
             raise InputError(f"{function} also needs the inputs {', '.join(sorted(missing))}")
-        rows = ROWS | loops() if self.how == "inductor" else ROWS
+        rows = ROWS | CPU_ROWS if self.how == "inductor" else ROWS
         states = list(self.program.states)
         module = emit(fn, self.weights, states, fetch, frozenset(missing), rows)
         if self.how == "eager":

@@ -14,12 +14,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import BuiltinFunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import native
 from .compiled import Compiled
 
 ALIGNED = 64
@@ -95,13 +97,18 @@ class Replay:
                 made[value] = tensor(value, torch.uint8, (1,), (1,))
             return made[value]
 
-        self.calls = [(kernel, tuple(map(argument, args))) for kernel, args in recording.calls]
+        self.calls = [_bound(kernel, list(map(argument, args))) for kernel, args in recording.calls]
         self.results = [tensor(*result) for result in recording.results]
 
     def __call__(self) -> None:
         """Run the step on what is in its arguments now."""
-        for kernel, arguments in self.calls:
-            kernel(*arguments)
+        for call in self.calls:
+            call()
+
+
+def _bound(kernel: Kernel, arguments: list[Any]) -> Callable[[], None]:
+    bind = kernel.bound if isinstance(kernel, native.Kernel) else partial(partial, kernel)
+    return bind(*arguments)
 
 
 def record(
@@ -196,18 +203,20 @@ def _kernel_calls() -> Iterator[list[tuple[Kernel, list[Any]]]]:
 
 
 def kernels() -> list[tuple[ModuleType, str, Kernel]]:
-    """The C++ kernels in the modules that inductor has written: module, name in it, kernel.
+    """The C++ kernels in the modules that inductor has written, and the native ones: module, name
+    in it, kernel.
 
-    Nothing public tells of them. Where they are not found, steps are not recorded and run as they
-    are (and a test fails).
+    Nothing public tells of inductor's. Where they are not found, steps are not recorded and run as
+    they are (and a test fails).
     """
     from torch._inductor.codecache import PyCodeCache
 
     return [
         (module, name, value)
-        for module in PyCodeCache.modules
+        for module in (*PyCodeCache.modules, native)
         for name, value in vars(module).items()
-        if isinstance(value, BuiltinFunctionType) and value.__name__ == "kernel"
+        if isinstance(value, native.Kernel)
+        or (isinstance(value, BuiltinFunctionType) and value.__name__ == "kernel")
     ]
 
 

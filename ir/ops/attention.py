@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from . import Sample, define
 
-Product = Callable[[Tensor, Tensor], Tensor]
-"""`torch.matmul`, or what a backend has instead."""
 
-
-def _scores(
-    q: Tensor, k: Tensor, scale: float, softcap: float | None, product: Product = torch.matmul
-) -> Tensor:
+def _scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Scaled dot products [B,H,T,N] in float32 of q [B,H,T,D] with the grouped keys k [B,G,N,D]."""
     batch, heads, width, dim = q.shape
     groups = k.shape[1]
     grouped = q.reshape(batch, groups, heads // groups * width, dim)
-    scores = product(grouped, k.transpose(2, 3)).float() * scale
+    scores = torch.matmul(grouped, k.transpose(2, 3)).float() * scale
     scores = scores.reshape(batch, heads, width, k.shape[2])
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap
 
 
 def _weighted(
-    scores: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    sinks: Tensor | None,
-    dtype: torch.dtype,
-    product: Product = torch.matmul,
+    scores: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """softmax(scores) v over the visible rows; a sink takes weight but adds nothing."""
     batch, heads, width, rows = scores.shape
@@ -44,7 +34,7 @@ def _weighted(
         weights = weights[..., :-1]
     groups = v.shape[1]
     grouped = weights.to(dtype).reshape(batch, groups, heads // groups * width, rows)
-    return product(grouped, v).reshape(batch, heads, width, v.shape[3])
+    return torch.matmul(grouped, v).reshape(batch, heads, width, v.shape[3])
 
 
 def _attention_samples() -> Iterator[Sample]:
@@ -263,24 +253,7 @@ def attend(
         return torch.nn.functional.scaled_dot_product_attention(
             q, k.to(q.dtype), v.to(q.dtype), attn_mask=extra, scale=scale, enable_gqa=grouped
         )
-    return attend_by(torch.matmul, q, k, v, mask, bias, sinks, scale=scale, softcap=softcap)
-
-
-def attend_by(
-    product: Product,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    *,
-    scale: float,
-    softcap: float | None = None,
-) -> Tensor:
-    """`attend` in two products and a softmax: of queries [B,G,R,D], the R rows that share a group
-    of keys, with keys [B,G,D,C], and of the weights [B,G,R,C] with values [B,G,C,E]."""
-    scores = _scores(q, k.to(q.dtype), scale, softcap, product)
+    scores = _scores(q, k.to(q.dtype), scale, softcap)
     if bias is not None:
         scores = scores + bias
-    return _weighted(scores, v.to(q.dtype), mask, sinks, q.dtype, product)
+    return _weighted(scores, v.to(q.dtype), mask, sinks, q.dtype)

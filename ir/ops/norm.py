@@ -2,44 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from . import Sample, define
-
-Mean = Callable[[Tensor], Tensor]
-"""The mean over the last axis, which stays as 1; or a backend's own way to take it."""
-
-
-def _mean(x: Tensor) -> Tensor:
-    return x.mean(-1, keepdim=True)
-
-
-def rms_norm_by(mean: Mean, x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """`rms_norm` with this mean."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(mean(wide.pow(2)) + eps)
-    return (wide * weight.float()).to(x.dtype)
-
-
-def add_rms_norm_by(
-    mean: Mean, x: Tensor, residual: Tensor, weight: Tensor, *, eps: float
-) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` with this mean."""
-    total = x + residual
-    return rms_norm_by(mean, total, weight, eps=eps), total
-
-
-def layer_norm_by(
-    mean: Mean, x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float
-) -> Tensor:
-    """`layer_norm` with this mean."""
-    wide = x.float()
-    wide = wide - mean(wide)
-    wide = wide * torch.rsqrt(mean(wide.pow(2)) + eps) * weight.float()
-    return (wide if bias is None else wide + bias.float()).to(x.dtype)
 
 
 def _rms_samples() -> Iterator[Sample]:
@@ -56,7 +24,9 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     x [..., H]; weight [H].
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
-    return rms_norm_by(_mean, x, weight, eps=eps)
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * weight.float()).to(x.dtype)
 
 
 def _add_rms_samples() -> Iterator[Sample]:
@@ -76,7 +46,8 @@ def add_rms_norm(
 
     x, residual [..., H] of one shape; weight [H].
     """
-    return add_rms_norm_by(_mean, x, residual, weight, eps=eps)
+    total = x + residual
+    return rms_norm(total, weight, eps=eps), total
 
 
 def _layer_samples() -> Iterator[Sample]:

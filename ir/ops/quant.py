@@ -3,8 +3,7 @@ depend on which other tokens share its step (unless a layer is called coarse).""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -21,28 +20,15 @@ COARSE = 63
 is how processors without dot-product instructions add them."""
 
 
-Largest: TypeAlias = Callable[[Tensor], Tensor]
-"""The largest value over the last axis, which stays as one element."""
-
-
 def round_rows(x: Tensor, most: int = 127) -> tuple[Tensor, Tensor]:
     """(whole float32 values, float32 scale [..., 1]) with x ~ values * scale, over the last axis.
 
     Symmetric, -most..most, half to even; a row of zeros has scale 1.
     """
-    return round_rows_by(_largest, x, most)
-
-
-def round_rows_by(largest: Largest, x: Tensor, most: int = 127) -> tuple[Tensor, Tensor]:
-    """`round_rows` with this way to the largest value of a row."""
     wide = x.float()
-    scale = largest(wide.abs()) / float(most)
+    scale = wide.abs().amax(-1, keepdim=True) / float(most)
     scale = torch.where(scale > 0, scale, 1.0)
     return torch.round(wide / scale), scale
-
-
-def _largest(x: Tensor) -> Tensor:
-    return x.amax(-1, keepdim=True)
 
 
 def quantize_rows(x: Tensor, most: int = 127) -> tuple[Tensor, Tensor]:
@@ -111,12 +97,5 @@ def linear_int8(
         part = values[..., start : start + _EXACT]
         columns = weight[:, start : start + _EXACT].float()
         total = total + torch.nn.functional.linear(part, columns).to(torch.int32)
-    return scale_back(total, x, row_scale, scale, bias)
-
-
-def scale_back(
-    total: Tensor, x: Tensor, row_scale: Tensor, scale: Tensor, bias: Tensor | None
-) -> Tensor:
-    """What `linear_int8` makes of its exact sums i32[..., N]: a result of the dtype of x."""
     result = total.float() * row_scale * scale.float()
     return (result if bias is None else result + bias.float()).to(x.dtype)

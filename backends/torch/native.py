@@ -1,0 +1,227 @@
+"""The kernels of `kernels.cpp` as torch ops, which inductor calls and replays record.
+
+They are compiled for this processor when first used, and kept in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor.config
+from torch import Tensor
+
+from ...ir import UnsupportedError
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared")
+
+
+def compiler() -> str:
+    """The C++ compiler that inductor uses."""
+    name: str = next(filter(None, torch._inductor.config.cpp.cxx))
+    return name
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The kernels, compiled if this processor, compiler and source are new."""
+    command = [compiler(), *FLAGS]
+    described = _output([*command, "-x", "c++", "-dM", "-E", os.devnull])
+    key = hashlib.sha256(b"\0".join([SOURCE.read_bytes(), " ".join(command).encode(), described]))
+    with _kept() as kept:
+        path = kept / f"kernels-{key.hexdigest()[:32]}.so"
+        if not path.exists():
+            with tempfile.TemporaryDirectory(dir=kept) as folder:
+                made = Path(folder) / path.name
+                _output([*command, str(SOURCE), "-o", str(made)])
+                made.replace(path)
+        return ctypes.CDLL(str(path))
+
+
+@contextmanager
+def _kept() -> Iterator[Path]:
+    """A folder of this user's for compiled kernels: a lasting one, if it can be made."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(root) / "graftwork"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        with tempfile.TemporaryDirectory() as other:
+            yield Path(other)
+    else:
+        yield folder
+
+
+def _output(command: list[str]) -> bytes:
+    try:
+        return subprocess.run(command, capture_output=True, check=True).stdout
+    except FileNotFoundError:
+        found = "it is not installed"
+    except subprocess.CalledProcessError as error:
+        found = error.stderr.decode(errors="replace").strip()
+    raise UnsupportedError(
+        f"the torch target needs a C++ compiler with OpenMP on the CPU, but {' '.join(command)} "
+        f"failed: {found}. Install g++, name a compiler with CXX, or take the target eager or "
+        "onnxruntime"
+    )
+
+
+class Kernel:
+    """A function of the library: tensors are given for their addresses, None for no tensor, and
+    numbers. kinds: p for a tensor, i for a whole number, f for a floating one, in order."""
+
+    def __init__(self, name: str, kinds: str) -> None:
+        self.name = name
+        self.kinds = [_KINDS[kind] for kind in kinds]
+
+    def __call__(self, *arguments: Tensor | float | None) -> None:
+        self.bound(*arguments)()
+
+    def bound(self, *arguments: Tensor | float | None) -> Callable[[], None]:
+        """The call with these arguments, to be made often. It does not keep the tensors."""
+        function = getattr(library(), self.name)
+        function.restype = None
+        values = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+        made = [kind(value) for kind, value in zip(self.kinds, values, strict=True)]
+        return functools.partial(function, *made)
+
+
+_KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+
+
+float32_kernel = Kernel("linear_float32", "pppiiii")
+int8_kernel = Kernel("linear_int8", "pppppiiiii")
+attend_kernel = Kernel("attend", "pppppppiiiiiiiffi")
+norm_kernel = Kernel("norm", "ppppppiiifi")
+
+_LIBRARY = torch.library.Library("graftwork_native", "DEF")
+
+
+def _op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Define the decorated function as the op of this schema on the CPU; `fake` has its shape."""
+
+    def register(function: Callable[..., Any]) -> Any:
+        name = schema.partition("(")[0]
+        _LIBRARY.define(schema)
+        _LIBRARY.impl(name, function, "CPU")
+        torch.library.register_fake(f"graftwork_native::{name}", fake, lib=_LIBRARY)
+        return getattr(torch.ops.graftwork_native, name).default
+
+    return register
+
+
+def _linear_like(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@_op("linear_float32(Tensor x, Tensor weight) -> Tensor", _linear_like)
+def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """Products of rows f32[..., K] and weights f32[N,K], f32[..., N]."""
+    result = _linear_like(x, weight)
+    float32_kernel(x, weight, result, *_sizes(x, weight), torch.get_num_threads())
+    return result
+
+
+@_op(
+    "linear_int8(Tensor x, Tensor weight, Tensor scale, Tensor sums, bool coarse) -> Tensor",
+    _linear_like,
+)
+def linear_int8(x: Tensor, weight: Tensor, scale: Tensor, sums: Tensor, coarse: bool) -> Tensor:
+    """`graftwork.linear_int8` of rows f32[..., K], its scale in float32; sums i32[N]: each row of
+    the weight added up."""
+    result = _linear_like(x, weight)
+    sizes = _sizes(x, weight)
+    int8_kernel(x, weight, scale, sums, result, *sizes, coarse, torch.get_num_threads())
+    return result
+
+
+def _sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
+    return x.shape[:-1].numel(), weight.shape[0], weight.shape[1]
+
+
+def _like(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _two_like(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+@_op("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _like)
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`graftwork.rms_norm` in float32."""
+    return _norm(x, weight, eps)
+
+
+@_op(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    _two_like,
+)
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`graftwork.add_rms_norm` in float32."""
+    total = torch.empty_like(x)
+    return _norm(x, weight, eps, residual=residual, total=total), total
+
+
+@_op("layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps) -> Tensor", _like)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """`graftwork.layer_norm` in float32."""
+    return _norm(x, weight, eps, bias=bias, centered=True)
+
+
+def _norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    total: Tensor | None = None,
+    centered: bool = False,
+) -> Tensor:
+    result = torch.empty_like(x)
+    sizes = x.shape[:-1].numel(), x.shape[-1]
+    tensors = x, residual, weight, bias, total, result
+    norm_kernel(*tensors, *sizes, centered, eps, torch.get_num_threads())
+    return result
+
+
+def _attend_like(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return q.new_empty((*q.shape[:3], v.shape[3]))
+
+
+@_op(
+    "attend(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor? bias, Tensor? sinks, float scale, "
+    "float softcap) -> Tensor",
+    _attend_like,
+)
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+) -> Tensor:
+    """`graftwork.attend` in float32, mask bool[B,1,T,C] and bias f32[B,H,T,C] in full; a softcap
+    of 0 is none."""
+    result = _attend_like(q, k, v)
+    batch, heads, width, dim = q.shape
+    groups, rows, wide = v.shape[1:]
+    sizes = batch, heads, groups, width, rows, dim, wide
+    tensors = q, k, v, mask, bias, sinks, result
+    attend_kernel(*tensors, *sizes, scale, softcap, torch.get_num_threads())
+    return result

@@ -1,0 +1,265 @@
+"""Native kernels: few rows, the meaning of the ops, the same bits in any company."""
+
+from __future__ import annotations
+
+import platform
+import stat
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from graftwork.backends.torch import cpu, native
+from graftwork.backends.torch.emit import emit
+from graftwork.backends.torch.rows import Prepared
+from graftwork.ir import Function, TensorType, UnsupportedError, Weight
+from graftwork.ir.ops import norm
+from graftwork.ir.ops.attention import attend as attend_meaning
+from graftwork.ir.ops.quant import linear_int8
+
+INTEL = platform.machine() == "x86_64"
+PROCESSORS = ["native", *(["x86-64", "haswell"] if INTEL else [])]
+"""Whose kernels run here: without vectors of eight, with them, and this processor's."""
+
+
+def build(processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for a processor, in use until `native.library` is asked anew."""
+    flags = [f"-march={processor}" if "march" in flag else flag for flag in native.FLAGS]
+    monkeypatch.setattr(native, "FLAGS", tuple(flags))
+    native.library.cache_clear()
+
+
+@pytest.fixture(params=PROCESSORS)
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    build(request.param, monkeypatch)
+    yield request.param
+    native.library.cache_clear()
+
+
+def int8_case(rows: tuple[int, ...], columns: int, most: int) -> tuple[torch.Tensor, ...]:
+    """Rows, weights and scales, extreme sums among them."""
+    generator = torch.Generator().manual_seed(columns)
+    weight = torch.randint(-most, most + 1, (41, columns), generator=generator).to(torch.int8)
+    weight[0], weight[1] = most, -most
+    x = torch.randn(*rows, columns, generator=generator)
+    x[0, 0] = 1
+    return x, weight, torch.rand(41, generator=generator)
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize("columns", [8, 128, 1300])
+def test_int8_has_the_bits_of_its_meaning(columns, coarse, processor):
+    for rows in ((1, 1), (1, 3), (2, 4), (1, 9), (3, 7), (1, 33)):
+        x, weight, scale = int8_case(rows, columns, 63 if coarse else 127)
+        sums, bias = cpu.row_sums(weight), torch.arange(41.0)
+        result = cpu.linear_int8(x, weight, scale, bias, coarse=coarse, sums=sums)
+        assert torch.equal(result, linear_int8(x, weight, scale, bias, coarse=coarse)), rows
+
+
+def test_rows_of_zeros_and_halves_round_as_they_should(processor):
+    x = torch.zeros(1, 3, 8)
+    x[0, 1] = torch.arange(8) + 0.5
+    x[0, 1, 7] = 127
+    weight = torch.eye(8, dtype=torch.int8)
+    sums, scale = cpu.row_sums(weight), torch.ones(8)
+    result = cpu.linear_int8(x, weight, scale, sums=sums)
+    assert result[0, 0].eq(0).all() and result[0, 2].eq(0).all()
+    assert result[0, 1].tolist() == [0, 2, 2, 4, 4, 6, 6, 127]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [(1, 1), (2, 4), (1, 9), (1, cpu.WIDEST + 1)])
+def test_float_rows_are_a_linear_layer(rows, dtype, processor):
+    x, weight = torch.randn(*rows, 100).to(dtype), torch.randn(41, 100).to(dtype)
+    bias = torch.randn(41).to(dtype)
+    torch.testing.assert_close(cpu.linear(x, weight, bias), F.linear(x, weight, bias))
+    torch.testing.assert_close(cpu.linear(x, weight), F.linear(x, weight))
+
+
+def attention_case(width: int, dim: int, wide: int) -> tuple[torch.Tensor, ...]:
+    """q, k, v, and a mask with a past of 3 and of 70 rows."""
+    capacity = 70 + width
+    q, k = torch.randn(2, 4, width, dim), torch.randn(2, 2, capacity, dim)
+    past = torch.tensor([3, 70])[:, None, None, None]
+    mask = torch.arange(capacity) <= past + torch.arange(width)[:, None]
+    return q, k, torch.randn(2, 2, capacity, wide), mask
+
+
+@pytest.mark.parametrize(("dim", "wide"), [(8, 12), (64, 64), (20, 80)])
+@pytest.mark.parametrize("width", [1, 3, 13])
+def test_attention_is_attention(width, dim, wide, processor):
+    q, k, v, mask = attention_case(width, dim, wide)
+    biases = None, torch.randn(2, 4, width, k.shape[2])
+    for bias, sinks, softcap in product(biases, (None, torch.randn(4)), (None, 5.0)):
+        how = {"scale": 0.3, "softcap": softcap}
+        want = attend_meaning(q, k, v, mask, bias, sinks, **how)
+        result = cpu.attend(q, k, v, mask, bias, sinks, **how)
+        torch.testing.assert_close(result, want, atol=1e-5, rtol=1e-5)
+
+
+def test_attention_does_not_read_rows_that_no_token_sees(processor):
+    q, k, v, mask = attention_case(3, 16, 16)
+    want = cpu.attend(q, k, v, mask, scale=0.3)
+    for rows in (k, v):
+        rows[0, :, 6:] = float("nan")
+    assert torch.equal(cpu.attend(q, k, v, mask, scale=0.3), want)
+
+
+@pytest.mark.parametrize("columns", [8, 100])
+def test_norms_are_norms(columns, processor):
+    x, other, weight = torch.randn(2, 3, columns), torch.randn(2, 3, columns), torch.rand(columns)
+    x = x + 100  # far from zero, where squares minus a square would cancel
+    close = partial(torch.testing.assert_close, atol=2e-5, rtol=1e-5)
+    close(cpu.rms_norm(x, weight, eps=1e-5), norm.rms_norm(x, weight, eps=1e-5))
+    result = cpu.add_rms_norm(x, other, weight, eps=1e-5)
+    close(result, norm.add_rms_norm(x, other, weight, eps=1e-5))
+    for bias in (None, other[0, 0]):
+        result = cpu.layer_norm(x, weight, bias, eps=1e-5)
+        close(result, norm.layer_norm(x, weight, bias, eps=1e-5))
+
+
+def on_rows(function: Callable[..., torch.Tensor], width: int, *tensors: torch.Tensor) -> None:
+    """Every token of a step alone has the bits it has among the others."""
+    together = function(*tensors)
+    for t in range(width):
+        alone = function(*(tensor[:, t : t + 1].contiguous() for tensor in tensors))
+        assert torch.equal(alone, together[:, t : t + 1]), t
+
+
+@pytest.mark.parametrize("width", [2, 5, 8, 19])
+@pytest.mark.parametrize("columns", [100, 128])
+def test_a_tokens_bits_do_not_depend_on_the_others(width, columns, processor):
+    x, weight, other = torch.randn(1, width, columns), torch.randn(41, columns), torch.rand(columns)
+    on_rows(lambda x: cpu.linear(x, weight), width, x)
+    on_rows(lambda x: cpu.rms_norm(x, other, eps=1e-5), width, x)
+    on_rows(lambda x: cpu.layer_norm(x, other, other, eps=1e-5), width, x)
+    q, k, v, mask = attention_case(width, columns, columns)
+    on_rows(
+        lambda q, mask: cpu.attend(
+            q.transpose(1, 2), k, v, mask.transpose(1, 2), scale=0.1
+        ).transpose(1, 2),
+        width,
+        q.transpose(1, 2),
+        mask.transpose(1, 2),
+    )
+
+
+def test_threads_do_not_change_bits():
+    x, weight, scale = int8_case((1, 5), 100, 127)
+    q, k, v, mask = attention_case(5, 16, 16)
+    found = []
+    threads = torch.get_num_threads()
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            found.append(
+                (
+                    cpu.linear(x, weight.float()),
+                    cpu.linear_int8(x, weight, scale, sums=cpu.row_sums(weight)),
+                    cpu.attend(q, k, v, mask, scale=0.3),
+                    cpu.rms_norm(x, x[0, 0], eps=1e-5),
+                )
+            )
+    finally:
+        torch.set_num_threads(threads)
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others))
+
+
+def test_compiled_code_calls_the_kernels(monkeypatch):
+    x, weight = torch.randn(1, 8, 100), torch.randn(41, 100)
+    want = cpu.linear(x, weight)
+    seen = []
+
+    def kernel(*arguments: object) -> None:
+        seen.append(arguments)
+        original(*arguments)
+
+    original = native.float32_kernel
+    monkeypatch.setattr(native, "float32_kernel", kernel)
+    compiled = torch.compile(cpu.linear, fullgraph=True, dynamic=False)
+    assert torch.equal(compiled(x, weight), want)
+    # Transposed rows are laid out anew.
+    assert torch.equal(compiled(x.mT.contiguous().mT, weight), want)
+    assert len(seen) == 2
+
+
+def test_what_a_row_wants_of_a_weight_is_made_once():
+    fn = Function("step")
+    x = fn.add_input("x", TensorType.of(torch.zeros(1, 2, 8)))
+    weight = torch.randint(-127, 128, (6, 8), dtype=torch.int8)
+    given = {"w": weight, "scale": torch.rand(6)}
+    nodes = [fn.weight(Weight.of(name, tensor)) for name, tensor in given.items()]
+    op = torch.ops.graftwork.linear_int8.default
+    fn.set_outputs({"y": fn.call(op, x, *nodes)})
+    made: list[torch.Tensor] = []
+
+    def sums(tensor: torch.Tensor) -> torch.Tensor:
+        made.append(tensor)
+        return cpu.row_sums(tensor)
+
+    module = emit(fn, given, [], ["y"], rows={op: Prepared(cpu.linear_int8, {"sums": (1, sums)})})
+    for seed in range(2):
+        values = torch.randn(1, 2, 8, generator=torch.Generator().manual_seed(seed))
+        want = linear_int8(values, weight, given["scale"])
+        assert torch.equal(module(values)[0], want)
+    assert len(made) == 1 and made[0] is weight
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The folder where kernels are kept, empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native.library.cache_clear()
+    yield tmp_path / "graftwork"
+    native.library.cache_clear()
+
+
+def test_kernels_are_compiled_once_and_kept_for_this_user(no_library, monkeypatch):
+    native.library()
+    (kept,) = no_library.iterdir()
+    assert stat.S_IMODE(no_library.stat().st_mode) == 0o700
+    before = kept.stat().st_mtime_ns
+    native.library.cache_clear()
+    native.library()
+    assert [path.stat().st_mtime_ns for path in no_library.iterdir()] == [before]
+    # Another processor's are others.
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-ffp-contract=off"))
+    native.library.cache_clear()
+    native.library()
+    assert len(list(no_library.iterdir())) == 2
+
+
+def test_kernels_work_where_no_folder_can_be_made(no_library):
+    no_library.parent.joinpath("graftwork").write_text("in the way")
+    x = torch.randn(1, 1, 8)
+    torch.testing.assert_close(
+        cpu.rms_norm(x, x[0, 0], eps=1e-5), norm.rms_norm(x, x[0, 0], eps=1e-5)
+    )
+
+
+@pytest.mark.parametrize(
+    ("compiler", "says"), [("no-such-compiler", "not installed"), ("false", "failed")]
+)
+def test_without_a_compiler_the_error_says_what_to_do(compiler, says, no_library):
+    other = torch._inductor.config.patch({"cpp.cxx": (None, compiler)})
+    with other, pytest.raises(UnsupportedError, match=f"{compiler}.*{says}.*Install g"):
+        native.library()
+    assert not list(no_library.rglob("*"))
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists() or not INTEL, reason="asks Linux and x86")
+def test_kernels_use_what_the_processor_has():
+    able = set(Path("/proc/cpuinfo").read_text().split())
+    command = ["objdump", "--disassemble", "--no-show-raw-insn", native.library()._name]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "prefetcht1" in code
+    if {"avx512_vnni", "avx512bw"} <= able:
+        assert "vpdpbusd" in code and "zmm" in code
+    elif "avx2" in able:
+        assert "vpmaddwd" in code
