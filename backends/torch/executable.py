@@ -155,7 +155,7 @@ class TorchExecutable:
 
     def _version(self, key: object) -> object:
         """What is compiled when it is first called: CUDA graphs for each length of the caches,
-        loops for a number of threads."""
+        code for the CPU for a number of threads."""
         return key, self.capacity if self.how == "cuda graphs" else torch.get_num_threads()
 
     def _arguments(self, function: str, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
