@@ -1,4 +1,4 @@
-"""The kernels of `kernels.cpp` as torch ops, which inductor calls and replays record.
+"""The kernels of `kernels/` as torch ops, which inductor calls and replays record.
 
 They are compiled for this processor when first used, and kept in the user's cache folder.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...ir import UnsupportedError
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCES = Path(__file__).with_name("kernels")
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared")
 
@@ -38,13 +38,16 @@ def library() -> ctypes.CDLL:
     """The kernels, compiled if this processor, compiler and source are new."""
     command = [compiler(), *FLAGS]
     described = _output([*command, "-x", "c++", "-dM", "-E", os.devnull])
-    key = hashlib.sha256(b"\0".join([SOURCE.read_bytes(), " ".join(command).encode(), described]))
+    sources = sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
+    texts = [path.read_bytes() for path in sources]
+    key = hashlib.sha256(b"\0".join([*texts, " ".join(command).encode(), described]))
     with _kept() as kept:
         path = kept / f"kernels-{key.hexdigest()[:32]}.so"
         if not path.exists():
             with tempfile.TemporaryDirectory(dir=kept) as folder:
                 made = Path(folder) / path.name
-                _output([*command, str(SOURCE), "-o", str(made)])
+                compiled = [str(path) for path in sources if path.suffix == ".cpp"]
+                _output([*command, *compiled, "-o", str(made)])
                 made.replace(path)
         return ctypes.CDLL(str(path))
 

@@ -81,6 +81,8 @@ class Replay:
         start = -self.scratch.data_ptr() % ALIGNED
         bases = [(t.untyped_storage(), t.storage_offset() * t.itemsize) for t in arguments]
         scratch = (self.scratch.untyped_storage(), start)
+        # Calls of native kernels know addresses alone.
+        self.memory = [storage for storage, _ in bases]
 
         def tensor(place: Place, dtype: torch.dtype, shape: Any, stride: Any) -> Tensor:
             storage, begin = scratch if isinstance(place, Scratch) else bases[place.number]
