@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import stat
 import subprocess
@@ -187,6 +188,27 @@ def test_compiled_code_calls_the_kernels(monkeypatch):
     # Transposed rows are laid out anew.
     assert torch.equal(compiled(x.mT.contiguous().mT, weight), want)
     assert len(seen) == 2
+
+
+def test_a_run_makes_calls_in_order_and_says_what_they_throw(tmp_path):
+    source, made = tmp_path / "kernels.cpp", tmp_path / "kernels.so"
+    source.write_text(
+        "#include <cstdint>\n#include <stdexcept>\n"
+        'extern "C" void add(int64_t* to, int64_t what) { *to = 10 * *to + what; }\n'
+        'extern "C" void fail() { throw std::runtime_error("no more"); }\n'
+        'extern "C" void floats(float* to, const float* what) { *to += *what; }\n'
+    )
+    subprocess.run([native.compiler(), "-shared", "-fPIC", source, "-o", made], check=True)
+    library = ctypes.CDLL(str(made))
+    add, fail, floats = (native.address_in(library, name) for name in ("add", "fail", "floats"))
+    whole, number = torch.zeros(1, dtype=torch.int64), torch.ones(1)
+    run = native.Run([(add, (whole, 1)), (floats, (number, 0.5)), (add, (whole, 2))])
+    run()
+    run()
+    assert whole.item() == 1212 and number.item() == 2
+    with pytest.raises(RuntimeError, match="no more"):
+        native.Run([(add, (whole, 3)), (fail, ()), (add, (whole, 4))])()
+    assert whole.item() == 12123
 
 
 def test_what_a_row_wants_of_a_weight_is_made_once():

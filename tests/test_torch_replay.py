@@ -9,7 +9,7 @@ import torch
 from tiny import cached_llama
 
 from graftwork.backends import Target, compile
-from graftwork.backends.torch import replay
+from graftwork.backends.torch import native, replay
 from graftwork.backends.torch.compiled import inductor
 from graftwork.backends.torch.replay import Replay, kernels, record
 
@@ -173,6 +173,20 @@ def test_a_recording_that_does_not_repeat_the_step_is_dropped(monkeypatch: pytes
     assert recording is None
     assert torch.equal(state, torch.full((4, 40), 3.0))
     assert torch.equal(results[1], torch.full((4, 40), 4.0))
+
+
+def test_calls_that_cannot_be_made_from_their_addresses_are_not_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    step = inductor(torch.fx.symbolic_trace(_Counter()))
+    x, state = torch.ones(4, 40), torch.ones(4, 40)
+    step(x, torch.zeros(4, 40))
+    _, recording = record(step, [x, state], [state])
+    assert recording is not None
+    monkeypatch.setattr(native, "most_arguments", lambda: 1)
+    _, recording = record(step, [x, state], [state])
+    assert recording is None
+    assert not replay._runs(print, [1, 0.5]) and replay._runs(print, [1])
 
 
 def test_large_states_are_not_copied(monkeypatch: pytest.MonkeyPatch):

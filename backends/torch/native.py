@@ -11,7 +11,7 @@ import hashlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -80,33 +80,82 @@ def _output(command: list[str]) -> bytes:
     )
 
 
+Argument = Tensor | float | None
+"""Of a kernel: a tensor or None stands for its address, a floating number for that of a float32."""
+
+
 class Kernel:
-    """A function of the library: tensors are given for their addresses, None for no tensor, and
-    numbers. kinds: p for a tensor, i for a whole number, f for a floating one, in order."""
+    """A function of the library, called by its name."""
 
-    def __init__(self, name: str, kinds: str) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.kinds = [_KINDS[kind] for kind in kinds]
 
-    def __call__(self, *arguments: Tensor | float | None) -> None:
-        self.bound(*arguments)()
+    def __call__(self, *arguments: Argument) -> None:
+        Run([(self.address, arguments)])()
 
-    def bound(self, *arguments: Tensor | float | None) -> Callable[[], None]:
-        """The call with these arguments, to be made often. It does not keep the tensors."""
-        function = getattr(library(), self.name)
-        function.restype = None
-        values = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
-        made = [kind(value) for kind, value in zip(self.kinds, values, strict=True)]
-        return functools.partial(function, *made)
+    @property
+    def address(self) -> int:
+        """Where its code is."""
+        return address_in(library(), self.name)
 
 
-_KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+class Run:
+    """Kernels, by their addresses, one after the other on certain arguments.
+
+    It does not keep the tensors. Errors: `RuntimeError` for what a kernel throws.
+    """
+
+    def __init__(self, calls: Sequence[tuple[int, Sequence[Argument]]]) -> None:
+        self._run = library().run
+        self._run.restype = ctypes.c_char_p
+        self._kept: list[Any] = []
+        self._calls = (_Call * len(calls))()
+        for call, (address, arguments) in zip(self._calls, calls, strict=True):
+            assert len(arguments) <= most_arguments(), f"a kernel of {len(arguments)} arguments"
+            numbers = (ctypes.c_int64 * len(arguments))(*map(self._number, arguments))
+            call.function, call.arguments, call.count = address, numbers, len(arguments)
+            self._kept.append(numbers)
+        self._count = ctypes.c_int64(len(calls))
+
+    def _number(self, argument: Argument) -> int:
+        if isinstance(argument, Tensor):
+            return argument.data_ptr()
+        if isinstance(argument, float):
+            self._kept.append(ctypes.c_float(argument))
+            return ctypes.addressof(self._kept[-1])
+        return argument or 0
+
+    def __call__(self) -> None:
+        thrown = self._run(self._calls, self._count)
+        if thrown is not None:
+            raise RuntimeError(thrown.decode(errors="replace"))
 
 
-float32_kernel = Kernel("linear_float32", "pppiiii")
-int8_kernel = Kernel("linear_int8", "pppppiiiii")
-attend_kernel = Kernel("attend", "pppppppiiiiiiiffi")
-norm_kernel = Kernel("norm", "ppppppiiifi")
+class _Call(ctypes.Structure):
+    _fields_ = (
+        ("function", ctypes.c_void_p),
+        ("arguments", ctypes.POINTER(ctypes.c_int64)),
+        ("count", ctypes.c_int64),
+    )
+
+
+def most_arguments() -> int:
+    """Arguments that a kernel in a `Run` may have."""
+    most: int = library().most_arguments()
+    return most
+
+
+def address_in(library: ctypes.CDLL, name: str) -> int:
+    """The address of a library's function."""
+    address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+float32_kernel = Kernel("linear_float32")
+int8_kernel = Kernel("linear_int8")
+attend_kernel = Kernel("attend")
+norm_kernel = Kernel("norm")
 
 _LIBRARY = torch.library.Library("graftwork_native", "DEF")
 

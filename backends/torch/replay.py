@@ -8,15 +8,15 @@ made again in memory that is laid out as it was.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from types import BuiltinFunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -62,10 +62,13 @@ Kernel = Callable[..., None]
 
 @dataclass(frozen=True)
 class Recording:
-    """The kernel calls of a step. calls: each with the places, or plain numbers, that it was given.
-    size: bytes of scratch."""
+    """The kernel calls of a step.
 
-    calls: list[tuple[Kernel, list[Any]]]
+    calls: where a kernel's code is, and the places, or plain numbers, that it was given. size:
+    bytes of scratch.
+    """
+
+    calls: list[tuple[int, list[Any]]]
     results: list[Result]
     size: int
 
@@ -94,23 +97,17 @@ class Replay:
         def argument(value: Any) -> Any:
             if not isinstance(value, (Given, Scratch)):
                 return value
-            # Kernels ask for the address alone.
             if value not in made:
                 made[value] = tensor(value, torch.uint8, (1,), (1,))
             return made[value]
 
-        self.calls = [_bound(kernel, list(map(argument, args))) for kernel, args in recording.calls]
+        calls = [(address, list(map(argument, args))) for address, args in recording.calls]
+        self.run = native.Run(calls)
         self.results = [tensor(*result) for result in recording.results]
 
     def __call__(self) -> None:
         """Run the step on what is in its arguments now."""
-        for call in self.calls:
-            call()
-
-
-def _bound(kernel: Kernel, arguments: list[Any]) -> Callable[[], None]:
-    bind = kernel.bound if isinstance(kernel, native.Kernel) else partial(partial, kernel)
-    return bind(*arguments)
+        self.run()
 
 
 def record(
@@ -131,7 +128,7 @@ def record(
     before = [state.clone() for state in states]
     with _kernel_calls() as seen:
         results = step(*arguments)
-    if not seen:
+    if not seen or not all(_runs(*call) for call in seen):
         return results, None
     recording = _placed(seen, results, given)
     wanted = [tensor.clone() for tensor in (*results, *states)]
@@ -146,6 +143,12 @@ def record(
     for state, new in zip(states, wanted[len(results) :], strict=True):
         state.copy_(new)
     return results, None
+
+
+def _runs(kernel: Kernel, values: Sequence[Any]) -> bool:
+    """Whether a `native.Run` can make this call: inductor's kernels take floats as they are."""
+    plain = isinstance(kernel, native.Kernel) or not any(isinstance(v, float) for v in values)
+    return plain and len(values) <= native.most_arguments()
 
 
 class _Span(NamedTuple):
@@ -222,6 +225,15 @@ def kernels() -> list[tuple[ModuleType, str, Kernel]]:
     ]
 
 
+def address(kernel: Kernel) -> int:
+    """Where a kernel's code is. Inductor's are functions called `kernel` of C++ libraries, which
+    Python imports as modules, and take addresses and whole numbers."""
+    if isinstance(kernel, native.Kernel):
+        return kernel.address
+    module = cast(BuiltinFunctionType, kernel).__self__
+    return native.address_in(ctypes.CDLL(str(cast(ModuleType, module).__file__)), "kernel")
+
+
 def _placed(
     seen: Sequence[tuple[Kernel, list[Any]]], results: Sequence[Tensor], given: Sequence[Tensor]
 ) -> Recording:
@@ -264,7 +276,7 @@ def _placed(
         block = bisect_right(begins, value.begin) - 1
         return Scratch(offsets[block] + value.address - begins[block])
 
-    calls = [(kernel, list(map(place, values))) for kernel, values in seen]
+    calls = [(address(kernel), list(map(place, values))) for kernel, values in seen]
     kept = [
         Result(place(at), tensor.dtype, tensor.shape, tensor.stride())
         for at, tensor in zip(returned, results, strict=True)

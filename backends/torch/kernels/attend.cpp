@@ -194,14 +194,14 @@ void attend(
     int64_t C,
     int64_t D,
     int64_t E,
-    float scale,
-    float softcap,
+    const float* scale,
+    const float* softcap,
     int64_t threads) {
     const int64_t each = H / G, rows = each * T;
     // Every thread is to have some, though its keys are then read more often.
     const int64_t parts = std::min(
         rows, std::max((rows + TOGETHER - 1) / TOGETHER, (threads + B * G - 1) / (B * G)));
-    const Attention of = {T, D, E, scale, softcap};
+    const Attention of = {T, D, E, *scale, *softcap};
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t part = 0; part < B * G * parts; part++) {
         const int64_t group = part / parts, at = part % parts, b = group / G, g = group % G;

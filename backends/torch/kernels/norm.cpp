@@ -47,7 +47,7 @@ void norm(
     int64_t rows,
     int64_t K,
     int64_t centered,
-    float eps,
+    const float* eps,
     int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows > 1)
     for (int64_t row = 0; row < rows; row++) {
@@ -56,7 +56,7 @@ void norm(
             for (int64_t i = row * K; i < (row + 1) * K; i++) total[i] = x[i] + residual[i];
             values = total + row * K;
         }
-        norm_row(values, weight, bias, y + row * K, K, centered, eps);
+        norm_row(values, weight, bias, y + row * K, K, centered, *eps);
     }
 }
 
