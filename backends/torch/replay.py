@@ -84,22 +84,21 @@ class Replay:
         start = -self.scratch.data_ptr() % ALIGNED
         bases = [(t.untyped_storage(), t.storage_offset() * t.itemsize) for t in arguments]
         scratch = (self.scratch.untyped_storage(), start)
-        # Calls of native kernels know addresses alone.
+        # Calls know addresses alone.
         self.memory = [storage for storage, _ in bases]
+        addresses = [tensor.data_ptr() for tensor in arguments]
 
         def tensor(place: Place, dtype: torch.dtype, shape: Any, stride: Any) -> Tensor:
             storage, begin = scratch if isinstance(place, Scratch) else bases[place.number]
             offset = (begin + place.offset) // dtype.itemsize
             return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
 
-        made: dict[Place, Tensor] = {}
-
         def argument(value: Any) -> Any:
-            if not isinstance(value, (Given, Scratch)):
-                return value
-            if value not in made:
-                made[value] = tensor(value, torch.uint8, (1,), (1,))
-            return made[value]
+            if isinstance(value, Given):
+                return addresses[value.number] + value.offset
+            if isinstance(value, Scratch):
+                return self.scratch.data_ptr() + start + value.offset
+            return value
 
         calls = [(address, list(map(argument, args))) for address, args in recording.calls]
         self.run = native.Run(calls)
