@@ -257,12 +257,17 @@ def test_kernels_are_compiled_once_and_kept_for_this_user(no_library, monkeypatc
     assert len(list(no_library.iterdir())) == 2
 
 
-def test_kernels_work_where_no_folder_can_be_made(no_library):
-    no_library.parent.joinpath("graftwork").write_text("in the way")
+@pytest.mark.parametrize("made", [False, True])
+def test_kernels_work_where_no_folder_can_be_written(made, no_library, monkeypatch):
+    if made:
+        no_library.mkdir()
+        monkeypatch.setattr(native.os, "access", lambda path, mode: False)
+    else:
+        no_library.write_text("in the way")
     x = torch.randn(1, 1, 8)
-    torch.testing.assert_close(
-        cpu.rms_norm(x, x[0, 0], eps=1e-5), norm.rms_norm(x, x[0, 0], eps=1e-5)
-    )
+    result = cpu.rms_norm(x, x[0, 0], eps=1e-5)
+    torch.testing.assert_close(result, norm.rms_norm(x, x[0, 0], eps=1e-5))
+    assert not made or not list(no_library.iterdir())
 
 
 @pytest.mark.parametrize(

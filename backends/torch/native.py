@@ -54,16 +54,19 @@ def library() -> ctypes.CDLL:
 
 @contextmanager
 def _kept() -> Iterator[Path]:
-    """A folder of this user's for compiled kernels: a lasting one, if it can be made."""
+    """A folder of this user's for compiled kernels: a lasting one, if they may write it."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(root) / "graftwork"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        usable = os.access(folder, os.W_OK)
     except OSError:
-        with tempfile.TemporaryDirectory() as other:
-            yield Path(other)
-    else:
+        usable = False
+    if usable:
         yield folder
+        return
+    with tempfile.TemporaryDirectory() as other:
+        yield Path(other)
 
 
 def _output(command: list[str]) -> bytes:
