@@ -1,7 +1,9 @@
-"""Decoding with a step that verifies and drafts: a step is fed what the one before returned.
+"""Decoding with chains: each sequence's next chain is known as soon as its text has grown.
 
-It yields what the loop's general step would, which takes over where a text has less room than a
-draft. As in plain decoding, what costs is how many different things a step touches.
+It yields what the loop's general step would, which takes over where the context has no room for a
+whole chain. As in plain decoding, what costs is how many different things a step touches: here a
+step writes a few lists into memory that is bound to the model, runs it, reads what it says, and
+asks the drafter, sequence by sequence, how to go on.
 """
 
 from __future__ import annotations
@@ -11,9 +13,7 @@ from time import perf_counter
 from typing import TypeGuard
 
 from ..ir.plan import FixedLength
-from .draft import Draft
-from .drafters.base import Drafter
-from .drafters.fused import FusedDrafter
+from .drafters.base import ChainDrafter, Drafter
 from .feed import Feeder
 from .lengths.base import LengthPolicy
 from .sampling import bad_logits
@@ -23,26 +23,30 @@ from .streaming import Emitter
 from .text import Text
 from .verifiers.base import Verifier
 
-FETCH = ("argmax", "drafted")
 
-
-def drafts_itself(
+def is_chained(
     drafter: Drafter,
     feeder: Feeder,
     verifier: Verifier,
     length: LengthPolicy,
     stopping: Stopping,
-) -> TypeGuard[FusedDrafter]:
-    """Whether nothing but the step drafts and decides, and the executable has its width."""
-    if not isinstance(drafter, FusedDrafter) or drafter.apart is not None:
+) -> TypeGuard[ChainDrafter]:
+    """Whether drafts are chains that the drafter makes one by one and the argmax decides on, and
+    the executable takes them whole."""
+    if not isinstance(drafter, ChainDrafter) or not drafter.levels:
         return False
-    width = drafter.record.levels + 1
-    simple = verifier.takes_argmax and stopping.simple and isinstance(length.record, FixedLength)
-    return simple and length.most == width - 1 and feeder.width(width, feeder.context) == width
+    # A verifier that looks at more than the argmax takes what the argmax does not.
+    decided = verifier.takes_argmax and verifier.fetch == ("argmax",)
+    simple = decided and stopping.simple and isinstance(length.record, FixedLength)
+    wide = feeder.width(drafter.levels + 1, feeder.context)
+    return simple and length.most >= drafter.levels and wide is not None and wide > drafter.levels
 
 
 class ChainedDecoding:
-    """Decodes texts whose prompts are in the cache and whose first tokens are committed."""
+    """Decodes texts whose prompts are in the cache and whose first tokens are committed.
+
+    wide, narrow: columns of a step with chains and of one without.
+    """
 
     def __init__(
         self,
@@ -50,51 +54,56 @@ class ChainedDecoding:
         texts: Sequence[Text],
         stopping: Stopping,
         stats: Stats,
-        drafter: FusedDrafter,
+        drafter: ChainDrafter,
     ) -> None:
         self.feeder, self.texts, self.stopping, self.stats = feeder, texts, stopping, stats
-        self.drafter, self.levels = drafter, drafter.record.levels
+        self.drafter, self.levels = drafter, drafter.levels
         self.vocabulary = feeder.executable.program.info.vocab_size
+        self.fetch = ("argmax", *drafter.wants)
+        self.wide = feeder.width(self.levels + 1, feeder.context) or 0
+        self.narrow = feeder.width(1, feeder.context) or 0
 
     def run(self, emitter: Emitter | None) -> None:
-        """Decode until a text is done or nearly full. Errors: `InputError` for logits that are
-        NaN."""
-        chains = [list(draft.tokens) for draft in self.drafter.chains]
-        # Without a chain any tokens will do: they are verified like others.
-        chains = [chain or [0] * self.levels for chain in chains]
-        while all(text.done or text.room >= self.levels for text in self.texts):
-            live = [index for index, text in enumerate(self.texts) if not text.done]
-            if not live:
+        """Decode until every text is done, or the context has no room for a chain. Errors:
+        `InputError` for logits that are NaN."""
+        feeder = self.feeder
+        while live := [index for index, text in enumerate(self.texts) if not text.done]:
+            rows = max(len(self.texts[index].tokens) for index in live) - 1 + self.wide
+            if rows > feeder.context:
                 return
-            rows = max(len(self.texts[index].tokens) for index in live) + self.levels
-            self.feeder.make_room(rows)
-            left = self.feeder.executable.capacity - self.feeder.spare - rows
-            self._steps(live, chains, 1 + max(left, 0) // (self.levels + 1), emitter)
-        self.drafter.chains = [Draft(chain) for chain in chains]
+            feeder.make_room(rows)
+            left = min(feeder.executable.capacity - feeder.spare, feeder.context) - rows
+            self._steps(live, 1 + max(left, 0) // (self.levels + 1), emitter)
 
-    def _steps(
-        self, live: list[int], chains: list[list[int]], most: int, emitter: Emitter | None
-    ) -> None:
-        """Up to `most` steps, which there is room for; fewer where a text ends or gets full."""
-        texts, eos, levels, stats = self.texts, self.stopping.eos, self.levels, self.stats
-        buffers = self.feeder.buffers(levels + 1)
-        call = buffers.chain.fetching(self.feeder.executable, FETCH)
+    def _steps(self, live: list[int], most: int, emitter: Emitter | None) -> None:
+        """Up to `most` steps, which there is room for; fewer where a text ends."""
+        texts, eos, drafter, feeder = self.texts, self.stopping.eos, self.drafter, self.feeder
+        buffers = feeder.buffers(self.wide), feeder.buffers(self.narrow)
+        wide, narrow = (b.chain.fetching(feeder.executable, self.fetch) for b in buffers)
+        made = drafter.wants[0] if drafter.wants else "argmax"
+        chains: list[list[int]] = [
+            [] if text.done else drafter.chain(index, text.room) for index, text in enumerate(texts)
+        ]
         rows = [[] if text.done else [text.tokens[-1], *chains[b]] for b, text in enumerate(texts)]
         past = [0 if text.done else len(text.tokens) - 1 for text in texts]
         commits: list[list[int]] = [[] for _ in texts]
-        steps, seconds, accepted, ended = 0, 0.0, 0, False
+        steps, seconds, drafted, accepted, ended = 0, 0.0, 0, 0, False
         while steps < most and not ended:
-            buffers.fill(rows, past)
-            buffers.chains(past)
+            memory, call = (buffers[0], wide) if any(chains) else (buffers[1], narrow)
+            memory.fill(rows, past)
+            memory.chains(past)
             start = perf_counter()
             outputs = call()
             seconds += perf_counter() - start
             steps += 1
-            said, drafted = outputs.integers("argmax"), outputs.integers("drafted")
+            said = outputs.integers("argmax")
+            more = said if made == "argmax" else outputs.integers(made)
             for index in live:
                 text, chain, row = texts[index], chains[index], said[index]
                 count = 0
-                while count < levels and chain[count] == row[count]:
+                for token in chain:
+                    if token != row[count]:
+                        break
                     count += 1
                 if not 0 <= row[count] < self.vocabulary:
                     raise bad_logits()
@@ -105,16 +114,19 @@ class ChainedDecoding:
                     new, text.done = new[: end + 1], True
                 text.tokens += new
                 commits[index] = new
+                drafted += len(chain)
                 accepted += min(count, len(new))
-                chain = chains[index] = drafted[index][1:]
-                rows[index] = [new[-1], *chain]
                 past[index] += len(new)
                 text.done = text.done or len(text.tokens) >= text.limit
-                ended = ended or text.done or text.room < levels
+                ended = ended or text.done
+                drafter.learn(index, new, more[index])
+                chain = chains[index] = drafter.chain(index, text.room)
+                rows[index] = [new[-1], *chain]
             if emitter is not None:
                 emitter.push(texts, commits)
-        self.feeder.seconds += seconds
+        feeder.seconds += seconds
+        stats = self.stats
         stats.steps += steps
         stats.sequence_steps += steps * len(live)
-        stats.draft_tokens += steps * len(live) * levels
+        stats.draft_tokens += drafted
         stats.accepted_tokens += accepted

@@ -8,7 +8,7 @@ from time import perf_counter
 from ..ir import Program, UnsupportedError
 from ..ir.executable import Executable, Outputs
 from ..ir.plan import Chain, FullDepth, KeepAll
-from .chained import ChainedDecoding, drafts_itself
+from .chained import ChainedDecoding, is_chained
 from .draft import NO_DRAFT, Draft
 from .drafters.base import Fed, Taken
 from .drafters.grown import drafter_for
@@ -62,7 +62,7 @@ class DecodeLoop:
         if is_plain(self.program, self.feeder, self.verifier, self.stopping):
             PlainDecoding(self.feeder, self.texts, self.stopping, self.stats).run(emitter)
         else:
-            if drafts_itself(self.drafter, self.feeder, self.verifier, self.length, self.stopping):
+            if is_chained(self.drafter, self.feeder, self.verifier, self.length, self.stopping):
                 chained = ChainedDecoding(
                     self.feeder, self.texts, self.stopping, self.stats, self.drafter
                 )

@@ -12,9 +12,10 @@ from ...ir import UnsupportedError
 from ...ir.executable import Executable
 from ..draft import NO_DRAFT, Draft
 from ..options import GenerationOptions
+from ..outputs import integers
 from ..registry import Registry
 
-__all__ = ["DRAFTERS", "NO_DRAFT", "Draft", "Drafter", "Fed", "Taken"]
+__all__ = ["DRAFTERS", "NO_DRAFT", "ChainDrafter", "Draft", "Drafter", "Fed", "Taken"]
 
 
 class Fed(NamedTuple):
@@ -90,6 +91,39 @@ class Drafter(ABC):
     @abstractmethod
     def observe(self, taken: Taken) -> None:
         """After each verification; the last piece of the prompts counts as a step."""
+
+
+class ChainDrafter(Drafter):
+    """A drafter that knows a sequence's next chain as soon as that sequence's text has grown.
+
+    So it need not be asked for all sequences at once (see `chained`). levels: tokens of its chains
+    at most; 0: it makes none of these now. wants: at most one output, i64[B,N], of which `learn`
+    takes the sequence's row.
+    """
+
+    levels: int = 0
+
+    @abstractmethod
+    def learn(self, index: int, new: Sequence[int], row: Sequence[int]) -> None:
+        """Sequence `index` has gained the tokens `new`. row: of the output that is wanted, of the
+        step that said so; anything if none is."""
+
+    @abstractmethod
+    def chain(self, index: int, room: int) -> list[int]:
+        """What may follow the sequence's text, at most `room` and `levels` tokens; [] if nothing is
+        known."""
+
+    def propose(self, rooms: Sequence[int]) -> list[Draft]:
+        """See `Drafter.propose`."""
+        chains = [self.chain(index, room) for index, room in enumerate(rooms)]
+        return [Draft(chain) if chain else NO_DRAFT for chain in chains]
+
+    def observe(self, taken: Taken) -> None:
+        """See `Drafter.observe`."""
+        wanted = integers(taken.outputs, self.wants[0]) if self.wants else taken.tokens
+        for index, (tokens, row) in enumerate(zip(taken.tokens, wanted, strict=True)):
+            if tokens:
+                self.learn(index, tokens, row)
 
 
 DRAFTERS: Registry[Drafter] = Registry(__package__)

@@ -17,7 +17,7 @@ from typing import Any
 from ...ir.executable import Executable
 from ...ir.plan import CorpusDraft
 from ..options import GenerationOptions
-from .base import DRAFTERS, NO_DRAFT, Draft, Drafter, Taken
+from .base import DRAFTERS, ChainDrafter
 from .suffix import SuffixIndex
 
 END = -1
@@ -104,7 +104,7 @@ def _automaton(executable: Executable, weight: str) -> SuffixAutomaton:
 
 
 @DRAFTERS.register(CorpusDraft)
-class CorpusDrafter(Drafter):
+class CorpusDrafter(ChainDrafter):
     """Drafts by copying. See the module docstring."""
 
     record: CorpusDraft
@@ -113,7 +113,7 @@ class CorpusDrafter(Drafter):
         self, record: CorpusDraft, executable: Executable, options: GenerationOptions
     ) -> None:
         super().__init__(record, executable, options)
-        self.corpus = _automaton(executable, record.weight)
+        self.corpus, self.levels = _automaton(executable, record.weight), record.tokens
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """Match the prompts."""
@@ -122,10 +122,9 @@ class CorpusDrafter(Drafter):
         for index, prompt in enumerate(prompts):
             self._extend(index, prompt)
 
-    def observe(self, taken: Taken) -> None:
+    def learn(self, index: int, new: Sequence[int], row: Sequence[int]) -> None:
         """Match the committed tokens."""
-        for index, tokens in enumerate(taken.tokens):
-            self._extend(index, tokens)
+        self._extend(index, new)
 
     def _extend(self, index: int, tokens: Sequence[int]) -> None:
         self.texts[index].extend(tokens)
@@ -134,10 +133,9 @@ class CorpusDrafter(Drafter):
             state, length = self.corpus.step(state, length, token)
         self.matches[index] = (state, length)
 
-    def propose(self, rooms: Sequence[int]) -> list[Draft]:
-        """Copies of at most `record.tokens` tokens where a match is long enough."""
-        found = self.ahead([()] * len(rooms), rooms)
-        return [Draft(copied) if copied else NO_DRAFT for copied in found]
+    def chain(self, index: int, room: int) -> list[int]:
+        """A copy where a match is long enough."""
+        return self._copy(index, (), min(room, self.levels))
 
     def ahead(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
         """See `Drafter.ahead`."""

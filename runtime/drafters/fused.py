@@ -10,12 +10,12 @@ from ...ir.plan import FusedDraft, UnrolledDraft
 from ..lengths.base import LengthPolicy
 from ..options import GenerationOptions
 from ..outputs import integers
-from .base import DRAFTERS, NO_DRAFT, Draft, Fed, Taken
+from .base import DRAFTERS, ChainDrafter, Draft, Fed, Taken
 from .grown import Composed, GrownDrafter
 
 
 @DRAFTERS.register(FusedDraft)
-class FusedDrafter(Composed):
+class FusedDrafter(Composed, ChainDrafter):
     """The chain that follows the text if the argmax decides what the text is.
 
     Where it does not (sampling, penalties), `apart` makes the chain in a call of its own.
@@ -39,12 +39,13 @@ class FusedDrafter(Composed):
             self.wants, self.reads = self.apart.wants, self.apart.reads
         else:
             self.wants, self.step, self.spare = ("drafted",), record.step, record.levels - 1
+            self.levels = record.levels
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """Nothing is drafted before the prompt has run."""
         if self.apart is not None:
             self.apart.begin(prompts)
-        self.chains = [NO_DRAFT] * len(prompts)
+        self.chains: list[list[int]] = [[]] * len(prompts)
 
     def read(self, fed: Fed) -> None:
         """See `Drafter.read`."""
@@ -55,10 +56,7 @@ class FusedDrafter(Composed):
         """See `Drafter.propose`."""
         if self.apart is not None:
             return self.apart.propose(rooms)
-        return [
-            draft if len(draft.tokens) <= room else draft.cut(room)
-            for draft, room in zip(self.chains, rooms, strict=True)
-        ]
+        return super().propose(rooms)
 
     def observe(self, taken: Taken) -> None:
         """Keep the chains that start where the texts now end."""
@@ -68,5 +66,13 @@ class FusedDrafter(Composed):
         rows = integers(taken.outputs, "drafted")
         for index, (row, tokens) in enumerate(zip(rows, taken.tokens, strict=True)):
             place = taken.columns[index] + len(taken.paths[index])
-            agrees = bool(tokens) and row[0] == place
-            self.chains[index] = Draft(row[1:]) if agrees else NO_DRAFT
+            # A prompt's last piece is verified like a chain, which it is not.
+            self.chains[index] = row[1:] if tokens and row[0] == place else []
+
+    def learn(self, index: int, new: Sequence[int], row: Sequence[int]) -> None:
+        """Keep the chain that starts where the text now ends."""
+        self.chains[index] = list(row[1:])
+
+    def chain(self, index: int, room: int) -> list[int]:
+        """See `ChainDrafter.chain`."""
+        return self.chains[index][:room]

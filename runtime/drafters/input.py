@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from ...ir.plan import InputDraft
-from .base import DRAFTERS, NO_DRAFT, Draft, Drafter, Taken
+from .base import DRAFTERS, ChainDrafter
 
 
 class Place:
@@ -28,7 +28,8 @@ class Place:
     """
 
     def __init__(self, source: Sequence[int], start: int, longest: int) -> None:
-        self.source, self.longest, self.at = source, longest, min(start, len(source))
+        self.source, self.longest = list(source), longest
+        self.at = min(start, len(source))
         self.lost = False
         self.text: list[int] = []
         self.ends: dict[tuple[int, ...], list[int]] = {}
@@ -40,7 +41,7 @@ class Place:
         """The text goes on."""
         self.text = [*self.text, *tokens][-max(self.longest, len(tokens)) :]
         end = self.at + len(tokens)
-        if not self.lost and list(self.source[self.at : end]) == list(tokens):
+        if not self.lost and self.source[self.at : end] == list(tokens):
             self.at = end
             return
         found = self._found()
@@ -56,7 +57,7 @@ class Place:
 
 
 @DRAFTERS.register(InputDraft)
-class InputDrafter(Drafter):
+class InputDrafter(ChainDrafter):
     """Copies the prompt. See the module docstring."""
 
     record: InputDraft
@@ -64,19 +65,15 @@ class InputDrafter(Drafter):
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """At the prompts' tokens `start`."""
         record = self.record
-        self.places = [Place(list(p), record.start, record.longest) for p in prompts]
+        self.levels = record.tokens
+        self.places = [Place(p, record.start, record.longest) for p in prompts]
 
-    def propose(self, rooms: Sequence[int]) -> list[Draft]:
-        """The input from where the text stands; none where the text is not in it."""
-        drafts = []
-        for place, room in zip(self.places, rooms, strict=True):
-            count = 0 if place.lost else min(room, self.record.tokens)
-            copied = place.source[place.at : place.at + count] if count > 0 else []
-            drafts.append(Draft(copied) if copied else NO_DRAFT)
-        return drafts
-
-    def observe(self, taken: Taken) -> None:
+    def learn(self, index: int, new: Sequence[int], row: Sequence[int]) -> None:
         """Move on, or find the place again."""
-        for place, tokens in zip(self.places, taken.tokens, strict=True):
-            if tokens:
-                place.move(tokens)
+        self.places[index].move(new)
+
+    def chain(self, index: int, room: int) -> list[int]:
+        """The input from where the text stands; none where the text is not in it."""
+        place = self.places[index]
+        count = 0 if place.lost else min(room, self.levels)
+        return place.source[place.at : place.at + count] if count > 0 else []

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from ...ir.plan import SuffixDraft
-from .base import DRAFTERS, NO_DRAFT, Draft, Drafter, Taken
+from .base import DRAFTERS, ChainDrafter
 
 _Entries: TypeAlias = dict[int, list[Any]]
 
@@ -120,27 +120,28 @@ def _repeated(copied: list[int], count: int) -> list[int]:
 
 
 @DRAFTERS.register(SuffixDraft)
-class SuffixDrafter(Drafter):
+class SuffixDrafter(ChainDrafter):
     """Drafts by copying. See the module docstring."""
 
     record: SuffixDraft
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """Index the prompts."""
+        self.levels = self.record.tokens
         self.indexes = [SuffixIndex(self.record.longest) for _ in prompts]
         for index, prompt in zip(self.indexes, prompts, strict=True):
             index.extend(prompt)
 
-    def propose(self, rooms: Sequence[int]) -> list[Draft]:
-        """Copies of at most `record.tokens` tokens where the match is long enough."""
-        drafts = []
-        for index, room in zip(self.indexes, rooms, strict=True):
-            count = min(room, self.record.tokens)
-            if count < 1 or index.length < self.record.shortest:
-                drafts.append(NO_DRAFT)
-            else:
-                drafts.append(Draft(index.continuation(count)))
-        return drafts
+    def learn(self, index: int, new: Sequence[int], row: Sequence[int]) -> None:
+        """Index the committed tokens."""
+        self.indexes[index].extend(new)
+
+    def chain(self, index: int, room: int) -> list[int]:
+        """A copy where the match is long enough."""
+        text, count = self.indexes[index], min(room, self.levels)
+        if count < 1 or text.length < self.record.shortest:
+            return []
+        return text.continuation(count)
 
     def ahead(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
         """See `Drafter.ahead`."""
@@ -150,8 +151,3 @@ class SuffixDrafter(Drafter):
             length, copied = index.following(extra, count) if count > 0 else (0, [])
             found.append(copied if length >= self.record.shortest else [])
         return found
-
-    def observe(self, taken: Taken) -> None:
-        """Index the committed tokens."""
-        for index, tokens in zip(self.indexes, taken.tokens, strict=True):
-            index.extend(tokens)

@@ -1,0 +1,195 @@
+"""Chains have steps of their own: they do what the general loop does, and are taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runtime_models import TableExecutable, markov, plain, program
+from tiny import tiny_llama
+
+from graftwork.backends import compile
+from graftwork.backends.target import Target
+from graftwork.ir import InputError, Program
+from graftwork.ir.plan import (
+    CorpusDraft,
+    DraftRecord,
+    FirstDraft,
+    GoodputLength,
+    InputDraft,
+    NoDraft,
+    SuffixDraft,
+    Typical,
+)
+from graftwork.ir.weights import Weight, WeightStore
+from graftwork.passes.accept_trees import AcceptTrees
+from graftwork.passes.add_argmax import AddArgmax
+from graftwork.passes.draft_suffix import DraftSuffix
+from graftwork.passes.insert_kv_cache import InsertKvCache
+from graftwork.passes.manager import Step, run_passes
+from graftwork.passes.pick_logits import PickLogits
+from graftwork.passes.verify_judge import VerifyJudge
+from graftwork.planned import Planned
+from graftwork.runtime import generate, loop
+from graftwork.runtime.chained import ChainedDecoding
+from graftwork.runtime.loop import DecodeLoop
+
+VOCAB = 9
+RULE = markov(VOCAB, seed=5)
+DRAFTS: dict[str, DraftRecord] = {
+    "suffix": SuffixDraft(tokens=4),
+    "corpus": CorpusDraft(tokens=4),
+    "input": InputDraft(tokens=4),
+}
+
+
+def model(draft: DraftRecord, context: int = 64, **more: Any) -> Program:
+    made = program(VOCAB, context=context, draft=draft, **more)
+    corpus = torch.tensor([*plain(RULE, [1, 2, 3], 30), -1, 4, 5, 6, 7])
+    return made.replace(weights=WeightStore({"corpus": Weight.of("corpus", corpus)}))
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.values: list[list[Any]] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.values.append(value.tolist())
+
+    def end(self) -> None:
+        self.values.append([])
+
+
+def decoded(executable: Any, ids: torch.Tensor, **options: Any) -> tuple[Any, ...]:
+    """What a generation returns, streams and counts."""
+    recorder = Recorder()
+    options |= {"streamer": recorder, "return_dict_in_generate": True, "pad_token_id": 0}
+    result = generate(executable, ids, attention_mask=torch.ones_like(ids), **options)
+    counts = {k: v for k, v in result.stats.to_dict().items() if isinstance(v, int)}
+    return result.sequences.tolist(), recorder.values, counts
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    prompts=st.lists(
+        st.lists(st.integers(0, VOCAB - 1), min_size=6, max_size=6), min_size=1, max_size=4
+    ),
+    draft=st.sampled_from(list(DRAFTS.values())),
+    widths=st.sampled_from([None, (1, 5), (5, 9), (1, 3, 8, 40)]),
+    count=st.integers(1, 30),
+    eos=st.lists(st.integers(0, VOCAB - 1), max_size=1),
+    roomy=st.booleans(),
+    spare=st.integers(0, 9),
+)
+def test_as_the_general_loop(prompts, draft, widths, count, eos, roomy, spare):
+    """The same tokens, streamed alike, and the same counts: caches that grow step by step, a
+    context that ends with the text, ends at different places."""
+    made = model(draft, context=max(6 + count + spare, 9))
+
+    def run() -> tuple[Any, ...]:
+        executable = TableExecutable(RULE, made, widths, roomy)
+        return decoded(executable, torch.tensor(prompts), max_new_tokens=count, eos_token_id=eos)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "is_chained", lambda *_: False)
+        want = run()
+    assert run() == want
+    if not eos:
+        assert [row[6:] for row in want[0]] == [plain(RULE, prompt, count) for prompt in prompts]
+
+
+@pytest.fixture
+def never_general(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a general step")
+
+    monkeypatch.setattr(DecodeLoop, "_propose", refuse)
+
+
+@pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
+def test_taken_where_chains_and_the_argmax_decide(draft: DraftRecord, never_general: None) -> None:
+    """To the last token, for which a whole chain is too long: and chains are accepted."""
+    executable = TableExecutable(RULE, model(draft))
+    prompt = plain(RULE, [1, 2, 3], 20)
+    _, _, counts = decoded(executable, torch.tensor([prompt]), max_new_tokens=20, eos_token_id=[])
+    assert counts["accepted_tokens"] > 5 and counts["new_tokens"] == 20
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("backend", ["onnxruntime", "eager"])
+def test_on_every_backend(backend: str, batch: int, never_general: None) -> None:
+    """Caches grow on the way, so held calls are made anew."""
+    passes = (DraftSuffix(tokens=5), InsertKvCache(), PickLogits(), AddArgmax())
+    made = run_passes(tiny_llama(context=300), [Step(p) for p in passes])[0]
+    executable = compile(made, Target(backend, threads=1))
+    plan = made.plan
+
+    class Tight(Planned):
+        """Makes room for a row and no more until it is told to."""
+
+        def begin(self, batch: int, rows: int) -> None:
+            self.executable.begin(batch, 1)
+
+    ids = torch.randint(1, 30, (batch, 7), generator=torch.Generator().manual_seed(1))
+    asked: dict[str, Any] = {"max_new_tokens": 280, "eos_token_id": []}
+    found, _, counts = decoded(Tight(executable, plan), ids, **asked)
+    assert counts["accepted_tokens"] > 100
+    one = Planned(executable, replace(plan, draft=NoDraft()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChainedDecoding, "run", None)
+        assert found == decoded(one, ids, **asked)[0]
+
+
+GENERAL = [
+    {"do_sample": True, "seed": 0},
+    {"repetition_penalty": 1.3},
+    {"stop": [[1, 2]]},
+    {"stopping_criteria": lambda ids, scores: False},
+]
+
+
+@pytest.mark.parametrize("options", GENERAL)
+def test_not_taken_where_more_is_asked(options: Any, never_general: None) -> None:
+    executable = TableExecutable(RULE, model(SuffixDraft(tokens=4)))
+    with pytest.raises(AssertionError, match="a general step"):
+        generate(executable, torch.tensor([[1, 2, 1, 2]]), eos_token_id=[], **options)
+
+
+@pytest.mark.parametrize(
+    ("made", "widths"),
+    [
+        (model(FirstDraft((SuffixDraft(tokens=4), InputDraft(tokens=4)))), None),
+        (model(SuffixDraft(tokens=4), outputs=("logits",)), None),
+        (model(SuffixDraft(tokens=4), verify=Typical()), None),
+        (model(SuffixDraft(tokens=4)), (1, 4)),
+    ],
+    ids=["several drafters", "no argmax", "another verifier", "no step of a whole chain"],
+)
+def test_not_taken_where_the_program_does_more(made: Any, widths: Any, never_general: None):
+    with pytest.raises(AssertionError, match="a general step"):
+        generate(TableExecutable(RULE, made, widths), torch.tensor([[1, 2, 1, 2]]), eos_token_id=[])
+
+
+def test_not_taken_where_a_length_policy_or_a_judge_has_a_say(never_general: None) -> None:
+    """A judge takes the argmax where nothing is drafted, and more than it where something is."""
+    made = model(SuffixDraft(tokens=4))
+    goodput = made.replace(plan=replace(made.plan, length=GoodputLength()))
+    passes = (DraftSuffix(tokens=5), VerifyJudge(), InsertKvCache(), PickLogits(), AddArgmax())
+    judged = run_passes(tiny_llama(), [Step(p) for p in (*passes, AcceptTrees())])[0]
+    for executable in (TableExecutable(RULE, goodput), compile(judged, Target("eager"))):
+        with pytest.raises(AssertionError, match="a general step"):
+            generate(executable, torch.tensor([[1, 2, 1, 2]]), eos_token_id=[])
+
+
+def test_an_argmax_of_nothing_is_refused() -> None:
+    class Broken(TableExecutable):
+        def best(self, logits: torch.Tensor) -> torch.Tensor:
+            return torch.full(logits.shape[:-1], -1)
+
+    executable = Broken(RULE, model(SuffixDraft(tokens=4)))
+    with pytest.raises(InputError, match="NaN"):
+        generate(executable, torch.tensor([[1, 2, 1, 2]]), max_new_tokens=9, eos_token_id=[])
