@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...ir import InputError
+from ..pages import huge_pages
 from ..target import Target
 
 SPARE = 0.4
@@ -34,7 +35,8 @@ def open_session(
     options.log_severity_level = 3
     if weight_bytes > SPARE * _free_memory():
         options.add_session_config_entry("session.disable_prepacking", "1")
-    return ort.InferenceSession(str(path), options, providers=providers(target))
+    with huge_pages():
+        return ort.InferenceSession(str(path), options, providers=providers(target))
 
 
 def providers(target: Target) -> list[Any]:

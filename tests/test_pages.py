@@ -1,0 +1,96 @@
+"""Huge pages: what is mapped inside is in them, what is written stays, all else is left be."""
+
+from __future__ import annotations
+
+import mmap
+import platform
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graftwork.backends import pages
+from graftwork.backends.onnxruntime import session
+from graftwork.backends.pages import HUGE, added, huge_pages
+from graftwork.backends.target import Target
+
+ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def given_to_whom_asks() -> bool:
+    version = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdigit())
+    return ENABLED.exists() and "[never]" not in ENABLED.read_text() and version >= (6, 1)
+
+
+def in_huge_pages(address: int) -> int:
+    """Bytes of the region around an address that lie in huge pages."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        field, *rest = line.split()
+        if not field.endswith(":"):
+            start, end = (int(part, 16) for part in field.split("-"))
+            inside = start <= address < end
+        elif inside and field == "AnonHugePages:":
+            return int(rest[0]) << 10
+    return 0
+
+
+@pytest.mark.skipif(not given_to_whom_asks(), reason="this system gives no huge pages")
+def test_what_is_mapped_inside_is_moved_and_stays_the_same() -> None:
+    outside = mmap.mmap(-1, 8 * HUGE, flags=mmap.MAP_PRIVATE)
+    there = np.frombuffer(outside, dtype=np.int64)
+    there[:] = 1
+    with huge_pages():
+        inside = mmap.mmap(-1, 16 * HUGE, flags=mmap.MAP_PRIVATE)
+        written = np.frombuffer(inside, dtype=np.int64)
+        written[:] = np.arange(written.size)
+    assert in_huge_pages(written.ctypes.data) >= 14 * HUGE
+    assert (written == np.arange(written.size)).all() and (there == 1).all()
+
+
+RANGES = st.lists(st.integers(0, 40), unique=True, max_size=12).map(
+    lambda ends: list(zip(sorted(ends)[::2], sorted(ends)[1::2], strict=False))
+)
+
+
+@given(before=RANGES, after=RANGES)
+def test_what_is_added_is_a_difference_of_sets(before, after):
+    points = lambda ranges: {p for start, end in ranges for p in range(start, end)}  # noqa: E731
+    found = list(added(before, after))
+    assert points(found) == points(after) - points(before)
+    assert all(start < end for start, end in found)
+
+
+def test_no_map_no_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Systems without a map of their memory, and those without such advice."""
+    advised: list[tuple[int, int]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(pages, "MAPS", tmp_path / "maps")
+        patch.setattr(pages, "_collapse", lambda *region: advised.append(region))
+        with huge_pages():
+            pass
+    assert advised == []
+    with monkeypatch.context() as patch:
+        patch.delattr(mmap, "MADV_HUGEPAGE")
+        pages._collapse(0, HUGE)
+
+
+def test_a_session_is_opened_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copies of the weights are made while it is opened."""
+    import onnxruntime as ort
+
+    entered: list[str] = []
+
+    class Noting:
+        def __enter__(self) -> None:
+            entered.append("in")
+
+        def __exit__(self, *_: object) -> None:
+            entered.append("out")
+
+    monkeypatch.setattr(session, "huge_pages", Noting)
+    monkeypatch.setattr(ort, "InferenceSession", lambda *_, **__: entered.append("opened"))
+    session.open_session(tmp_path / "model.onnx", Target.parse("onnxruntime:cpu"))
+    assert entered == ["in", "opened", "out"]
