@@ -123,11 +123,12 @@ def split(c: Call) -> Any:
     """Each part is a slice of its own, so that unused parts vanish."""
     source = c.args[0]
     axis = c.arg(2, "dim", 0) % c.rank(0)
-    parts, start = [], 0
+    start: Dim = 0
+    parts = []
     for fake in c.fake:
         length = c.sizes.dim(fake.shape[axis])
         parts.append(c.b.slice(source, axis, start, _plus(start, length)))
-        start = _plus(start, length)  # type: ignore[assignment]
+        start = _plus(start, length)
     return parts
 
 
@@ -208,8 +209,9 @@ def _pieces(c: Call, base: torch.fx.Node, axis: int, start: Dim, stop: Dim) -> l
     if base.target is A.cat.default and base.args[1] == axis:
         offset: Dim = 0
         inside, bounds = list[Any](), [offset]
-        for part in base.args[0]:  # type: ignore[union-attr]
-            length = c.b.shape(part)[axis]  # type: ignore[arg-type]
+        parts: Any = base.args[0]
+        for part in parts:
+            length = c.b.shape(part)[axis]
             if offset == start or inside:
                 inside.append(part)
             offset = _plus(offset, length)

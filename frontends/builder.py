@@ -94,15 +94,17 @@ class Builder:
         if self.shape(node) == shape:
             return node
         if node.target is A.reshape.default:
-            return self.reshape(node.args[0], shape)  # type: ignore[arg-type]
+            source: Any = node.args[0]
+            return self.reshape(source, shape)
         return self.call(A.reshape.default, node, shape)
 
     def permute(self, node: torch.fx.Node, order: list[int]) -> torch.fx.Node:
         """Axes in another order; two permutations in a row become one."""
         order = [axis % len(order) for axis in order]
         if node.target is A.permute.default:
-            inner: list[int] = node.args[1]  # type: ignore[assignment]
-            return self.permute(node.args[0], [inner[axis] for axis in order])  # type: ignore[arg-type]
+            source: Any = node.args[0]
+            inner: Any = node.args[1]
+            return self.permute(source, [inner[axis] for axis in order])
         if node in self._permuted:
             source, inner = self._permuted[node]
             return self.permute(source, [inner[axis] for axis in order])

@@ -85,7 +85,8 @@ def _mixes(node: torch.fx.Node) -> bool:
     if target is A.matmul.default:
         return _has_tokens(source.dims[-1])
     if target is A.index.Tensor:
-        indexed = zip(source.dims, node.args[1], strict=False)  # type: ignore[arg-type]
+        indices: Any = node.args[1]
+        indexed = zip(source.dims, indices, strict=False)
         return any(_has_tokens(dim) for dim, index in indexed if index is not None)
     if target is A.embedding.default:
         return _has_tokens(source.dims[0])

@@ -95,8 +95,10 @@ def _again(
         wide = isinstance(arg, torch.fx.Node) and _has_heads(arg, x)
         return _narrowed(fn, arg, done) if wide else arg
 
-    args, kwargs = map_aggregate(x.args, narrow), map_aggregate(x.kwargs, narrow)
-    return fn.call(x.target, *args, site=site_of(x), **kwargs)  # type: ignore[arg-type]
+    args: Any = map_aggregate(x.args, narrow)
+    kwargs: Any = map_aggregate(x.kwargs, narrow)
+    target: Any = x.target
+    return fn.call(target, *args, site=site_of(x), **kwargs)
 
 
 def _has_heads(arg: torch.fx.Node, x: torch.fx.Node) -> bool:
@@ -114,19 +116,20 @@ def _find(x: torch.fx.Node) -> _Repeated | None:
     """See through reshape(expand(x[:, :, None])), and a permutation behind it."""
     order: list[int] | None = None
     if x.target is A.permute.default:
-        order = list(x.args[1])  # type: ignore[arg-type]
-        x = x.args[0]  # type: ignore[assignment]
+        permuted: Any = x.args
+        x, order = permuted[0], list(permuted[1])
     wide = x.args[0] if x.target is A.reshape.default else None
     if not isinstance(wide, torch.fx.Node) or wide.target is not A.expand.default:
         return None
-    narrow: torch.fx.Node = wide.args[0]  # type: ignore[assignment]
+    narrow: Any = wide.args[0]
     before, after = type_of(narrow).dims, type_of(wide).dims
     if len(before) != 5 or len(after) != 5:
         return None
     changed = [axis for axis in range(5) if before[axis] != after[axis]]
     if len(changed) != 1 or before[changed[0]] != 1 or changed[0] == 0:
         return None
-    axis, times = changed[0] - 1, int(after[changed[0]])  # type: ignore[arg-type]
+    repeats: Any = after[changed[0]]
+    axis, times = changed[0] - 1, int(repeats)
     merged = [*after[:axis], after[axis] * times, *after[axis + 2 :]]
     if axis != (order[1] if order else 1) or merged != list(type_of(x).dims):
         return None

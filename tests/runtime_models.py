@@ -40,6 +40,25 @@ def program(
     return Program("table", {"step": fn}, WeightStore({}), info, plan=plan, stage="cached")
 
 
+class Recorder:
+    """A streamer that keeps what it is handed."""
+
+    def __init__(self) -> None:
+        self.values: list[torch.Tensor] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        assert not self.ended
+        self.values.append(value.clone())
+
+    def end(self) -> None:
+        self.ended += 1
+
+    def streamed(self) -> tuple[list[object], int]:
+        """Everything as lists, and how often it ended."""
+        return [value.tolist() for value in self.values], self.ended
+
+
 class TableExecutable:
     """A model given by `rule(tokens so far) -> logits [V]`; its cache is the tokens it was fed.
 

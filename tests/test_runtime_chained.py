@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime_models import TableExecutable, markov, plain, program
+from runtime_models import Recorder, TableExecutable, markov, plain, program
 from tiny import tiny_llama
 
 from graftwork.backends import compile
@@ -53,24 +53,13 @@ def model(draft: DraftRecord, context: int = 64, **more: Any) -> Program:
     return made.replace(weights=WeightStore({"corpus": Weight.of("corpus", corpus)}))
 
 
-class Recorder:
-    def __init__(self) -> None:
-        self.values: list[list[Any]] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.values.append(value.tolist())
-
-    def end(self) -> None:
-        self.values.append([])
-
-
 def decoded(executable: Any, ids: torch.Tensor, **options: Any) -> tuple[Any, ...]:
     """What a generation returns, streams and counts."""
     recorder = Recorder()
     options |= {"streamer": recorder, "return_dict_in_generate": True, "pad_token_id": 0}
     result = generate(executable, ids, attention_mask=torch.ones_like(ids), **options)
     counts = {k: v for k, v in result.stats.to_dict().items() if isinstance(v, int)}
-    return result.sequences.tolist(), recorder.values, counts
+    return result.sequences.tolist(), recorder.streamed(), counts
 
 
 @settings(deadline=None, max_examples=150)

@@ -9,7 +9,7 @@ import torch
 from handmade import Shape, cached_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime_models import TableExecutable, plain, program, whole
+from runtime_models import Recorder, TableExecutable, plain, program, whole
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
@@ -30,18 +30,6 @@ def never_general(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecodeLoop, "_decode", refuse)
 
 
-class Recorder:
-    def __init__(self) -> None:
-        self.values: list[list[Any]] = []
-        self.ended = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.values.append(value.tolist())
-
-    def end(self) -> None:
-        self.ended += 1
-
-
 def decoded(make: Any, ids: torch.Tensor, **options: Any) -> tuple[Any, ...]:
     """What a generation returns, streams, counts and feeds."""
     executable, recorder = make(), Recorder()
@@ -49,7 +37,7 @@ def decoded(make: Any, ids: torch.Tensor, **options: Any) -> tuple[Any, ...]:
     result = generate(executable, ids, attention_mask=torch.ones_like(ids), **options)
     counts = {k: v for k, v in result.stats.to_dict().items() if isinstance(v, int)}
     fed = getattr(executable, "fed", None)
-    return result.sequences.tolist(), recorder.values, recorder.ended, counts, fed
+    return result.sequences.tolist(), recorder.streamed(), counts, fed
 
 
 @settings(deadline=None, max_examples=80)

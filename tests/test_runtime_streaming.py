@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from runtime_models import TableExecutable, program, whole
+from runtime_models import Recorder, TableExecutable, program, whole
 
 from graftwork.ir.plan import SuffixDraft
 from graftwork.runtime import generate
 
 DRAFTS = [None, SuffixDraft(tokens=4, shortest=1)]
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.values: list[torch.Tensor] = []
-        self.ended = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        assert not self.ended
-        self.values.append(value.clone())
-
-    def end(self) -> None:
-        self.ended += 1
 
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=["plain", "suffix"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from runtime_models import Recorder
 from test_runtime_cached import PROMPTS, Widths, decode, plainly, with_itself
 from tiny import tiny_llama
 
@@ -124,19 +125,6 @@ def test_a_step_that_drafts_is_one_call(backend: str, monkeypatch: pytest.Monkey
     assert called == {"step.drafting"}
 
 
-class Recorder:
-    """What a generation streams."""
-
-    def __init__(self) -> None:
-        self.values: list[list[Any]] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.values.append(value.tolist())
-
-    def end(self) -> None:
-        self.values.append([])
-
-
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], LONG], ids=["alone", "ragged"])
 @pytest.mark.parametrize("ends", [False, True])
 def test_its_own_steps_are_those_of_the_general_loop(
@@ -167,7 +155,7 @@ def test_its_own_steps_are_those_of_the_general_loop(
                 result = decode(executable, prompts, count, **options)
                 assert (len(taken) > before) == itself
             numbers = {k: v for k, v in result.stats.to_dict().items() if isinstance(v, int)}
-            results.append((result.sequences.tolist(), recorder.values, numbers))
+            results.append((result.sequences.tolist(), recorder.streamed(), numbers))
         assert results[0] == results[1]
         assert results[0][2]["draft_tokens"] > 0 or count == 2
         if not ends or count == 30:
