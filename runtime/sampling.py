@@ -142,6 +142,15 @@ def warp(scores: torch.Tensor, options: GenerationOptions) -> Chances:
     return Chances(probs, None if ids is None else ids.numpy())
 
 
+def whole(chances: Chances, vocabulary: int) -> torch.Tensor:
+    """Probabilities f32[R,V] of every token."""
+    probs = torch.from_numpy(chances.probs)
+    if chances.ids is None:
+        return probs
+    spread = torch.zeros(len(probs), vocabulary)
+    return spread.scatter_(1, torch.from_numpy(chances.ids), probs)
+
+
 def _warmed(
     scores: torch.Tensor, options: GenerationOptions
 ) -> tuple[torch.Tensor, torch.Tensor | None]:

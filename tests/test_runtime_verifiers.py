@@ -28,6 +28,7 @@ from graftwork.ir.plan import (
     TopKAccept,
     TreeRecord,
     Typical,
+    WidenedChain,
 )
 from graftwork.passes.accept_trees import AcceptTrees
 from graftwork.passes.add_argmax import AddArgmax
@@ -96,6 +97,7 @@ def sample(
 
 LOSSLESS: dict[str, tuple[TreeRecord, Record]] = {
     "chain": (Chain(depth=2), Lossless()),
+    "widened chain": (WidenedChain(2, (0.4, 0.7), (3, 2, 1)), Lossless()),
     "sampled chain": (SampledTree((1, 1)), Lossless()),
     "spectr chain": (SampledTree((1, 1), replacement=True), SpecTr()),
     "static tree": (FIXED, Lossless()),

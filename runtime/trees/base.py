@@ -49,7 +49,7 @@ def goes_deeper(length: LengthPolicy, level: Level, depth: int, depths: list[int
     return max(depths) > depth
 
 
-def chosen(tokens: Sequence[int], parents: Sequence[int], branches: bool = True) -> Draft:
+def chosen(tokens: Sequence[int], parents: Sequence[int]) -> Draft:
     """A draft of the nodes that have a token (>= 0) and whose parents have one."""
     new = {-1: -1}
     kept: list[int] = []
@@ -57,6 +57,4 @@ def chosen(tokens: Sequence[int], parents: Sequence[int], branches: bool = True)
         if token >= 0 and parent in new:
             new[node] = len(kept)
             kept.append(node)
-    if not branches:
-        return Draft([tokens[node] for node in kept])
     return Draft([tokens[node] for node in kept], None, tuple(new[parents[n]] for n in kept))

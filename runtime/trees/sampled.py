@@ -24,7 +24,7 @@ from ..draft import NO_DRAFT, Draft
 from ..lengths.base import Flags, LengthPolicy
 from ..options import GenerationOptions
 from ..proposers.base import Ids, Level, Proposer
-from ..sampling import Chances, warp
+from ..sampling import Chances, warp, whole
 from .base import TREES, TreePolicy, goes_deeper
 
 
@@ -94,6 +94,8 @@ class SampledTreePolicy(TreePolicy):
             return _Sampled(tokens.reshape(len(wanted), -1), every, spread)
         self._require_logits(level)
         assert level.logits is not None
+        # Of a node that the proposer says nothing after, the logits say nothing either.
+        wanted = wanted & (level.tokens[..., 0] >= 0)
         tokens = np.full((*wanted.shape, width), -1, dtype=np.int64)
         rows = np.zeros(wanted.shape, dtype=np.int64)
         if not wanted.any():
@@ -101,7 +103,7 @@ class SampledTreePolicy(TreePolicy):
         chances = warp(torch.from_numpy(level.logits[wanted]).float(), self.options)
         rows[wanted] = np.arange(len(chances.probs))
         tokens[wanted] = self._siblings(chances, width)
-        spread = _whole(chances, level.logits.shape[-1])
+        spread = whole(chances, level.logits.shape[-1])
         return _Sampled(tokens.reshape(len(wanted), -1), rows.repeat(width, axis=1), spread)
 
     def _said(self, level: Level, wanted: Flags) -> tuple[Ids, torch.Tensor]:
@@ -165,15 +167,6 @@ class SampledTreePolicy(TreePolicy):
                 torch.index_select(level.spread, 0, rows, out=probs[begin : begin + len(nodes)])
                 begin += len(nodes)
         return probs
-
-
-def _whole(chances: Chances, vocabulary: int) -> torch.Tensor:
-    """Probabilities f32[R,V] of every token."""
-    probs = torch.from_numpy(chances.probs)
-    if chances.ids is None:
-        return probs
-    spread = torch.zeros(len(probs), vocabulary)
-    return spread.scatter_(1, torch.from_numpy(chances.ids), probs)
 
 
 def _distinct(probs: torch.Tensor, count: int, generator: torch.Generator | None) -> torch.Tensor:

@@ -9,19 +9,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from ...ir.plan import WidenedChain
-from ..draft import Draft
+from ..draft import NO_DRAFT, Draft
 from ..lengths.base import LengthPolicy
-from ..proposers.base import Level, Proposer
-from .base import TREES, TreePolicy, chosen, goes_deeper
+from ..options import GenerationOptions
+from ..proposers.base import Ids, Level, Proposer
+from .base import TREES, TreePolicy, goes_deeper
+from .drawn import candidates, reaching
 
 
 @TREES.register(WidenedChain)
 class WidenedChainPolicy(TreePolicy):
-    """Only the chain is predicted further, so siblings cost the drafter nothing."""
+    """Only the chain is predicted further, so siblings cost the drafter nothing. Under sampling
+    they are sampled, too, without replacement (see `drawn`)."""
 
     record: WidenedChain
+    options = GenerationOptions()
+
+    def begin(self, options: GenerationOptions) -> None:
+        """Draw as these options say."""
+        self.options = options
 
     def grow(self, proposer: Proposer, depths: Sequence[int], length: LengthPolicy) -> list[Draft]:
         """See `TreePolicy.grow`."""
@@ -29,35 +38,51 @@ class WidenedChainPolicy(TreePolicy):
         most = min(record.depth, proposer.depth or record.depth)
         limits = [min(depth, most) for depth in depths]
         levels: list[list[list[int]]] = []
+        given: list[torch.Tensor | None] = []
         level = proposer.root(max(record.counts))
         none_above = np.zeros((batch, 1), dtype=np.int64)
         while True:
-            levels.append(self._candidates(level))
+            wanted = reaching(limits, len(levels) + 1)
+            tokens, probs = candidates(level, wanted, max(record.counts), self.options)
+            levels.append(self._worthwhile(level, tokens))
+            given.append(probs)
             if not goes_deeper(length, level, len(levels), limits):
                 break
-            level = proposer.grow(level.tokens[:, :, 0], none_above, max(record.counts))
+            level = proposer.grow(tokens[:, :1], none_above, max(record.counts))
         return [
-            _draft([level[index] for level in levels[:depth]]) for index, depth in enumerate(limits)
+            _draft([level[index] for level in levels[:depth]], given, index)
+            for index, depth in enumerate(limits)
         ]
 
-    def _candidates(self, level: Level) -> list[list[int]]:
-        """For each sequence the candidates of a level that are worth verifying."""
+    def _worthwhile(self, level: Level, tokens: Ids) -> list[list[int]]:
+        """For each sequence those of a level's candidates that are worth verifying."""
+        # Of how many the drafter's distribution decides alone, not what was drawn from it.
         sure = np.exp(level.scores[:, 0, 0])
         # A float32 probability of the bound itself counts as not above it.
         places = np.searchsorted(self.record.bounds, sure - 1e-6, side="left")
         counts = [self.record.counts[place] for place in places.tolist()]
-        rows = level.tokens[:, 0].tolist()
-        return [row[:count] for row, count in zip(rows, counts, strict=True)]
+        return [row[:count] for row, count in zip(tokens.tolist(), counts, strict=True)]
 
 
-def _draft(levels: Sequence[Sequence[int]]) -> Draft:
+def _draft(
+    levels: Sequence[Sequence[int]], given: Sequence[torch.Tensor | None], index: int
+) -> Draft:
     """The first candidate of each level continues the first one of the level above."""
     tokens: list[int] = []
     parents: list[int] = []
+    probs: list[torch.Tensor] = []
     above = -1
-    for candidates in levels:
+    for place, siblings in enumerate(levels):
+        known = [token for token in siblings if token >= 0]
+        if not known or siblings[0] < 0:
+            break
         first = len(tokens)
-        tokens += candidates
-        parents += [above] * len(candidates)
+        tokens += known
+        parents += [above] * len(known)
+        row = given[place]
+        probs += [] if row is None else [row[index]] * len(known)
         above = first
-    return chosen(tokens, parents)
+    if not tokens:
+        return NO_DRAFT
+    told = torch.stack(probs) if len(probs) == len(tokens) else None
+    return Draft(tokens, told, tuple(parents))
