@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from ..ir import InputError, Program
+from ..ir.threads import traces
 
 __all__ = ["import_model"]
 
 
+@traces
 def import_model(source: Any, dtype: torch.dtype | None = None) -> Program:
     """A model as a program at stage "traced".
 

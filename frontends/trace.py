@@ -8,6 +8,7 @@ import io
 import linecache
 import logging
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -40,11 +41,12 @@ def fake_parameter(like: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype)
 
 @contextlib.contextmanager
 def parameters_without_data(mode: FakeTensorMode) -> Iterator[None]:
-    """Modules created inside get fake parameters; their buffers are real."""
-    register = nn.Module.register_parameter
+    """Modules created inside, by this thread, get fake parameters; their buffers are real."""
+    register, here = nn.Module.register_parameter, threading.get_ident()
 
     def register_fake(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not isinstance(parameter.data, FakeTensor):
+        ours = threading.get_ident() == here
+        if ours and parameter is not None and not isinstance(parameter.data, FakeTensor):
             parameter = fake_parameter(parameter, mode, parameter.dtype)
         register(self, name, parameter)
 

@@ -14,6 +14,7 @@ import torch
 from .backends.target import Target
 from .guests import check_guests, with_guests
 from .ir import GraftworkError, InputError, Program, Weight, WeightStore
+from .ir.threads import traces
 from .passes.manager import arrange, facts_of, run_passes
 from .passes.validate import Validator
 from .prompts import Prompts, as_ids, check_file, read_tokenizer, sample_prompts, validation_batch
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from .ir.executable import Executable
+
+_COMPILED = "compiled"
 
 Source = str | Path | torch.nn.Module
 """A local checkpoint folder, or a model in memory."""
@@ -174,16 +177,25 @@ class Model:
     recipe: Mapping[str, Any]
     report: Report | None = None
 
-    @cached_property
+    @property
     def executable(self) -> Executable:
-        """The compiled program; compiling happens on first use.
+        """The compiled program; compiling happens on first use, once for all threads.
 
         Errors: `InputError` if the device is missing or a weight holds NaN; `UnsupportedError`
         naming an op that the backend cannot lower.
         """
+        made: Executable | None = self.__dict__.get(_COMPILED)
+        return self._compiled() if made is None else made
+
+    @traces
+    def _compiled(self) -> Executable:
+        """Compile, unless another thread has done it meanwhile."""
         from .backends import compile
 
-        return compile(_checked(self.program), self.target)
+        if _COMPILED not in self.__dict__:
+            self.__dict__[_COMPILED] = compile(_checked(self.program), self.target)
+        made: Executable = self.__dict__[_COMPILED]
+        return made
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -201,6 +213,9 @@ class Model:
         Options have transformers' names (``max_new_tokens``, ``do_sample``, ``temperature``,
         ``top_k``, ``top_p``, ``eos_token_id``, ``attention_mask``, ``streamer``, ``seed``, ...);
         see `graftwork.runtime.generate.generate`, which rejects by name what it does not support.
+        Threads take turns, one generation at a time; a streamer or stopping criterion that calls
+        this very model gets an `InputError`, and one that waits for another thread's call of it
+        waits for ever.
         """
         from .runtime.generate import generate
 

@@ -220,7 +220,7 @@ def measure_rates(
         assert isinstance(ids, torch.Tensor)
         truth = ids[0].tolist()
         text = Text(list(prompt), len(prompt), len(truth))
-        with torch.no_grad():
+        with torch.no_grad(), executable.turn:
             loop = DecodeLoop(executable, [text], GenerationOptions(max_new_tokens=tokens))
             if not isinstance(loop.drafter, GrownDrafter):
                 raise InputError(
@@ -247,15 +247,15 @@ def measure_steps(
     fetch = ("argmax",) if "argmax" in executable.program.function("step").outputs else ("logits",)
     start = min(len(prompt), max(feeder.context - max(widths), 1))
     usable = [w for w in sorted(widths) if feeder.width(w, feeder.context - start) == w]
-    feeder.begin(start + max(usable), max(usable) - 1)
-    prefill(feeder, [prompt[:start]], [0], fetch)
     times: dict[int, list[float]] = {width: [] for width in usable}
-    for _ in range(repeats + 1):
-        for width in usable:
-            row = [int(token) for token in np.resize(prompt, width)]
-            draft = Draft(row[1:], None, (-1,) * (width - 1))
+    rows = {width: [int(token) for token in np.resize(prompt, width)] for width in usable}
+    with executable.turn:
+        feeder.begin(start + max(usable), max(usable) - 1)
+        prefill(feeder, [prompt[:start]], [0], fetch)
+        for width in usable * (repeats + 1):
+            trees = [Draft(rows[width][1:], None, (-1,) * (width - 1))] if width > 1 else None
             before = clock()
-            feeder.run([row], [start], width, fetch, trees=[draft] if width > 1 else None)
+            feeder.run([rows[width]], [start], width, fetch, trees=trees)
             times[width].append(clock() - before)
     # The first round compiles.
     return {width: statistics.median(taken[1:]) for width, taken in times.items()}

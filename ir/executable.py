@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from .program import Program
+from .threads import Turn
 
 Outputs: TypeAlias = dict[str, torch.Tensor]
 """Tensors by the names of a function's outputs."""
@@ -31,6 +32,8 @@ class Executable(Protocol):
     capacity: int
     preparing: float
     """Seconds spent so far on what is done once: compiling and loading what was first asked for."""
+    turn: Turn
+    """Held by whoever calls what follows, from `begin` to the last step of a generation."""
 
     def begin(self, batch: int, rows: int) -> None:
         """Start `batch` new sequences; make room for `rows` cache rows in each at once if cheap."""

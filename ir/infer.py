@@ -25,6 +25,7 @@ import torch.fx
 
 from .errors import InputError, VerifyError
 from .signature import mismatch
+from .threads import traces
 from .types import Dim, Sym, TensorType, ValueType, make_dim, type_text
 
 # Hints only decide comparisons such as "is this dim 1?" in torch's broadcasting rules; they differ
@@ -148,6 +149,7 @@ def infer(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 @lru_cache(maxsize=65536)
+@traces
 def _infer(target: Callable[..., Any], args: Any, kwargs: Any) -> ValueType:
     shapes = _shapes()
     if target is operator.getitem:

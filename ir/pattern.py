@@ -29,6 +29,7 @@ from torch.fx.node import map_aggregate
 from .decompositions import decompositions, is_kept
 from .errors import GraftworkError
 from .normal import IDENTITIES, kind_of
+from .threads import traces
 from .types import DTYPE_NAMES, Dim, Sym, TensorType, make_dim
 
 A = torch.ops.aten
@@ -91,6 +92,7 @@ class Pattern:
         return sum(node.op == "call_function" for node in self.graph.nodes)
 
 
+@traces
 def trace_pattern(
     function: Callable[..., Any], inputs: Mapping[str, str], dtype: torch.dtype
 ) -> Pattern:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import networkx as nx
 
 from ..ir import PassError, PassRecord, Program, VerifyError
+from ..ir.threads import traces
 from ..ir.verify import verify
 from .base import Contract, Outcome, Pass, all_passes
 from .validate import Check, Validator
@@ -107,6 +108,7 @@ def _check_required(steps: Sequence[Step], facts: frozenset[str]) -> None:
         )
 
 
+@traces
 def run_passes(
     program: Program,
     steps: Sequence[Step],

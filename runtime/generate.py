@@ -36,20 +36,22 @@ def generate(
     input_ids: i64[B,S], ragged prompts padded on the left; options: `GenerationOptions`, by
     transformers' keyword names. Returns i64[B,S+N]: the prompts as given, then each sequence's new
     tokens, filled up with the pad token to the longest; on the device of `input_ids`. With
-    ``return_dict_in_generate=True`` a `Generated`. Errors: `InputError` for bad input or options
-    (before anything runs) and for logits that are NaN; `UnsupportedError` for a program or plan
-    that the runtime cannot carry out.
+    ``return_dict_in_generate=True`` a `Generated`. Of several threads one generates at a time, the
+    others wait. Errors: `InputError` for bad input or options (before anything runs), for a call
+    from a streamer or stopping criterion of this executable's own generation, and for logits that
+    are NaN; `UnsupportedError` for a program or plan that the runtime cannot carry out.
     """
     info = executable.program.info
     asked = read_options(options, info)
     texts = read_prompts(input_ids, asked, info)
     pad = _pad(asked, Stopping(asked, info).early and len(texts) > 1, asked.pad(info))
-    loop = DecodeLoop(executable, texts, asked)
     prompts = input_ids.cpu()
-    emitter = None if asked.streamer is None else Emitter(asked.streamer, prompts, pad)
-    stats = loop.run(emitter)
-    if emitter is not None:
-        emitter.end()
+    with executable.turn:
+        loop = DecodeLoop(executable, texts, asked)
+        emitter = None if asked.streamer is None else Emitter(asked.streamer, prompts, pad)
+        stats = loop.run(emitter)
+        if emitter is not None:
+            emitter.end()
     sequences = _assemble(prompts, texts, pad).to(input_ids.device)
     return Generated(sequences, stats) if asked.return_dict_in_generate else sequences
 

@@ -76,7 +76,9 @@ class GenerationOptions:
     sequence when its new tokens end with one (kept in the output). stopping_criteria: functions
     (input_ids i64[1,L] without padding, scores None) -> bool, called after every committed token
     of a sequence. streamer: `put` and `end`. generator or seed: where random numbers come from
-    (default: torch's global generator). return_dict_in_generate: return `.sequences` and `.stats`.
+    (default: torch's global generator); a seed repeats its text as long as the drafts are the same,
+    and some drafters learn from call to call (recycling, goodput). return_dict_in_generate: return
+    `.sequences` and `.stats`.
     """
 
     max_new_tokens: int | None = None

@@ -9,6 +9,7 @@ import torch
 from graftwork.ir import Function, InputError, ModelInfo, Program, TensorType, WeightStore
 from graftwork.ir.executable import HeldCall
 from graftwork.ir.plan import DecodePlan, DraftRecord, Record, TreeRecord
+from graftwork.ir.threads import Turn
 
 POISON = -(10**9)
 
@@ -78,6 +79,7 @@ class TableExecutable:
         self.rule, self.program, self._widths, self.roomy = rule, program, widths, roomy
         self.capacity = 0
         self.preparing = 0.0
+        self.turn = Turn()
         self.given: list[torch.Tensor] = []
         self.fed: list[tuple[int, list[int], tuple[str, ...]]] = []
         self.memo: dict[tuple[int, ...], torch.Tensor] = {}

@@ -18,6 +18,7 @@ from torch.fx.node import map_aggregate
 from ...ir import Function, UnsupportedError, site_of
 from ...ir.infer import _freeze, _shapes, _thaw
 from ...ir.ops import op_of
+from ...ir.threads import traces
 from .emit import row_of, targets_with_rows
 
 _DEPTH = 8  # meanings within meanings; a loop would never end otherwise
@@ -85,6 +86,7 @@ def _tensors(node: torch.fx.Node) -> list[torch.fx.Node]:
 
 
 @lru_cache(maxsize=4096)
+@traces
 def _template(target: Any, args: Any, kwargs: Any) -> torch.fx.Graph:
     """The decomposition as a graph of tensor placeholders; size nodes carry ``meta["size"]``."""
     from torch.fx.experimental.proxy_tensor import make_fx

@@ -12,6 +12,7 @@ import torch
 
 from ...ir import InputError, Program, UnsupportedError, type_of
 from ...ir.executable import HeldCall, Outputs
+from ...ir.threads import Turn, traces
 from ..target import Target
 from .buffers import StateBuffers
 from .emit import emit
@@ -43,6 +44,7 @@ class OnnxExecutable:
         self._made: dict[str, dict[Variant, Step]] = {name: {} for name in program.functions}
         self._routers = {n: Router(program, f, target) for n, f in program.functions.items()}
         self.preparing = 0.0
+        self.turn = Turn()
 
     @property
     def capacity(self) -> int:
@@ -98,6 +100,7 @@ class OnnxExecutable:
             )
         self._buffers.reserve(route.rows + route.overhang)  # for what nobody asked for
 
+    @traces
     def _compile(self, function: str, variant: Variant) -> Step:
         lowered = lower(self.program, function, variant)
         fn = lowered.function(function)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...ir.threads import traces
 from .regions import outline_repeats
 
 
@@ -34,6 +35,7 @@ class Compiled:
     code: Callable[..., Any]
     weights: list[torch.Tensor]
 
+    @traces
     def __call__(self, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What the module returns for these arguments."""
         results: tuple[torch.Tensor, ...] = self.code(*arguments, *self.weights)
@@ -45,7 +47,7 @@ def cuda_graphs(module: torch.fx.GraphModule) -> Callable[..., Any]:
     compiled: Callable[..., Any] = torch.compile(
         module, fullgraph=True, options={"triton.cudagraphs": True}
     )
-    return compiled
+    return traces(compiled)
 
 
 def any_size(buffer: torch.Tensor, axis: int) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from ...ir import InputError, Program, Sym
 from ...ir.executable import HeldCall, Outputs
+from ...ir.threads import Turn, traces
 from ..target import Target
 from .compiled import Compiled, any_size, cuda_graphs, inductor
 from .cpu import CPU_ROWS
@@ -49,11 +50,13 @@ class TorchExecutable:
         self.epoch = 0
         """Counts the times that the states were given other memory."""
         self.preparing = 0.0
-        if target.threads is not None:
-            torch.set_num_threads(target.threads)
+        self.turn = Turn()
 
     def begin(self, batch: int, rows: int) -> None:
         """Start `batch` sequences with small empty caches; attention reads all of the capacity."""
+        if self.target.threads is not None:
+            # Torch's number is its thread's, and another executable may have set it since.
+            torch.set_num_threads(self.target.threads)
         self.states, self.capacity, self.batch = {}, 0, batch
         self.reserve(min(rows, self.bucket))
 
@@ -168,6 +171,7 @@ class TorchExecutable:
         names = [str(node.target) for node in self.program.function(function).inputs]
         return [n for n in names if n in self.states or n in given]
 
+    @traces
     def _compile(
         self, function: str, given: frozenset[str], fetch: Sequence[str]
     ) -> Callable[..., Any]:
@@ -179,7 +183,8 @@ class TorchExecutable:
         states = list(self.program.states)
         module = emit(fn, self.weights, states, fetch, frozenset(missing), rows)
         if self.how == "eager":
-            return module
+            # Not the module itself: calls of modules are what a trace in another thread takes over.
+            return module.forward
         return inductor(module) if self.how == "inductor" else cuda_graphs(module)
 
     def keep_rows(self, function: str, past: torch.Tensor, source: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from ...ir.threads import traces
 from . import native
 from .compiled import Compiled
 
@@ -109,6 +110,7 @@ class Replay:
         self.run()
 
 
+@traces
 def record(
     step: Compiled, arguments: Sequence[Tensor], states: Sequence[Tensor]
 ) -> tuple[Sequence[Tensor], Recording | None]:

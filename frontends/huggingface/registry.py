@@ -9,6 +9,7 @@ of every layer is the one that the model's mask would have had, however its conf
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -148,12 +149,17 @@ def register() -> None:
 def one_sequence_a_row() -> Iterator[None]:
     """Keep transformers from looking for several sequences packed into one row of positions.
 
-    Its search is arithmetic on positions that would end up in every trace.
+    Its search is arithmetic on positions that would end up in every trace. Other threads may be
+    using models meanwhile: for them it goes on.
     """
     from transformers import masking_utils
 
-    search = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    search, here = masking_utils.find_packed_sequence_indices, threading.get_ident()
+
+    def only_elsewhere(position_ids: Any) -> Any:
+        return None if threading.get_ident() == here else search(position_ids)
+
+    masking_utils.find_packed_sequence_indices = only_elsewhere
     try:
         yield
     finally:
