@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..ir import InputError, Program
+from ..ir.files import plain_path
 from ..ir.threads import traces
 
 __all__ = ["import_model"]
@@ -26,7 +27,7 @@ def import_model(source: Any, dtype: torch.dtype | None = None) -> Program:
     and op of what cannot be imported.
     """
     if isinstance(source, (str, Path)):
-        return _import_path(Path(source), dtype)
+        return _import_path(plain_path("model", source), dtype)
     if not isinstance(source, nn.Module):
         raise InputError(
             f"cannot import a {type(source).__name__}; expected a transformers model, the path of "

@@ -5,8 +5,8 @@
     weights.safetensors    (or weights-00001-of-0000N.safetensors)
     tokenizer.json, ...    files that came with the model
 
-`save` writes beside the destination and renames: whoever looks sees the old artifact, the new one,
-or none. `load` reads only what the manifest lists, inside the folder, after checking size and
+`save` writes beside the destination and exchanges: whoever looks sees the old artifact or the new
+one. `load` reads only what the manifest lists, inside the folder, after checking size and
 sha256 of every file. Nothing is ever unpickled or executed. The hashes tell damage, not malice:
 whoever can write the folder can write the manifest.
 """
@@ -17,9 +17,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
-import shutil
-import stat
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -36,8 +33,11 @@ from .ir import (
     WeightStore,
     from_safetensors,
 )
+from .ir.files import LARGE, open_regular, plain_path, read_bytes, read_json, read_text
+from .ir.lexer import MAX_BYTES
 from .ir.parser import parse_program
 from .ir.printer import program_text
+from .ir.scratch import replacing
 from .ir.verify import verify
 from .ir.weights import open_safetensors
 from .report import Report, plain
@@ -48,7 +48,6 @@ VERSION: Literal[1] = 1
 MANIFEST = "manifest.json"
 PROGRAM = "program.gw"
 TOOLS = ("graftwork", "torch", "transformers", "onnx", "onnxruntime-gpu", "onnxruntime")
-MANIFEST_LIMIT = 64 * 2**20
 
 _AGAIN = "copy the artifact again, or save it again"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
@@ -108,6 +107,7 @@ def is_artifact(folder: Path) -> bool:
 
 def is_saved(folder: Path) -> bool:
     """Whether a folder is an artifact, or what damage left of one: `load` says what is wrong."""
+    folder = plain_path("model", folder)
     return (folder / PROGRAM).exists() or is_artifact(folder)
 
 
@@ -126,21 +126,16 @@ def save(
     Needs memory for one weight at a time. Errors: `InputError` if the folder holds something else,
     a weight holds NaN, or the disk refuses; the destination is then as it was.
     """
-    destination = Path(os.path.abspath(folder))
+    destination = Path(os.path.abspath(plain_path("save", folder)))
     _check_destination(destination)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    partial = destination.parent / f".{destination.name}.{secrets.token_hex(4)}.partial"
     try:
-        partial.mkdir()
-        files = _write_files(partial, program, shard_bytes, progress)
-        manifest = _manifest(program, target, recipe, report, files)
-        _write(partial / MANIFEST, manifest.model_dump_json(indent=1).encode())
-        _sync_folder(partial)
-        _swap(partial, destination)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(destination) as partial:
+            files = _write_files(partial, program, shard_bytes, progress)
+            manifest = _manifest(program, target, recipe, report, files)
+            _write(partial / MANIFEST, manifest.model_dump_json(indent=1).encode())
     except OSError as error:
         raise InputError(f"cannot write the artifact {destination}: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return destination
 
 
@@ -149,7 +144,7 @@ def load(folder: str | Path) -> Saved:
 
     Errors: `InputError` naming the file that is missing, damaged, too long or out of place.
     """
-    folder = Path(folder)
+    folder = plain_path("load", folder)
     manifest = _read_manifest(folder)
     for name, entry in manifest.files.items():
         _check_file(folder, name, entry)
@@ -158,10 +153,11 @@ def load(folder: str | Path) -> Saved:
         raise InputError(f"{folder / MANIFEST}: expected one program, {PROGRAM}")
     weights = _open_weights([folder / name for name in names["weights"]])
     try:
-        program = parse_program((folder / PROGRAM).read_text(encoding="utf-8"), weights)
+        text = read_text(folder / PROGRAM, MAX_BYTES, follow=False)
+        program = parse_program(text, weights)
         program = program.replace(assets={n: folder.resolve() / n for n in names["asset"]})
         verify(program)
-    except (GraftworkError, UnicodeDecodeError) as error:
+    except (GraftworkError, OSError, UnicodeDecodeError) as error:
         raise InputError(f"{folder / PROGRAM} does not hold a valid program: {error}") from error
     return Saved(program=program, manifest=manifest)
 
@@ -190,7 +186,7 @@ def _write_files(
         ours = name in (MANIFEST, PROGRAM) or name.endswith(".safetensors")
         if ours or not _PLAIN_NAME.fullmatch(name):
             raise InputError(f"an artifact cannot hold a model file called {name!r}")
-        data = Path(source).read_bytes()
+        data = read_bytes(source, LARGE)
         files[name] = _write(folder / name, data, "asset")
     files[PROGRAM] = _write(folder / PROGRAM, program_text(program).encode(), "program")
     weights = list(program.weights.values())
@@ -249,45 +245,18 @@ def tool_versions() -> dict[str, str]:
     return versions
 
 
-def _swap(new: Path, destination: Path) -> None:
-    old = destination.parent / f".{destination.name}.{secrets.token_hex(4)}.old"
-    replaced = destination.exists()
-    if replaced:
-        destination.rename(old)
-    try:
-        new.rename(destination)
-    except OSError:
-        if replaced:
-            old.rename(destination)
-        raise
-    _sync_folder(destination.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 # -- reading
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > MANIFEST_LIMIT:
-            raise InputError(f"{path} is larger than any manifest")
-        data = json.loads(path.read_bytes())
+        data = read_json(path, follow=False)
     except FileNotFoundError as error:
         lost = f"; {_AGAIN}" if (path.parent / PROGRAM).exists() else ""
         raise InputError(
             f"{path.parent} is not a graftwork artifact: no {path.name}{lost}"
         ) from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"cannot read {path}: {error}; {_AGAIN}") from error
     if not isinstance(data, dict):
         raise InputError(f"{path}: expected a JSON object")
@@ -305,7 +274,7 @@ def _read_manifest(folder: Path) -> Manifest:
             f"Optimize the model again, or use the graftwork that wrote it: {data.get('tools')}"
         )
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        return Manifest.model_validate_json(json.dumps(data))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -318,17 +287,17 @@ def _check_file(folder: Path, name: str, entry: FileEntry) -> None:
         raise InputError(f"{folder / MANIFEST}: {name!r} is not a plain file name")
     path = folder / name
     try:
-        found = path.lstat()
-    except OSError as error:
+        with open_regular(path, follow=False) as file:
+            size = os.fstat(file.fileno()).st_size
+            digest = "" if size != entry.bytes else hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError as error:
         raise InputError(f"{path} is missing from the artifact; {_AGAIN}") from error
-    if not stat.S_ISREG(found.st_mode):
-        raise InputError(f"{path} is not a regular file (links are not followed)")
-    if found.st_size != entry.bytes:
+    except OSError as error:
+        raise InputError(f"cannot read the artifact's files: {error}; {_AGAIN}") from error
+    if size != entry.bytes:
         raise InputError(
-            f"{path} is damaged: {found.st_size} bytes, the manifest says {entry.bytes}; {_AGAIN}"
+            f"{path} is damaged: {size} bytes, the manifest says {entry.bytes}; {_AGAIN}"
         )
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != entry.sha256:
         raise InputError(f"{path} is damaged: its sha256 is not the manifest's; {_AGAIN}")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from .backends.target import Target
 from .bench import Bench, Contestant, Genai, Optimized, Transformers, as_json
 from .ir import InputError
 from .ir.executable import Executable
+from .ir.scratch import Scratch
 from .model import Traced, optimize, transform
 from .prompts import Prompts, read_prompts
 from .recipe import Recipe
@@ -52,9 +53,9 @@ def compare(
         raise InputError(f"--against {unknown[0]}: expected some of {', '.join(AGAINST)}")
     chosen = _recipes(recipes, settings)
     wheres = [Target.parse(target) for target in targets] or [Target.default()]
-    with tempfile.TemporaryDirectory(prefix="graftwork-") as scratch:
+    with closing(Scratch()) as scratch:
         optimized = _optimized(model, chosen, wheres, skip, progress)
-        others = [_other(name, Path(model), wheres[0], Path(scratch), progress) for name in against]
+        others = [_other(name, Path(model), wheres[0], scratch.path, progress) for name in against]
         texts, source = _prompts(model, optimized[0], data, prompts, seed)
         bench = Bench(texts, tokens, repeats, progress)
         rows = bench.run([*others, *optimized])

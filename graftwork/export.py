@@ -15,9 +15,6 @@ none.
 from __future__ import annotations
 
 import json
-import os
-import secrets
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,8 @@ from .backends.onnxruntime.emit import emit
 from .backends.onnxruntime.portable import Layer, Portable, portable
 from .backends.onnxruntime.store import WeightFile, store
 from .ir import InputError, Program, UnsupportedError
+from .ir.files import LARGE, read_bytes
+from .ir.scratch import replacing
 
 MODEL, DATA, CONFIG = "model.onnx", "model.onnx.data", "genai_config.json"
 
@@ -119,17 +118,12 @@ def _uniform(program: Program, graph: Portable) -> Layer:
 def _write(program: Program, graph: Portable, folder: Path, extra: Mapping[str, Any]) -> Path:
     _check_destination(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    new = folder.parent / f".{folder.name}.{secrets.token_hex(4)}"
-    new.mkdir()
-    try:
+    with replacing(folder) as new:
         _write_model(graph, new)
         for name, content in extra.items():
             (new / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         for name, source in program.assets.items():
-            shutil.copyfile(source, new / name)
-        _swap(new, folder)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
+            (new / name).write_bytes(read_bytes(source, LARGE))
     return folder
 
 
@@ -162,18 +156,3 @@ def _check_destination(folder: Path) -> None:
         raise InputError(f"{folder} holds something else than an export; give an empty folder")
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file; give a folder")
-
-
-def _swap(new: Path, folder: Path) -> None:
-    """Put the new folder in the place of the old one."""
-    if not folder.exists():
-        os.rename(new, folder)
-        return
-    old = folder.parent / f".{folder.name}.{secrets.token_hex(4)}.old"
-    os.rename(folder, old)
-    try:
-        os.rename(new, folder)
-    except OSError:
-        os.rename(old, folder)
-        raise
-    shutil.rmtree(old, ignore_errors=True)

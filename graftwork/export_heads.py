@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +13,7 @@ from safetensors.torch import save_file
 
 from .ir import InputError, Program, type_of
 from .ir.plan import DraftRecord, HeadsDraft
+from .ir.scratch import replacing
 
 Draft = TypeVar("Draft", bound=DraftRecord)
 
@@ -79,12 +78,7 @@ def write_folder(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists and is not an empty folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".graftwork-") as name:
-        part = Path(name) / "heads"
-        part.mkdir()
+    with replacing(folder) as part:
         (part / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         save_file(dict(tensors), part / "model.safetensors", metadata={"format": "pt"})
-        if folder.exists():
-            folder.rmdir()
-        os.replace(part, folder)
     return folder

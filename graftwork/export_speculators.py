@@ -6,7 +6,6 @@ and ``embed_tokens``; for a draft vocabulary ``d2t`` (offsets, i64[D]) and ``t2d
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from .export_heads import find_draft, write_folder
 from .ir import Function, InputError, Program
+from .ir.files import read_json
 from .ir.plan import CachedDraft
 from .passes.subgraph import evaluate, extract
 
@@ -69,7 +69,7 @@ def export_speculators(program: Program, folder: Path, target: str = "") -> Path
 def _architectures(program: Program) -> list[str]:
     """What the target's own config.json says, if it travels with the program."""
     path = program.assets.get("config.json")
-    config = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+    config = read_json(path) if path is not None else {}
     return list(config.get("architectures") or [])
 
 

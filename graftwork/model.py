@@ -14,6 +14,7 @@ import torch
 from .backends.target import Target
 from .guests import check_guests, with_guests
 from .ir import GraftworkError, InputError, Program, Weight, WeightStore
+from .ir.files import plain_path
 from .ir.threads import traces
 from .passes.manager import arrange, facts_of, run_passes
 from .passes.validate import Validator
@@ -247,7 +248,7 @@ class Model:
         """
         from .export import export_onnx
 
-        return export_onnx(_checked(self.program), Path(folder))
+        return export_onnx(_checked(self.program), plain_path("export", folder))
 
     def export_genai(self, folder: str | Path) -> Path:
         """Write a folder that onnxruntime-genai runs: the graph and ``genai_config.json``.
@@ -256,13 +257,13 @@ class Model:
         """
         from .export import export_genai
 
-        return export_genai(_checked(self.program), Path(folder))
+        return export_genai(_checked(self.program), plain_path("export", folder))
 
     def export_vllm_medusa(self, folder: str | Path) -> Path:
         """Write trained Medusa heads as vLLM reads them. Errors: as `export_heads` states."""
         from .export_heads import export_vllm_medusa
 
-        return export_vllm_medusa(self.program, Path(folder))
+        return export_vllm_medusa(self.program, plain_path("export", folder))
 
     def export_speculators(self, folder: str | Path, target: str = "") -> Path:
         """Write a trained EAGLE-3 draft as vLLM reads it. target: the model's name or path there.
@@ -271,7 +272,7 @@ class Model:
         """
         from .export_speculators import export_speculators
 
-        return export_speculators(self.program, Path(folder), target)
+        return export_speculators(self.program, plain_path("export", folder), target)
 
     def __str__(self) -> str:
         size = megabytes(weight_bytes(self.program))

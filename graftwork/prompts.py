@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .ir import InputError, Program
+from .ir.files import LARGE, plain_path, read_bytes, read_text
 from .ir.program import ModelInfo
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_file(str(path))
+        return Tokenizer.from_buffer(read_bytes(path, LARGE))
     except Exception as error:  # the library raises nothing more specific
         raise InputError(
             f"cannot read {path}: {error}; expected the tokenizer that belongs to the model"
@@ -59,7 +60,7 @@ def as_ids(input_ids: Any) -> torch.Tensor:
 def read_prompts(data: Prompts, program: Program) -> list[list[int]]:
     """All prompts as token ids. Errors: `InputError` with the file and line that cannot be read."""
     if isinstance(data, (str, Path)):
-        items: list[Any] = _read_file(Path(data))
+        items: list[Any] = _read_file(plain_path("data", data))
     else:
         items = list(data)
     texts = [item for item in items if isinstance(item, str)]
@@ -78,7 +79,7 @@ def read_prompts(data: Prompts, program: Program) -> list[list[int]]:
 def check_file(data: Prompts) -> None:
     """Errors: `InputError` if `data` is a file that cannot be read, with its line."""
     if isinstance(data, (str, Path)):
-        _read_file(Path(data))
+        _read_file(plain_path("data", data))
 
 
 def validation_batch(data: Prompts, program: Program) -> torch.Tensor:
@@ -99,7 +100,7 @@ def sample_prompts(info: ModelInfo, seed: int) -> torch.Tensor:
 
 def _read_file(path: Path) -> list[Any]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path, LARGE).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"data: cannot read {path}: {error}") from error
     if path.suffix != ".jsonl":

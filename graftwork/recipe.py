@@ -33,6 +33,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from .ir import InputError
+from .ir.files import plain_path, read_text
 from .passes import Contract, Pass, all_passes
 from .passes.manager import Step, weakest
 from .yamlfile import Document, parse, parse_value
@@ -181,7 +182,7 @@ def _folder() -> Path:
 def _find(source: str | Path) -> Path:
     text = str(source)
     if isinstance(source, Path) or text.endswith((".yaml", ".yml")) or "/" in text:
-        return Path(source)
+        return plain_path("recipe", source)
     path = _folder() / f"{text}.yaml"
     if not path.is_file():
         known = [p.stem for p in sorted(_folder().glob("*.yaml"))]
@@ -194,7 +195,7 @@ def _find(source: str | Path) -> Path:
 
 def _read(path: Path, below: tuple[Path, ...]) -> Recipe:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read the recipe {path}: {error}") from error
     origin = f"recipes/{path.name}" if path.parent == _folder() else str(path)

@@ -28,6 +28,7 @@ from rich.text import Text as Line
 from .backends.target import Target
 from .ir import InputError
 from .ir.executable import Executable
+from .ir.files import plain_path
 from .ir.plan import Chain, FixedLength, NoDraft, StaticTree
 from .ir.plan.shapes import best_tree, expected
 from .model import Model, Source, load, optimize
@@ -132,8 +133,9 @@ class Tuned:
         """Write the recipe as YAML that `optimize` takes."""
         data = {key: value for key, value in self.recipe.as_dict().items() if key != "name"}
         text = yaml.safe_dump(json.loads(json.dumps(data)), sort_keys=False, width=100)
-        Path(path).write_text(text, encoding="utf-8")
-        return Path(path)
+        where = plain_path("recipe", path)
+        where.write_text(text, encoding="utf-8")
+        return where
 
     def table(self) -> RenderableType:
         """For the terminal: predicted tokens a second by number of nodes."""

@@ -13,6 +13,7 @@ from typing import NoReturn
 from .errors import ParseError
 
 MAX_CHARACTERS = 64 * 2**20
+MAX_BYTES = 4 * MAX_CHARACTERS  # in UTF-8
 MAX_DEPTH = 24  # of brackets, which bounds the recursion of everything that reads expressions
 MAX_NUMBER = 40  # characters
 

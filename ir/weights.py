@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from .errors import InputError
+from .files import check_regular
 from .types import TensorType
 
 
@@ -92,6 +93,7 @@ def open_safetensors(path: Path) -> Any:
     Errors: `InputError` naming the file when it is missing, truncated or not safetensors.
     """
     try:
+        check_regular(path)
         stat = path.stat()
         return _open(str(path), (stat.st_mtime_ns, stat.st_size))
     except Exception as error:  # the library's error type is not public

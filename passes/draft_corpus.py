@@ -20,7 +20,6 @@ that came without a tokenizer, and a program that has a corpus already.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,6 +27,7 @@ import torch
 from pydantic import Field
 
 from ..ir import PassError, Program
+from ..ir.files import LARGE, read_bytes, read_json, read_text
 from ..ir.plan import CorpusDraft
 from ..ir.weights import Weight
 from .base import Contract, Effect, Outcome, Pass, register
@@ -72,7 +72,7 @@ class DraftCorpus(Pass):
         if path.suffix == ".json":
             return read_tokens(self.name, path, program.info.vocab_size)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_text(path, LARGE)
         except (OSError, UnicodeDecodeError) as error:
             raise PassError(f"draft_corpus: cannot read text from {path}: {error}") from error
         tokens = _encoded(program, path, text)
@@ -97,7 +97,8 @@ def _encoded(program: Program, path: Path, text: str) -> list[int]:
     from tokenizers import Tokenizer
 
     try:
-        encoding = Tokenizer.from_file(str(tokenizer)).encode(text, add_special_tokens=False)
+        read = Tokenizer.from_buffer(read_bytes(tokenizer, LARGE))
+        encoding = read.encode(text, add_special_tokens=False)
     except Exception as error:  # the library raises nothing more specific
         raise PassError(f"draft_corpus: cannot read {tokenizer}: {error}") from error
     ids: list[int] = encoding.ids
@@ -107,7 +108,7 @@ def _encoded(program: Program, path: Path, text: str) -> list[int]:
 def read_tokens(owner: str, path: Path, vocabulary: int) -> list[int]:
     """A file's tokens, with -1 after each document. Errors: `PassError` naming owner and file."""
     try:
-        given: Any = json.loads(path.read_text(encoding="utf-8"))
+        given: Any = read_json(path, LARGE)
     except (OSError, ValueError) as error:
         raise PassError(
             f"{owner}: cannot read token ids from {path}: {error}; expected a JSON list of "

@@ -27,7 +27,6 @@ Refuses a model that is not there, another vocabulary or tokenizer, a program wi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -37,6 +36,7 @@ import torch
 from pydantic import Field
 
 from ..ir import Function, InputError, ParseError, PassError, Program
+from ..ir.files import LARGE, read_json
 from ..ir.plan import CachedDraft, DraftRecord, NoDraft, StagedDraft
 from ..ir.record_text import parse_record
 from .base import Contract, Effect, Outcome, Pass, register
@@ -184,7 +184,7 @@ def _tokens(path: Path | None) -> dict[str, Any]:
     """What a tokenizer file says of which text becomes which token."""
     assert path is not None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path, LARGE)
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read the tokenizer {path}: {error}") from error
     # How a batch is cut and padded changes no token.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -10,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..ir import InputError, PassError, Program, TensorType, Weight
+from ..ir.files import read_json
 from ..ir.fingerprint import fingerprint
 from ..ir.weights import from_safetensors, open_safetensors
 
@@ -168,10 +168,10 @@ class TrainedWeights:
             )
 
     def _config(self, path: Path) -> dict[str, Any]:
-        if not path.is_file():
+        if not path.exists():
             return {}
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = read_json(path)
         except (OSError, ValueError) as error:
             raise PassError(f"{self.owner}: cannot read {path}: {error}") from error
         return config if isinstance(config, dict) else {}

@@ -19,7 +19,7 @@ from tiny import cached_llama
 from graftwork import artifact
 from graftwork.artifact import is_artifact, is_saved, load, save
 from graftwork.backends.target import Target
-from graftwork.ir import InputError, Program, TensorType, Weight, WeightStore
+from graftwork.ir import InputError, Program, TensorType, Weight, WeightStore, scratch
 from graftwork.passes.validate import reference_logits
 from graftwork.shards import plan_shards
 
@@ -230,8 +230,9 @@ def test_an_interrupted_save_leaves_the_old_artifact(
     assert entries(tmp_path) == ["model", "out"]
 
 
+@pytest.mark.parametrize("exchanging", [True, False])
 def test_a_failed_swap_puts_the_old_artifact_back(
-    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanging: bool
 ) -> None:
     folder = keep(program, tmp_path / "out")
     rename = Path.rename
@@ -241,7 +242,13 @@ def test_a_failed_swap_puts_the_old_artifact_back(
             raise OSError("refused")
         return rename(self, target)
 
+    def exchange(one: Path, other: Path) -> bool:
+        if exchanging:
+            raise OSError("refused")
+        return False
+
     monkeypatch.setattr(Path, "rename", failing)
+    monkeypatch.setattr(scratch, "exchange", exchange)
     with pytest.raises(InputError, match="refused"):
         keep(program.replace(name="second"), folder)
     assert load(folder).program.name == "tiny"

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from time import perf_counter
 
 import torch
 
 from ...ir import InputError, Program, UnsupportedError, type_of
 from ...ir.executable import HeldCall, Outputs
+from ...ir.scratch import Scratch
 from ...ir.threads import Turn, traces
 from ..target import Target
 from .buffers import StateBuffers
@@ -33,9 +32,8 @@ class OnnxExecutable:
     def __init__(self, program: Program, target: Target) -> None:
         _require_dtypes(program, target)
         self.program, self.target = program, target
-        self._folder = tempfile.TemporaryDirectory(prefix="graftwork-")
-        self._cleanup = weakref.finalize(self, self._folder.cleanup)
-        self._weights = WeightFile(Path(self._folder.name) / "weights.data")
+        self._scratch = _scratch()
+        self._weights = WeightFile(self._scratch.path / "weights.data")
         device = target.device
         self._buffers = StateBuffers(
             program.states, _readers(program), program.info.context, device
@@ -104,7 +102,9 @@ class OnnxExecutable:
     def _compile(self, function: str, variant: Variant) -> Step:
         lowered = lower(self.program, function, variant)
         fn = lowered.function(function)
-        path = Path(self._folder.name) / f"{function}.{variant}.onnx"
+        # Numbered: a name that came with a file says nothing about where to write.
+        number = list(self.program.functions).index(function)
+        path = self._scratch.path / f"{number}.{variant}.onnx"
         size = sum(weight.type.nbytes for weight in lowered.weights.values())
         try:
             model = emit(fn, lowered.weights, paired=self._routers[function].pairs)
@@ -127,6 +127,15 @@ class OnnxExecutable:
     def state_bytes(self) -> int:
         """Bytes that the state buffers take (memory that was never written is not there yet)."""
         return self._buffers.nbytes()
+
+
+def _scratch() -> Scratch:
+    try:
+        return Scratch()
+    except OSError as error:
+        raise InputError(
+            f"cannot make a folder for weights: {error}; set TMPDIR to a folder with room"
+        ) from error
 
 
 def _readers(program: Program) -> dict[str, tuple[str, ...]]:

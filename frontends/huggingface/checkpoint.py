@@ -8,7 +8,6 @@ loads the weight.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from ...ir import InputError, TensorType, Weight
+from ...ir.files import read_json
 from ...ir.weights import from_safetensors, open_safetensors
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -43,7 +43,7 @@ def tensors_of(folder: Path) -> dict[str, Path]:
 def _shards(index: Path) -> dict[str, str]:
     """Which shard the index says holds each tensor."""
     try:
-        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards = read_json(index)["weight_map"]
         return {str(name): str(shard) for name, shard in shards.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...ir import InputError, ModelInfo, Program, TensorType, UnsupportedError, Weight
+from ...ir.files import LARGE, SMALL, open_regular
 from ..program import Source, build_program
 from ..trace import (
     export,
@@ -49,6 +51,7 @@ def import_folder(folder: Path, dtype: torch.dtype | None = None) -> Program:
     dtype: of the floating weights; None is the checkpoint's own. Errors: `InputError` for missing
     or wrong files, `UnsupportedError` for models that cannot be traced.
     """
+    _check_files(folder)
     config = _read_config(folder)
     mode = fake_mode()
     wanted = dtype or getattr(config, "dtype", None) or torch.float32
@@ -95,6 +98,21 @@ def import_object(model: PreTrainedModel, dtype: torch.dtype | None = None) -> P
         return weight.cast(wanted.get(name, tensor.dtype))
 
     return _trace(twin, mode, weight_of, getattr(model, "generation_config", None), {})
+
+
+def _check_files(folder: Path) -> None:
+    """transformers opens them by itself, and waits for pipes and reads devices without end."""
+    for name in _ASSETS:
+        path = folder / name
+        try:
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise InputError(f"cannot read the checkpoint: {error}") from error
+        if size > (SMALL if name.endswith("config.json") else LARGE):
+            raise InputError(f"{path} has {size} bytes, more than any such file; fetch it again")
 
 
 def _read_config(folder: Path) -> Any:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ..ir import InputError
+from ..ir.files import read_json
 
 HEADS = "heads.safetensors"
 STATE = "state.json"
@@ -59,7 +60,7 @@ def read(folder: Path) -> tuple[Progress, dict[str, torch.Tensor], dict[str, tor
     """A checkpoint. Errors: `InputError` naming what is missing or damaged, and what to do."""
     remedy = "train again without resume, or restore the folder"
     try:
-        progress = Progress(**json.loads((folder / STATE).read_text(encoding="utf-8")))
+        progress = Progress(**read_json(folder / STATE))
     except FileNotFoundError as error:
         raise InputError(f"nothing to resume: {folder} has no {STATE}") from error
     except (OSError, ValueError, TypeError) as error:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..ir import InputError, Program
+from ..ir.files import LARGE, check_regular, plain_path, read_text
 from ..prompts import Prompts, encoder, read_prompts
 
 HELD_OUT = 10
@@ -40,12 +41,13 @@ def _documents(data: Prompts | torch.Tensor | None, program: Program) -> list[li
         return _rows(torch.as_tensor(data))
     if not isinstance(data, (str, Path)):
         return read_prompts(data or [], program)
-    path = Path(data)
+    path = plain_path("data", data)
     if path.is_dir():
         encode = encoder(program)
         return [encode(text) for text in map(_text, sorted(path.rglob("*"))) if text]
     if path.suffix == ".npy":
         try:
+            check_regular(path)
             return _rows(torch.from_numpy(np.load(path, allow_pickle=False)))
         except (OSError, ValueError) as error:
             raise InputError(f"data: cannot read {path}: {error}") from error
@@ -59,7 +61,7 @@ def _documents(data: Prompts | torch.Tensor | None, program: Program) -> list[li
 
 def _text(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8") if path.is_file() else None
+        return read_text(path, LARGE) if path.is_file() else None
     except UnicodeDecodeError:
         return None
     except OSError as error:

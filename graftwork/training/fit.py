@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ..ir import InputError
+from ..ir.files import plain_path
 from ..ir.fingerprint import fingerprint
 from ..ir.plan import Chain, FixedLength, NoDraft
 from ..planned import Planned
@@ -129,7 +130,7 @@ def fit(
     Errors: `InputError` for bad options or data, a checkpoint of another model, or a loss that is
     not finite (the last good checkpoint stays); `UnsupportedError` if nothing can be trained.
     """
-    return _Fit(model, data, Path(out), FitOptions(**options), progress).run(resume)
+    return _Fit(model, data, plain_path("out", out), FitOptions(**options), progress).run(resume)
 
 
 class _Fit:
