@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -55,6 +57,7 @@ def main(args: Sequence[str] | None = None) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     arguments = list(sys.argv[1:] if args is None else args)
+    warnings.showwarning = partial(_show_warning, warnings.showwarning)
     try:
         app(args=arguments)
     except BrokenPipeError:
@@ -66,6 +69,16 @@ def main(args: Sequence[str] | None = None) -> None:
             raise
         err.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
         sys.exit(2)
+
+
+def _show_warning(show: Any, message: Any, category: Any, *where: Any) -> None:
+    """Ours are one line, as errors are; others are shown as ever."""
+    from .ir import GraftworkWarning
+
+    if not issubclass(category, GraftworkWarning):
+        show(message, category, *where)
+        return
+    err.print(Text.assemble(("warning: ", "bold yellow"), str(message)), soft_wrap=True)
 
 
 @app.callback()

@@ -36,7 +36,7 @@ class Measured(_Frozen):
 
 class PassLine(_Frozen):
     """One pass: its options and contract, how often it matched, its time in seconds, calls of ops
-    before and after, and the check if it was asked for."""
+    before and after, the check if it was asked for, and what the user should know of it."""
 
     name: str
     options: dict[str, Any]
@@ -46,6 +46,7 @@ class PassLine(_Frozen):
     nodes_before: int
     nodes_after: int
     check: Measured | None = None
+    remarks: tuple[str, ...] = ()
 
 
 class Report(_Frozen):
@@ -75,7 +76,12 @@ class Report(_Frozen):
             f"{megabytes(self.weight_bytes_after)}; traced in {self.trace_seconds:.1f} s, "
             f"transformed in {sum(line.seconds for line in self.passes):.1f} s"
         )
-        return Group(head, self._table(validated), weights)
+        notes = [
+            Text(f"note: {line.name}: {remark}", style="yellow")
+            for line in self.passes
+            for remark in line.remarks
+        ]
+        return Group(head, self._table(validated), weights, *notes)
 
     def _table(self, validated: bool) -> Table:
         table = Table(box=None, pad_edge=False)
@@ -132,6 +138,7 @@ def _line(report: PassReport) -> PassLine:
         nodes_before=report.nodes_before,
         nodes_after=report.nodes_after,
         check=measured,
+        remarks=report.remarks,
     )
 
 

@@ -2,7 +2,15 @@
 
 from . import ops
 from .decompositions import decompositions
-from .errors import GraftworkError, InputError, ParseError, PassError, UnsupportedError, VerifyError
+from .errors import (
+    GraftworkError,
+    GraftworkWarning,
+    InputError,
+    ParseError,
+    PassError,
+    UnsupportedError,
+    VerifyError,
+)
 from .function import NOWHERE, Function, Site, site_of, type_of
 from .interpret import run
 from .match import Match
@@ -22,6 +30,7 @@ __all__ = [
     "Dim",
     "Function",
     "GraftworkError",
+    "GraftworkWarning",
     "InputError",
     "Match",
     "ModelInfo",

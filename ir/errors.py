@@ -28,3 +28,7 @@ class PassError(GraftworkError):
 
 class UnsupportedError(GraftworkError):
     """A model, op or request that graftwork does not support (yet); names it."""
+
+
+class GraftworkWarning(UserWarning):
+    """Something that is legal, and yet most likely not what the user wants; says what to do."""

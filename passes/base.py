@@ -43,11 +43,13 @@ class Effect(Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a pass did. `near_miss` says, when nothing matched, what came closest and why not."""
+    """What a pass did. `near_miss` says, when nothing matched, what came closest and why not.
+    `remarks`: what is legal, and yet the user should know; the report shows them."""
 
     program: Program
     matches: int
     near_miss: str = ""
+    remarks: tuple[str, ...] = ()
 
 
 class Pass(BaseModel):

@@ -50,7 +50,7 @@ class DraftAmphista(DraftPass):
 
     name: ClassVar[str] = "draft_amphista"
 
-    def run(self, program: Program) -> Outcome:
+    def insert(self, program: Program) -> Outcome:
         """Graft layers and heads on. See the module docstring."""
         shape = LayerShape.of(program.function("step"), self.name, 0)
         program, output = self._adapted(program)

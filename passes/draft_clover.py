@@ -56,7 +56,7 @@ class DraftClover(DraftPass):
 
     name: ClassVar[str] = "draft_clover"
 
-    def run(self, program: Program) -> Outcome:
+    def insert(self, program: Program) -> Outcome:
         """Graft layer and heads on. See the module docstring."""
         shape = LayerShape.of(program.function("step"), self.name, 0)
         program, output = self._first(program, shape)

@@ -32,13 +32,14 @@ from pydantic import Field
 
 from ..ir import Program
 from ..ir.plan import CachedDraft
-from .base import Contract, Effect, Outcome, Pass, register
+from .base import Contract, Effect, Outcome, register
 from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
+from .draft_pass import TrainedPass
 from .grafts import Graft
 
 
 @register
-class DraftEagle(Pass):
+class DraftEagle(TrainedPass):
     """levels: tokens predicted ahead at most. candidates: best tokens that the draft returns. bias:
     whether the linear layer has one. inner: channels of the layer's MLP, 0 for none; as many as the
     target's layers have unless said. weights: a file of trained ones, or the folder that training
@@ -48,15 +49,15 @@ class DraftEagle(Pass):
     candidates: int = Field(default=10, ge=1)
     bias: bool = True
     inner: int | None = Field(default=None, ge=0)
-    weights: str = ""
 
     name: ClassVar[str] = "draft_eagle"
     contract: ClassVar[Contract] = Contract.LOSSLESS
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
+    unread: ClassVar[tuple[str, ...]] = ("embed_tokens.weight",)
 
-    def run(self, program: Program) -> Outcome:
+    def insert(self, program: Program) -> Outcome:
         """Graft the layer on. See the module docstring."""
         graft = Graft(program, self.name, "eagle", self.weights)
         shape = LayerShape.of(graft.step, self.name, graft.hidden)
@@ -71,6 +72,5 @@ class DraftEagle(Pass):
         angles = angles_at(graft, positions, shape.dim)
         x = decoder_layer(graft, x, angles, "eagle.layers.0", next_layer(graft), shape)
         outputs = graft.picked(x, graft.candidates(graft.head(x), self.candidates))
-        graft.trained.check_all_used(graft.weights, ("embed_tokens.weight",))
         draft = CachedDraft("eagle", output, self.levels, trained=bool(self.weights))
         return Outcome(graft.drafted(outputs, draft), 1)

@@ -42,9 +42,6 @@ from .draft_vocabulary import DraftVocabulary, most_frequent
 from .grafts import Graft
 from .trained import as_published
 
-UNREAD = ("embed_tokens.weight", "t2d", "d2t", "verifier_lm_head.weight", "verifier_norm.weight")
-"""Published tensors that repeat the target's, or each other."""
-
 
 @register
 class DraftEagle3(DraftPass):
@@ -63,11 +60,19 @@ class DraftEagle3(DraftPass):
     rollout: int = Field(default=3, ge=1)
 
     name: ClassVar[str] = "draft_eagle3"
+    # They repeat the target's, or each other.
+    unread: ClassVar[tuple[str, ...]] = (
+        "embed_tokens.weight",
+        "t2d",
+        "d2t",
+        "verifier_lm_head.weight",
+        "verifier_norm.weight",
+    )
 
-    def run(self, program: Program) -> Outcome:
+    def insert(self, program: Program) -> Outcome:
         """Graft the layer on. See the module docstring."""
         program, output = self._entry(program)
-        graft = Graft(program, self.name, "eagle3", self.weights, _published)
+        graft = Graft(program, self.name, "eagle3", self.weights, self.published)
         graft.trained.check_config(
             norm_before_residual=self.norm_before_residual,
             eagle_aux_hidden_state_layer_ids=list(self._layers(graft)),
@@ -100,7 +105,6 @@ class DraftEagle3(DraftPass):
             else known.candidates(graft, logits, self.candidates)
         )
         outputs = graft.picked(x, best)
-        graft.trained.check_all_used(graft.weights, UNREAD)
         draft = CachedDraft(
             "eagle3",
             output,
@@ -112,9 +116,14 @@ class DraftEagle3(DraftPass):
         )
         return Outcome(graft.drafted(outputs, draft), 1)
 
+    def published(self, name: str) -> tuple[str, ...]:
+        """Without our prefix; in vLLM's layout the layer has another name."""
+        (bare,) = as_published(name)
+        return bare, bare.replace("midlayer.", "layers.0.")
+
     def _entry(self, program: Program) -> tuple[Program, str]:
         """The linear layer, a function of its own, and the step's output that it takes."""
-        graft = Graft(program, self.name, "eagle3_entry", self.weights, _published)
+        graft = Graft(program, self.name, "eagle3_entry", self.weights, self.published)
         layers = self._layers(graft)
         output = graft.tap_inputs(layers)
         hidden = graft.input("hidden", len(layers) * graft.hidden)
@@ -148,12 +157,6 @@ class DraftEagle3(DraftPass):
         tokens = read_tokens(self.name, Path(self.corpus), graft.vocab)
         ids = most_frequent(tokens, self.vocabulary)
         return DraftVocabulary("eagle3", graft.vocab, ids)
-
-
-def _published(name: str) -> tuple[str, ...]:
-    """Without our prefix; in vLLM's layout the layer has another name."""
-    (bare,) = as_published(name)
-    return bare, bare.replace("midlayer.", "layers.0.")
 
 
 def _trained_vocabulary(graft: Graft) -> DraftVocabulary | None:

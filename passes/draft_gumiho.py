@@ -53,7 +53,7 @@ class DraftGumiho(DraftPass):
 
     name: ClassVar[str] = "draft_gumiho"
 
-    def run(self, program: Program) -> Outcome:
+    def insert(self, program: Program) -> Outcome:
         """Graft layers and heads on. See the module docstring."""
         program, output = self._serial(program)
         program = self._parallel(program)

@@ -44,7 +44,6 @@ from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
 from .draft_pass import DraftPass
 from .grafts import Graft
 from .plan_edits import with_draft
-from .trained import TrainedWeights
 
 A = torch.ops.aten
 
@@ -64,15 +63,14 @@ class DraftHydra(DraftPass):
     soft: bool = False
 
     name: ClassVar[str] = "draft_hydra"
+    unread: ClassVar[tuple[str, ...]] = ("prefix_embeding_layer.embed_tokens.weight",)
 
-    def run(self, program: Program) -> Outcome:
+    def insert(self, program: Program) -> Outcome:
         """Graft the heads on. See the module docstring."""
-        trained = TrainedWeights(self.weights, self.name, program, _published)
         if self.prefix:
             program = self._prefix(program)
         for number in range(self.heads):
             program = self._head(program, number)
-        trained.check_all_used(program.weights, ("prefix_embeding_layer.embed_tokens.weight",))
         functions = tuple(f"hydra_{number}" for number in range(self.heads))
         entry = "hydra_prefix" if self.prefix else None
         draft = RecurrentDraft(
@@ -80,8 +78,12 @@ class DraftHydra(DraftPass):
         )
         return Outcome(with_draft(program, draft), self.heads)
 
+    def published(self, name: str) -> tuple[str, ...]:
+        """See `_published`."""
+        return _published(name)
+
     def _prefix(self, program: Program) -> Program:
-        graft = Graft(program, self.name, "hydra_prefix", self.weights, _published)
+        graft = Graft(program, self.name, "hydra_prefix", self.weights, self.published)
         graft.tap()
         shape = LayerShape.of(graft.step, self.name, graft.hidden)
         # Every function with a cache takes tokens; this one does not look at them.
@@ -94,7 +96,7 @@ class DraftHydra(DraftPass):
         return graft.done({"hidden": graft.rms_norm(x, f"{layer}.norm", shape.eps)})
 
     def _head(self, program: Program, number: int) -> Program:
-        graft = Graft(program, self.name, f"hydra_{number}", self.weights, _published)
+        graft = Graft(program, self.name, f"hydra_{number}", self.weights, self.published)
         graft.tap()
         tokens = graft.input("tokens", dtype=torch.int64)
         before = graft.input("state", graft.hidden * (number + 1))

@@ -47,7 +47,7 @@ class DraftMedusa(DraftPass):
 
     name: ClassVar[str] = "draft_medusa"
 
-    def run(self, program: Program) -> Outcome:
+    def insert(self, program: Program) -> Outcome:
         """Graft the heads on. See the module docstring."""
         graft = Graft(program, self.name, "medusa", self.weights)
         hidden = graft.input(graft.tap(), graft.hidden)

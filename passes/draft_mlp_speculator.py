@@ -48,7 +48,7 @@ class DraftMlpSpeculator(DraftPass):
 
     name: ClassVar[str] = "draft_mlp_speculator"
 
-    def run(self, program: Program) -> Outcome:
+    def insert(self, program: Program) -> Outcome:
         """Graft the levels on. See the module docstring."""
         for level in range(self.levels):
             program = self._level(program, level)

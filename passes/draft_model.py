@@ -21,8 +21,9 @@ The model's own step becomes a function of this program, its weights are called 
 `insert_kv_cache` gives it its own cache (Leviathan et al., "Fast Inference from Transformers via
 Speculative Decoding", 2023; Chen et al., 2023). The path is resolved, traced and made canonical by
 whoever starts the passes (`Program.guests`), because passes know nothing of where models come from.
-Refuses a model that is not there, another vocabulary or tokenizer, a program with a function
-``draft``, and a recipe for the drafter whose drafter needs functions of its own.
+Where one of the two has no tokenizer to compare, the report says so. Refuses a model that is not
+there, another vocabulary or tokenizer, a program with a function ``draft``, and a recipe for the
+drafter whose drafter needs functions of its own.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ class DraftModel(Pass):
         )
         if self.drafter:
             merged, draft = self._staged(merged, guest, draft)
-        return Outcome(with_draft(merged.replace(guests=rest), draft), 1)
+        made = with_draft(merged.replace(guests=rest), draft)
+        return Outcome(made, 1, remarks=_untold(program, guest))
 
     def _staged(
         self, program: Program, guest: Program, draft: CachedDraft
@@ -178,6 +180,17 @@ def _check(program: Program, guest: Program) -> None:
             f"draft_model: the tokenizers of {program.name} and {guest.name} differ ({files[0]}, "
             f"{files[1]}): a draft's tokens must be the target's; choose a model of the same family"
         )
+
+
+def _untold(program: Program, guest: Program) -> tuple[str, ...]:
+    """What nobody could compare: the tokenizers, unless both models came with theirs."""
+    without = [p.name for p in (program, guest) if TOKENIZER not in p.assets]
+    if not without:
+        return ()
+    return (
+        f"{' and '.join(dict.fromkeys(without))} came without a {TOKENIZER}, so nothing shows that "
+        f"the draft's tokens are the target's: of another vocabulary few drafts are kept",
+    )
 
 
 def _tokens(path: Path | None) -> dict[str, Any]:

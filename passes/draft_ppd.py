@@ -57,7 +57,7 @@ class DraftPpd(DraftPass):
 
     name: ClassVar[str] = "draft_ppd"
 
-    def run(self, program: Program) -> Outcome:
+    def insert(self, program: Program) -> Outcome:
         """Let the step read prompt tokens. See the module docstring."""
         fn = program.function("step").copy()
         if "draft_tokens" in fn.outputs or WEIGHT in program.weights:

@@ -49,7 +49,7 @@ class DraftRedrafter(DraftPass):
 
     name: ClassVar[str] = "draft_redrafter"
 
-    def run(self, program: Program) -> Outcome:
+    def insert(self, program: Program) -> Outcome:
         """Graft the network on. See the module docstring."""
         functions = ("redrafter_0", "redrafter")
         for first, name in zip((True, False), functions, strict=True):

@@ -25,7 +25,8 @@ from pydantic import Field
 
 from ..ir import PassError, Program
 from ..ir.plan import AcceptanceLength, FixedLength
-from .base import Contract, Effect, Outcome, Pass, register
+from .base import Contract, Effect, Outcome, register
+from .draft_pass import TrainedPass
 from .grafts import Graft
 from .plan_edits import with_plan
 
@@ -33,7 +34,7 @@ NAME = "acceptance"
 
 
 @register
-class LengthAcceptance(Pass):
+class LengthAcceptance(TrainedPass):
     """levels: drafted at most. threshold: chance of a rejection that ends a draft. layers: blocks
     of the head. weights: a file of trained weights, or the folder that training wrote; empty:
     untrained ones."""
@@ -41,14 +42,13 @@ class LengthAcceptance(Pass):
     levels: int = Field(default=8, ge=1)
     threshold: float = Field(default=0.7, gt=0, lt=1)
     layers: int = Field(default=1, ge=0)
-    weights: str = ""
 
     name: ClassVar[str] = "length_acceptance"
     contract: ClassVar[Contract] = Contract.LOSSLESS
     requires: ClassVar[frozenset[str]] = frozenset({"canonical", "drafts"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
 
-    def run(self, program: Program) -> Outcome:
+    def insert(self, program: Program) -> Outcome:
         """Graft the head on and put the policy into the plan. See the module docstring."""
         if program.plan.length != FixedLength():
             raise PassError(f"{self.name}: the plan has a length already: {program.plan.length}")

@@ -29,12 +29,14 @@ class Step:
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass did: provenance record, node counts and, if validated, the measured check."""
+    """What one pass did: provenance record, node counts, if validated the measured check, and its
+    remarks."""
 
     record: PassRecord
     nodes_before: int
     nodes_after: int
     check: Check | None = None
+    remarks: tuple[str, ...] = ()
 
 
 def facts_of(program: Program) -> frozenset[str]:
@@ -151,7 +153,7 @@ def _run_one(
     if validator is not None and outcome.matches:
         check = validator.compare(program, result, pass_.name, pass_.contract)
     before, after = _count(program), _count(result)
-    return result, PassReport(result.provenance[-1], before, after, check)
+    return result, PassReport(result.provenance[-1], before, after, check, outcome.remarks)
 
 
 def _finish(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -117,15 +118,17 @@ class TrainedWeights:
         return from_safetensors(self.path, name).load()
 
     def check_all_used(self, ours: Collection[str], known: Collection[str] = ()) -> None:
-        """That a published file says nothing that the program does not hear.
+        """That a file says nothing that the program does not hear.
 
-        ours: names of weights that the program has. known: names in the file that may stay unread.
-        Errors: `PassError` naming a tensor that has no place.
+        ours: names of weights that the pass made. known: names in the file that may stay unread.
+        Training writes all drafters of a recipe into one file: of such a file a pass answers for
+        the weights of its own kind. Errors: `PassError` naming a tensor that has no place.
         """
-        if self.ours:  # training writes all drafters of a recipe into one file
-            return
-        used = {self.find(name) for name in ours}
-        if left := sorted(self.names - used - set(known)):
+        names = set(self.names) - {self.find(name) for name in ours} - set(known)
+        if self.ours:
+            kinds = {_kind(name) for name in ours}
+            names = {name for name in names if _kind(name) in kinds}
+        if left := sorted(names):
             assert self.path is not None
             raise PassError(
                 f"{self.owner}: {self.path} has {left[0]!r} as {self.type_of(left[0])}, for which "
@@ -175,6 +178,12 @@ class TrainedWeights:
         except (OSError, ValueError) as error:
             raise PassError(f"{self.owner}: cannot read {path}: {error}") from error
         return config if isinstance(config, dict) else {}
+
+
+def _kind(name: str) -> str:
+    """Whose a weight of ours is: ``hydra`` of ``hydra.0.skip.weight``, ``speculator`` of
+    ``speculator_0.head.weight``."""
+    return re.split(r"\.|_\d", name)[0]
 
 
 def _file_in(folder: Path) -> Path:

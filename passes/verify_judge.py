@@ -25,7 +25,8 @@ from pydantic import Field
 
 from ..ir import Program
 from ..ir.plan import Judge
-from .base import Contract, Effect, Outcome, Pass, register
+from .base import Contract, Effect, Outcome, register
+from .draft_pass import TrainedPass
 from .grafts import Graft
 from .plan_edits import with_verifier
 
@@ -33,19 +34,18 @@ NAME = "judge"
 
 
 @register
-class VerifyJudge(Pass):
+class VerifyJudge(TrainedPass):
     """threshold: how probable it must be that a token is acceptable. weights: a file of trained
     weights, or the folder that training wrote; empty: untrained ones."""
 
     threshold: float = Field(default=0.5, ge=0, le=1)
-    weights: str = ""
 
     name: ClassVar[str] = "verify_judge"
     contract: ClassVar[Contract] = Contract.APPROXIMATE
     requires: ClassVar[frozenset[str]] = frozenset({"canonical", "drafts"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
 
-    def run(self, program: Program) -> Outcome:
+    def insert(self, program: Program) -> Outcome:
         """Graft the head on and put the verifier into the plan. See the module docstring."""
         graft = Graft(program, self.name, NAME, self.weights)
         output = graft.tap_normed()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..ir import InputError
+from ..ir import GraftworkWarning, InputError
 from ..ir.executable import Executable
+from ..ir.plan import DecodePlan, NoDraft, untrained
 from .loop import DecodeLoop
 from .options import GenerationOptions, read_options
 from .prompts import read_prompts
@@ -39,12 +41,14 @@ def generate(
     ``return_dict_in_generate=True`` a `Generated`. Of several threads one generates at a time, the
     others wait. Errors: `InputError` for bad input or options (before anything runs), for a call
     from a streamer or stopping criterion of this executable's own generation, and for logits that
-    are NaN; `UnsupportedError` for a program or plan that the runtime cannot carry out.
+    are NaN; `UnsupportedError` for a program or plan that the runtime cannot carry out. Warns
+    (`GraftworkWarning`) of drafters that nobody trained.
     """
     info = executable.program.info
     asked = read_options(options, info)
     texts = read_prompts(input_ids, asked, info)
     pad = _pad(asked, Stopping(asked, info).early and len(texts) > 1, asked.pad(info))
+    _remark(executable.program.plan)
     prompts = input_ids.cpu()
     with executable.turn:
         loop = DecodeLoop(executable, texts, asked)
@@ -54,6 +58,20 @@ def generate(
             emitter.end()
     sequences = _assemble(prompts, texts, pad).to(input_ids.device)
     return Generated(sequences, stats) if asked.return_dict_in_generate else sequences
+
+
+def _remark(plan: DecodePlan) -> None:
+    """Warn of weights that know nothing; Python shows the same warning once."""
+    if isinstance(plan.draft, NoDraft):
+        return
+    for record in untrained((plan.draft, plan.length, plan.verify)):
+        warnings.warn(
+            f"{record.slot}={record.kind} is untrained: its weights know nothing, so drafts are "
+            f"chance and cost more than they bring; train them (graftwork train, or graftwork.fit) "
+            f"and set the pass's option weights",
+            GraftworkWarning,
+            stacklevel=2,
+        )
 
 
 def _pad(options: GenerationOptions, needed: bool, pad: int | None) -> int:

@@ -45,6 +45,7 @@ from .policy import (
     Typical,
 )
 from .prompted import PromptDraft
+from .trained import untrained
 from .tree import BestFirst, Chain, SampledTree, StaticTree, TreeRecord, WidenedChain
 
 __all__ = [
@@ -91,6 +92,7 @@ __all__ = [
     "UnrolledDraft",
     "WidenedChain",
     "record",
+    "untrained",
 ]
 
 
