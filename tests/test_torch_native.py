@@ -53,9 +53,9 @@ def int8_case(rows: tuple[int, ...], columns: int, most: int) -> tuple[torch.Ten
 
 
 @pytest.mark.parametrize("coarse", [False, True])
-@pytest.mark.parametrize("columns", [8, 128, 1300])
+@pytest.mark.parametrize("columns", [5, 8, 128, 1300])
 def test_int8_has_the_bits_of_its_meaning(columns, coarse, processor):
-    for rows in ((1, 1), (1, 3), (2, 4), (1, 9), (3, 7), (1, 33)):
+    for rows in ((1, 1), (1, 3), (2, 4), (1, 9), (3, 7), (1, 32), (1, 33), (5, 21)):
         x, weight, scale = int8_case(rows, columns, 63 if coarse else 127)
         sums, bias = cpu.row_sums(weight), torch.arange(41.0)
         result = cpu.linear_int8(x, weight, scale, bias, coarse=coarse, sums=sums)
@@ -74,12 +74,17 @@ def test_rows_of_zeros_and_halves_round_as_they_should(processor):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [(1, 1), (2, 4), (1, 9), (1, cpu.WIDEST + 1)])
-def test_float_rows_are_a_linear_layer(rows, dtype, processor):
-    x, weight = torch.randn(*rows, 100).to(dtype), torch.randn(41, 100).to(dtype)
-    bias = torch.randn(41).to(dtype)
-    torch.testing.assert_close(cpu.linear(x, weight, bias), F.linear(x, weight, bias))
-    torch.testing.assert_close(cpu.linear(x, weight), F.linear(x, weight))
+@pytest.mark.parametrize("rows", [(1, 1), (2, 4), (1, 9), (1, 64), (1, 65), (5, 27), (1, 160)])
+@pytest.mark.parametrize("columns", [7, 100, 530])
+def test_float_rows_are_a_linear_layer(columns, rows, dtype, processor):
+    x, weight = torch.randn(*rows, columns).to(dtype), torch.randn(101, columns).to(dtype)
+    bias = torch.randn(101).to(dtype)
+    # Sums in another order: their rounding grows with the root of the number of products.
+    close = partial(torch.testing.assert_close, atol=2e-6 * columns**0.5, rtol=2e-6)
+    if dtype == torch.bfloat16:
+        close = torch.testing.assert_close
+    close(cpu.linear(x, weight, bias), F.linear(x, weight, bias))
+    close(cpu.linear(x, weight), F.linear(x, weight))
 
 
 def attention_case(width: int, dim: int, wide: int) -> tuple[torch.Tensor, ...]:
@@ -150,6 +155,14 @@ def test_a_tokens_bits_do_not_depend_on_the_others(width, columns, processor):
     )
 
 
+@pytest.mark.parametrize("columns", [100, 600])
+def test_a_prompts_rows_do_not_depend_on_the_others(columns, processor):
+    x, weight = torch.randn(1, 150, columns), torch.randn(53, columns)
+    whole = cpu.linear(x, weight)
+    for first, last in ((0, 65), (50, 150), (1, 98)):
+        assert torch.equal(cpu.linear(x[:, first:last], weight), whole[:, first:last])
+
+
 def test_threads_do_not_change_bits():
     x, weight, scale = int8_case((1, 5), 100, 127)
     q, k, v, mask = attention_case(5, 16, 16)
@@ -161,6 +174,7 @@ def test_threads_do_not_change_bits():
             found.append(
                 (
                     cpu.linear(x, weight.float()),
+                    cpu.linear(x.repeat(1, 20, 1), weight.float()),
                     cpu.linear_int8(x, weight, scale, sums=cpu.row_sums(weight)),
                     cpu.attend(q, k, v, mask, scale=0.3),
                     cpu.rms_norm(x, x[0, 0], eps=1e-5),

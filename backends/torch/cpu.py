@@ -22,16 +22,13 @@ from . import native
 from .rows import Prepared, Row
 from .rows import attend as library_attend
 
-WIDEST = 64
-"""Rows of a float32 step with native products; for more, the library's are faster."""
-
 SHARED = 128
 """Query rows that share keys in a step with native attention."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`; native for few rows in float32."""
-    if x.shape[:-1].numel() > WIDEST or not _float32(x, weight):
+    """`torch.nn.functional.linear`; native in float32."""
+    if not _float32(x, weight):
         return F.linear(x, weight, bias)
     result: Tensor = native.linear_float32(x.contiguous(), weight)
     return result if bias is None else result + bias

@@ -65,6 +65,16 @@ V add_lanes(V a, V b, std::integer_sequence<int, lane...>) {
            __builtin_shufflevector(a, b, (lane & apart ? count + lane : lane + apart)...);
 }
 
+// Lanes of a and b change places: those of a whose number has `apart` in it, with those of b that
+// are `apart` before them.
+template <int apart, class V, int... lane>
+void swap_lanes(V& a, V& b, std::integer_sequence<int, lane...>) {
+    constexpr int count = sizeof...(lane);
+    const V low = __builtin_shufflevector(a, b, (lane & apart ? count + lane - apart : lane)...);
+    b = __builtin_shufflevector(a, b, (lane & apart ? count + lane : lane + apart)...);
+    a = low;
+}
+
 // The sum of each vector's lanes, in that lane of the result that has the vector's number. The order
 // of additions is the same for each, and for any number of vectors.
 template <int apart = 1, class V, int COUNT>

@@ -1,13 +1,13 @@
-// Linear layers of a few rows.
+// Linear layers.
 //
-// A step of decoding reads every weight once, so its time is that of the memory, if the weights
-// are asked for early enough: while a few rows are multiplied with one output's weights, the
-// processor does not look far enough ahead by itself.
+// A step of decoding has a few rows and reads every weight once, so its time is that of the memory,
+// if the weights are asked for early enough: while a few rows are multiplied with one output's
+// weights, the processor does not look far enough ahead by itself. Of many rows see `wide.h`.
 //
 // Sums are taken in one order whatever rows share the step: a token's results have the same bits
 // alone and among others.
 
-#include "lanes.h"
+#include "wide.h"
 
 namespace {
 
@@ -18,6 +18,8 @@ constexpr int PAIR = 1;
 #endif
 constexpr int64_t AHEAD = 8192;  // bytes between the weights in use and those asked for
 constexpr int64_t BLOCK = 16;    // outputs whose weights stay near while all rows pass
+constexpr int64_t FEW = 64;      // rows, in float32; for more, `wide.h` is faster
+constexpr int64_t FEW_BYTES = 32;
 
 // How a step of K products is added up: `Weight` and `Value` are what is multiplied, `Sum` is what
 // `add` adds `STEP` products at a time to, and `Total` what is left of it.
@@ -35,6 +37,17 @@ struct Floats {
     }
 };
 
+// Of many rows: as many values of a row as fit lie in a float's place.
+template <class Of, class Part>
+struct ManyBytes {
+    typedef typename Of::Weight Weight;
+    typedef Part Piece;
+    typedef int32_t Total;
+    typedef Lanes Values;
+    typedef Whole Sums;
+    static constexpr int GROUP = sizeof(float) / sizeof(typename Of::Value);
+};
+
 #ifdef WIDE_DOT_PRODUCTS
 constexpr bool UNSIGNED = true;  // dot products of bytes want one side unsigned
 struct Bytes {
@@ -47,6 +60,12 @@ struct Bytes {
     static Loaded weights(const Weight* from) { return _mm512_loadu_si512(from); }
     static void add(Sum& sum, Loaded weights, const Value* values) {
         sum = (Sum)_mm512_dpbusd_epi32((__m512i)sum, _mm512_loadu_si512(values), weights);
+    }
+};
+struct WideBytes : ManyBytes<Bytes, int8_t> {
+    static void add(Whole& sums, Lanes values, const int8_t* weights) {
+        const Whole same = Whole{} + load<int32_t>(weights);
+        sums = (Whole)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)values, (__m512i)same);
     }
 };
 #elif defined(__AVX2__)
@@ -66,6 +85,12 @@ struct Bytes {
         sum += (Sum)_mm256_madd_epi16(loaded, weights);
     }
 };
+struct WideBytes : ManyBytes<Bytes, int16_t> {
+    static void add(Whole& sums, Lanes values, const int16_t* weights) {
+        const Whole same = Whole{} + load<int32_t>(weights);
+        sums += (Whole)_mm256_madd_epi16((__m256i)values, (__m256i)same);
+    }
+};
 #else
 constexpr bool UNSIGNED = false;
 struct Bytes {
@@ -82,6 +107,12 @@ struct Bytes {
     }
     static Loaded weights(const Weight* from) { return wide(from); }
     static void add(Sum& sum, Loaded weights, const Value* values) { sum += weights * wide(values); }
+};
+struct WideBytes : ManyBytes<Bytes, int16_t> {
+    static void add(Whole& sums, Lanes values, const int16_t* weights) {
+        const Whole both = (Whole)values, first = (both << 16) >> 16, second = both >> 16;
+        sums += first * weights[0] + second * weights[1];
+    }
 };
 #endif
 
@@ -231,11 +262,18 @@ void linear_float32(
     int64_t N,
     int64_t K,
     int64_t threads) {
+    const auto give = [=](int64_t row, int64_t first, int64_t count, const float* totals) {
+        std::copy(totals, totals + count, y + row * N + first);
+    };
+    if (rows <= FEW) {
 #pragma omp parallel num_threads(threads)
-    every_dot<Floats>(
-        x, weight, rows, N, K, [=](int64_t row, int64_t first, int64_t count, const float* totals) {
-            std::copy(totals, totals + count, y + row * N + first);
-        });
+        every_dot<Floats>(x, weight, rows, N, K, give);
+        return;
+    }
+    static thread_local std::vector<float> room;
+    float* panels = room_for_panels(room, rows, K);
+#pragma omp parallel num_threads(threads)
+    every_product<WideFloats>(x, weight, rows, N, K, panels, give);
 }
 
 // `graftwork.linear_int8` without its bias. sums [N]: each output's weights added up.
@@ -252,17 +290,28 @@ void linear_int8(
     int64_t threads) {
     // Of the calling thread: other threads' steps have their own.
     static thread_local std::vector<Bytes::Value> all_steps;
-    static thread_local std::vector<float> all_scales;
-    all_steps.resize(rows * K);
+    static thread_local std::vector<float> all_scales, room;
+    const bool many = rows > FEW_BYTES;
+    const int64_t groups = (K + WideBytes::GROUP - 1) / WideBytes::GROUP;
+    const int64_t stride = many ? groups * WideBytes::GROUP : K;
+    all_steps.resize(rows * stride);
     all_scales.resize(rows);
     Bytes::Value* steps = all_steps.data();
     float* scales = all_scales.data();
+    float* panels = many ? room_for_panels(room, rows, groups) : nullptr;
     float zero = 128, whole = 0;
     if (coarse) tensor_scale(x, rows * K, whole, zero);
     const int32_t left = UNSIGNED ? int32_t(zero) : 0;
     const auto take = [=](int64_t row) {
         scales[row] = coarse ? whole : row_scale(x + row * K, K);
-        round_row(x + row * K, K, scales[row], zero, steps + row * K);
+        round_row(x + row * K, K, scales[row], zero, steps + row * stride);
+        std::fill(steps + row * stride + K, steps + (row + 1) * stride, 0);
+    };
+    const auto give = [=](int64_t row, int64_t first, int64_t count, const int32_t* totals) {
+        for (int64_t n = 0; n < count; n++) {
+            const float exact = float(totals[n] - left * sums[first + n]);
+            y[row * N + first + n] = exact * scales[row] * scale[first + n];
+        }
     };
     if (rows == 1) take(0);
 #pragma omp parallel num_threads(threads)
@@ -271,14 +320,10 @@ void linear_int8(
 #pragma omp for schedule(static)
             for (int64_t row = 0; row < rows; row++) take(row);
         }
-        every_dot<Bytes>(
-            steps, weight, rows, N, K,
-            [=](int64_t row, int64_t first, int64_t count, const int32_t* totals) {
-                for (int64_t n = 0; n < count; n++) {
-                    const float exact = float(totals[n] - left * sums[first + n]);
-                    y[row * N + first + n] = exact * scales[row] * scale[first + n];
-                }
-            });
+        if (many)
+            every_product<WideBytes>((const float*)steps, weight, rows, N, K, panels, give);
+        else
+            every_dot<Bytes>(steps, weight, rows, N, K, give);
     }
 }
 
