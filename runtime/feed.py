@@ -18,6 +18,10 @@ from .outputs import Outputs
 CHUNK = 512
 """Tokens a prefill feeds at once where every width runs equally well."""
 
+READING = 64
+"""Columns of a step whose arithmetic takes about as long as reading the weights, which every step
+does once. Exactness does not matter: it only decides how a prompt is cut into steps."""
+
 CHOSEN = frozenset({"logits", "argmax", "top_tokens"})
 """Outputs that are wanted of chosen tokens only, whether the step can choose or not."""
 
@@ -74,10 +78,11 @@ class Feeder:
         self.executable.begin(self.batch, self.rows)
 
     def chunk(self, need: int) -> int:
-        """Width of a prefill step when the longest sequence has `need` tokens left."""
+        """Width of a prefill step when the longest sequence has `need` tokens left: that of which
+        as many as it takes cost least."""
         if self.widths is None:
             return min(need, CHUNK, self.context)
-        return next((w for w in self.widths if w >= need), self.widths[-1])
+        return min(self.widths, key=lambda width: -(-need // width) * (width + READING))
 
     def width(self, need: int, room: int) -> int | None:
         """Width of a decode step that wants `need` columns where `room` cache rows are free.

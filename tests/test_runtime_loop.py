@@ -176,3 +176,15 @@ def test_a_plan_nobody_carries_out_is_refused():
     model = program(VOCAB, draft=Unknown())
     with pytest.raises(UnsupportedError, match=r"draft=unknown\(\).*draft=none.*draft=suffix"):
         generate(TableExecutable(whole(VOCAB), model), torch.tensor([[1]]))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "steps"),
+    [(1, [1]), (4, [5]), (100, [128]), (130, [128, 5]), (300, [512]), (700, [512, 128, 128])],
+)
+def test_a_prompt_is_cut_into_the_steps_that_cost_least(prompt, steps):
+    """Each reads all weights once, which takes as long as some columns' arithmetic."""
+    model = program(VOCAB, context=2048)
+    executable = TableExecutable(markov(VOCAB), model, widths=(1, 5, 128, 512))
+    generate(executable, torch.ones(1, prompt, dtype=torch.int64), max_new_tokens=1)
+    assert [width for width, _, _ in executable.fed] == steps

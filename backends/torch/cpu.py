@@ -1,8 +1,10 @@
-"""What inductor runs steps of few rows with on the CPU: native kernels.
+"""What inductor runs steps with on the CPU: native kernels.
 
 A step of decoding has few rows and reads every weight once. Library products are made for many
 rows: in float32 two rows can take three times as long as one, and for int8 none is exact, per row
-and fast. The kernels read weights at the speed of memory.
+and fast. The kernels read weights at the speed of memory. Of many rows, such as a prompt's, the
+library that torch comes with multiplies fast on its maker's processors, and at a quarter of that
+speed on others; the kernels are as fast on both.
 
 They take sums over a row, in norms and attention, too, in one order whatever rows share the step:
 a token's results have the same bits alone and among drafted ones. In int8 a last bit matters,
@@ -21,9 +23,6 @@ from ...ir.ops import norm
 from . import native
 from .rows import Prepared, Row
 from .rows import attend as library_attend
-
-SHARED = 128
-"""Query rows that share keys in a step with native attention."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -97,9 +96,8 @@ def attend(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """`graftwork.attend`; native where few query rows share keys, in float32."""
-    few = q.shape[1] // k.shape[1] * q.shape[2] <= SHARED
-    if not few or not _float32(q, k, v):
+    """`graftwork.attend`; native in float32."""
+    if not _float32(q, k, v):
         whole: Tensor = library_attend(q, k, v, mask, bias, sinks, scale=scale, softcap=softcap)
         return whole
     batch, heads, width, _ = q.shape

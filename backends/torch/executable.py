@@ -20,8 +20,9 @@ from .held import Held
 from .replay import Recording, Replay, record
 from .rows import ROWS
 
-PREFILL = 128
-"""Tokens a prefill step takes at most when widths are static."""
+PREFILL = (128, 512)
+"""Tokens that prefill steps take when widths are static: weights are read once a step, and what a
+short prompt leaves of a wide step is wasted."""
 
 BUCKETS = {"eager": 256, "inductor": 64, "cuda graphs": 1024}
 """Cache rows are reserved in multiples of these: attention reads all of them. CUDA graphs are
@@ -31,7 +32,7 @@ OPTIONAL = frozenset({"ancestors"})
 
 
 class TorchExecutable:
-    """See `ir.executable.Executable`. Inductor's widths are static: 1, the plan's, a prefill's."""
+    """See `ir.executable.Executable`. Inductor's widths are static: 1, the plan's, prefills'."""
 
     def __init__(self, program: Program, target: Target) -> None:
         self.program = program
@@ -87,13 +88,13 @@ class TorchExecutable:
 
     def _limit(self) -> int:
         # A step may be wider than what is left of the context; what is over is never committed.
-        return self.program.info.context + max(self.widths("step") or (PREFILL,))
+        return self.program.info.context + max(self.widths("step") or PREFILL)
 
     def widths(self, function: str) -> tuple[int, ...] | None:
-        """None when eager; else 1, what a verification step takes, and a prefill chunk."""
+        """None when eager; else 1, what a verification step takes, and prefill chunks."""
         if self.target.backend == "eager":
             return None
-        return tuple(sorted({1, self.program.plan.columns + 1, PREFILL}))
+        return tuple(sorted({1, self.program.plan.columns + 1, *PREFILL}))
 
     def run(
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
