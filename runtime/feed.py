@@ -79,10 +79,11 @@ class Feeder:
 
     def chunk(self, need: int) -> int:
         """Width of a prefill step when the longest sequence has `need` tokens left: that of which
-        as many as it takes cost least."""
+        as many as it takes cost least, of two the wider."""
         if self.widths is None:
             return min(need, CHUNK, self.context)
-        return min(self.widths, key=lambda width: -(-need // width) * (width + READING))
+        costs = {width: -(-need // width) * (width + READING) for width in self.widths}
+        return min(reversed(self.widths), key=costs.__getitem__)
 
     def width(self, need: int, room: int) -> int | None:
         """Width of a decode step that wants `need` columns where `room` cache rows are free.
