@@ -112,6 +112,7 @@ def optimized(folder: Path, recipe: Any, target: str, threads: int) -> System:
             ids,
             attention_mask=mask,
             max_new_tokens=count,
+            do_sample=False,
             eos_token_id=[],
             pad_token_id=0,
             return_dict_in_generate=True,

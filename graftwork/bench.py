@@ -117,7 +117,11 @@ def _graphs(model: Model) -> object:
 def _generate(executable: Any, prompt: Sequence[int], tokens: int) -> Run:
     start = time.perf_counter()
     result = generate(
-        executable, torch.tensor([prompt]), max_new_tokens=tokens, return_dict_in_generate=True
+        executable,
+        torch.tensor([prompt]),
+        max_new_tokens=tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
     )
     seconds = time.perf_counter() - start
     assert isinstance(result, Generated)  # asked for

@@ -22,6 +22,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from . import __version__
+
 if TYPE_CHECKING:
     from .model import Model
     from .training import FitState
@@ -35,6 +37,9 @@ app = typer.Typer(
 # Where output is not a terminal it is read by people all the same, in a log or a document.
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 err = Console(stderr=True, highlight=False)
+
+_GREEDY = {"do_sample": False}
+_NEED_TEMPERATURE = "--top-k and --top-p need --temperature above 0"
 
 ModelArg = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder.")]
 AnyModel = Annotated[
@@ -81,9 +86,18 @@ def _show_warning(show: Any, message: Any, category: Any, *where: Any) -> None:
     err.print(Text.assemble(("warning: ", "bold yellow"), str(message)), soft_wrap=True)
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"graftwork {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     """Make language models generate faster: rewrite their graphs, keep their outputs."""
 
@@ -107,6 +121,7 @@ def optimize(
     if (folder is None) != dry_run:
         raise _bad("give either --out DIR or --dry-run")
     from .model import optimize as optimize_model
+    from .opening import with_settings
 
     with progress() as show:
         result = optimize_model(
@@ -132,11 +147,16 @@ def optimize(
 def generate(
     model: AnyModel,
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most this many.")] = 128,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="At most this many (default: the checkpoint's, else 128).")
+    ] = None,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the likeliest token; above, samples.")
-    ] = 0.0,
-    top_k: Annotated[int | None, typer.Option(min=0, help="Sample among so many.")] = None,
+        float | None,
+        typer.Option(
+            help="0 takes the likeliest token; above, samples (default: the checkpoint's)."
+        ),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample among so many.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Sample within this probability.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     recipe: MaybeRecipe = None,
@@ -144,28 +164,35 @@ def generate(
     json_: Annotated[bool, typer.Option("--json", help="Text, ids and statistics.")] = False,
 ) -> None:
     """Continue a text."""
+    from .opening import open_model
+    from .prompts import as_ids
+    from .runtime.generate import check_request
+    from .runtime.options import check_keywords
     from .runtime.stats import Stats
+    from .text_printer import TextPrinter
 
+    options = {"top_k": top_k, "top_p": top_p, "seed": seed, "max_new_tokens": max_new_tokens}
+    keywords = {name: value for name, value in options.items() if value is not None}
+    if temperature is not None:
+        keywords |= {"do_sample": True, "temperature": temperature} if temperature else _GREEDY
+    shapes = bool(top_k) or top_p is not None
+    _require(not shapes or temperature != 0, _NEED_TEMPERATURE)
+    check_keywords(keywords)
+    _require(bool(prompt), "--prompt: expected some text")
     with progress() as show:
         opened = open_model(model, recipe, (), target, show)
+        ids, info = opened.tokenizer.encode(prompt).ids, opened.program.info
+        _require(bool(ids), "--prompt: expected some text; the tokenizer makes no tokens of this")
+        sampled = keywords.get("do_sample", info.defaults.do_sample)
+        _require(not shapes or bool(sampled), _NEED_TEMPERATURE)
+        if info.defaults.supported.keys().isdisjoint(("max_new_tokens", "max_length")):
+            keywords.setdefault("max_new_tokens", max(1, min(128, info.context - len(ids))))
+        keywords["return_dict_in_generate"] = True
+        check_request(as_ids([ids]), keywords, info)
         show("compile")
         _ = opened.executable
-    ids = opened.tokenizer.encode(prompt).ids
-    if not ids:
-        raise _bad("--prompt: expected some text")
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    chosen = {key: value for key, value in sampling.items() if value is not None}
-    if temperature == 0 and (top_k or top_p is not None):
-        raise _bad("--top-k and --top-p need --temperature above 0")
-    keywords = {**chosen, "do_sample": True} if temperature > 0 else {}
-    printer = _Printer(opened.tokenizer)
-    result = opened.generate(
-        [ids],
-        max_new_tokens=max_new_tokens,
-        return_dict_in_generate=True,
-        streamer=None if json_ else printer,
-        **keywords,
-    )
+    printer = None if json_ else TextPrinter(opened.tokenizer)
+    result = opened.generate([ids], streamer=printer, **keywords)
     stats: Stats = result.stats
     if not json_:
         err.print(
@@ -200,6 +227,7 @@ def train(
 ) -> None:
     """Train a recipe's draft heads on what the model itself predicts."""
     from .model import optimize as optimize_model
+    from .opening import with_settings
     from .training import fit
 
     with progress() as show:
@@ -242,6 +270,8 @@ def export(
     target: TargetOption = "onnxruntime",
 ) -> None:
     """Write an ONNX model for ONNX Runtime, a folder for onnxruntime-genai, or drafts for vLLM."""
+    from .opening import open_model
+
     with progress() as show:
         opened = open_model(model, recipe, set_, target, show)
         show(f"export {format_}")
@@ -308,6 +338,7 @@ def tune(
     ] = None,
 ) -> None:
     """Measure a drafter and the target's steps, and choose the fastest draft tree."""
+    from .opening import with_settings
     from .tuning import tune as tune_tree
 
     with progress() as show:
@@ -338,6 +369,7 @@ def inspect(
     """Print a program: as traced, after a recipe, or after one of its passes."""
     from .artifact import is_saved
     from .model import load, trace
+    from .opening import with_settings
 
     if after is not None and recipe is None:
         raise _bad("--after needs --recipe")
@@ -405,33 +437,9 @@ def _bad(message: str) -> Exception:
     return InputError(message)
 
 
-def with_settings(recipe: str, settings: Sequence[str]) -> Any:
-    """A recipe by name or path, with --set options laid over it."""
-    from .recipe import Recipe
-
-    return Recipe.load(recipe).with_options(settings)
-
-
-def open_model(
-    source: str,
-    recipe: str | None,
-    settings: Sequence[str],
-    target: str | None,
-    show: Callable[[str], None],
-) -> Model:
-    """A saved artifact, or a checkpoint folder optimized on the spot (baseline by default)."""
-    from .artifact import is_saved
-    from .model import load
-    from .model import optimize as optimize_model
-
-    if is_saved(Path(source)):
-        if recipe is not None or settings:
-            raise _bad(f"{source} is a saved artifact; its recipe cannot be changed any more")
-        show("check and read")
-        return load(source, target=target)
-    return optimize_model(
-        source, with_settings(recipe or "baseline", settings), target=target, progress=show
-    )
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise _bad(message)
 
 
 @contextmanager
@@ -468,38 +476,6 @@ def _drafting(model: Model) -> str:
 
 def _split(names: str) -> list[str]:
     return [name.strip() for name in names.split(",") if name.strip()]
-
-
-class _Printer:
-    """A streamer that prints text as its tokens come, after the prompt."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.ids: list[int] = []
-        self.shown = ""
-        self.prompt_seen = False
-
-    def put(self, value: Any) -> None:
-        """New token ids; the first call brings the prompt, as in transformers."""
-        if not self.prompt_seen:
-            self.prompt_seen = True
-            return
-        self.ids += [int(token) for token in value.reshape(-1)]
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        # A trailing replacement character is half of a character whose rest is still to come.
-        if not text.endswith("\ufffd"):
-            self._show(text)
-
-    def end(self) -> None:
-        """Generation is over."""
-        self._show(self.tokenizer.decode(self.ids, skip_special_tokens=True))
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-
-    def _show(self, text: str) -> None:
-        sys.stdout.write(text[len(self.shown) :])
-        sys.stdout.flush()
-        self.shown = text
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
                         -> logits [B,T,V], present.<i>.key and .value [B,G,P,D]
     model.onnx.data     its weights
     genai_config.json   (export_genai)
-    tokenizer.json, ... files that came with the model
+    generation_config.json, tokenizer.json, ... files that came with the model
 
 Kernels are ONNX's and ONNX Runtime's own; nothing of graftwork is needed to run it. Both functions
 write beside the destination and rename, so that whoever looks sees the old folder, the new one, or
@@ -24,11 +24,13 @@ import onnx_ir as oir
 from .backends.onnxruntime.emit import emit
 from .backends.onnxruntime.portable import Layer, Portable, portable
 from .backends.onnxruntime.store import WeightFile, store
-from .ir import InputError, Program, UnsupportedError
+from .ir import InputError, ModelInfo, Program, UnsupportedError
 from .ir.files import LARGE, read_bytes
 from .ir.scratch import replacing
+from .runtime.options import SAMPLING
 
 MODEL, DATA, CONFIG = "model.onnx", "model.onnx.data", "genai_config.json"
+GENERATION = "generation_config.json"
 
 # What our symbols are called in decode graphs elsewhere.
 _DIMS = {
@@ -94,13 +96,42 @@ def genai_config(program: Program, graph: Portable) -> dict[str, Any]:
     }
     if info.bos is not None:
         model["bos_token_id"] = info.bos
-    search = {
-        "do_sample": False,
-        "max_length": info.context,
-        "num_beams": 1,
-        "past_present_share_buffer": graph.in_place,
+    search = {"max_length": info.context, "num_beams": 1, "do_sample": False, **_search(info)}
+    return {"model": model, "search": {**search, "past_present_share_buffer": graph.in_place}}
+
+
+def _search(info: ModelInfo) -> dict[str, Any]:
+    """The checkpoint's defaults as genai_config.json has them; lengths count the prompt there.
+
+    Errors: `UnsupportedError` for one that it cannot say.
+    """
+    said = info.defaults.supported
+    if said.get("do_sample"):
+        said = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, **said}
+    else:
+        said = {name: value for name, value in said.items() if name not in SAMPLING}
+    unknown = {name: said.pop(name, 0) for name in ("min_p", "min_new_tokens")}
+    strange = [*info.defaults.unsupported]
+    strange += [f"{name}={value}" for name, value in unknown.items() if value]
+    if strange:
+        raise UnsupportedError(
+            f"the checkpoint's generation config asks for {', '.join(strange)}, which "
+            f"onnxruntime-genai's configuration cannot say: take it out of generation_config.json"
+        )
+    said.pop("max_new_tokens", None)  # its lengths count the prompt; generation_config.json has it
+    return {**said, "max_length": min(said.get("max_length", info.context), info.context)}
+
+
+def generation_config(info: ModelInfo) -> dict[str, Any]:
+    """generation_config.json as transformers has it, for models that came without one."""
+    eos = list(info.eos)
+    tokens = {
+        "bos_token_id": info.bos,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        "pad_token_id": info.pad,
     }
-    return {"model": model, "search": search}
+    known = {name: value for name, value in tokens.items() if value is not None}
+    return {**known, **info.defaults.supported}
 
 
 def _uniform(program: Program, graph: Portable) -> Layer:
@@ -121,10 +152,16 @@ def _write(program: Program, graph: Portable, folder: Path, extra: Mapping[str, 
     with replacing(folder) as new:
         _write_model(graph, new)
         for name, content in extra.items():
-            (new / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            _write_json(new / name, content)
         for name, source in program.assets.items():
             (new / name).write_bytes(read_bytes(source, LARGE))
+        if GENERATION not in program.assets and program.info.defaults.supported:
+            _write_json(new / GENERATION, generation_config(program.info))
     return folder
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_model(graph: Portable, folder: Path) -> None:

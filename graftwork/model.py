@@ -21,6 +21,7 @@ from .passes.validate import Validator
 from .prompts import Prompts, as_ids, check_file, read_tokenizer, sample_prompts, validation_batch
 from .recipe import Recipe
 from .report import Report, megabytes, pass_lines, weight_bytes
+from .runtime.options import check_defaults
 from .shards import check_finite
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def transform(
     """Run a recipe's passes over a traced model. prompts: i64[B,T] to check contracts on."""
     validator = None if prompts is None else Validator(prompts)
     program = traced.program
+    check_defaults(program.info)
     start = with_guests(program, recipe, target.dtype, progress)
     result, reports = run_passes(start, recipe.steps, validator=validator, progress=progress)
     report = Report(
@@ -83,6 +85,7 @@ def transform(
         weight_bytes_before=weight_bytes(program),
         weight_bytes_after=weight_bytes(result),
         passes=pass_lines(reports),
+        generates=str(program.info.defaults),
     )
     return Model(result, target, recipe.as_dict(), report)
 
@@ -155,6 +158,7 @@ def load(folder: str | Path, *, target: Target | str | None = None) -> Model:
     from .artifact import load as load_artifact
 
     saved = load_artifact(folder)
+    check_defaults(saved.program.info)
     made_for = Target.parse(saved.manifest.target)
     where = made_for if target is None else _target(target, made_for.dtype)
     if where.dtype != made_for.dtype:
@@ -208,19 +212,33 @@ class Model:
             )
         return read_tokenizer(path)
 
-    def generate(self, input_ids: torch.Tensor | Sequence[Sequence[int]], **options: Any) -> Any:
+    def generate(
+        self, input_ids: torch.Tensor | Sequence[Sequence[int]] | None = None, /, **options: Any
+    ) -> Any:
         """Continue token ids i64[B,S] as transformers' ``generate`` does: sequences i64[B,S+N].
 
         Options have transformers' names (``max_new_tokens``, ``do_sample``, ``temperature``,
         ``top_k``, ``top_p``, ``eos_token_id``, ``attention_mask``, ``streamer``, ``seed``, ...);
         see `graftwork.runtime.generate.generate`, which rejects by name what it does not support.
+        Where the checkpoint's generation config says something of them, that is the default, as in
+        transformers; ``do_sample=False`` decodes greedily whatever it says.
         Threads take turns, one generation at a time; a streamer or stopping criterion that calls
         this very model gets an `InputError`, and one that waits for another thread's call of it
         waits for ever.
         """
-        from .runtime.generate import generate
+        from .runtime.generate import check_request, generate
 
-        return generate(self.executable, as_ids(input_ids), **options)
+        named = options.pop("input_ids", None)
+        if (input_ids is None) == (named is None):
+            got = "both" if named is not None else ", ".join(options) or "nothing"
+            raise InputError(
+                f"generate: expected the prompts' token ids i64[B,S] as its first argument or as "
+                f"input_ids=, got {got}"
+            )
+        ids = as_ids(named if input_ids is None else input_ids)
+        if _COMPILED not in self.__dict__:
+            check_request(ids, options, self.program.info)  # compiling takes a while
+        return generate(self.executable, ids, **options)
 
     def save(
         self, folder: str | Path, *, progress: Callable[[str], None] = lambda name: None

@@ -53,6 +53,7 @@ class Report(_Frozen):
     """The report of `optimize`. Prints as a table; `model_dump_json()` gives it to programs.
 
     trace_seconds: the frontend's time. weight_bytes_before / after: dense size of all weights.
+    generates: the checkpoint's defaults for `generate`, if it has any.
     """
 
     source: str
@@ -64,6 +65,7 @@ class Report(_Frozen):
     weight_bytes_before: int
     weight_bytes_after: int
     passes: tuple[PassLine, ...]
+    generates: str = ""
 
     def __rich__(self) -> RenderableType:
         validated = any(line.check for line in self.passes)
@@ -81,6 +83,8 @@ class Report(_Frozen):
             for line in self.passes
             for remark in line.remarks
         ]
+        if self.generates:
+            notes.append(Text(f"generates, unless told otherwise, with {self.generates}"))
         return Group(head, self._table(validated), weights, *notes)
 
     def _table(self, validated: bool) -> Table:

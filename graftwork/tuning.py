@@ -41,7 +41,7 @@ from .runtime.feed import Feeder
 from .runtime.generate import generate
 from .runtime.lengths.base import LengthPolicy
 from .runtime.loop import DecodeLoop
-from .runtime.options import GenerationOptions
+from .runtime.options import BEST, GenerationOptions
 from .runtime.prefill import prefill
 from .runtime.proposers.base import Proposer
 from .runtime.text import Text
@@ -218,7 +218,8 @@ def measure_rates(
     plain = Planned(executable, replace(program.plan, draft=NoDraft(), tree=Chain()))
     for number, prompt in enumerate(prompts, 1):
         progress(f"measure acceptance: prompt {number} of {len(prompts)}")
-        ids = generate(plain, torch.tensor([prompt]), max_new_tokens=tokens, eos_token_id=None)
+        asked = {**BEST, "max_new_tokens": tokens, "eos_token_id": None}
+        ids = generate(plain, torch.tensor([prompt]), **asked)
         assert isinstance(ids, torch.Tensor)
         truth = ids[0].tolist()
         text = Text(list(prompt), len(prompt), len(truth))

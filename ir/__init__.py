@@ -2,6 +2,7 @@
 
 from . import ops
 from .decompositions import decompositions
+from .defaults import Defaults
 from .errors import (
     GraftworkError,
     GraftworkWarning,
@@ -27,6 +28,7 @@ __all__ = [
     "NOWHERE",
     "Builder",
     "DecodePlan",
+    "Defaults",
     "Dim",
     "Function",
     "GraftworkError",

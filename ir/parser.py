@@ -15,6 +15,7 @@ from typing import Any, TypeVar, get_type_hints
 import torch.fx
 from pydantic import TypeAdapter, ValidationError
 
+from .defaults import Defaults
 from .errors import GraftworkError, InputError
 from .expressions import Build, Expression
 from .function import NOWHERE, Function, Site
@@ -129,7 +130,9 @@ class _Parser:
         if self.info is not None:
             self.cursor.fail("one info line")
         _, values = self.record("info")
-        self.info = self.build(ModelInfo, values, start)
+        said = {f.name: values.pop(f.name) for f in fields(Defaults) if f.name in values}
+        defaults = self.build(Defaults, said, start)
+        self.info = self.build(ModelInfo, {"defaults": defaults, **values}, start)
         self.cursor.end_line()
 
     def read_pass(self) -> None:
@@ -256,9 +259,8 @@ class _Parser:
                 TypeAdapter(hints[name]).validate_python(value, strict=True)
             except ValidationError as error:
                 self.cursor.fail(f"a valid {name} ({error.errors()[0]['msg']})", at)
-        optional = {n for n, f in known.items() if f.default is not MISSING}
-        optional |= {n for n, f in known.items() if f.default_factory is not MISSING}
-        if missing := set(known) - set(values) - optional:
+        needed = {n for n, f in known.items() if f.default is f.default_factory is MISSING}
+        if missing := needed - set(values):
             self.cursor.fail(f"also {', '.join(sorted(missing))}", at)
         try:
             return cls(**values)

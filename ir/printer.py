@@ -61,7 +61,8 @@ class Line:
 def program_text(program: Program) -> str:
     """The program as text; reading it back gives an equal program (but for the weights' data)."""
     lines = [f"program {json.dumps(program.name, ensure_ascii=False)} stage={program.stage} {{"]
-    lines.append("  " + _call("info", _fields(program.info)))
+    info = _fields(program.info)
+    lines.append("  " + _call("info", info | info.pop("defaults").said))
     lines += ["  " + _pass_text(record) for record in program.provenance]
     for state in program.states.values():
         attributes = f"layer={state.layer} part={literal(state.part)}"

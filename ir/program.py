@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from .defaults import Defaults
 from .errors import GraftworkError
 from .function import Function
 from .plan import DecodePlan
@@ -33,7 +34,8 @@ class State:
 class ModelInfo:
     """What generation must know of the model besides its graph.
 
-    context: positions the model supports, in tokens; eos: ids that end a sequence.
+    context: positions the model supports, in tokens; eos: ids that end a sequence; defaults: how it
+    generates unless it is told otherwise.
     """
 
     model_type: str
@@ -42,6 +44,7 @@ class ModelInfo:
     eos: tuple[int, ...] = ()
     bos: int | None = None
     pad: int | None = None
+    defaults: Defaults = field(default_factory=Defaults)
 
 
 @dataclass(frozen=True)

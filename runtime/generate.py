@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..ir import GraftworkWarning, InputError
+from ..ir import GraftworkWarning, InputError, ModelInfo
 from ..ir.executable import Executable
 from ..ir.plan import DecodePlan, NoDraft, untrained
 from .loop import DecodeLoop
@@ -29,9 +29,14 @@ class Generated:
     stats: Stats
 
 
+def check_request(input_ids: torch.Tensor, options: Mapping[str, Any], info: ModelInfo) -> None:
+    """Errors: those of `generate` for bad input and options."""
+    read_prompts(input_ids, read_options(options, info), info)
+
+
 @torch.no_grad()
 def generate(
-    executable: Executable, input_ids: torch.Tensor, **options: Any
+    executable: Executable, /, input_ids: torch.Tensor, **options: Any
 ) -> torch.Tensor | Generated:
     """Continue each prompt as the executable's plan says.
 

@@ -12,18 +12,16 @@ from typing import Any, Protocol
 
 import torch
 
-from ..ir import InputError, ModelInfo
+from ..ir import Defaults, InputError, ModelInfo
+from ..ir.defaults import NEUTRAL
 
 DEFAULT_NEW_TOKENS = 20
 """What transformers generates when no length is given."""
 
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "num_beams": (1,),
-    "num_return_sequences": (1,),
+IDLE: dict[str, tuple[object, ...]] = {
+    **NEUTRAL,
     "use_cache": (True,),
-    "typical_p": (1.0,),
     "length_penalty": (1.0,),
-    "no_repeat_ngram_size": (0,),
     "output_scores": (False,),
     "output_logits": (False,),
     "output_attentions": (False,),
@@ -31,7 +29,17 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 """Keywords that are not supported, and the values at which they ask for nothing."""
 
+BEST: dict[str, Any] = {
+    **{name: next(iter(values), None) for name, values in NEUTRAL.items()},
+    "do_sample": False,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+}
+"""Keywords that take the likeliest token each time, whatever the checkpoint's own defaults are."""
+
 INSTEAD = {
+    "inputs": "input_ids, the first argument",
+    "inputs_embeds": "input_ids, the first argument",
     "stop_strings": "stop (lists of token ids)",
     "min_length": "min_new_tokens",
     "assistant_model": "a recipe with a drafter",
@@ -66,6 +74,9 @@ OF_MODEL = _Model()
 class GenerationOptions:
     """Options of one generation, as transformers names and means them.
 
+    Defaults are the checkpoint's own (its generation_config.json), where it has any, and else
+    those that follow. ``do_sample=False`` takes the likeliest token whatever the checkpoint says.
+
     max_new_tokens: tokens after the prompt (default 20, or what the context leaves). max_length:
     the same counted with the (padded) prompt. min_new_tokens: before this many, no `eos_token_id`.
     do_sample: sample instead of taking the best token; then temperature > 0, top_k (default 50 as
@@ -79,6 +90,8 @@ class GenerationOptions:
     (default: torch's global generator); a seed repeats its text as long as the drafts are the same,
     and some drafters learn from call to call (recycling, goodput). return_dict_in_generate: return
     `.sequences` and `.stats`.
+
+    given: the options that the call itself gave; the rest are defaults.
     """
 
     max_new_tokens: int | None = None
@@ -99,6 +112,7 @@ class GenerationOptions:
     generator: torch.Generator | None = None
     seed: int | None = None
     return_dict_in_generate: bool = False
+    given: frozenset[str] = frozenset()
 
     @property
     def reshapes_logits(self) -> bool:
@@ -145,59 +159,109 @@ class GenerationOptions:
         if asked is None and self.max_length is not None:
             asked = self.max_length - width
             if asked < 1:
+                whose = "" if "max_length" in self.given else " (the checkpoint's default)"
                 raise InputError(
-                    f"max_length={self.max_length} leaves no room: the prompt is {width} wide; "
-                    f"raise max_length or use max_new_tokens"
+                    f"max_length={self.max_length}{whose} leaves no room: the prompt is {width} "
+                    f"wide; raise max_length or use max_new_tokens"
                 )
         if asked is None:
             asked = max(min(DEFAULT_NEW_TOKENS, left), self.min_new_tokens)
+        elif self.given.isdisjoint(("max_new_tokens", "max_length")):
+            asked = min(asked, left)
         if asked > left:
             raise InputError(
                 f"{longest} prompt tokens + {asked} new tokens exceed the model's context of "
                 f"{info.context} tokens: at most {left} new tokens fit"
             )
-        if asked < self.min_new_tokens:
+        if asked < self.min_new_tokens and "min_new_tokens" in self.given:
             raise InputError(
                 f"min_new_tokens={self.min_new_tokens} is more than the {asked} new tokens allowed"
             )
         return asked
 
 
-SUPPORTED = tuple(f.name for f in fields(GenerationOptions))
+SUPPORTED = tuple(f.name for f in fields(GenerationOptions) if f.name != "given")
+
+ALTERNATIVES = (("max_new_tokens", "max_length"), ("generator", "seed"))
+
+SAMPLING = {"temperature": (1.0,), "top_k": (None, 0, 50), "top_p": (1.0,), "min_p": (0.0,)}
+"""Options that only sampling looks at, and the values at which they do nothing."""
 
 
 def read_options(keywords: Mapping[str, Any], info: ModelInfo) -> GenerationOptions:
-    """Validate keywords. Errors: `InputError` naming the keyword, what it takes, what came."""
+    """Validate keywords, and the checkpoint's defaults for what they leave open.
+
+    Errors: `InputError` naming the keyword or default, what it takes, what came.
+    """
     known: dict[str, Any] = {}
     for name, value in keywords.items():
         if name not in SUPPORTED:
             _refuse(name, value)
         elif value is not None or name in ("top_k", "eos_token_id"):
             known[name] = _CHECKS[name](name, value, info)
-    _refuse_contradictions(known)
-    return GenerationOptions(**known)
+    given = frozenset(known)
+    known = _defaults(keywords, known, info) | known
+    _refuse_contradictions(given, known)
+    return GenerationOptions(**known, given=given)
+
+
+def _defaults(
+    keywords: Mapping[str, Any], given: Mapping[str, Any], info: ModelInfo
+) -> dict[str, Any]:
+    """What the checkpoint says of options that are not given, as far as it matters then."""
+    for text in info.defaults.unsupported:
+        name = text.partition("=")[0]
+        if name not in keywords:
+            raise InputError(
+                f"the checkpoint's generation config asks for {text}, which is not supported; "
+                f"give {name}={BEST[name]} to generate without"
+            )
+    said = {n: v for n, v in info.defaults.supported.items() if n not in given}
+    if not {**said, **given}.get("do_sample"):
+        said = {name: value for name, value in said.items() if name not in SAMPLING}
+    if "max_new_tokens" in {**said, **given} and "max_length" not in given:
+        said.pop("max_length", None)
+    if "max_length" in given:
+        said.pop("max_new_tokens", None)
+    where = "the checkpoint's generation config, "
+    return {name: _CHECKS[name](where + name, value, info) for name, value in said.items()}
+
+
+def check_keywords(keywords: Mapping[str, Any]) -> None:
+    """Before there is a model: whether one that samples unless told otherwise may take these.
+
+    Errors: as `read_options`.
+    """
+    anything = ModelInfo("", vocab_size=1 << 62, context=1 << 62, defaults=Defaults(do_sample=True))
+    read_options(keywords, anything)
+
+
+def check_defaults(info: ModelInfo) -> None:
+    """Errors: `InputError` naming what of a checkpoint's defaults is no legal option."""
+    read_options(dict.fromkeys(NEUTRAL), info)
 
 
 def _refuse(name: str, value: object) -> None:
     plain = isinstance(value, bool | int | float)
-    if value is None or (plain and value in NEUTRAL.get(name, ())):
+    if value is None or (plain and value in IDLE.get(name, ())):
         return
-    near = difflib.get_close_matches(name, SUPPORTED, n=1, cutoff=0.0)[0]
+    close = difflib.get_close_matches(name, SUPPORTED, n=1)
+    instead = INSTEAD.get(name, close[0] if close else None)
     raise InputError(
-        f"generate does not support {name}={value!r}; nearest: {INSTEAD.get(name, near)}. "
-        f"Supported: {', '.join(SUPPORTED)}"
+        f"generate does not support {name}={value!r}"
+        + (f"; nearest: {instead}" if instead else "")
+        + f". Supported: {', '.join(SUPPORTED)}"
     )
 
 
-def _refuse_contradictions(known: Mapping[str, Any]) -> None:
-    for one, other in (("max_new_tokens", "max_length"), ("generator", "seed")):
-        if one in known and other in known:
+def _refuse_contradictions(given: frozenset[str], known: Mapping[str, Any]) -> None:
+    for one, other in ALTERNATIVES:
+        if one in given and other in given:
             raise InputError(f"both {one} and {other} are given; give one")
     if known.get("do_sample"):
         return
-    idle = {"temperature": (1.0,), "top_k": (None, 0, 50), "top_p": (1.0,), "min_p": (0.0,)}
-    for name, neutral in idle.items():
-        if name in known and known[name] not in neutral:
+    for name, neutral in SAMPLING.items():
+        if name in given and known[name] not in neutral:
             raise InputError(
                 f"{name}={known[name]} has no effect on greedy decoding; add do_sample=True"
             )

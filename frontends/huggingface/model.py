@@ -5,14 +5,17 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ...ir import InputError, ModelInfo, Program, TensorType, UnsupportedError, Weight
+from ...ir import Defaults, InputError, ModelInfo, Program, TensorType, UnsupportedError, Weight
+from ...ir.defaults import NEUTRAL
 from ...ir.files import LARGE, SMALL, open_regular
 from ..program import Source, build_program
 from ..trace import (
@@ -159,16 +162,17 @@ def _keep_float32(twin: Any, mode: FakeTensorMode, dtype: torch.dtype | None) ->
 
 
 def _generation_config(folder: Path) -> Any:
+    """What transformers' own loading finds: in a file of its own or, of old, in config.json."""
     from transformers import GenerationConfig
 
-    if not (folder / "generation_config.json").exists():
-        return None
+    own = "generation_config.json"
+    name = own if (folder / own).exists() else "config.json"
     try:
-        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+        return GenerationConfig.from_pretrained(
+            folder, config_file_name=name, local_files_only=True
+        )
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"{folder}: transformers cannot read generation_config.json: {error}"
-        ) from error
+        raise InputError(f"{folder}: transformers cannot read {name}: {error}") from error
 
 
 class _Wrapper(nn.Module):
@@ -247,7 +251,24 @@ def _info(config: Any, generation: Any) -> ModelInfo:
         eos=tuple(eos) if isinstance(eos, (list, tuple)) else (() if eos is None else (int(eos),)),
         bos=token("bos_token_id"),
         pad=token("pad_token_id"),
+        defaults=_defaults(generation),
     )
+
+
+def _defaults(generation: Any) -> Defaults:
+    """What a generation config says of how to generate; None: nothing."""
+    said = {f.name: getattr(generation, f.name, None) for f in fields(Defaults)}
+    other = {name: getattr(generation, name, None) for name in NEUTRAL}
+    wanted = [(n, v) for n, v in other.items() if v is not None and v not in NEUTRAL[n]]
+    said["unsupported"] = tuple(f"{name}={value}" for name, value in wanted)
+    try:
+        return TypeAdapter(Defaults).validate_python(said)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InputError(
+            f"the model's generation config (generation_config.json): {first['loc'][0]}: "
+            f"{first['msg']}, got {first['input']!r}"
+        ) from error
 
 
 def _context(config: Any) -> int:

@@ -12,6 +12,7 @@ import torch
 from ..ir import InputError, Program
 from ..ir.files import LARGE, check_regular, plain_path, read_text
 from ..prompts import Prompts, encoder, read_prompts
+from ..runtime.options import BEST
 
 HELD_OUT = 10
 """One in so many documents is kept for measuring."""
@@ -112,12 +113,13 @@ def own_text(
     generate: Callable[..., Any], prompts: torch.Tensor, width: int, temperature: float, seed: int
 ) -> torch.Tensor:
     """What the model makes of prompts i64[N,P], up to i64[N,width]. Temperature 0: its best."""
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
+    sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    chosen = {**BEST, "do_sample": True, **sampling} if temperature else BEST
     result: torch.Tensor = generate(
         prompts,
         max_new_tokens=width - prompts.shape[1],
         eos_token_id=[],
         seed=seed,
-        **sampling,
+        **chosen,
     )
     return result

@@ -27,6 +27,7 @@ from ..ir.plan import Chain, FixedLength, NoDraft
 from ..planned import Planned
 from ..prompts import Prompts
 from ..runtime.generate import Generated, generate
+from ..runtime.options import BEST
 from . import checkpoint, lessons
 from .corpus import Windows, own_text, read_corpus, split
 from .net import Net, check_chains, chosen, trainable, trained_parts
@@ -365,6 +366,7 @@ def accepted_per_step(model: Model, documents: list[list[int]], count: int = 8) 
             max_new_tokens=min(64, model.program.info.context - prompt.shape[1]),
             eos_token_id=[],
             return_dict_in_generate=True,
+            **BEST,
         )
         assert isinstance(result, Generated)
         steps += result.stats.sequence_steps

@@ -1,0 +1,38 @@
+"""Generated text on standard output, as it comes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+class TextPrinter:
+    """A streamer that prints text as its tokens come, after the prompt."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self.shown = ""
+        self.prompt_seen = False
+
+    def put(self, value: Any) -> None:
+        """New token ids; the first call brings the prompt, as in transformers."""
+        if not self.prompt_seen:
+            self.prompt_seen = True
+            return
+        self.ids += [int(token) for token in value.reshape(-1)]
+        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        # A trailing replacement character is half of a character whose rest is still to come.
+        if not text.endswith("\ufffd"):
+            self._show(text)
+
+    def end(self) -> None:
+        """Generation is over."""
+        self._show(self.tokenizer.decode(self.ids, skip_special_tokens=True))
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+    def _show(self, text: str) -> None:
+        sys.stdout.write(text[len(self.shown) :])
+        sys.stdout.flush()
+        self.shown = text

@@ -1,0 +1,231 @@
+"""How a checkpoint says it wants to be decoded: kept, obeyed, overruled and exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runtime_models import TableExecutable, program, whole
+from tiny import cached_llama, drafting_llama
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+import graftwork as gw
+from graftwork.export import export_genai, export_onnx
+from graftwork.ir import Defaults, InputError, ParseError, UnsupportedError, parse_program
+from graftwork.passes.draft_suffix import DraftSuffix
+from graftwork.runtime.options import BEST, GenerationOptions, read_options
+
+SAMPLES: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 7, "top_p": 0.9}
+PROMPT = [[3, 1, 4, 1, 5]]
+
+
+def llama(**generation: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+    )
+    model = LlamaForCausalLM(config).eval()
+    model.generation_config = GenerationConfig(eos_token_id=[2, 3], pad_token_id=2, **generation)
+    return model
+
+
+def folder_of(model: LlamaForCausalLM, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+def asked(defaults: Defaults, **keywords: Any) -> GenerationOptions:
+    info = program(11, context=16, eos=(4,)).info
+    return read_options(keywords, type(info)(**{**vars(info), "defaults": defaults}))
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("recipe", ["baseline", "copyspec"])
+def test_a_checkpoint_that_samples_is_sampled_from(
+    saved: bool, recipe: str, tmp_path: Path
+) -> None:
+    """In memory, from a folder, and after an artifact; a keyword of the call wins."""
+    source = llama(**SAMPLES, repetition_penalty=1.2, max_new_tokens=9)
+    model = gw.optimize(
+        folder_of(source, tmp_path / "in") if saved else source, recipe, target="eager"
+    )
+    again = gw.load(model.save(tmp_path / "out"))
+    explicit = {**SAMPLES, "repetition_penalty": 1.2, "max_new_tokens": 9}
+    for made in (model, again):
+        texts = [made.generate(PROMPT, seed=seed).tolist() for seed in range(4)]
+        assert texts == [made.generate(PROMPT, seed=s, **explicit).tolist() for s in range(4)]
+        assert len({str(text) for text in texts}) > 1
+        greedy = made.generate(PROMPT, do_sample=False)
+        wanted = source.generate(torch.tensor(PROMPT), do_sample=False)
+        assert greedy.tolist() == wanted.tolist()
+        best = made.generate(PROMPT, **BEST, max_new_tokens=6)
+        wanted = source.generate(
+            torch.tensor(PROMPT), do_sample=False, repetition_penalty=1.0, max_new_tokens=6
+        )
+        assert best.tolist() == wanted.tolist()
+    assert "do_sample=True, temperature=0.7, top_k=7" in str(model.report)
+    assert str(parse_program(str(model.program))) == str(model.program)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        SAMPLES,
+        {"do_sample": True},
+        {"temperature": 0.6, "top_p": 0.5},
+        {"do_sample": True, "min_p": 0.1, "top_k": 0, "min_new_tokens": 2},
+        {"max_new_tokens": 8, "repetition_penalty": 1.1},
+        {"max_length": 12},
+        {"max_length": 12, "max_new_tokens": 5},
+    ],
+)
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {},
+        {"do_sample": False},
+        {"do_sample": True, "temperature": 0.3},
+        {"max_new_tokens": 4},
+        {"repetition_penalty": 1.0, "do_sample": True, "top_k": 3},
+    ],
+)
+def test_the_merge_is_that_of_transformers(said: dict[str, Any], keywords: dict[str, Any]) -> None:
+    """Every option that has an effect, as transformers' own generate works it out."""
+    model = llama(**said)
+    theirs, _ = model._prepare_generation_config(None, **keywords)
+    ours = asked(Defaults(**said), **keywords)
+    names = ["do_sample", "repetition_penalty"]
+    names += ["temperature", "top_k", "top_p", "min_p"] if theirs.do_sample else []
+    for name in names:
+        said_there = getattr(theirs, name)
+        unset = getattr(GenerationOptions, name)
+        assert getattr(ours, name) == (unset if said_there is None else said_there), name
+    assert ours.min_new_tokens == (theirs.min_new_tokens or 0)
+    length = model.generate(torch.tensor(PROMPT), **keywords, eos_token_id=None).shape[1]
+    assert gw.optimize(model, target="eager").generate(
+        PROMPT, **keywords, eos_token_id=None
+    ).shape == (1, length)
+
+
+def test_defaults_of_lengths_give_way() -> None:
+    """To the call's keywords, and to what the context leaves."""
+    long = Defaults(max_new_tokens=500, min_new_tokens=9)
+    options = asked(long)
+    assert options.new_tokens(3, 3, program(11, context=16).info) == 13
+    assert asked(long, max_length=8).new_tokens(3, 3, program(11, context=16).info) == 5
+    assert asked(long, max_new_tokens=4).new_tokens(3, 3, program(11, context=16).info) == 4
+    with pytest.raises(InputError, match=r"max_length=3 \(the checkpoint's default\) leaves no"):
+        asked(Defaults(max_length=3)).new_tokens(5, 5, program(11, context=16).info)
+
+
+def test_what_is_not_supported_is_refused_by_name_until_it_is_waived(tmp_path: Path) -> None:
+    model = gw.optimize(llama(num_beams=4, no_repeat_ngram_size=2), target="eager")
+    assert "num_beams=4" in str(model.report)
+    with pytest.raises(InputError, match=r"asks for num_beams=4.*give num_beams=1"):
+        model.generate(PROMPT)
+    with pytest.raises(InputError, match=r"no_repeat_ngram_size=2.*give no_repeat_ngram_size=0"):
+        model.generate(PROMPT, num_beams=1)
+    ids = model.generate(PROMPT, num_beams=1, no_repeat_ngram_size=0, max_new_tokens=3)
+    assert ids.shape[1] <= 8
+    with pytest.raises(UnsupportedError, match=r"num_beams=4, no_repeat_ngram_size=2.*cannot say"):
+        model.export_genai(tmp_path / "genai")
+    assert not (tmp_path / "genai").exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "match"),
+    [
+        ({"do_sample": True, "temperature": -1.0}, "generation config, temperature: expected a nu"),
+        ({"do_sample": True, "top_p": 2.0}, "generation config, top_p: expected a number from 0"),
+        ({"repetition_penalty": 0.0}, "generation config, repetition_penalty: expected a number"),
+    ],
+)
+def test_defaults_that_are_no_options_are_refused_when_a_model_is_made(
+    said: dict[str, Any], match: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=match):
+        gw.optimize(folder_with(said, tmp_path / "in"), target="eager")
+
+
+def folder_with(said: dict[str, Any], folder: Path) -> Path:
+    """A checkpoint whose generation_config.json somebody wrote by hand."""
+    folder_of(llama(), folder)
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    return folder
+
+
+def test_a_config_json_of_old_says_it_too(tmp_path: Path) -> None:
+    """Without a generation_config.json, as transformers reads it."""
+    folder = folder_of(llama(), tmp_path / "in")
+    (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "do_sample": True, "top_k": 4}))
+    found = gw.optimize(folder, target="eager").program.info.defaults
+    assert found == Defaults(do_sample=True, top_k=4)
+
+
+def test_the_text_of_a_program_has_them_checked() -> None:
+    plain = cached_llama()
+    text = str(plain).replace("pad=None)", "pad=None, do_sample=True, temperature=0.5)")
+    assert text != str(plain)
+    found = parse_program(text)
+    assert found.info.defaults == Defaults(do_sample=True, temperature=0.5) and str(found) == text
+    assert parse_program(str(plain)).info.defaults == Defaults()
+    for wrong in ("temperature='hot'", "do_sample=1", "unsupported=('rm=1',)", "defaults=3"):
+        with pytest.raises(ParseError):
+            parse_program(str(plain).replace("pad=None)", f"pad=None, {wrong})"))
+
+
+def test_an_artifact_with_a_bad_default_is_not_loaded(tmp_path: Path) -> None:
+    info = cached_llama().info
+    bad = type(info)(**{**vars(info), "defaults": Defaults(do_sample=True, top_p=7.0)})
+    made = gw.Model(cached_llama().replace(info=bad), gw.Target("eager"), {"name": "test"})
+    with pytest.raises(InputError, match="top_p: expected a number from 0 to 1, got 7"):
+        gw.load(made.save(tmp_path / "out"))
+
+
+def test_exports_say_it(tmp_path: Path) -> None:
+    info = cached_llama().info
+    said = Defaults(**SAMPLES, repetition_penalty=1.3, max_length=50, max_new_tokens=9)
+    sampling = cached_llama().replace(info=type(info)(**{**vars(info), "defaults": said}))
+    genai = export_genai(sampling, tmp_path / "genai")
+    search = json.loads((genai / "genai_config.json").read_text())["search"]
+    assert {name: search[name] for name in SAMPLES} == SAMPLES
+    assert search["repetition_penalty"] == 1.3 and search["max_length"] == 50
+    plain = json.loads(
+        (export_genai(cached_llama(), tmp_path / "p") / "genai_config.json").read_text()
+    )
+    assert plain["search"]["do_sample"] is False and "temperature" not in plain["search"]
+    for folder in (genai, export_onnx(sampling, tmp_path / "onnx")):
+        wrote = GenerationConfig.from_pretrained(folder)
+        assert (wrote.do_sample, wrote.top_p, wrote.max_new_tokens) == (True, 0.9, 9)
+        assert wrote.eos_token_id == 0
+
+
+def test_speculation_samples_by_default_too() -> None:
+    """What a drafter and a verifier are told is what plain decoding is told."""
+    drafting = drafting_llama(DraftSuffix())
+    said = Defaults(do_sample=True, temperature=1.5)
+    made = drafting.replace(info=type(drafting.info)(**{**vars(drafting.info), "defaults": said}))
+    model = gw.Model(made, gw.Target("eager"), {"name": "test"})
+    texts = {str(model.generate(PROMPT, seed=seed, max_new_tokens=8).tolist()) for seed in range(5)}
+    assert len(texts) > 1
+
+
+def test_without_defaults_nothing_changes() -> None:
+    table = TableExecutable(whole(11), program(11, context=16, eos=(4,)))
+    from graftwork.runtime import generate
+
+    ids = torch.tensor([[1, 2, 3]])
+    assert torch.equal(generate(table, ids), generate(table, ids, do_sample=False))
