@@ -17,6 +17,7 @@ import torch.fx
 
 from .errors import GraftworkError
 from .infer import infer
+from .signature import placed
 from .types import Sym, TensorType, ValueType
 from .weights import Weight
 
@@ -167,6 +168,7 @@ class Function:
         """A typed call at the insertion point. Errors: `VerifyError` if the types do not fit."""
         node_type = infer(target, args, kwargs)
         name = name or _short_name(target)
+        args, kwargs = placed(target, args, kwargs)
         node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         node.meta = {"type": node_type, "site": site}
         return node

@@ -23,6 +23,7 @@ from .infer import infer
 from .lexer import Cursor, Source, Token
 from .plan import RECORDS, DecodePlan, Record
 from .program import ModelInfo, PassRecord, Program, State
+from .signature import placed
 from .stages import find_op
 from .types import TensorType, ValueType, type_text
 from .weights import Weight, WeightStore
@@ -397,7 +398,7 @@ class _Body:
         except GraftworkError as error:
             self.cursor.source.fail(expression.tokens[0].start, f"expected a valid call: {error}")
         node = self.function.graph.create_node(
-            "call_function", target, tuple(args), kwargs, name=name.replace(".", "_")
+            "call_function", target, *placed(target, args, kwargs), name=name.replace(".", "_")
         )
         node.meta = {"type": node_type, "site": site}
         return node

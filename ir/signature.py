@@ -69,6 +69,22 @@ def mismatch(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str
     return None
 
 
+def placed(
+    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments as programs hold them: by place where the op's schema has places.
+
+    Arguments that fit (see `mismatch`). Readers of programs then find each in one place only.
+    """
+    if not hasattr(target, "_schema"):
+        return tuple(args), dict(kwargs)
+    rest = [a for a in target._schema.arguments[len(args) :] if not a.kwarg_only]
+    last = max((i for i, a in enumerate(rest) if a.name in kwargs), default=-1)
+    named = {a.name: kwargs.get(a.name, a.default_value) for a in rest[: last + 1]}
+    left = {name: value for name, value in kwargs.items() if name not in named}
+    return (*args, *named.values()), left
+
+
 def _fits(value: Any, kind: Any) -> bool:
     name = kind.kind()
     if name == "OptionalType":

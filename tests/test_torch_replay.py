@@ -122,6 +122,23 @@ def test_what_is_more_than_kernels_is_not_replayed():
     assert torch.equal(results[0], want) and recording is None
 
 
+class _Sorted(torch.nn.Module):
+    """Whole numbers that a library works out decide what a kernel returns."""
+
+    def forward(self, x, numbers):
+        return (torch.where(torch.sort(numbers).values < 0, x + 1, x - 1),)
+
+
+def test_what_a_library_writes_is_not_taken_from_scratch():
+    step = inductor(torch.fx.symbolic_trace(_Sorted()))
+    x, numbers = torch.randn(40), torch.full((40,), -5)
+    step(x, numbers)
+    # Scratch that nobody wrote is less than 0, too.
+    results, recording = record(step, [x, numbers], [])
+    assert torch.equal(results[0], x + 1)
+    assert recording is None
+
+
 def test_a_recording_runs_a_step_once_and_can_be_bound_to_other_memory():
     step = inductor(torch.fx.symbolic_trace(_Counter()))
     x, state = torch.ones(4, 40), torch.ones(4, 40)

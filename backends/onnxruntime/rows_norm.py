@@ -42,11 +42,13 @@ def aten_rms_norm(
     return e.op("SimplifiedLayerNormalization", x, scale, axis=-1, epsilon=small, stash_type=1)
 
 
-def _three_axes(node: Any) -> bool:
-    return len(type_of_node(node.args[0]).dims) == 3
+def _is_fusible(node: Any) -> bool:
+    """Whether the kernel's shapes are given: three axes, nothing broadcast."""
+    x, residual, weight = (type_of_node(operand).dims for operand in node.args[:3])
+    return len(x) == 3 and x == residual and weight == x[-1:]
 
 
-@row(G.add_rms_norm.default, when=_three_axes)
+@row(G.add_rms_norm.default, when=_is_fusible)
 def add_rms_norm(
     e: Emitter, x: oir.Value, residual: oir.Value, weight: oir.Value, eps: float
 ) -> Any:

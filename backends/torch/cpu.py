@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ir.ops import norm
+from ...ir.ops.attention import check_attend
+from ...ir.ops.quant import check_linear_int8
 from . import native
 from .rows import Prepared, Row
 from .rows import attend as library_attend
@@ -27,9 +29,10 @@ from .rows import attend as library_attend
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`; native in float32."""
-    if not _float32(x, weight):
+    plain = len(weight.shape) == 2 and _per_column(weight.shape[:1], bias)
+    if not plain or not _float32(x, weight, bias):
         return F.linear(x, weight, bias)
-    result: Tensor = native.linear_float32(x.contiguous(), weight)
+    result: Tensor = native.linear_float32(x, weight)
     return result if bias is None else result + bias
 
 
@@ -40,11 +43,13 @@ def linear_int8(
     bias: Tensor | None = None,
     *,
     coarse: bool = False,
-    sums: Tensor,
+    sums: Tensor | None = None,
 ) -> Tensor:
-    """`graftwork.linear_int8`, the same bits. sums i32[N]: each output's weights added up."""
-    result: Tensor
-    result = native.linear_int8(x.float().contiguous(), weight, scale.float(), sums, coarse)
+    """`graftwork.linear_int8`, the same bits. sums i32[N]: each output's weights added up, None to
+    do so at every step."""
+    check_linear_int8(x, weight, scale, bias, coarse)
+    sums = row_sums(weight) if sums is None else sums
+    result: Tensor = native.linear_int8(x.float(), weight, scale.float(), sums, coarse)
     return (result if bias is None else result + bias.float()).to(x.dtype)
 
 
@@ -54,10 +59,10 @@ def row_sums(weight: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """`graftwork.rms_norm`; native in float32."""
+    """`graftwork.rms_norm`; native in float32, unless the weight is broadcast."""
     normal: Tensor
-    if _float32(x, weight):
-        normal = native.rms_norm(x.contiguous(), weight, eps)
+    if _float32(x, weight) and _per_column(x.shape[-1:], weight):
+        normal = native.rms_norm(x, weight, eps)
     else:
         normal = norm.rms_norm(x, weight, eps=eps)
     return normal
@@ -66,10 +71,11 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, *, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """`graftwork.add_rms_norm`; native in float32."""
+    """`graftwork.add_rms_norm`; native in float32, unless something is broadcast."""
     both: tuple[Tensor, Tensor]
-    if _float32(x, residual, weight):
-        both = native.add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
+    plain = x.shape == residual.shape and _per_column(x.shape[-1:], weight)
+    if plain and _float32(x, residual, weight):
+        both = native.add_rms_norm(x, residual, weight, eps)
     else:
         both = norm.add_rms_norm(x, residual, weight, eps=eps)
     return both
@@ -78,8 +84,8 @@ def add_rms_norm(
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Tensor:
     """`graftwork.layer_norm`; native in float32."""
     normal: Tensor
-    if _float32(x, weight):
-        normal = native.layer_norm(x.contiguous(), weight, bias, eps)
+    if _float32(x, weight, bias) and _per_column(x.shape[-1:], weight, bias):
+        normal = native.layer_norm(x, weight, bias, eps)
     else:
         normal = norm.layer_norm(x, weight, bias, eps=eps)
     return normal
@@ -97,21 +103,24 @@ def attend(
     softcap: float | None = None,
 ) -> Tensor:
     """`graftwork.attend`; native in float32."""
-    if not _float32(q, k, v):
+    check_attend(q, k, v, mask, bias, sinks)
+    # To the kernel a softcap of 0 is none.
+    if not _float32(q, k, v) or softcap == 0:
         whole: Tensor = library_attend(q, k, v, mask, bias, sinks, scale=scale, softcap=softcap)
         return whole
-    batch, heads, width, _ = q.shape
-    everywhere = mask.expand(batch, 1, width, k.shape[2]).contiguous()
-    if bias is not None:
-        bias = bias.float().expand(batch, heads, width, k.shape[2]).contiguous()
-    sinks = None if sinks is None else sinks.float().contiguous()
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    result: Tensor = native.attend(q, k, v, everywhere, bias, sinks, scale, softcap or 0.0)
+    bias = None if bias is None else bias.float()
+    sinks = None if sinks is None else sinks.float()
+    result: Tensor = native.attend(q, k, v, mask, bias, sinks, scale, softcap or 0.0)
     return result
 
 
-def _float32(*tensors: Tensor) -> bool:
-    return all(tensor.dtype == torch.float32 for tensor in tensors)
+def _float32(*tensors: Tensor | None) -> bool:
+    return all(tensor is None or tensor.dtype == torch.float32 for tensor in tensors)
+
+
+def _per_column(shape: tuple[int, ...], *tensors: Tensor | None) -> bool:
+    """Whether tensors hold one number a column, as kernels want them; meanings broadcast others."""
+    return len(shape) == 1 and all(tensor is None or tensor.shape == shape for tensor in tensors)
 
 
 CPU_ROWS: dict[Any, Row] = {

@@ -20,7 +20,10 @@ import torch
 import torch._inductor.config
 from torch import Tensor
 
-from ...ir import UnsupportedError
+from ...ir import InputError, UnsupportedError
+from ...ir.ops.attention import check_attend
+from ...ir.ops.operands import Operands
+from ...ir.ops.quant import check_linear_int8
 
 SOURCES = Path(__file__).with_name("kernels")
 
@@ -162,25 +165,78 @@ norm_kernel = Kernel("norm")
 
 _LIBRARY = torch.library.Library("graftwork_native", "DEF")
 
+OPS: dict[str, Callable[..., Any]] = {}
+"""The native ops by name, as they are called."""
 
-def _op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Define the decorated function as the op of this schema on the CPU; `fake` has its shape."""
 
-    def register(function: Callable[..., Any]) -> Any:
+def _op(
+    schema: str, check: Callable[..., None], like: Callable[..., Any]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Define the decorated function as the op of this schema on the CPU.
+
+    check: what it and its shape rule ask of their operands before anything else: kernels get bare
+    addresses, so whatever it lets through is read as rows in a row. like: results of its shape.
+    What is registered is called with operands laid out in rows, by code that compilers trace: a
+    copy that the op made itself would be missing from recordings of its kernels.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(*arguments: Any) -> Any:
+            _check_layout(name, arguments)
+            check(*arguments)
+            return function(*arguments)
+
+        def fake(*arguments: Any) -> Any:
+            _check_layout(name, arguments)
+            check(*arguments)
+            return like(*arguments)
+
         name = schema.partition("(")[0]
-        _LIBRARY.define(schema)
-        _LIBRARY.impl(name, function, "CPU")
+        _LIBRARY.define(schema, tags=(torch.Tag.needs_exact_strides,))
+        _LIBRARY.impl(name, checked, "CPU")
         torch.library.register_fake(f"graftwork_native::{name}", fake, lib=_LIBRARY)
-        return getattr(torch.ops.graftwork_native, name).default
+        op = getattr(torch.ops.graftwork_native, name).default
+
+        @functools.wraps(function)
+        def call(*arguments: Any) -> Any:
+            return op(*[a.contiguous() if isinstance(a, Tensor) else a for a in arguments])
+
+        OPS[name] = call
+        return call
 
     return register
+
+
+def _check_layout(name: str, arguments: Sequence[Any]) -> None:
+    """Whether operands lie where kernels can read them.
+
+    Errors: `InputError` naming the operand's place, its device and strides.
+    """
+    tensors = [(place, a) for place, a in enumerate(arguments) if isinstance(a, Tensor)]
+    device = tensors[0][1].device
+    for place, tensor in tensors:
+        if tensor.device != device or not tensor.is_contiguous():
+            raise InputError(
+                f"graftwork_native.{name}: operand {place} must be contiguous and on {device}, got "
+                f"{tensor.dtype}{list(tensor.shape)} with strides {tensor.stride()} on "
+                f"{tensor.device}"
+            )
+
+
+F32 = torch.float32
 
 
 def _linear_like(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-@_op("linear_float32(Tensor x, Tensor weight) -> Tensor", _linear_like)
+def _check_linear(x: Tensor, weight: Tensor) -> None:
+    given = Operands("linear_float32")
+    given.fit_rows("x", x, "K", F32)
+    given.fit("weight", weight, "NK", F32)
+
+
+@_op("linear_float32(Tensor x, Tensor weight) -> Tensor", _check_linear, _linear_like)
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     """Products of rows f32[..., K] and weights f32[N,K], f32[..., N]."""
     result = _linear_like(x, weight)
@@ -188,8 +244,18 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     return result
 
 
+def _check_int8(x: Tensor, weight: Tensor, scale: Tensor, sums: Tensor, coarse: bool) -> None:
+    check_linear_int8(x, weight, scale, None, coarse)
+    given = Operands("linear_int8")
+    given.fit_rows("x", x, "K", F32)
+    given.fit("weight", weight, "NK", torch.int8)
+    given.fit("scale", scale, "N", F32)
+    given.fit("sums", sums, "N", torch.int32)
+
+
 @_op(
     "linear_int8(Tensor x, Tensor weight, Tensor scale, Tensor sums, bool coarse) -> Tensor",
+    _check_int8,
     _linear_like,
 )
 def linear_int8(x: Tensor, weight: Tensor, scale: Tensor, sums: Tensor, coarse: bool) -> Tensor:
@@ -213,23 +279,50 @@ def _two_like(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x)
 
 
-@_op("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _like)
+def _check_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> None:
+    given = Operands("norm")
+    given.fit_rows("x", x, "H", F32)
+    given.fit("weight", weight, "H", F32)
+    given.fit("bias", bias, "H", F32)
+    if residual is not None and (residual.dtype, residual.shape) != (F32, x.shape):
+        raise InputError(
+            f"norm: residual must be {F32}{list(x.shape)} as x is, got "
+            f"{residual.dtype}{list(residual.shape)}"
+        )
+
+
+def _check_rms(x: Tensor, weight: Tensor, eps: float) -> None:
+    _check_norm(x, weight)
+
+
+@_op("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _check_rms, _like)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`graftwork.rms_norm` in float32."""
+    """`graftwork.rms_norm` in float32, weight f32[H]."""
     return _norm(x, weight, eps)
+
+
+def _check_add_rms(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    _check_norm(x, weight, residual=residual)
 
 
 @_op(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    _check_add_rms,
     _two_like,
 )
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`graftwork.add_rms_norm` in float32."""
+    """`graftwork.add_rms_norm` in float32, x and residual of one shape, weight f32[H]."""
     total = torch.empty_like(x)
     return _norm(x, weight, eps, residual=residual, total=total), total
 
 
-@_op("layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps) -> Tensor", _like)
+def _check_layer(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+    _check_norm(x, weight, bias)
+
+
+@_op("layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps) -> Tensor", _check_layer, _like)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """`graftwork.layer_norm` in float32."""
     return _norm(x, weight, eps, bias=bias, centered=True)
@@ -256,9 +349,26 @@ def _attend_like(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return q.new_empty((*q.shape[:3], v.shape[3]))
 
 
+def _check_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+) -> None:
+    check_attend(q, k, v, mask, bias, sinks)
+    for tensor in (q, k, v, bias, sinks):
+        if tensor is not None and tensor.dtype != F32:
+            raise InputError(f"attend: the kernel takes {F32}, got {tensor.dtype}")
+
+
 @_op(
     "attend(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor? bias, Tensor? sinks, float scale, "
     "float softcap) -> Tensor",
+    _check_attend,
     _attend_like,
 )
 def attend(

@@ -33,6 +33,11 @@ COPIED = 1 << 29
 between its kernels does not matter."""
 
 
+FILLS = (0xFF, 0)
+"""What scratch is full of when a recording is tried: NaN, which shows in floats whatever is done
+with it, but true as a boolean, and zeros, which are false. What no kernel wrote must not pass."""
+
+
 class Given(NamedTuple):
     """A place in the memory of an argument, or a weight, in bytes from its first element."""
 
@@ -118,8 +123,9 @@ def record(
 
     states: those of the arguments that it changes. None where the step is more than its kernels,
     such as calls of a library: the recording is tried on the states before, with scratch full of
-    NaN, and everything that the step returns or changes must come out as the same bits. None, too,
-    for more than `COPIED` bytes of states, and where arguments share memory: other ones may not.
+    `FILLS`, and everything that the step returns or changes must come out as the same bits. None,
+    too, for more than `COPIED` bytes of states, and where arguments share memory: other ones may
+    not.
     """
     spans = _spans(arguments)
     shared = any(span.end > after.begin for span, after in itertools.pairwise(spans))
@@ -133,17 +139,30 @@ def record(
         return results, None
     recording = _placed(seen, results, given)
     wanted = [tensor.clone() for tensor in (*results, *states)]
-    for state, old in zip(states, before, strict=True):
-        state.copy_(old)
     replay = Replay(recording, given)
-    replay.scratch.fill_(255)
-    replay()
-    found = [*replay.results, *states]
-    if all(map(_same_bits, wanted, found)):
+    if all(_repeats(replay, fill, wanted, states, before) for fill in FILLS):
         return results, recording
     for state, new in zip(states, wanted[len(results) :], strict=True):
         state.copy_(new)
     return results, None
+
+
+def _repeats(
+    replay: Replay,
+    fill: int,
+    wanted: Sequence[Tensor],
+    states: Sequence[Tensor],
+    before: Sequence[Tensor],
+) -> bool:
+    """Whether a replay on the states before, its scratch full of a byte, gives the wanted bits."""
+    for state, old in zip(states, before, strict=True):
+        state.copy_(old)
+    replay.scratch.fill_(fill)
+    try:
+        replay()
+    except RuntimeError:  # what no kernel wrote may be no index
+        return False
+    return all(map(_same_bits, wanted, [*replay.results, *states]))
 
 
 def _runs(kernel: Kernel, values: Sequence[Any]) -> bool:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ir.ops.attention import attend as attend_meaning
+from ...ir.ops.attention import check_attend
 
 G = torch.ops.graftwork
 
@@ -49,6 +50,7 @@ def attend(
     softcap: float | None = None,
 ) -> Tensor:
     """`attend` with the query heads of a group as rows of one product: keys are never repeated."""
+    check_attend(q, k, v, mask, bias, sinks)
     if sinks is not None or softcap is not None or q.shape[3] != v.shape[3]:
         result: Tensor = attend_meaning(q, k, v, mask, bias, sinks, scale=scale, softcap=softcap)
         return result
@@ -57,7 +59,7 @@ def attend(
     each = heads // groups
     if bias is None:
         extra = mask.expand(batch, each, width, rows) if width > 1 else mask
-        extra = extra.reshape(batch, 1, -1, rows)
+        extra = extra.reshape(batch, 1, each * width if width > 1 else 1, rows)
     else:
         extra = bias.masked_fill(~mask, float("-inf")).to(q.dtype)
         extra = extra.reshape(batch, groups, each * width, rows)
@@ -69,5 +71,7 @@ def attend(
 
 
 ROWS: dict[Any, Row] = {
+    # Values of programs have no strides.
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
     G.attend.default: attend,
 }

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from . import Sample, define
+from .operands import Operands
+
+I64, BOOL = torch.int64, torch.bool
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -48,7 +51,27 @@ def _attention_samples() -> Iterator[Sample]:
     )
 
 
-def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) -> Tensor:
+def _check_attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None
+) -> None:
+    given = Operands("attention")
+    given.fit("q", q, "BHTD")
+    given.fit("k", k, "BGTD")
+    given.fit("v", v, "BGTE")
+    given.multiple("H", of="G")
+    given.fit("sinks", sinks, "H")
+    given.fit("slopes", slopes, "H")
+
+
+def _attention_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    **options: object,
+) -> Tensor:
+    _check_attention(q, k, v, sinks, slopes)
     return q.new_empty((*q.shape[:3], v.shape[3]))
 
 
@@ -79,6 +102,7 @@ def attention(
     one logit a head that takes weight and contributes nothing; `slopes` [H] adds slope * (key
     position - query position) (ALiBi). `layer` names the layer whose cache this attention will own.
     """
+    _check_attention(q, k, v, sinks, slopes)
     width = q.shape[2]
     steps = torch.arange(width, device=q.device)
     distance = steps[:, None] - steps[None, :]
@@ -95,7 +119,15 @@ def _write_samples() -> Iterator[Sample]:
     yield (torch.zeros(2, 2, 9, 4), torch.randn(2, 2, 3, 4), torch.tensor([0, 5])), {}
 
 
+def _check_write(cache: Tensor, new: Tensor, past: Tensor) -> None:
+    given = Operands("cache_write")
+    given.fit("cache", cache, "BGCD")
+    given.fit("new", new, "BGTD")
+    given.fit("past", past, "B", I64)
+
+
 def _write_fake(cache: Tensor, new: Tensor, past: Tensor) -> Tensor:
+    _check_write(cache, new, past)
     return torch.empty_like(cache)
 
 
@@ -112,6 +144,7 @@ def cache_write(cache: Tensor, new: Tensor, past: Tensor) -> Tensor:
     cache [B,G,C,D]; new [B,G,T,D]; past i64[B], past + T <= C (the caller reserves). Rows at and
     after past + T are not valid and are never read through a `step_mask`.
     """
+    _check_write(cache, new, past)
     width = new.shape[2]
     rows = past[:, None] + torch.arange(width, device=past.device)
     index = rows[:, None, :, None].expand(new.shape)
@@ -126,6 +159,13 @@ def _mask_samples() -> Iterator[Sample]:
     yield (torch.tensor([2, 5]), torch.tensor([[2, 3, 3], [5, 6, 6]]), tree, 9), {"window": 2}
 
 
+def _check_mask(past: Tensor, positions: Tensor, ancestors: Tensor | None) -> None:
+    given = Operands("step_mask")
+    given.fit("past", past, "B", I64)
+    given.fit("positions", positions, "BT", I64)
+    given.fit("ancestors", ancestors, "BTT", BOOL)
+
+
 def _mask_fake(
     past: Tensor,
     positions: Tensor,
@@ -134,6 +174,7 @@ def _mask_fake(
     *,
     window: int | None = None,
 ) -> Tensor:
+    _check_mask(past, positions, ancestors)
     batch, width = positions.shape
     return positions.new_empty((batch, 1, width, capacity), dtype=torch.bool)
 
@@ -162,6 +203,7 @@ def step_mask(
     Row r < past holds position r; row past + i holds token i of the step. `window` hides rows whose
     position is `window` or more before the token's.
     """
+    _check_mask(past, positions, ancestors)
     width = positions.shape[1]
     rows = torch.arange(capacity, device=past.device)
     offset = rows[None, :] - past[:, None]
@@ -182,7 +224,15 @@ def _alibi_samples() -> Iterator[Sample]:
     yield (torch.rand(4), torch.tensor([2, 5]), torch.tensor([[2, 3, 3], [5, 6, 7]]), 9), {}
 
 
+def _check_alibi(slopes: Tensor, past: Tensor, positions: Tensor) -> None:
+    given = Operands("alibi")
+    given.fit("slopes", slopes, "H")
+    given.fit("past", past, "B", I64)
+    given.fit("positions", positions, "BT", I64)
+
+
 def _alibi_fake(slopes: Tensor, past: Tensor, positions: Tensor, capacity: int) -> Tensor:
+    _check_alibi(slopes, past, positions)
     batch, width = positions.shape
     return slopes.new_empty((batch, slopes.shape[0], width, capacity), dtype=torch.float32)
 
@@ -200,6 +250,7 @@ def alibi(slopes: Tensor, past: Tensor, positions: Tensor, capacity: int) -> Ten
     slopes [H]; past i64[B]; positions i64[B,T]; row positions as in `step_mask`.
     Source: Press et al., "Train Short, Test Long" (2021).
     """
+    _check_alibi(slopes, past, positions)
     width = positions.shape[1]
     rows = torch.arange(capacity, device=past.device)
     offset = rows[None, :] - past[:, None]
@@ -218,7 +269,31 @@ def _attend_samples() -> Iterator[Sample]:
     yield (q, k, v, mask), {"scale": 0.3, "bias": torch.randn(2, 4, 3, 9)}
 
 
-def _attend_fake(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) -> Tensor:
+def check_attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None, sinks: Tensor | None
+) -> None:
+    """Whether `attend` takes these operands. Errors: `InputError` naming the one that does not."""
+    given = Operands("attend")
+    given.fit("q", q, "BHTD")
+    given.fit("k", k, "BGCD")
+    given.fit("v", v, "BGCE")
+    given.fit("mask", mask, "B1TC", BOOL)
+    given.fit("bias", bias, "BHTC")
+    given.fit("sinks", sinks, "H")
+    given.multiple("H", of="G")
+    given.at_least_one("C")
+
+
+def _attend_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    **options: object,
+) -> Tensor:
+    check_attend(q, k, v, mask, bias, sinks)
     return q.new_empty((*q.shape[:3], v.shape[3]))
 
 
@@ -246,7 +321,9 @@ def attend(
     q [B,H,T,D]; k [B,G,C,D] and v [B,G,C,E] caches that already hold the step's rows; mask
     bool[B,1,T,C] (`step_mask`), at least one row visible to every token; bias [B,H,T,C] is added to
     the scores; sinks, softcap as in `attention`. Hidden rows have no influence, whatever they hold.
+    Errors: `InputError` naming an operand of another rank, size or dtype.
     """
+    check_attend(q, k, v, mask, bias, sinks)
     if sinks is None and softcap is None and q.shape[3] == v.shape[3]:
         extra = mask if bias is None else bias.masked_fill(~mask, float("-inf")).to(q.dtype)
         grouped = q.shape[1] != k.shape[1]

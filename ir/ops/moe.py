@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import InputError
 from . import Sample, define
 from .mlp import activate
+from .operands import Operands
 
 
 def _samples() -> Iterator[Sample]:
@@ -26,7 +28,40 @@ def _samples() -> Iterator[Sample]:
         yield (x, experts, weights, gate_up, down, *extra), options
 
 
-def _fake(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _check(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> None:
+    given = Operands("moe")
+    given.fit("x", x, "NH")
+    given.fit("experts", experts, "NK", torch.int64)
+    given.fit("weights", weights, "NK")
+    given.fit("gate_up", gate_up, "EGH")
+    given.fit("down", down, "EHF")
+    given.fit("gate_up_bias", gate_up_bias, "EG")
+    given.fit("down_bias", down_bias, "EH")
+    if gate_up.shape[1] != 2 * down.shape[2]:
+        raise InputError(
+            f"moe: gate_up must have 2F={2 * down.shape[2]} rows an expert, got {gate_up.shape[1]}"
+        )
+
+
+def _fake(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    _check(x, experts, weights, gate_up, down, gate_up_bias, down_bias)
     return torch.empty_like(x)
 
 
@@ -60,6 +95,7 @@ def moe(
     on both sides; `alpha` asks for ``(up + 1) * gate * sigmoid(alpha * gate)`` instead (gpt-oss).
     Source: Shazeer et al., "Outrageously Large Neural Networks" (2017).
     """
+    _check(x, experts, weights, gate_up, down, gate_up_bias, down_bias)
     rows, chosen = experts.shape
 
     def gated(hidden: Tensor) -> Tensor:

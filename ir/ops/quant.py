@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..errors import InputError
 from . import Sample, define
+from .operands import Operands
 
 _EXACT = 512
 """Products of an activation below 2^8 and a weight below 2^7 stay below 2^15, so float32 (24 bits)
@@ -62,9 +64,24 @@ def _samples() -> Iterator[Sample]:
     yield (torch.rand(1, 1, 8) + 1, small, torch.rand(6)), {"coarse": True}
 
 
+def check_linear_int8(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, coarse: bool
+) -> None:
+    """Whether `linear_int8` takes these operands. Errors: `InputError` naming what does not fit."""
+    given = Operands("linear_int8")
+    given.fit_rows("x", x, "K")
+    given.fit("weight", weight, "NK", torch.int8)
+    given.fit("scale", scale, "N")
+    given.fit("bias", bias, "N")
+    given.at_least_one("K")
+    if coarse and x.numel() == 0:
+        raise InputError("linear_int8: a coarse layer of no rows has no scale")
+
+
 def _fake(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, coarse: bool = False
 ) -> Tensor:
+    check_linear_int8(x, weight, scale, bias, coarse)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -86,7 +103,9 @@ def linear_int8(
     y = (sum_k round(x_rk / s) weight_nk) * s * scale_n + bias_n, the sum exact. coarse: what
     runs fastest: weight in -63..63, one scale and zero point for all rows (see `quantize_tensor`).
     Source: Dettmers et al., "LLM.int8()" (2022), vector-wise quantization without its outliers.
+    Errors: `InputError` naming an operand of another rank, size or dtype.
     """
+    check_linear_int8(x, weight, scale, bias, coarse)
     if coarse:
         steps, zero, row_scale = quantize_tensor(x)
         values = steps - zero

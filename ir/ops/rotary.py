@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..errors import InputError
 from . import Sample, define
+from .operands import Operands
 
 
 def _samples() -> Iterator[Sample]:
@@ -18,7 +20,20 @@ def _samples() -> Iterator[Sample]:
             yield (x, angle.cos(), angle.sin()), {"interleaved": interleaved}
 
 
+def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    given = Operands("rotary")
+    given.fit("x", x, "BHTD")
+    given.fit("cos", cos, "ATR")  # A is B or 1
+    given.fit("sin", sin, "ATR")
+    if cos.shape[0] not in (1, x.shape[0]) or 2 * cos.shape[2] > x.shape[3]:
+        raise InputError(
+            f"rotary: cos and sin must be [B,T,R] or [1,T,R] with B={x.shape[0]} and 2R <= "
+            f"D={x.shape[3]}, got {list(cos.shape)}"
+        )
+
+
 def _fake(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    _check(x, cos, sin)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -35,6 +50,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     x [B,H,T,D]; cos, sin [B,T,R] (or [1,T,R]), 2R <= D. Pairs are (i, i + R), or (2i, 2i + 1) when
     `interleaved`. Source: Su et al., "RoFormer" (2021).
     """
+    _check(x, cos, sin)
     half = cos.shape[-1]
     cos, sin = cos[:, None], sin[:, None]
     turned, rest = x[..., : 2 * half], x[..., 2 * half :]

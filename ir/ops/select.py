@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import Sample, define
+from .operands import Operands
 
 
 def _samples() -> Iterator[Sample]:
@@ -15,7 +16,14 @@ def _samples() -> Iterator[Sample]:
     yield (torch.randn(2, 4, 3), torch.tensor([[0, 1, 2, 3], [0, 0, 3, 3]])), {}
 
 
+def _check(x: Tensor, select: Tensor) -> None:
+    given = Operands("pick_rows")
+    given.fit("x", x, "BTH", x.dtype)
+    given.fit("select", select, "BS", torch.int64)
+
+
 def _fake(x: Tensor, select: Tensor) -> Tensor:
+    _check(x, select)
     return x.new_empty((*select.shape, x.shape[2]))
 
 
@@ -28,4 +36,5 @@ def pick_rows(x: Tensor, select: Tensor) -> Tensor:
     x [B,T,H]; select i64[B,S] with values in 0..T-1. A prefill asks for one row a sequence and so
     computes one row of logits instead of a prompt's worth.
     """
+    _check(x, select)
     return x.gather(1, select[:, :, None].expand(-1, -1, x.shape[2]))

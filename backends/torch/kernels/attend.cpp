@@ -197,6 +197,7 @@ void attend(
     const float* scale,
     const float* softcap,
     int64_t threads) {
+    if (B * H * T * E == 0) return;
     const int64_t each = H / G, rows = each * T;
     // Every thread is to have some, though its keys are then read more often.
     const int64_t parts = std::min(

@@ -1,0 +1,83 @@
+"""Whether an op's operands fit each other, asked alike by its meaning, its shape rule and kernels.
+
+A shape rule that only multiplies sizes would let programs through whose ops then read beyond their
+operands, or whose backends disagree about what they mean.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..types import DTYPE_NAMES
+
+
+class Operands:
+    """The sizes of an op's axes, as its operands name them one after the other."""
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+        self.sizes: dict[str, int] = {}
+
+    def fit(
+        self, name: str, tensor: Tensor | None, axes: str, dtype: torch.dtype | None = None
+    ) -> None:
+        """Check an operand (None: absent, which fits).
+
+        axes: a letter each, equal letters for equal sizes, 1 for a size of 1. dtype: None for any
+        floating one. Errors: `InputError` with what the op takes and what came.
+        """
+        if tensor is None:
+            return
+        if len(tensor.shape) != len(axes):
+            self.refuse(name, tensor, axes, dtype)
+        for axis, size in zip(axes, tensor.shape, strict=True):
+            if size != (1 if axis == "1" else self.sizes.setdefault(axis, size)):
+                self.refuse(name, tensor, axes, dtype)
+        self._typed(name, tensor, axes, dtype)
+
+    def fit_rows(
+        self, name: str, tensor: Tensor, axis: str, dtype: torch.dtype | None = None
+    ) -> None:
+        """Check an operand of which only the last axis is named, whatever is before it."""
+        if not tensor.shape or tensor.shape[-1] != self.sizes.setdefault(axis, tensor.shape[-1]):
+            self.refuse(name, tensor, f".{axis}", dtype)
+        self._typed(name, tensor, f".{axis}", dtype)
+
+    def _typed(self, name: str, tensor: Tensor, axes: str, dtype: torch.dtype | None) -> None:
+        fits = tensor.dtype.is_floating_point if dtype is None else tensor.dtype == dtype
+        if not fits:
+            self.refuse(name, tensor, axes, dtype)
+
+    def at_least_one(self, *axes: str) -> None:
+        """Check that named axes have elements."""
+        for axis in axes:
+            if self.sizes[axis] < 1:
+                raise InputError(f"{self.op}: {axis} must be at least 1; {self._known()}")
+
+    def multiple(self, axis: str, of: str) -> None:
+        """Check that one named size is a multiple of another, which is not 0."""
+        self.at_least_one(of)
+        if self.sizes[axis] % self.sizes[of] != 0:
+            raise InputError(f"{self.op}: {axis} must be a multiple of {of}; {self._known()}")
+
+    def refuse(
+        self, name: str, tensor: Tensor, axes: str, dtype: torch.dtype | None = None
+    ) -> NoReturn:
+        """Raise the error about an operand."""
+        kind = "floating " if dtype is None else _name(dtype)
+        wanted = ",".join("..." if axis == "." else axis for axis in axes)
+        raise InputError(
+            f"{self.op}: {name} must be {kind}[{wanted}], "
+            f"got {_name(tensor.dtype)}{list(tensor.shape)}; {self._known()}"
+        )
+
+    def _known(self) -> str:
+        return "here " + ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return DTYPE_NAMES.get(dtype, str(dtype))

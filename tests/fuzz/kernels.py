@@ -1,0 +1,403 @@
+"""Random calls of the native kernels, each compared with what its op means.
+
+    python tests/fuzz/kernels.py --calls 10000 --seed 0
+
+Operands are legal ones, of any size down to none, some of them then spoilt: laid out otherwise,
+cut, widened, broadcast, of another dtype or rank. Every call must give what the meaning gives, or
+be refused where the meaning refuses. What lies around an operand is NaN, so that reading beyond it
+shows. Calls are made in another process: one that dies is a fault, and the next call goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from graftwork.backends.torch import cpu, native
+from graftwork.ir.ops import attention, norm, quant
+
+F32, I8, I32, BOOL = torch.float32, torch.int8, torch.int32, torch.bool
+SIZES = (0, 1, 2, 3, 5, 7, 8, 15, 16, 17, 33, 70, 130, 300)
+DTYPES = (F32, torch.float64, torch.bfloat16, torch.float16, torch.int64, I32, I8, BOOL)
+AROUND = 64
+"""Elements on both sides of an operand that nobody may read."""
+
+
+@dataclass
+class Case:
+    """A call: how to make it, how its meaning is worked out, and with what."""
+
+    op: str
+    call: Callable[..., Any]
+    meaning: Callable[..., Any]
+    operands: dict[str, Any]
+    options: dict[str, Any]
+    fake: bool = False
+    """Whether the shape rule is to answer, too."""
+
+
+class Refusal(Exception):
+    """What a meaning that is written here raises."""
+
+
+def want(holds: bool) -> None:
+    """Refuse what does not hold."""
+    if not holds:
+        raise Refusal
+
+
+class Maker:
+    """Random operands."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def size(self, *, none: float = 0.06) -> int:
+        return 0 if self.random.random() < none else self.random.choice(SIZES[1:])
+
+    def rows(self) -> tuple[int, ...]:
+        """Leading axes of a few rows; now and then of many, for which kernels work otherwise."""
+        if self.random.random() < 0.1:
+            return (self.random.choice((65, 100, 131)),)
+        small = (0, 1, 1, 2, 3, 4) if self.random.random() < 0.1 else (1, 1, 2, 3, 4)
+        return tuple(self.random.choice(small) for _ in range(self.random.randrange(3)))
+
+    def numbers(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def bytes(self, *shape: int, most: int = 127) -> Tensor:
+        return torch.randint(-most, most + 1, shape, generator=self.generator).to(I8)
+
+    def maybe(self, tensor: Tensor) -> Tensor | None:
+        return tensor if self.random.random() < 0.5 else None
+
+    def guarded(self, tensor: Tensor) -> Tensor:
+        """The same, laid out the same, amid what nobody may read."""
+        wrong = float("nan") if tensor.is_floating_point() else 1
+        span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        span = span if tensor.numel() else 0
+        room = torch.full((span + 2 * AROUND,), wrong, dtype=tensor.dtype)
+        twin = room.as_strided(tensor.shape, tensor.stride(), AROUND)
+        if 0 in tensor.stride():
+            room[AROUND : AROUND + span] = tensor.as_strided((span,), (1,))
+        else:
+            twin.copy_(tensor)
+        return twin
+
+    def laid_out(self, tensor: Tensor, *, varied: bool) -> Tensor:
+        """Equal in shape and dtype, not in rows. varied: but not all columns the same, of which a
+        norm leaves rounding errors alone."""
+        ways: list[Callable[[Tensor], Tensor]] = [lambda t: t]
+        if tensor.dim() > 1:
+            ways += [
+                lambda t: t.mT.contiguous().mT,
+                lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
+                lambda t: t[:1].expand_as(t) if len(t) else t,
+                lambda t: torch.cat([t, t], -1)[..., t.shape[-1] :],
+            ]
+        if tensor.dim():
+            ways += [
+                lambda t: t.repeat_interleave(2, -1)[..., ::2],
+                lambda t: torch.stack([t, t], -1)[..., 0],
+            ]
+        if tensor.dim() and not varied:
+            ways.append(lambda t: t[..., :1].expand_as(t) if t.shape[-1] else t)
+        return self.random.choice(ways)(tensor)
+
+    def spoilt(self, tensor: Tensor) -> Tensor:
+        """Of another size, rank or dtype."""
+        kind = self.random.choice(("less", "more", "one", "none", "rank", "rank", "dtype", "dtype"))
+        if kind == "dtype":
+            return tensor.to(self.random.choice(DTYPES))
+        if kind == "rank" or not tensor.dim():
+            drops = tensor.dim() and tensor.shape[0] and self.random.random() < 0.5
+            return tensor[0] if drops else tensor[None]
+        axis = self.random.randrange(tensor.dim())
+        if kind == "more" or not tensor.shape[axis]:
+            return torch.cat([tensor, tensor.narrow(axis, 0, min(1, tensor.shape[axis]))], axis)
+        lengths = {"less": tensor.shape[axis] - 1, "one": 1, "none": 0}
+        return tensor.narrow(axis, 0, lengths[kind])
+
+    def case(self) -> Case:
+        """A call, more often than not a legal one."""
+        case = self.random.choice(MAKERS)(self)
+        names = [name for name, value in case.operands.items() if value is not None]
+        spoilt = {self.random.choice(names)} if self.random.random() < 0.4 else set()
+        if self.random.random() < 0.1:
+            spoilt.add(self.random.choice(names))
+        for name in names:
+            tensor = case.operands[name]
+            tensor = self.spoilt(tensor) if name in spoilt else tensor
+            if self.random.random() < 0.4:
+                tensor = self.laid_out(tensor, varied=name == "x")
+            case.operands[name] = self.guarded(tensor)
+        return case
+
+
+def _int8_sums(weight: Tensor) -> Tensor | None:
+    whole = weight.dim() == 2 and not weight.is_floating_point()
+    return cpu.row_sums(weight) if whole else None
+
+
+def linear(make: Maker) -> Case:
+    columns, outputs = make.size(), make.size()
+    x, weight = make.numbers(*make.rows(), columns), make.numbers(outputs, columns)
+    bias = make.maybe(make.numbers(outputs))
+    return Case("linear", cpu.linear, F.linear, {"x": x, "weight": weight, "bias": bias}, {})
+
+
+def native_linear(make: Maker) -> Case:
+    case = linear(make)
+    del case.operands["bias"]
+
+    def meaning(x: Tensor, weight: Tensor) -> Tensor:
+        want(x.dtype == weight.dtype == F32 and weight.dim() == 2)
+        return F.linear(x, weight)
+
+    return Case("linear_float32", native.linear_float32, meaning, case.operands, {}, fake=True)
+
+
+def linear_int8(make: Maker) -> Case:
+    columns, outputs, coarse = make.size(), make.size(), make.random.random() < 0.5
+    most = quant.COARSE if coarse else 127
+    operands = {
+        "x": make.numbers(*make.rows(), columns),
+        "weight": make.bytes(outputs, columns, most=most),
+        "scale": make.numbers(outputs).abs(),
+        "bias": make.maybe(make.numbers(outputs)),
+    }
+    prepared = make.random.random() < 0.5
+
+    def call(x: Tensor, weight: Tensor, scale: Tensor, bias: Any, coarse: bool) -> Tensor:
+        sums = _int8_sums(weight) if prepared else None
+        return cpu.linear_int8(x, weight, scale, bias, coarse=coarse, sums=sums)
+
+    return Case("int8 row", call, quant.linear_int8, operands, {"coarse": coarse})
+
+
+def native_int8(make: Maker) -> Case:
+    case = linear_int8(make)
+    del case.operands["bias"]
+    case.operands["sums"] = cpu.row_sums(case.operands["weight"])
+
+    def meaning(x: Tensor, weight: Tensor, scale: Tensor, sums: Tensor, coarse: bool) -> Tensor:
+        want(x.dtype == scale.dtype == F32 and sums.dtype == I32 and sums.shape == scale.shape)
+        return quant.linear_int8(x, weight, scale, coarse=coarse)
+
+    def call(x: Tensor, weight: Tensor, scale: Tensor, sums: Tensor, coarse: bool) -> Any:
+        fits = sums.shape == weight.shape[:1] and sums.dtype == I32 and weight.dim() == 2
+        # That they are the sums is their maker's word.
+        sums = cpu.row_sums(weight) if fits and not weight.is_floating_point() else sums
+        return native.linear_int8(x, weight, scale, sums, coarse)
+
+    return Case("linear_int8", call, meaning, case.operands, case.options, fake=True)
+
+
+def _norm_operands(make: Maker) -> dict[str, Any]:
+    columns = make.size()
+    x = make.numbers(*make.rows(), columns) + make.random.choice((0, 100))
+    return {"x": x, "weight": make.numbers(1 if make.random.random() < 0.1 else columns)}
+
+
+def _norm(make: Maker, name: str, kernel: bool) -> Case:
+    operands = _norm_operands(make)
+    x = operands["x"]
+    if name == "add_rms_norm":
+        operands = {"x": x, "residual": make.numbers(*x.shape), "weight": operands["weight"]}
+    if name == "layer_norm":
+        operands["bias"] = make.maybe(make.numbers(x.shape[-1]))
+    defined = getattr(norm, name)
+
+    def meaning(*tensors: Any, eps: float) -> Any:
+        x, *others = tensors
+        plain = all(t is None or (t.dtype == F32) for t in tensors) and x.dim() > 0
+        rows = others[:1] if name == "add_rms_norm" else []
+        columns = others[len(rows) :]
+        shaped = [t.shape == x.shape for t in rows]
+        shaped += [t is None or t.shape == x.shape[-1:] for t in columns]
+        want(not kernel or (plain and all(shaped)))
+        return defined(*tensors, eps=eps)
+
+    def direct(*tensors: Any, eps: float) -> Any:
+        return getattr(native, name)(*tensors, eps)
+
+    call = direct if kernel else getattr(cpu, name)
+    label = name if kernel else f"{name} row"
+    return Case(label, call, meaning, operands, {"eps": 1e-5}, fake=kernel)
+
+
+def attend(make: Maker) -> Case:
+    batch, groups, each = (make.random.choice((1, 1, 2, 3)) for _ in range(3))
+    groups = 0 if make.random.random() < 0.03 else groups
+    batch = 0 if make.random.random() < 0.03 else batch
+    width = 0 if make.random.random() < 0.03 else make.random.choice((1, 1, 2, 5, 9, 70))
+    rows, dim, wide = make.size(), make.size(), make.size()
+    wide = dim if make.random.random() < 0.5 else wide
+    heads = groups * each
+    mask = torch.rand(batch, 1, width, rows, generator=make.generator) < 0.5
+    mask[..., :1] = True
+    operands = {
+        "q": make.numbers(batch, heads, width, dim),
+        "k": make.numbers(batch, groups, rows, dim),
+        "v": make.numbers(batch, groups, rows, wide),
+        "mask": mask,
+        "bias": make.maybe(make.numbers(batch, heads, width, rows)),
+        "sinks": make.maybe(make.numbers(heads)),
+    }
+    softcap = make.random.choice((None, None, 5.0, 0.0))
+    options = {"scale": 0.3, "softcap": softcap}
+    return Case("attend row", cpu.attend, attention.attend, operands, options)
+
+
+def native_attend(make: Maker) -> Case:
+    case = attend(make)
+
+    def meaning(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *extra: Any, **how: Any) -> Tensor:
+        want(all(t is None or t.dtype == F32 for t in (q, k, v, *extra)))
+        return attention.attend(q, k, v, mask, *extra, scale=how["scale"], softcap=how["softcap"])
+
+    def call(*tensors: Any, scale: float, softcap: float | None) -> Any:
+        return native.attend(*tensors, scale, softcap or 0.0)
+
+    case.options["softcap"] = case.options["softcap"] or None
+    return Case("attend", call, meaning, case.operands, case.options, fake=True)
+
+
+MAKERS: list[Callable[[Maker], Case]] = [
+    linear,
+    native_linear,
+    linear_int8,
+    native_int8,
+    attend,
+    native_attend,
+    *(
+        partial(_norm, name=name, kernel=kernel)
+        for name in ("rms_norm", "add_rms_norm", "layer_norm")
+        for kernel in (False, True)
+    ),
+]
+
+
+def outcome(function: Callable[..., Any], case: Case, tensors: list[Any]) -> Any:
+    """What a function gives for a case; None where it refuses."""
+    try:
+        found = function(*tensors, **case.options)
+    except Exception:
+        return None
+    return found if isinstance(found, tuple) else (found,)
+
+
+def verdict(case: Case) -> str:
+    """ "equal", "refused", or what is wrong."""
+    tensors = list(case.operands.values())
+    plain = [None if t is None else t.clone(memory_format=torch.contiguous_format) for t in tensors]
+    wanted, found = outcome(case.meaning, case, plain), outcome(case.call, case, tensors)
+    if case.fake:
+        with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+            fakes = [None if t is None else mode.from_tensor(t) for t in tensors]
+            shaped = outcome(case.call, case, fakes)
+        if (shaped is None) != (found is None):
+            return f"the shape rule {'refuses' if shaped is None else 'takes'} it alone"
+        if found is not None and [t.shape for t in shaped] != [t.shape for t in found]:
+            return "the shape rule has another shape"
+    if wanted is None or found is None:
+        alone = "the meaning" if wanted is None else "the kernel"
+        return "refused" if wanted is found else f"refused by {alone} alone"
+    try:
+        how = {"rtol": 1e-4, "atol": 3e-5}
+        if found[0].dtype in (torch.float16, torch.bfloat16):
+            how = {"rtol": 2e-2, "atol": 2e-2}
+        if "int8" in case.op:
+            how = {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(found, wanted, equal_nan=True, check_stride=False, **how)
+    except AssertionError as error:
+        return "other numbers: " + " ".join(str(error).split())
+    return "equal"
+
+
+def described(case: Case) -> str:
+    """The call on one line."""
+    texts = [
+        f"{name}={None if t is None else (str(t.dtype)[6:], tuple(t.shape), t.stride())}"
+        for name, t in case.operands.items()
+    ]
+    return f"{case.op}({', '.join(texts)}, {case.options})"
+
+
+def work(seed: int, first: int, last: int) -> None:
+    """Make calls; a line before each and a line after it."""
+    for number in range(first, last):
+        case = Maker(seed * 1_000_003 + number).case()
+        print(f"call {number} {described(case)}", flush=True)
+        print(f"done {verdict(case)}", flush=True)
+
+
+def run(seed: int, calls: int) -> Iterator[tuple[str, str]]:
+    """(call, verdict) of every call; a process that dies is a verdict, and another one goes on."""
+    first = 0
+    while first < calls:
+        command = [sys.executable, __file__, "--seed", str(seed), "--work", str(first), str(calls)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        call, before = "nothing", first
+        for line in done.stdout.splitlines():
+            kind, _, rest = line.partition(" ")
+            if kind == "call":
+                call, first = rest, int(rest.partition(" ")[0]) + 1
+            elif kind == "done":
+                yield call, rest
+                call = "nothing"
+        if done.returncode:
+            yield call, f"died with {done.returncode}: {done.stderr[-300:]}"
+            if first == before:
+                return
+
+
+def summary(seed: int, calls: int) -> tuple[Counter[str], list[str]]:
+    """How many calls ended how, and the faulty ones."""
+    counts: Counter[str] = Counter(calls=0, equal=0, refused=0, signals=0, mismatches=0)
+    faults = []
+    for call, said in run(seed, calls):
+        kind = said if said in ("equal", "refused") else "mismatches"
+        kind = "signals" if said.startswith("died") else kind
+        counts[kind] += 1
+        counts["calls"] += 1
+        if kind in ("signals", "mismatches"):
+            faults.append(f"{call}: {said}")
+    return counts, faults
+
+
+def main() -> int:
+    """The command line; 1 if there was a fault."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--calls", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", type=int, nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.work:
+        work(given.seed, *given.work)
+        return 0
+    counts, faults = summary(given.seed, given.calls)
+    for fault in faults[:20]:
+        print(fault)
+    print(
+        f"{counts['calls']} calls: {counts['equal']} equal, {counts['refused']} refused by both, "
+        f"{counts['signals']} signals, {counts['mismatches']} mismatches"
+    )
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
