@@ -4,6 +4,7 @@ A recipe file::
 
     title: What it does, in one line
     paper: Where it comes from                       # optional
+    differs: Where it departs from that              # optional
     contract: lossless                               # checked against the passes' own
     extends: baseline                                # optional: its passes come first
     needs: [data]                                    # optional: sample text that passes look at
@@ -38,7 +39,7 @@ from .passes import Contract, Pass, all_passes
 from .passes.manager import Step, weakest
 from .yamlfile import Document, parse, parse_value
 
-KEYS = ("title", "paper", "contract", "extends", "needs", "passes")
+KEYS = ("title", "paper", "differs", "contract", "extends", "needs", "passes")
 NEEDS = {"data": "sample text or prompts, given as data="}
 
 
@@ -88,12 +89,13 @@ class Recipe:
 
     contract: "exact", "lossless" or "approximate", the weakest of the passes'. needs: of `NEEDS`,
     what the user must bring besides the model; `brought` counts what passes ask for, too. extends:
-    the name of the recipe it grew from, or "".
+    the name of the recipe it grew from, or "". differs: where it departs from the paper's method.
     """
 
     name: str
     title: str = ""
     paper: str = ""
+    differs: str = ""
     needs: tuple[str, ...] = ()
     extends: str = ""
     passes: tuple[Use, ...] = ()
@@ -167,6 +169,7 @@ class Recipe:
             for use in self.passes
         ]
         head = {"name": self.name, "title": self.title, "paper": self.paper}
+        head |= {"differs": self.differs} if self.differs else {}
         return {**head, "contract": self.contract, "needs": list(self.needs), "passes": entries}
 
 
@@ -224,6 +227,7 @@ class _Reader:
             name=name,
             title=self.text("title") or (base.title if base else ""),
             paper=self.text("paper"),
+            differs=self.text("differs"),
             needs=self.needs(base),
             extends=base.name if base else "",
             passes=self.passes(base.passes if base else ()),

@@ -34,6 +34,7 @@ def recipe_panel(recipe: Recipe) -> RenderableType:
         table.add_row(name, step.pass_.contract.value, Text(options))
     lines = [Text(f"{recipe.name}: {recipe.title}"), Text(f"contract: {recipe.contract}")]
     lines += [Text(f"paper: {recipe.paper}")] if recipe.paper else []
+    lines += [Text(f"differs: {recipe.differs}")] if recipe.differs else []
     lines += [Text(f"extends: {recipe.extends}")] if recipe.extends else []
     lines += [Text(f"needs: {_needs(recipe)}")]
     return Group(*lines, Text(), table)
@@ -43,7 +44,9 @@ def recipe_markdown(recipes: Sequence[Recipe]) -> str:
     """All recipes as a Markdown table."""
     lines = ["| recipe | contract | needs | what it does | source |", "|---|---|---|---|---|"]
     for recipe in recipes:
-        cells = (recipe.name, recipe.contract, _needs(recipe), recipe.title, recipe.paper)
+        differs = f"; differs: {recipe.differs}" if recipe.differs else ""
+        source = f"{recipe.paper}{differs}"
+        cells = (recipe.name, recipe.contract, _needs(recipe), recipe.title, source)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

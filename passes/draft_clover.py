@@ -19,8 +19,9 @@ At each level a block adds to the state h what the token e says: values of e, ea
 the cosine between its query, made of h, and its key, made of e. Then W [h; e] is the next state,
 and the target's frozen norm and head turn it into logits. At the first level, which has the
 target's own states of the text, layers that start as copies of the target's last one come between
-the two (augmenting layers), with a cache (Xiao et al., "Clover: Regressive Lightweight Speculative
-Decoding with Sequential Knowledge", 2024). New weights know little: train them with `graftwork
+the two (augmenting layers), with a cache (Xiao et al., "Clover-2: Accurate Inference for Regressive
+Lightweight Speculative Decoding", 2024; the first Clover mixes the drafted tokens by an attention
+decoder instead). New weights know little: train them with `graftwork
 train`. Refuses what `draft_eagle` refuses, and a step whose last layer cannot be copied.
 """
 
@@ -65,7 +66,7 @@ class DraftClover(DraftPass):
         functions = tuple(f"clover_{level}" for level in range(1, self.heads))
         first = CachedDraft("clover", output, 1)
         then = RecurrentDraft(functions, self.heads - 1, self.decay)
-        return Outcome(self.continued(program, first, then), self.heads)
+        return Outcome(self.continued(program, first, then, noise=False), self.heads)
 
     def _first(self, program: Program, shape: LayerShape) -> tuple[Program, str]:
         graft = Graft(program, self.name, "clover", self.weights)

@@ -9,15 +9,17 @@ After (serial=2, heads=3)::
     func step(tokens: i64[B,T], positions: i64[B,T]) -> logits f32[B,T,V], hidden.normed f32[B,T,H]
     func gumiho(tokens: i64[B,T], positions: i64[B,T], hidden: f32[B,T,H], select: i64[B,S])
         -> hidden f32[B,T,H], draft_logits f32[B,S,V], draft_tokens i64[B,S,10], ...
-    func gumiho_heads(hidden: f32[B,T,H]) -> draft_logits f32[B,T,3,V], draft_tokens ...
+    func gumiho_heads(tokens: i64[B,T,2], hidden: f32[B,T,2,H]) -> draft_logits f32[B,T,3,V], ...
     decode {
       draft = continued(first=cached(function="gumiho", levels=2, ...),
-                        then=heads(function="gumiho_heads", levels=3, ...), ...)
+                        then=joined_heads(function="gumiho_heads", levels=3, ...), ...)
 
 Every token of a draft hangs on the ones before it, so the first ones get what is better and slower:
 a linear layer on [embedding; feature] and decoder layers, run once a token, as in `draft_eagle`.
-From the state that this leaves, all later tokens are predicted at once, each by a head
-x + D SiLU(U x), under the target's frozen language-model head (Li et al., "Gumiho: A Hybrid
+All later tokens are predicted at once, each by a head. Heads take that linear layer's
+fc([e; h]) of every drafted token e and the state h that it was chosen from, side by side, so each
+sibling of the last serial token gets continuations of its own: x = h + D SiLU(U [fc_1; fc_2]), h
+the last of the states, under the target's frozen language-model head (Li et al., "Gumiho: A Hybrid
 Architecture to Prioritize Early Tokens in Speculative Decoding", 2025). New weights know nothing:
 train them with `graftwork train`. Refuses what `draft_eagle` refuses.
 """
@@ -31,7 +33,7 @@ import torch.fx
 from pydantic import Field
 
 from ..ir import Program
-from ..ir.plan import CachedDraft, HeadsDraft
+from ..ir.plan import CachedDraft, JoinedHeadsDraft
 from .base import Outcome, register
 from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
 from .draft_pass import DraftPass
@@ -58,7 +60,7 @@ class DraftGumiho(DraftPass):
         program, output = self._serial(program)
         program = self._parallel(program)
         first = CachedDraft("gumiho", output, self.serial)
-        then = HeadsDraft("gumiho_heads", self.heads, self.decay)
+        then = JoinedHeadsDraft("gumiho_heads", self.heads, self.decay)
         return Outcome(self.continued(program, first, then), 1 + self.heads)
 
     def _serial(self, program: Program) -> tuple[Program, str]:
@@ -66,8 +68,7 @@ class DraftGumiho(DraftPass):
         shape = LayerShape.of(graft.step, self.name, graft.hidden)
         output = graft.tap_normed()
         tokens, positions, hidden = graft.text_inputs()
-        joined = graft.concat([graft.embed(tokens), hidden])
-        x = graft.linear(joined, "gumiho.fc", graft.hidden)
+        x = self._fused(graft, tokens, hidden)
         angles = angles_at(graft, positions, shape.dim)
         for layer in range(self.layers):
             number = next_layer(graft)
@@ -77,15 +78,34 @@ class DraftGumiho(DraftPass):
 
     def _parallel(self, program: Program) -> Program:
         graft = Graft(program, self.name, "gumiho_heads", self.weights)
-        hidden = graft.input("hidden", graft.hidden)
-        logits = [self._head(graft, hidden, f"gumiho.heads.{n}") for n in range(self.heads)]
+        steps, size = self.serial, graft.hidden
+        tokens = graft.input("tokens", steps, dtype=torch.int64)
+        hidden = graft.input("hidden", steps, size)
+        # Tokens of a step at a time: the target's embedding takes [B,T].
+        parts = [
+            self._fused(graft, *(graft.call(A.select.int, x, 2, step) for x in (tokens, hidden)))
+            for step in range(steps)
+        ]
+        joined = graft.concat(parts)
+        last = graft.call(A.select.int, hidden, 2, steps - 1)
+        logits = [
+            self._head(graft, last, joined, f"gumiho.heads.{number}")
+            for number in range(self.heads)
+        ]
         every = graft.call(A.cat.default, logits, 2)
         return graft.done(graft.candidates(every, self.candidates))
 
-    def _head(self, graft: Graft, x: torch.fx.Node, name: str) -> torch.fx.Node:
-        """Logits [B,T,1,V]; at first those of x itself."""
-        inner = graft.linear(x, f"{name}.up", self.inner or 2 * graft.hidden)
+    def _fused(self, graft: Graft, tokens: torch.fx.Node, hidden: torch.fx.Node) -> torch.fx.Node:
+        """fc([e; h]), with the same weights wherever it stands."""
+        joined = graft.concat([graft.embed(tokens), hidden])
+        return graft.linear(joined, "gumiho.fc", graft.hidden)
+
+    def _head(
+        self, graft: Graft, last: torch.fx.Node, joined: torch.fx.Node, name: str
+    ) -> torch.fx.Node:
+        """Logits [B,T,1,V]; at first those of the last state itself."""
+        inner = graft.linear(joined, f"{name}.up", self.inner or 2 * graft.hidden)
         inner = graft.call(A.silu.default, inner)
         more = graft.linear(inner, f"{name}.down", graft.hidden, init="zeros")
-        logits = graft.head(graft.call(A.add.Tensor, x, more))
+        logits = graft.head(graft.call(A.add.Tensor, last, more))
         return graft.call(A.unsqueeze.default, logits, 2)

@@ -13,11 +13,16 @@ After (levels=3)::
     decode {
       draft = recurrent(functions=("speculator_0", "speculator_1", ...), levels=3, ...)
 
-z_i = GELU(LayerNorm_i(P_i z_{i-1} + c E_i x_i)), logits = head_i z_i: each level has its own
-projection, token embedding and head; z_0 is the normed hidden state, c weighs tokens against state
-so that a deep level still hears the first one (Wertheimer et al., "Accelerating Production LLMs
-with Combined Token/Embedding Speculators", 2024). New weights know nothing: train them with
-`graftwork train`. Refuses what `draft_medusa` refuses.
+z_i = GELU(norm_i(P_i z_{i-1} + c E_i x_i)), logits = head_i z_i: each level has its own projection,
+token embedding, norm and head; z_0 is the normed hidden state. The norm divides by the root mean
+square, subtracts no mean, and has gains and a shift. c weighs token against state: with n levels
+and states of I channels c^2 = (2^(1/n) - 1) I / 2, so that half of the last level's variance is
+still the first state's (Wertheimer et al., "Accelerating Production LLMs with Combined
+Token/Embedding Speculators", 2024). New weights know nothing: train them with `graftwork train`.
+`weights` may also be published ones (``emb.*``, ``proj.*``, ``ln.*``, ``head.*``, with or without
+``speculator.`` before), as safetensors, if no levels share weights and the state goes in unscaled
+(``tie_weights``, ``scale_input``). Refuses what `draft_medusa` refuses, and published tensors that
+do not fit, by name.
 """
 
 from __future__ import annotations
@@ -34,7 +39,10 @@ from .draft_pass import DraftPass
 from .grafts import Graft
 from .plan_edits import with_draft
 
-A, G = torch.ops.aten, torch.ops.graftwork
+A = torch.ops.aten
+
+THEIRS = {"embedding": "emb", "project": "proj", "norm": "ln", "head": "head"}
+"""What published weights call the parts of a level."""
 
 
 @register
@@ -56,24 +64,37 @@ class DraftMlpSpeculator(DraftPass):
         draft = RecurrentDraft(functions, self.levels, self.decay, bool(self.weights))
         return Outcome(with_draft(program, draft), self.levels)
 
+    def published(self, name: str) -> tuple[str, ...]:
+        """Modules are listed by kind, and then by level."""
+        level, _, rest = name.removeprefix("speculator_").partition(".")
+        kind, _, leaf = rest.partition(".")
+        theirs = f"{THEIRS[kind]}.{level}.{leaf or 'weight'}"
+        return theirs, f"speculator.{theirs}"
+
     def _level(self, program: Program, level: int) -> Program:
         name = f"speculator_{level}"
-        graft = Graft(program, self.name, name, self.weights)
-        graft.tap()
+        graft = Graft(program, self.name, name, self.weights, self.published)
         inner = self.inner or graft.hidden
+        graft.trained.check_config(
+            n_predict=self.levels,
+            emb_dim=graft.hidden,
+            vocab_size=graft.vocab,
+            tie_weights=False,
+            scale_input=False,
+        )
+        graft.tap()
         tokens = graft.input("tokens", dtype=torch.int64)
         before = graft.input("state", graft.hidden if level == 0 else inner)
         state = graft.norm(before) if level == 0 else before
         table = graft.parameter(f"{name}.embedding", graft.vocab, inner)
         heard = graft.call(A.embedding.default, table, tokens)
-        # Variances of state and token stay at the ratio that the paper keeps through the levels.
-        weight = (1 - 0.5 ** (2 / self.levels)) ** 0.5 * (inner / 2) ** 0.5
+        # a P z + b E x with a^2 = 0.5^(1/n), b^2 = (1 - a^2) I / 2; the norm takes a out again.
+        weight = ((2 ** (1 / self.levels) - 1) * inner / 2) ** 0.5
         told = graft.call(A.mul.Tensor, heard, weight)
         kept = graft.linear(state, f"{name}.project", inner, bias=False)
         total = graft.call(A.add.Tensor, kept, told)
-        gains = graft.parameter(f"{name}.norm.weight", inner, init="ones")
+        normed = graft.rms_norm(total, f"{name}.norm", eps=1e-6)
         shift = graft.parameter(f"{name}.norm.bias", inner, init="zeros")
-        normed = graft.call(G.layer_norm.default, total, gains, shift, eps=1e-6)
-        after = graft.call(A.gelu.default, normed)
+        after = graft.call(A.gelu.default, graft.call(A.add.Tensor, normed, shift))
         logits = graft.linear(after, f"{name}.head", graft.vocab, bias=False)
         return graft.done({"state": after, **graft.candidates(logits, self.candidates)})

@@ -65,7 +65,12 @@ class DraftPass(TrainedPass):
     provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
 
-    def continued(self, program: Program, first: CachedDraft, then: DraftRecord) -> Program:
-        """The program with a drafter of two parts, of which `then` goes on where `first` stops."""
-        draft = ContinuedDraft(first, then, decay=self.decay, trained=bool(self.weights))
+    def continued(
+        self, program: Program, first: CachedDraft, then: DraftRecord, noise: bool = True
+    ) -> Program:
+        """The program with a drafter of two parts, of which `then` goes on where `first` stops.
+        noise: see `ContinuedDraft`."""
+        draft = ContinuedDraft(
+            first, then, decay=self.decay, noise=noise, trained=bool(self.weights)
+        )
         return with_draft(program, draft)

@@ -13,10 +13,11 @@ After::
       draft = recurrent(functions=("redrafter_0", "redrafter"), levels=5, ...)
 
 s <- SiLU(W e + U s + b) from s = 0, e the embedding of the token before; [h; s], with h the normed
-hidden state of the last committed token, goes through blocks x + SiLU(W x + b) of width 2H, a
-linear layer to H and a head that starts as the target's. All levels share their weights, so any
-number of levels can be drafted (Cheng et al., "Recurrent Drafter for Fast Speculative Decoding",
-2024). New weights know nothing: train them with `graftwork train`. Refuses what `draft_hydra`
+hidden state of the last committed token, goes through blocks x + SiLU(W x + b) of width 2H and a
+head 2H -> V that starts as the target's on h. All levels share their weights, so any number of
+levels can be drafted (Cheng et al., "Recurrent Drafter for Fast Speculative Decoding", 2024). With
+``own_head=False``, which is not the paper's, a linear layer 2H -> H leads to the target's frozen
+head. New weights know nothing: train them with `graftwork train`. Refuses what `draft_hydra`
 refuses.
 """
 
@@ -76,6 +77,7 @@ class DraftRedrafter(DraftPass):
         for layer in range(self.layers):
             x = graft.res_block(x, f"redrafter.{layer}.linear")
         # At first h passes through and the drafter is the target's own head.
-        x = graft.linear(x, "redrafter.out", size, bias=False, init="eye")
+        if not self.own_head:
+            x = graft.linear(x, "redrafter.out", size, bias=False, init="eye")
         logits = graft.head(x, own="redrafter.head.weight" if self.own_head else "")
         return graft.done({"state": after, **graft.candidates(logits, self.candidates)})

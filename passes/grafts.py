@@ -116,13 +116,15 @@ class Graft:
 
     def head(self, x: torch.fx.Node, own: str = "", rows: Weight | None = None) -> torch.fx.Node:
         """The target's logits [B,T,V] of normed states; own: with a weight of that name, which
-        starts as the target's. rows: i64[D], tokens that an own head knows; logits are [B,T,D]."""
+        starts as the target's, on the first H channels of x where x has more. rows: i64[D], tokens
+        that an own head knows; logits are [B,T,D]."""
         weight, *bias = self.product.args[1:]
         assert isinstance(weight, torch.fx.Node)
         given: dict[Any, torch.fx.Node] = {self.product.args[0]: x}
         if own:
             source = self.program.weights[str(weight.target)]
-            given[weight] = self.weight_of(_rows(own, source, rows))
+            wide = int(str(type_of(x).dims[-1]))
+            given[weight] = self.weight_of(_widened(_rows(own, source, rows), wide))
         if rows is not None and bias and isinstance(bias[0], torch.fx.Node):
             source = self.program.weights[str(bias[0].target)]
             given[bias[0]] = self.constant(_rows(f"{own}.{source.name}", source, rows))
@@ -272,6 +274,16 @@ def _rows(name: str, source: Weight, rows: Weight | None) -> Weight:
         return derive(name, source.type, lambda w: w.clone(), source)
     dims = (*rows.type.dims, *source.type.dims[1:])
     return derive(name, TensorType(source.type.dtype, dims), lambda w, r: w[r], source, rows)
+
+
+def _widened(head: Weight, inputs: int) -> Weight:
+    """A head [V,H] that takes more inputs: those beyond H count nothing at first."""
+    rows, have = (int(str(dim)) for dim in head.type.dims)
+    if have == inputs:
+        return head
+    type = TensorType(head.type.dtype, (rows, inputs))
+    pad = (0, inputs - have)
+    return derive(head.name, type, lambda w: torch.nn.functional.pad(w, pad), head)
 
 
 def _initial(

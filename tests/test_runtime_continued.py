@@ -96,13 +96,19 @@ def expected(program: Program, text: list[int], path: tuple[int, ...]) -> torch.
     record = program.plan.draft
     assert isinstance(record, ContinuedDraft)
     states = whole(program, "step", text)[record.first.output][:, :-1]
-    serial = record.first.levels
+    serial, made = record.first.levels, []
     for length in range(min(len(path), serial - 1) + 1):
         outputs = whole(program, record.first.function, [*text[1:], *path[:length]], hidden=states)
-        states = torch.cat([states, outputs["hidden"][:, -1:]], 1)
+        made.append(outputs["hidden"][:, -1:])
+        states = torch.cat([states, made[-1]], 1)
     if len(path) < serial:
         return outputs["draft_logits"][0, -1]
     state = states[:, -1:]
+    if record.then.kind == "joined_heads":
+        steps = torch.tensor([[path[:serial]]])
+        given = {"tokens": steps, "hidden": torch.stack(made, 2)}
+        heads = run(program, record.then.function, given)["draft_logits"]
+        return heads[0, 0, len(path) - serial]
     if record.then.kind == "heads":
         heads = run(program, record.then.function, {"hidden": state})["draft_logits"]
         return heads[0, 0, len(path) - serial]

@@ -25,6 +25,7 @@ from .draft import (
     SuffixDraft,
 )
 from .iterated import CorpusDraft, InputDraft, JacobiDraft, LookaheadDraft
+from .joined import JoinedHeadsDraft
 from .length import (
     AcceptanceLength,
     ConfidenceLength,
@@ -68,6 +69,7 @@ __all__ = [
     "HeadsDraft",
     "InputDraft",
     "JacobiDraft",
+    "JoinedHeadsDraft",
     "Judge",
     "KeepAll",
     "LengthRecord",

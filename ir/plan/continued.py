@@ -17,14 +17,15 @@ class ContinuedDraft(DraftRecord):
     first: takes an output of the step. then: `HeadsDraft` or `RecurrentDraft`, whose function takes
     the ``hidden`` that `first` made of a node's parent where others take the target's last state.
     feature: in training, the weight beside the tokens' loss of how far the states that are made are
-    from the target's. decay: in training, what `then` weighs. trained: whether the weights of both
-    know anything.
+    from the target's. decay: in training, a level weighs decay^level. noise: whether the features
+    that go in get some in training (EAGLE). trained: whether the weights of both know anything.
     """
 
     first: DraftRecord = field(default_factory=CachedDraft)
     then: DraftRecord = field(default_factory=HeadsDraft)
     feature: float = 10.0
     decay: float = 0.8
+    noise: bool = True
     trained: bool = False
     kind: ClassVar[str] = "continued"
 

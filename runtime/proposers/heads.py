@@ -30,9 +30,14 @@ class HeadsProposer(HiddenProposer):
 
     def start(self, tokens: torch.Tensor, states: torch.Tensor, count: int) -> Level:
         """Run the heads; the first one's candidates."""
-        self.outputs = self.run(self.record.function, hidden=states)
+        return self.begun(count, hidden=states)
+
+    def begun(self, count: int, **inputs: torch.Tensor) -> Level:
+        """Run the heads on these inputs [B,M,...]; the first one's candidates."""
+        self.outputs = self.run(self.record.function, **inputs)
         self.place = 0
-        self.roots: Ids = np.tile(np.arange(states.shape[1]), (len(states), 1))
+        batch, nodes = inputs["hidden"].shape[:2]
+        self.roots: Ids = np.tile(np.arange(nodes), (batch, 1))
         return level_of(self.outputs, count, 0)
 
     def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:

@@ -9,6 +9,8 @@ second model that drafts is distilled (Zhou et al., "DistillSpec", 2024).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from ...ir.plan import CachedDraft
@@ -46,40 +48,52 @@ def cached_loss(record: CachedDraft, run: Run, batch: Batch) -> Loss:
 
 
 def rolled_out(record: CachedDraft, run: Run, batch: Batch, features: torch.Tensor) -> Loss:
-    """What a draft of every level is worth, from features f[N,T-1,F] at every place at once.
+    """What a draft of every level is worth, from features f[N,T-1,F] at every place at once."""
+    if record.entry is not None:
+        features = run(record.entry, hidden=features)["hidden"]
+    target = None
+    total, hits = torch.zeros((), device=features.device), []
+    levels = rollout(record.function, run, batch.tokens, features, record.rollout)
+    for level, (student, _) in enumerate(levels):
+        target = sayable(batch.teacher, student) if target is None else target
+        total = total + record.decay**level * distilled(student, target, 1 + level)
+        hits.append(hit_rate(student, batch.best, 1 + level))
+    return Loss(total, hits)
+
+
+def rollout(
+    function: str, run: Run, tokens: torch.Tensor, features: torch.Tensor, levels: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Logits [N,T-1-i,V] and states [N,T-1-i,H] of level i = 0.. that a draft function makes at
+    every place of tokens i64[N,T] at once, from features f[N,T-1,H]; fewer levels where T is small.
 
     Place t of level i has fed token t + 1 + i beside the state that place t of the level before
     made. It sees the places up to t of level 0, as a draft sees the text's rows, and itself on the
     levels between.
     """
-    if record.entry is not None:
-        features = run(record.entry, hidden=features)["hidden"]
     batches, width = features.shape[:2]
-    given, tokens, places = features, batch.tokens[:, 1:], torch.arange(width)
+    text, tokens = tokens, tokens[:, 1:]
+    given, places = features, torch.arange(width)
     seen = torch.ones(width, width, dtype=torch.bool).tril()
-    levels, target = torch.zeros(width, dtype=torch.int64), None
-    total, hits = torch.zeros((), device=features.device), []
-    for level in range(record.rollout):
+    depths = torch.zeros(width, dtype=torch.int64)
+    for level in range(levels):
         count = min(width - level, len(places))
         last = torch.arange(len(places) - count, len(places))
-        inputs = {"positions": places + levels, "select": last}
+        inputs = {"positions": places + depths, "select": last}
         inputs = {n: v.to(tokens.device).expand(batches, -1) for n, v in inputs.items()}
         if level:
             inputs["ancestors"] = seen.to(tokens.device).expand(batches, -1, -1)
-        outputs = run(record.function, tokens=tokens, hidden=given, **inputs)
-        student = outputs["draft_logits"][:, -count:]
-        target = sayable(batch.teacher, student) if target is None else target
-        total = total + record.decay**level * distilled(student, target, 1 + level)
-        hits.append(hit_rate(student, batch.best, 1 + level))
+        outputs = run(function, tokens=tokens, hidden=given, **inputs)
+        made = outputs["hidden"][:, -count:]
+        yield outputs["draft_logits"][:, -count:], made
         if count <= 1:
-            break
+            return
         # The next level: one place less, because the last one has no token to go on with.
-        given = torch.cat([given, outputs["hidden"][:, -count:-1]], 1)
-        tokens = torch.cat([tokens, batch.tokens[:, 2 + level :]], 1)
+        given = torch.cat([given, made[:, :-1]], 1)
+        tokens = torch.cat([tokens, text[:, 2 + level :]], 1)
         seen = _deeper(seen, last[:-1])
         places = torch.cat([places, places[last[:-1]]])
-        levels = torch.cat([levels, torch.full((count - 1,), level + 1)])
-    return Loss(total, hits)
+        depths = torch.cat([depths, torch.full((count - 1,), level + 1)])
 
 
 def _deeper(seen: torch.Tensor, above: torch.Tensor) -> torch.Tensor:

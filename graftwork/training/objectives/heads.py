@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ...ir.plan import HeadsDraft
+from ...ir.plan import HeadsDraft, JoinedHeadsDraft
 from .base import Batch, Loss, Run, distilled, hit_rate, mean_loss, objective
 
 
@@ -17,8 +17,14 @@ def heads_loss(record: HeadsDraft, run: Run, batch: Batch) -> Loss:
     return mean_loss((one, _window_loss(record, run, one)) for one in batch.alone())
 
 
-def _window_loss(record: HeadsDraft, run: Run, batch: Batch) -> Loss:
-    logits = run(record.function, hidden=batch.hidden["hidden"])["draft_logits"]
+@objective(JoinedHeadsDraft)
+def joined_loss(record: JoinedHeadsDraft, run: Run, batch: Batch) -> Loss:
+    """The same of heads that take the paths i64[N,P,S], too, that stand in the tokens' place."""
+    return _window_loss(record, run, batch, tokens=batch.tokens)
+
+
+def _window_loss(record: HeadsDraft, run: Run, batch: Batch, **more: torch.Tensor) -> Loss:
+    logits = run(record.function, hidden=batch.hidden["hidden"], **more)["draft_logits"]
     total, hits = torch.zeros(()), []
     for level, student in enumerate(logits.unbind(2)):
         # The state after token t chose token t + 1; head k speaks of the one after t + 1 + k.

@@ -1,0 +1,304 @@
+"""Draft heads compute what their papers say: equations written out in plain torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_runtime_continued import RecordedContinued, compiled, expected
+from tiny import MASK, PROMPTS, drafting_llama, tiny_llama
+
+from graftwork.backends import compile
+from graftwork.backends.target import Target
+from graftwork.ir import PassError, Program, run
+from graftwork.ir.plan import ContinuedDraft
+from graftwork.passes.base import Pass
+from graftwork.passes.draft_gumiho import DraftGumiho
+from graftwork.passes.draft_mlp_speculator import DraftMlpSpeculator
+from graftwork.passes.draft_redrafter import DraftRedrafter
+from graftwork.passes.tree_static import TreeStatic
+from graftwork.recipe import Recipe
+from graftwork.report import render
+from graftwork.runtime.drafters import grown
+from graftwork.runtime.generate import generate
+from graftwork.runtime.loop import DecodeLoop
+from graftwork.tables import recipe_markdown, recipe_panel
+from graftwork.training.net import Net, trainable
+from graftwork.training.objectives.base import Batch
+from graftwork.training.objectives.continued import continued_loss
+
+H, V = 32, 32
+Tensors = dict[str, torch.Tensor]
+
+
+def random_weights(kind: type[Pass], **options: Any) -> Tensors:
+    """What a pass would train, with random values."""
+    made = kind(**options).run(tiny_llama()).program
+    shapes = {n: made.weights[n].type.shape for n in trainable(made, made.plan.draft)}
+    return {n: torch.randn(shape) * shape[-1] ** -0.5 for n, shape in shapes.items()}
+
+
+def reading(
+    kind: type[Pass],
+    folder: Path,
+    tensors: Tensors,
+    named: Callable[[str], str] = str,
+    **options: Any,
+) -> Program:
+    """The program of a pass that reads these weights."""
+    file = {named(name): tensor for name, tensor in tensors.items()}
+    save_file(file, folder / "model.safetensors")
+    return kind(weights=str(folder), **options).run(tiny_llama()).program
+
+
+def embedded(program: Program, tokens: torch.Tensor) -> torch.Tensor:
+    return program.weights["embed"].load()[tokens]
+
+
+def final_norm(program: Program, x: torch.Tensor) -> torch.Tensor:
+    gain = program.weights["norm"].load()
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * gain
+
+
+def silu_block(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return x + torch.nn.functional.silu(x @ weight.T + bias)
+
+
+# -- MLP speculator
+
+
+def published(name: str) -> str:
+    """A speculator's weight as it is published: by kind, then by level."""
+    level, rest = name.removeprefix("speculator_").split(".", 1)
+    kinds = {"embedding": "emb", "project": "proj", "norm": "ln", "head": "head"}
+    kind, _, leaf = rest.partition(".")
+    return f"speculator.{kinds[kind]}.{level}.{leaf or 'weight'}"
+
+
+def speculated(w: Tensors, levels: int, state: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    """Logits of the last level: z <- GELU(norm(a P z + b E x)), a^2 = 0.5^(1/n), b^2 + ..."""
+    a = 0.5 ** (0.5 / levels)
+    for level, token in enumerate(tokens):
+        name = f"speculator_{level}"
+        inner = w[f"{name}.project.weight"].shape[0]
+        b = math.sqrt((1 - a * a) * inner / 2)
+        x = a * (w[f"{name}.project.weight"] @ state) + b * w[f"{name}.embedding"][token]
+        x = x / (x.square().mean() + 1e-6 * a * a).sqrt()
+        x = x * w[f"{name}.norm.weight"] + w[f"{name}.norm.bias"]
+        state = torch.nn.functional.gelu(x)
+    return w[f"{name}.head.weight"] @ state
+
+
+@pytest.mark.parametrize("named", [str, published], ids=["ours", "published"])
+def test_an_mlp_speculator_is_the_published_one(
+    named: Callable[[str], str], tmp_path: Path
+) -> None:
+    options = {"levels": 3, "inner": 12}
+    w = random_weights(DraftMlpSpeculator, **options)
+    program = reading(DraftMlpSpeculator, tmp_path, w, named, **options)
+    hidden, tokens = torch.randn(H), [5, 9, 2]
+    state = hidden[None, None]
+    for level, token in enumerate(tokens):
+        given = {"tokens": torch.tensor([[token]]), "state": state}
+        outputs = run(program, f"speculator_{level}", given)
+        state = outputs["state"]
+        wanted = speculated(w, 3, final_norm(program, hidden), tokens[: level + 1])
+        torch.testing.assert_close(outputs["draft_logits"][0, 0], wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_a_speculators_norm_keeps_the_mean(tmp_path: Path) -> None:
+    """By hand: a state of (3, 4), whose root mean square is 3.5355, and a token that says nothing:
+    GELU(0.8485) = 0.6805, GELU(1.1314) = 0.9854."""
+    w = random_weights(DraftMlpSpeculator, levels=1, inner=2)
+    w = {n: torch.zeros_like(t) for n, t in w.items()}
+    w["speculator_0.norm.weight"] += 1
+    w["speculator_0.project.weight"][0, 0], w["speculator_0.project.weight"][1, 1] = 3.0, 4.0
+    program = reading(DraftMlpSpeculator, tmp_path, w, levels=1, inner=2)
+    program = program.replace(weights=program.weights.replacing(_constant(program)))
+    state = torch.zeros(1, 1, H)
+    state[..., :2] = 1.0
+    given = {"tokens": torch.tensor([[1]]), "state": state}
+    found = run(program, "speculator_0", given)["state"][0, 0]
+    torch.testing.assert_close(found, torch.tensor([0.6805, 0.9854]), atol=2e-4, rtol=0)
+
+
+def _constant(program: Program) -> Any:
+    """The final norm's gains, so that a state of two ones and zeros comes out of it as it is."""
+    from graftwork.ir import Weight
+
+    return Weight.of("norm", torch.full((H,), (2 / H) ** 0.5))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"n_predict": 4}, "says n_predict=4, expected 3"),
+        ({"scale_input": True}, "says scale_input=True, expected False"),
+        ({"tie_weights": True}, "says tie_weights=True, expected False"),
+    ],
+)
+def test_a_speculator_of_another_kind_is_refused(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    w = random_weights(DraftMlpSpeculator, inner=12)
+    with pytest.raises(PassError, match=message):
+        reading(DraftMlpSpeculator, tmp_path, w, published, inner=12)
+
+
+# -- ReDrafter
+
+
+def test_a_recurrent_drafter_is_the_papers(tmp_path: Path) -> None:
+    """s <- SiLU(W e + U s + b), s_0 = 0; [h; s] through x + SiLU(Linear) twice, then 2H -> V."""
+    w = random_weights(DraftRedrafter)
+    assert w["redrafter.head.weight"].shape == (V, 2 * H)
+    assert set(w) == {
+        "redrafter.in.weight",
+        "redrafter.in.bias",
+        "redrafter.state.weight",
+        "redrafter.head.weight",
+        *(f"redrafter.{n}.linear.{leaf}" for n in range(2) for leaf in ("weight", "bias")),
+    }
+    program = reading(DraftRedrafter, tmp_path, w)
+    hidden, tokens = torch.randn(H), [5, 9, 2]
+    h, s, state = final_norm(program, hidden), torch.zeros(H), hidden[None, None]
+    for level, token in enumerate(tokens):
+        given = {"tokens": torch.tensor([[token]]), "state": state}
+        outputs = run(program, "redrafter" if level else "redrafter_0", given)
+        state = outputs["state"]
+        e = embedded(program, torch.tensor(token))
+        s = w["redrafter.in.weight"] @ e + w["redrafter.in.bias"] + w["redrafter.state.weight"] @ s
+        s = torch.nn.functional.silu(s)
+        x = torch.cat([h, s])
+        for n in range(2):
+            name = f"redrafter.{n}.linear"
+            x = silu_block(x, w[f"{name}.weight"], w[f"{name}.bias"])
+        wanted = w["redrafter.head.weight"] @ x
+        torch.testing.assert_close(outputs["draft_logits"][0, 0], wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_an_untrained_recurrent_drafter_says_what_the_target_says_of_h() -> None:
+    program = DraftRedrafter().run(tiny_llama()).program
+    hidden = torch.randn(H)
+    given = {"tokens": torch.tensor([[3]]), "state": hidden[None, None]}
+    found = run(program, "redrafter_0", given)["draft_logits"][0, 0]
+    wanted = program.weights["head"].load() @ final_norm(program, hidden)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+# -- Gumiho
+
+GUMIHO = {"serial": 2, "layers": 1, "heads": 2, "inner": 6}
+
+
+def test_parallel_heads_see_both_serial_steps(tmp_path: Path) -> None:
+    """x = h_2 + D SiLU(U [fc([e_1; h_1]); fc([e_2; h_2])]), then the target's head."""
+    w = random_weights(DraftGumiho, **GUMIHO)
+    program = reading(DraftGumiho, tmp_path, w, **GUMIHO)
+    assert w["gumiho.heads.0.up.weight"].shape == (6, 2 * H)
+    tokens, hidden = torch.tensor([[[5, 9], [5, 2]]]), torch.randn(1, 2, 2, H)
+    found = run(program, "gumiho_heads", {"tokens": tokens, "hidden": hidden})["draft_logits"]
+    e = embedded(program, tokens)
+    steps = torch.cat([e, hidden], -1) @ w["gumiho.fc.weight"].T + w["gumiho.fc.bias"]
+    joined = steps.flatten(2)
+    for head in range(2):
+        name = f"gumiho.heads.{head}"
+        x = torch.nn.functional.silu(joined @ w[f"{name}.up.weight"].T + w[f"{name}.up.bias"])
+        x = hidden[:, :, 1] + x @ w[f"{name}.down.weight"].T + w[f"{name}.down.bias"]
+        wanted = x @ program.weights["head"].load().T
+        torch.testing.assert_close(found[:, :, head], wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_siblings_get_continuations_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What follows the two candidates of the last serial level differs, is what the functions say
+    of whole sequences, and the text stays the target's."""
+    w = random_weights(DraftGumiho, **GUMIHO)
+    w["gumiho.fc.weight"][:, :H] *= 30
+    w = {n: 5 * t if "heads" in n else t for n, t in w.items()}
+    save_file(w, tmp_path / "model.safetensors")
+    tree = TreeStatic(paths=((0,), (0, 0), (0, 1), (0, 0, 0), (0, 1, 0)))
+    program = drafting_llama(DraftGumiho(weights=str(tmp_path), **GUMIHO), tree)
+    drafts: list[list[int]] = []
+    propose = DecodeLoop._propose
+
+    def noting(this: DecodeLoop) -> Any:
+        made = propose(this)
+        drafts.extend(list(draft.tokens) for draft in made if len(draft.tokens) == 5)
+        return made
+
+    monkeypatch.setattr(DecodeLoop, "_propose", noting)
+    find, found = grown.PROPOSERS.find, {"continued": RecordedContinued}
+    monkeypatch.setattr(
+        grown.PROPOSERS, "find", lambda record: found.get(record.kind) or find(record)
+    )
+    RecordedContinued.notes = []
+    options = {"max_new_tokens": 20, "eos_token_id": [], "attention_mask": MASK}
+    text = generate(compile(program, Target("eager", "cpu")), PROMPTS, **options)
+    assert torch.equal(text, generate(compiled("eager"), PROMPTS, **options))
+    assert len(drafts) > 20
+    assert sum(tokens[3] != tokens[4] for tokens in drafts) > len(drafts) / 4
+    deep = [note for note in RecordedContinued.notes if len(note[1]) == 2]
+    assert len(deep) > 20
+    for said, path, logits in deep[::9]:
+        wanted = expected(program, said, path)
+        torch.testing.assert_close(torch.from_numpy(logits), wanted, atol=1e-2, rtol=1e-3)
+
+
+def test_parallel_heads_learn_on_the_states_that_they_are_used_on(tmp_path: Path) -> None:
+    """In training, too, they see the states of both levels, the second one the drafter's own."""
+    w = random_weights(DraftGumiho, **GUMIHO)
+    save_file(w, tmp_path / "model.safetensors")
+    tree = TreeStatic(paths=((0,), (0, 0), (0, 0, 0)))
+    program = drafting_llama(DraftGumiho(weights=str(tmp_path), **GUMIHO), tree)
+    record = program.plan.draft
+    assert isinstance(record, ContinuedDraft)
+    net = Net(program, [], torch.device("cpu"))
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    outputs = net.outputs("step", ("logits", record.first.output), {"tokens": tokens})
+    seen: dict[str, torch.Tensor] = {}
+
+    def noting(function: str, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        if function == "gumiho_heads":
+            seen.update(inputs, **net.run(function, **inputs))
+        return net.run(function, **inputs)
+
+    batch = Batch(tokens, {record.first.output: outputs[record.first.output]}, outputs["logits"])
+    loss = continued_loss(replace(record, noise=False), noting, batch)
+    assert len(loss.hits) == 2 + 2 and bool(loss.total.isfinite())
+    text = tokens[0].tolist()
+    assert seen["tokens"].tolist() == [[[a, b] for a, b in pairwise(text[2:])]]
+    for place in range(5):
+        path = tuple(text[place + 2 : place + 4])
+        wanted = expected(program, text[: place + 2], path)
+        found = seen["draft_logits"][0, place, 0]
+        torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
+
+
+# -- what recipes say of their sources
+
+
+def test_recipes_cite_what_they_build_and_say_where_they_differ() -> None:
+    assert "Clover-2" in Recipe.load("clover").paper
+    assert "LLM.int8" not in Recipe.load("int8").paper
+    for name, words in (
+        ("redrafter", "beam"),
+        ("gumiho", "full tree attention"),
+        ("int8", "group"),
+    ):
+        recipe = Recipe.load(name)
+        assert words in recipe.differs
+        assert Recipe.load(recipe.as_dict()).differs == recipe.differs
+        assert f"differs: {recipe.differs[:30]}" in render(recipe_panel(recipe), 200)
+        assert f"; differs: {recipe.differs} |" in recipe_markdown([recipe])
+    assert Recipe.load("copyspec").differs == ""
