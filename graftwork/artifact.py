@@ -29,11 +29,13 @@ from .ir import (
     GraftworkError,
     InputError,
     Program,
+    VerifyError,
     Weight,
     WeightStore,
     from_safetensors,
 )
 from .ir.files import LARGE, open_regular, plain_path, read_bytes, read_json, read_text
+from .ir.legality import unmet
 from .ir.lexer import MAX_BYTES
 from .ir.parser import parse_program
 from .ir.printer import program_text
@@ -157,6 +159,8 @@ def load(folder: str | Path) -> Saved:
         program = parse_program(text, weights)
         program = program.replace(assets={n: folder.resolve() / n for n in names["asset"]})
         verify(program)
+        if fault := unmet(program):
+            raise VerifyError(fault[0])
     except (GraftworkError, OSError, UnicodeDecodeError) as error:
         raise InputError(f"{folder / PROGRAM} does not hold a valid program: {error}") from error
     return Saved(program=program, manifest=manifest)

@@ -139,14 +139,12 @@ def trace(
         return program
     check_guests(recipe)
     program = with_guests(program, recipe, dtype, progress)
-    steps = arrange(recipe.steps, facts_of(program))
-    names = [step.pass_.name for step in steps]
+    names = [step.pass_.name for step in arrange(recipe.steps, facts_of(program))]
     if after is not None and after not in names:
         raise InputError(
             f"recipe {recipe.name!r} has no pass {after!r}; in order, it has {', '.join(names)}"
         )
-    last = len(names) if after is None else names.index(after) + 1
-    return run_passes(program, steps[:last], progress=progress)[0]
+    return run_passes(program, recipe.steps, progress=progress, after=after)[0]
 
 
 def load(folder: str | Path, *, target: Target | str | None = None) -> Model:

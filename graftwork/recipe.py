@@ -15,7 +15,9 @@ A recipe file::
       - {pass: quantize_int8, options: {head: true}, optional: true}
 
 A pass that the extended recipe has already keeps its place; the options given here are laid over
-its own. Everything unknown is an error with file and line.
+its own. A pass that may be there several times (`Pass.repeatable`) is another one each time that a
+list has it: the first is laid over the extended recipe's first. Everything unknown is an error with
+file and line.
 
     >>> Recipe.load("baseline").name
     'baseline'
@@ -26,6 +28,7 @@ from __future__ import annotations
 import difflib
 import importlib.resources
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -153,6 +156,11 @@ class Recipe:
                 f"{where}: recipe {self.name!r} has no pass {name!r}{_near(name, names)} "
                 f"(it has {', '.join(names)})"
             )
+        if names.count(name) > 1:
+            raise InputError(
+                f"{where}: recipe {self.name!r} has pass {name!r} {names.count(name)} times, and a "
+                f"setting cannot say which: write the option into a recipe of your own"
+            )
         changed = [
             replace(use, options={**use.options, option: parse_value(text, where)}, where=where)
             if use.name == name
@@ -273,16 +281,14 @@ class _Reader:
         given = self.document.data.get("passes", [])
         if not isinstance(given, list) or not (given or base):
             raise self.error(("passes",), f"passes: expected a list of passes, got {given!r}")
-        merged = {use.name: use for use in base}
-        seen: set[str] = set()
-        for i, entry in enumerate(given):
-            use = self.use(entry, ("passes", i))
-            if use.name in seen:
+        merged = dict(zip(_numbered(base), base, strict=True))
+        uses = [self.use(entry, ("passes", i)) for i, entry in enumerate(given)]
+        for i, (key, use) in enumerate(zip(_numbered(uses), uses, strict=True)):
+            before = merged.get(key, Use(use.name))
+            merged[key] = replace(use, options={**before.options, **use.options})
+            if key[1] and not all_passes()[use.name].repeatable:
                 raise self.error(("passes", i), f"pass {use.name!r} is given twice")
-            seen.add(use.name)
-            before = merged.get(use.name, Use(use.name))
-            merged[use.name] = replace(use, options={**before.options, **use.options})
-            merged[use.name].build()
+            merged[key].build()
         return tuple(merged.values())
 
     def use(self, entry: Any, path: tuple[str | int, ...]) -> Use:
@@ -331,6 +337,16 @@ class _Reader:
                 f"claims {claimed!r}, but the passes together are {recipe.contract!r} "
                 f"(because of {', '.join(reason)})",
             )
+
+
+def _numbered(uses: Iterable[Use]) -> list[tuple[str, int]]:
+    """Each pass's name, and how many of that name come before it."""
+    counts: Counter[str] = Counter()
+    keys = []
+    for use in uses:
+        keys.append((use.name, counts[use.name]))
+        counts[use.name] += 1
+    return keys
 
 
 def _near(word: str, known: Iterable[str]) -> str:

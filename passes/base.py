@@ -41,6 +41,10 @@ class Effect(Enum):
     FUNCTIONS = "functions"
 
 
+STATES = frozenset({Effect.HIDDEN_BASIS, Effect.LAYER_SET})
+"""What changes the states between layers: whoever taps them, or copies a layer, reads these."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a pass did. `near_miss` says, when nothing matched, what came closest and why not.
@@ -58,8 +62,10 @@ class Pass(BaseModel):
     name: how recipes call it. contract: see `Contract`. requires / provides: facts about a program,
     such as "canonical", "cached", "trees"; a program starts with the fact "traced". effects: what
     it changes. reads: effects of *other* passes that must be in place before this one runs.
-    exclusive: effects that no other pass of the same recipe may also claim as exclusive. brings:
-    what the user brings for it besides the model, if its options do not tell (see `needs`).
+    exclusive: effects that no other pass of the same recipe may also claim as exclusive.
+    repeatable: whether a recipe may have it several times, because each adds something of its own
+    (a drafter more). brings: what the user brings for it besides the model, if its options do not
+    tell (see `needs`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -71,6 +77,7 @@ class Pass(BaseModel):
     effects: ClassVar[frozenset[Effect]] = frozenset()
     reads: ClassVar[frozenset[Effect]] = frozenset()
     exclusive: ClassVar[frozenset[Effect]] = frozenset()
+    repeatable: ClassVar[bool] = False
     brings: ClassVar[str] = ""
 
     @classmethod

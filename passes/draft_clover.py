@@ -52,7 +52,7 @@ class DraftClover(DraftPass):
     """heads: tokens predicted. layers: augmenting ones. The rest: see `DraftPass`."""
 
     heads: int = Field(default=4, ge=2)
-    layers: int = Field(default=1, ge=0)
+    layers: int = Field(default=1, ge=1)
     decay: float = Field(default=0.7, gt=0)
 
     name: ClassVar[str] = "draft_clover"

@@ -32,7 +32,7 @@ from pydantic import Field
 
 from ..ir import Program
 from ..ir.plan import CachedDraft
-from .base import Contract, Effect, Outcome, register
+from .base import STATES, Contract, Effect, Outcome, register
 from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
 from .draft_pass import TrainedPass
 from .grafts import Graft
@@ -55,6 +55,7 @@ class DraftEagle(TrainedPass):
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
+    reads: ClassVar[frozenset[Effect]] = STATES
     unread: ClassVar[tuple[str, ...]] = ("embed_tokens.weight",)
 
     def insert(self, program: Program) -> Outcome:

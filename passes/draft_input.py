@@ -39,6 +39,7 @@ class DraftInput(Pass):
     contract: ClassVar[Contract] = Contract.LOSSLESS
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
+    repeatable: ClassVar[bool] = True
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN})
 
     def run(self, program: Program) -> Outcome:

@@ -38,7 +38,7 @@ from pydantic import Field
 
 from ..ir import Function, InputError, ParseError, PassError, Program
 from ..ir.files import LARGE, read_json
-from ..ir.plan import CachedDraft, DraftRecord, NoDraft, StagedDraft
+from ..ir.plan import CachedDraft, StagedDraft
 from ..ir.record_text import parse_record
 from .base import Contract, Effect, Outcome, Pass, register
 from .decoder_layer import free_layer
@@ -119,10 +119,10 @@ class DraftModel(Pass):
                 inner = parse_record(self.drafter, "draft")
             except ParseError as error:
                 raise PassError(f"draft_model: drafter={self.drafter!r}: {error}") from error
-        if _owns_functions(inner) or isinstance(inner, NoDraft):
+        if not inner.foresees:
             raise PassError(
-                f"draft_model: drafter={self.drafter!r} drafts by {inner}: expected a drafter that "
-                f"copies, such as suffix(tokens=4) or the recipe copyspec"
+                f"draft_model: drafter={self.drafter!r} drafts by {inner.brief}: expected a "
+                f"drafter that copies, such as suffix(tokens=4) or the recipe copyspec"
             )
         weights = [guest.weights[name] for name in sorted(inner.weights - set(program.weights))]
         program = program.replace(weights=program.weights.adding(*weights))
@@ -141,12 +141,6 @@ class DraftModel(Pass):
         if markers and not pick_after(picked, picked.calls(G.hidden.default)[-1], "draft_logits"):
             fn = picked
         return guest.with_function(fn)
-
-
-def _owns_functions(draft: DraftRecord) -> bool:
-    """Whether a drafter, or a part of it, runs functions of its program."""
-    owned = {"function", "functions"} & {field.name for field in fields(draft)}
-    return bool(owned) or any(map(_owns_functions, getattr(draft, "of", ())))
 
 
 def _renamed(step: Function, first_layer: int) -> Function:

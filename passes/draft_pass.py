@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ..ir import Program
 from ..ir.plan import CachedDraft, ContinuedDraft, DraftRecord
-from .base import Contract, Effect, Outcome, Pass, PassDefinitionError
+from .base import STATES, Contract, Effect, Outcome, Pass, PassDefinitionError
 from .plan_edits import with_draft
 from .trained import TrainedWeights, as_published
 
@@ -64,6 +64,7 @@ class DraftPass(TrainedPass):
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
+    reads: ClassVar[frozenset[Effect]] = STATES
 
     def continued(
         self, program: Program, first: CachedDraft, then: DraftRecord, noise: bool = True

@@ -44,6 +44,7 @@ class DraftRecycling(Pass):
     contract: ClassVar[Contract] = Contract.LOSSLESS
     requires: ClassVar[frozenset[str]] = frozenset({"cached", "top_tokens", "trees"})
     provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
+    repeatable: ClassVar[bool] = True
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN})
 
     @model_validator(mode="after")

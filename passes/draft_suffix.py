@@ -40,6 +40,7 @@ class DraftSuffix(Pass):
     contract: ClassVar[Contract] = Contract.LOSSLESS
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
+    repeatable: ClassVar[bool] = True
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN})
 
     @model_validator(mode="after")

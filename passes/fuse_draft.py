@@ -30,16 +30,16 @@ it saves would be made all the same.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
 import torch.fx
 
 from ..ir import Function, PassError, Program, type_of
-from ..ir.plan import DraftRecord, FirstDraft, FusedDraft, GoodputLength, UnrolledDraft
+from ..ir.plan import DraftRecord, FusedDraft, UnrolledDraft
 from .base import Contract, Effect, Outcome, Pass, register
-from .plan_edits import with_plan
+from .plan_edits import fitting, with_plan
 from .subgraph import inlined
 
 A, G = torch.ops.aten, torch.ops.graftwork
@@ -67,29 +67,24 @@ class FuseDraft(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Add the function. See the module docstring."""
-        if isinstance(program.plan.length, GoodputLength):
-            raise PassError(
-                f"fuse_draft: length={program.plan.length} gives up drafts that do not pay, and a "
-                f"step that drafts makes them all the same; leave one of the two out"
-            )
         found: list[FusedDraft] = []
         draft = _fused(program.plan.draft, found)
         if not found:
             return Outcome(
-                program, 0, f"draft={program.plan.draft} is no unrolled drafter on features"
+                program, 0, f"draft={program.plan.draft.brief} is no unrolled drafter on features"
             )
         if len(found) > 1:
             raise PassError("fuse_draft: the plan has several unrolled drafters; a step makes one")
         if NAME in program.functions:
             raise PassError(f"fuse_draft: the program has a function {NAME!r} already")
-        function = drafting_step(program, found[0])
-        return Outcome(with_plan(program.with_function(function), draft=draft), 1)
+        planned = fitting(with_plan(program, draft=draft), self.name)
+        return Outcome(planned.with_function(drafting_step(program, found[0])), 1)
 
 
 def _fused(draft: DraftRecord, found: list[FusedDraft]) -> DraftRecord:
     """The record with unrolled drafters on features fused; those are added to `found`."""
-    if isinstance(draft, FirstDraft):
-        return replace(draft, of=tuple(_fused(part, found) for part in draft.of))
+    if draft.parts:
+        return draft.with_parts([_fused(part, found) for part in draft.parts])
     if type(draft) is not UnrolledDraft or draft.output is None:
         return draft
     found.append(FusedDraft(**{f.name: getattr(draft, f.name) for f in fields(draft)}, step=NAME))

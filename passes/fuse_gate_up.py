@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ..ir import Program
-from .base import Effect, Outcome, Pass, register
+from .base import STATES, Effect, Outcome, Pass, register
 from .products import Merger
 
 
@@ -32,7 +32,7 @@ class FuseGateUp(Pass):
     name: ClassVar[str] = "fuse_gate_up"
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     provides: ClassVar[frozenset[str]] = frozenset({"fused_gate_up"})
-    reads: ClassVar[frozenset[Effect]] = frozenset({Effect.HIDDEN_BASIS, Effect.FUNCTIONS})
+    reads: ClassVar[frozenset[Effect]] = STATES | {Effect.FUNCTIONS}
 
     def run(self, program: Program) -> Outcome:
         """Merge gate and up of every `glu`. See the module docstring."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ..ir import Program
-from .base import Effect, Outcome, Pass, register
+from .base import STATES, Effect, Outcome, Pass, register
 from .products import Merger
 
 
@@ -33,7 +33,7 @@ class FuseQkv(Pass):
     name: ClassVar[str] = "fuse_qkv"
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     provides: ClassVar[frozenset[str]] = frozenset({"fused_qkv"})
-    reads: ClassVar[frozenset[Effect]] = frozenset({Effect.HIDDEN_BASIS, Effect.FUNCTIONS})
+    reads: ClassVar[frozenset[Effect]] = STATES | {Effect.FUNCTIONS}
 
     def run(self, program: Program) -> Outcome:
         """Merge the projections of every attention. See the module docstring."""

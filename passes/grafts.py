@@ -17,6 +17,7 @@ import torch.fx
 
 from ..ir import Function, PassError, Program, TensorType, Weight, derive, type_of
 from ..ir.plan import DraftRecord
+from .dce import sweep
 from .pick_logits import pick_after
 from .plan_edits import with_draft
 from .subgraph import cone
@@ -44,6 +45,7 @@ class Graft:
         self.program, self.owner = program, owner
         self.trained = TrainedWeights(weights, owner, program, published)
         self.step = program.function("step").copy()
+        sweep(self.step)  # a marker that nobody reads any more is none to tap
         self.fn = Function(name)
         self.weights = program.weights
         self.markers = self.step.calls(G.hidden.default)

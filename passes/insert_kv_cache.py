@@ -28,6 +28,7 @@ import torch.fx
 
 from ..ir import Function, PassError, Program, State, Sym, TensorType, site_of, type_of
 from .base import Effect, Outcome, Pass, register
+from .dce import sweep
 
 G = torch.ops.graftwork
 
@@ -40,18 +41,18 @@ class InsertKvCache(Pass):
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     provides: ClassVar[frozenset[str]] = frozenset({"cached"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.CACHE_LAYOUT})
-    reads: ClassVar[frozenset[Effect]] = frozenset({Effect.FUNCTIONS})
+    reads: ClassVar[frozenset[Effect]] = frozenset({Effect.FUNCTIONS, Effect.LAYER_SET})
 
     def run(self, program: Program) -> Outcome:
         """Add states and cached attention. See the module docstring."""
         if not program.function("step").calls(G.attention.default):
             return Outcome(program, 0, "step has no graftwork.attention")
-        functions, states, count = dict(program.functions), dict(program.states), 0
+        functions, states = dict(program.functions), dict(program.states)
         for name, function in program.functions.items():
-            nodes = function.calls(G.attention.default)
-            if nodes:
+            if function.calls(G.attention.default):
                 functions[name], made = _cached(function)
-                states, count = {**states, **made}, count + len(nodes)
+                states.update(made)
+        count = sum(state.part == "key" for state in states.values())
         cached = program.replace(functions=functions, states=states, stage="cached")
         return Outcome(cached, count)
 
@@ -64,8 +65,9 @@ def _cached(function: Function) -> tuple[Function, dict[str, State]]:
     if len(set(layers)) != len(layers):
         where = "" if fn.name == "step" else f" of {fn.name}"
         raise PassError(f"insert_kv_cache: two attentions{where} claim one layer: {sorted(layers)}")
+    sweep(fn)  # an attention that nobody reads any more gets no cache
     inserter = _Inserter(fn, "kv" if fn.name == "step" else f"{fn.name}.kv")
-    for node in nodes:
+    for node in fn.calls(G.attention.default):
         inserter.replace(node)
     fn.set_outputs({**fn.outputs, **inserter.written})
     return fn, inserter.states

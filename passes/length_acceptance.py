@@ -25,7 +25,7 @@ from pydantic import Field
 
 from ..ir import PassError, Program
 from ..ir.plan import AcceptanceLength, FixedLength
-from .base import Contract, Effect, Outcome, register
+from .base import STATES, Contract, Effect, Outcome, register
 from .draft_pass import TrainedPass
 from .grafts import Graft
 from .plan_edits import with_plan
@@ -47,11 +47,14 @@ class LengthAcceptance(TrainedPass):
     contract: ClassVar[Contract] = Contract.LOSSLESS
     requires: ClassVar[frozenset[str]] = frozenset({"canonical", "drafts"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
+    reads: ClassVar[frozenset[Effect]] = STATES
 
     def insert(self, program: Program) -> Outcome:
         """Graft the head on and put the policy into the plan. See the module docstring."""
         if program.plan.length != FixedLength():
-            raise PassError(f"{self.name}: the plan has a length already: {program.plan.length}")
+            raise PassError(
+                f"{self.name}: the plan has a length already: {program.plan.length.brief}"
+            )
         graft = Graft(program, self.name, NAME, self.weights)
         output = graft.tap_normed()
         x = graft.input("hidden", graft.hidden)

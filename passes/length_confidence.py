@@ -42,6 +42,6 @@ class LengthConfidence(Pass):
         """Put the policy into the plan. See the module docstring."""
         if program.plan.length != FixedLength():
             raise PassError(
-                f"length_confidence: the plan has a length already: {program.plan.length}"
+                f"length_confidence: the plan has a length already: {program.plan.length.brief}"
             )
         return Outcome(with_plan(program, length=ConfidenceLength(self.threshold, self.depth)), 1)

@@ -40,5 +40,7 @@ class LengthGoodput(Pass):
     def run(self, program: Program) -> Outcome:
         """Put the policy into the plan. See the module docstring."""
         if program.plan.length != FixedLength():
-            raise PassError(f"length_goodput: the plan has a length already: {program.plan.length}")
+            raise PassError(
+                f"length_goodput: the plan has a length already: {program.plan.length.brief}"
+            )
         return Outcome(with_plan(program, length=GoodputLength(self.loss)), 1)

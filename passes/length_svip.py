@@ -41,5 +41,7 @@ class LengthSvip(Pass):
     def run(self, program: Program) -> Outcome:
         """Put the policy into the plan. See the module docstring."""
         if program.plan.length != FixedLength():
-            raise PassError(f"length_svip: the plan has a length already: {program.plan.length}")
+            raise PassError(
+                f"length_svip: the plan has a length already: {program.plan.length.brief}"
+            )
         return Outcome(with_plan(program, length=SvipLength(self.threshold, self.scale)), 1)

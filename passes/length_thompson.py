@@ -43,7 +43,7 @@ class LengthThompson(Pass):
         """Put the policy into the plan. See the module docstring."""
         if program.plan.length != FixedLength():
             raise PassError(
-                f"length_thompson: the plan has a length already: {program.plan.length}"
+                f"length_thompson: the plan has a length already: {program.plan.length.brief}"
             )
         return Outcome(
             with_plan(program, length=ThompsonLength(self.accepted, self.rejected, self.seed)), 1

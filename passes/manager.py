@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import networkx as nx
 
 from ..ir import PassError, PassRecord, Program, VerifyError
+from ..ir.legality import idle, unmet
 from ..ir.threads import traces
 from ..ir.verify import verify
 from .base import Contract, Outcome, Pass, all_passes
@@ -85,8 +86,10 @@ def _check_exclusive(steps: Sequence[Step]) -> None:
     seen: dict[object, str] = {}
     for step in steps:
         name = step.pass_.name
-        claims = [(effect, effect.value) for effect in step.pass_.exclusive]
-        for key, what in [(name, "being itself"), *claims]:
+        claims: list[tuple[object, str]] = [(e, e.value) for e in step.pass_.exclusive]
+        if not step.pass_.repeatable:
+            claims.append((name, "being itself"))
+        for key, what in claims:
             if key in seen:
                 raise PassError(
                     f"passes {seen[key]!r} and {name!r} cannot be combined: both claim {what}"
@@ -102,12 +105,17 @@ def _check_required(steps: Sequence[Step], facts: frozenset[str]) -> None:
         missing = sorted(step.pass_.requires - available)
         if not missing:
             continue
-        providers = sorted(n for n, p in all_passes().items() if missing[0] in p.provides)
-        hint = f"; add {' or '.join(providers)}" if providers else ""
         raise PassError(
-            f"pass {step.pass_.name!r} requires {missing[0]!r}, which neither the program "
-            f"(it has {', '.join(sorted(facts))}) nor another pass of the recipe provides{hint}"
+            f"pass {step.pass_.name!r} requires {missing[0]!r}, which neither the program (it has "
+            f"{', '.join(sorted(facts))}) nor another pass of the recipe provides"
+            f"{_hint(missing[0])}"
         )
+
+
+def _hint(fact: str) -> str:
+    """Who provides a fact."""
+    providers = sorted(n for n, p in all_passes().items() if fact in p.provides)
+    return f"; add {' or '.join(providers)}" if providers else ""
 
 
 @traces
@@ -117,21 +125,39 @@ def run_passes(
     *,
     validator: Validator | None = None,
     progress: Callable[[str], None] | None = None,
+    after: str | None = None,
 ) -> tuple[Program, list[PassReport]]:
-    """Run the steps in a legal order; every intermediate program is verified.
+    """Run the steps in a legal order; every intermediate program is verified, and the last plan.
 
-    Errors: `PassError` naming the pass that refused, matched nothing or made an invalid program,
-    and the pass before it.
+    after: the name of the pass to stop after, whatever the plan then lacks. Errors: `PassError`
+    naming the pass that refused, matched nothing or made an invalid program, and the pass before
+    it; or the part of the plan that cannot be carried out, or never acts.
     """
     reports: list[PassReport] = []
     previous = "the frontend"
-    for step in arrange(steps, facts_of(program)):
+    ordered = arrange(steps, facts_of(program))
+    names = [step.pass_.name for step in ordered]
+    end = len(names) if after is None else len(names) - names[::-1].index(after)
+    for step in ordered[:end]:
         if progress is not None:
             progress(step.pass_.name)
         program, report = _run_one(program, step, previous, validator)
         reports.append(report)
         previous = step.pass_.name
+    if after is None:
+        check_plan(program)
     return program, reports
+
+
+def check_plan(program: Program) -> None:
+    """That every part of a finished program's plan has what it needs, and something to do.
+
+    Errors: `PassError` naming the part, and the pass to add or to leave out.
+    """
+    if fault := unmet(program):
+        raise PassError(f"{fault[0]}{_hint(fault[1])}")
+    if nothing := idle(program.plan):
+        raise PassError(f"{nothing}; leave it out")
 
 
 def _run_one(

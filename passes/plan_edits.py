@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..ir import PassError, Program
+from ..ir.legality import misfit
 from ..ir.plan import DraftRecord, FirstDraft, Lossless, NoDraft, Record
 
 
@@ -24,8 +25,15 @@ def with_plan(program: Program, **slots: Any) -> Program:
     return program.replace(plan=replace(program.plan, **slots))
 
 
+def fitting(program: Program, who: str) -> Program:
+    """The program. Errors: `PassError` naming `who` if a part of its plan contradicts another."""
+    if why := misfit(program.plan):
+        raise PassError(f"{who}: {why}")
+    return program
+
+
 def with_verifier(program: Program, who: str, verify: Record) -> Program:
     """The program with another verifier. Errors: `PassError` naming `who` if one was chosen."""
     if not isinstance(program.plan.verify, Lossless):
-        raise PassError(f"{who}: the plan has a verifier already: {program.plan.verify}")
+        raise PassError(f"{who}: the plan has a verifier already: {program.plan.verify.brief}")
     return with_plan(program, verify=verify)

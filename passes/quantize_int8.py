@@ -26,7 +26,7 @@ import torch.fx
 
 from ..ir import Function, PassError, Program, TensorType, Weight, derive, site_of, type_of
 from ..ir.ops.quant import COARSE, quantize_rows
-from .base import Contract, Effect, Outcome, Pass, register
+from .base import STATES, Contract, Effect, Outcome, Pass, register
 
 A, G = torch.ops.aten, torch.ops.graftwork
 
@@ -43,7 +43,7 @@ class QuantizeInt8(Pass):
     provides: ClassVar[frozenset[str]] = frozenset({"int8"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.WEIGHT_NUMERICS})
     exclusive: ClassVar[frozenset[Effect]] = frozenset({Effect.WEIGHT_NUMERICS})
-    reads: ClassVar[frozenset[Effect]] = frozenset({Effect.HIDDEN_BASIS, Effect.FUNCTIONS})
+    reads: ClassVar[frozenset[Effect]] = STATES | {Effect.FUNCTIONS}
 
     def run(self, program: Program) -> Outcome:
         """Quantize every linear weight that is not excluded, in every function."""

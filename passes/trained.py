@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -13,6 +14,7 @@ from ..ir import InputError, PassError, Program, TensorType, Weight
 from ..ir.files import read_json
 from ..ir.fingerprint import fingerprint
 from ..ir.weights import from_safetensors, open_safetensors
+from .base import STATES, all_passes
 
 FILE = "heads.safetensors"
 FILES = (
@@ -33,6 +35,18 @@ Published: TypeAlias = Callable[[str], tuple[str, ...]]
 def as_published(name: str) -> tuple[str, ...]:
     """Our name without its first part: ``0.0.linear.weight`` for ``medusa.0.0.linear.weight``."""
     return (name.partition(".")[2],)
+
+
+def trained_on(program: Program) -> str:
+    """What tells heads for this program from others: the model, and the passes that made its layers
+    or their states other ones than the model's. Heads of the model whole know nothing of a part."""
+    known, mark = all_passes(), fingerprint(program)
+    changed = [
+        f"{record.name}{record.options}"
+        for record in program.provenance
+        if record.matches and record.name in known and known[record.name].effects & STATES
+    ]
+    return hashlib.sha256(repr([mark, *changed]).encode()).hexdigest()[:32] if changed else mark
 
 
 class TrainedWeights:
@@ -69,7 +83,7 @@ class TrainedWeights:
             raise PassError(f"{owner}: {error}; give weights= what training wrote") from error
         self.names = frozenset(handle.keys())
         made_for = (handle.metadata() or {}).get("target", "")
-        if made_for and made_for != fingerprint(program):
+        if made_for and made_for != trained_on(program):
             raise PassError(
                 f"{owner}: {self.path} was trained for another model than {program.name}: heads "
                 f"know one model only; train them for this one"

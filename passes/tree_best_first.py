@@ -46,6 +46,8 @@ class TreeBestFirst(Pass):
     def run(self, program: Program) -> Outcome:
         """Put the tree into the plan. See the module docstring."""
         if program.plan.tree != Chain():
-            raise PassError(f"tree_best_first: the plan has a tree already: {program.plan.tree}")
+            raise PassError(
+                f"tree_best_first: the plan has a tree already: {program.plan.tree.brief}"
+            )
         tree = BestFirst(self.nodes, self.depth, self.width, self.gain, self.least)
         return Outcome(with_plan(program, tree=tree), 1)

@@ -40,5 +40,5 @@ class TreeChain(Pass):
     def run(self, program: Program) -> Outcome:
         """Put the chain into the plan. See the module docstring."""
         if program.plan.tree != Chain():
-            raise PassError(f"tree_chain: the plan has a tree already: {program.plan.tree}")
+            raise PassError(f"tree_chain: the plan has a tree already: {program.plan.tree.brief}")
         return Outcome(with_plan(program, tree=Chain(self.depth)), 1)

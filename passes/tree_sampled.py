@@ -44,5 +44,5 @@ class TreeSampled(Pass):
     def run(self, program: Program) -> Outcome:
         """Put the tree into the plan. See the module docstring."""
         if not isinstance(program.plan.tree, Chain):
-            raise PassError(f"tree_sampled: the plan has a tree already: {program.plan.tree}")
+            raise PassError(f"tree_sampled: the plan has a tree already: {program.plan.tree.brief}")
         return Outcome(with_plan(program, tree=SampledTree(self.widths, self.replacement)), 1)

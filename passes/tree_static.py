@@ -57,7 +57,7 @@ class TreeStatic(Pass):
     def run(self, program: Program) -> Outcome:
         """Put the tree into the plan. See the module docstring."""
         if program.plan.tree != Chain():
-            raise PassError(f"tree_static: the plan has a tree already: {program.plan.tree}")
+            raise PassError(f"tree_static: the plan has a tree already: {program.plan.tree.brief}")
         if self.paths:
             tree = StaticTree.of(self.paths)
         else:

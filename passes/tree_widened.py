@@ -45,7 +45,7 @@ class TreeWidened(Pass):
     def run(self, program: Program) -> Outcome:
         """Put the tree into the plan. See the module docstring."""
         if not isinstance(program.plan.tree, Chain):
-            raise PassError(f"tree_widened: the plan has a tree already: {program.plan.tree}")
+            raise PassError(f"tree_widened: the plan has a tree already: {program.plan.tree.brief}")
         try:
             tree = WidenedChain(self.depth, self.bounds, self.counts)
         except InputError as error:

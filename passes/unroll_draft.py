@@ -29,7 +29,7 @@ look at each level.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
@@ -37,16 +37,7 @@ import torch.fx
 from pydantic import Field
 
 from ..ir import Function, PassError, Program, type_of
-from ..ir.plan import (
-    CachedDraft,
-    Chain,
-    DraftRecord,
-    FirstDraft,
-    FixedLength,
-    GoodputLength,
-    ThompsonLength,
-    UnrolledDraft,
-)
+from ..ir.plan import CachedDraft, DraftRecord, UnrolledDraft
 from .base import Contract, Effect, Outcome, Pass, register
 from .dce import sweep
 from .plan_edits import with_plan
@@ -54,9 +45,6 @@ from .products import Merger
 from .subgraph import inlined
 
 A, G = torch.ops.aten, torch.ops.graftwork
-
-BLIND = (FixedLength, GoodputLength, ThompsonLength)
-"""Length policies that do not look at a draft's scores."""
 
 
 @register
@@ -77,33 +65,33 @@ class UnrollDraft(Pass):
     def run(self, program: Program) -> Outcome:
         """Add the functions. See the module docstring."""
         plan = program.plan
-        if not isinstance(plan.tree, Chain):
-            raise PassError(f"unroll_draft: expected a chain, got tree={plan.tree}")
-        if not isinstance(plan.length, BLIND):
+        if not plan.tree.chain:
+            raise PassError(f"unroll_draft: expected a chain, got tree={plan.tree.brief}")
+        if plan.length.by_level:
             raise PassError(
-                f"unroll_draft: length={plan.length} looks at each level of a draft before the "
-                f"next is made, and an unrolled chain makes all at once"
+                f"unroll_draft: length={plan.length.brief} looks at each level of a draft before "
+                f"the next is made, and an unrolled chain makes all at once"
             )
         had = len(program.functions)
         program, draft = self._unrolled(program, plan.draft)
         count = len(program.functions) - had
         if not count:
-            return Outcome(program, 0, f"draft={plan.draft} has no function with a cache")
+            return Outcome(program, 0, f"draft={plan.draft.brief} has no function with a cache")
         return Outcome(with_plan(program, draft=draft), count)
 
     def _unrolled(self, program: Program, draft: DraftRecord) -> tuple[Program, DraftRecord]:
         """The record with drafters unrolled in the place of what they were, and their functions."""
-        if isinstance(draft, FirstDraft):
+        if draft.parts:
             parts = []
-            for part in draft.of:
+            for part in draft.parts:
                 program, part = self._unrolled(program, part)
                 parts.append(part)
-            return program, replace(draft, of=tuple(parts))
+            return program, draft.with_parts(parts)
         if type(draft) is not CachedDraft:
             return program, draft
         tree = program.plan.tree
-        assert isinstance(tree, Chain)
-        levels = self.levels or min(tree.depth or draft.levels, draft.levels)
+        bounds = (draft.levels, tree.most, getattr(tree, "depth", None))
+        levels = self.levels or min(bound for bound in bounds if bound is not None)
         chain = f"{draft.function}.chain"
         if chain in program.functions:
             raise PassError(f"unroll_draft: the program has a function {chain!r} already")

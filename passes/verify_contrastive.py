@@ -29,7 +29,7 @@ from pydantic import Field
 from ..ir import PassError, Program
 from ..ir.plan import Contrastive, SampledTree
 from .base import Contract, Effect, Outcome, Pass, register
-from .plan_edits import with_plan, with_verifier
+from .plan_edits import fitting, with_plan, with_verifier
 
 
 @register
@@ -47,13 +47,9 @@ class VerifyContrastive(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Put the verifier into the plan. See the module docstring."""
-        tree, draft = program.plan.tree, program.plan.draft
+        tree = program.plan.tree
         if not isinstance(tree, SampledTree):
-            raise PassError(f"verify_contrastive: expected tree=sampled, got tree={tree}")
-        if draft.most is not None:
-            raise PassError(
-                f"verify_contrastive: draft={draft} has no distributions to weigh against: draft "
-                f"by a pass that predicts, such as draft_model or draft_hydra"
-            )
+            raise PassError(f"verify_contrastive: expected tree=sampled, got tree={tree.brief}")
         told = with_plan(program, tree=replace(tree, told=True))
-        return Outcome(with_verifier(told, self.name, Contrastive(self.beta, self.plausible)), 1)
+        made = with_verifier(told, self.name, Contrastive(self.beta, self.plausible))
+        return Outcome(fitting(made, self.name), 1)

@@ -25,7 +25,7 @@ from pydantic import Field
 
 from ..ir import Program
 from ..ir.plan import Judge
-from .base import Contract, Effect, Outcome, register
+from .base import STATES, Contract, Effect, Outcome, register
 from .draft_pass import TrainedPass
 from .grafts import Graft
 from .plan_edits import with_verifier
@@ -44,6 +44,7 @@ class VerifyJudge(TrainedPass):
     contract: ClassVar[Contract] = Contract.APPROXIMATE
     requires: ClassVar[frozenset[str]] = frozenset({"canonical", "drafts"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
+    reads: ClassVar[frozenset[Effect]] = STATES
 
     def insert(self, program: Program) -> Outcome:
         """Graft the head on and put the verifier into the plan. See the module docstring."""

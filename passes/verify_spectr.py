@@ -43,6 +43,6 @@ class VerifySpecTr(Pass):
         if not isinstance(tree, SampledTree) or not tree.replacement:
             raise PassError(
                 f"verify_spectr: expected a tree of independently sampled siblings, got "
-                f"tree={tree}: run tree_sampled with replacement: true"
+                f"tree={tree.brief}: run tree_sampled with replacement: true"
             )
         return Outcome(with_verifier(program, self.name, SpecTr()), 1)

@@ -7,7 +7,8 @@ from time import perf_counter
 
 from ..ir import Program, UnsupportedError
 from ..ir.executable import Executable, Outputs
-from ..ir.plan import Chain, FullDepth, KeepAll
+from ..ir.legality import unmet
+from ..ir.plan import FullDepth, KeepAll
 from .chained import ChainedDecoding, is_chained
 from .draft import NO_DRAFT, Draft
 from .drafters.base import Fed, Taken
@@ -191,7 +192,6 @@ def _check_plan(program: Program) -> None:
             raise UnsupportedError(
                 f"the runtime cannot carry out {record.slot}={record}; it has {expected.kind}"
             )
-    if not isinstance(plan.tree, Chain) and not program.function("step").has_input("ancestors"):
-        raise UnsupportedError(
-            f"tree={plan.tree} needs a step that takes ancestors: run insert_kv_cache with trees"
-        )
+    if fault := unmet(program):
+        lacks = f"; the program lacks a pass that provides {fact!r}" if (fact := fault[1]) else ""
+        raise UnsupportedError(f"{fault[0]}{lacks}")

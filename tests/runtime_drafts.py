@@ -25,6 +25,7 @@ class RuleDraft(DraftRecord):
     said: bool = True
     levels: int | None = None
     kind: ClassVar[str] = "test_rule"
+    grows: ClassVar[bool] = True
 
 
 @PROPOSERS.register(RuleDraft)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import ClassVar
 
 import pytest
@@ -9,14 +10,28 @@ import torch
 from tiny import cached_llama, tiny_llama
 
 from graftwork.ir import Function, PassError, Program
-from graftwork.passes import Contract, Effect, Outcome, Pass
+from graftwork.ir.fingerprint import fingerprint
+from graftwork.passes import Contract, Effect, Outcome, Pass, base
+from graftwork.passes.accept_trees import AcceptTrees
 from graftwork.passes.add_argmax import AddArgmax
+from graftwork.passes.dce import sweep
+from graftwork.passes.draft_clover import DraftClover
+from graftwork.passes.draft_eagle import DraftEagle
+from graftwork.passes.draft_medusa import DraftMedusa
+from graftwork.passes.draft_ppd import DraftPpd
+from graftwork.passes.fuse_gate_up import FuseGateUp
+from graftwork.passes.fuse_qkv import FuseQkv
+from graftwork.passes.fuse_residual_norm import FuseResidualNorm
 from graftwork.passes.insert_kv_cache import InsertKvCache
 from graftwork.passes.manager import Step, arrange, run_passes, weakest
 from graftwork.passes.pick_logits import PickLogits
+from graftwork.passes.quantize_int8 import QuantizeInt8
+from graftwork.passes.trained import trained_on
 from graftwork.passes.validate import Validator, reference_logits
+from graftwork.passes.verify_judge import VerifyJudge
 
 PROMPTS = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(0))
+G = torch.ops.graftwork
 CACHED = [Step(InsertKvCache()), Step(PickLogits()), Step(AddArgmax())]
 
 
@@ -160,3 +175,56 @@ def test_the_weakest_contract_wins():
 def test_a_cached_program_refuses_a_second_cache():
     with pytest.raises(PassError, match="'insert_kv_cache' requires 'canonical'"):
         run_passes(cached_llama(), [Step(InsertKvCache())])
+
+
+class SkipLayers(Pass):
+    """layers: whose blocks are left out. As CONTRIBUTING shows a pass."""
+
+    layers: tuple[int, ...] = (1,)
+
+    name: ClassVar[str] = "skip_layers"
+    contract: ClassVar[Contract] = Contract.APPROXIMATE
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
+    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.LAYER_SET})
+
+    def run(self, program: Program) -> Outcome:
+        fn = program.function("step").copy()
+        markers = [n for n in fn.calls(G.hidden.default) if n.kwargs["point"] != "attention"]
+        pairs = [(a, b) for a, b in pairwise(markers) if b.kwargs["layer"] in self.layers]
+        for above, marker in pairs:
+            marker.replace_all_uses_with(above)
+        sweep(fn)
+        return Outcome(program.with_function(fn), len(pairs))
+
+
+SKIPPING = [
+    *(Step(kind()) for kind in (FuseQkv, FuseGateUp, InsertKvCache, QuantizeInt8, PickLogits)),
+    *(Step(kind()) for kind in (AddArgmax, FuseResidualNorm)),
+]
+
+
+@pytest.mark.parametrize("skipped", [(1,), (3,), (0, 2)])
+def test_layers_that_are_skipped_have_no_cache_and_compute_nothing(skipped):
+    """A pass that says that it changes the set of layers runs before all that reads it."""
+    program, _ = run_passes(tiny_llama(4), [*SKIPPING, Step(SkipLayers(layers=skipped))])
+    kept = set(range(4)) - set(skipped)
+    assert {state.layer for state in program.states.values()} == kept
+    used = {n.split(".")[1] for n in program.function("step").weights if n.startswith("layers.")}
+    assert used == set(map(str, kept))
+    assert len(program.function("step").calls(G.attend.default)) == len(kept)
+
+
+@pytest.mark.parametrize("kind", [DraftMedusa, DraftEagle, DraftClover, DraftPpd, VerifyJudge])
+def test_heads_see_the_layers_that_are_left(kind, monkeypatch):
+    """They tap and copy them, and heads for the whole model are refused."""
+    monkeypatch.setitem(base._PASSES, "skip_layers", SkipLayers)
+    drafter = [Step(DraftMedusa())] if kind is VerifyJudge else []
+    steps = [*drafter, Step(kind()), *CACHED, Step(AcceptTrees())]
+    names = [s.pass_.name for s in arrange([*steps, Step(SkipLayers())], frozenset({"canonical"}))]
+    assert names[0] == "skip_layers"
+    program, _ = run_passes(tiny_llama(3), [*steps, Step(SkipLayers(layers=(2,)))])
+    weights = {n for fn in program.functions.values() for n in fn.weights}
+    assert not any(name.startswith("layers.2.") for name in weights)
+    whole, _ = run_passes(tiny_llama(3), steps)
+    assert trained_on(whole) != trained_on(program)
+    assert trained_on(whole) == fingerprint(program)

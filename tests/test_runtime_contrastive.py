@@ -106,7 +106,7 @@ def test_refusals() -> None:
         with pytest.raises(InputError, match="contrastive: expected beta"):
             Contrastive(**bad)
     for untold in ({"tree": SampledTree((1, 1))}, {"draft": SuffixDraft(shortest=1)}):
-        with pytest.raises(UnsupportedError, match="which this draft does not come with"):
+        with pytest.raises(UnsupportedError, match="has no distributions to weigh against"):
             decode(Contrastive(), **untold)
     blind = RuleDraft(DRAFT.rule, said=False)
     with pytest.raises(UnsupportedError, match="needs whole distributions"):

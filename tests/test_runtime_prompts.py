@@ -13,7 +13,7 @@ from tiny import MASK, PROMPTS, drafting_llama, tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
-from graftwork.ir import InputError, UnsupportedError
+from graftwork.ir import InputError, PassError, UnsupportedError
 from graftwork.ir.executable import Executable
 from graftwork.model import Model
 from graftwork.passes.add_argmax import AddArgmax
@@ -148,9 +148,11 @@ def test_trained_prompts_are_accepted_and_the_target_stays(tmp_path: Path) -> No
 
 def test_steps_that_take_no_riders_are_refused(tmp_path: Path) -> None:
     steps = [Step(PPD), Step(InsertKvCache()), Step(PickLogits()), Step(AddArgmax())]
-    program = run_passes(tiny_llama(), steps)[0]
+    with pytest.raises(PassError, match=r"takes ancestors; add accept_trees"):
+        run_passes(tiny_llama(), steps)
+    program = run_passes(tiny_llama(), steps, after="add_argmax")[0]
     executable = compile(program, Target("eager", "cpu"))
-    with pytest.raises(UnsupportedError, match=r"beside the draft.*run the pass accept_trees"):
+    with pytest.raises(UnsupportedError, match=r"draft=prompts.*that takes ancestors"):
         generate(executable, PROMPTS[2:3], **ASKED)
     model = Model(program, Target("eager", "cpu"), {"name": "test"})
     with pytest.raises(InputError, match="must take the input 'ancestors' to be trained"):

@@ -12,7 +12,7 @@ from tiny import tiny_llama
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.guests import with_guests
-from graftwork.ir import PassError, Program, UnsupportedError, parse_program, program_text
+from graftwork.ir import PassError, Program, parse_program, program_text
 from graftwork.ir.plan import StagedDraft, SuffixDraft
 from graftwork.passes import Pass
 from graftwork.passes.accept_trees import AcceptTrees
@@ -128,12 +128,10 @@ def test_refusals() -> None:
         drafting('heads(function="heads")')
     with pytest.raises(PassError, match="expected a drafter that copies"):
         drafting("copyspec")  # nobody made the guest's plan
-    blind = compile(drafting("jacobi(tokens=3)"), Target.parse("eager"))
-    with pytest.raises(UnsupportedError, match="cannot draft for another drafter"):
-        decode(blind, PROMPTS[:1], 4)
-    wide = drafting(COPYING, AcceptTrees(), TreeStatic(paths=((0,), (1,), (0, 0), (1, 0))))
-    with pytest.raises(UnsupportedError, match="one token a level, and 2 nodes were asked for"):
-        decode(compile(wide, Target.parse("eager")), PROMPTS[:1], 12)
+    with pytest.raises(PassError, match=r"drafts by jacobi\(tokens=3\): expected a drafter that"):
+        drafting("jacobi(tokens=3)")
+    with pytest.raises(PassError, match=r"one node a level, and tree=.* asks for up to 2"):
+        drafting(COPYING, AcceptTrees(), TreeStatic(paths=((0,), (1,), (0, 0), (1, 0))))
 
 
 class Stops(LengthPolicy):

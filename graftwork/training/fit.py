@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from ..ir import InputError
 from ..ir.files import plain_path
-from ..ir.fingerprint import fingerprint
 from ..ir.plan import Chain, FixedLength, NoDraft
+from ..passes.trained import trained_on
 from ..planned import Planned
 from ..prompts import Prompts
 from ..runtime.generate import Generated, generate
@@ -321,12 +321,12 @@ class _Fit:
                 f"{self.out} holds a checkpoint already: resume from it, or choose another folder"
             )
         return checkpoint.Progress(
-            options=asdict(self.options), target=fingerprint(self.model.program)
+            options=asdict(self.options), target=trained_on(self.model.program)
         )
 
     def _restored(self, net: Net, optimizer: torch.optim.Optimizer) -> checkpoint.Progress:
         state, heads, moments = checkpoint.read(self.out)
-        if state.target != fingerprint(self.model.program):
+        if state.target != trained_on(self.model.program):
             raise InputError(f"{self.out} belongs to another model than {self.model.program.name}")
         if missing := sorted({*net.trained, *self.chosen} ^ set(heads)):
             raise InputError(

@@ -44,6 +44,7 @@ from .policy import (
     SpecTr,
     TopKAccept,
     Typical,
+    VerifyRecord,
 )
 from .prompted import PromptDraft
 from .trained import untrained
@@ -92,6 +93,7 @@ __all__ = [
     "TreeRecord",
     "Typical",
     "UnrolledDraft",
+    "VerifyRecord",
     "WidenedChain",
     "record",
     "untrained",
@@ -105,7 +107,7 @@ class DecodePlan:
     draft: DraftRecord = field(default_factory=NoDraft)
     tree: TreeRecord = field(default_factory=Chain)
     length: LengthRecord = field(default_factory=FixedLength)
-    verify: Record = field(default_factory=Lossless)
+    verify: VerifyRecord = field(default_factory=Lossless)
     depth: Record = field(default_factory=FullDepth)
     cache: Record = field(default_factory=KeepAll)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
 
@@ -19,21 +19,52 @@ class Record:
     @property
     def weights(self) -> set[str]:
         """Names of the weights that the record needs: its fields called weight, and its parts'."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        named = {values["weight"]} if "weight" in values else set()
-        nested = [value if isinstance(value, tuple) else (value,) for value in values.values()]
-        parts = [part for value in nested for part in value if isinstance(part, Record)]
-        return named.union(*(part.weights for part in parts))
+        named = {getattr(self, f.name) for f in fields(self) if f.name == "weight"}
+        return named.union(*(part.weights for part in self.inside))
+
+    @property
+    def inside(self) -> tuple[Record, ...]:
+        """The records in its fields."""
+        values = [getattr(self, f.name) for f in fields(self)]
+        nested = [value if isinstance(value, tuple) else (value,) for value in values]
+        return tuple(part for value in nested for part in value if isinstance(part, Record))
+
+    @property
+    def brief(self) -> str:
+        """As printed, where that is short; else what is not the default, and how tuples begin."""
+        whole = str(self)
+        if len(whole) <= MOST_CHARACTERS:
+            return whole
+        told = [
+            f for f in fields(self) if f.default is MISSING or getattr(self, f.name) != f.default
+        ]
+        return (
+            f"{self.kind}({', '.join(f'{f.name}={_brief(getattr(self, f.name))}' for f in told)})"
+        )
 
     def __str__(self) -> str:
         shown = ", ".join(f"{f.name}={_shown(getattr(self, f.name))}" for f in fields(self))
         return f"{self.kind}({shown})"
 
 
+MOST_CHARACTERS, MOST_VALUES = 80, 5
+"""Of a record and of a tuple, what a message shows."""
+
+
 def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(_shown, value))}{',' if len(value) == 1 else ''})"
     return str(value) if isinstance(value, Record) else repr(value)
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Record):
+        return value.brief
+    if not isinstance(value, tuple):
+        return repr(value)
+    if len(value) > MOST_VALUES:
+        return f"({', '.join(map(_brief, value[:2]))}, ... {len(value)} in all)"
+    return f"({', '.join(map(_brief, value))}{',' if len(value) == 1 else ''})"
 
 
 RECORDS: dict[tuple[str, str], type[Record]] = {}

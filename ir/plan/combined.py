@@ -21,6 +21,12 @@ class MergedDraft(DraftRecord):
     of: tuple[DraftRecord, ...] = ()
     nodes: int | None = None
     kind: ClassVar[str] = "merged"
+    branches: ClassVar[bool] = True
+
+    @property
+    def tells(self) -> bool:
+        """The union of several drafts is sampled from none of them."""
+        return False
 
     @property
     def most(self) -> int | None:
@@ -42,6 +48,12 @@ class StagedDraft(CachedDraft):
 
     drafter: DraftRecord = field(default_factory=NoDraft)
     kind: ClassVar[str] = "staged"
+    narrow: ClassVar[bool] = True
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """What `drafter` reads, too."""
+        return (*super().reads, *self.drafter.reads)
 
 
 @record
@@ -55,6 +67,17 @@ class UnrolledDraft(CachedDraft):
 
     chain: str = "draft.chain"
     kind: ClassVar[str] = "unrolled"
+    chains: ClassVar[bool] = True
+
+    @property
+    def tells(self) -> bool:
+        """Chains of best tokens are sampled from nothing."""
+        return False
+
+    @property
+    def cached(self) -> tuple[str, ...]:
+        """`function` and `chain`."""
+        return (self.function, self.chain)
 
 
 @record
@@ -69,3 +92,4 @@ class FusedDraft(UnrolledDraft):
 
     step: str = "step.drafting"
     kind: ClassVar[str] = "fused"
+    in_step: ClassVar[bool] = True

@@ -28,6 +28,22 @@ class ContinuedDraft(DraftRecord):
     noise: bool = True
     trained: bool = False
     kind: ClassVar[str] = "continued"
+    grows: ClassVar[bool] = True
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """What `first` reads; `then` starts from the states that it makes."""
+        return self.first.reads
+
+    @property
+    def cached(self) -> tuple[str, ...]:
+        """Those of both."""
+        return (*self.first.cached, *self.then.cached)
+
+    @property
+    def always(self) -> bool:
+        """Wherever `first` has one."""
+        return self.first.always
 
     @property
     def levels(self) -> int:

@@ -2,17 +2,70 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 from .base import Record, record
 
 
 @dataclass(frozen=True)
 class DraftRecord(Record):
-    """Base of draft records."""
+    """Base of draft records.
+
+    What a drafter needs of the rest of a plan, and what it can do, is declared here; `ir/legality`
+    draws the conclusions. grows: it predicts level by level, so the plan's tree draws its drafts
+    and the plan's length policy is asked after each level. branches: its drafts are trees, or have
+    riders, whatever the plan's tree. chains: it makes a whole chain of best tokens at once, without
+    their probabilities. in_step: the step makes it, and takes every draft for a chain. narrow: it
+    predicts what follows one node a level. foresees: it can draft for another drafter, because it
+    knows what may follow text that is not committed. in_turn: of its parts a later one is asked
+    where the earlier ones have no draft.
+    """
 
     slot: ClassVar[str] = "draft"
+    grows: ClassVar[bool] = False
+    branches: ClassVar[bool] = False
+    chains: ClassVar[bool] = False
+    in_step: ClassVar[bool] = False
+    narrow: ClassVar[bool] = False
+    foresees: ClassVar[bool] = False
+    in_turn: ClassVar[bool] = False
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Outputs of the step that it learns from."""
+        return ()
+
+    @property
+    def cached(self) -> tuple[str, ...]:
+        """Its functions that need a cache of their own."""
+        return ()
+
+    @property
+    def always(self) -> bool:
+        """Whether it has a draft wherever there is room for one."""
+        return any(part.always for part in self.parts)
+
+    @property
+    def tells(self) -> bool:
+        """Whether its drafts say what their tokens were sampled from, if the tree samples."""
+        return all(part.tells for part in self.parts) if self.parts else self.grows
+
+    @property
+    def parts(self) -> tuple[DraftRecord, ...]:
+        """The drafters that it is made of, each of which drafts for the target; () for one."""
+        parts: tuple[DraftRecord, ...] = getattr(self, "of", ())
+        return parts
+
+    def with_parts(self, parts: Sequence[DraftRecord]) -> Self:
+        """The same of other parts."""
+        return replace(self, **{"of": tuple(parts)})
+
+    @property
+    def leaves(self) -> tuple[DraftRecord, ...]:
+        """The drafters that are not made of others, in order."""
+        return tuple(leaf for part in self.parts for leaf in part.leaves) or (self,)
 
     @property
     def most(self) -> int | None:
@@ -21,7 +74,7 @@ class DraftRecord(Record):
 
     def riders(self, nodes: int) -> int:
         """Tokens that are fed along behind a draft of so many nodes (`Draft.riders`), at most."""
-        return sum(part.riders(nodes) for part in getattr(self, "of", ()))
+        return sum(part.riders(nodes) for part in self.parts)
 
 
 @record
@@ -49,6 +102,7 @@ class SuffixDraft(DraftRecord):
     longest: int = 16
     shortest: int = 2
     kind: ClassVar[str] = "suffix"
+    foresees: ClassVar[bool] = True
 
     @property
     def most(self) -> int:
@@ -81,6 +135,13 @@ class RecyclingDraft(DraftRecord):
     context: int = 3
     rates: tuple[tuple[float, ...], ...] = RATES
     kind: ClassVar[str] = "recycling"
+    branches: ClassVar[bool] = True
+    foresees: ClassVar[bool] = True
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """What the target held for likely after each token."""
+        return ("top_tokens",)
 
     @property
     def most(self) -> int:
@@ -104,6 +165,17 @@ class HeadsDraft(DraftRecord):
     decay: float = 0.8
     trained: bool = False
     kind: ClassVar[str] = "heads"
+    grows: ClassVar[bool] = True
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The target's last hidden states."""
+        return ("hidden",)
+
+    @property
+    def always(self) -> bool:
+        """True."""
+        return True
 
 
 @record
@@ -126,6 +198,22 @@ class RecurrentDraft(DraftRecord):
     entry: str | None = None
     soft: bool = False
     kind: ClassVar[str] = "recurrent"
+    grows: ClassVar[bool] = True
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The target's last hidden states."""
+        return ("hidden",)
+
+    @property
+    def cached(self) -> tuple[str, ...]:
+        """`entry`."""
+        return () if self.entry is None else (self.entry,)
+
+    @property
+    def always(self) -> bool:
+        """True."""
+        return True
 
 
 @record
@@ -153,6 +241,22 @@ class CachedDraft(DraftRecord):
     rollout: int = 0
     decay: float = 0.8
     kind: ClassVar[str] = "cached"
+    grows: ClassVar[bool] = True
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """`output`."""
+        return () if self.output is None else (self.output,)
+
+    @property
+    def cached(self) -> tuple[str, ...]:
+        """`function`."""
+        return (self.function,)
+
+    @property
+    def always(self) -> bool:
+        """Unless a text outgrows its context."""
+        return self.context is None
 
 
 @record
@@ -165,6 +269,7 @@ class FirstDraft(DraftRecord):
 
     of: tuple[DraftRecord, ...] = ()
     kind: ClassVar[str] = "first"
+    in_turn: ClassVar[bool] = True
 
     @property
     def most(self) -> int | None:

@@ -21,6 +21,16 @@ class JacobiDraft(DraftRecord):
     kind: ClassVar[str] = "jacobi"
 
     @property
+    def reads(self) -> tuple[str, ...]:
+        """What the target says after each guess."""
+        return ("argmax",)
+
+    @property
+    def always(self) -> bool:
+        """True."""
+        return True
+
+    @property
     def most(self) -> int:
         """`tokens`."""
         return self.tokens
@@ -39,6 +49,17 @@ class LookaheadDraft(DraftRecord):
     ngram: int = 5
     pool: int = 7
     kind: ClassVar[str] = "lookahead"
+    branches: ClassVar[bool] = True
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """What the target says after each guess."""
+        return ("argmax",)
+
+    @property
+    def always(self) -> bool:
+        """True."""
+        return True
 
     @property
     def most(self) -> int:
@@ -79,6 +100,7 @@ class CorpusDraft(DraftRecord):
     tokens: int = 16
     shortest: int = 2
     kind: ClassVar[str] = "corpus"
+    foresees: ClassVar[bool] = True
 
     @property
     def most(self) -> int:

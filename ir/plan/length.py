@@ -10,9 +10,15 @@ from .base import Record, record
 
 @dataclass(frozen=True)
 class LengthRecord(Record):
-    """Base of length records."""
+    """Base of length records.
+
+    by_level: it looks at what the drafter predicts, level by level, and at nothing else.
+    gives_up: it asks for no draft at all where drafts do not pay.
+    """
 
     slot: ClassVar[str] = "length"
+    by_level: ClassVar[bool] = False
+    gives_up: ClassVar[bool] = False
 
 
 @record
@@ -34,6 +40,7 @@ class SvipLength(LengthRecord):
     threshold: float = 0.4
     scale: float = 1.0
     kind: ClassVar[str] = "svip"
+    by_level: ClassVar[bool] = True
 
 
 @record
@@ -44,6 +51,7 @@ class ConfidenceLength(LengthRecord):
     threshold: float = 0.6
     depth: int = 6
     kind: ClassVar[str] = "confidence"
+    by_level: ClassVar[bool] = True
 
 
 @record
@@ -89,3 +97,4 @@ class GoodputLength(LengthRecord):
 
     loss: float = 0.03
     kind: ClassVar[str] = "goodput"
+    gives_up: ClassVar[bool] = True

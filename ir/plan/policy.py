@@ -9,30 +9,42 @@ from ..errors import InputError
 from .base import Record, record
 
 
+@dataclass(frozen=True)
+class VerifyRecord(Record):
+    """Base of verification records.
+
+    told: it must know of every draft token what distribution it comes from. siblings: it differs
+    from `Lossless` only on siblings that were sampled independently of each other.
+    """
+
+    slot: ClassVar[str] = "verify"
+    told: ClassVar[bool] = False
+    siblings: ClassVar[bool] = False
+
+
 @record
 @dataclass(frozen=True)
-class Lossless(Record):
+class Lossless(VerifyRecord):
     """Keep the target's distribution: argmax agreement when greedy, rejection when sampling."""
 
     kind: ClassVar[str] = "lossless"
-    slot: ClassVar[str] = "verify"
 
 
 @record
 @dataclass(frozen=True)
-class SpecTr(Record):
+class SpecTr(VerifyRecord):
     """Keep the target's distribution, judging independently sampled siblings together (SpecTr).
 
     Greedy decoding and drafts of any other kind are verified as by `Lossless`.
     """
 
     kind: ClassVar[str] = "spectr"
-    slot: ClassVar[str] = "verify"
+    siblings: ClassVar[bool] = True
 
 
 @record
 @dataclass(frozen=True)
-class Typical(Record):
+class Typical(VerifyRecord):
     """Accept draft tokens that the target finds typical, not only those that it chooses (Medusa).
 
     A token passes if its probability exceeds min(`floor`, `share` * exp(-entropy)).
@@ -41,7 +53,6 @@ class Typical(Record):
     floor: float = 0.09
     share: float = 0.3
     kind: ClassVar[str] = "typical"
-    slot: ClassVar[str] = "verify"
 
     def __post_init__(self) -> None:
         if not (0 < self.floor <= 1 and 0 < self.share <= 1):
@@ -50,12 +61,11 @@ class Typical(Record):
 
 @record
 @dataclass(frozen=True)
-class TopKAccept(Record):
+class TopKAccept(VerifyRecord):
     """Accept draft tokens that are among the target's `count` likeliest (Stern et al. 2018)."""
 
     count: int = 2
     kind: ClassVar[str] = "top_k"
-    slot: ClassVar[str] = "verify"
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -64,7 +74,7 @@ class TopKAccept(Record):
 
 @record
 @dataclass(frozen=True)
-class Contrastive(Record):
+class Contrastive(VerifyRecord):
     """Decode p^(1 + beta) / q^beta, p being the target's distribution and q the drafter's.
 
     Only tokens with at least `plausible` times the best one's p come into question. 0 is p itself.
@@ -74,7 +84,7 @@ class Contrastive(Record):
     beta: float = 0.5
     plausible: float = 0.1
     kind: ClassVar[str] = "contrastive"
-    slot: ClassVar[str] = "verify"
+    told: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.beta < 0 or not 0 <= self.plausible <= 1:
@@ -85,7 +95,7 @@ class Contrastive(Record):
 
 @record
 @dataclass(frozen=True)
-class Judge(Record):
+class Judge(VerifyRecord):
     """Keep rejected draft tokens, too, that a trained head finds acceptable (judge decoding).
 
     function: takes ``hidden`` [B,T,H] and returns ``judged`` [B,T,1], the log odds that each token
@@ -98,7 +108,6 @@ class Judge(Record):
     threshold: float = 0.5
     trained: bool = False
     kind: ClassVar[str] = "judge"
-    slot: ClassVar[str] = "verify"
 
     def __post_init__(self) -> None:
         if not 0 <= self.threshold <= 1:

@@ -28,6 +28,13 @@ class PromptDraft(DraftRecord):
     decay: float = 0.8
     trained: bool = False
     kind: ClassVar[str] = "prompts"
+    grows: ClassVar[bool] = True
+    branches: ClassVar[bool] = True
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """What the target says after the prompt tokens."""
+        return ("draft_tokens", "draft_scores")
 
     @property
     def levels(self) -> int:

@@ -17,9 +17,25 @@ Path: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TreeRecord(Record):
-    """Base of tree records."""
+    """Base of tree records. branches: whether a step must be told who continues whom."""
 
     slot: ClassVar[str] = "tree"
+    branches: ClassVar[bool] = True
+
+    @property
+    def chain(self) -> bool:
+        """Whether a draft is the best token of each level and no other, however likely it is."""
+        return False
+
+    @property
+    def breadth(self) -> int:
+        """Nodes of a level, at most, of which a drafter is asked what follows them."""
+        return 1
+
+    @property
+    def sure(self) -> bool:
+        """Whether some prediction becomes the draft, however unlikely all are."""
+        return True
 
     @property
     def most(self) -> int | None:
@@ -37,6 +53,12 @@ class Chain(TreeRecord):
 
     depth: int | None = None
     kind: ClassVar[str] = "chain"
+    branches: ClassVar[bool] = False
+
+    @property
+    def chain(self) -> bool:
+        """True."""
+        return True
 
     @property
     def most(self) -> int | None:
@@ -59,7 +81,9 @@ class StaticTree(TreeRecord):
     def __post_init__(self) -> None:
         known = {()} | set(self.paths)
         if len(known) != len(self.paths) + 1 or () in self.paths:
-            raise InputError(f"static tree: a path is given twice or is empty: {self.paths}")
+            counts = Counter(((), *self.paths))
+            twice = next(path for path, count in counts.items() if count > 1)
+            raise InputError(f"static tree: a path is given twice or is empty: {twice}")
         for path in self.paths:
             if path[:-1] not in known or path[-1] < 0:
                 raise InputError(f"static tree: path {path} has no parent {path[:-1]} in the tree")
@@ -87,6 +111,17 @@ class StaticTree(TreeRecord):
         counts = Counter(map(len, self.paths))
         return tuple(counts[depth] for depth in range(1, self.depth + 1))
 
+    @property
+    def chain(self) -> bool:
+        """Whether it has one node a level, the likeliest."""
+        return all(rank == 0 for path in self.paths for rank in path)
+
+    @property
+    def breadth(self) -> int:
+        """Inner nodes of a level, at most."""
+        inner = {path[:-1] for path in self.paths if len(path) > 1}
+        return max(Counter(map(len, inner)).values(), default=0)
+
 
 @record
 @dataclass(frozen=True)
@@ -111,6 +146,21 @@ class BestFirst(TreeRecord):
         """`nodes`."""
         return self.nodes
 
+    @property
+    def chain(self) -> bool:
+        """Whether one node a level is expanded into one, and none is left out as unlikely."""
+        return self.width == 1 and not self.gain and not self.least
+
+    @property
+    def breadth(self) -> int:
+        """`width`, if there are levels below the first."""
+        return self.width if self.depth > 1 else 0
+
+    @property
+    def sure(self) -> bool:
+        """Whether none is left out as unlikely."""
+        return not self.least
+
 
 @record
 @dataclass(frozen=True)
@@ -133,6 +183,11 @@ class SampledTree(TreeRecord):
             raise InputError(f"sampled tree: expected widths of at least 1, got {self.widths}")
 
     @property
+    def depth(self) -> int:
+        """Levels."""
+        return len(self.widths)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Nodes at each depth."""
         return tuple(accumulate(self.widths, mul))
@@ -141,6 +196,16 @@ class SampledTree(TreeRecord):
     def most(self) -> int:
         """Number of nodes."""
         return sum(self.sizes)
+
+    @property
+    def chain(self) -> bool:
+        """Whether every node has one child."""
+        return max(self.widths) == 1
+
+    @property
+    def breadth(self) -> int:
+        """Nodes of the last level but one."""
+        return self.sizes[-2] if len(self.widths) > 1 else 0
 
 
 @record

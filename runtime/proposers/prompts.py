@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...ir import UnsupportedError, type_of
+from ...ir import type_of
 from ...ir.executable import Executable
 from ...ir.plan import PromptDraft, SampledTree
 from ..drafters.base import Draft, Taken
@@ -44,11 +44,6 @@ class PromptProposer(Proposer):
     ) -> None:
         super().__init__(record, executable, options)
         step, plan = executable.program.function("step"), executable.program.plan
-        if not step.has_input("ancestors"):
-            raise UnsupportedError(
-                f"draft={record} feeds tokens beside the draft, for which the step must take "
-                f"ancestors: run the pass accept_trees"
-            )
         self.depth = self.many = record.prompts
         self.vocabulary = executable.program.info.vocab_size
         self.candidates = int(str(type_of(step.outputs["draft_tokens"]).dims[-1]))

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...ir import UnsupportedError
-from ...ir.executable import Executable
-from ...ir.plan import Chain, UnrolledDraft
-from ..options import GenerationOptions
+from ...ir.plan import UnrolledDraft
 from .base import PROPOSERS, Ids, Level
 from .cached import CachedProposer
 
@@ -25,14 +22,6 @@ class UnrolledProposer(CachedProposer):
     """See the module docstring."""
 
     record: UnrolledDraft
-
-    def __init__(
-        self, record: UnrolledDraft, executable: Executable, options: GenerationOptions
-    ) -> None:
-        super().__init__(record, executable, options)
-        tree = executable.program.plan.tree
-        if not isinstance(tree, Chain):
-            raise UnsupportedError(f"draft={record} makes chains, and the plan has {tree}")
 
     @property
     def function(self) -> str:

@@ -1,0 +1,152 @@
+"""Whether the parts of a decode plan fit each other and the program: asked once all passes ran.
+
+What a part needs and does is declared by its record (`plan.DraftRecord`, `plan.TreeRecord`, ...);
+nothing here knows a record by name. `unmet` finds what would fail while decoding, `idle` what would
+never do anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from .plan import (
+    Chain,
+    DecodePlan,
+    DraftRecord,
+    FixedLength,
+    Lossless,
+    NoDraft,
+    SampledTree,
+    TreeRecord,
+)
+from .program import Program
+
+
+def unmet(program: Program) -> tuple[str, str] | None:
+    """What the plan needs and does not have, and the fact whose passes provide it, or ""; None if
+    it can be carried out."""
+    return next(_unmet(program), None)
+
+
+def misfit(plan: DecodePlan) -> str | None:
+    """The part of a plan that another part contradicts, and how; None if none does."""
+    return next(_misfits(plan), None)
+
+
+def idle(plan: DecodePlan) -> str | None:
+    """The part of a plan that can never act, and why; None if all can."""
+    return next(_idle(plan), None)
+
+
+def _unmet(program: Program) -> Iterator[tuple[str, str]]:
+    plan, step = program.plan, program.function("step")
+    leaves, returned, cached = plan.draft.leaves, step.outputs, step.has_input("past")
+    for leaf in leaves:
+        for output in leaf.reads:
+            if output not in returned:
+                yield f"draft={leaf.brief} reads {output!r}, which step does not return", output
+    records: tuple[TreeRecord | DraftRecord, ...] = (plan.tree, *leaves, plan.draft)
+    for record in records:
+        if record.branches and not step.has_input("ancestors"):
+            yield f"{record.slot}={record.brief} needs a step that takes ancestors", "trees"
+    for leaf in leaves:
+        for name in leaf.cached:
+            function = program.functions.get(name)
+            if function is not None and cached and not function.has_input("past"):
+                what = f"draft={leaf.brief}: its function {name} has no KV cache"
+                yield f"{what}: it has no attention that insert_kv_cache could give one", ""
+    yield from ((fault, "") for fault in _misfits(plan))
+
+
+def _misfits(plan: DecodePlan) -> Iterator[str]:
+    """Parts of a plan that contradict each other."""
+    draft, tree, length, verify = plan.draft, plan.tree, plan.length, plan.verify
+    for leaf in draft.leaves:
+        what = f"draft={leaf.brief}"
+        inner = getattr(leaf, "drafter", None)
+        if isinstance(inner, DraftRecord) and not inner.foresees:
+            yield (
+                f"{what}: {inner.brief} cannot draft for another drafter: it knows only what "
+                f"follows committed text; drafters that copy can, such as suffix"
+            )
+        if leaf.narrow and tree.breadth > 1:
+            yield (
+                f"{what} predicts what follows one node a level, and tree={tree.brief} asks for up "
+                f"to {tree.breadth}: draw a chain, or leave its own drafter out"
+            )
+        if leaf.chains and not tree.chain:
+            yield f"{what} makes chains of best tokens, and the plan has tree={tree.brief}"
+        if leaf.chains and length.by_level:
+            yield (
+                f"{what} makes all levels of a draft at once, and length={length.brief} looks at "
+                f"each of them before the next is made"
+            )
+    if any(leaf.in_step for leaf in draft.leaves):
+        yield from _unchained(plan)
+    if verify.told and not _is_told(plan):
+        yield (
+            f"verify={verify.brief}: draft={draft.brief} under tree={tree.brief} has no "
+            f"distributions to weigh against: draft by one pass that predicts, such as draft_model "
+            f"or draft_hydra, and draw the tree by tree_sampled"
+        )
+
+
+def _unchained(plan: DecodePlan) -> Iterator[str]:
+    """What a step that drafts cannot do: it verifies chains, and drafts in any case."""
+    records: tuple[TreeRecord | DraftRecord, ...] = (plan.draft, *plan.draft.leaves, plan.tree)
+    for record in records:
+        if record.branches:
+            yield (
+                f"the step drafts and takes every draft for a chain, but "
+                f"{record.slot}={record.brief} makes trees: leave fuse_draft out"
+            )
+    if plan.length.gives_up:
+        yield (
+            f"length={plan.length.brief} gives up drafts that do not pay, and a step that drafts "
+            f"makes them all the same: leave one of the two out"
+        )
+
+
+def _is_told(plan: DecodePlan) -> bool:
+    """Whether every draft says what its tokens were sampled from."""
+    return plan.draft.tells and isinstance(plan.tree, SampledTree) and plan.tree.told
+
+
+def _idle(plan: DecodePlan) -> Iterator[str]:
+    draft, tree, length, verify = plan.draft, plan.tree, plan.length, plan.verify
+    who = f"draft={draft.brief}"
+    if isinstance(draft, NoDraft):
+        for record, default in ((tree, Chain()), (length, FixedLength()), (verify, Lossless())):
+            if record != default:
+                yield f"{record.slot}={record.brief} is never asked: nothing drafts"
+    growing = [leaf for leaf in draft.leaves if leaf.grows]
+    if tree != Chain() and not growing:
+        yield f"tree={tree.brief} is never followed: {who} says itself what its drafts look like"
+    if length.by_level and not growing:
+        yield f"length={length.brief} is never asked: {who} predicts nothing level by level"
+    if verify.siblings and (not isinstance(tree, SampledTree) or tree.chain):
+        yield (
+            f"verify={verify.brief} never does anything: no draft of tree={tree.brief} has "
+            f"siblings that were sampled independently"
+        )
+    yield from _never_asked(draft, tree.sure)
+
+
+def _never_asked(draft: DraftRecord, sure: bool) -> Iterator[str]:
+    """Drafters that come after one that always drafts, or that are there twice."""
+    parts: Sequence[DraftRecord] = draft.parts
+    for index, part in enumerate(parts):
+        yield from _never_asked(part, sure)
+        if part in parts[:index]:
+            yield f"draft={part.brief} is there twice: the second one never has another draft"
+        before = [other for other in parts[:index] if _always(other, sure)]
+        if before and draft.in_turn:
+            yield (
+                f"draft={part.brief} is never asked: draft={before[0].brief} comes before it and "
+                f"has a draft in every step; put the one that may have none first, or let both "
+                f"draft (draft_merged)"
+            )
+
+
+def _always(draft: DraftRecord, sure: bool) -> bool:
+    return draft.always and (sure or not any(leaf.grows for leaf in draft.leaves))
