@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...ir.executable import Executable
-from ...ir.plan import LengthRecord
+from ...ir.plan import Chain, LengthRecord
 from .base import Flags, LengthPolicy
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class DepthPolicy(LengthPolicy):
 
     def __init__(self, record: LengthRecord, executable: Executable, batch: int) -> None:
         super().__init__(record, executable, batch)
-        self.chain = executable.program.plan.tree.chain
+        self.chain = isinstance(executable.program.plan.tree, Chain)
         self.depths: npt.NDArray[np.int64] = np.ones(batch, dtype=np.int64)
 
     def limits(self, rooms: Sequence[int]) -> list[int]:
