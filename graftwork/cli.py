@@ -268,16 +268,20 @@ def export(
     recipe: MaybeRecipe = None,
     set_: SetOption = [],  # noqa: B006  (typer copies it)
     target: TargetOption = "onnxruntime",
+    plain: Annotated[
+        bool, typer.Option("--plain", help="onnx, genai: leave out what the recipe drafts with.")
+    ] = False,
 ) -> None:
     """Write an ONNX model for ONNX Runtime, a folder for onnxruntime-genai, or drafts for vLLM."""
     from .opening import open_model
 
+    _require(not plain or format_ in ("onnx", "genai"), "--plain is for onnx and genai")
     with progress() as show:
         opened = open_model(model, recipe, set_, target, show)
         show(f"export {format_}")
-        writers = {
-            "onnx": opened.export_onnx,
-            "genai": opened.export_genai,
+        writers: dict[str, Callable[[Path], Path]] = {
+            "onnx": partial(opened.export_onnx, plain=plain),
+            "genai": partial(opened.export_genai, plain=plain),
             "vllm-medusa": opened.export_vllm_medusa,
             "speculators": opened.export_speculators,
         }

@@ -42,22 +42,23 @@ _DIMS = {
 }
 
 
-def export_onnx(program: Program, folder: Path) -> Path:
+def export_onnx(program: Program, folder: Path, *, plain: bool = False) -> Path:
     """Write the plain decode graph of a cached program; returns the folder.
 
-    Errors: `UnsupportedError` if the program's step is more than a plain decode step (see
+    plain: leave out what the program drafts with. Errors: `UnsupportedError` if it drafts and that
+    is not asked for, or if its step is more than a plain decode step (see
     `backends.onnxruntime.portable`); `InputError` if the folder holds something else.
     """
-    return _write(program, portable(program), folder, {})
+    return _write(program, portable(program, plain=plain), folder, {})
 
 
-def export_genai(program: Program, folder: Path) -> Path:
+def export_genai(program: Program, folder: Path, *, plain: bool = False) -> Path:
     """Write a folder for onnxruntime-genai: the decode graph, its configuration, the tokenizer.
 
-    Errors: as `export_onnx`, and `UnsupportedError` if layers differ in their heads or widths,
-    which its configuration cannot say.
+    plain and errors: as `export_onnx`, and `UnsupportedError` if layers differ in their heads or
+    widths, or for defaults of the checkpoint, which its configuration cannot say.
     """
-    graph = portable(program)
+    graph = portable(program, plain=plain)
     return _write(program, graph, folder, {CONFIG: genai_config(program, graph)})
 
 
@@ -165,7 +166,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _write_model(graph: Portable, folder: Path) -> None:
-    emitted = emit(graph.function, graph.weights)
+    emitted = emit(graph.function, graph.weights, standard=True)
     shapes = {f"present.{name}": value for name, value in _pasts(emitted.model)}
     for value in (*emitted.model.graph.inputs, *emitted.model.graph.outputs):
         present = shapes.get(value.name or "")

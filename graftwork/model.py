@@ -257,23 +257,25 @@ class Model:
             progress=progress,
         )
 
-    def export_onnx(self, folder: str | Path) -> Path:
+    def export_onnx(self, folder: str | Path, *, plain: bool = False) -> Path:
         """Write ``model.onnx`` with its weights and tokenizer, for ONNX Runtime.
 
+        plain: the graph without what a recipe drafts with, which no other loader would run.
         Errors: as `graftwork.export.export_onnx`, and `InputError` if a weight holds NaN.
         """
         from .export import export_onnx
 
-        return export_onnx(_checked(self.program), plain_path("export", folder))
+        return export_onnx(_checked(self.program), plain_path("export", folder), plain=plain)
 
-    def export_genai(self, folder: str | Path) -> Path:
+    def export_genai(self, folder: str | Path, *, plain: bool = False) -> Path:
         """Write a folder that onnxruntime-genai runs: the graph and ``genai_config.json``.
 
-        Errors: as `graftwork.export.export_genai`, and `InputError` if a weight holds NaN.
+        plain: as in `export_onnx`. Errors: as `graftwork.export.export_genai`, and `InputError` if
+        a weight holds NaN.
         """
         from .export import export_genai
 
-        return export_genai(_checked(self.program), plain_path("export", folder))
+        return export_genai(_checked(self.program), plain_path("export", folder), plain=plain)
 
     def export_vllm_medusa(self, folder: str | Path) -> Path:
         """Write trained Medusa heads as vLLM reads them. Errors: as `export_heads` states."""

@@ -257,3 +257,16 @@ def test_export(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert (tmp_path / kind / "model.onnx").is_file()
     assert (tmp_path / "genai" / "genai_config.json").is_file()
     assert not is_artifact(tmp_path / "onnx")
+
+
+def test_export_of_a_recipe_that_drafts(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused unless the plain graph is asked for by name."""
+    args = ("export", checkpoint, "--recipe", "copyspec", "--format", "genai", "--out")
+    code, _, errors = run(capsys, *args, tmp_path / "out")
+    assert code == 2 and "--plain" in errors and not (tmp_path / "out").exists()
+    assert run(capsys, *args, tmp_path / "out", "--plain")[0] == 0
+    assert (tmp_path / "out" / "model.onnx").is_file()
+    heads = ("export", checkpoint, "--format", "speculators", "--out", tmp_path / "x", "--plain")
+    assert "--plain is for onnx and genai" in run(capsys, *heads)[2]

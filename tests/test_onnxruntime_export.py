@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -12,10 +14,18 @@ import pytest
 import torch
 from handmade import Shape, cached_llama, llama
 from test_onnxruntime_lowering import KERNEL, PLAIN, name_of
+from tiny import drafting_llama, tiny_llama
 
 from graftwork.backends import Target, compile
+from graftwork.backends.onnxruntime.emit import emit
+from graftwork.backends.onnxruntime.portable import portable
+from graftwork.backends.onnxruntime.store import WeightFile, store
 from graftwork.export import export_genai, export_onnx
 from graftwork.ir import InputError, Program, State, TensorType, UnsupportedError, run
+from graftwork.passes.base import Pass
+from graftwork.passes.draft_eagle import DraftEagle
+from graftwork.passes.draft_medusa import DraftMedusa
+from graftwork.passes.draft_suffix import DraftSuffix
 from graftwork.passes.quantize_int8 import QuantizeInt8
 
 genai = pytest.importorskip("onnxruntime_genai")
@@ -124,6 +134,59 @@ def test_what_the_graph_says_of_itself(tmp_path: Path) -> None:
     assert outputs["logits"] == ["batch_size", "sequence_length", 61]
     assert outputs["present.0.key"] == ["batch_size", 2, "total_sequence_length", 16]
     assert len(inputs) == 6 and len(outputs) == 5
+
+
+@pytest.mark.parametrize("write", [export_onnx, export_genai])
+@pytest.mark.parametrize("shape", [*KERNEL, *PLAIN, Shape(dim=12, slopes=True)], ids=name_of)
+def test_the_checker_of_onnx_passes(shape: Shape, write: Any, tmp_path: Path) -> None:
+    """In full: every op has a schema there, or is of a domain that it leaves alone."""
+    if write is export_genai and shape.value_dim is not None:
+        shape = replace(shape, value_dim=None)
+    for number, made in enumerate([cached_llama(shape), quantized(shape)]):
+        folder = write(made, tmp_path / str(number))
+        onnx.checker.check_model(str(folder / "model.onnx"), full_check=True)
+
+
+def quantized(shape: Shape) -> Program:
+    return QuantizeInt8().run(cached_llama(shape)).program
+
+
+def test_portable_norms_are_bit_for_bit_our_own(tmp_path: Path) -> None:
+    """ONNX's name for an RMS norm and ONNX Runtime's: one kernel."""
+    graph, results = portable(cached_llama()), []
+    for standard in (False, True):
+        folder = tmp_path / str(standard)
+        folder.mkdir()
+        emitted = emit(graph.function, graph.weights, standard=standard)
+        store(emitted, folder / "model.onnx", WeightFile(folder / "model.onnx.data"))
+        model = onnx.load(folder / "model.onnx", load_external_data=False)
+        kinds = {node.op_type for node in model.graph.node}
+        assert ("RMSNormalization" in kinds) == standard
+        assert ("SimplifiedLayerNormalization" in kinds) != standard
+        results.append(Loop(folder, 1).step(tokens_of(1, 6)))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("write", [export_onnx, export_genai])
+@pytest.mark.parametrize(
+    "drafter",
+    [DraftSuffix(), DraftMedusa(heads=2), DraftEagle(levels=2, candidates=2)],
+    ids=lambda drafter: drafter.name,
+)
+def test_drafts_are_left_out_by_name_only(drafter: Pass, write: Any, tmp_path: Path) -> None:
+    """Other loaders have no place for them; what is exported then is the plain graph."""
+    drafting = drafting_llama(drafter)
+    with pytest.raises(UnsupportedError, match=r"drafts \(draft=.*plain=True, --plain.*baseline"):
+        write(drafting, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+    folder = write(drafting, tmp_path / "out", plain=True)
+    onnx.checker.check_model(str(folder / "model.onnx"), full_check=True)
+    tokens = torch.tensor([[3, 4, 5, 9]])
+    positions = torch.arange(4)[None]
+    wanted = run(tiny_llama(), "step", {"tokens": tokens, "positions": positions})["logits"]
+    torch.testing.assert_close(Loop(folder, 1).step(tokens), wanted, rtol=1e-4, atol=1e-4)
+    names = {value.name.partition(".")[0] for value in open_plain(folder).get_inputs()}
+    assert names == {"input_ids", "attention_mask", "past_key_values"}
 
 
 def test_int8_export(tmp_path: Path) -> None:

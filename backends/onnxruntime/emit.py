@@ -88,13 +88,16 @@ class Emitted:
     pending: tuple[tuple[oir.Value, Weight], ...]
 
 
-def emit(function: Function, weights: WeightStore, *, paired: bool = False) -> Emitted:
+def emit(
+    function: Function, weights: WeightStore, *, paired: bool = False, standard: bool = False
+) -> Emitted:
     """Emit a function whose every call has a row.
 
-    paired: attention takes a lone token twice, see `pairs`.
+    paired: attention takes a lone token twice, see `pairs`. standard: of what ONNX has a schema
+    for, its own ops, so that its checker and other tools know them.
     Errors: `UnsupportedError` naming an op without a row and where it comes from.
     """
-    return Emitter(function, weights, paired).run()
+    return Emitter(function, weights, paired, standard).run()
 
 
 @dataclass
@@ -104,6 +107,7 @@ class Emitter:
     function: Function
     weights: WeightStore
     paired: bool = False
+    standard: bool = False
     result: ValueType = ()
     memo: dict[Any, Any] = field(default_factory=dict)
 

@@ -27,6 +27,7 @@ import torch
 import torch.fx
 
 from ...ir import Function, Program, Sym, UnsupportedError, WeightStore, site_of, type_of
+from ...ir.plan import NoDraft
 from ...ir.types import Dim, TensorType
 from ...passes.cse import merge_equal
 from ...passes.dce import sweep
@@ -67,14 +68,21 @@ class Portable:
     layers: tuple[Layer, ...]
 
 
-def portable(program: Program) -> Portable:
-    """See the module docstring.
+def portable(program: Program, *, plain: bool = False) -> Portable:
+    """See the module docstring. plain: leave out what the program drafts with.
 
-    Errors: `UnsupportedError` for a program without logits or caches, with states that are not keys
-    and values, or with attention that reads them through something else than a step mask.
+    Errors: `UnsupportedError` for a program that drafts, unless `plain`, and for one without logits
+    or caches, with states that are not keys and values, or with attention that reads them through
+    something else than a step mask.
     """
+    step = program.function("step")
+    if not isinstance(program.plan.draft, NoDraft):
+        _refuse_drafts(program, plain)
+        # Their own caches are nothing of the step's.
+        own = {name: state for name, state in program.states.items() if step.has_input(name)}
+        program = program.replace(states=own)
     layers = _numbered(program)
-    fn = program.function("step").copy()
+    fn = step.copy()
     fn.name = "model"
     erase_markers(fn)
     drop_ancestors(fn)
@@ -94,6 +102,17 @@ def portable(program: Program) -> Portable:
     sweep(fn)
     _rename(fn, program, layers)
     return Portable(fn, weights.only(fn.weights), not concatenates, shapes)
+
+
+def _refuse_drafts(program: Program, plain: bool) -> None:
+    if plain:
+        return
+    raise UnsupportedError(
+        f"{program.name} drafts (draft={program.plan.draft.kind}), and the decode graph that other "
+        f"loaders run has no place for it: they would decode token by token. Export that graph by "
+        f"name (plain=True, --plain on the command line), export another recipe, such as baseline, "
+        f"or give trained heads to vLLM (the formats vllm-medusa and speculators)"
+    )
 
 
 def _numbered(program: Program) -> dict[int, int]:

@@ -25,8 +25,13 @@ def _ones(e: Emitter, x: oir.Value) -> oir.Value:
 
 @row(G.rms_norm.default)
 def rms_norm(e: Emitter, x: oir.Value, weight: oir.Value, eps: float) -> Any:
-    scale = e.cast(weight, e.dtype())
-    return e.op("SimplifiedLayerNormalization", x, scale, axis=-1, epsilon=eps, stash_type=1)
+    return _rms_norm(e, x, e.cast(weight, e.dtype()), eps)
+
+
+def _rms_norm(e: Emitter, x: oir.Value, scale: oir.Value, eps: float) -> Any:
+    # The same op in ONNX Runtime, whose own name for it all its devices know.
+    name = "RMSNormalization" if e.standard else "SimplifiedLayerNormalization"
+    return e.op(name, x, scale, axis=-1, epsilon=eps, stash_type=1)
 
 
 def _last_axis_only(node: Any) -> bool:
@@ -39,7 +44,7 @@ def aten_rms_norm(
 ) -> Any:
     scale = _ones(e, x) if weight is None else weight
     small = torch.finfo(e.dtype()).eps if eps is None else eps
-    return e.op("SimplifiedLayerNormalization", x, scale, axis=-1, epsilon=small, stash_type=1)
+    return _rms_norm(e, x, scale, small)
 
 
 def _is_fusible(node: Any) -> bool:
