@@ -26,7 +26,6 @@ from . import __version__
 
 if TYPE_CHECKING:
     from .model import Model
-    from .training import FitState
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -215,7 +214,9 @@ def train(
     data: Annotated[
         Path | None, typer.Option(help="Text file, folder of them, .jsonl or .npy of token ids.")
     ] = None,
-    minutes: Annotated[float | None, typer.Option(help="Stop after this long.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Train this long; preparing text comes before.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Stop after so many optimizer steps.")] = None,
     batch: Annotated[int, typer.Option(help="Windows a step.")] = 4,
     window: Annotated[int, typer.Option(help="Tokens a window.")] = 512,
@@ -228,32 +229,42 @@ def train(
     """Train a recipe's draft heads on what the model itself predicts."""
     from .model import optimize as optimize_model
     from .opening import with_settings
-    from .training import fit
+    from .progress import training_progress
+    from .training import FitState, fit
 
-    with progress() as show:
-        made = optimize_model(model, with_settings(recipe, set_), target=target, progress=show)
-    with _bar() as update:
-        fitted = fit(
-            made,
-            data,
-            out=folder,
-            resume=resume,
-            progress=update,
-            minutes=minutes,
-            steps=steps,
-            batch=batch,
-            window=window,
-            passes=passes,
-            rate=rate,
-            own=own,
-            seed=seed,
+    with training_progress(err) as update:
+        made = optimize_model(
+            model,
+            with_settings(recipe, set_),
+            target=target,
+            progress=lambda what: update(FitState(what, 0.0)),
         )
+        try:
+            fitted = fit(
+                made,
+                data,
+                out=folder,
+                resume=resume,
+                progress=update,
+                minutes=minutes,
+                steps=steps,
+                batch=batch,
+                window=window,
+                passes=passes,
+                rate=rate,
+                own=own,
+                seed=seed,
+            )
+        except KeyboardInterrupt:
+            err.print(_interrupted(folder), markup=False, soft_wrap=True)
+            raise typer.Exit(130) from None
     hits = ", ".join(f"{hit:.2f}" for hit in fitted.hits)
     out.print(
         f"{fitted.steps} steps, loss {fitted.loss:.3f}, accuracy by depth {hits}; "
         f"{fitted.accepted_per_step:.2f} tokens a step on held-out text\n"
-        f"heads in {folder}: use them with --set {_drafting(made)}.weights={folder}",
+        f"weights in {folder}: use them with {_weights_settings(made, folder)}",
         markup=False,
+        soft_wrap=True,
     )
 
 
@@ -453,29 +464,23 @@ def progress() -> Iterator[Callable[[str], None]]:
         yield lambda what: status.update(Text(what))
 
 
-@contextmanager
-def _bar() -> Iterator[Callable[[FitState], None]]:
-    """A progress bar for training, on standard error."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err) as bar:
-        task = bar.add_task("start", total=1.0)
-
-        def update(state: FitState) -> None:
-            shown = f" step {state.step} loss {state.loss:.3f}" if state.step else ""
-            bar.update(task, completed=state.share, description=state.phase + shown)
-
-        yield update
-
-
-def _drafting(model: Model) -> str:
-    """The pass of a model's recipe that takes trained weights."""
+def _weights_settings(model: Model, folder: Path) -> str:
+    """What to say so that a recipe reads the weights that were trained for it, all of them."""
     from .passes.base import all_passes
 
     known = all_passes()
     names = [record.name for record in model.program.provenance]
-    return next(name for name in names if "weights" in known[name].model_fields)
+    names = [name for name in names if "weights" in known[name].model_fields]
+    return " ".join(f"--set {name}.weights={folder}" for name in names)
+
+
+def _interrupted(folder: Path) -> str:
+    """What to do after training was stopped by hand."""
+    from .training.checkpoint import STATE
+
+    if (folder / STATE).is_file():
+        return f"interrupted; {folder} holds a checkpoint: go on from it with --resume"
+    return f"interrupted before the first checkpoint; {folder} holds no weights yet"
 
 
 def _split(names: str) -> list[str]:

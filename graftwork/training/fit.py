@@ -12,10 +12,11 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -42,16 +43,17 @@ TEACHER_BYTES = 256 << 20
 SAMPLED = 16
 """Windows that the target is asked about, and continues, at once."""
 
-PREPARING = 0.35
-"""Share of the time for preparing windows; in the rest each is then used about five times where the
-inserted weights cost as much as half of the target."""
+PREPARING = 0.5
+"""Time for preparing windows, as a share of the training's; each is then used about five times
+where the inserted weights cost as much as half of the target."""
 
 
 @dataclass(frozen=True)
 class FitOptions:
     """How to train.
 
-    minutes: wall time, the preparing of windows included; steps: optimizer steps. At least one;
+    minutes: wall time of the steps; preparing windows for them comes before, and takes half as long
+    at most, but for the first sixteen windows. steps: optimizer steps. At least one of the two;
     training ends with the first that is used up. batch: windows a step. window: tokens each.
     passes: how often a window is used where steps are given. own: share of the windows that the
     target continues itself; temperature: at which (0: its best tokens). rate: peak learning rate of
@@ -153,7 +155,6 @@ class _Fit:
         self.chosen = [name for draft in self.drafts for name in chosen(model.program, draft)]
         self.objectives = [objective_of(draft) for draft in self.drafts]
         self.rank, self.world = _join_processes(model.target.device)
-        self.started = time.perf_counter()
         documents = self._documents(data)
         self.train, self.held_out = split(documents)
         width = min(options.window, model.program.info.context)
@@ -170,8 +171,11 @@ class _Fit:
         )
         state = self._restored(net, optimizer) if resume else self._fresh()
         pool = self._prepared(net, state)
+        self.started = time.perf_counter()
         while not self._used_up(state):
             self._step(net, optimizer, pool, state)
+        if not state.step:
+            self._leave_nothing(pool)
         self._save(net, optimizer, state)
         pool.remove()
         trained = replace(self.model, program=net.trained_program(self.drafts))
@@ -179,6 +183,16 @@ class _Fit:
         accepted = accepted_per_step(trained, self.held_out)
         last = state.losses[-1] if state.losses else math.nan
         return Fitted(trained, state.step, last, tuple(state.hits), accepted)
+
+    def _leave_nothing(self, pool: lessons.Lessons) -> NoReturn:
+        """Nothing was trained: weights that know nothing are not written."""
+        pool.remove()
+        with suppress(OSError):  # others' files, or no folder
+            self.out.rmdir()
+        raise InputError(
+            f"no step was made in minutes={self.options.minutes}, steps={self.options.steps}: "
+            f"nothing is written; give it more"
+        )
 
     # -- data
 
