@@ -17,6 +17,7 @@ import torch.fx
 
 from .errors import GraftworkError
 from .infer import infer
+from .names import check_name
 from .signature import placed
 from .types import Sym, TensorType, ValueType
 from .weights import Weight
@@ -55,6 +56,7 @@ class Function:
     """A named, typed graph. Passes copy it, edit the copy's graph and hand the copy on."""
 
     def __init__(self, name: str, graph: torch.fx.Graph | None = None) -> None:
+        check_name("a function", name)
         self.name = name
         self.graph = graph or torch.fx.Graph()
 
@@ -142,7 +144,8 @@ class Function:
         return rest
 
     def add_input(self, name: str, type: TensorType) -> torch.fx.Node:
-        """A new placeholder after the existing ones."""
+        """A new placeholder after the existing ones. Errors: `InputError` for what is no name."""
+        check_name(f"{self.name}: an input", name)
         last = self.inputs[-1] if self.inputs else None
         anchor = last if last is not None else self.graph._root
         with self.graph.inserting_after(anchor):
@@ -178,7 +181,10 @@ class Function:
         return self.call(operator.getitem, node, index, site=site_of(node))
 
     def set_outputs(self, outputs: Mapping[str, torch.fx.Node]) -> None:
-        """Make these the function's outputs, in this order."""
+        """Make these the function's outputs, in this order. Errors: `InputError` for what is no
+        name."""
+        for name in outputs:
+            check_name(f"{self.name}: an output", name)
         for node in self.graph.find_nodes(op="output"):
             self.graph.erase_node(node)
         node = self.graph.output(dict(outputs))

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import NoReturn
 
 from .errors import ParseError
+from .names import is_name, shown
 
 MAX_CHARACTERS = 64 * 2**20
 MAX_BYTES = 4 * MAX_CHARACTERS  # in UTF-8
@@ -187,6 +188,15 @@ class Cursor:
         ):
             end = self.next().end
         return self.source.text[start.start : end]
+
+    def identifier(self, what: str) -> str:
+        """A name that `names` allows, such as ``kv.0.key``."""
+        start = self.here
+        name = self.dotted(what)
+        if not is_name(name):
+            # The token may be long, or half a character.
+            self.source.fail(start.start, f"expected {what}, such as kv.0.key, found {shown(name)}")
+        return name
 
     def span(self, stops: frozenset[str]) -> list[Token]:
         """Tokens up to the end of the line or a stop outside brackets."""

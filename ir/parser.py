@@ -6,34 +6,24 @@ imports anything, bounds nesting and numbers, and infers every type again.
 
 from __future__ import annotations
 
-import operator
-import re
 from collections.abc import Callable
 from dataclasses import MISSING, fields
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
-import torch.fx
-from pydantic import TypeAdapter, ValidationError
-
+from .body import Body
 from .defaults import Defaults
-from .errors import GraftworkError, InputError
+from .errors import InputError
 from .expressions import Build, Expression
-from .function import NOWHERE, Function, Site
-from .infer import infer
+from .function import Function
 from .lexer import Cursor, Source, Token
+from .names import check_name, check_program_name
 from .plan import RECORDS, DecodePlan, Record
 from .program import ModelInfo, PassRecord, Program, State
-from .signature import placed
-from .stages import find_op
-from .types import TensorType, ValueType, type_text
+from .types import TensorType, ValueType
 from .weights import Weight, WeightStore
 
 T = TypeVar("T")
 
-_SITE = re.compile(
-    r'#(?: (?P<module>(?!layer=|at )(?:"(?:[^"\\]|\\.)*"|\S+)))?'
-    r"(?: layer=(?P<layer>-?\d{1,9}))?(?: at (?P<line>.+))?"
-)
 _STOP_EQUALS = frozenset({"="})
 _STOP_COLON = frozenset({":"})
 
@@ -44,19 +34,21 @@ def parse_program(text: str, weights: WeightStore | None = None) -> Program:
     weights: where the declared weights are; without it the program holds placeholders that know
     their types and refuse to load. Errors: `ParseError` with line, column and what was expected.
     """
-    return _Parser(text, weights).program()
+    return Parser(text, weights).program()
 
 
 def parse_function(text: str, weights: WeightStore) -> Function:
     """Read one ``func name(...) -> ... { ... }``; `weights` says which weights there are."""
-    parser = _Parser(text, weights)
+    parser = Parser(text, weights)
     parser.weights = dict(weights)
     parser.cursor.skip_lines()
     parser.cursor.expect("func")
     return parser.function()
 
 
-class _Parser:
+class Parser:
+    """Reads a text; errors name line and column."""
+
     def __init__(self, text: str, store: WeightStore | None) -> None:
         self.cursor = Cursor(Source(text))
         self.store = store
@@ -75,7 +67,9 @@ class _Parser:
         cursor = self.cursor
         cursor.skip_lines()
         cursor.expect("program")
-        name = cursor.unquote(cursor.take("string", 'the program\'s name in quotes, as in "llama"'))
+        start = cursor.take("string", 'the program\'s name in quotes, as in "llama"')
+        name = cursor.unquote(start)
+        self.checked(check_program_name, start, name)
         cursor.expect("stage")
         cursor.expect("=")
         stage = cursor.dotted("a stage")
@@ -153,6 +147,13 @@ class _Parser:
         self.passes.append(self.build(PassRecord, values, contract))
         cursor.end_line()
 
+    def checked(self, check: Callable[..., None], at: Token, *values: Any) -> None:
+        """Run a check of what a token says; its error points there."""
+        try:
+            check(*values)
+        except InputError as error:
+            self.cursor.source.fail(at.start, str(error))
+
     def number(self, token: Token, kind: Callable[[str], T]) -> T:
         try:
             return kind(token.text)
@@ -168,11 +169,13 @@ class _Parser:
         cursor = self.cursor
         cursor.expect("state")
         start = cursor.here
-        name = cursor.dotted("a state's name")
+        name = cursor.identifier("a state's name")
         cursor.expect(":")
         state_type = self.tensor_type()
         layer = self.number(self.attribute("layer", "number"), int)
-        part = cursor.unquote(self.attribute("part", "string"))
+        at = self.attribute("part", "string")
+        part = cursor.unquote(at)
+        self.checked(check_name, at, "a state's part", part)
         self.declare(self.states, name, State(name, state_type, layer, part), start)
         cursor.end_line()
 
@@ -250,16 +253,10 @@ class _Parser:
         return name, kwargs
 
     def build(self, cls: type[T], values: dict[str, Any], at: Token) -> T:
-        """An instance of a plain dataclass, its fields checked against their annotations."""
-        hints = get_type_hints(cls)
+        """An instance of a dataclass that checks its fields."""
         known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
-        for name, value in values.items():
-            if name not in known:
-                self.cursor.fail(f"one of {', '.join(known)} (not {name!r})", at)
-            try:
-                TypeAdapter(hints[name]).validate_python(value, strict=True)
-            except ValidationError as error:
-                self.cursor.fail(f"a valid {name} ({error.errors()[0]['msg']})", at)
+        if strange := next((name for name in values if name not in known), None):
+            self.cursor.fail(f"one of {', '.join(known)} (not {strange!r})", at)
         needed = {n for n, f in known.items() if f.default is f.default_factory is MISSING}
         if missing := needed - set(values):
             self.cursor.fail(f"also {', '.join(sorted(missing))}", at)
@@ -306,7 +303,7 @@ class _Parser:
 
     def function(self) -> Function:
         cursor = self.cursor
-        body = _Body(self, Function(cursor.dotted("the function's name")))
+        body = Body(self, Function(cursor.identifier("the function's name")))
         cursor.expect("(")
         while not cursor.accept(")"):
             body.parameter()
@@ -326,170 +323,13 @@ class _Parser:
         closing = ")" if cursor.accept("(") else "{"
         while not cursor.at(closing):
             start = cursor.here
-            name = cursor.dotted("an output's name")
+            name = cursor.identifier("an output's name")
             self.declare(found, name, (self.tensor_type(), start), start)
             if not cursor.at(closing):
                 cursor.expect(",")
         if closing == ")":
             cursor.expect(")")
         return found
-
-
-class _Body:
-    """The inside of a function: builds the graph line by line."""
-
-    def __init__(self, parser: _Parser, function: Function) -> None:
-        self.parser, self.cursor, self.function = parser, parser.cursor, function
-        self.values: dict[str, torch.fx.Node] = {}
-        self.weights: dict[str, torch.fx.Node] = {}
-        self.returned = False
-
-    def free_name(self, name: str) -> str:
-        """A node name that no value of the text wants."""
-        plain = "".join(c if c.isalnum() else "_" for c in name)
-        while plain in self.parser.wanted:
-            plain += "_"
-        return plain
-
-    def parameter(self) -> None:
-        cursor, start = self.cursor, self.cursor.here
-        name = cursor.dotted("an input's name")
-        cursor.expect(":")
-        node_type = self.parser.tensor_type()
-        node = self.function.graph.create_node("placeholder", name, name=self.free_name(name))
-        node.meta = {"type": node_type, "site": NOWHERE}
-        self.parser.declare(self.values, name, node, start)
-
-    def line(self, results: dict[str, tuple[TensorType, Token]]) -> bool:
-        if self.returned:
-            return False
-        if self.cursor.at("return"):
-            self.output(results)
-            return True
-        if self.cursor.here.kind != "value":
-            return False
-        self.statement()
-        return True
-
-    def statement(self) -> None:
-        cursor = self.cursor
-        target = cursor.next()
-        name = cursor.unquote(target, 1)
-        cursor.expect(":", "': type = ...'")
-        stated = cursor.here
-        value_type = self.parser.value_type()
-        cursor.expect("=")
-        expression = Expression(cursor, cursor.span(frozenset()), self.lookup)
-        site = self.site()
-        node = self.build(expression, name, site)
-        if node.meta["type"] != value_type:
-            found = type_text(node.meta["type"])
-            cursor.source.fail(
-                stated.start,
-                f"expected {found}, which the op gives; the text says {type_text(value_type)}",
-            )
-        self.parser.declare(self.values, name, node, target)
-        cursor.end_line()
-
-    def build(self, expression: Expression, name: str, site: Site) -> torch.fx.Node:
-        target, args, kwargs = self.operation(expression)
-        try:
-            node_type = infer(target, tuple(args), kwargs)
-        except GraftworkError as error:
-            self.cursor.source.fail(expression.tokens[0].start, f"expected a valid call: {error}")
-        node = self.function.graph.create_node(
-            "call_function", target, *placed(target, args, kwargs), name=name.replace(".", "_")
-        )
-        node.meta = {"type": node_type, "site": site}
-        return node
-
-    def operation(self, expression: Expression) -> tuple[Any, list[Any], dict[str, Any]]:
-        import ast
-
-        tree = expression.tree
-        if isinstance(tree, ast.Subscript):
-            index = expression.value(tree.slice)
-            if type(index) is not int:
-                expression.fail(tree.slice, "an integer, the number of the result")
-            return operator.getitem, [expression.value(tree.value), index], {}
-        node, op = expression.call()
-        target = find_op(op)
-        if target is None:
-            expression.fail(tree, "a core ATen op (aten.add.Tensor) or a graftwork op")
-        args, kwargs = expression.arguments(node)
-        return target, args, kwargs
-
-    def lookup(self, token: Token) -> torch.fx.Node:
-        name = self.cursor.unquote(token, 1)
-        if token.kind == "weight":
-            return self.weight(name, token)
-        if name not in self.values:
-            self.cursor.fail("a value defined above", token)
-        return self.values[name]
-
-    def weight(self, name: str, token: Token) -> torch.fx.Node:
-        if name not in self.parser.weights:
-            self.cursor.fail("a declared weight", token)
-        if name not in self.weights:
-            node = self.function.graph.create_node("get_attr", name, name=self.free_name(name))
-            node.meta = {"type": self.parser.weights[name].type, "site": NOWHERE}
-            self.weights[name] = node
-        return self.weights[name]
-
-    def site(self) -> Site:
-        cursor = self.cursor
-        if cursor.here.kind != "comment":
-            return NOWHERE
-        token = cursor.here
-        match = _SITE.fullmatch(token.text.rstrip())
-        if match is None:
-            cursor.fail("# module layer=N at file:line", token)
-        assert match is not None
-        module, layer, line = match["module"] or "", match["layer"], match["line"] or ""
-        texts = [self.unquoted(text, token) for text in (module, line)]
-        return Site(texts[0], None if layer is None else int(layer), texts[1])
-
-    def unquoted(self, text: str, token: Token) -> str:
-        return self.cursor.unquote(Token("string", text, token.start))
-
-    def output(self, results: dict[str, tuple[TensorType, Token]]) -> None:
-        cursor = self.cursor
-        start = cursor.expect("return")
-        bracket = cursor.accept("(")
-        outputs: dict[str, torch.fx.Node] = {}
-        while cursor.here.kind not in ("newline", "comment", "end") and not cursor.at(")"):
-            at = cursor.here
-            name = cursor.dotted("an output's name")
-            cursor.expect("=")
-            if cursor.here.kind not in ("value", "weight"):
-                cursor.fail("a value")
-            self.parser.declare(outputs, name, self.lookup(cursor.next()), at)
-            if not cursor.accept(","):
-                break
-        if bracket:
-            cursor.expect(")")
-        cursor.end_line()
-        self.check_outputs(outputs, results, start)
-        self.function.set_outputs(outputs)
-        self.returned = True
-
-    def check_outputs(
-        self,
-        outputs: dict[str, torch.fx.Node],
-        results: dict[str, tuple[TensorType, Token]],
-        start: Token,
-    ) -> None:
-        if list(outputs) != list(results):
-            stated = ", ".join(results)
-            self.cursor.fail(f"the outputs that the header states, in order: {stated}", start)
-        for name, node in outputs.items():
-            stated_type, at = results[name]
-            if node.meta["type"] != stated_type:
-                found = type_text(node.meta["type"])
-                self.cursor.source.fail(
-                    at.start,
-                    f"expected {name} {found}, which the body returns, found {stated_type}",
-                )
 
 
 def _no_data(name: str) -> Callable[[], Any]:

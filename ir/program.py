@@ -9,7 +9,9 @@ from typing import Any
 
 from .defaults import Defaults
 from .errors import GraftworkError
+from .fields import check_fields
 from .function import Function
+from .names import check_name, check_program_name
 from .plan import DecodePlan
 from .types import TensorType
 from .weights import WeightStore
@@ -29,6 +31,10 @@ class State:
     layer: int
     part: str
 
+    def __post_init__(self) -> None:
+        check_name("a state", self.name)
+        check_name("a state's part", self.part)
+
 
 @dataclass(frozen=True)
 class ModelInfo:
@@ -46,6 +52,9 @@ class ModelInfo:
     pad: int | None = None
     defaults: Defaults = field(default_factory=Defaults)
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @dataclass(frozen=True)
 class PassRecord:
@@ -56,6 +65,9 @@ class PassRecord:
     contract: str
     matches: int
     seconds: float
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -78,6 +90,9 @@ class Program:
     provenance: tuple[PassRecord, ...] = ()
     assets: Mapping[str, Path] = field(default_factory=dict)
     guests: Mapping[str, Program] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_program_name(self.name)
 
     def replace(self, **changes: Any) -> Program:
         """A copy with some fields replaced."""

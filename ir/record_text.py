@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .parser import _Parser
+from .parser import Parser
 from .plan import Record
 
 
@@ -14,7 +14,7 @@ def parse_record(text: str, slot: str) -> Record:
     >>> str(parse_record("suffix(tokens=4)", "draft"))
     'suffix(tokens=4, longest=16, shortest=2)'
     """
-    parser = _Parser(text, None)
+    parser = Parser(text, None)
     found = parser.plan_record(slot)
     parser.cursor.skip_lines()
     if parser.cursor.here.kind != "end":

@@ -14,9 +14,10 @@ from typing import Any, NoReturn
 import torch
 import torch.fx
 
-from .errors import GraftworkError, VerifyError
+from .errors import GraftworkError, InputError, VerifyError
 from .function import Function, site_of
 from .infer import infer
+from .names import check_name, check_program_name, is_name, shown
 from .plan import Record
 from .printer import function_lines, site_text
 from .program import Program
@@ -48,6 +49,7 @@ def verify(program: Program) -> None:
         )
     for table in (program.functions, program.states, program.weights):
         _check_keys(table)
+    _check_names(program)
     for function in program.functions.values():
         _Checker(program, function).check()
     _check_plan(program)
@@ -57,6 +59,18 @@ def _check_keys(table: Any) -> None:
     for key, value in table.items():
         if value.name != key:
             raise VerifyError(f"what is registered as {key!r} calls itself {value.name!r}")
+
+
+def _check_names(program: Program) -> None:
+    """Graphs and functions can be edited after they were made."""
+    try:
+        check_program_name(program.name)
+        for fn in program.functions.values():
+            check_name("a function", fn.name)
+            for node in fn.inputs:
+                check_name(f"{fn.name}: an input", node.target)
+    except InputError as error:
+        raise VerifyError(str(error)) from error
 
 
 def _check_plan(program: Program) -> None:
@@ -267,6 +281,14 @@ class _Checker:
             )
         assert isinstance(outputs, dict)
         for name, value in outputs.items():
+            if not is_name(name):
+                self.fail(
+                    node,
+                    "an output cannot be called so",
+                    expected="a name such as logits or kv.0.key (see ir/names.py)",
+                    got=shown(name),
+                    fix="use Function.set_outputs",
+                )
             given = self.tensor_type(value)
             state = self.program.states.get(name)
             if state is not None:

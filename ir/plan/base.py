@@ -5,16 +5,26 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
+from ..fields import check_fields
+
 
 @dataclass(frozen=True)
 class Record:
     """Base of all plan records. `kind` is the name in the text form; `slot` the plan's field.
 
-    A field may hold plain values, tuples of them, and further records of the same slot.
+    A field may hold plain values, tuples of them, and further records of the same slot. Annotations
+    bound them. Errors: `InputError` naming the field that is out of bounds.
     """
 
     kind: ClassVar[str] = ""
     slot: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        self.check()
+
+    def check(self) -> None:
+        """What the fields' annotations (see `bounds`) cannot say. Errors: `InputError`."""
 
     @property
     def weights(self) -> set[str]:

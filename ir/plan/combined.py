@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from .base import record
+from .bounds import Nodes
 from .draft import CachedDraft, DraftRecord, NoDraft
 
 
@@ -19,7 +20,7 @@ class MergedDraft(DraftRecord):
     """
 
     of: tuple[DraftRecord, ...] = ()
-    nodes: int | None = None
+    nodes: Nodes | None = None
     kind: ClassVar[str] = "merged"
     branches: ClassVar[bool] = True
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from .base import record
+from .bounds import Amount, Factor
 from .draft import CachedDraft, DraftRecord, HeadsDraft
 
 
@@ -23,8 +24,8 @@ class ContinuedDraft(DraftRecord):
 
     first: DraftRecord = field(default_factory=CachedDraft)
     then: DraftRecord = field(default_factory=HeadsDraft)
-    feature: float = 10.0
-    decay: float = 0.8
+    feature: Amount = 10.0
+    decay: Factor = 0.8
     noise: bool = True
     trained: bool = False
     kind: ClassVar[str] = "continued"

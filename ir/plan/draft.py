@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from .base import Record, record
+from .bounds import Context, Factor, Levels, Nodes, Rates, Rollout
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,9 @@ class SuffixDraft(DraftRecord):
     tokens: draft tokens a step at most. longest, shortest: lengths of suffix that count, in tokens.
     """
 
-    tokens: int = 10
-    longest: int = 16
-    shortest: int = 2
+    tokens: Nodes = 10
+    longest: Levels = 16
+    shortest: Levels = 2
     kind: ClassVar[str] = "suffix"
     foresees: ClassVar[bool] = True
 
@@ -129,11 +130,11 @@ class RecyclingDraft(DraftRecord):
     longest known context has c + 1 tokens.
     """
 
-    nodes: int = 60
-    depth: int = 16
-    successors: int = 8
-    context: int = 3
-    rates: tuple[tuple[float, ...], ...] = RATES
+    nodes: Nodes = 60
+    depth: Levels = 16
+    successors: Nodes = 8
+    context: Levels = 3
+    rates: Rates = RATES
     kind: ClassVar[str] = "recycling"
     branches: ClassVar[bool] = True
     foresees: ClassVar[bool] = True
@@ -161,8 +162,8 @@ class HeadsDraft(DraftRecord):
     """
 
     function: str = "heads"
-    levels: int = 4
-    decay: float = 0.8
+    levels: Levels = 4
+    decay: Factor = 0.8
     trained: bool = False
     kind: ClassVar[str] = "heads"
     grows: ClassVar[bool] = True
@@ -192,8 +193,8 @@ class RecurrentDraft(DraftRecord):
     """
 
     functions: tuple[str, ...] = ()
-    levels: int = 4
-    decay: float = 0.8
+    levels: Levels = 4
+    decay: Factor = 0.8
     trained: bool = False
     entry: str | None = None
     soft: bool = False
@@ -234,12 +235,12 @@ class CachedDraft(DraftRecord):
 
     function: str = "draft"
     output: str | None = None
-    levels: int = 5
-    context: int | None = None
+    levels: Levels = 5
+    context: Context | None = None
     trained: bool = False
     entry: str | None = None
-    rollout: int = 0
-    decay: float = 0.8
+    rollout: Rollout = 0
+    decay: Factor = 0.8
     kind: ClassVar[str] = "cached"
     grows: ClassVar[bool] = True
 

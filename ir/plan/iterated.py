@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .base import record
+from .bounds import Levels, Ngram, Nodes, Place
 from .draft import DraftRecord
 
 
@@ -17,7 +18,7 @@ class JacobiDraft(DraftRecord):
     tokens: of the block. Needs the step's ``argmax``.
     """
 
-    tokens: int = 10
+    tokens: Nodes = 10
     kind: ClassVar[str] = "jacobi"
 
     @property
@@ -45,9 +46,9 @@ class LookaheadDraft(DraftRecord):
     included. pool: n-grams kept and verified for each first token. Needs the step's ``argmax``.
     """
 
-    window: int = 7
-    ngram: int = 5
-    pool: int = 7
+    window: Nodes = 7
+    ngram: Ngram = 5
+    pool: Nodes = 7
     kind: ClassVar[str] = "lookahead"
     branches: ClassVar[bool] = True
 
@@ -76,9 +77,9 @@ class InputDraft(DraftRecord):
     begin with. longest: tokens that must agree, at best, to find the place again after an edit.
     """
 
-    tokens: int = 20
-    start: int = 0
-    longest: int = 4
+    tokens: Nodes = 20
+    start: Place = 0
+    longest: Levels = 4
     kind: ClassVar[str] = "input"
 
     @property
@@ -97,8 +98,8 @@ class CorpusDraft(DraftRecord):
     """
 
     weight: str = "corpus"
-    tokens: int = 16
-    shortest: int = 2
+    tokens: Nodes = 16
+    shortest: Levels = 2
     kind: ClassVar[str] = "corpus"
     foresees: ClassVar[bool] = True
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .base import Record, record
+from .bounds import Factor, Inside, Levels, Part, Seed, Share
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class SvipLength(LengthRecord):
     The bound grows with the chance that the target accepts (SVIP). Entropy in nats.
     """
 
-    threshold: float = 0.4
-    scale: float = 1.0
+    threshold: Share = 0.4
+    scale: Factor = 1.0
     kind: ClassVar[str] = "svip"
     by_level: ClassVar[bool] = True
 
@@ -48,8 +49,8 @@ class SvipLength(LengthRecord):
 class ConfidenceLength(LengthRecord):
     """Go deeper while the draft's best token is at least this probable, to `depth` (Kangaroo)."""
 
-    threshold: float = 0.6
-    depth: int = 6
+    threshold: Part = 0.6
+    depth: Levels = 6
     kind: ClassVar[str] = "confidence"
     by_level: ClassVar[bool] = True
 
@@ -67,8 +68,8 @@ class AcceptanceLength(LengthRecord):
 
     function: str = "acceptance"
     output: str = "hidden.normed"
-    levels: int = 8
-    threshold: float = 0.7
+    levels: Levels = 8
+    threshold: Inside = 0.7
     trained: bool = False
     kind: ClassVar[str] = "acceptance"
 
@@ -81,9 +82,9 @@ class ThompsonLength(LengthRecord):
     accepted, rejected: the prior's counts. seed: of the draws, which change the speed alone.
     """
 
-    accepted: float = 1.0
-    rejected: float = 1.0
-    seed: int = 0
+    accepted: Factor = 1.0
+    rejected: Factor = 1.0
+    seed: Seed = 0
     kind: ClassVar[str] = "thompson"
 
 
@@ -95,6 +96,6 @@ class GoodputLength(LengthRecord):
     loss: share of plain decoding's time that finding out may cost over 128 tokens.
     """
 
-    loss: float = 0.03
+    loss: Inside = 0.03
     kind: ClassVar[str] = "goodput"
     gives_up: ClassVar[bool] = True

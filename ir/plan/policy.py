@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..errors import InputError
 from .base import Record, record
+from .bounds import Amount, Nodes, Part, Share
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,9 @@ class Typical(VerifyRecord):
     A token passes if its probability exceeds min(`floor`, `share` * exp(-entropy)).
     """
 
-    floor: float = 0.09
-    share: float = 0.3
+    floor: Part = 0.09
+    share: Part = 0.3
     kind: ClassVar[str] = "typical"
-
-    def __post_init__(self) -> None:
-        if not (0 < self.floor <= 1 and 0 < self.share <= 1):
-            raise InputError(f"typical: floor and share lie in 0..1 and are not 0: {self}")
 
 
 @record
@@ -64,12 +60,8 @@ class Typical(VerifyRecord):
 class TopKAccept(VerifyRecord):
     """Accept draft tokens that are among the target's `count` likeliest (Stern et al. 2018)."""
 
-    count: int = 2
+    count: Nodes = 2
     kind: ClassVar[str] = "top_k"
-
-    def __post_init__(self) -> None:
-        if self.count < 1:
-            raise InputError(f"top_k: expected a count of at least 1, got {self.count}")
 
 
 @record
@@ -81,16 +73,10 @@ class Contrastive(VerifyRecord):
     Needs drafts that say what q is (`SampledTree.told`).
     """
 
-    beta: float = 0.5
-    plausible: float = 0.1
+    beta: Amount = 0.5
+    plausible: Share = 0.1
     kind: ClassVar[str] = "contrastive"
     told: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if self.beta < 0 or not 0 <= self.plausible <= 1:
-            raise InputError(
-                f"contrastive: expected beta of at least 0 and plausible in 0..1: {self}"
-            )
 
 
 @record
@@ -105,13 +91,9 @@ class Judge(VerifyRecord):
 
     function: str = "judge"
     output: str = "hidden.normed"
-    threshold: float = 0.5
+    threshold: Share = 0.5
     trained: bool = False
     kind: ClassVar[str] = "judge"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.threshold <= 1:
-            raise InputError(f"judge: expected a threshold in 0..1, got {self.threshold}")
 
 
 @record

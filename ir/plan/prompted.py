@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .base import record
+from .bounds import Factor, Levels, Nodes
 from .draft import DraftRecord
 
 
@@ -23,9 +24,9 @@ class PromptDraft(DraftRecord):
     """
 
     weight: str = "ppd.prompts"
-    prompts: int = 3
-    after: int = 8
-    decay: float = 0.8
+    prompts: Levels = 3
+    after: Nodes = 8
+    decay: Factor = 0.8
     trained: bool = False
     kind: ClassVar[str] = "prompts"
     grows: ClassVar[bool] = True

@@ -7,12 +7,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import mul
-from typing import ClassVar, TypeAlias
+from typing import Annotated, ClassVar, TypeAlias
+
+from pydantic import Field
 
 from ..errors import InputError
 from .base import Record, record
+from .bounds import (
+    MOST_LEVELS,
+    MOST_NODES,
+    Amount,
+    Inside,
+    Levels,
+    Nodes,
+    Rank,
+    Share,
+    Widths,
+)
 
 Path: TypeAlias = tuple[int, ...]
+Paths: TypeAlias = Annotated[
+    tuple[Annotated[tuple[Rank, ...], Field(max_length=MOST_LEVELS)], ...],
+    Field(max_length=MOST_NODES),
+]
 
 
 @dataclass(frozen=True)
@@ -51,7 +68,7 @@ class Chain(TreeRecord):
     depth: tokens of a chain that is drawn from predictions; None: the drafter says.
     """
 
-    depth: int | None = None
+    depth: Levels | None = None
     kind: ClassVar[str] = "chain"
     branches: ClassVar[bool] = False
 
@@ -75,10 +92,11 @@ class StaticTree(TreeRecord):
     Sorted by depth, then by ranks; every node's parent is a node. Errors: `InputError` otherwise.
     """
 
-    paths: tuple[Path, ...] = ((0,),)
+    paths: Paths = ((0,),)
     kind: ClassVar[str] = "static"
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """See `Record.check`."""
         known = {()} | set(self.paths)
         if len(known) != len(self.paths) + 1 or () in self.paths:
             counts = Counter(((), *self.paths))
@@ -134,11 +152,11 @@ class BestFirst(TreeRecord):
     least: no node whose path is less probable than this (DySpec).
     """
 
-    nodes: int = 60
-    depth: int = 5
-    width: int = 10
-    gain: float = 0.0
-    least: float = 0.0
+    nodes: Nodes = 60
+    depth: Levels = 5
+    width: Nodes = 10
+    gain: Amount = 0.0
+    least: Share = 0.0
     kind: ClassVar[str] = "best_first"
 
     @property
@@ -173,14 +191,15 @@ class SampledTree(TreeRecord):
     distributions in greedy decoding too. Errors: `InputError` for widths below 1 or none.
     """
 
-    widths: tuple[int, ...] = (4, 2, 1)
+    widths: Widths = (4, 2, 1)
     replacement: bool = False
     told: bool = False
     kind: ClassVar[str] = "sampled"
 
-    def __post_init__(self) -> None:
-        if not self.widths or min(self.widths) < 1:
-            raise InputError(f"sampled tree: expected widths of at least 1, got {self.widths}")
+    def check(self) -> None:
+        """See `Record.check`."""
+        if self.most > MOST_NODES:
+            raise InputError(f"sampled tree: {self.widths} makes more than {MOST_NODES} nodes")
 
     @property
     def depth(self) -> int:
@@ -218,18 +237,21 @@ class WidenedChain(TreeRecord):
     for bounds that do not rise within 0..1, or counts that are not one more than bounds.
     """
 
-    depth: int = 5
-    bounds: tuple[float, ...] = (0.3, 0.6, 0.8)
-    counts: tuple[int, ...] = (7, 5, 3, 1)
+    depth: Levels = 5
+    bounds: tuple[Inside, ...] = (0.3, 0.6, 0.8)
+    counts: Widths = (7, 5, 3, 1)
     kind: ClassVar[str] = "widened"
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """See `Record.check`."""
         rising = all(a < b for a, b in pairwise((0.0, *self.bounds, 1.0)))
-        if not rising or len(self.counts) != len(self.bounds) + 1 or min(self.counts) < 1:
+        if not rising or len(self.counts) != len(self.bounds) + 1:
             raise InputError(
                 f"widened chain: expected bounds that rise between 0 and 1 and a count of at least "
                 f"1 below each and above all of them, got {self}"
             )
+        if self.most > MOST_NODES:
+            raise InputError(f"widened chain: {self} may have more than {MOST_NODES} nodes")
 
     @property
     def most(self) -> int:

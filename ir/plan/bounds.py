@@ -1,0 +1,64 @@
+"""What the numbers of plan records may be: one alias a kind of number, for records and options.
+
+Records come out of files of others. A number below its least fails somewhere inside the runtime, or
+never ends; one above its most asks for more memory and time than any machine has. The largest
+values are many times what pays off anywhere: a step of 4,096 columns is a long prompt's.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+from pydantic import Field
+
+MOST_NODES = 4096
+MOST_LEVELS = 256
+MOST_PARTS = 16
+
+Nodes: TypeAlias = Annotated[int, Field(ge=1, le=MOST_NODES)]
+"""Tokens, or nodes of a tree, or columns of a step."""
+
+Levels: TypeAlias = Annotated[int, Field(ge=1, le=MOST_LEVELS)]
+"""Tokens that are predicted one after the other, or the depth of a tree."""
+
+Ngram: TypeAlias = Annotated[int, Field(ge=2, le=MOST_LEVELS)]
+"""Tokens of an n-gram, the one it is found by included."""
+
+Place: TypeAlias = Annotated[int, Field(ge=0, le=2**31 - 1)]
+"""A place in a text, or a number of places."""
+
+Context: TypeAlias = Annotated[int, Field(ge=1, le=2**31 - 1)]
+"""Positions that a model supports."""
+
+Rollout: TypeAlias = Annotated[int, Field(ge=0, le=MOST_LEVELS)]
+"""Levels, or none."""
+
+Seed: TypeAlias = Annotated[int, Field(ge=0, le=2**63 - 1)]
+"""Where random numbers begin."""
+
+Share: TypeAlias = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+"""A probability, or a part of a whole."""
+
+Part: TypeAlias = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+"""A probability that is not 0."""
+
+Inside: TypeAlias = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
+"""A probability that is neither 0 nor 1."""
+
+Amount: TypeAlias = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+"""A weight or a factor that may be 0."""
+
+Factor: TypeAlias = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+"""A weight or a factor."""
+
+Widths: TypeAlias = Annotated[tuple[Nodes, ...], Field(min_length=1, max_length=MOST_LEVELS)]
+"""Children of a node, by depth."""
+
+Rank: TypeAlias = Annotated[int, Field(ge=0, le=MOST_NODES)]
+"""A place among siblings."""
+
+Rates: TypeAlias = Annotated[
+    tuple[Annotated[tuple[Part, ...], Field(min_length=1, max_length=MOST_NODES)], ...],
+    Field(min_length=1, max_length=MOST_LEVELS),
+]
+"""Rates of acceptance, in rows."""
