@@ -39,7 +39,17 @@ def build_program(
     number_layers(imported.fn)
     check_traced(imported.fn)
     mark_hidden(imported.fn)
-    info = replace(info, vocab_size=_vocabulary(imported, name), context=context)
+    vocabulary = _vocabulary(imported, name)
+    # No text has tokens that the vocabulary lacks: configurations name some, or -1 for none.
+    known = range(vocabulary)
+    info = replace(
+        info,
+        vocab_size=vocabulary,
+        context=context,
+        eos=tuple(token for token in info.eos if token in known),
+        bos=info.bos if info.bos in known else None,
+        pad=info.pad if info.pad in known else None,
+    )
     weights = WeightStore(imported.weights)
     return Program(name, {"step": imported.fn}, weights, info, assets=dict(assets)).pruned()
 

@@ -164,7 +164,7 @@ def generate(
 ) -> None:
     """Continue a text."""
     from .opening import open_model
-    from .prompts import as_ids
+    from .prompts import as_ids, encode
     from .runtime.generate import check_request
     from .runtime.options import check_keywords
     from .runtime.stats import Stats
@@ -180,7 +180,7 @@ def generate(
     _require(bool(prompt), "--prompt: expected some text")
     with progress() as show:
         opened = open_model(model, recipe, (), target, show)
-        ids, info = opened.tokenizer.encode(prompt).ids, opened.program.info
+        ids, info = encode(opened.tokenizer, prompt), opened.program.info
         _require(bool(ids), "--prompt: expected some text; the tokenizer makes no tokens of this")
         sampled = keywords.get("do_sample", info.defaults.do_sample)
         _require(not shapes or bool(sampled), _NEED_TEMPERATURE)

@@ -17,7 +17,7 @@ from .ir import InputError
 from .ir.executable import Executable
 from .ir.scratch import Scratch
 from .model import Traced, optimize, transform
-from .prompts import Prompts, read_prompts
+from .prompts import Prompts, check_seed, read_prompts
 from .recipe import Recipe
 from .tables import bench_table
 
@@ -51,6 +51,7 @@ def compare(
     unknown = [name for name in against if name not in AGAINST]
     if unknown:
         raise InputError(f"--against {unknown[0]}: expected some of {', '.join(AGAINST)}")
+    check_seed(seed)
     chosen = _recipes(recipes, settings)
     wheres = [Target.parse(target) for target in targets] or [Target.default()]
     with closing(Scratch()) as scratch:

@@ -18,7 +18,15 @@ from .ir.files import plain_path
 from .ir.threads import traces
 from .passes.manager import arrange, facts_of, run_passes
 from .passes.validate import Validator
-from .prompts import Prompts, as_ids, check_file, read_tokenizer, sample_prompts, validation_batch
+from .prompts import (
+    Prompts,
+    as_ids,
+    check_file,
+    check_seed,
+    read_tokenizer,
+    sample_prompts,
+    validation_batch,
+)
 from .recipe import Recipe
 from .report import Report, megabytes, pass_lines, weight_bytes
 from .runtime.options import check_defaults
@@ -113,6 +121,7 @@ def optimize(
     """
     chosen, where = Recipe.load(recipe), _target(target)
     _check_data(chosen, data, validate)
+    check_seed(seed)
     check_guests(chosen)
     progress("trace")
     traced = Traced.of(model, where.dtype)

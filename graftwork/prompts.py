@@ -11,7 +11,9 @@ import torch
 
 from .ir import InputError, Program
 from .ir.files import LARGE, plain_path, read_bytes, read_text
+from .ir.names import shown
 from .ir.program import ModelInfo
+from .runtime.options import MOST_SEED
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -76,6 +78,25 @@ def read_prompts(data: Prompts, program: Program) -> list[list[int]]:
     return prompts
 
 
+def check_seed(seed: Any, most: int = MOST_SEED) -> None:
+    """Errors: `InputError` for what random numbers cannot begin with."""
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= most:
+        raise InputError(f"seed: expected an integer in 0..{most}, got {shown(seed)}")
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Text as token ids. Errors: `InputError` for text that is not Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"expected text, got half a character at place {error.start} of {shown(text)}: it was "
+            f"read from something that is not UTF-8, or cut within a character"
+        ) from error
+    ids: list[int] = tokenizer.encode(text).ids
+    return ids
+
+
 def check_file(data: Prompts) -> None:
     """Errors: `InputError` if `data` is a file that cannot be read, with its line."""
     if isinstance(data, (str, Path)):
@@ -93,6 +114,7 @@ def validation_batch(data: Prompts, program: Program) -> torch.Tensor:
 
 def sample_prompts(info: ModelInfo, seed: int) -> torch.Tensor:
     """Random token ids i64[2,T], reproducible from the seed, for validation without data."""
+    check_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     width = min(VALIDATION_TOKENS // 2, info.context)
     return torch.randint(info.vocab_size, (2, width), generator=generator)
@@ -126,7 +148,7 @@ def encoder(program: Program) -> Any:
     if path is None:
         raise InputError(f"data: {program.name} has no tokenizer.json; give token ids, not text")
     tokenizer = read_tokenizer(path)
-    return lambda text: tokenizer.encode(text).ids
+    return lambda text: encode(tokenizer, text)
 
 
 def _ids(item: Any) -> list[int]:

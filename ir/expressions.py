@@ -112,6 +112,8 @@ class Expression:
         """Convert a part of the tree."""
         plain = (str, int, float, type(None))
         if isinstance(node, ast.Constant) and isinstance(node.value, plain):
+            if isinstance(node.value, str) and not node.value.isascii():
+                self._whole(node)
             return node.value
         if isinstance(node, ast.Name):
             return self._name_value(node)
@@ -132,6 +134,13 @@ class Expression:
         if isinstance(node, ast.Call) and self.build is not None:
             return self._built(node, self.build)
         return self.fail(node, "a literal, a dtype, a size, a %value or a @weight")
+
+    def _whole(self, node: ast.Constant) -> None:
+        """Escapes can spell half a character, which no file can hold."""
+        try:
+            str(node.value).encode()
+        except UnicodeEncodeError:
+            self.fail(node, "a string of whole characters")
 
     def _built(self, node: ast.Call, build: Build) -> Any:
         args, kwargs = self.arguments(node)

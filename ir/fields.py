@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from functools import lru_cache
+from functools import cache
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -12,8 +12,8 @@ from .errors import InputError
 from .names import shown
 
 
-@lru_cache(maxsize=256)
-def _adapters(cls: type) -> dict[str, TypeAdapter[Any]]:
+@cache
+def _adapters(cls: Any) -> dict[str, TypeAdapter[Any]]:
     hints = get_type_hints(cls, include_extras=True)
     return {field.name: TypeAdapter(hints[field.name]) for field in fields(cls)}
 
@@ -26,4 +26,5 @@ def check_fields(instance: Any) -> None:
             adapter.validate_python(value, strict=True)
         except ValidationError as error:
             reason = error.errors()[0]["msg"]
-            raise InputError(f"{shown(value)} is not a valid {name}: {reason}") from error
+            owner = getattr(instance, "kind", "") or type(instance).__name__
+            raise InputError(f"{owner}: {shown(value)} is not a valid {name}: {reason}") from error

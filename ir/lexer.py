@@ -171,9 +171,11 @@ class Cursor:
         if not body.startswith('"'):
             return body
         try:
-            return str(json.loads(body))
+            name = str(json.loads(body))
+            name.encode()  # escapes can spell half a character
         except ValueError:
-            self.source.fail(token.start, f"not a valid quoted name: {body}")
+            self.source.fail(token.start, f"not a valid quoted name: {ascii(body)[:100]}")
+        return name
 
     def dotted(self, what: str) -> str:
         """A name such as ``kv.0.key``, or a quoted one."""

@@ -8,7 +8,6 @@ what to do about it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any, NoReturn
 
 import torch
@@ -18,11 +17,11 @@ from .errors import GraftworkError, InputError, VerifyError
 from .function import Function, site_of
 from .infer import infer
 from .names import check_name, check_program_name, is_name, shown
-from .plan import Record
 from .printer import function_lines, site_text
 from .program import Program
 from .stages import stage_of, why_illegal
 from .types import Sym, TensorType, type_text
+from .verify_plan import verify_plan
 
 _PLAIN = (Sym, bool, int, float, str, type(None), torch.dtype, torch.device)
 _LAYOUT = (torch.memory_format, torch.layout)
@@ -52,7 +51,7 @@ def verify(program: Program) -> None:
     _check_names(program)
     for function in program.functions.values():
         _Checker(program, function).check()
-    _check_plan(program)
+    verify_plan(program)
 
 
 def _check_keys(table: Any) -> None:
@@ -71,37 +70,6 @@ def _check_names(program: Program) -> None:
                 check_name(f"{fn.name}: an input", node.target)
     except InputError as error:
         raise VerifyError(str(error)) from error
-
-
-def _check_plan(program: Program) -> None:
-    """Fields of plan records called function, entry, output and state name what there is."""
-    known = {
-        "function": list(program.functions),
-        "entry": list(program.functions),
-        "output": list(program.function("step").outputs),
-        "state": list(program.states),
-    }
-    for slot in fields(program.plan):
-        record = getattr(program.plan, slot.name)
-        if record.slot != slot.name:
-            raise VerifyError(f"plan: {record} is a {record.slot} record, not a {slot.name}")
-        for part in _with_parts(record):
-            for field in fields(part):
-                value = getattr(part, field.name)
-                named = field.name in known and value is not None
-                if named and value not in known[field.name]:
-                    raise VerifyError(
-                        f"plan: {slot.name} = {record} refers to the {field.name} {value!r}; "
-                        f"the program has {known[field.name]}"
-                    )
-
-
-def _with_parts(record: Record) -> list[Record]:
-    """A record and the records in its fields."""
-    inside = [getattr(record, field.name) for field in fields(record)]
-    parts = [part for value in inside if isinstance(value, tuple) for part in value]
-    nested = [part for part in [*inside, *parts] if isinstance(part, Record)]
-    return [record, *(deep for part in nested for deep in _with_parts(part))]
 
 
 class _Checker:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from ..ir import InputError
 from ..ir.executable import Executable, HeldCall
 from .draft import Draft, Topology
 from .outputs import Outputs
@@ -16,6 +17,15 @@ from .outputs import Outputs
 def memory(tensor: torch.Tensor) -> memoryview:
     """The elements of a contiguous int64 tensor, to be read and written."""
     return tensor.view(-1).numpy().data.cast("B").cast("q")
+
+
+def strange_ids(tokens: Sequence[int], vocabulary: int, what: str = "a draft") -> InputError:
+    """The error about tokens of which one is outside the vocabulary."""
+    strange = next(token for token in tokens if not 0 <= token < vocabulary)
+    return InputError(
+        f"{what} has the token {strange}, outside the vocabulary of {vocabulary}: a table of ids "
+        f"that belongs to it is damaged, or another model's; optimize the model again"
+    )
 
 
 class Call:
@@ -55,10 +65,13 @@ class Buffers:
 
     A step's lists are short: writing them number by number through memoryviews costs a fraction of
     what numpy, or an array, does right after a model has run through the processor's caches.
+    ids: the model has those below. Drafts may come from tables that came with a file.
     """
 
-    def __init__(self, function: str, batch: int, width: int, names: frozenset[str]) -> None:
-        self.function, self.batch, self.width = function, batch, width
+    def __init__(
+        self, function: str, batch: int, width: int, names: frozenset[str], ids: int
+    ) -> None:
+        self.function, self.batch, self.width, self.ids = function, batch, width, ids
         every = torch.arange(width).repeat(batch, 1)
         tensors = {"tokens": every.clone(), "positions": every.clone(), "select": every}
         tensors["past"] = torch.zeros(batch, dtype=torch.int64)
@@ -72,9 +85,14 @@ class Buffers:
         self.shapes: list[Topology | None] = [None] * batch
 
     def fill(self, rows: Sequence[Sequence[int]], past: Sequence[int]) -> None:
-        """Left-align the rows; what is beyond them is garbage that nobody may see: zeros."""
+        """Left-align the rows; what is beyond them is garbage that nobody may see: zeros.
+
+        Errors: `InputError` for ids that the model has not.
+        """
         tokens, width, begin = self.tokens, self.width, 0
         for index, row in enumerate(rows):
+            if row and not 0 <= min(row) <= max(row) < self.ids:
+                raise strange_ids(row, self.ids)
             place = begin
             for token in row:
                 tokens[place] = token

@@ -54,6 +54,9 @@ class Feeder:
         self.executable, self.batch = executable, batch
         self.function, self.spare = function, spare
         self.context = program.info.context
+        # Prompt tokens have ids above the vocabulary's.
+        prompts = [getattr(part, "prompts", 0) for part in program.plan.draft.parts]
+        self.ids = program.info.vocab_size + max(prompts)
         known = ("tokens", "positions", "past", "select")
         self.names = frozenset(name for name in known if step.has_input(name))
         self.selects = "select" in self.names
@@ -159,7 +162,7 @@ class Feeder:
         key = (self.function, self.batch, width)
         buffers = self._buffers.get(key)
         if buffers is None:
-            buffers = self._buffers[key] = Buffers(*key, self.names)
+            buffers = self._buffers[key] = Buffers(*key, self.names, self.ids)
         return buffers
 
     def keep(self, past: Sequence[int], paths: Sequence[Sequence[int]]) -> None:

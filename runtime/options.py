@@ -15,6 +15,9 @@ import torch
 from ..ir import Defaults, InputError, ModelInfo
 from ..ir.defaults import NEUTRAL
 
+MOST_SEED = 2**64 - 1
+"""The largest that torch takes."""
+
 DEFAULT_NEW_TOKENS = 20
 """What transformers generates when no length is given."""
 
@@ -271,13 +274,15 @@ def _expected(what: str, name: str, value: object) -> InputError:
     return InputError(f"{name}: expected {what}, got {value!r}")
 
 
-def _integer(low: int) -> Callable[[str, Any, ModelInfo], int]:
+def _integer(low: int, high: int | None = None) -> Callable[[str, Any, ModelInfo], int]:
+    what = f"an integer of at least {low}" if high is None else f"an integer in {low}..{high}"
+
     def check(name: str, value: Any, info: ModelInfo) -> int:
         if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise _expected(f"an integer of at least {low}", name, value)
+            raise _expected(what, name, value)
         number = operator.index(value)
-        if number < low:
-            raise _expected(f"an integer of at least {low}", name, value)
+        if number < low or (high is not None and number > high):
+            raise _expected(what, name, value)
         return number
 
     return check
@@ -383,6 +388,6 @@ _CHECKS: dict[str, Callable[[str, Any, ModelInfo], Any]] = {
     "stopping_criteria": _hooks,
     "streamer": _has("put", "end"),
     "generator": _generator,
-    "seed": _integer(0),
+    "seed": _integer(0, MOST_SEED),
     "return_dict_in_generate": _flag,
 }

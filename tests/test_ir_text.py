@@ -200,7 +200,7 @@ def test_odd_names(name: str, module: str, line: str, layer: int | None) -> None
     site = Site(module, layer, line)
     y = fn.call(A.embedding.default, fn.weight(weight), tokens, site=site)
     fn.set_outputs({"logits": y})
-    program = Program("p", {"step": fn}, WeightStore({name: weight}), ModelInfo(line, 5, 9))
+    program = Program("p", {"step": fn}, WeightStore({name: weight}), ModelInfo(line, 3, 9))
     assert_round_trip(program)
 
 

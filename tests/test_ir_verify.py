@@ -28,7 +28,7 @@ from graftwork.ir import (
     verify,
 )
 from graftwork.ir import verify as _verify_function
-from graftwork.ir.plan import DecodePlan, Record
+from graftwork.ir.plan import DecodePlan, DraftRecord
 from graftwork.ir.stages import register_lowered, stage_of, why_illegal
 
 A, G = torch.ops.aten, torch.ops.graftwork
@@ -54,14 +54,13 @@ def set_type(node: torch.fx.Node, text: str) -> None:
 
 
 @dataclass(frozen=True)
-class Drafts(Record):
+class Drafts(DraftRecord):
     """A plan record that refers to functions, outputs and states."""
 
     function: str = "step"
     output: str = "logits"
     state: str = "kv.0.key"
     kind: ClassVar[str] = "drafts"
-    slot: ClassVar[str] = "draft"
 
 
 # -- what can be wrong: the change, and a part of the message
@@ -234,12 +233,27 @@ def argmax_shape() -> Program:
     return edited(change)
 
 
+def input_name() -> Program:
+    return edited(lambda fn: setattr(fn.input("positions"), "target", "../positions"))
+
+
+def output_name() -> Program:
+    def change(fn: Function) -> None:
+        outputs = fn.output_node.args[0]
+        assert isinstance(outputs, dict)
+        fn.output_node.args = ({**outputs, "None": outputs["logits"]},)
+
+    return edited(change)
+
+
 ERRORS: dict[Callable[[], Program], str] = {
     no_step: "has no function 'step'",
     states_too_early: "stage canonical has no states",
     wrong_key: "registered as 'x' calls itself 'kv.0.key'",
     plan_of_another_slot: "is a draft record, not a tree",
-    plan_reference: "refers to the function 'heads'; the program has ['step']",
+    plan_reference: "refers to the function 'heads'; the program has step",
+    input_name: "step: an input cannot be called '../positions'",
+    output_name: "an output cannot be called so",
     foreign_kind: "nodes of kind call_method are not part of the IR",
     same_name: "two nodes have one name",
     tensor_argument: "an argument is not part of the IR",

@@ -86,6 +86,8 @@ def test_the_same_text_and_more_of_it_a_step_than_a_chain(batch: int, do_sample:
 
 
 def test_bad_widths_are_refused() -> None:
-    for bad in ({"bounds": (0.6, 0.3, 0.8)}, {"counts": (1, 2)}, {"counts": (0, 1, 1, 1)}):
+    with pytest.raises(InputError, match=r"widened: \(0, 1, 1, 1\) is not a valid counts"):
+        WidenedChain(counts=(0, 1, 1, 1))
+    for bad in ({"bounds": (0.6, 0.3, 0.8)}, {"counts": (1, 2)}):
         with pytest.raises(InputError, match="widened chain: expected bounds that rise"):
             WidenedChain(**bad)

@@ -26,7 +26,7 @@ from ..ir.files import plain_path
 from ..ir.plan import Chain, FixedLength, NoDraft
 from ..passes.trained import trained_on
 from ..planned import Planned
-from ..prompts import Prompts
+from ..prompts import Prompts, check_seed
 from ..runtime.generate import Generated, generate
 from ..runtime.options import BEST
 from . import checkpoint, lessons
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 TEACHER_BYTES = 256 << 20
 """Teacher logits held at once: a batch is taken in pieces that need no more."""
+
+MOST_SEED = 2**32 - 1
+"""Windows and samples are numbered from it."""
 
 SAMPLED = 16
 """Windows that the target is asked about, and continues, at once."""
@@ -80,6 +83,7 @@ class FitOptions:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise InputError(f"{name}={value}: expected a positive number")
+        check_seed(self.seed, MOST_SEED)
         if not 0 <= self.own <= 1 or self.temperature < 0:
             raise InputError(
                 f"own={self.own}, temperature={self.temperature}: expected own in 0..1 and a "

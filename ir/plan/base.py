@@ -52,6 +52,11 @@ class Record:
             f"{self.kind}({', '.join(f'{f.name}={_brief(getattr(self, f.name))}' for f in told)})"
         )
 
+    @property
+    def parts(self) -> list[Record]:
+        """The record, and the records in its fields and in theirs."""
+        return [self, *(deep for part in self.inside for deep in part.parts)]
+
     def __str__(self) -> str:
         shown = ", ".join(f"{f.name}={_shown(getattr(self, f.name))}" for f in fields(self))
         return f"{self.kind}({shown})"

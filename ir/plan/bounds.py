@@ -13,7 +13,7 @@ from pydantic import Field
 
 MOST_NODES = 4096
 MOST_LEVELS = 256
-MOST_PARTS = 16
+MOST_PARTS = 32
 
 Nodes: TypeAlias = Annotated[int, Field(ge=1, le=MOST_NODES)]
 """Tokens, or nodes of a tree, or columns of a step."""

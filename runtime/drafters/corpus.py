@@ -16,6 +16,7 @@ from typing import Any
 
 from ...ir.executable import Executable
 from ...ir.plan import CorpusDraft
+from ..buffers import strange_ids
 from ..options import GenerationOptions
 from .base import DRAFTERS, ChainDrafter
 from .suffix import SuffixIndex
@@ -99,7 +100,13 @@ def _automaton(executable: Executable, weight: str) -> SuffixAutomaton:
     """The automaton of a program's corpus, made at first use and kept with the executable."""
     kept = _KEPT.setdefault(executable, {})
     if weight not in kept:
-        kept[weight] = SuffixAutomaton(executable.program.weights[weight].load().tolist())
+        program = executable.program
+        tokens = program.weights[weight].load().tolist()
+        vocabulary = program.info.vocab_size
+        if tokens and not END <= min(tokens) <= max(tokens) < vocabulary:
+            named = [token for token in tokens if token != END]
+            raise strange_ids(named, vocabulary, f"the weight {weight}")
+        kept[weight] = SuffixAutomaton(tokens)
     return kept[weight]
 
 

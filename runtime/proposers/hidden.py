@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ...ir.executable import Executable, HeldCall
+from ..buffers import strange_ids
 from ..drafters.base import Taken
 from ..last_state import LastState
 from ..options import GenerationOptions
@@ -62,12 +63,16 @@ class HiddenProposer(Proposer):
 
 
 def level_of(outputs: Mapping[str, torch.Tensor], count: int, place: int | None = None) -> Level:
-    """The candidates in a draft function's outputs; place: of a head, in dim 2."""
+    """The candidates in a draft function's outputs; place: of a head, in dim 2. Errors:
+    `InputError` for ids outside the vocabulary."""
     named = [outputs[name] for name in ("draft_tokens", "draft_scores", "draft_logits")]
     tokens, scores, logits = named if place is None else [value[:, :, place] for value in named]
     # Copies: outputs live until the next run.
+    ids, vocabulary = tokens[..., :count].cpu().numpy().copy(), logits.shape[-1]
+    if ids.size and int(ids.view(np.uint64).max()) >= vocabulary:
+        raise strange_ids(ids.reshape(-1).tolist(), vocabulary)
     return Level(
-        tokens[..., :count].cpu().numpy().copy(),
+        ids,
         scores[..., :count].float().cpu().numpy().copy(),
         logits.float().cpu().numpy(),
     )

@@ -1,0 +1,203 @@
+"""The verifier's other half: whether the decode plan and the model's facts fit the functions.
+
+What a record names must be there, and return what the runtime reads, in the sizes that the record
+states. A plan whose numbers disagree with its functions would fail somewhere in the runtime, or be
+answered with tokens that do not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields
+
+import torch
+
+from .errors import VerifyError
+from .names import shown
+from .plan import (
+    AcceptanceLength,
+    CachedDraft,
+    ContinuedDraft,
+    CorpusDraft,
+    FusedDraft,
+    HeadsDraft,
+    JacobiDraft,
+    Judge,
+    LookaheadDraft,
+    PromptDraft,
+    Record,
+    RecurrentDraft,
+    RecyclingDraft,
+    StagedDraft,
+    UnrolledDraft,
+)
+from .plan.bounds import MOST_NODES, MOST_PARTS
+from .program import Program
+from .types import TensorType
+
+Size = int | str
+"""A size that is known; "V", the vocabulary; "K", the same integer everywhere; or "": any."""
+
+Returned = Mapping[str, tuple[Size, ...]]
+"""Sizes of outputs by name."""
+
+STEP = "step"
+
+
+def verify_plan(program: Program) -> None:
+    """Check plan and facts of a program whose functions are valid. Errors: `VerifyError`."""
+    _check_info(program)
+    for slot in fields(program.plan):
+        record = getattr(program.plan, slot.name)
+        if record.slot != slot.name:
+            raise VerifyError(f"plan: {record.brief} is a {record.slot} record, not a {slot.name}")
+        if len(record.parts) > MOST_PARTS:
+            raise VerifyError(
+                f"plan: {slot.name} has {len(record.parts)} parts; {MOST_PARTS} are allowed"
+            )
+        # A draft model's own drafter reads what that model returns, not the step.
+        staged = [part for part in record.parts if isinstance(part, StagedDraft)]
+        inner = {id(deep) for part in staged for deep in part.drafter.parts}
+        for part in record.parts:
+            _check_names(program, part)
+            for function, returned in _reads(program, part):
+                if function != STEP or id(part) not in inner:
+                    _check_returns(program, part, function, returned)
+    if program.plan.columns > MOST_NODES:
+        raise VerifyError(
+            f"plan: a step verifies up to {program.plan.columns} tokens; expected at most "
+            f"{MOST_NODES}: make drafts or trees smaller"
+        )
+
+
+def _check_info(program: Program) -> None:
+    info, logits = program.info, program.function(STEP).outputs["logits"].meta["type"]
+    if logits.dims[-1] != info.vocab_size:
+        raise VerifyError(
+            f"info: vocab_size={info.vocab_size}, but the step's logits are {logits}; expected the "
+            f"last size of the logits"
+        )
+    if not 0 < info.context < 2**31:
+        raise VerifyError(f"info: context={info.context}; expected at least one position")
+    ids = {"eos": info.eos, "bos": (info.bos,), "pad": (info.pad,)}
+    for name, tokens in ids.items():
+        for token in tokens:
+            if token is not None and not 0 <= token < info.vocab_size:
+                raise VerifyError(
+                    f"info: {name}={token} is outside the vocabulary of {info.vocab_size}"
+                )
+
+
+def _check_names(program: Program, part: Record) -> None:
+    """Fields with these names name what there is."""
+    functions = set(program.functions)
+    known: dict[str, Collection[str]] = {
+        "function": functions,
+        "functions": functions,
+        "entry": functions,
+        "chain": functions,
+        "step": functions,
+        "output": set(program.function(STEP).outputs),
+        "state": set(program.states),
+        "weight": set(program.weights),
+    }
+    for field in fields(part):
+        value = getattr(part, field.name)
+        if field.name not in known or value is None:
+            continue
+        for name in value if isinstance(value, tuple) else (value,):
+            if name not in known[field.name]:
+                there = ", ".join(sorted(known[field.name])[:20]) or "none"
+                raise VerifyError(
+                    f"plan: {part.brief} refers to the {field.name} {shown(name)}; the program has "
+                    f"{there}"
+                )
+
+
+def _reads(program: Program, part: Record) -> Iterator[tuple[str, Returned]]:
+    """What the runtime reads of which function for a record."""
+    if isinstance(part, ContinuedDraft) and not isinstance(part.then, (HeadsDraft, RecurrentDraft)):
+        raise VerifyError(f"plan: {part.then.kind} cannot go on where {part.first.kind} stops")
+    if isinstance(part, RecurrentDraft) and not part.functions:
+        raise VerifyError(f"plan: {part.brief} names no functions")
+    if isinstance(part, HeadsDraft):
+        yield part.function, _candidates(part.levels)
+    elif isinstance(part, RecurrentDraft):
+        for function in part.functions:
+            yield function, {**_candidates(), "state": ("", "", "")}
+    elif isinstance(part, CachedDraft):
+        yield part.function, _candidates()
+    elif isinstance(part, PromptDraft):
+        yield STEP, {"draft_tokens": ("", "", "K"), "draft_scores": ("", "", "K")}
+    elif isinstance(part, AcceptanceLength):
+        yield part.function, {"accepted": ("", "", part.levels)}
+    elif isinstance(part, Judge):
+        yield part.function, {"judged": ("", "", 1)}
+    elif isinstance(part, (JacobiDraft, LookaheadDraft)):
+        yield STEP, {"argmax": ("", "")}
+    elif isinstance(part, RecyclingDraft):
+        yield STEP, {"top_tokens": ("", "", "K")}
+    if isinstance(part, UnrolledDraft):
+        yield part.chain, {"draft_tokens": ("", part.levels, 1)}
+    if isinstance(part, FusedDraft):
+        yield part.step, {"drafted": ("", 1 + part.levels)}
+    if isinstance(part, (CachedDraft, RecurrentDraft)) and part.entry is not None:
+        yield part.entry, {"hidden": ("", "", "")}
+    if isinstance(part, CorpusDraft):
+        _check_weight(program, part, part.weight, torch.int64, ("",))
+    if isinstance(part, PromptDraft):
+        _check_weight(program, part, part.weight, None, (part.prompts, ""))
+
+
+def _candidates(*levels: int) -> Returned:
+    return {
+        "draft_tokens": ("", "", *levels, "K"),
+        "draft_scores": ("", "", *levels, "K"),
+        "draft_logits": ("", "", *levels, "V"),
+    }
+
+
+def _check_returns(program: Program, part: Record, function: str, returned: Returned) -> None:
+    outputs = program.function(function).outputs
+    bound: dict[Size, int] = {"V": program.info.vocab_size}
+    for name, sizes in returned.items():
+        if name not in outputs:
+            raise VerifyError(
+                f"plan: {part.brief} reads {name} of {function}, which returns {', '.join(outputs)}"
+            )
+        given = outputs[name].meta["type"]
+        if not isinstance(given, TensorType) or not _fits(given, sizes, bound):
+            wanted = ",".join("any" if n == "" else str(bound.get(n, n)) for n in sizes)
+            raise VerifyError(
+                f"plan: {part.brief} reads {name} of {function} as [{wanted}]; it is {given}"
+            )
+        ids = name in ("draft_tokens", "drafted", "argmax", "top_tokens")
+        if (given.dtype == torch.int64) != ids:
+            kind = "token ids, i64" if ids else "floating values"
+            raise VerifyError(f"plan: {part.brief} reads {name} of {function} as {kind}; it is {given}")
+
+
+def _fits(given: TensorType, sizes: tuple[Size, ...], bound: dict[Size, int]) -> bool:
+    if len(given.dims) != len(sizes):
+        return False
+    for dim, size in zip(given.dims, sizes, strict=True):
+        if size == "K" and isinstance(dim, int):
+            bound.setdefault("K", dim)
+        if size != "" and dim != bound.get(size, size):
+            return False
+    return True
+
+
+def _check_weight(
+    program: Program,
+    part: Record,
+    name: str,
+    dtype: torch.dtype | None,
+    sizes: tuple[Size, ...],
+) -> None:
+    given = program.weights[name].type
+    right = given.dtype.is_floating_point if dtype is None else given.dtype == dtype
+    if not right or not _fits(given, sizes, {}):
+        kind = "floating values" if dtype is None else str(dtype).removeprefix("torch.")
+        wanted = ",".join("any" if size == "" else str(size) for size in sizes)
+        raise VerifyError(f"plan: {part.brief} reads weight {name} as {kind} [{wanted}]; it is {given}")
