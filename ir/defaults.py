@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from .errors import InputError
+from .fields import check_fields
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "num_beams": (1,),
@@ -54,6 +55,7 @@ class Defaults:
     unsupported: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_fields(self)
         strange = [text for text in self.unsupported if text.partition("=")[0] not in NEUTRAL]
         if strange:
             raise InputError(f"unsupported={self.unsupported}: {strange[0]!r} is no such setting")

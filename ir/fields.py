@@ -20,11 +20,12 @@ def _adapters(cls: Any) -> dict[str, TypeAdapter[Any]]:
 
 def check_fields(instance: Any) -> None:
     """Errors: `InputError` naming the first field whose value its annotation does not allow."""
-    for name, adapter in _adapters(type(instance)).items():
+    cls: Any = type(instance)
+    for name, adapter in _adapters(cls).items():
         value = getattr(instance, name)
         try:
             adapter.validate_python(value, strict=True)
         except ValidationError as error:
             reason = error.errors()[0]["msg"]
-            owner = getattr(instance, "kind", "") or type(instance).__name__
+            owner = getattr(instance, "kind", "") or cls.__name__
             raise InputError(f"{owner}: {shown(value)} is not a valid {name}: {reason}") from error
