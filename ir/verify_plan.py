@@ -51,14 +51,14 @@ def verify_plan(program: Program) -> None:
         record = getattr(program.plan, slot.name)
         if record.slot != slot.name:
             raise VerifyError(f"plan: {record.brief} is a {record.slot} record, not a {slot.name}")
-        if len(record.parts) > MOST_PARTS:
+        if len(record.every) > MOST_PARTS:
             raise VerifyError(
-                f"plan: {slot.name} has {len(record.parts)} parts; {MOST_PARTS} are allowed"
+                f"plan: {slot.name} has {len(record.every)} parts; {MOST_PARTS} are allowed"
             )
         # A draft model's own drafter reads what that model returns, not the step.
-        staged = [part for part in record.parts if isinstance(part, StagedDraft)]
-        inner = {id(deep) for part in staged for deep in part.drafter.parts}
-        for part in record.parts:
+        staged = [part for part in record.every if isinstance(part, StagedDraft)]
+        inner = {id(deep) for part in staged for deep in part.drafter.every}
+        for part in record.every:
             _check_names(program, part)
             for function, returned in _reads(program, part):
                 if function != STEP or id(part) not in inner:
@@ -174,7 +174,9 @@ def _check_returns(program: Program, part: Record, function: str, returned: Retu
         ids = name in ("draft_tokens", "drafted", "argmax", "top_tokens")
         if (given.dtype == torch.int64) != ids:
             kind = "token ids, i64" if ids else "floating values"
-            raise VerifyError(f"plan: {part.brief} reads {name} of {function} as {kind}; it is {given}")
+            raise VerifyError(
+                f"plan: {part.brief} reads {name} of {function} as {kind}; it is {given}"
+            )
 
 
 def _fits(given: TensorType, sizes: tuple[Size, ...], bound: dict[Size, int]) -> bool:
@@ -200,4 +202,6 @@ def _check_weight(
     if not right or not _fits(given, sizes, {}):
         kind = "floating values" if dtype is None else str(dtype).removeprefix("torch.")
         wanted = ",".join("any" if size == "" else str(size) for size in sizes)
-        raise VerifyError(f"plan: {part.brief} reads weight {name} as {kind} [{wanted}]; it is {given}")
+        raise VerifyError(
+            f"plan: {part.brief} reads weight {name} as {kind} [{wanted}]; it is {given}"
+        )

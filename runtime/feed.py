@@ -55,7 +55,7 @@ class Feeder:
         self.function, self.spare = function, spare
         self.context = program.info.context
         # Prompt tokens have ids above the vocabulary's.
-        prompts = [getattr(part, "prompts", 0) for part in program.plan.draft.parts]
+        prompts = [getattr(part, "prompts", 0) for part in program.plan.draft.every]
         self.ids = program.info.vocab_size + max(prompts)
         known = ("tokens", "positions", "past", "select")
         self.names = frozenset(name for name in known if step.has_input(name))

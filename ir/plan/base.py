@@ -53,9 +53,9 @@ class Record:
         )
 
     @property
-    def parts(self) -> list[Record]:
+    def every(self) -> list[Record]:
         """The record, and the records in its fields and in theirs."""
-        return [self, *(deep for part in self.inside for deep in part.parts)]
+        return [self, *(deep for part in self.inside for deep in part.every)]
 
     def __str__(self) -> str:
         shown = ", ".join(f"{f.name}={_shown(getattr(self, f.name))}" for f in fields(self))
