@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import stat
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from graftwork.backends.torch import cpu, native
+from graftwork.backends.torch import cached_library, cpu, native
 from graftwork.backends.torch.emit import emit
 from graftwork.backends.torch.rows import Prepared
 from graftwork.ir import Function, TensorType, UnsupportedError, Weight
@@ -30,8 +31,8 @@ PROCESSORS = ["native", *(["x86-64", "haswell"] if INTEL else [])]
 
 def build(processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels for a processor, in use until `native.library` is asked anew."""
-    flags = [f"-march={processor}" if "march" in flag else flag for flag in native.FLAGS]
-    monkeypatch.setattr(native, "FLAGS", tuple(flags))
+    flags = [f"-march={processor}" if "march" in flag else flag for flag in cached_library.FLAGS]
+    monkeypatch.setattr(cached_library, "FLAGS", tuple(flags))
     native.library.cache_clear()
 
 
@@ -212,7 +213,7 @@ def test_a_run_makes_calls_in_order_and_says_what_they_throw(tmp_path):
         'extern "C" void fail() { throw std::runtime_error("no more"); }\n'
         'extern "C" void floats(float* to, const float* what) { *to += *what; }\n'
     )
-    subprocess.run([native.compiler(), "-shared", "-fPIC", source, "-o", made], check=True)
+    subprocess.run([cached_library.compiler(), "-shared", "-fPIC", source, "-o", made], check=True)
     library = ctypes.CDLL(str(made))
     add, fail, floats = (native.address_in(library, name) for name in ("add", "fail", "floats"))
     whole, number = torch.zeros(1, dtype=torch.int64), torch.ones(1)
@@ -265,7 +266,7 @@ def test_kernels_are_compiled_once_and_kept_for_this_user(no_library, monkeypatc
     native.library()
     assert [path.stat().st_mtime_ns for path in no_library.iterdir()] == [before]
     # Another processor's are others.
-    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-ffp-contract=off"))
+    monkeypatch.setattr(cached_library, "FLAGS", (*cached_library.FLAGS, "-ffp-contract=off"))
     native.library.cache_clear()
     native.library()
     assert len(list(no_library.iterdir())) == 2
@@ -275,7 +276,7 @@ def test_kernels_are_compiled_once_and_kept_for_this_user(no_library, monkeypatc
 def test_kernels_work_where_no_folder_can_be_written(made, no_library, monkeypatch):
     if made:
         no_library.mkdir()
-        monkeypatch.setattr(native.os, "access", lambda path, mode: False)
+        monkeypatch.setattr(cached_library.os, "access", lambda path, mode: False)
     else:
         no_library.write_text("in the way")
     x = torch.randn(1, 1, 8)
@@ -297,7 +298,8 @@ def test_without_a_compiler_the_error_says_what_to_do(compiler, says, no_library
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists() or not INTEL, reason="asks Linux and x86")
 def test_kernels_use_what_the_processor_has():
     able = set(Path("/proc/cpuinfo").read_text().split())
-    command = ["objdump", "--disassemble", "--no-show-raw-insn", native.library()._name]
+    loaded = native.library()._name.replace("self", str(os.getpid()))
+    command = ["objdump", "--disassemble", "--no-show-raw-insn", loaded]
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "prefetcht1" in code
     if {"avx512_vnni", "avx512bw"} <= able:

@@ -1,90 +1,23 @@
 """The kernels of `kernels/` as torch ops, which inductor calls and replays record.
 
-They are compiled for this processor when first used, and kept in the user's cache folder.
+They are compiled for this processor when first used (see `cached_library`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch._inductor.config
 from torch import Tensor
 
-from ...ir import InputError, UnsupportedError
+from ...ir import InputError
 from ...ir.ops.attention import check_attend
 from ...ir.ops.operands import Operands
 from ...ir.ops.quant import check_linear_int8
-
-SOURCES = Path(__file__).with_name("kernels")
-
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared")
-
-
-def compiler() -> str:
-    """The C++ compiler that inductor uses."""
-    name: str = next(filter(None, torch._inductor.config.cpp.cxx))
-    return name
-
-
-@functools.cache
-def library() -> ctypes.CDLL:
-    """The kernels, compiled if this processor, compiler and source are new."""
-    command = [compiler(), *FLAGS]
-    described = _output([*command, "-x", "c++", "-dM", "-E", os.devnull])
-    sources = sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
-    texts = [path.read_bytes() for path in sources]
-    key = hashlib.sha256(b"\0".join([*texts, " ".join(command).encode(), described]))
-    with _kept() as kept:
-        path = kept / f"kernels-{key.hexdigest()[:32]}.so"
-        if not path.exists():
-            with tempfile.TemporaryDirectory(dir=kept) as folder:
-                made = Path(folder) / path.name
-                compiled = [str(path) for path in sources if path.suffix == ".cpp"]
-                _output([*command, *compiled, "-o", str(made)])
-                made.replace(path)
-        return ctypes.CDLL(str(path))
-
-
-@contextmanager
-def _kept() -> Iterator[Path]:
-    """A folder of this user's for compiled kernels: a lasting one, if they may write it."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(root) / "graftwork"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        usable = os.access(folder, os.W_OK)
-    except OSError:
-        usable = False
-    if usable:
-        yield folder
-        return
-    with tempfile.TemporaryDirectory() as other:
-        yield Path(other)
-
-
-def _output(command: list[str]) -> bytes:
-    try:
-        return subprocess.run(command, capture_output=True, check=True).stdout
-    except FileNotFoundError:
-        found = "it is not installed"
-    except subprocess.CalledProcessError as error:
-        found = error.stderr.decode(errors="replace").strip()
-    raise UnsupportedError(
-        f"the torch target needs a C++ compiler with OpenMP on the CPU, but {' '.join(command)} "
-        f"failed: {found}. Install g++, name a compiler with CXX, or take the target eager or "
-        "onnxruntime"
-    )
-
+from .cached_library import library
 
 Argument = Tensor | float | None
 """Of a kernel: a tensor or None stands for its address, a floating number for that of a float32."""

@@ -1,0 +1,198 @@
+"""The kernels of `kernels/` as a library, compiled once for a processor and kept.
+
+Whoever loads a library runs what is in it, so a kept one is loaded only if nobody but this user
+and the system's administrator can have written it: the file and the folder are theirs, no one else
+may write either, and no folder above lets others put another one in the place. Its name holds a
+hash of its bytes, so what was cut short or damaged is compiled anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch._inductor.config
+
+from ...ir.errors import GraftworkWarning, UnsupportedError
+from ...ir.files import open_regular
+
+SOURCES = Path(__file__).with_name("kernels")
+
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared")
+
+OTHERS = stat.S_IWGRP | stat.S_IWOTH
+"""Who else may write."""
+
+
+def compiler() -> str:
+    """The C++ compiler that inductor uses."""
+    return next(filter(None, torch._inductor.config.cpp.cxx), "g++")
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The kernels, compiled if this processor, compiler and source are new.
+
+    Errors: `UnsupportedError` if they cannot be compiled or loaded.
+    """
+    command = [compiler(), *FLAGS]
+    described = _output([*command, "-x", "c++", "-dM", "-E", os.devnull])
+    sources = sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
+    texts = [path.read_bytes() for path in sources]
+    key = hashlib.sha256(b"\0".join([*texts, " ".join(command).encode(), described]))
+    name = f"kernels-{key.hexdigest()[:32]}"
+    with _kept() as kept:
+        for path in sorted(kept.glob(f"{name}-*.so")):
+            found = _loaded(path)
+            if found is not None:
+                return found
+        compiled = [str(path) for path in sources if path.suffix == ".cpp"]
+        made = _loaded(_built(kept, name, [*command, *compiled]))
+    if made is None:
+        raise UnsupportedError(
+            f"the compiled kernels in {kept} changed before they were loaded; "
+            "something else writes there: set XDG_CACHE_HOME to a folder of your own"
+        )
+    return made
+
+
+def _built(kept: Path, name: str, command: list[str]) -> Path:
+    """A new library, whole from the first moment that it has its name."""
+    with tempfile.TemporaryDirectory(dir=kept) as folder:
+        made = Path(folder) / "kernels.so"
+        _output([*command, "-o", str(made)])
+        made.chmod(0o700)
+        path = kept / f"{name}-{_hash(made.read_bytes())}.so"
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        made.replace(path)
+    return path
+
+
+def _hash(code: bytes) -> str:
+    return hashlib.sha256(code).hexdigest()[:32]
+
+
+def _loaded(path: Path) -> ctypes.CDLL | None:
+    """A kept library; None if it is not what its name says, or may be somebody else's.
+
+    What is looked at is what is loaded: where the system names open files (Linux), the library is
+    loaded through the one that was hashed, and so another one that takes its name meanwhile is not
+    run. Elsewhere it is loaded by its name, in a folder in which only this user can rename.
+    """
+    try:
+        file = open_regular(path, follow=False)
+    except OSError:
+        return None
+    facts = os.fstat(file.fileno())
+    if not _is_ours(facts) or facts.st_mode & OTHERS or not path.stem.endswith(_hash(file.read())):
+        file.close()
+        return None
+    opened = Path(f"/proc/self/fd/{file.fileno()}")
+    if not opened.exists():
+        file.close()
+        return _open(path, path)
+    # It stays open: the system remembers libraries by name, and would take the next file of this
+    # number for this one.
+    _OPEN.append(file.detach())
+    return _open(opened, path)
+
+
+_OPEN: list[object] = []
+
+
+def _open(path: Path, shown: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise UnsupportedError(
+            f"the compiled kernels {shown} cannot be loaded: {error}. Set XDG_CACHE_HOME to a "
+            "folder from which programs may run, or take the target eager or onnxruntime"
+        ) from error
+
+
+def _is_ours(facts: os.stat_result) -> bool:
+    return facts.st_uid in (os.geteuid(), 0)
+
+
+@contextmanager
+def _kept() -> Iterator[Path]:
+    """A folder of this user's for compiled kernels: a lasting one, if they alone may write it."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(root) / "graftwork"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        usable, reason = os.access(folder, os.W_OK), _why_unsafe(folder)
+    except OSError:
+        usable, reason = False, None
+    if usable and reason is None:
+        yield folder.resolve()
+        return
+    if reason is not None:
+        warnings.warn(
+            f"{reason}, so compiled kernels are not kept in {folder} and each process compiles "
+            "its own; make it yours (chown, chmod go-w), or set XDG_CACHE_HOME",
+            GraftworkWarning,
+            stacklevel=2,
+        )
+    with tempfile.TemporaryDirectory() as other:
+        yield Path(other)
+
+
+def _why_unsafe(folder: Path) -> str | None:
+    """Who else could put a library into a folder, in words; None if nobody can.
+
+    The folder itself may be written by its owner alone. In one above it, others may have files of
+    their own (it is sticky, such as /tmp), but not take this one's name.
+    """
+    if folder.is_symlink():
+        return f"{folder} is a link"
+    first = folder.resolve()
+    for place in (first, *first.parents):
+        facts = place.stat()
+        shared = facts.st_mode & OTHERS and not (place != first and facts.st_mode & stat.S_ISVTX)
+        if not _is_ours(facts):
+            return f"{place} belongs to another user"
+        if shared and not (place != first and _is_own_group(facts)):
+            return f"{place} can be written by other users"
+    return None
+
+
+def _is_own_group(facts: os.stat_result) -> bool:
+    """Whether only a group may write that has this user's name and nobody else in it, as some
+    systems give each user."""
+    if facts.st_mode & stat.S_IWOTH:
+        return False
+    with suppress(ImportError, KeyError):
+        import grp
+        import pwd
+
+        user, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(facts.st_gid)
+        return group.gr_name == user and set(group.gr_mem) <= {user}
+    return False
+
+
+def _output(command: list[str]) -> bytes:
+    try:
+        return subprocess.run(command, capture_output=True, check=True).stdout
+    except FileNotFoundError:
+        found = "it is not installed"
+    except OSError as error:
+        found = f"it cannot be run ({error.strerror})"
+    except subprocess.CalledProcessError as error:
+        found = error.stderr.decode(errors="replace").strip()
+    raise UnsupportedError(
+        f"the torch target needs a C++ compiler with OpenMP on the CPU, but {' '.join(command)} "
+        f"failed: {found}. Install g++, name a compiler with CXX, or take the target eager or "
+        "onnxruntime"
+    )
