@@ -4,7 +4,8 @@ Every contestant continues the same prompts greedily, one prompt at a time; the 
 turns, so that what disturbs the machine disturbs all alike. tokens/s counts the new tokens over
 the whole call, prompt included; the figure is the median over the repeats. Outputs are compared
 token by token with the first contestant's, and a speculative recipe's with its own decoding
-without drafts. A first difference counts as a near tie if the two tokens' logits lie within
+without drafts. Of an approximate recipe it is said how much of the target's own text it keeps. A
+first difference counts as a near tie if the two tokens' logits lie within
 rounding of each other.
 """
 
@@ -13,16 +14,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from .agreement import OwnText, is_approximate, plain_plan
 from .ir import InputError
 from .ir.executable import Executable
-from .ir.plan import Chain, NoDraft
+from .ir.plan import NoDraft
 from .model import Model
 from .passes.base import Effect, all_passes
 from .passes.validate import reference_logits
@@ -59,11 +61,13 @@ class Contestant(Protocol):
 
 @dataclass(frozen=True)
 class Optimized:
-    """A recipe's model. pool: executables of one source, shared if only the plan differs."""
+    """A recipe's model. pool: executables of one source, shared if only the plan differs. own: the
+    target's model without what is approximate, where the recipe changes what the step computes."""
 
     name: str
     model: Model
     pool: dict[object, Executable] = field(default_factory=dict)
+    own: Model | None = None
 
     @property
     def target(self) -> str:
@@ -82,6 +86,17 @@ class Optimized:
     def run(self, prompt: Sequence[int], tokens: int) -> Run:
         return _generate(self._planned, prompt, tokens)
 
+    @property
+    def approximate(self) -> bool:
+        """Whether its text may differ from the target's."""
+        return is_approximate(self.model.program)
+
+    def run_own(self, prompt: Sequence[int], tokens: int) -> Run:
+        """What the target itself says."""
+        if self.own is None:
+            return _generate(self._plain, prompt, tokens)
+        return Optimized(self.name, self.own, self.pool).run_own(prompt, tokens)
+
     def run_plain(self, prompt: Sequence[int], tokens: int) -> Run:
         """The same graphs and numerics without drafts."""
         return _generate(self._plain, prompt, tokens)
@@ -93,8 +108,7 @@ class Optimized:
 
     @cached_property
     def _plain(self) -> Planned:
-        plan = replace(self.model.program.plan, draft=NoDraft(), tree=Chain())
-        return Planned(self.executable, plan)
+        return Planned(self.executable, plain_plan(self.model.program.plan))
 
     @property
     def executable(self) -> Executable:
@@ -216,7 +230,8 @@ class Row:
     """One contestant's figures.
 
     tokens_per_second: of every repeat. accepted: new tokens a decode step, the verifier's own
-    included. same: agreement with the reference; plain: with its own decoding without drafts.
+    included. same: agreement with the reference; plain: with its own decoding without drafts. own:
+    of an approximate recipe, how much of the target's own text it keeps.
     """
 
     name: str
@@ -227,6 +242,7 @@ class Row:
     accepted: float | None
     same: Agreement | None
     plain: Agreement | None = None
+    own: OwnText | None = None
 
     @property
     def median(self) -> float:
@@ -279,6 +295,11 @@ class Bench:
             self.progress(f"checking {model.name} on {model.target} against plain decoding")
             undrafted = [model.run_plain(p, self.tokens) for p in self.prompts]
             plain = self._agreement(undrafted, last, model)
+        own = None
+        if model is not None and model.approximate:
+            self.progress(f"comparing {model.name} on {model.target} with the target's own text")
+            said = [model.run_own(p, self.tokens).ids for p in self.prompts]
+            own = OwnText.of(zip(said, (run.ids for run in last), strict=True))
         return Row(
             name=contestant.name,
             target=contestant.target,
@@ -288,6 +309,7 @@ class Bench:
             accepted=statistics.mean(run.accepted for run in last) if model else None,
             same=None if reference is None else self._agreement(reference, last, model),
             plain=plain,
+            own=own,
         )
 
     def _agreement(
@@ -348,4 +370,5 @@ def _row_json(row: Row) -> dict[str, Any]:
         "accepted_per_step": None if row.accepted is None else round(row.accepted, 3),
         "same_tokens": None if row.same is None else vars(row.same),
         "same_as_plain": None if row.plain is None else vars(row.plain),
+        "own_text": None if row.own is None else {**asdict(row.own), "share": row.own.share},
     }

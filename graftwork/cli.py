@@ -193,10 +193,12 @@ def generate(
     printer = None if json_ else TextPrinter(opened.tokenizer)
     result = opened.generate([ids], streamer=printer, **keywords)
     stats: Stats = result.stats
+    approximate = opened.recipe.get("contract") == "approximate"
     if not json_:
         err.print(
             f"{stats.new_tokens} tokens in {stats.steps + 1} steps, "
             f"{stats.accepted_per_step:.2f} a step, {stats.tokens_per_second:.0f} tokens/s"
+            f"{'; approximate: not all of it need be what the target says' if approximate else ''}"
         )
         return
     new = result.sequences[0, len(ids) :].tolist()
@@ -259,9 +261,10 @@ def train(
             err.print(_interrupted(folder), markup=False, soft_wrap=True)
             raise typer.Exit(130) from None
     hits = ", ".join(f"{hit:.2f}" for hit in fitted.hits)
+    kept = "" if fitted.own_text is None else f", {fitted.own_text}"
     out.print(
         f"{fitted.steps} steps, loss {fitted.loss:.3f}, accuracy by depth {hits}; "
-        f"{fitted.accepted_per_step:.2f} tokens a step on held-out text\n"
+        f"{fitted.accepted_per_step:.2f} tokens a step on held-out text{kept}\n"
         f"weights in {folder}: use them with {_weights_settings(made, folder)}",
         markup=False,
         soft_wrap=True,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rich.console import RenderableType
 
+from .agreement import is_approximate, keeps_step
 from .artifact import tool_versions
 from .backends.target import Target
 from .bench import Bench, Contestant, Genai, Optimized, Transformers, as_json
@@ -103,7 +104,10 @@ def _optimized(
                 continue
             progress(f"optimizing with {recipe.name} for {target}")
             result = transform(traced[target.dtype], recipe, target)
-            made.append(Optimized(recipe.name, result, pool))
+            own = None
+            if is_approximate(result.program) and not keeps_step(result.program):
+                own = transform(traced[target.dtype], Recipe.load("baseline"), target)
+            made.append(Optimized(recipe.name, result, pool, own))
     return made
 
 

@@ -13,7 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from .ir import Program
+from .passes.base import Contract
 from .passes.manager import PassReport
+
+APPROXIMATE = (
+    "approximate: texts may differ from the target's own; graftwork bench tells how much of them "
+    "is kept, beside the speed"
+)
 
 
 class _Frozen(BaseModel):
@@ -78,7 +84,9 @@ class Report(_Frozen):
             f"{megabytes(self.weight_bytes_after)}; traced in {self.trace_seconds:.1f} s, "
             f"transformed in {sum(line.seconds for line in self.passes):.1f} s"
         )
-        notes = [
+        approximate = self.contract == Contract.APPROXIMATE.value
+        notes = [Text(APPROXIMATE, style="yellow")] if approximate else []
+        notes += [
             Text(f"note: {line.name}: {remark}", style="yellow")
             for line in self.passes
             for remark in line.remarks

@@ -60,12 +60,14 @@ def bench_table(rows: Sequence[Row], title: str) -> RenderableType:
     reference = (
         f"\nratio and same tokens: next to {rows[0].name}; plain: next to its own plain decoding"
     )
+    if any(row.own is not None for row in rows):
+        reference += "; own text: of the target's, up to the first other token"
     table = Table(box=None, pad_edge=False)
     for name in ("target", "recipe"):
         table.add_column(name, no_wrap=True)
     for name in ("tokens/s", "ratio", "accepted"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name in ("same tokens", "plain"):
+    for name in ("same tokens", "plain", *(["own text"] if any(r.own for r in rows) else [])):
         table.add_column(name, no_wrap=True)
     for row in rows:
         table.add_row(
@@ -76,8 +78,17 @@ def bench_table(rows: Sequence[Row], title: str) -> RenderableType:
             "" if row.accepted is None else f"{row.accepted:.2f}",
             _same(row),
             "" if row.plain is None else str(row.plain),
+            *([_own(row)] if any(r.own for r in rows) else []),
         )
     return Group(Text(title + reference), table)
+
+
+def _own(row: Row) -> str:
+    """An approximate recipe's share of the target's own text, and where it leaves it."""
+    if row.own is None:
+        return ""
+    first = "" if row.own.first is None else f", first after {row.own.first:.0f}"
+    return f"{row.own.share:.0%}{first}"
 
 
 def _same(row: Row) -> Text:

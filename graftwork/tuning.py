@@ -25,11 +25,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text as Line
 
+from .agreement import OwnText, is_approximate, own_text, plain_plan
 from .backends.target import Target
 from .ir import InputError
 from .ir.executable import Executable
 from .ir.files import plain_path
-from .ir.plan import Chain, FixedLength, NoDraft, StaticTree
+from .ir.plan import Chain, FixedLength, StaticTree
 from .ir.plan.shapes import best_tree, expected
 from .model import Model, Source, load, optimize
 from .planned import Planned
@@ -120,6 +121,7 @@ class Tuned:
 
     recipe: with the best tree. rates: see `Found.rates`. seconds: of a step by its columns.
     drafting: seconds a level. choices: by number of nodes, plain decoding first. best: the fastest.
+    own: of an approximate recipe, how much of the target's own text it keeps.
     """
 
     recipe: Recipe
@@ -128,6 +130,7 @@ class Tuned:
     drafting: float
     choices: tuple[Choice, ...]
     best: Choice
+    own: OwnText | None = None
 
     def save(self, path: str | Path) -> Path:
         """Write the recipe as YAML that `optimize` takes."""
@@ -152,7 +155,10 @@ class Tuned:
             table.add_row(str(choice.nodes), str(depth), *cells, style=mark)
         gain = self.best.speed / self.choices[0].speed
         note = f"best: {self.best.nodes} nodes, {gain:.2f} times plain decoding's speed"
-        return Group(table, Line(note if gain > 1 else f"{note}: drafting does not pay here"))
+        lines = [Line(note if gain > 1 else f"{note}: drafting does not pay here")]
+        if self.own is not None:
+            lines.append(Line(f"approximate: the recipe keeps {self.own}"))
+        return Group(table, *lines)
 
 
 def _nodes(choice: Choice) -> int:
@@ -199,7 +205,8 @@ def tune(
     sizes = {width - 1 for width in seconds}
     shown = tuple(choice for choice in choices if choice.nodes in sizes)
     recipe_ = with_tree(Recipe.load(opened.recipe), best.tree or FIRST_TREE, str(opened.target))
-    return Tuned(recipe_, rates, seconds, drafting, shown, best)
+    own = own_text(drafted, texts, tokens) if is_approximate(opened.program) else None
+    return Tuned(recipe_, rates, seconds, drafting, shown, best, own)
 
 
 def measure_rates(
@@ -215,7 +222,7 @@ def measure_rates(
     """Chances by depth and rank, and the median seconds that a level of predictions takes."""
     found = Found(depth, ranks, clock)
     program = executable.program
-    plain = Planned(executable, replace(program.plan, draft=NoDraft(), tree=Chain()))
+    plain = Planned(executable, plain_plan(program.plan))
     for number, prompt in enumerate(prompts, 1):
         progress(f"measure acceptance: prompt {number} of {len(prompts)}")
         asked = {**BEST, "max_new_tokens": tokens, "eos_token_id": None}

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from ..agreement import OwnText, is_approximate
+from ..agreement import own_text as own_text_kept
 from ..ir import InputError
 from ..ir.files import plain_path
 from ..ir.plan import Chain, FixedLength, NoDraft
@@ -109,13 +111,15 @@ Report = Callable[[FitState], None]
 class Fitted:
     """What training made. model: with the trained weights. steps, loss: the last step's number and
     loss. hits: accuracy of each level's best candidate. accepted_per_step: tokens a step yields on
-    held-out text, greedy, the bonus token included."""
+    held-out text, greedy, the bonus token included. own_text: of an approximate model, how much of
+    the target's own continuations of that text it keeps."""
 
     model: Model
     steps: int
     loss: float
     hits: tuple[float, ...]
     accepted_per_step: float
+    own_text: OwnText | None = None
 
 
 def fit(
@@ -186,7 +190,11 @@ class _Fit:
         self.progress(FitState("measuring", 1.0, state.step))
         accepted = accepted_per_step(trained, self.held_out)
         last = state.losses[-1] if state.losses else math.nan
-        return Fitted(trained, state.step, last, tuple(state.hits), accepted)
+        own = None
+        if is_approximate(program):
+            prompts = held_out_prompts(trained, self.held_out)
+            own = own_text_kept(trained.executable, prompts, _room(trained, prompts[0]))
+        return Fitted(trained, state.step, last, tuple(state.hits), accepted, own)
 
     def _leave_nothing(self, pool: lessons.Lessons) -> NoReturn:
         """Nothing was trained: weights that know nothing are not written."""
@@ -373,15 +381,12 @@ class _Fit:
 
 def accepted_per_step(model: Model, documents: list[list[int]], count: int = 8) -> float:
     """Tokens a step on continuations of held-out text, 64 tokens each, greedy."""
-    width = min(128, model.program.info.context // 2)
-    stream = [token for document in documents for token in document]
     steps = decoded = 0
-    for start in range(0, max(1, min(len(stream) - width, count * width)), width):
-        prompt = torch.tensor([stream[start : start + width]])
+    for tokens in held_out_prompts(model, documents, count):
         result = generate(
             model.executable,
-            prompt,
-            max_new_tokens=min(64, model.program.info.context - prompt.shape[1]),
+            torch.tensor([tokens]),
+            max_new_tokens=_room(model, tokens),
             eos_token_id=[],
             return_dict_in_generate=True,
             **BEST,
@@ -390,6 +395,19 @@ def accepted_per_step(model: Model, documents: list[list[int]], count: int = 8) 
         steps += result.stats.sequence_steps
         decoded += result.stats.decoded_tokens
     return decoded / max(steps, 1)
+
+
+def held_out_prompts(model: Model, documents: list[list[int]], count: int = 8) -> list[list[int]]:
+    """What of held-out text is continued to measure a model."""
+    width = min(128, model.program.info.context // 2)
+    stream = [token for document in documents for token in document]
+    starts = range(0, max(1, min(len(stream) - width, count * width)), width)
+    return [stream[start : start + width] for start in starts]
+
+
+def _room(model: Model, prompt: list[int]) -> int:
+    """Tokens that a prompt is continued by."""
+    return min(64, model.program.info.context - len(prompt))
 
 
 def _join_processes(device: str) -> tuple[int, int]:

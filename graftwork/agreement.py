@@ -1,0 +1,111 @@
+"""How much of the target's own text an approximate recipe keeps: what its speed is worth.
+
+A lossless recipe is measured by tokens a step alone, because its text is the target's. Of an
+approximate one that says little: a verifier that keeps everything is the fastest of all. So
+wherever its speed is told, this stands beside it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from .ir import Program
+from .ir.executable import Executable
+from .ir.plan import Chain, DecodePlan, FixedLength, Lossless, NoDraft
+from .passes.base import Contract, Effect, all_passes
+from .planned import Planned
+from .runtime.generate import generate
+from .runtime.options import BEST
+
+PLANNED = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
+"""Effects that leave what the step computes as it is."""
+
+
+@dataclass(frozen=True)
+class OwnText:
+    """Texts next to the target's own. texts: compared; equal: alike to the end. tokens: of the
+    target's own; kept: of those, the ones before the first other token. first: tokens before it,
+    the median of the texts that have one; None if none has.
+    """
+
+    texts: int
+    equal: int
+    tokens: int
+    kept: int
+    first: float | None
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> OwnText:
+        """Of new tokens: (the target's own, those that came) for each text.
+
+        >>> str(OwnText.of([([1, 2, 3, 4], [1, 2, 9, 4]), ([5, 6], [5, 6])]))
+        "67% of the target's own text (1 of 2 texts equal, else the first other token after 2)"
+        """
+        known = [(list(own), list(got)) for own, got in pairs]
+        kept = [_alike(own, got) for own, got in known]
+        equal = [own == got for own, got in known]
+        first = [count for count, same in zip(kept, equal, strict=True) if not same]
+        return cls(
+            texts=len(known),
+            equal=sum(equal),
+            tokens=sum(len(own) for own, _ in known),
+            kept=sum(kept),
+            first=float(statistics.median(first)) if first else None,
+        )
+
+    @property
+    def share(self) -> float:
+        """Of the target's own tokens those before the first other one, 0..1."""
+        return self.kept / max(self.tokens, 1)
+
+    def __str__(self) -> str:
+        texts = f"{self.equal} of {self.texts} texts equal"
+        if self.first is not None:
+            texts += f", else the first other token after {self.first:.0f}"
+        return f"{self.share:.0%} of the target's own text ({texts})"
+
+
+def _alike(own: Sequence[int], got: Sequence[int]) -> int:
+    """Tokens before the first difference."""
+    pairs = enumerate(zip(own, got, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(own), len(got)))
+
+
+def is_approximate(program: Program) -> bool:
+    """Whether a pass that made the program promises less than the target's own text."""
+    return bool(_approximate(program))
+
+
+def keeps_step(program: Program) -> bool:
+    """Whether the step still computes what the target does: then what is approximate is the plan,
+    and the program's own plain decoding gives the target's text."""
+    known = all_passes()
+    return all(name in known and known[name].effects <= PLANNED for name in _approximate(program))
+
+
+def _approximate(program: Program) -> list[str]:
+    worst = Contract.APPROXIMATE.value
+    return [record.name for record in program.provenance if record.contract == worst]
+
+
+def plain_plan(plan: DecodePlan) -> DecodePlan:
+    """The plan without drafts, and with the target's own choice of every token."""
+    return replace(plan, draft=NoDraft(), tree=Chain(), length=FixedLength(), verify=Lossless())
+
+
+def own_text(executable: Executable, prompts: Iterable[Sequence[int]], tokens: int) -> OwnText:
+    """What the executable's plan keeps of its own plain decoding: each prompt is continued twice by
+    `tokens` tokens, greedily."""
+    plain = Planned(executable, plain_plan(executable.program.plan))
+    asked = {"max_new_tokens": tokens, "eos_token_id": [], **BEST}
+    pairs = []
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)])
+        own, got = (generate(one, ids, **asked) for one in (plain, executable))
+        assert isinstance(own, torch.Tensor) and isinstance(got, torch.Tensor)
+        pairs.append((own[0, ids.shape[1] :].tolist(), got[0, ids.shape[1] :].tolist()))
+    return OwnText.of(pairs)
