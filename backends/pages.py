@@ -25,6 +25,33 @@ COLLAPSE = 25
 MAPS = Path("/proc/self/maps")
 
 
+class Trimmer:
+    """Gives memory that was freed back to the system while weights are loaded.
+
+    What a weight is made from is freed as soon as it is made, but the C library keeps pieces of
+    some megabytes for itself, more of them in the end than the weights take.
+    """
+
+    EVERY = 64 << 20
+    """Bytes loaded after which it is worth the milliseconds."""
+
+    def __init__(self) -> None:
+        self.loaded = 0
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of the GNU C library
+
+    def note(self, nbytes: int) -> None:
+        """So many bytes were loaded."""
+        self.loaded += nbytes
+        if self.loaded >= self.EVERY:
+            self.done()
+
+    def done(self) -> None:
+        """Nothing more is loaded for now."""
+        self.loaded = 0
+        if self._trim is not None:
+            self._trim(0)
+
+
 @contextmanager
 def huge_pages() -> Iterator[None]:
     """Memory that is mapped and written inside, and kept, is in huge pages after it."""

@@ -316,12 +316,5 @@ def _open_weights(paths: list[Path]) -> WeightStore:
         for name in open_safetensors(path).keys():  # noqa: SIM118  (the handle is not a mapping)
             if name in weights:
                 raise InputError(f"{path}: the weight {name!r} is in another file too")
-            weights[name] = _weight(path, name)
+            weights[name] = from_safetensors(path, name)
     return WeightStore(weights)
-
-
-def _weight(path: Path, name: str) -> Weight:
-    # Holds the open file: saving over the artifact that a program came from must not change it.
-    handle = open_safetensors(path)
-    described = from_safetensors(path, name)
-    return Weight(name, described.type, lambda: handle.get_tensor(name))

@@ -11,7 +11,7 @@ ones without touching data (`derive`), and a backend or the artifact writer load
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, KeysView, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .errors import InputError
-from .files import check_regular
+from .files import open_regular
 from .types import TensorType
 
 
@@ -80,22 +80,66 @@ def _renewed(weight: Weight, given: Mapping[str, Weight]) -> Weight:
     return derive(weight.name, weight.type, function, *new) if changed else weight
 
 
-@lru_cache(maxsize=64)
-def _open(path: str, stamp: tuple[int, int]) -> Any:
+class SafetensorsFile:
+    """A safetensors file as it was when it was opened, even if another takes its place.
+
+    A tensor is mapped for itself: the pages of one that was copied and let go leave the memory,
+    which they would not while they belong to a mapping of the whole file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = open_regular(path)
+        # On Linux what is open has a name of its own.
+        own = Path(f"/proc/self/fd/{self._file.fileno()}")
+        self._where = str(own if own.exists() else path)
+        self._handle = _mapped(self._where)
+        self._names = dict.fromkeys(self._handle.keys())
+
+    def keys(self) -> KeysView[str]:
+        """Names of its tensors."""
+        return self._names.keys()
+
+    def metadata(self) -> dict[str, str]:
+        """What its header says besides the tensors."""
+        return dict(self._handle.metadata() or {})
+
+    def type_of(self, key: str) -> TensorType:
+        """A tensor's type. Errors: `InputError` for a dtype that is not supported."""
+        view = self._handle.get_slice(key)
+        dtype = _SAFETENSORS_DTYPES.get(view.get_dtype())
+        if dtype is None:
+            raise InputError(
+                f"{self.path}: tensor {key!r} has dtype {view.get_dtype()}, not supported"
+            )
+        return TensorType(dtype, tuple(view.get_shape()))
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """A tensor, mapped: its pages are read when it is, and shared with other processes."""
+        with _mapped(self._where) as mapping:
+            tensor: torch.Tensor = mapping.get_tensor(key)
+        return tensor
+
+
+def _mapped(path: str) -> Any:
     from safetensors import safe_open
 
     return safe_open(path, framework="pt")
 
 
-def open_safetensors(path: Path) -> Any:
+@lru_cache(maxsize=64)
+def _open(path: str, stamp: tuple[int, ...]) -> SafetensorsFile:
+    return SafetensorsFile(Path(path))
+
+
+def open_safetensors(path: Path) -> SafetensorsFile:
     """A memory-mapped safetensors file, opened once while it does not change.
 
     Errors: `InputError` naming the file when it is missing, truncated or not safetensors.
     """
     try:
-        check_regular(path)
         stat = path.stat()
-        return _open(str(path), (stat.st_mtime_ns, stat.st_size))
+        return _open(str(path), (stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size))
     except Exception as error:  # the library's error type is not public
         raise InputError(
             f"cannot read weights from {path}: {error}; if it is damaged, fetch it again"
@@ -103,19 +147,14 @@ def open_safetensors(path: Path) -> Any:
 
 
 def from_safetensors(path: Path, key: str, name: str | None = None) -> Weight:
-    """A weight in a safetensors file, read when loaded.
+    """A weight in a safetensors file as it is now, read when loaded.
 
     Errors: `InputError` naming the file, and the key if the file does not hold it.
     """
-    handle = open_safetensors(path)
-    if key not in handle.keys():  # noqa: SIM118  (the handle is not a mapping)
+    file = open_safetensors(path)
+    if key not in file.keys():  # noqa: SIM118  (the file is not a mapping)
         raise InputError(f"{path} holds no tensor {key!r}")
-    view = handle.get_slice(key)
-    dtype = _SAFETENSORS_DTYPES.get(view.get_dtype())
-    if dtype is None:
-        raise InputError(f"{path}: tensor {key!r} has dtype {view.get_dtype()}, not supported")
-    tensor_type = TensorType(dtype, tuple(view.get_shape()))
-    return Weight(name or key, tensor_type, lambda: open_safetensors(path).get_tensor(key))
+    return Weight(name or key, file.type_of(key), lambda: file.tensor(key))
 
 
 _SAFETENSORS_DTYPES = {

@@ -82,7 +82,7 @@ class TrainedWeights:
         except InputError as error:
             raise PassError(f"{owner}: {error}; give weights= what training wrote") from error
         self.names = frozenset(handle.keys())
-        made_for = (handle.metadata() or {}).get("target", "")
+        made_for = handle.metadata().get("target", "")
         if made_for and made_for != trained_on(program):
             raise PassError(
                 f"{owner}: {self.path} was trained for another model than {program.name}: heads "

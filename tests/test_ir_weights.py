@@ -131,3 +131,38 @@ def test_stores_are_immutable_and_refuse_to_overwrite() -> None:
         store.adding(Weight.of("a", torch.zeros(1)))
     with pytest.raises(InputError, match="no weight named 'c'"):
         store["c"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="tells memory as Linux does")
+def test_what_was_copied_leaves_the_memory(tmp_path):
+    """Of a file whose weights are all made into others nothing stays mapped in memory."""
+
+    def mapped() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        (kilobytes,) = (line.split()[1] for line in lines if line.startswith("RssFile"))
+        return int(kilobytes) << 10
+
+    path, size = tmp_path / "w.safetensors", 16 << 20
+    save_file({f"w{i}": torch.ones(size // 4) for i in range(4)}, path)
+    weights = [from_safetensors(path, f"w{i}") for i in range(4)]
+    small = [
+        derive(w.name, TensorType.parse("f32[8]"), lambda t: t[:8].clone(), w) for w in weights
+    ]
+    before = mapped()
+    kept = [weight.load() for weight in small]
+    whole = derive("sum", TensorType.parse("f32[]"), lambda t: t.sum(), weights[0])
+    assert float(whole.load()) == size // 4 and len(kept) == 4
+    assert mapped() - before < size // 4
+    held = weights[0].load()
+    assert float(held.sum()) == size // 4
+    assert mapped() - before >= size // 2, "a weight that is used as it is stays mapped"
+
+
+def test_a_file_stays_what_it_was_when_another_takes_its_place(tmp_path):
+    path, other = tmp_path / "w.safetensors", tmp_path / "other.safetensors"
+    save_file({"w": torch.ones(3)}, path)
+    weight = from_safetensors(path, "w")
+    save_file({"w": torch.zeros(3)}, other)
+    other.replace(path)
+    assert weight.load().tolist() == [1, 1, 1]
+    assert from_safetensors(path, "w").load().tolist() == [0, 0, 0]

@@ -94,3 +94,13 @@ def test_a_session_is_opened_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ort, "InferenceSession", lambda *_, **__: entered.append("opened"))
     session.open_session(tmp_path / "model.onnx", Target.parse("onnxruntime:cpu"))
     assert entered == ["in", "opened", "out"]
+
+
+def test_freed_memory_is_given_back_now_and_then(monkeypatch):
+    trimmer, asked = pages.Trimmer(), []
+    monkeypatch.setattr(trimmer, "_trim", asked.append)
+    for _ in range(4):
+        trimmer.note(pages.Trimmer.EVERY // 2)
+    assert len(asked) == 2
+    trimmer.done()
+    assert len(asked) == 3

@@ -12,6 +12,7 @@ from pathlib import Path
 import onnx_ir as oir
 
 from ...ir import Weight
+from ..pages import Trimmer
 from .emit import DTYPES, Emitted, raw_view
 
 INLINE = 1024
@@ -30,6 +31,7 @@ class WeightFile:
         self.path = path
         self.places: dict[str, tuple[int, int]] = {}
         self.end = 0
+        self.trimmer = Trimmer()
         path.touch()
 
     def place(self, weight: Weight) -> tuple[int, int]:
@@ -46,6 +48,7 @@ class WeightFile:
             file.seek(offset)
             file.write(memoryview(raw_view(tensor)))
         self.end = offset + tensor.nbytes
+        self.trimmer.note(tensor.nbytes)
         return offset, tensor.nbytes
 
 

@@ -12,6 +12,7 @@ import torch
 from ...ir import InputError, Program, Sym
 from ...ir.executable import HeldCall, Outputs
 from ...ir.threads import Turn, traces
+from ..pages import Trimmer
 from ..target import Target
 from .compiled import Compiled, any_size, cuda_graphs, inductor
 from .cpu import CPU_ROWS
@@ -44,7 +45,7 @@ class TorchExecutable:
         self.batch = 0
         self.device = torch.device(target.device)
         self.states: dict[str, torch.Tensor] = {}
-        self.weights = {n: weight.load().to(self.device) for n, weight in program.weights.items()}
+        self.weights = self._load()
         self.variants: dict[object, Callable[..., Any]] = {}
         self.compiled: set[object] = set()
         self.recordings: dict[object, Recording | None] = {}
@@ -52,6 +53,15 @@ class TorchExecutable:
         """Counts the times that the states were given other memory."""
         self.preparing = 0.0
         self.turn = Turn()
+
+    def _load(self) -> dict[str, torch.Tensor]:
+        """All weights, on the device; those that are in a file as they are stay mapped."""
+        trimmer, weights = Trimmer(), {}
+        for name, weight in self.program.weights.items():
+            weights[name] = weight.load().to(self.device)
+            trimmer.note(weight.type.nbytes)
+        trimmer.done()
+        return weights
 
     def begin(self, batch: int, rows: int) -> None:
         """Start `batch` sequences with small empty caches; attention reads all of the capacity."""
