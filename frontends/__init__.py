@@ -37,6 +37,7 @@ def import_model(source: Any, dtype: torch.dtype | None = None) -> Program:
     if any(parameter.is_meta for parameter in source.parameters()):
         raise InputError("the model is on the meta device, without weights; load them first")
     if hasattr(source, "config") and hasattr(source, "base_model_prefix"):
+        _require_transformers()
         from .huggingface import import_object
 
         return import_object(source, dtype)
@@ -52,6 +53,20 @@ def _import_path(path: Path, dtype: torch.dtype | None) -> Program:
         )
     if not path.is_dir():
         raise InputError(f"{path} is a file; expected the folder of a checkpoint")
+    _require_transformers()
     from .huggingface import import_folder
 
     return import_folder(path, dtype)
+
+
+def _require_transformers() -> None:
+    """Before its parts are imported where they are used."""
+    try:
+        import transformers  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise InputError(
+            "optimizing a checkpoint needs transformers, which is not installed: pip install "
+            "'graftwork[huggingface]' (loading and running a saved artifact needs neither)"
+        ) from error

@@ -446,7 +446,8 @@ def demo(
 def _is_expected(error: Exception) -> bool:
     from .ir.errors import GraftworkError
 
-    return isinstance(error, GraftworkError)
+    # What the system refuses (a folder, a full disk) it says in a line that names the file.
+    return isinstance(error, (GraftworkError, OSError))
 
 
 def _bad(message: str) -> Exception:

@@ -149,7 +149,10 @@ def _uniform(program: Program, graph: Portable) -> Layer:
 
 def _write(program: Program, graph: Portable, folder: Path, extra: Mapping[str, Any]) -> Path:
     _check_destination(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write to {folder}: {error}") from error
     with replacing(folder) as new:
         _write_model(graph, new)
         for name, content in extra.items():

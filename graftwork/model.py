@@ -309,6 +309,8 @@ class Model:
 def _target(target: Target | str | None, dtype: torch.dtype | None = None) -> Target:
     if isinstance(target, Target):
         return target
+    if target is not None and not isinstance(target, str):
+        raise InputError(f"target: expected text, such as torch:cpu, or a Target; got {target!r}")
     if target is None:
         return Target.default()
     parsed = Target.parse(target)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,8 @@ def as_ids(input_ids: Any) -> torch.Tensor:
             f"input_ids: expected token ids [B,S], sequences of one length ({error}); "
             f"pad shorter ones on the left and give attention_mask"
         ) from error
+    if ids.is_meta:
+        raise InputError("input_ids: expected token ids, got a tensor without data (device meta)")
     if ids.dtype.is_floating_point or ids.dtype in (torch.bool, torch.complex64):
         raise InputError(f"input_ids: expected integers, got {ids.dtype}")
     if ids.dim() not in (1, 2):
@@ -64,6 +66,7 @@ def read_prompts(data: Prompts, program: Program) -> list[list[int]]:
     if isinstance(data, (str, Path)):
         items: list[Any] = _read_file(plain_path("data", data))
     else:
+        check_file(data)
         items = list(data)
     texts = [item for item in items if isinstance(item, str)]
     encode = encoder(program) if texts else None
@@ -98,9 +101,11 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def check_file(data: Prompts) -> None:
-    """Errors: `InputError` if `data` is a file that cannot be read, with its line."""
+    """Errors: `InputError` if `data` is a file that cannot be read, with its line, or no data."""
     if isinstance(data, (str, Path)):
         _read_file(plain_path("data", data))
+    elif not isinstance(data, Iterable):
+        raise InputError(f"data: expected prompts (texts, token ids) or a file, got {data!r}")
 
 
 def validation_batch(data: Prompts, program: Program) -> torch.Tensor:

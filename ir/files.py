@@ -96,6 +96,8 @@ def read_json(path: str | Path, limit: int = SMALL, *, follow: bool = True) -> A
 
 def plain_path(what: str, path: str | Path) -> Path:
     """The path, if the system can spell it. Errors: `InputError` naming what it was given for."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise InputError(f"{what}: expected a path, got {path!r}")
     text = os.fspath(path)
     try:
         spelled = os.fsencode(text)

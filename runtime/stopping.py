@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..ir import ModelInfo
+from ..ir import InputError, ModelInfo
 from .options import GenerationOptions, Hook
 from .text import Text
 
@@ -48,4 +48,15 @@ class Stopping:
         if not self.hooks:
             return False
         ids = torch.tensor([text.tokens])
-        return any(bool(torch.as_tensor(hook(ids, None)).any()) for hook in self.hooks)
+        return any(_says_yes(hook(ids, None)) for hook in self.hooks)
+
+
+def _says_yes(answer: object) -> bool:
+    """Errors: `InputError` for what is neither true nor false."""
+    if isinstance(answer, torch.Tensor):
+        return bool(answer.any())
+    if isinstance(answer, bool | int | float) or hasattr(answer, "__array__"):
+        return bool(torch.as_tensor(answer).any())
+    raise InputError(
+        f"a stopping criterion returned {answer!r}; expected True or False, or a tensor of them"
+    )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from ...ir import ModelInfo, Program, TensorType, UnsupportedError, Weight
+from ...ir import InputError, ModelInfo, Program, TensorType, UnsupportedError, Weight
 from ..program import Source, build_program
 from ..trace import export, fake_mode, first_names, twin_of
 
@@ -33,8 +33,10 @@ def import_module(module: nn.Module, dtype: torch.dtype | None = None) -> Progra
     "logits" entry they are), made of causal attention blocks; it may take positions i64[B,T] under
     one of the names ``positions``, ``position_ids``, ``pos_ids``. The context is read from a
     ``block_size``, ``max_seq_len``, ... of the module or its ``config``, else from what the trace
-    allows, else 2048 tokens. dtype: of the floating weights; None keeps them.
-    Errors: `UnsupportedError` naming module, line and op of what cannot be imported.
+    allows, else 2048 tokens; tokens that end, begin and fill sequences from its ``eos_token_id``
+    (one or several), ``bos_token_id`` and ``pad_token_id``. dtype: of the floating weights; None
+    keeps them. Errors: `UnsupportedError` naming module, line and op of what cannot be imported;
+    `InputError` for such an id that is no token of the vocabulary.
     """
     mode = fake_mode()
     twin = twin_of(module, mode, dtype)
@@ -52,8 +54,38 @@ def import_module(module: nn.Module, dtype: torch.dtype | None = None) -> Progra
         weight = Weight(key, TensorType.of(tensor), lambda: tensor.cpu())
         return weight.cast(wanted.get(key, tensor.dtype))
 
-    info = ModelInfo(model_type=name, vocab_size=0, context=_context(module, exported))
-    return build_program(name, Source(exported, "model", weight_of), info, {})
+    info = ModelInfo(
+        model_type=name,
+        vocab_size=0,
+        context=_context(module, exported),
+        eos=_tokens(module, "eos_token_id"),
+        bos=next(iter(_tokens(module, "bos_token_id")), None),
+        pad=next(iter(_tokens(module, "pad_token_id")), None),
+    )
+    program = build_program(name, Source(exported, "model", weight_of), info, {})
+    _check_tokens(program.info)
+    return program
+
+
+def _tokens(module: nn.Module, name: str) -> tuple[int, ...]:
+    """Token ids that the module, or its ``config``, has under a name: one, several or none."""
+    for owner in (module, getattr(module, "config", None)):
+        value = getattr(owner, name, None)
+        if isinstance(value, int):
+            return (value,)
+        if isinstance(value, (list, tuple)):
+            return tuple(value)
+    return ()
+
+
+def _check_tokens(info: ModelInfo) -> None:
+    for name, ids in (("eos", info.eos), ("bos", (info.bos,)), ("pad", (info.pad,))):
+        for token in ids:
+            if token is not None and token not in range(info.vocab_size):
+                raise InputError(
+                    f"{info.model_type}.{name}_token_id: expected token ids below the vocabulary "
+                    f"size {info.vocab_size}, got {token!r}"
+                )
 
 
 class _Wrapper(nn.Module):
@@ -65,8 +97,8 @@ class _Wrapper(nn.Module):
         parameters = inspect.signature(model.forward).parameters
         self.positions = next((name for name in _POSITIONS if name in parameters), None)
 
-    def forward(self, tokens: torch.Tensor, *positions: torch.Tensor) -> torch.Tensor:
-        extra = dict(zip((self.positions,), positions, strict=False)) if self.positions else {}
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        extra = {self.positions: positions} if self.positions else {}
         return _logits(self.model(tokens, **extra))
 
 
