@@ -102,9 +102,14 @@ def with_settings(name: str, settings: Sequence[str]) -> Recipe:
     return Recipe.load(name).with_options(mine)
 
 
-def optimized(folder: Path, recipe: Any, target: str, threads: int) -> System:
+def optimized_model(folder: Path, recipe: Any, target: str, threads: int) -> gw.Model:
     """One of our recipes on one target."""
-    model = gw.optimize(folder, recipe, target=Target.parse(target, threads=threads))
+    return gw.optimize(folder, recipe, target=Target.parse(target, threads=threads))
+
+
+def optimized(folder: Path, recipe: Any, target: str, threads: int) -> System:
+    """One of our recipes on one target, as what continues prompts."""
+    model = optimized_model(folder, recipe, target, threads)
 
     def run(prompts: Batch, count: int) -> Result:
         ids, mask = padded(prompts)
