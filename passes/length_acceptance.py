@@ -45,7 +45,7 @@ class LengthAcceptance(TrainedPass):
 
     name: ClassVar[str] = "length_acceptance"
     contract: ClassVar[Contract] = Contract.LOSSLESS
-    requires: ClassVar[frozenset[str]] = frozenset({"canonical", "drafts"})
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
     reads: ClassVar[frozenset[Effect]] = STATES
 

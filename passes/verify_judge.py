@@ -42,7 +42,7 @@ class VerifyJudge(TrainedPass):
 
     name: ClassVar[str] = "verify_judge"
     contract: ClassVar[Contract] = Contract.APPROXIMATE
-    requires: ClassVar[frozenset[str]] = frozenset({"canonical", "drafts"})
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
     reads: ClassVar[frozenset[Effect]] = STATES
 

@@ -145,6 +145,15 @@ def test_every_recipe_makes_a_plan_whose_parts_all_act(name: str, tmp_path: Path
     assert unmet(program) is None and misfit(program.plan) is None and idle(program.plan) is None
 
 
+@pytest.mark.parametrize("drafter", ["jacobi", "lookahead", "recycling"])
+def test_heads_that_judge_go_with_drafters_that_need_a_cache(drafter: str) -> None:
+    """The head is grafted on before there is a cache, the drafter put into the plan after."""
+    program, _ = planned(drafter, "judge", *BOTH)
+    assert program.plan.verify.kind == "judge" and same_as_plain(program, False)
+    with pytest.raises(PassError, match=r"verify=judge\(.* is never asked: nothing drafts"):
+        planned("judge")
+
+
 def test_a_chain_is_a_chain_whatever_draws_it() -> None:
     """One node a level, the likeliest: a chain that one call makes serves all of these."""
     for chain in ("static chain", "sampled chain"):

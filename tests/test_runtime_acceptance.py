@@ -96,7 +96,7 @@ def test_it_learns_where_the_drafter_is_right(tmp_path: Path) -> None:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    with pytest.raises(PassError, match="requires 'drafts'"):
+    with pytest.raises(PassError, match="never asked: nothing drafts"):
         run_passes(tiny_llama(), [Step(LengthAcceptance())])
     model = Model(bounded(DraftHydra(heads=2)), Target("eager", "cpu"), {"name": "test"})
     with pytest.raises(UnsupportedError, match="learns from what draft=recurrent"):

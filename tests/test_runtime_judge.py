@@ -145,7 +145,7 @@ def test_it_learns_to_tell_text_from_what_might_have_been(tmp_path: Path) -> Non
 def test_refusals() -> None:
     with pytest.raises(InputError, match=r"judge: .* is not a valid threshold"):
         Judge(threshold=1.5)
-    with pytest.raises(PassError, match="requires 'drafts'"):
+    with pytest.raises(PassError, match="never asked: nothing drafts"):
         run_passes(tiny_llama(), [Step(VerifyJudge())])
     twice = with_plan(tiny_llama(), verify=Judge())
     with pytest.raises(PassError, match="the plan has a verifier already"):
