@@ -30,5 +30,18 @@ class UnsupportedError(GraftworkError):
     """A model, op or request that graftwork does not support (yet); names it."""
 
 
+class ExecutionError(GraftworkError):
+    """A valid program that cannot be run: it asks for too much, or for rows that do not exist."""
+
+
+def execution_error(function: str, error: Exception) -> ExecutionError:
+    """What a backend says of a function, as ours."""
+    said = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+    return ExecutionError(
+        f"running {function} failed: {said}. The program asks for something that this machine or "
+        f"backend cannot do; if a model of yours did this, optimize it again, or try another target"
+    )
+
+
 class GraftworkWarning(UserWarning):
     """Something that is legal, and yet most likely not what the user wants; says what to do."""

@@ -163,7 +163,8 @@ def _check_returns(program: Program, part: Record, function: str, returned: Retu
     for name, sizes in returned.items():
         if name not in outputs:
             raise VerifyError(
-                f"plan: {part.brief} reads {name} of {function}, which returns {', '.join(outputs)}"
+                f"plan: {part.brief} reads {name!r}, which {function} does not return; it returns "
+                f"{', '.join(outputs)}"
             )
         given = outputs[name].meta["type"]
         if not isinstance(given, TensorType) or not _fits(given, sizes, bound):

@@ -170,7 +170,7 @@ def with_plan(program: Program, **slots: Any) -> Program:
     ("draft", "message"),
     [
         (HeadsDraft("medusa", levels=5), r"draft_tokens of medusa as \[any,any,5,K\]"),
-        (HeadsDraft("step"), "draft_tokens of step, which returns"),
+        (HeadsDraft("step"), "reads 'draft_tokens', which step does not return"),
         (RecurrentDraft(("medusa",)), "as .any,any,K"),
         (RecurrentDraft(("medusa", "gone")), "refers to the functions 'gone'"),
         (RecurrentDraft(), "names no functions"),
@@ -178,7 +178,7 @@ def with_plan(program: Program, **slots: Any) -> Program:
         (CachedDraft("medusa", entry="step"), "as .any,any"),
         (CorpusDraft("embed"), r"as int64 \[any\]; it is f32"),
         (CorpusDraft("gone"), "refers to the weight 'gone'"),
-        (RecyclingDraft(), "top_tokens of step, which returns"),
+        (RecyclingDraft(), "reads 'top_tokens', which step does not return"),
     ],
 )
 def test_a_plan_that_its_functions_do_not_fit_is_refused(draft: Any, message: str) -> None:
@@ -194,7 +194,7 @@ def test_iterated_drafts_need_the_argmax() -> None:
     del outputs["argmax"]
     fn.set_outputs(outputs)
     for draft in (JacobiDraft(), LookaheadDraft()):
-        with pytest.raises(VerifyError, match="argmax of step"):
+        with pytest.raises(VerifyError, match="reads 'argmax'"):
             verify(with_plan(program.with_function(fn), draft=draft))
 
 

@@ -8,7 +8,8 @@ from time import perf_counter
 
 import torch
 
-from ...ir import InputError, Program, UnsupportedError, type_of
+from ...ir import GraftworkError, InputError, Program, UnsupportedError, type_of
+from ...ir.errors import execution_error
 from ...ir.executable import HeldCall, Outputs
 from ...ir.scratch import Scratch
 from ...ir.threads import Turn, traces
@@ -117,7 +118,12 @@ class OnnxExecutable:
         # The step's threads spin for a while after its work. Threads of another session would
         # have to take the cores from them, so what is drafted in between uses one.
         threads = None if is_step(function) else 1
-        session = open_session(path, self.target, weight_bytes=size, threads=threads)
+        try:
+            session = open_session(path, self.target, weight_bytes=size, threads=threads)
+        except GraftworkError:
+            raise
+        except Exception as error:  # the library's error types are not public
+            raise execution_error(function, error) from error
         return Step(fn, session, self._buffers)
 
     def keep_rows(self, function: str, past: torch.Tensor, source: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from ...ir.errors import execution_error
 from ...ir.executable import Outputs
 from .attention import SEQLENS
 from .buffers import StateBuffers
@@ -42,7 +43,7 @@ class Held:
         binding = self.binding
         if binding is None or binding.epoch != self.states.epoch or not binding.fits():
             return self._anew()
-        binding.session.run_with_iobinding(binding.bound.binding)
+        binding.run()
         return binding.results
 
     def _anew(self) -> Outputs:
@@ -54,7 +55,7 @@ class Held:
             results = step.run(route.feeds, self.fetch)
             return step.first_column(results) if route.widened else results
         binding = self.binding = _Binding(step, route, self.fetch)
-        binding.session.run_with_iobinding(binding.bound.binding)
+        binding.run()
         return binding.results
 
 
@@ -66,6 +67,7 @@ class _Binding:
 
     def __init__(self, step: Step, route: Route, fetch: Sequence[str]) -> None:
         self.session, self.epoch = step.session, step.states.epoch
+        self.function = step.function.name
         self.past: memoryview | None = None
         self.counts: Counts | None = None
         feeds = dict(route.feeds)
@@ -78,6 +80,13 @@ class _Binding:
                 feeds.update(self.counts.of(past, max(past), self.width, self.variant))
         self.bound = step.bind(feeds, copy=False)
         self.results = {name: self.bound.results[name] for name in fetch}
+
+    def run(self) -> None:
+        """Run the step. Errors: `ExecutionError` with what the runtime says."""
+        try:
+            self.session.run_with_iobinding(self.bound.binding)
+        except Exception as error:  # the library's error types are not public
+            raise execution_error(self.function, error) from error
 
     def fits(self) -> bool:
         """Whether the step may run for the rows that are there now; it is then ready to."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ...ir import Function, InputError, Sym, TensorType, type_of
+from ...ir.errors import execution_error
 from .buffers import StateBuffers
 from .emit import DTYPES, output_name
 
@@ -93,7 +94,10 @@ class Step:
             self.bound[shapes] = bound
         for feed in bound.feeds:
             feed.take(inputs[feed.name])
-        self.session.run_with_iobinding(bound.binding)
+        try:
+            self.session.run_with_iobinding(bound.binding)
+        except Exception as error:  # the library's error types are not public
+            raise execution_error(self.function.name, error) from error
         return {name: bound.results[name] for name in fetch}
 
     def first_column(self, results: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ...ir import InputError, Program, Sym
+from ...ir import GraftworkError, InputError, Program, Sym
+from ...ir.errors import execution_error
 from ...ir.executable import HeldCall, Outputs
 from ...ir.threads import Turn, traces
 from ..pages import Trimmer
@@ -116,8 +117,13 @@ class TorchExecutable:
             variant = self.variants[key] = self._compile(function, frozenset(inputs), fetch)
         arguments = self._arguments(function, inputs)
         start = perf_counter()
-        with torch.no_grad():
-            results = variant(*arguments)
+        try:
+            with torch.no_grad():
+                results = variant(*arguments)
+        except GraftworkError:
+            raise
+        except Exception as error:  # ops raise whatever they like
+            raise execution_error(function, error) from error
         compiled = self._version(key)
         if self.how != "eager" and compiled not in self.compiled:
             self.compiled.add(compiled)
