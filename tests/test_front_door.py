@@ -97,7 +97,7 @@ def test_nothing_is_compiled_for_a_bad_request(monkeypatch: pytest.MonkeyPatch) 
         ("--top-k", "-1", "top_k: expected an integer of at least 0"),
         ("--temperature", "-1", "temperature: expected a number above 0"),
         ("--temperature", "nan", "temperature: expected a number above 0"),
-        ("--seed", "-1", "seed: expected an integer of at least 0"),
+        ("--seed", "-1", "seed: expected an integer"),
         ("--max-new-tokens", "0", "max_new_tokens: expected an integer of at least 1"),
         ("--prompt", "", "--prompt: expected some text"),
     ],
@@ -212,8 +212,3 @@ def test_a_module_that_takes_positions(kind: type[Positioned]) -> None:
     assert model.program.info.eos == (ids[5], 29)
     ended = ids[: 1 + ids.index(ids[5], 3)]
     assert model.generate([ids[:3]], max_new_tokens=8).tolist() == [ended]
-
-
-def test_a_module_whose_end_is_no_token() -> None:
-    with pytest.raises(InputError, match=r"eos_token_id: expected token ids below .* 30, got 30"):
-        gw.optimize(Positioned(30).eval(), target="eager")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from ...ir import InputError, ModelInfo, Program, TensorType, UnsupportedError, Weight
+from ...ir import ModelInfo, Program, TensorType, UnsupportedError, Weight
 from ..program import Source, build_program
 from ..trace import export, fake_mode, first_names, twin_of
 
@@ -35,8 +35,7 @@ def import_module(module: nn.Module, dtype: torch.dtype | None = None) -> Progra
     ``block_size``, ``max_seq_len``, ... of the module or its ``config``, else from what the trace
     allows, else 2048 tokens; tokens that end, begin and fill sequences from its ``eos_token_id``
     (one or several), ``bos_token_id`` and ``pad_token_id``. dtype: of the floating weights; None
-    keeps them. Errors: `UnsupportedError` naming module, line and op of what cannot be imported;
-    `InputError` for such an id that is no token of the vocabulary.
+    keeps them. Errors: `UnsupportedError` naming module, line and op of what cannot be imported.
     """
     mode = fake_mode()
     twin = twin_of(module, mode, dtype)
@@ -62,9 +61,7 @@ def import_module(module: nn.Module, dtype: torch.dtype | None = None) -> Progra
         bos=next(iter(_tokens(module, "bos_token_id")), None),
         pad=next(iter(_tokens(module, "pad_token_id")), None),
     )
-    program = build_program(name, Source(exported, "model", weight_of), info, {})
-    _check_tokens(program.info)
-    return program
+    return build_program(name, Source(exported, "model", weight_of), info, {})
 
 
 def _tokens(module: nn.Module, name: str) -> tuple[int, ...]:
@@ -76,16 +73,6 @@ def _tokens(module: nn.Module, name: str) -> tuple[int, ...]:
         if isinstance(value, (list, tuple)):
             return tuple(value)
     return ()
-
-
-def _check_tokens(info: ModelInfo) -> None:
-    for name, ids in (("eos", info.eos), ("bos", (info.bos,)), ("pad", (info.pad,))):
-        for token in ids:
-            if token is not None and token not in range(info.vocab_size):
-                raise InputError(
-                    f"{info.model_type}.{name}_token_id: expected token ids below the vocabulary "
-                    f"size {info.vocab_size}, got {token!r}"
-                )
 
 
 class _Wrapper(nn.Module):
