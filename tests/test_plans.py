@@ -145,6 +145,16 @@ def test_every_recipe_makes_a_plan_whose_parts_all_act(name: str, tmp_path: Path
     assert unmet(program) is None and misfit(program.plan) is None and idle(program.plan) is None
 
 
+def test_recycled_trees_are_narrow_unless_asked_for() -> None:
+    """A step of eight columns costs a CPU little more than one of one; wide ones lose to copying.
+
+    What a step costs is measured, not tested: here only that nobody widens it unasked.
+    """
+    start = tiny_llama()
+    for name, columns in {"recycling": 7, "copyspec_recycling": 7 + 16}.items():
+        assert run_passes(start, Recipe.load(name).steps)[0].plan.columns == columns
+
+
 @pytest.mark.parametrize("drafter", ["jacobi", "lookahead", "recycling"])
 def test_heads_that_judge_go_with_drafters_that_need_a_cache(drafter: str) -> None:
     """The head is grafted on before there is a cache, the drafter put into the plan after."""

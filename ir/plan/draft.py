@@ -130,7 +130,7 @@ class RecyclingDraft(DraftRecord):
     longest known context has c + 1 tokens.
     """
 
-    nodes: Nodes = 60
+    nodes: Nodes = 7
     depth: Levels = 16
     successors: Nodes = 8
     context: Levels = 3
