@@ -105,7 +105,8 @@ def own_text(executable: Executable, prompts: Iterable[Sequence[int]], tokens: i
     pairs = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])
-        own, got = (generate(one, ids, **asked) for one in (plain, executable))
+        mask = torch.ones_like(ids)
+        own, got = (generate(e, ids, attention_mask=mask, **asked) for e in (plain, executable))
         assert isinstance(own, torch.Tensor) and isinstance(got, torch.Tensor)
         pairs.append((own[0, ids.shape[1] :].tolist(), got[0, ids.shape[1] :].tolist()))
     return OwnText.of(pairs)

@@ -129,10 +129,12 @@ def _graphs(model: Model) -> object:
 
 
 def _generate(executable: Any, prompt: Sequence[int], tokens: int) -> Run:
+    ids = torch.tensor([list(prompt)])
     start = time.perf_counter()
     result = generate(
         executable,
-        torch.tensor([prompt]),
+        ids,
+        attention_mask=torch.ones_like(ids),
         max_new_tokens=tokens,
         do_sample=False,
         return_dict_in_generate=True,

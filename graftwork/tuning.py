@@ -226,7 +226,8 @@ def measure_rates(
     for number, prompt in enumerate(prompts, 1):
         progress(f"measure acceptance: prompt {number} of {len(prompts)}")
         asked = {**BEST, "max_new_tokens": tokens, "eos_token_id": None}
-        ids = generate(plain, torch.tensor([prompt]), **asked)
+        start = torch.tensor([list(prompt)])
+        ids = generate(plain, start, attention_mask=torch.ones_like(start), **asked)
         assert isinstance(ids, torch.Tensor)
         truth = ids[0].tolist()
         text = Text(list(prompt), len(prompt), len(truth))

@@ -299,3 +299,13 @@ def test_published_medusa_layouts_go_in_and_vllms_comes_out(tmp_path: Path) -> N
     (tmp_path / "old.pt").write_bytes(b"pickle")
     with pytest.raises(PassError, match="pickle"):
         drafted(DraftMedusa(weights=str(tmp_path / "old.pt")))
+
+
+def test_text_may_begin_with_the_token_that_pads(tmp_path: Path) -> None:
+    """As the model's own text does where one token begins, ends and pads."""
+    model = drafted(DraftMedusa())
+    info = replace(model.program.info, eos=(0,), bos=0, pad=0)
+    model = replace(model, program=model.program.replace(info=info))
+    assert fit(model, None, out=tmp_path / "own", **FEW).steps == 3
+    zeros = [[0, 0, *row] for row in TEXT]
+    assert fit(model, zeros, out=tmp_path / "zeros", **{**FEW, "own": 1.0}).steps == 3

@@ -117,6 +117,7 @@ def own_text(
     chosen = {**BEST, "do_sample": True, **sampling} if temperature else BEST
     result: torch.Tensor = generate(
         prompts,
+        attention_mask=torch.ones_like(prompts),  # a token that pads elsewhere is text here
         max_new_tokens=width - prompts.shape[1],
         eos_token_id=[],
         seed=seed,

@@ -383,9 +383,11 @@ def accepted_per_step(model: Model, documents: list[list[int]], count: int = 8) 
     """Tokens a step on continuations of held-out text, 64 tokens each, greedy."""
     steps = decoded = 0
     for tokens in held_out_prompts(model, documents, count):
+        ids = torch.tensor([tokens])
         result = generate(
             model.executable,
-            torch.tensor([tokens]),
+            ids,
+            attention_mask=torch.ones_like(ids),
             max_new_tokens=_room(model, tokens),
             eos_token_id=[],
             return_dict_in_generate=True,
