@@ -57,14 +57,16 @@ class Expression:
             MAX_OPERATORS
         ):
             self.cursor.fail(f"at most {MAX_OPERATORS} operators", self.tokens[0])
-        text = ""
+        pieces, column = [], 0
         for token in self.tokens:
             shown = token.text
             if token.kind in ("value", "weight"):
                 shown = f"{_MARK}{len(self.marked)}"
                 self.marked[shown] = token
-            self.columns[len(text.encode())] = token
-            text += shown + " "
+            self.columns[column] = token
+            pieces.append(shown + " ")
+            column += len(pieces[-1].encode())
+        text = "".join(pieces)
         try:
             return ast.parse(text, mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
