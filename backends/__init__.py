@@ -6,6 +6,7 @@ import importlib
 
 from ..ir import Program
 from ..ir.executable import Executable
+from .faults import check_constant_indices
 from .target import BACKENDS, Target
 
 __all__ = ["BACKENDS", "Target", "compile"]
@@ -16,10 +17,12 @@ _MODULES = {"eager": "torch", "torch": "torch", "onnxruntime": "onnxruntime"}
 def compile(program: Program, target: Target) -> Executable:
     """Lower a cached-stage program for a target and make it runnable.
 
-    Errors: `InputError` if the device is missing; `UnsupportedError` naming an op that the backend
+    Errors: `InputError` if the device is missing, or a constant index lies outside what it looks
+    up; `UnsupportedError` naming an op that the backend
     cannot lower.
     """
     target.require_device()
+    check_constant_indices(program)
     module = importlib.import_module(f"{__name__}.{_MODULES[target.backend]}")
     executable: Executable = module.compile(program, target)
     return executable

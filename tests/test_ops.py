@@ -142,6 +142,30 @@ def test_core_aten_is_limited() -> None:
     assert [name for name in refused if find_op(name) is not None] == []
 
 
+def test_a_text_cannot_call_what_trusts_its_caller_or_reads_old_memory() -> None:
+    """Ops that write where an argument says, that return what was in memory, change, or guess."""
+    unsafe = re.compile(r"backward|empty|rand|dropout|resize|set_|as_strided|_$|\.out$|_out$")
+    names = [str(op) for op in _all_aten() if is_core(op)]
+    assert len(names) > 120
+    assert [name for name in names if unsafe.search(name.removesuffix(".default"))] == []
+    halves = [name for name in names if name.startswith(("aten._", "aten.native_"))]
+    assert set(halves) == {
+        "aten._log_softmax.default",
+        "aten._softmax.default",
+        "aten._to_copy.default",
+        "aten.native_layer_norm.default",
+    }
+
+
+def _all_aten() -> Iterator[torch._ops.OpOverload]:
+    """Every ATen overload that torch has."""
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        if namespace == "aten" and hasattr(torch.ops.aten, packet):
+            yield getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
 def test_a_new_op_is_one_block() -> None:
     """What a contributor writes for an op is the call of `define`, and no more."""
 

@@ -13,6 +13,7 @@ import torch
 
 from ...ir.errors import execution_error
 from ...ir.executable import Outputs
+from ..faults import index_fault
 from .attention import SEQLENS
 from .buffers import StateBuffers
 from .routing import Counts, Inputs, Route
@@ -86,7 +87,9 @@ class _Binding:
         try:
             self.session.run_with_iobinding(self.bound.binding)
         except Exception as error:  # the library's error types are not public
-            raise execution_error(self.function, error) from error
+            raise index_fault(error, self.function) or execution_error(
+                self.function, error
+            ) from error
 
     def fits(self) -> bool:
         """Whether the step may run for the rows that are there now; it is then ready to."""

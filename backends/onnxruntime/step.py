@@ -12,6 +12,7 @@ import torch
 
 from ...ir import Function, InputError, Sym, TensorType, type_of
 from ...ir.errors import execution_error
+from ..faults import index_fault
 from .buffers import StateBuffers
 from .emit import DTYPES, output_name
 
@@ -97,7 +98,9 @@ class Step:
         try:
             self.session.run_with_iobinding(bound.binding)
         except Exception as error:  # the library's error types are not public
-            raise execution_error(self.function.name, error) from error
+            raise index_fault(error, self.function.name) or execution_error(
+                self.function.name, error
+            ) from error
         return {name: bound.results[name] for name in fetch}
 
     def first_column(self, results: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

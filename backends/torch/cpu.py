@@ -13,6 +13,7 @@ because rounding to whole numbers makes a step of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from ...ir.ops.quant import check_linear_int8
 from . import native
 from .rows import Prepared, Row
 from .rows import attend as library_attend
+
+A = torch.ops.aten
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -114,6 +117,50 @@ def attend(
     return result
 
 
+def embedding(weight: Tensor, index: Tensor, *options: Any) -> Tensor:
+    """`aten.embedding`, its indices checked."""
+    return F.embedding(_inside(index, weight.shape[0], signed=False), weight)
+
+
+def index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+    """`aten.index`, its indices checked, which may count from the end."""
+    checked = [
+        None if part is None else _inside(part, x.shape[axis], signed=True)
+        for axis, part in enumerate(indices)
+    ]
+    found: Tensor = A.index.Tensor(x, checked)
+    return found
+
+
+def index_put(
+    x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
+) -> Tensor:
+    """`aten.index_put`, its indices checked as those of `index`."""
+    checked = [
+        None if part is None else _inside(part, x.shape[axis], signed=True)
+        for axis, part in enumerate(indices)
+    ]
+    found: Tensor = A.index_put.default(x, checked, values, accumulate)
+    return found
+
+
+def along_axis(op: Any) -> Row:
+    """An op of a tensor, an axis and indices into it, which are checked, and more."""
+
+    def checked(x: Tensor, axis: int, index: Tensor, *more: Any, **options: Any) -> Any:
+        size = x.shape[axis] if x.dim() else 1
+        return op(x, axis, _inside(index, size, signed=False), *more, **options)
+
+    return checked
+
+
+def _inside(index: Tensor, size: int, *, signed: bool) -> Tensor:
+    if index.dtype not in (torch.int32, torch.int64):  # masks are no indices
+        return index
+    checked: Tensor = native.indices(index.long(), -size if signed else 0, size - 1)
+    return checked
+
+
 def _float32(*tensors: Tensor | None) -> bool:
     return all(tensor is None or tensor.dtype == torch.float32 for tensor in tensors)
 
@@ -124,7 +171,21 @@ def _per_column(shape: tuple[int, ...], *tensors: Tensor | None) -> bool:
 
 
 CPU_ROWS: dict[Any, Row] = {
-    torch.ops.aten.linear.default: linear,
+    A.embedding.default: embedding,
+    A.index.Tensor: index,
+    A.index_put.default: index_put,
+    A.linear.default: linear,
+    **{
+        op: along_axis(op)
+        for op in (
+            A.gather.default,
+            A.index_select.default,
+            A.scatter.src,
+            A.scatter.value,
+            A.scatter_add.default,
+            A.scatter_reduce.two,
+        )
+    },
     torch.ops.graftwork.linear_int8.default: Prepared(linear_int8, {"sums": (1, row_sums)}),
     torch.ops.graftwork.attend.default: attend,
     torch.ops.graftwork.rms_norm.default: rms_norm,

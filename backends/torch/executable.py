@@ -13,6 +13,7 @@ from ...ir import GraftworkError, InputError, Program, Sym
 from ...ir.errors import execution_error
 from ...ir.executable import HeldCall, Outputs
 from ...ir.threads import Turn, traces
+from ..faults import index_fault
 from ..pages import Trimmer
 from ..target import Target
 from .compiled import Compiled, any_size, cuda_graphs, inductor
@@ -123,7 +124,7 @@ class TorchExecutable:
         except GraftworkError:
             raise
         except Exception as error:  # ops raise whatever they like
-            raise execution_error(function, error) from error
+            raise index_fault(error, function) or execution_error(function, error) from error
         compiled = self._version(key)
         if self.how != "eager" and compiled not in self.compiled:
             self.compiled.add(compiled)

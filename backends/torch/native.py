@@ -17,7 +17,11 @@ from ...ir import InputError
 from ...ir.ops.attention import check_attend
 from ...ir.ops.operands import Operands
 from ...ir.ops.quant import check_linear_int8
+from ..faults import EXPECTED
 from .cached_library import library
+
+OUTSIDE = "lies outside"
+"""What kernels say of an index."""
 
 Argument = Tensor | float | None
 """Of a kernel: a tensor or None stands for its address, a floating number for that of a float32."""
@@ -41,7 +45,8 @@ class Kernel:
 class Run:
     """Kernels, by their addresses, one after the other on certain arguments.
 
-    It does not keep the tensors. Errors: `RuntimeError` for what a kernel throws.
+    It does not keep the tensors. Errors: `RuntimeError` for what a kernel throws, `InputError` for
+    an index that lies outside.
     """
 
     def __init__(self, calls: Sequence[tuple[int, Sequence[Argument]]]) -> None:
@@ -67,7 +72,8 @@ class Run:
     def __call__(self) -> None:
         thrown = self._run(self._calls, self._count)
         if thrown is not None:
-            raise RuntimeError(thrown.decode(errors="replace"))
+            text = thrown.decode(errors="replace")
+            raise InputError(f"{text}; {EXPECTED}") if OUTSIDE in text else RuntimeError(text)
 
 
 class _Call(ctypes.Structure):
@@ -95,6 +101,7 @@ float32_kernel = Kernel("linear_float32")
 int8_kernel = Kernel("linear_int8")
 attend_kernel = Kernel("attend")
 norm_kernel = Kernel("norm")
+indices_kernel = Kernel("indices")
 
 _LIBRARY = torch.library.Library("graftwork_native", "DEF")
 
@@ -322,4 +329,17 @@ def attend(
     sizes = batch, heads, groups, width, rows, dim, wide
     tensors = q, k, v, mask, bias, sinks, result
     attend_kernel(*tensors, *sizes, scale, softcap, torch.get_num_threads())
+    return result
+
+
+def _check_indices(x: Tensor, first: int, last: int) -> None:
+    if x.dtype != torch.int64:
+        raise InputError(f"indices: the kernel takes {torch.int64}, got {x.dtype}")
+
+
+@_op("indices(Tensor x, SymInt first, SymInt last) -> Tensor", _check_indices, _like)
+def indices(x: Tensor, first: int, last: int) -> Tensor:
+    """The indices i64[...] themselves. Errors: `InputError` if one is not in first..last."""
+    result = torch.empty_like(x)
+    indices_kernel(x, result, x.numel(), first, last)
     return result

@@ -276,6 +276,19 @@ def native_attend(make: Maker) -> Case:
     return Case("attend", call, meaning, case.operands, case.options, fake=True)
 
 
+def native_indices(make: Maker) -> Case:
+    size = make.random.choice((1, 5, 40))
+    x = torch.randint(0, size + (make.random.random() < 0.3), make.rows(), generator=make.generator)
+
+    def meaning(x: Tensor, first: int, last: int) -> Tensor:
+        want(x.dtype == torch.int64 and bool(((x >= first) & (x <= last)).all()))
+        return x
+
+    limits = {"first": 0, "last": size - 1}
+    # What indices are worth no shape rule knows.
+    return Case("indices", lambda x, **i: native.indices(x, *i.values()), meaning, {"x": x}, limits)
+
+
 MAKERS: list[Callable[[Maker], Case]] = [
     linear,
     native_linear,
@@ -283,6 +296,7 @@ MAKERS: list[Callable[[Maker], Case]] = [
     native_int8,
     attend,
     native_attend,
+    native_indices,
     *(
         partial(_norm, name=name, kernel=kernel)
         for name in ("rms_norm", "add_rms_norm", "layer_norm")

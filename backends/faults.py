@@ -1,0 +1,79 @@
+"""What runtimes throw of an index outside, said in one way, and constant ones found beforehand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx
+
+from ..ir import InputError, Program, Weight, type_of
+
+A = torch.ops.aten
+
+EXPECTED = (
+    "expected indices of rows that there are: token ids below the vocabulary's size, positions "
+    "below the context's"
+)
+
+_SAID = ("lies outside", "out of range", "out of bounds", "out of data bounds")
+
+
+def index_fault(error: BaseException, function: str) -> InputError | None:
+    """The error about an index that lies outside what it looks up, if that is what happened.
+
+    Compilers may trace on where a step threw, and throw something else.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        text = str(seen)
+        if isinstance(seen, (IndexError, RuntimeError, InputError)) and _is_index_fault(text):
+            line = next(line for line in text.splitlines() if _is_index_fault(line))
+            line = line.strip().removesuffix(f"; {EXPECTED}")
+            return InputError(f"{function}: {line}; {EXPECTED}")
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def _is_index_fault(text: str) -> bool:
+    return "ind" in text and any(said in text for said in _SAID)
+
+
+def check_constant_indices(program: Program) -> None:
+    """Refuse constants that look up what is not there, before anything runs.
+
+    Errors: `InputError` naming function, value and weight.
+    """
+    lookups = A.embedding.default, A.gather.default, A.index_select.default, A.index.Tensor
+    for name, function in program.functions.items():
+        for node in function.calls(*lookups):
+            for index, size, counts_back in _lookups(node):
+                constant = isinstance(index, torch.fx.Node) and index.op == "get_attr"
+                if constant and isinstance(size, int):
+                    weight = program.weights[str(index.target)]
+                    _check(f"{name}: %{node.name}", weight, size, counts_back)
+
+
+def _lookups(node: torch.fx.Node) -> list[tuple[Any, Any, bool]]:
+    """(index, size of the axis, whether it may count from the end) of each index of a call."""
+    given: Any = node.args
+    if node.target is A.index.Tensor:
+        dims = type_of(given[0]).dims
+        return [(index, size, True) for index, size in zip(given[1], dims, strict=False)]
+    if node.target is A.embedding.default:
+        return [(given[1], type_of(given[0]).dims[0], False)]
+    dims = type_of(given[0]).dims
+    return [(given[2], dims[given[1]], False)] if dims else []
+
+
+def _check(where: str, weight: Weight, size: int, counts_back: bool) -> None:
+    values = weight.load()
+    if values.dtype == torch.bool or not values.numel():
+        return
+    least, most = int(values.min()), int(values.max())
+    if least < (-size if counts_back else 0) or most >= size:
+        strange = most if most >= size else least
+        raise InputError(
+            f"{where} looks up @{weight.name}, which holds the index {strange}; there are {size} "
+            f"rows, so expected at most {size - 1}: the program or its weights are damaged"
+        )
