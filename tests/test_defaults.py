@@ -113,9 +113,7 @@ def test_the_merge_is_that_of_transformers(said: dict[str, Any], keywords: dict[
         assert getattr(ours, name) == (unset if said_there is None else said_there), name
     assert ours.min_new_tokens == (theirs.min_new_tokens or 0)
     length = model.generate(torch.tensor(PROMPT), **keywords, eos_token_id=None).shape[1]
-    assert gw.optimize(model, target="eager").generate(
-        PROMPT, **keywords, eos_token_id=None
-    ).shape == (1, length)
+    assert ours.new_tokens(5, 5, program(11, context=64).info) == length - 5
 
 
 def test_defaults_of_lengths_give_way() -> None:
