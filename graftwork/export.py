@@ -158,6 +158,11 @@ def _write(program: Program, graph: Portable, folder: Path, extra: Mapping[str, 
         for name, content in extra.items():
             _write_json(new / name, content)
         for name, source in program.assets.items():
+            if (new / name).exists():
+                raise InputError(
+                    f"the model brings a file {name!r}, which the export writes itself; "
+                    f"rename it in the model's folder"
+                )
             (new / name).write_bytes(read_bytes(source, LARGE))
         if GENERATION not in program.assets and program.info.defaults.supported:
             _write_json(new / GENERATION, generation_config(program.info))

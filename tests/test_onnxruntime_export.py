@@ -314,3 +314,13 @@ def test_a_failed_export_keeps_the_older_one(
         export_onnx(cached_llama(Shape(layers=1)), folder)
     assert (folder / "model.onnx").read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data", "genai_config.json"])
+def test_a_models_own_file_takes_no_exported_ones_place(name: str, tmp_path: Path) -> None:
+    ours = tmp_path / name
+    ours.write_text("not what an export writes")
+    program = cached_llama(Shape(layers=1, vocab=64)).replace(assets={name: ours})
+    with pytest.raises(InputError, match="which the export writes itself"):
+        export_genai(program, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
