@@ -310,8 +310,8 @@ def test_row_means_what_torch_means(case: int, tmp_path: Path) -> None:
     fn, feeds = function_of(target, args, kwargs, SYMBOLS)
     missing = {name: size for size, name in SYMBOLS.items() if name in needs - fn.symbols()}
     for name, size in missing.items():
-        fn.add_input(f"size {name}", TensorType(I64, (Sym(name),)))
-        feeds[f"size {name}"] = torch.zeros(size, dtype=I64)
+        fn.add_input(f"size_{name}", TensorType(I64, (Sym(name),)))
+        feeds[f"size_{name}"] = torch.zeros(size, dtype=I64)
     assert decompose(fn) == 0, f"{target} has no row"
     got = list(run_session(fn, feeds, tmp_path).values())
     for result, expected in zip(got, wanted, strict=True):
