@@ -3,8 +3,8 @@
 A step of decoding has few rows and reads every weight once. Library products are made for many
 rows: in float32 two rows can take three times as long as one, and for int8 none is exact, per row
 and fast. The kernels read weights at the speed of memory. Of many rows, such as a prompt's, the
-library that torch comes with multiplies fast on its maker's processors, and at a quarter of that
-speed on others; the kernels are as fast on both.
+library that torch comes with multiplies fast on its maker's processors, and on another at a quarter
+of ONNX Runtime's speed; what the kernels need is wide vectors, whoever made them.
 
 They take sums over a row, in norms and attention, too, in one order whatever rows share the step:
 a token's results have the same bits alone and among drafted ones. In int8 a last bit matters,
