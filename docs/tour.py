@@ -150,7 +150,7 @@ for low, high in ((-2.0, 2.0), (0.0, 6.0)):
 section("6. A pass declares what it needs, changes and promises; the manager derives the order")
 
 from graftwork.passes import Contract, Effect, Outcome, Pass  # noqa: E402
-from graftwork.passes.manager import Step, run_passes  # noqa: E402
+from graftwork.passes.engine.manager import Step, run_passes  # noqa: E402
 
 
 class SoftenHead(Pass):
@@ -204,7 +204,7 @@ assert len(program.states) == 2 * len(attentions)
 
 # A pass that asks for what is not there is refused before anything runs:
 from graftwork.ir import PassError  # noqa: E402
-from graftwork.passes.pick_logits import PickLogits  # noqa: E402
+from graftwork.passes.stepping.pick_logits import PickLogits  # noqa: E402
 
 try:
     run_passes(traced, [Step(PickLogits())])
@@ -216,7 +216,7 @@ else:
 # ---------------------------------------------------------------------------------------------
 section("9. A contract is not a claim: the manager measures it")
 
-from graftwork.passes.validate import Validator  # noqa: E402
+from graftwork.passes.engine.validate import Validator  # noqa: E402
 
 prompts = torch.randint(1, traced.info.vocab_size, (2, 12))
 _, reports = run_passes(program, [Step(SoftenHead(factor=0.5))], validator=Validator(prompts))

@@ -16,10 +16,10 @@ import torch
 from .ir import Program
 from .ir.executable import Executable
 from .ir.plan import Chain, DecodePlan, FixedLength, Lossless, NoDraft
-from .passes.base import Contract, Effect, all_passes
+from .passes.engine.base import Contract, Effect, all_passes
 from .planned import Planned
+from .runtime.asking.options import BEST
 from .runtime.generate import generate
-from .runtime.options import BEST
 
 PLANNED = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
 """Effects that leave what the step computes as it is."""

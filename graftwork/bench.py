@@ -26,8 +26,8 @@ from .ir import InputError
 from .ir.executable import Executable
 from .ir.plan import NoDraft
 from .model import Model
-from .passes.base import Effect, all_passes
-from .passes.validate import reference_logits
+from .passes.engine.base import Effect, all_passes
+from .passes.engine.validate import reference_logits
 from .planned import Planned
 from .runtime.generate import Generated, generate
 

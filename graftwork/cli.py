@@ -165,8 +165,8 @@ def generate(
     """Continue a text."""
     from .opening import open_model
     from .prompts import as_ids, encode
+    from .runtime.asking.options import check_keywords
     from .runtime.generate import check_request
-    from .runtime.options import check_keywords
     from .runtime.stats import Stats
     from .text_printer import TextPrinter
 
@@ -470,7 +470,7 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 def _weights_settings(model: Model, folder: Path) -> str:
     """What to say so that a recipe reads the weights that were trained for it, all of them."""
-    from .passes.base import all_passes
+    from .passes.engine.base import all_passes
 
     known = all_passes()
     names = [record.name for record in model.program.provenance]

@@ -27,7 +27,7 @@ from .backends.onnxruntime.store import WeightFile, store
 from .ir import InputError, ModelInfo, Program, UnsupportedError
 from .ir.files import LARGE, read_bytes
 from .ir.scratch import replacing
-from .runtime.options import SAMPLING
+from .runtime.asking.options import SAMPLING
 
 MODEL, DATA, CONFIG = "model.onnx", "model.onnx.data", "genai_config.json"
 GENERATION = "generation_config.json"

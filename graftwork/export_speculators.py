@@ -15,7 +15,7 @@ from .export_heads import find_draft, write_folder
 from .ir import Function, InputError, Program
 from .ir.files import read_json
 from .ir.plan import CachedDraft
-from .passes.subgraph import evaluate, extract
+from .passes.engine.subgraph import evaluate, extract
 
 A, G = torch.ops.aten, torch.ops.graftwork
 PREFIX, LAYER = "eagle3.", "eagle3.midlayer."

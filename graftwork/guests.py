@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from .ir import InputError, Program
-from .passes.manager import arrange, facts_of, run_passes
+from .passes.engine.manager import arrange, facts_of, run_passes
 from .recipe import Recipe
 
 

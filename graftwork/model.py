@@ -16,8 +16,8 @@ from .guests import check_guests, with_guests
 from .ir import GraftworkError, InputError, Program, Weight, WeightStore
 from .ir.files import plain_path
 from .ir.threads import traces
-from .passes.manager import arrange, facts_of, run_passes
-from .passes.validate import Validator
+from .passes.engine.manager import arrange, facts_of, run_passes
+from .passes.engine.validate import Validator
 from .prompts import (
     Prompts,
     as_ids,
@@ -29,7 +29,7 @@ from .prompts import (
 )
 from .recipe import Recipe
 from .report import Report, megabytes, pass_lines, weight_bytes
-from .runtime.options import check_defaults
+from .runtime.asking.options import check_defaults
 from .shards import check_finite
 
 if TYPE_CHECKING:

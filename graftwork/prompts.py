@@ -13,7 +13,7 @@ from .ir import InputError, Program
 from .ir.files import LARGE, plain_path, read_bytes, read_text
 from .ir.names import shown
 from .ir.program import ModelInfo
-from .runtime.options import MOST_SEED
+from .runtime.asking.options import MOST_SEED
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -39,7 +39,7 @@ from pydantic import ValidationError
 from .ir import InputError
 from .ir.files import plain_path, read_text
 from .passes import Contract, Pass, all_passes
-from .passes.manager import Step, weakest
+from .passes.engine.manager import Step, weakest
 from .yamlfile import Document, parse, parse_value
 
 KEYS = ("title", "paper", "differs", "contract", "extends", "needs", "passes")

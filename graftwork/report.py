@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from .ir import Program
-from .passes.base import Contract
-from .passes.manager import PassReport
+from .passes.engine.base import Contract
+from .passes.engine.manager import PassReport
 
 APPROXIMATE = (
     "approximate: texts may differ from the target's own; graftwork bench tells how much of them "

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .bench import Row
-from .passes.base import Contract
+from .passes.engine.base import Contract
 from .recipe import Recipe
 
 

@@ -36,17 +36,17 @@ from .model import Model, Source, load, optimize
 from .planned import Planned
 from .prompts import Prompts, read_prompts
 from .recipe import Recipe, Use
-from .runtime.draft import Draft
-from .runtime.drafters.grown import GrownDrafter
-from .runtime.feed import Feeder
+from .runtime.asking.options import BEST, GenerationOptions
+from .runtime.asking.text import Text
+from .runtime.feeding.feed import Feeder
+from .runtime.feeding.prefill import prefill
 from .runtime.generate import generate
-from .runtime.lengths.base import LengthPolicy
 from .runtime.loop import DecodeLoop
-from .runtime.options import BEST, GenerationOptions
-from .runtime.prefill import prefill
-from .runtime.proposers.base import Proposer
-from .runtime.text import Text
-from .runtime.trees.base import TreePolicy
+from .runtime.speculate.draft import Draft
+from .runtime.speculate.drafters.grown import GrownDrafter
+from .runtime.speculate.lengths.base import LengthPolicy
+from .runtime.speculate.proposers.base import Proposer
+from .runtime.speculate.trees.base import TreePolicy
 
 Clock = Callable[[], float]
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)

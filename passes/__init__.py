@@ -1,5 +1,5 @@
 """Passes: one file each, Program in, Program out."""
 
-from .base import Contract, Effect, Outcome, Pass, all_passes, register
+from .engine.base import Contract, Effect, Outcome, Pass, all_passes, register
 
 __all__ = ["Contract", "Effect", "Outcome", "Pass", "all_passes", "register"]

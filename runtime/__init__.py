@@ -35,8 +35,8 @@ A new drafter: a record in `ir/plan.py`, one file in `drafters/` with
 ``@DRAFTERS.register(Record)``. A new verifier: the same in `verifiers/`.
 """
 
+from .asking.options import GenerationOptions
 from .generate import Generated, generate
-from .options import GenerationOptions
 from .stats import Stats
 
 __all__ = ["Generated", "GenerationOptions", "Stats", "generate"]

@@ -12,13 +12,13 @@ import torch
 from ..ir import GraftworkWarning, InputError, ModelInfo
 from ..ir.executable import Executable
 from ..ir.plan import DecodePlan, NoDraft, untrained
+from .asking.options import GenerationOptions, read_options
+from .asking.prompts import read_prompts
+from .asking.stopping import Stopping
+from .asking.streaming import Emitter
+from .asking.text import Text
 from .loop import DecodeLoop
-from .options import GenerationOptions, read_options
-from .prompts import read_prompts
 from .stats import Stats
-from .stopping import Stopping
-from .streaming import Emitter
-from .text import Text
 
 
 @dataclass(frozen=True)

@@ -9,20 +9,20 @@ from ..ir import Program, UnsupportedError
 from ..ir.executable import Executable, Outputs
 from ..ir.legality import unmet
 from ..ir.plan import FullDepth, KeepAll
-from .chained import ChainedDecoding, is_chained
-from .draft import NO_DRAFT, Draft
-from .drafters.base import Fed, Taken
-from .drafters.grown import drafter_for
-from .feed import Feeder
-from .lengths.base import LENGTHS
-from .options import GenerationOptions
-from .plain import PlainDecoding, is_plain, may_be_plain
-from .prefill import prefill
+from .asking.options import GenerationOptions
+from .asking.stopping import Stopping
+from .asking.streaming import Emitter
+from .asking.text import Text
+from .feeding.feed import Feeder
+from .feeding.prefill import prefill
+from .rounds.chained import ChainedDecoding, is_chained
+from .rounds.plain import PlainDecoding, is_plain, may_be_plain
+from .speculate.draft import NO_DRAFT, Draft
+from .speculate.drafters.base import Fed, Taken
+from .speculate.drafters.grown import drafter_for
+from .speculate.lengths.base import LENGTHS
+from .speculate.verifiers.base import GREEDY, SAMPLING, VERIFIERS
 from .stats import Stats
-from .stopping import Stopping
-from .streaming import Emitter
-from .text import Text
-from .verifiers.base import GREEDY, SAMPLING, VERIFIERS
 
 REST = 4
 """Steps without drafts from which on plain decoding is worth changing to."""

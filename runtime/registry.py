@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from ..ir import GraftworkError, UnsupportedError
+from ..ir.discovery import import_all
 from ..ir.plan import Record
 
 T = TypeVar("T")
@@ -23,7 +22,6 @@ class Registry(Generic[T]):
     def __init__(self, package: str) -> None:
         self.package = package
         self.classes: dict[tuple[type[Record], str], type[T]] = {}
-        self.complete = False
 
     def register(self, record: type[Record], trait: str = "") -> Callable[[type[Any]], type[Any]]:
         """Class decorator: the class carries out `record`. Errors: `GraftworkError` if one does."""
@@ -40,19 +38,12 @@ class Registry(Generic[T]):
 
     def has(self, record: Record, trait: str = "") -> bool:
         """Whether there is a class for a record."""
-        self._complete()
+        import_all(self.package)
         return (type(record), trait) in self.classes
-
-    def _complete(self) -> None:
-        if self.complete:
-            return
-        for module in pkgutil.iter_modules(importlib.import_module(self.package).__path__):
-            importlib.import_module(f"{self.package}.{module.name}")
-        self.complete = True
 
     def find(self, record: Record, trait: str = "") -> type[T]:
         """The class for a record. Errors: `UnsupportedError` naming the records that have one."""
-        self._complete()
+        import_all(self.package)
         if (type(record), trait) not in self.classes:
             known = sorted({f"{r.slot}={r.kind}" for r, _ in self.classes})
             what = f"{record.slot}={record}" + (f" when {trait}" if trait else "")

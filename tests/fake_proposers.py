@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from graftwork.ir.plan import DecodePlan, DraftRecord
-from graftwork.runtime.draft import Draft
-from graftwork.runtime.drafters.base import Taken
-from graftwork.runtime.proposers.base import Level, Proposer
+from graftwork.runtime.speculate.draft import Draft
+from graftwork.runtime.speculate.drafters.base import Taken
+from graftwork.runtime.speculate.proposers.base import Level, Proposer
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ import torch
 
 from graftwork.ir import Function, ModelInfo, Program, TensorType, Weight, WeightStore
 from graftwork.ir.types import Sym
-from graftwork.passes.accept_trees import AcceptTrees
-from graftwork.passes.add_argmax import AddArgmax
-from graftwork.passes.fuse_gate_up import FuseGateUp
-from graftwork.passes.fuse_qkv import FuseQkv
-from graftwork.passes.insert_kv_cache import InsertKvCache
-from graftwork.passes.pick_logits import PickLogits
+from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.fusing.fuse_gate_up import FuseGateUp
+from graftwork.passes.fusing.fuse_qkv import FuseQkv
+from graftwork.passes.stepping.accept_trees import AcceptTrees
+from graftwork.passes.stepping.add_argmax import AddArgmax
+from graftwork.passes.stepping.pick_logits import PickLogits
 
 A = torch.ops.aten
 G = torch.ops.graftwork

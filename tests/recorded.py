@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from graftwork.ir import Program, run
-from graftwork.runtime.proposers.base import Proposer
+from graftwork.runtime.speculate.proposers.base import Proposer
 
 
 class Recorded(Proposer):

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from graftwork.ir.plan import DraftRecord
-from graftwork.runtime.drafters.base import Taken
-from graftwork.runtime.proposers.base import PROPOSERS, Level, Proposer
+from graftwork.runtime.speculate.drafters.base import Taken
+from graftwork.runtime.speculate.proposers.base import PROPOSERS, Level, Proposer
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ import graftwork as gw
 from graftwork.backends import Target, compile
 from graftwork.frontends import import_model
 from graftwork.ir import Program, Sym, TensorType, UnsupportedError, site_of, type_of
-from graftwork.passes.manager import run_passes
-from graftwork.passes.validate import reference_logits
+from graftwork.passes.engine.manager import run_passes
+from graftwork.passes.engine.validate import reference_logits
 from graftwork.runtime.generate import generate
 
 G = torch.ops.graftwork

@@ -20,7 +20,7 @@ from graftwork import artifact
 from graftwork.artifact import is_artifact, is_saved, load, save
 from graftwork.backends.target import Target
 from graftwork.ir import InputError, Program, TensorType, Weight, WeightStore, scratch
-from graftwork.passes.validate import reference_logits
+from graftwork.passes.engine.validate import reference_logits
 from graftwork.shards import plan_shards
 
 RECIPE = {"name": "test", "contract": "exact", "passes": []}

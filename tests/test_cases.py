@@ -47,7 +47,7 @@ from pydantic import ValidationError
 
 from graftwork.ir import GraftworkError, Program, parse_program, program_text, run, verify
 from graftwork.ir.plan import DecodePlan
-from graftwork.passes.base import Contract, Pass, all_passes
+from graftwork.passes.engine.base import Contract, Pass, all_passes
 
 FOLDER = Path(__file__).parent / "cases"
 

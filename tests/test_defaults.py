@@ -15,8 +15,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 import graftwork as gw
 from graftwork.export import export_genai, export_onnx
 from graftwork.ir import Defaults, InputError, ParseError, UnsupportedError, parse_program
-from graftwork.passes.draft_suffix import DraftSuffix
-from graftwork.runtime.options import BEST, GenerationOptions, read_options
+from graftwork.passes.drafting.draft_suffix import DraftSuffix
+from graftwork.runtime.asking.options import BEST, GenerationOptions, read_options
 
 SAMPLES: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 7, "top_p": 0.9}
 PROMPT = [[3, 1, 4, 1, 5]]

@@ -29,9 +29,9 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import Program
 from graftwork.model import Model
-from graftwork.passes.base import Pass
-from graftwork.passes.draft_eagle3 import DraftEagle3
-from graftwork.passes.tree_sampled import TreeSampled
+from graftwork.passes.drafting.draft_eagle3 import DraftEagle3
+from graftwork.passes.drafting.tree_sampled import TreeSampled
+from graftwork.passes.engine.base import Pass
 from graftwork.runtime import generate
 from graftwork.training import fit
 from graftwork.training.net import Net
@@ -75,7 +75,7 @@ def expected(program: Program, text: list[int], path: Sequence[int]) -> torch.Te
 def test_drafts_are_what_whole_sequences_give(
     monkeypatch: pytest.MonkeyPatch, backend: str, corpus: str
 ) -> None:
-    from graftwork.runtime.drafters import grown
+    from graftwork.runtime.speculate.drafters import grown
 
     monkeypatch.setattr(grown.PROPOSERS, "find", lambda record: RecordedCached)
     RecordedCached.notes = []

@@ -15,7 +15,7 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError
 from graftwork.ir.executable import Executable
-from graftwork.passes.quantize_int8 import QuantizeInt8
+from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 
 BACKENDS = ["onnxruntime", "eager"]
 

@@ -29,7 +29,7 @@ from graftwork.ir import (
     verify,
 )
 from graftwork.ir.names import is_name
-from graftwork.passes.draft_medusa import DraftMedusa
+from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.runtime.generate import generate
 
 WRONG = [

@@ -34,7 +34,7 @@ from graftwork.ir import (
     verify,
 )
 from graftwork.ir.plan import Chain, DecodePlan, SuffixDraft
-from graftwork.passes.manager import run_passes
+from graftwork.passes.engine.manager import run_passes
 
 A, G = torch.ops.aten, torch.ops.graftwork
 

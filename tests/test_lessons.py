@@ -13,8 +13,8 @@ from tiny import tiny_llama
 
 from graftwork.ir import UnsupportedError
 from graftwork.ir.plan import DraftRecord, HeadsDraft, RecurrentDraft
-from graftwork.passes.draft_eagle import DraftEagle
-from graftwork.passes.draft_medusa import DraftMedusa
+from graftwork.passes.drafting.draft_eagle import DraftEagle
+from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.training import FitState, fit
 from graftwork.training.lessons import FOLDER, Lessons, Teacher
 from graftwork.training.net import Net

@@ -11,24 +11,25 @@ from tiny import cached_llama, tiny_llama
 
 from graftwork.ir import Function, PassError, Program
 from graftwork.ir.fingerprint import fingerprint
-from graftwork.passes import Contract, Effect, Outcome, Pass, base
-from graftwork.passes.accept_trees import AcceptTrees
-from graftwork.passes.add_argmax import AddArgmax
-from graftwork.passes.dce import sweep
-from graftwork.passes.draft_clover import DraftClover
-from graftwork.passes.draft_eagle import DraftEagle
-from graftwork.passes.draft_medusa import DraftMedusa
-from graftwork.passes.draft_ppd import DraftPpd
-from graftwork.passes.fuse_gate_up import FuseGateUp
-from graftwork.passes.fuse_qkv import FuseQkv
-from graftwork.passes.fuse_residual_norm import FuseResidualNorm
-from graftwork.passes.insert_kv_cache import InsertKvCache
-from graftwork.passes.manager import Step, arrange, run_passes, weakest
-from graftwork.passes.pick_logits import PickLogits
-from graftwork.passes.quantize_int8 import QuantizeInt8
-from graftwork.passes.trained import trained_on
-from graftwork.passes.validate import Validator, reference_logits
-from graftwork.passes.verify_judge import VerifyJudge
+from graftwork.passes import Contract, Effect, Outcome, Pass
+from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.drafting.draft_clover import DraftClover
+from graftwork.passes.drafting.draft_eagle import DraftEagle
+from graftwork.passes.drafting.draft_medusa import DraftMedusa
+from graftwork.passes.drafting.draft_ppd import DraftPpd
+from graftwork.passes.drafting.trained import trained_on
+from graftwork.passes.drafting.verify_judge import VerifyJudge
+from graftwork.passes.engine import base
+from graftwork.passes.engine.manager import Step, arrange, run_passes, weakest
+from graftwork.passes.engine.validate import Validator, reference_logits
+from graftwork.passes.fusing.dce import sweep
+from graftwork.passes.fusing.fuse_gate_up import FuseGateUp
+from graftwork.passes.fusing.fuse_qkv import FuseQkv
+from graftwork.passes.fusing.fuse_residual_norm import FuseResidualNorm
+from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
+from graftwork.passes.stepping.accept_trees import AcceptTrees
+from graftwork.passes.stepping.add_argmax import AddArgmax
+from graftwork.passes.stepping.pick_logits import PickLogits
 
 PROMPTS = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(0))
 G = torch.ops.graftwork

@@ -20,16 +20,16 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import PassError, Program, run
 from graftwork.ir.plan import ContinuedDraft
-from graftwork.passes.base import Pass
-from graftwork.passes.draft_gumiho import DraftGumiho
-from graftwork.passes.draft_mlp_speculator import DraftMlpSpeculator
-from graftwork.passes.draft_redrafter import DraftRedrafter
-from graftwork.passes.tree_static import TreeStatic
+from graftwork.passes.drafting.draft_gumiho import DraftGumiho
+from graftwork.passes.drafting.draft_mlp_speculator import DraftMlpSpeculator
+from graftwork.passes.drafting.draft_redrafter import DraftRedrafter
+from graftwork.passes.drafting.tree_static import TreeStatic
+from graftwork.passes.engine.base import Pass
 from graftwork.recipe import Recipe
 from graftwork.report import render
-from graftwork.runtime.drafters import grown
 from graftwork.runtime.generate import generate
 from graftwork.runtime.loop import DecodeLoop
+from graftwork.runtime.speculate.drafters import grown
 from graftwork.tables import recipe_markdown, recipe_panel
 from graftwork.training.net import Net, trainable
 from graftwork.training.objectives.base import Batch

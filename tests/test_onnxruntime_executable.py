@@ -16,8 +16,8 @@ from graftwork.backends.onnxruntime.buffers import GRAIN
 from graftwork.backends.onnxruntime.executable import OnnxExecutable
 from graftwork.backends.onnxruntime.probe import attention_kernel_works
 from graftwork.ir import InputError, Program, UnsupportedError, run
-from graftwork.passes.quantize_int8 import QuantizeInt8
-from graftwork.passes.validate import empty_states, reference_logits
+from graftwork.passes.engine.validate import empty_states, reference_logits
+from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 
 TARGET = Target(threads=1)
 CHAIN = "chain"

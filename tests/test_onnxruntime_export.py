@@ -22,11 +22,11 @@ from graftwork.backends.onnxruntime.portable import portable
 from graftwork.backends.onnxruntime.store import WeightFile, store
 from graftwork.export import export_genai, export_onnx
 from graftwork.ir import InputError, Program, State, TensorType, UnsupportedError, run
-from graftwork.passes.base import Pass
-from graftwork.passes.draft_eagle import DraftEagle
-from graftwork.passes.draft_medusa import DraftMedusa
-from graftwork.passes.draft_suffix import DraftSuffix
-from graftwork.passes.quantize_int8 import QuantizeInt8
+from graftwork.passes.drafting.draft_eagle import DraftEagle
+from graftwork.passes.drafting.draft_medusa import DraftMedusa
+from graftwork.passes.drafting.draft_suffix import DraftSuffix
+from graftwork.passes.engine.base import Pass
+from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 
 genai = pytest.importorskip("onnxruntime_genai")
 

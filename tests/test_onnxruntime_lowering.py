@@ -15,7 +15,7 @@ from graftwork.backends.onnxruntime.norms import fuse_norms
 from graftwork.backends.onnxruntime.views import simplify_views
 from graftwork.ir import Function, Program, Sym, TensorType, Weight, run
 from graftwork.ir.verify import verify
-from graftwork.passes.validate import empty_states
+from graftwork.passes.engine.validate import empty_states
 
 A = torch.ops.aten
 G = torch.ops.graftwork

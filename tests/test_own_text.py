@@ -11,7 +11,7 @@ from test_training import FEW, TEXT, drafted
 
 import graftwork as gw
 from graftwork.agreement import OwnText
-from graftwork.passes.draft_medusa import DraftMedusa
+from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.report import render
 from graftwork.training import fit
 from graftwork.tuning import tune

@@ -27,22 +27,22 @@ from graftwork.ir import (
     verify,
 )
 from graftwork.ir.ops.quant import quantize_rows
-from graftwork.passes.base import Contract, Outcome, Pass
-from graftwork.passes.canonicalize import Canonicalize
-from graftwork.passes.cse import Cse
-from graftwork.passes.dce import Dce
-from graftwork.passes.fold_constants import FoldConstants
-from graftwork.passes.fuse_gate_up import FuseGateUp
-from graftwork.passes.fuse_qkv import FuseQkv
-from graftwork.passes.fuse_residual_norm import FuseResidualNorm
-from graftwork.passes.insert_kv_cache import InsertKvCache
-from graftwork.passes.pick_logits import PickLogits
-from graftwork.passes.quantize_int8 import QuantizeInt8
-from graftwork.passes.raise_activations import RaiseActivations
-from graftwork.passes.raise_gated_mlp import RaiseGatedMlp
-from graftwork.passes.raise_norms import RaiseNorms
-from graftwork.passes.raise_rotary import RaiseRotary
-from graftwork.passes.tabulate_positions import TabulatePositions
+from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.engine.base import Contract, Outcome, Pass
+from graftwork.passes.fusing.cse import Cse
+from graftwork.passes.fusing.dce import Dce
+from graftwork.passes.fusing.fold_constants import FoldConstants
+from graftwork.passes.fusing.fuse_gate_up import FuseGateUp
+from graftwork.passes.fusing.fuse_qkv import FuseQkv
+from graftwork.passes.fusing.fuse_residual_norm import FuseResidualNorm
+from graftwork.passes.fusing.tabulate_positions import TabulatePositions
+from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
+from graftwork.passes.raising.canonicalize import Canonicalize
+from graftwork.passes.raising.raise_activations import RaiseActivations
+from graftwork.passes.raising.raise_gated_mlp import RaiseGatedMlp
+from graftwork.passes.raising.raise_norms import RaiseNorms
+from graftwork.passes.raising.raise_rotary import RaiseRotary
+from graftwork.passes.stepping.pick_logits import PickLogits
 
 A, G = torch.ops.aten, torch.ops.graftwork
 B, T = Sym("B"), Sym("T")

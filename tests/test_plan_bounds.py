@@ -44,8 +44,8 @@ from graftwork.ir.plan import (
     SuffixDraft,
     WidenedChain,
 )
-from graftwork.passes.draft_hydra import DraftHydra
-from graftwork.passes.draft_medusa import DraftMedusa
+from graftwork.passes.drafting.draft_hydra import DraftHydra
+from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.prompts import encode, read_tokenizer
 from graftwork.runtime.generate import generate
 from graftwork.training.fit import FitOptions

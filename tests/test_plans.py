@@ -20,7 +20,7 @@ from graftwork.ir import GraftworkError, InputError, PassError, Program
 from graftwork.ir.legality import idle, misfit, unmet
 from graftwork.ir.plan import RecyclingDraft, StaticTree
 from graftwork.passes import Contract, Pass, all_passes
-from graftwork.passes.manager import Step, run_passes
+from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.recipe import Recipe, recipes
 from graftwork.runtime import generate
 

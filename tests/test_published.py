@@ -17,10 +17,10 @@ from tiny import tiny_llama
 from graftwork.backends.target import Target
 from graftwork.ir import InputError, PassError, Program
 from graftwork.model import Model
-from graftwork.passes.draft_eagle import DraftEagle
-from graftwork.passes.draft_eagle3 import DraftEagle3
-from graftwork.passes.draft_hydra import DraftHydra
-from graftwork.passes.manager import Step, run_passes
+from graftwork.passes.drafting.draft_eagle import DraftEagle
+from graftwork.passes.drafting.draft_eagle3 import DraftEagle3
+from graftwork.passes.drafting.draft_hydra import DraftHydra
+from graftwork.passes.engine.manager import Step, run_passes
 
 HIDDEN, HEADS, GROUPS, DIM, INNER, VOCAB = 32, 4, 2, 8, 64, 32
 IDS = torch.tensor([1, 3, 4, 6, 9])

@@ -8,13 +8,13 @@ from archs import imported
 
 from graftwork.frontends import import_model
 from graftwork.ir import Program, run, verify
-from graftwork.passes.canonicalize import Canonicalize
-from graftwork.passes.manager import Step, run_passes
-from graftwork.passes.raise_activations import RaiseActivations
-from graftwork.passes.raise_gated_mlp import RaiseGatedMlp
-from graftwork.passes.raise_norms import RaiseNorms
-from graftwork.passes.raise_rotary import RaiseRotary
-from graftwork.passes.tabulate_positions import TabulatePositions
+from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.fusing.tabulate_positions import TabulatePositions
+from graftwork.passes.raising.canonicalize import Canonicalize
+from graftwork.passes.raising.raise_activations import RaiseActivations
+from graftwork.passes.raising.raise_gated_mlp import RaiseGatedMlp
+from graftwork.passes.raising.raise_norms import RaiseNorms
+from graftwork.passes.raising.raise_rotary import RaiseRotary
 
 A, G = torch.ops.aten, torch.ops.graftwork
 

@@ -10,7 +10,7 @@ import pytest
 import graftwork as gw
 from graftwork.ir import InputError
 from graftwork.passes import Contract, Pass, all_passes
-from graftwork.passes import base as pass_base
+from graftwork.passes.engine import base as pass_base
 from graftwork.recipe import Recipe
 from graftwork.yamlfile import parse
 

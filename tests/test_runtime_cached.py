@@ -17,22 +17,22 @@ from graftwork.backends.torch import TorchExecutable
 from graftwork.ir import PassError, Program, UnsupportedError
 from graftwork.ir.plan import CachedDraft, NoDraft
 from graftwork.passes import Pass
-from graftwork.passes.accept_trees import AcceptTrees
-from graftwork.passes.add_argmax import AddArgmax
-from graftwork.passes.draft_eagle import DraftEagle
-from graftwork.passes.draft_model import DraftModel
-from graftwork.passes.draft_suffix import DraftSuffix
-from graftwork.passes.insert_kv_cache import InsertKvCache
-from graftwork.passes.manager import Step, run_passes
-from graftwork.passes.pick_logits import PickLogits
-from graftwork.passes.plan_edits import with_plan
-from graftwork.passes.quantize_int8 import QuantizeInt8
-from graftwork.passes.tree_best_first import TreeBestFirst
-from graftwork.passes.tree_chain import TreeChain
-from graftwork.passes.tree_static import TreeStatic
+from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.drafting.draft_eagle import DraftEagle
+from graftwork.passes.drafting.draft_model import DraftModel
+from graftwork.passes.drafting.draft_suffix import DraftSuffix
+from graftwork.passes.drafting.plan_edits import with_plan
+from graftwork.passes.drafting.tree_best_first import TreeBestFirst
+from graftwork.passes.drafting.tree_chain import TreeChain
+from graftwork.passes.drafting.tree_static import TreeStatic
+from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
+from graftwork.passes.stepping.accept_trees import AcceptTrees
+from graftwork.passes.stepping.add_argmax import AddArgmax
+from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.planned import Planned
 from graftwork.runtime import generate
-from graftwork.runtime.proposers.cached import CachedProposer
+from graftwork.runtime.speculate.proposers.cached import CachedProposer
 
 CHAIN = TreeChain(depth=3)
 WIDE = TreeStatic(paths=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0)))
@@ -184,7 +184,7 @@ def expected(program: Program, text: list[int], path: Sequence[int]) -> torch.Te
 def test_eagle_predicts_what_whole_sequences_give(
     monkeypatch: pytest.MonkeyPatch, backend: str, tree: Pass
 ) -> None:
-    from graftwork.runtime.drafters import grown
+    from graftwork.runtime.speculate.drafters import grown
 
     monkeypatch.setattr(grown.PROPOSERS, "find", lambda record: RecordedCached)
     RecordedCached.notes = []

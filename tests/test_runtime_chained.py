@@ -26,17 +26,17 @@ from graftwork.ir.plan import (
     Typical,
 )
 from graftwork.ir.weights import Weight, WeightStore
-from graftwork.passes.accept_trees import AcceptTrees
-from graftwork.passes.add_argmax import AddArgmax
-from graftwork.passes.draft_suffix import DraftSuffix
-from graftwork.passes.insert_kv_cache import InsertKvCache
-from graftwork.passes.manager import Step, run_passes
-from graftwork.passes.pick_logits import PickLogits
-from graftwork.passes.verify_judge import VerifyJudge
+from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.drafting.draft_suffix import DraftSuffix
+from graftwork.passes.drafting.verify_judge import VerifyJudge
+from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.stepping.accept_trees import AcceptTrees
+from graftwork.passes.stepping.add_argmax import AddArgmax
+from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.planned import Planned
 from graftwork.runtime import generate, loop
-from graftwork.runtime.chained import ChainedDecoding
 from graftwork.runtime.loop import DecodeLoop
+from graftwork.runtime.rounds.chained import ChainedDecoding
 
 VOCAB = 9
 RULE = markov(VOCAB, seed=5)

@@ -19,18 +19,18 @@ from graftwork.ir import Program, UnsupportedError, parse_program, program_text,
 from graftwork.ir.executable import Executable
 from graftwork.ir.plan import ContinuedDraft, SuffixDraft
 from graftwork.model import Model
-from graftwork.passes.base import Pass
-from graftwork.passes.copied_layer import copied_layer
-from graftwork.passes.draft_amphista import DraftAmphista
-from graftwork.passes.draft_clover import DraftClover
-from graftwork.passes.draft_gumiho import DraftGumiho
-from graftwork.passes.grafts import Graft
-from graftwork.passes.tree_best_first import TreeBestFirst
-from graftwork.passes.tree_chain import TreeChain
-from graftwork.passes.tree_static import TreeStatic
-from graftwork.runtime.drafters import grown
+from graftwork.passes.drafting.copied_layer import copied_layer
+from graftwork.passes.drafting.draft_amphista import DraftAmphista
+from graftwork.passes.drafting.draft_clover import DraftClover
+from graftwork.passes.drafting.draft_gumiho import DraftGumiho
+from graftwork.passes.drafting.grafts import Graft
+from graftwork.passes.drafting.tree_best_first import TreeBestFirst
+from graftwork.passes.drafting.tree_chain import TreeChain
+from graftwork.passes.drafting.tree_static import TreeStatic
+from graftwork.passes.engine.base import Pass
 from graftwork.runtime.generate import generate
-from graftwork.runtime.proposers.continued import ContinuedProposer
+from graftwork.runtime.speculate.drafters import grown
+from graftwork.runtime.speculate.proposers.continued import ContinuedProposer
 from graftwork.training import FitState, fit
 from graftwork.training.fit import accepted_per_step
 

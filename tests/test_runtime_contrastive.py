@@ -14,7 +14,7 @@ from test_runtime_sampling import assert_distributed
 from graftwork.ir import InputError, UnsupportedError
 from graftwork.ir.plan import Contrastive, SampledTree, SuffixDraft
 from graftwork.runtime import generate
-from graftwork.runtime.verifiers.contrastive import contrasted
+from graftwork.runtime.speculate.verifiers.contrastive import contrasted
 
 VOCAB = 6
 RULE, OTHER = markov(VOCAB, seed=5), markov(VOCAB, seed=6)

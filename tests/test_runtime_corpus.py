@@ -13,9 +13,9 @@ from runtime_models import TableExecutable, markov, plain, program
 from graftwork.ir import PassError
 from graftwork.ir.plan import CorpusDraft, FirstDraft, NoDraft
 from graftwork.ir.weights import Weight, WeightStore
-from graftwork.passes.draft_corpus import DraftCorpus
+from graftwork.passes.drafting.draft_corpus import DraftCorpus
 from graftwork.runtime import generate
-from graftwork.runtime.drafters.corpus import CorpusDrafter, SuffixAutomaton
+from graftwork.runtime.speculate.drafters.corpus import CorpusDrafter, SuffixAutomaton
 
 VOCAB = 12
 TOKENS = st.lists(st.integers(0, 2), max_size=24)

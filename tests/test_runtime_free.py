@@ -8,10 +8,10 @@ from runtime_models import TableExecutable, markov, plain, program, whole
 
 from graftwork.ir.plan import InputDraft, JacobiDraft, LookaheadDraft, MergedDraft, StaticTree
 from graftwork.runtime import generate
-from graftwork.runtime.drafters.base import Taken
-from graftwork.runtime.drafters.input import Place
-from graftwork.runtime.drafters.jacobi import JacobiDrafter
-from graftwork.runtime.drafters.lookahead import LookaheadDrafter, Pool
+from graftwork.runtime.speculate.drafters.base import Taken
+from graftwork.runtime.speculate.drafters.input import Place
+from graftwork.runtime.speculate.drafters.jacobi import JacobiDrafter
+from graftwork.runtime.speculate.drafters.lookahead import LookaheadDrafter, Pool
 
 VOCAB = 12
 LOOKAHEAD = LookaheadDraft(window=4, ngram=4, pool=3)

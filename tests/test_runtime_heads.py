@@ -11,17 +11,17 @@ from tiny import MASK, PROMPTS, drafting_llama
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir.executable import Executable
-from graftwork.passes.draft_hydra import DraftHydra
-from graftwork.passes.draft_medusa import DraftMedusa
-from graftwork.passes.draft_mlp_speculator import DraftMlpSpeculator
-from graftwork.passes.draft_redrafter import DraftRedrafter
-from graftwork.passes.quantize_int8 import QuantizeInt8
-from graftwork.passes.tree_best_first import TreeBestFirst
-from graftwork.passes.tree_chain import TreeChain
-from graftwork.passes.tree_static import TreeStatic
+from graftwork.passes.drafting.draft_hydra import DraftHydra
+from graftwork.passes.drafting.draft_medusa import DraftMedusa
+from graftwork.passes.drafting.draft_mlp_speculator import DraftMlpSpeculator
+from graftwork.passes.drafting.draft_redrafter import DraftRedrafter
+from graftwork.passes.drafting.tree_best_first import TreeBestFirst
+from graftwork.passes.drafting.tree_chain import TreeChain
+from graftwork.passes.drafting.tree_static import TreeStatic
+from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 from graftwork.runtime.generate import generate
-from graftwork.runtime.last_state import LastState
-from graftwork.runtime.verifiers.greedy import GreedyVerifier
+from graftwork.runtime.speculate.last_state import LastState
+from graftwork.runtime.speculate.verifiers.greedy import GreedyVerifier
 
 DRAFTERS = {
     "medusa": DraftMedusa(heads=3, candidates=4),

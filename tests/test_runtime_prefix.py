@@ -15,8 +15,8 @@ from tiny import tiny_llama
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.model import Model
-from graftwork.passes.draft_hydra import DraftHydra
-from graftwork.runtime.proposers.recurrent import RecurrentProposer
+from graftwork.passes.drafting.draft_hydra import DraftHydra
+from graftwork.runtime.speculate.proposers.recurrent import RecurrentProposer
 
 DRAFT = DraftHydra(heads=3, layers=1, prefix=True, soft=True)
 
@@ -37,7 +37,7 @@ class Noted(RecurrentProposer):
 def test_text_is_the_targets_own_and_rows_are_the_whole_texts(
     monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    from graftwork.runtime.drafters import grown
+    from graftwork.runtime.speculate.drafters import grown
 
     monkeypatch.setattr(grown.PROPOSERS, "find", lambda record: Noted)
     program = drafting(DRAFT, WIDE)

@@ -16,23 +16,23 @@ from graftwork.backends.target import Target
 from graftwork.ir import InputError, PassError, UnsupportedError
 from graftwork.ir.executable import Executable
 from graftwork.model import Model
-from graftwork.passes.add_argmax import AddArgmax
-from graftwork.passes.base import Pass
-from graftwork.passes.draft_merged import DraftMerged
-from graftwork.passes.draft_ppd import WEIGHT, DraftPpd
-from graftwork.passes.draft_suffix import DraftSuffix
-from graftwork.passes.insert_kv_cache import InsertKvCache
-from graftwork.passes.manager import Step, run_passes
-from graftwork.passes.pick_logits import PickLogits
-from graftwork.passes.tree_best_first import TreeBestFirst
-from graftwork.passes.tree_chain import TreeChain
-from graftwork.passes.tree_sampled import TreeSampled
-from graftwork.passes.tree_static import TreeStatic
-from graftwork.runtime.draft import Draft
-from graftwork.runtime.drafters import grown
-from graftwork.runtime.drafters.merged import merged
+from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.drafting.draft_merged import DraftMerged
+from graftwork.passes.drafting.draft_ppd import WEIGHT, DraftPpd
+from graftwork.passes.drafting.draft_suffix import DraftSuffix
+from graftwork.passes.drafting.tree_best_first import TreeBestFirst
+from graftwork.passes.drafting.tree_chain import TreeChain
+from graftwork.passes.drafting.tree_sampled import TreeSampled
+from graftwork.passes.drafting.tree_static import TreeStatic
+from graftwork.passes.engine.base import Pass
+from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.stepping.add_argmax import AddArgmax
+from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime.generate import generate
-from graftwork.runtime.proposers.prompts import PromptProposer
+from graftwork.runtime.speculate.draft import Draft
+from graftwork.runtime.speculate.drafters import grown
+from graftwork.runtime.speculate.drafters.merged import merged
+from graftwork.runtime.speculate.proposers.prompts import PromptProposer
 from graftwork.training import fit
 from graftwork.training.fit import accepted_per_step
 

@@ -8,9 +8,9 @@ from runtime_models import TableExecutable, markov, plain, program, whole
 
 from graftwork.ir.plan import FirstDraft, MergedDraft, RecyclingDraft, StaticTree, SuffixDraft
 from graftwork.runtime import generate
-from graftwork.runtime.draft import Draft
-from graftwork.runtime.drafters.merged import merged
-from graftwork.runtime.drafters.recycling import RecyclingDrafter
+from graftwork.runtime.speculate.draft import Draft
+from graftwork.runtime.speculate.drafters.merged import merged
+from graftwork.runtime.speculate.drafters.recycling import RecyclingDrafter
 
 VOCAB = 12
 TREES = StaticTree()

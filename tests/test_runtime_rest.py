@@ -19,30 +19,31 @@ from graftwork.backends.target import Target
 from graftwork.ir.executable import Executable
 from graftwork.ir.plan import SuffixDraft
 from graftwork.passes import Pass
-from graftwork.passes.accept_trees import AcceptTrees
-from graftwork.passes.add_argmax import AddArgmax
-from graftwork.passes.add_top_tokens import AddTopTokens
-from graftwork.passes.draft_eagle import DraftEagle
-from graftwork.passes.draft_hydra import DraftHydra
-from graftwork.passes.draft_jacobi import DraftJacobi
-from graftwork.passes.draft_lookahead import DraftLookahead
-from graftwork.passes.draft_medusa import DraftMedusa
-from graftwork.passes.draft_merged import DraftMerged
-from graftwork.passes.draft_ppd import DraftPpd
-from graftwork.passes.draft_recycling import DraftRecycling
-from graftwork.passes.draft_suffix import DraftSuffix
-from graftwork.passes.insert_kv_cache import InsertKvCache
-from graftwork.passes.length_goodput import LengthGoodput
-from graftwork.passes.manager import Step, run_passes
-from graftwork.passes.pick_logits import PickLogits
-from graftwork.passes.tree_best_first import TreeBestFirst
-from graftwork.passes.tree_chain import TreeChain
-from graftwork.passes.unroll_draft import UnrollDraft
-from graftwork.runtime import generate, loop, plain
-from graftwork.runtime.lengths.base import LengthPolicy
-from graftwork.runtime.lengths.goodput import _KNOWN, GoodputPolicy
+from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.drafting.draft_eagle import DraftEagle
+from graftwork.passes.drafting.draft_hydra import DraftHydra
+from graftwork.passes.drafting.draft_jacobi import DraftJacobi
+from graftwork.passes.drafting.draft_lookahead import DraftLookahead
+from graftwork.passes.drafting.draft_medusa import DraftMedusa
+from graftwork.passes.drafting.draft_merged import DraftMerged
+from graftwork.passes.drafting.draft_ppd import DraftPpd
+from graftwork.passes.drafting.draft_recycling import DraftRecycling
+from graftwork.passes.drafting.draft_suffix import DraftSuffix
+from graftwork.passes.drafting.length_goodput import LengthGoodput
+from graftwork.passes.drafting.tree_best_first import TreeBestFirst
+from graftwork.passes.drafting.tree_chain import TreeChain
+from graftwork.passes.drafting.unroll_draft import UnrollDraft
+from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.stepping.accept_trees import AcceptTrees
+from graftwork.passes.stepping.add_argmax import AddArgmax
+from graftwork.passes.stepping.add_top_tokens import AddTopTokens
+from graftwork.passes.stepping.pick_logits import PickLogits
+from graftwork.runtime import generate, loop
 from graftwork.runtime.loop import DecodeLoop
-from graftwork.runtime.plain import PlainDecoding
+from graftwork.runtime.rounds import plain
+from graftwork.runtime.rounds.plain import PlainDecoding
+from graftwork.runtime.speculate.lengths.base import LengthPolicy
+from graftwork.runtime.speculate.lengths.goodput import _KNOWN, GoodputPolicy
 
 CHAIN = TreeChain(depth=2)
 TREE = (AcceptTrees(), TreeBestFirst(nodes=5, depth=2, width=2))

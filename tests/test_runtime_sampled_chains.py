@@ -27,10 +27,10 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir.plan import Chain
 from graftwork.passes import Pass
-from graftwork.passes.draft_eagle import DraftEagle
-from graftwork.passes.draft_model import DraftModel
-from graftwork.passes.fuse_draft import FuseDraft
-from graftwork.passes.unroll_draft import UnrollDraft
+from graftwork.passes.drafting.draft_eagle import DraftEagle
+from graftwork.passes.drafting.draft_model import DraftModel
+from graftwork.passes.drafting.fuse_draft import FuseDraft
+from graftwork.passes.drafting.unroll_draft import UnrollDraft
 from graftwork.runtime import generate
 from graftwork.runtime.loop import DecodeLoop
 

@@ -16,12 +16,13 @@ from transformers.generation import logits_process as theirs
 
 from graftwork.ir import InputError
 from graftwork.ir.plan import DraftRecord, Lossless, SuffixDraft
-from graftwork.runtime import generate, sampling
-from graftwork.runtime.draft import NO_DRAFT, Draft
-from graftwork.runtime.drafters.base import DRAFTERS, Drafter, Taken
-from graftwork.runtime.options import read_options
-from graftwork.runtime.text import Text
-from graftwork.runtime.verifiers.rejection import RejectionVerifier
+from graftwork.runtime import generate
+from graftwork.runtime.asking.options import read_options
+from graftwork.runtime.asking.text import Text
+from graftwork.runtime.speculate import sampling
+from graftwork.runtime.speculate.draft import NO_DRAFT, Draft
+from graftwork.runtime.speculate.drafters.base import DRAFTERS, Drafter, Taken
+from graftwork.runtime.speculate.verifiers.rejection import RejectionVerifier
 
 ROWS = torch.randn(6, 40, generator=torch.Generator().manual_seed(3)) * 3
 TIED = (ROWS * 2).round() / 2

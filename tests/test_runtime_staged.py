@@ -15,19 +15,19 @@ from graftwork.guests import with_guests
 from graftwork.ir import PassError, Program, parse_program, program_text
 from graftwork.ir.plan import StagedDraft, SuffixDraft
 from graftwork.passes import Pass
-from graftwork.passes.accept_trees import AcceptTrees
-from graftwork.passes.add_argmax import AddArgmax
-from graftwork.passes.add_top_tokens import AddTopTokens
-from graftwork.passes.draft_model import DraftModel
-from graftwork.passes.insert_kv_cache import InsertKvCache
-from graftwork.passes.manager import Step, run_passes
-from graftwork.passes.pick_logits import PickLogits
-from graftwork.passes.tree_chain import TreeChain
-from graftwork.passes.tree_sampled import TreeSampled
-from graftwork.passes.tree_static import TreeStatic
+from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.drafting.draft_model import DraftModel
+from graftwork.passes.drafting.tree_chain import TreeChain
+from graftwork.passes.drafting.tree_sampled import TreeSampled
+from graftwork.passes.drafting.tree_static import TreeStatic
+from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.stepping.accept_trees import AcceptTrees
+from graftwork.passes.stepping.add_argmax import AddArgmax
+from graftwork.passes.stepping.add_top_tokens import AddTopTokens
+from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.recipe import Recipe
-from graftwork.runtime.drafters.suffix import SuffixIndex
-from graftwork.runtime.lengths.base import LengthPolicy
+from graftwork.runtime.speculate.drafters.suffix import SuffixIndex
+from graftwork.runtime.speculate.lengths.base import LengthPolicy
 
 COPYING = "suffix(tokens=4, longest=16, shortest=1)"
 SMALL = [[1, 2, 3, 1, 2, 5, 4]]

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graftwork.ir.plan import SuffixDraft
-from graftwork.runtime.drafters import NO_DRAFT
-from graftwork.runtime.drafters.base import Taken
-from graftwork.runtime.drafters.suffix import SuffixDrafter, SuffixIndex
-from graftwork.runtime.options import GenerationOptions
+from graftwork.runtime.asking.options import GenerationOptions
+from graftwork.runtime.speculate.drafters import NO_DRAFT
+from graftwork.runtime.speculate.drafters.base import Taken
+from graftwork.runtime.speculate.drafters.suffix import SuffixDrafter, SuffixIndex
 
 
 def brute(tokens: list[int], longest: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from transformers.generation import StoppingCriteria
 
 from graftwork.ir.plan import SuffixDraft
 from graftwork.runtime import generate
-from graftwork.runtime.sampling import Chances
+from graftwork.runtime.speculate.sampling import Chances
 
 VOCAB, END = 24, 5
 DRAFTS = [None, SuffixDraft(tokens=4, shortest=1)]

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graftwork.ir.plan import BestFirst, Chain, FixedLength, StaticTree
-from graftwork.runtime.draft import Draft, Topology
-from graftwork.runtime.lengths.fixed import FixedLengthPolicy
-from graftwork.runtime.trees.best_first import BestFirstPolicy
-from graftwork.runtime.trees.chain import ChainPolicy
-from graftwork.runtime.trees.static import StaticTreePolicy
+from graftwork.runtime.speculate.draft import Draft, Topology
+from graftwork.runtime.speculate.lengths.fixed import FixedLengthPolicy
+from graftwork.runtime.speculate.trees.best_first import BestFirstPolicy
+from graftwork.runtime.speculate.trees.chain import ChainPolicy
+from graftwork.runtime.speculate.trees.static import StaticTreePolicy
 
 
 def fixed(batch):

@@ -25,7 +25,7 @@ from graftwork.ir.plan import (
     TreeRecord,
 )
 from graftwork.runtime import generate
-from graftwork.runtime.draft import Draft
+from graftwork.runtime.speculate.draft import Draft
 
 VOCAB = 11
 WIDE = StaticTree.of([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1), (1, 1, 0), (0, 1, 2)])

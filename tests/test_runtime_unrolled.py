@@ -18,25 +18,25 @@ from graftwork.ir import InputError, PassError, Program, UnsupportedError
 from graftwork.ir.plan import BestFirst, FusedDraft, UnrolledDraft
 from graftwork.model import Model, load
 from graftwork.passes import Pass
-from graftwork.passes.accept_trees import AcceptTrees
-from graftwork.passes.add_argmax import AddArgmax
-from graftwork.passes.draft_eagle import DraftEagle
-from graftwork.passes.draft_eagle3 import DraftEagle3
-from graftwork.passes.draft_model import DraftModel
-from graftwork.passes.draft_suffix import DraftSuffix
-from graftwork.passes.fuse_draft import FuseDraft
-from graftwork.passes.insert_kv_cache import InsertKvCache
-from graftwork.passes.length_goodput import LengthGoodput
-from graftwork.passes.length_svip import LengthSvip
-from graftwork.passes.manager import Step, run_passes
-from graftwork.passes.pick_logits import PickLogits
-from graftwork.passes.plan_edits import with_plan
-from graftwork.passes.quantize_int8 import QuantizeInt8
-from graftwork.passes.tree_chain import TreeChain
-from graftwork.passes.unroll_draft import UnrollDraft
+from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.drafting.draft_eagle import DraftEagle
+from graftwork.passes.drafting.draft_eagle3 import DraftEagle3
+from graftwork.passes.drafting.draft_model import DraftModel
+from graftwork.passes.drafting.draft_suffix import DraftSuffix
+from graftwork.passes.drafting.fuse_draft import FuseDraft
+from graftwork.passes.drafting.length_goodput import LengthGoodput
+from graftwork.passes.drafting.length_svip import LengthSvip
+from graftwork.passes.drafting.plan_edits import with_plan
+from graftwork.passes.drafting.tree_chain import TreeChain
+from graftwork.passes.drafting.unroll_draft import UnrollDraft
+from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
+from graftwork.passes.stepping.accept_trees import AcceptTrees
+from graftwork.passes.stepping.add_argmax import AddArgmax
+from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import loop as loop_module
-from graftwork.runtime.chained import ChainedDecoding
 from graftwork.runtime.loop import DecodeLoop
+from graftwork.runtime.rounds.chained import ChainedDecoding
 from graftwork.training import fit
 
 BACKENDS = ["eager", "onnxruntime"]

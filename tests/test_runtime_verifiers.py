@@ -30,18 +30,18 @@ from graftwork.ir.plan import (
     Typical,
     WidenedChain,
 )
-from graftwork.passes.accept_trees import AcceptTrees
-from graftwork.passes.add_argmax import AddArgmax
-from graftwork.passes.draft_medusa import DraftMedusa
-from graftwork.passes.insert_kv_cache import InsertKvCache
-from graftwork.passes.pick_logits import PickLogits
+from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.drafting.draft_medusa import DraftMedusa
+from graftwork.passes.stepping.accept_trees import AcceptTrees
+from graftwork.passes.stepping.add_argmax import AddArgmax
+from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import generate
-from graftwork.runtime.draft import Draft
-from graftwork.runtime.options import read_options
-from graftwork.runtime.text import Text
-from graftwork.runtime.trees.sampled import _distinct, _independent
-from graftwork.runtime.verifiers import spectr
-from graftwork.runtime.verifiers.base import GREEDY, SAMPLING, VERIFIERS, Verdict
+from graftwork.runtime.asking.options import read_options
+from graftwork.runtime.asking.text import Text
+from graftwork.runtime.speculate.draft import Draft
+from graftwork.runtime.speculate.trees.sampled import _distinct, _independent
+from graftwork.runtime.speculate.verifiers import spectr
+from graftwork.runtime.speculate.verifiers.base import GREEDY, SAMPLING, VERIFIERS, Verdict
 
 VOCAB, LENGTH, PROMPT = 4, 4, [0, 1, 2, 0]
 RULE = markov(VOCAB, seed=5, scale=1.4)
@@ -152,7 +152,7 @@ def test_wrong_distributions_show(name, monkeypatch):
     def lying(self, chances, width):
         return honest(self, chances._replace(probs=chances.probs[:, ::-1].copy()), width)
 
-    from graftwork.runtime.trees.sampled import SampledTreePolicy
+    from graftwork.runtime.speculate.trees.sampled import SampledTreePolicy
 
     honest = SampledTreePolicy._siblings
     monkeypatch.setattr(SampledTreePolicy, "_siblings", lying)

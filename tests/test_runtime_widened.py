@@ -12,8 +12,8 @@ from runtime_models import TableExecutable, markov, plain, program
 from graftwork.ir import InputError
 from graftwork.ir.plan import Chain, FixedLength, WidenedChain
 from graftwork.runtime import generate
-from graftwork.runtime.lengths.base import LengthPolicy
-from graftwork.runtime.trees.widened import WidenedChainPolicy
+from graftwork.runtime.speculate.lengths.base import LengthPolicy
+from graftwork.runtime.speculate.trees.widened import WidenedChainPolicy
 
 VOCAB = 12
 RULE, OTHER = markov(VOCAB, seed=5), markov(VOCAB, seed=6)

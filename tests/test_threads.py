@@ -17,8 +17,8 @@ from graftwork import backends
 from graftwork.frontends.trace import fake_mode, parameters_without_data
 from graftwork.ir import InputError, Program
 from graftwork.ir.rewrite import _traced
-from graftwork.passes.draft_suffix import DraftSuffix
-from graftwork.passes.raise_norms import RULES
+from graftwork.passes.drafting.draft_suffix import DraftSuffix
+from graftwork.passes.raising.raise_norms import RULES
 
 
 def model_of(program: Program, target: str, threads: int = 1) -> gw.Model:

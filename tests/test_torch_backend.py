@@ -12,8 +12,8 @@ from torch._inductor.utils import run_and_get_code
 
 from graftwork.backends import Target, compile
 from graftwork.ir import InputError
-from graftwork.passes.quantize_int8 import QuantizeInt8
-from graftwork.passes.validate import reference_logits
+from graftwork.passes.engine.validate import reference_logits
+from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 
 TOKENS = torch.randint(0, 32, (2, 12), generator=torch.Generator().manual_seed(1))
 

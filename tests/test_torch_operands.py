@@ -12,9 +12,9 @@ from tiny import cached_llama
 
 from graftwork.backends import Target, compile
 from graftwork.ir import Function, Program, Sym, TensorType, VerifyError, parse_program, verify
-from graftwork.passes.fuse_residual_norm import FuseResidualNorm
-from graftwork.passes.quantize_int8 import QuantizeInt8
-from graftwork.passes.validate import reference_logits
+from graftwork.passes.engine.validate import reference_logits
+from graftwork.passes.fusing.fuse_residual_norm import FuseResidualNorm
+from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 
 A, G = torch.ops.aten, torch.ops.graftwork
 STEPS = 6

@@ -16,7 +16,7 @@ from test_training import FEW, TEXT, drafted
 import graftwork as gw
 from graftwork import training
 from graftwork.ir import InputError
-from graftwork.passes.draft_medusa import DraftMedusa
+from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.training import FitState, fit
 from graftwork.training import fit as fitting
 from graftwork.training.fit import _Fit

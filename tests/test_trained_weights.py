@@ -19,13 +19,13 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import GraftworkWarning, PassError, Program
 from graftwork.ir.fingerprint import fingerprint
-from graftwork.passes.base import Pass, all_passes
-from graftwork.passes.draft_eagle import DraftEagle
-from graftwork.passes.draft_hydra import DraftHydra
-from graftwork.passes.draft_medusa import DraftMedusa
-from graftwork.passes.draft_mlp_speculator import DraftMlpSpeculator
-from graftwork.passes.draft_model import DraftModel
-from graftwork.passes.draft_suffix import DraftSuffix
+from graftwork.passes.drafting.draft_eagle import DraftEagle
+from graftwork.passes.drafting.draft_hydra import DraftHydra
+from graftwork.passes.drafting.draft_medusa import DraftMedusa
+from graftwork.passes.drafting.draft_mlp_speculator import DraftMlpSpeculator
+from graftwork.passes.drafting.draft_model import DraftModel
+from graftwork.passes.drafting.draft_suffix import DraftSuffix
+from graftwork.passes.engine.base import Pass, all_passes
 from graftwork.runtime import generate
 from graftwork.training import fit
 from graftwork.training.net import trainable, trained_parts

@@ -22,14 +22,14 @@ from graftwork.backends.target import Target
 from graftwork.ir import GraftworkError, InputError, PassError, UnsupportedError, Weight
 from graftwork.ir.plan import Chain
 from graftwork.model import Model
-from graftwork.passes.add_argmax import AddArgmax
-from graftwork.passes.base import Pass
-from graftwork.passes.draft_hydra import DraftHydra
-from graftwork.passes.draft_medusa import DraftMedusa
-from graftwork.passes.draft_suffix import DraftSuffix
-from graftwork.passes.insert_kv_cache import InsertKvCache
-from graftwork.passes.manager import Step, run_passes
-from graftwork.passes.pick_logits import PickLogits
+from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.drafting.draft_hydra import DraftHydra
+from graftwork.passes.drafting.draft_medusa import DraftMedusa
+from graftwork.passes.drafting.draft_suffix import DraftSuffix
+from graftwork.passes.engine.base import Pass
+from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.stepping.add_argmax import AddArgmax
+from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.training import FitState, fit
 from graftwork.training.corpus import Windows, read_corpus, split
 from graftwork.training.fit import Fitted, accepted_per_step

@@ -18,7 +18,7 @@ from graftwork.ir.plan.shapes import best_tree, expected
 from graftwork.model import Model
 from graftwork.planned import Planned
 from graftwork.recipe import Recipe
-from graftwork.runtime.proposers.base import PROPOSERS, Level, Proposer
+from graftwork.runtime.speculate.proposers.base import PROPOSERS, Level, Proposer
 from graftwork.tuning import evaluate, tune, with_tree
 
 

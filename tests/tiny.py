@@ -15,12 +15,12 @@ from graftwork.ir import (
     Weight,
     WeightStore,
 )
-from graftwork.passes.accept_trees import AcceptTrees
-from graftwork.passes.add_argmax import AddArgmax
-from graftwork.passes.base import Pass
-from graftwork.passes.insert_kv_cache import InsertKvCache
-from graftwork.passes.manager import Step, run_passes
-from graftwork.passes.pick_logits import PickLogits
+from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.engine.base import Pass
+from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.stepping.accept_trees import AcceptTrees
+from graftwork.passes.stepping.add_argmax import AddArgmax
+from graftwork.passes.stepping.pick_logits import PickLogits
 
 A, G = torch.ops.aten, torch.ops.graftwork
 B, T = Sym("B"), Sym("T")

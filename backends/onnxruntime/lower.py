@@ -16,8 +16,8 @@ import torch
 
 from ...ir import Function, Program
 from ...ir.stages import register_lowered
-from ...passes.cse import merge_equal
-from ...passes.dce import sweep
+from ...passes.fusing.cse import merge_equal
+from ...passes.fusing.dce import sweep
 from . import (
     rows_attention,
     rows_elementwise,

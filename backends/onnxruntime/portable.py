@@ -29,8 +29,8 @@ import torch.fx
 from ...ir import Function, Program, Sym, UnsupportedError, WeightStore, site_of, type_of
 from ...ir.plan import NoDraft
 from ...ir.types import Dim, TensorType
-from ...passes.cse import merge_equal
-from ...passes.dce import sweep
+from ...passes.fusing.cse import merge_equal
+from ...passes.fusing.dce import sweep
 from .attention import SEQLENS, TOTAL, lower_attention
 from .calls import arguments, source_of
 from .decompose import decompose

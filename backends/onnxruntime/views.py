@@ -16,7 +16,7 @@ import torch
 import torch.fx
 
 from ...ir import Function, site_of, type_of
-from ...passes.dce import sweep
+from ...passes.fusing.dce import sweep
 from .calls import arguments, source_of
 
 A = torch.ops.aten

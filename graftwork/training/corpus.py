@@ -12,7 +12,7 @@ import torch
 from ..ir import InputError, Program
 from ..ir.files import LARGE, check_regular, plain_path, read_text
 from ..prompts import Prompts, encoder, read_prompts
-from ..runtime.options import BEST
+from ..runtime.asking.options import BEST
 
 HELD_OUT = 10
 """One in so many documents is kept for measuring."""

@@ -26,11 +26,11 @@ from ..agreement import own_text as own_text_kept
 from ..ir import InputError
 from ..ir.files import plain_path
 from ..ir.plan import Chain, FixedLength, NoDraft
-from ..passes.trained import trained_on
+from ..passes.drafting.trained import trained_on
 from ..planned import Planned
 from ..prompts import Prompts, check_seed
+from ..runtime.asking.options import BEST
 from ..runtime.generate import Generated, generate
-from ..runtime.options import BEST
 from . import checkpoint, lessons
 from .corpus import Windows, own_text, read_corpus, split
 from .net import Net, check_chains, chosen, trainable, trained_parts

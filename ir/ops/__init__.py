@@ -7,13 +7,13 @@ inference, verification, documentation, the generic op tests) derives from that 
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from ..discovery import import_all
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments and keyword arguments of one call, with small concrete tensors."""
@@ -67,8 +67,7 @@ def define(
 
 def all_ops() -> dict[str, OpDef]:
     """Every defined op by name, families loaded."""
-    for module in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{module.name}")
+    import_all(__name__)
     return dict(_OPS)
 
 

@@ -39,11 +39,11 @@ from graftwork.backends.target import Target
 from graftwork.demo import demo_folder
 from graftwork.ir import GraftworkError, Program, Sym, Weight, run
 from graftwork.ir.executable import Executable
-from graftwork.passes.draft_eagle import DraftEagle
-from graftwork.passes.draft_hydra import DraftHydra
-from graftwork.passes.draft_medusa import DraftMedusa
-from graftwork.passes.draft_suffix import DraftSuffix
-from graftwork.passes.quantize_int8 import QuantizeInt8
+from graftwork.passes.drafting.draft_eagle import DraftEagle
+from graftwork.passes.drafting.draft_hydra import DraftHydra
+from graftwork.passes.drafting.draft_medusa import DraftMedusa
+from graftwork.passes.drafting.draft_suffix import DraftSuffix
+from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 from graftwork.runtime.generate import generate
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import operator
-import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ...ir import UnsupportedError
+from ...ir.discovery import import_all
 from ...ir.plan import DraftRecord, NoDraft, Record
 
 
@@ -105,9 +104,7 @@ def objective(record: type[Record]) -> Callable[[Objective], Objective]:
 
 def objective_of(record: Record) -> Objective:
     """The objective of a drafter or policy. Errors: `UnsupportedError` if there is none."""
-    package = __name__.rpartition(".")[0]
-    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
-        importlib.import_module(f"{package}.{module.name}")
+    import_all(__name__.rpartition(".")[0])
     if type(record) not in OBJECTIVES:
         known = sorted(kind.kind for kind in OBJECTIVES)
         raise UnsupportedError(

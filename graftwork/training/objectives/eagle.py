@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from ...ir.plan import CachedDraft
-from ...passes.draft_vocabulary import ABSENT
+from ...passes.drafting.draft_vocabulary import ABSENT
 from .base import Batch, Loss, Run, distilled, hit_rate, objective
 
 TOKEN_SHARE = 0.1

@@ -1,0 +1,1 @@
+"""States that live across steps: the KV cache."""

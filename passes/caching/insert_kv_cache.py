@@ -1,0 +1,134 @@
+"""Give every attention a key-value cache that lives across steps.
+
+Before (stage canonical)::
+
+    func step(tokens: i64[B,T], positions: i64[B,T]) -> logits f32[B,T,V] {
+      %y: f32[B,H,T,D] = graftwork.attention(%q, %k, %v, layer=0, scale=0.125)
+
+After (stage cached)::
+
+    state kv.0.key: f32[B,G,C,D] ...
+    func step(tokens, positions, past: i64[B], kv.0.key, ...) -> logits, kv.0.key, ... {
+      %m: bool[B,1,T,C] = graftwork.step_mask(%past, %positions, None, C)
+      %kw: f32[B,G,C,D] = graftwork.cache_write(%kv.0.key, %k, %past)
+      %vw: f32[B,G,C,D] = graftwork.cache_write(%kv.0.value, %v, %past)
+      %y: f32[B,H,T,D] = graftwork.attend(%q, %kw, %vw, %m, scale=0.125)
+
+Layers with the same window share one mask. Every function with attention gets caches of its own:
+those of a function ``eagle`` are called ``eagle.kv.0.key`` and so on. Refuses a program whose step
+has no attention or a cache already, or a function in which two attentions claim one layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.fx
+
+from ...ir import Function, PassError, Program, State, Sym, TensorType, site_of, type_of
+from ..engine.base import Effect, Outcome, Pass, register
+from ..fusing.dce import sweep
+
+G = torch.ops.graftwork
+
+
+@register
+class InsertKvCache(Pass):
+    """No options."""
+
+    name: ClassVar[str] = "insert_kv_cache"
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
+    provides: ClassVar[frozenset[str]] = frozenset({"cached"})
+    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.CACHE_LAYOUT})
+    reads: ClassVar[frozenset[Effect]] = frozenset({Effect.FUNCTIONS, Effect.LAYER_SET})
+
+    def run(self, program: Program) -> Outcome:
+        """Add states and cached attention. See the module docstring."""
+        if not program.function("step").calls(G.attention.default):
+            return Outcome(program, 0, "step has no graftwork.attention")
+        functions, states = dict(program.functions), dict(program.states)
+        for name, function in program.functions.items():
+            if function.calls(G.attention.default):
+                functions[name], made = _cached(function)
+                states.update(made)
+        count = sum(state.part == "key" for state in states.values())
+        cached = program.replace(functions=functions, states=states, stage="cached")
+        return Outcome(cached, count)
+
+
+def _cached(function: Function) -> tuple[Function, dict[str, State]]:
+    """A function with cached attention, and its states."""
+    fn = function.copy()
+    nodes = fn.calls(G.attention.default)
+    layers = [int(node.kwargs["layer"]) for node in nodes]  # type: ignore[arg-type]
+    if len(set(layers)) != len(layers):
+        where = "" if fn.name == "step" else f" of {fn.name}"
+        raise PassError(f"insert_kv_cache: two attentions{where} claim one layer: {sorted(layers)}")
+    sweep(fn)  # an attention that nobody reads any more gets no cache
+    inserter = _Inserter(fn, "kv" if fn.name == "step" else f"{fn.name}.kv")
+    for node in fn.calls(G.attention.default):
+        inserter.replace(node)
+    fn.set_outputs({**fn.outputs, **inserter.written})
+    return fn, inserter.states
+
+
+class _Inserter:
+    def __init__(self, fn: Function, prefix: str) -> None:
+        self.fn, self.prefix = fn, prefix
+        self.first = fn.calls()[0]
+        self.past = fn.add_input("past", TensorType.parse("i64[B]"))
+        self.states: dict[str, State] = {}
+        self.written: dict[str, torch.fx.Node] = {}
+        self.masks: dict[object, torch.fx.Node] = {}
+
+    def mask(self, window: object) -> torch.fx.Node:
+        """The mask of all attentions with this window, at the top of the function."""
+        if window not in self.masks:
+            extra: dict[str, Any] = {} if window is None else {"window": window}
+            with self.fn.graph.inserting_before(self.first):
+                self.masks[window] = self.fn.call(
+                    G.step_mask.default,
+                    self.past,
+                    self.fn.input("positions"),
+                    None,
+                    Sym("C"),
+                    **extra,
+                )
+        return self.masks[window]
+
+    def write(self, layer: int, part: str, rows: torch.fx.Node, site: object) -> torch.fx.Node:
+        """A new state for these rows, and the write of a step's rows into it."""
+        row_type = type_of(rows)
+        dims = (row_type.dims[0], row_type.dims[1], Sym("C"), row_type.dims[3])
+        state = State(
+            f"{self.prefix}.{layer}.{part}", TensorType(row_type.dtype, dims), layer, part
+        )
+        cache = self.fn.add_input(state.name, state.type)
+        self.states[state.name] = state
+        node = self.fn.call(G.cache_write.default, cache, rows, self.past, site=site_of(rows))
+        self.written[state.name] = node
+        return node
+
+    def replace(self, node: torch.fx.Node) -> None:
+        """Turn one attention into two cache writes and a read."""
+        q, k, v, sinks, slopes = (*node.args, None, None)[:5]
+        options: dict[str, Any] = dict(node.kwargs)
+        layer, window = int(options.pop("layer")), options.pop("window", None)
+        sinks, slopes = options.pop("sinks", sinks), options.pop("slopes", slopes)
+        mask, site = self.mask(window), site_of(node)
+        with self.fn.graph.inserting_before(node):
+            keys = self.write(layer, "key", k, site)  # type: ignore[arg-type]
+            values = self.write(layer, "value", v, site)  # type: ignore[arg-type]
+            bias = None
+            if slopes is not None:
+                positions = self.fn.input("positions")
+                bias = self.fn.call(
+                    G.alibi.default, slopes, self.past, positions, Sym("C"), site=site
+                )
+            args = [q, keys, values, mask]
+            if bias is not None or sinks is not None:
+                args += [bias, sinks]
+            attended = self.fn.call(G.attend.default, *args, site=site, **options)
+        node.replace_all_uses_with(attended)
+        self.fn.graph.erase_node(node)

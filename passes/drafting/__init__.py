@@ -1,0 +1,1 @@
+"""Drafters, and the policies of what they draft."""

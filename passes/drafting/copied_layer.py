@@ -1,0 +1,71 @@
+"""A copy of the target's last layer, for drafters that start as one.
+
+Whatever lies between the last two block markers is copied, so that the layer is of the target's own
+kind: with its norms, biases and experts. The weights are new ones that start as the target's; what
+depends on positions alone (the angles of rotations) is shared. `insert_kv_cache` gives the
+attention a cache of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx
+
+from ...ir import PassError, derive
+from ..engine.subgraph import cone
+from .decoder_layer import next_layer
+from .grafts import Graft
+
+G = torch.ops.graftwork
+
+
+def copied_layer(
+    graft: Graft, x: torch.fx.Node, positions: torch.fx.Node, name: str
+) -> torch.fx.Node:
+    """x [B,T,H] after the layer; name: prefix of its weights.
+
+    Errors: `PassError` for a step whose markers do not tell where its last layer begins, and for a
+    layer that takes more than states and positions.
+    """
+    ends = [n for n in graft.markers if n.kwargs["point"] in ("embedding", "block")]
+    if len(ends) < 2 or ends[-1].kwargs["point"] != "block":
+        raise PassError(
+            f"{graft.owner}: step has no graftwork.hidden markers before and after its last layer"
+        )
+    start, end = ends[-2:]
+    given: dict[Any, torch.fx.Node] = {start: x, graft.step.input("positions"): positions}
+    for node in _between(start, end):
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and source not in given:
+                given[source] = _own(graft, str(source.target), name)
+    had = set(graft.fn)
+    y = graft.copy(given, end.args[0])
+    number = next_layer(graft)
+    for node in graft.fn.calls(G.attention.default):
+        if node not in had:
+            node.update_kwarg("layer", number)
+    for node in graft.fn.calls(G.hidden.default):  # markers are the step's
+        inner = node.args[0]
+        assert isinstance(inner, torch.fx.Node)
+        node.replace_all_uses_with(inner)
+        graft.fn.graph.erase_node(node)
+    return y
+
+
+def _between(start: torch.fx.Node, end: torch.fx.Node) -> list[torch.fx.Node]:
+    """The nodes on the way from one marker to another, in order."""
+    reached = {start}
+    for node in sorted(cone([end])):  # fx nodes compare by their place in the graph
+        if any(arg in reached for arg in node.all_input_nodes):
+            reached.add(node)
+    return sorted(reached - {start, end})
+
+
+def _own(graft: Graft, source: str, name: str) -> torch.fx.Node:
+    weight = graft.program.weights[source]
+    own = derive(f"{name}.{source}", weight.type, lambda w: w.clone(), weight)
+    if not weight.type.dtype.is_floating_point:
+        return graft.fn.weight(weight)
+    return graft.weight_of(own)

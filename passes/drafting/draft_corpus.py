@@ -1,0 +1,134 @@
+"""Draft by copying from a corpus, or from the text itself where that matches further.
+
+Before::
+
+    decode {
+      draft = none()
+
+After (path="corpus.txt")::
+
+    weight corpus: i64[1000]
+
+    decode {
+      draft = corpus(weight="corpus", tokens=16, shortest=2)
+
+A text file is read by the model's own tokenizer. A .json file holds token ids: a list, or a list
+of lists, a document each. They become a weight, so that a saved program needs no file (SAM
+decoding, Hu et al. 2024). Refuses a file that holds no tokens of the vocabulary, text for a model
+that came without a tokenizer, and a program that has a corpus already.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+
+from ...ir import PassError, Program
+from ...ir.files import LARGE, read_bytes, read_json, read_text
+from ...ir.plan import CorpusDraft
+from ...ir.weights import Weight
+from ..engine.base import Contract, Effect, Outcome, Pass, register
+from .plan_edits import with_draft
+
+WEIGHT = "corpus"
+
+
+@register
+class DraftCorpus(Pass):
+    """path: the corpus, a text file or a .json file of token ids. tokens: drafted a step at most.
+    shortest: tokens that must match."""
+
+    path: str = ""
+    tokens: int = Field(default=16, ge=1)
+    shortest: int = Field(default=2, ge=1)
+
+    name: ClassVar[str] = "draft_corpus"
+    brings: ClassVar[str] = "a corpus file"
+    contract: ClassVar[Contract] = Contract.LOSSLESS
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
+    provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
+    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN})
+
+    def run(self, program: Program) -> Outcome:
+        """Add the weight and the drafter. See the module docstring."""
+        if WEIGHT in program.weights:
+            raise PassError(f"draft_corpus: the program has a weight {WEIGHT!r} already")
+        if not self.path:
+            raise PassError(
+                "draft_corpus: expected a corpus, got none: set the option path to a text file or "
+                "a .json file of token ids (--set draft_corpus.path=FILE)"
+            )
+        tokens = self._tokens(program)
+        weight = Weight.of(WEIGHT, torch.tensor(tokens, dtype=torch.int64))
+        added = program.replace(weights=program.weights.adding(weight))
+        return Outcome(with_draft(added, CorpusDraft(WEIGHT, self.tokens, self.shortest)), 1)
+
+    def _tokens(self, program: Program) -> list[int]:
+        """The corpus, with -1 after each document."""
+        path = Path(self.path)
+        if path.suffix == ".json":
+            return read_tokens(self.name, path, program.info.vocab_size)
+        try:
+            text = read_text(path, LARGE)
+        except (OSError, UnicodeDecodeError) as error:
+            raise PassError(f"draft_corpus: cannot read text from {path}: {error}") from error
+        tokens = _encoded(program, path, text)
+        if not tokens:
+            raise PassError(f"draft_corpus: expected text in {path}, which holds none")
+        if max(tokens) >= program.info.vocab_size:
+            raise PassError(
+                f"draft_corpus: the tokenizer makes token {max(tokens)} of {path}, outside the "
+                f"model's vocabulary of {program.info.vocab_size}"
+            )
+        return [*tokens, -1]
+
+
+def _encoded(program: Program, path: Path, text: str) -> list[int]:
+    """Text as the model reads it, without tokens that mark its begin or end."""
+    tokenizer = program.assets.get("tokenizer.json")
+    if tokenizer is None:
+        raise PassError(
+            f"draft_corpus: {path} is text, and {program.name} came without a tokenizer.json: give "
+            f"token ids in a .json file"
+        )
+    from tokenizers import Tokenizer
+
+    try:
+        read = Tokenizer.from_buffer(read_bytes(tokenizer, LARGE))
+        encoding = read.encode(text, add_special_tokens=False)
+    except Exception as error:  # the library raises nothing more specific
+        raise PassError(f"draft_corpus: cannot read {tokenizer}: {error}") from error
+    ids: list[int] = encoding.ids
+    return ids
+
+
+def read_tokens(owner: str, path: Path, vocabulary: int) -> list[int]:
+    """A file's tokens, with -1 after each document. Errors: `PassError` naming owner and file."""
+    try:
+        given: Any = read_json(path, LARGE)
+    except (OSError, ValueError) as error:
+        raise PassError(
+            f"{owner}: cannot read token ids from {path}: {error}; expected a JSON list of "
+            f"token ids, or of such lists"
+        ) from error
+    nested = isinstance(given, list) and bool(given) and all(isinstance(d, list) for d in given)
+    documents = given if nested else [given]
+    tokens: list[int] = []
+    for document in documents:
+        if not isinstance(document, list) or not document or not all(map(_is_id, document)):
+            raise PassError(f"{owner}: {path} is no JSON list of token ids, nor of such lists")
+        tokens += [*document, -1]
+    most = max(tokens)
+    if most >= vocabulary or min(t for d in documents for t in d) < 0:
+        raise PassError(
+            f"{owner}: {path} holds ids outside 0..{vocabulary - 1}, the model's vocabulary: "
+            f"tokenize it with the model's own tokenizer"
+        )
+    return tokens
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

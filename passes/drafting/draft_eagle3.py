@@ -1,0 +1,188 @@
+"""Draft with a layer of its own that reads three layers of the target (EAGLE-3).
+
+Before::
+
+    func step(tokens: i64[B,T], positions: i64[B,T]) -> logits f32[B,T,V]
+
+After, in a model of eight layers::
+
+    func step(tokens: ..., positions: ...) -> logits f32[B,T,V], hidden.2.4.5.joined f32[B,T,3H]
+    func eagle3_entry(hidden: f32[B,T,3H]) -> hidden f32[B,T,H]
+    func eagle3(tokens: i64[B,T], positions: i64[B,T], hidden: f32[B,T,H], select: i64[B,S])
+        -> hidden f32[B,T,H], draft_logits f32[B,S,V], draft_tokens i64[B,S,10], ...
+    decode {
+      draft = cached(function="eagle3", output="hidden.2.4.5.joined", entry="eagle3_entry", ...)
+
+The inputs of layers 2, L / 2 and L - 3 go through a linear layer 3H -> H, once for each committed
+token. A decoder layer whose attention reads [norm(e); norm(h)], e the embedding of the token after
+it, makes the next state; its norm goes to a head of its own, over all tokens or a draft vocabulary,
+and below the first level of a tree the state itself stands in for the target's features: nothing
+makes it resemble them, training only asks for the right tokens several levels down (Li et al.,
+"EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test", 2025).
+`weights` may also be a published draft (``midlayer.*``, or vLLM's ``speculators`` with
+``layers.0.*``), as safetensors. Refuses what `draft_eagle` refuses, a draft vocabulary that is not
+part of the target's, and published tensors that do not fit, by name.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+
+from ...ir import PassError, Program
+from ...ir.plan import CachedDraft
+from ..engine.base import Outcome, register
+from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
+from .draft_corpus import read_tokens
+from .draft_pass import DraftPass
+from .draft_vocabulary import DraftVocabulary, most_frequent
+from .grafts import Graft
+from .trained import as_published
+
+
+@register
+class DraftEagle3(DraftPass):
+    """levels: tokens predicted ahead at most. layers: whose inputs are read (the number of layers:
+    the last one's output); none given: 2, L / 2, L - 3, as far as there are so many.
+    norm_before_residual: whether the layer adds to normed states. vocabulary: tokens of the draft
+    vocabulary, the most frequent ones of `corpus`, a JSON file of token ids; 0: all of the
+    target's, or those that `weights` are for. rollout: levels on its own states in training; each
+    costs more than the one before (the paper has 7). The rest: see `DraftPass`."""
+
+    levels: int = Field(default=5, ge=1)
+    layers: tuple[int, ...] = ()
+    norm_before_residual: bool = False
+    vocabulary: int = Field(default=0, ge=0)
+    corpus: str = ""
+    rollout: int = Field(default=3, ge=1)
+
+    name: ClassVar[str] = "draft_eagle3"
+    # They repeat the target's, or each other.
+    unread: ClassVar[tuple[str, ...]] = (
+        "embed_tokens.weight",
+        "t2d",
+        "d2t",
+        "verifier_lm_head.weight",
+        "verifier_norm.weight",
+    )
+
+    def insert(self, program: Program) -> Outcome:
+        """Graft the layer on. See the module docstring."""
+        program, output = self._entry(program)
+        graft = Graft(program, self.name, "eagle3", self.weights, self.published)
+        graft.trained.check_config(
+            norm_before_residual=self.norm_before_residual,
+            eagle_aux_hidden_state_layer_ids=list(self._layers(graft)),
+            norm_before_fc=False,
+            fc_norm=False,
+            norm_output=False,
+        )
+        shape = LayerShape.of(graft.step, self.name, graft.hidden)
+        tokens, positions, hidden = graft.text_inputs()
+        layer = "eagle3.midlayer"
+        embedded = graft.embed(tokens)
+        graft.check_embedding(embedded)
+        first = graft.rms_norm(embedded, f"{layer}.input_layernorm", shape.eps)
+        normed = graft.rms_norm(hidden, f"{layer}.hidden_norm", shape.eps)
+        x = decoder_layer(
+            graft,
+            normed if self.norm_before_residual else hidden,
+            angles_at(graft, positions, shape.dim),
+            layer,
+            next_layer(graft),
+            shape,
+            source=graft.concat([first, normed]),
+        )
+        last = graft.rms_norm(x, "eagle3.norm", shape.eps)
+        known = self._vocabulary(graft)
+        logits = graft.head(last, "eagle3.lm_head.weight", None if known is None else known.rows)
+        best = (
+            graft.candidates(logits, self.candidates)
+            if known is None
+            else known.candidates(graft, logits, self.candidates)
+        )
+        outputs = graft.picked(x, best)
+        draft = CachedDraft(
+            "eagle3",
+            output,
+            self.levels,
+            trained=bool(self.weights),
+            entry="eagle3_entry",
+            rollout=self.rollout,
+            decay=self.decay,
+        )
+        return Outcome(graft.drafted(outputs, draft), 1)
+
+    def published(self, name: str) -> tuple[str, ...]:
+        """Without our prefix; in vLLM's layout the layer has another name."""
+        (bare,) = as_published(name)
+        return bare, bare.replace("midlayer.", "layers.0.")
+
+    def _entry(self, program: Program) -> tuple[Program, str]:
+        """The linear layer, a function of its own, and the step's output that it takes."""
+        graft = Graft(program, self.name, "eagle3_entry", self.weights, self.published)
+        layers = self._layers(graft)
+        output = graft.tap_inputs(layers)
+        hidden = graft.input("hidden", len(layers) * graft.hidden)
+        joined = graft.linear(hidden, "eagle3.fc", graft.hidden, bias=False)
+        return graft.done({"hidden": joined}), output
+
+    def _layers(self, graft: Graft) -> tuple[int, ...]:
+        most = sum(node.kwargs["point"] == "block" for node in graft.markers)
+        if not self.layers:
+            return tuple(sorted({min(max(n, 1), most) for n in (2, most // 2, most - 3)}))
+        if not set(self.layers) <= set(range(1, most + 1)) or len(set(self.layers)) < len(
+            self.layers
+        ):
+            raise PassError(
+                f"{self.name}: layers={self.layers}: expected layers 1..{most}, whose inputs other "
+                f"layers made, each once"
+            )
+        return self.layers
+
+    def _vocabulary(self, graft: Graft) -> DraftVocabulary | None:
+        """The draft's own vocabulary; None: the target's."""
+        if graft.trained:
+            return _trained_vocabulary(graft)
+        if not self.vocabulary:
+            return None
+        if not self.corpus:
+            raise PassError(
+                f"{self.name}: vocabulary={self.vocabulary} needs corpus=, a JSON file of token "
+                f"ids whose most frequent ones they are"
+            )
+        tokens = read_tokens(self.name, Path(self.corpus), graft.vocab)
+        ids = most_frequent(tokens, self.vocabulary)
+        return DraftVocabulary("eagle3", graft.vocab, ids)
+
+
+def _trained_vocabulary(graft: Graft) -> DraftVocabulary | None:
+    """The vocabulary of trained weights: ``d2t`` i64[D] has each token's distance to its id."""
+    trained, owner = graft.trained, graft.owner
+    head, offsets = trained.find("eagle3.lm_head.weight"), trained.find("eagle3.d2t")
+    if offsets is None:
+        return None
+    d2t = trained.read(offsets)
+    size = trained.type_of(head).dims[0] if head else d2t.shape[0]
+    if d2t.dtype != torch.int64 or d2t.dim() != 1 or d2t.shape[0] != size:
+        raise PassError(
+            f"{owner}: {trained.path} has d2t as {trained.type_of(offsets)}, expected i64[{size}], "
+            f"an offset for each row of lm_head.weight"
+        )
+    ids = d2t + torch.arange(len(d2t))
+    if int(ids.min()) < 0 or int(ids.max()) >= graft.vocab or bool((ids.diff() <= 0).any()):
+        raise PassError(
+            f"{owner}: {trained.path} maps draft tokens to {int(ids.min())}..{int(ids.max())}, "
+            f"expected rising ids within 0..{graft.vocab - 1}, the model's vocabulary"
+        )
+    if "t2d" in trained.names:
+        t2d = trained.read("t2d")
+        if t2d.shape != (graft.vocab,) or not torch.equal(t2d.nonzero().flatten(), ids):
+            raise PassError(
+                f"{owner}: {trained.path} has a t2d {list(t2d.shape)} that contradicts its d2t; "
+                f"expected bool[{graft.vocab}], true for the {len(ids)} tokens that d2t names"
+            )
+    return None if len(ids) == graft.vocab else DraftVocabulary("eagle3", graft.vocab, ids)

@@ -1,0 +1,65 @@
+"""Draft with parallel heads on the last hidden state.
+
+Before::
+
+    func step(tokens: i64[B,T], ...) -> logits f32[B,T,V] {
+      %h: f32[B,T,H] = graftwork.hidden(%x, layer=7, point="block")
+
+After (heads=4)::
+
+    func step(tokens: i64[B,T], ...) -> logits f32[B,T,V], hidden f32[B,T,H] { ... }
+    func medusa(hidden: f32[B,T,H]) -> draft_logits f32[B,T,4,V], draft_tokens i64[B,T,4,10], ...
+    decode {
+      draft = heads(function="medusa", levels=4, ...)
+
+Head k predicts the token k + 2 places after the one that made the hidden state: some blocks
+x + SiLU(W x + b) with W = 0 at first, then a language-model head that starts as a copy of the
+target's (Cai et al., "Medusa", 2024). With ``own_head=False`` all heads share the target's frozen
+one, a fraction of the weights (blockwise decoding, Stern et al. 2018, adds k hidden layers so). New
+heads know nothing: train them with `graftwork train`. Refuses programs without a marker, without a
+language-model head, or with a function of that name.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+
+from ...ir import Program
+from ...ir.plan import HeadsDraft
+from ..engine.base import Outcome, register
+from .draft_pass import DraftPass
+from .grafts import Graft
+
+A = torch.ops.aten
+
+
+@register
+class DraftMedusa(DraftPass):
+    """heads: tokens predicted. layers: blocks a head. own_head: a language-model head each. The
+    rest: see `DraftPass`."""
+
+    heads: int = Field(default=4, ge=1)
+    layers: int = Field(default=1, ge=1)
+    own_head: bool = True
+
+    name: ClassVar[str] = "draft_medusa"
+
+    def insert(self, program: Program) -> Outcome:
+        """Graft the heads on. See the module docstring."""
+        graft = Graft(program, self.name, "medusa", self.weights)
+        hidden = graft.input(graft.tap(), graft.hidden)
+        normed = graft.norm(hidden)
+        logits = [self._head(graft, normed, number) for number in range(self.heads)]
+        every = graft.call(A.cat.default, logits, 2)
+        outputs = graft.candidates(every, self.candidates)
+        draft = HeadsDraft("medusa", self.heads, self.decay, bool(self.weights))
+        return Outcome(graft.drafted(outputs, draft), self.heads)
+
+    def _head(self, graft: Graft, x: torch.fx.Node, number: int) -> torch.fx.Node:
+        for layer in range(self.layers):
+            x = graft.res_block(x, f"medusa.{number}.{layer}.linear")
+        own = f"medusa.{number}.{self.layers}.weight" if self.own_head else ""
+        return graft.call(A.unsqueeze.default, graft.head(x, own), 2)

@@ -1,0 +1,46 @@
+"""Verify the drafts of several drafters together, as one tree.
+
+Before::
+
+    decode {
+      draft = first(of=(suffix(tokens=10, longest=16, shortest=2), suffix(...)))
+
+After (nodes=64)::
+
+    decode {
+      draft = merged(of=(suffix(tokens=10, longest=16, shortest=2), suffix(...)), nodes=64)
+
+Drafters that were put into the plan one after the other have their turn where the earlier ones have
+no draft; merged, they all draft every step, and what they agree on is verified once. Needs a step
+that takes trees (pass accept_trees). Matches nothing in a plan with fewer than two drafters.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from ...ir import Program
+from ...ir.plan import FirstDraft, MergedDraft
+from ..engine.base import Contract, Effect, Outcome, Pass, register
+from .plan_edits import with_plan
+
+
+@register
+class DraftMerged(Pass):
+    """nodes: of the merged tree at most; None: all."""
+
+    nodes: int | None = Field(default=None, ge=1)
+
+    name: ClassVar[str] = "draft_merged"
+    contract: ClassVar[Contract] = Contract.LOSSLESS
+    requires: ClassVar[frozenset[str]] = frozenset({"drafts", "trees"})
+    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN})
+
+    def run(self, program: Program) -> Outcome:
+        """Merge the plan's drafters. See the module docstring."""
+        draft = program.plan.draft
+        if not isinstance(draft, FirstDraft):
+            return Outcome(program, 0, f"no drafters one after the other: draft={draft.kind}")
+        return Outcome(with_plan(program, draft=MergedDraft(draft.of, self.nodes)), 1)

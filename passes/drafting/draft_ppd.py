@@ -1,0 +1,107 @@
+"""Draft with trained prompt tokens that ride along with every step.
+
+Before::
+
+    func step(tokens: i64[B,T], ...) -> logits f32[B,T,V] {
+      %e: f32[B,T,H] = aten.embedding(@embed, %tokens)
+
+After (prompts=3)::
+
+    weight ppd.prompts: f32[3,H]
+    func step(tokens: i64[B,T], ...) -> logits f32[B,T,V], draft_tokens i64[B,T,10], ... {
+      %p: bool[B,T] = aten.ge.Scalar(%tokens, V)
+      %e: f32[B,T,H] = aten.embedding(@embed, aten.clamp(%tokens, 0, V - 1))
+      %t: f32[B,T,H] = aten.embedding(@ppd.prompts, aten.clamp(%tokens - V, 0))
+      %x: f32[B,T,H] = aten.where.self(%p[..., None], %t, %e)
+    decode {
+      draft = prompts(weight="ppd.prompts", prompts=3, after=8, ...)
+
+Behind the nodes of a draft where verification will likeliest end, the step is also fed the ids
+V, V + 1, V + 2. They look up trained embeddings and attend to what the node attends to, so that
+what the target says after the k-th of them is its guess for the token k + 1 places after the node:
+the next draft, at no forward pass of its own (Chen et al., "Hardware-Aware Parallel Prompt Decoding
+for Memory-Efficient Acceleration of LLM Inference", 2024). Their cache rows are forgotten, and no
+other token sees them. New prompt tokens know nothing: train them with `graftwork train`, at a rate
+of 1e-2. Needs `accept_trees`, a chain of drafted tokens too. Refuses a step that uses its tokens
+for anything but looking them up in one embedding table, and one that has drafts of its own already.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import ClassVar
+
+import torch
+import torch.fx
+from pydantic import Field
+
+from ...ir import Function, PassError, Program, TensorType, derive
+from ...ir.plan import PromptDraft
+from ..engine.base import Outcome, register
+from .draft_pass import DraftPass
+from .grafts import candidates
+from .plan_edits import with_draft
+from .trained import TrainedWeights
+
+A = torch.ops.aten
+WEIGHT = "ppd.prompts"
+
+
+@register
+class DraftPpd(DraftPass):
+    """prompts: in a row, and so the tokens predicted. after: nodes of a draft that get some, the
+    last committed token counted. The rest: see `DraftPass`."""
+
+    prompts: int = Field(default=3, ge=1)
+    after: int = Field(default=8, ge=1)
+
+    name: ClassVar[str] = "draft_ppd"
+
+    def insert(self, program: Program) -> Outcome:
+        """Let the step read prompt tokens. See the module docstring."""
+        fn = program.function("step").copy()
+        if "draft_tokens" in fn.outputs or WEIGHT in program.weights:
+            raise PassError(f"{self.name}: the step drafts already")
+        vocabulary = program.info.vocab_size
+        looked_up = self._lookup(fn)
+        table = program.weights[str(looked_up.args[0].target)]  # type: ignore[union-attr]
+        type = TensorType(table.type.dtype, (self.prompts, *table.type.dims[1:]))
+        fresh = derive(WEIGHT, type, lambda rows: _like(rows, self.prompts), table)
+        weight = TrainedWeights(self.weights, self.name, program).of(fresh)
+        tokens = fn.input("tokens")
+        with fn.graph.inserting_before(looked_up):
+            ours = fn.call(A.ge.Scalar, tokens, vocabulary)
+            ours = fn.call(A.unsqueeze.default, ours, -1)
+            place = fn.call(A.sub.Tensor, tokens, vocabulary)
+            place = fn.call(A.clamp.default, place, 0)
+            trained = fn.call(A.embedding.default, fn.weight(weight), place)
+            looked_up.update_arg(1, fn.call(A.clamp.default, tokens, 0, vocabulary - 1))
+        users = list(looked_up.users)
+        with fn.graph.inserting_after(looked_up):
+            either = fn.call(A.where.self, ours, trained, looked_up)
+        for user in users:
+            user.replace_input_with(looked_up, either)
+        with fn.graph.inserting_before(fn.output_node):
+            best = candidates(fn, fn.outputs["logits"], min(self.candidates, vocabulary))
+        del best["draft_logits"]
+        fn.set_outputs({**fn.outputs, **best})
+        draft = PromptDraft(WEIGHT, self.prompts, self.after, self.decay, bool(self.weights))
+        program = program.with_function(fn, weights=program.weights.adding(weight))
+        return Outcome(with_draft(program, draft), 1)
+
+    def _lookup(self, fn: Function) -> torch.fx.Node:
+        """The one node that looks the tokens up."""
+        users = list(fn.input("tokens").users)
+        if len(users) != 1 or users[0].target is not A.embedding.default:
+            raise PassError(
+                f"{self.name}: expected a step that uses its tokens to look them up in one "
+                f"embedding table, got {', '.join(str(user.target) for user in users) or 'no use'}"
+            )
+        return users[0]
+
+
+def _like(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """`count` random rows as large as those of a table [V,H] are."""
+    generator = torch.Generator().manual_seed(zlib.crc32(WEIGHT.encode()))
+    noise = torch.randn(count, *rows.shape[1:], generator=generator)
+    return (noise * rows.float().std()).to(rows.dtype)

@@ -1,0 +1,303 @@
+"""Growing a function onto a program: taps of the target, copies of its parts, new weights.
+
+A draft head is a function of its own that reads what the step returns. `Graft` builds one: inputs,
+the target's embedding, final norm and language-model head (its nodes are copied, its weights are
+shared), and new weights whose first values follow from their names, so that a program is the same
+each time it is made.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from ...ir import Function, PassError, Program, TensorType, Weight, derive, type_of
+from ...ir.plan import DraftRecord
+from ..engine.subgraph import cone
+from ..fusing.dce import sweep
+from ..stepping.pick_logits import pick_after
+from .plan_edits import with_draft
+from .trained import Published, TrainedWeights, as_published
+
+A, G = torch.ops.aten, torch.ops.graftwork
+
+
+class Graft:
+    """A new function `name` of a program, and the step that feeds it.
+
+    weights: a file of trained weights (see `TrainedWeights`, and for `published`); without one they
+    are untrained. Every value has the shape [B,T,...]: T draft nodes of each sequence, or T tokens
+    in training. Errors: `PassError` naming what the program lacks.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        owner: str,
+        name: str,
+        weights: str = "",
+        published: Published = as_published,
+    ) -> None:
+        self.program, self.owner = program, owner
+        self.trained = TrainedWeights(weights, owner, program, published)
+        self.step = program.function("step").copy()
+        sweep(self.step)  # a marker that nobody reads any more is none to tap
+        self.fn = Function(name)
+        self.weights = program.weights
+        self.markers = self.step.calls(G.hidden.default)
+        if not self.markers:
+            raise PassError(f"{owner}: step has no graftwork.hidden marker to tap")
+        if name in program.functions:
+            raise PassError(f"{owner}: the program has a function {name!r} already")
+        last = self.markers[-1]
+        self.dtype, self.hidden = type_of(last).dtype, int(str(type_of(last).dims[-1]))
+        self.vocab = program.info.vocab_size
+        self.product = self._head_product(last)
+
+    # -- the target's side
+
+    def tap(self, layer: int | None = None) -> str:
+        """Let the step return the residual stream after a layer; None: after the last."""
+        blocks = {int(n.kwargs["layer"]): n for n in self.markers if n.kwargs["point"] == "block"}  # type: ignore[arg-type]
+        if layer is not None and layer not in blocks:
+            raise PassError(f"{self.owner}: no layer {layer}; the program has {sorted(blocks)}")
+        name = "hidden" if layer is None else f"hidden.{layer}"
+        node = self.markers[-1] if layer is None else blocks[layer]
+        outputs = self.step.outputs
+        self.step.set_outputs({**outputs, name: outputs.get(name, node)})
+        return name
+
+    def tap_normed(self) -> str:
+        """Let the step return what its head reads, of every token: the last state, normed."""
+        name = "hidden.normed"
+        outputs = self.step.outputs
+        if name not in outputs:
+            # A copy: passes that choose the tokens whose logits are wanted leave it alone.
+            with self.step.graph.inserting_before(self.step.output_node):
+                last = self.markers[-1]
+                normed = _copied(self.step, {last: last}, self.product.args[0], self.owner)
+            self.step.set_outputs({**outputs, name: normed})
+        return name
+
+    def tap_inputs(self, layers: Sequence[int]) -> str:
+        """Let the step return the inputs of some layers side by side, [B,T,len(layers)*H]; the
+        number of layers stands for the last one's output."""
+        taps = [self.tap(layer - 1) for layer in layers]
+        name = ".".join(["hidden", *(str(layer) for layer in layers), "joined"])
+        outputs = self.step.outputs
+        if name not in outputs:
+            with self.step.graph.inserting_before(self.step.output_node):
+                joined = self.step.call(A.cat.default, [outputs[tap] for tap in taps], -1)
+            self.step.set_outputs({**outputs, name: joined})
+        before = self.program.function("step").outputs
+        kept = {n: v for n, v in self.step.outputs.items() if n not in taps or n in before}
+        self.step.set_outputs(kept)
+        return name
+
+    def embed(self, tokens: torch.fx.Node) -> torch.fx.Node:
+        """The target's embedding of tokens i64[B,T]: [B,T,H], without positions."""
+        for node in self.step.calls(A.embedding.default):
+            if node.args[1] is self.step.input("tokens"):
+                return self.copy({node.args[1]: tokens}, node)
+        raise PassError(f"{self.owner}: step does not look its tokens up in an embedding table")
+
+    def check_embedding(self, embedded: torch.fx.Node) -> None:
+        """That a file of published weights has the table that `embed` looked tokens up in, if any.
+        Errors: `PassError`, see `TrainedWeights.check_embedding`."""
+        table = embedded.args[0]
+        assert isinstance(table, torch.fx.Node)
+        self.trained.check_embedding(self.program.weights[str(table.target)])
+
+    def norm(self, x: torch.fx.Node) -> torch.fx.Node:
+        """The target's final norm, or whatever lies between its last layer and its head."""
+        return self.copy({self.markers[-1]: x}, self.product.args[0])
+
+    def head(self, x: torch.fx.Node, own: str = "", rows: Weight | None = None) -> torch.fx.Node:
+        """The target's logits [B,T,V] of normed states; own: with a weight of that name, which
+        starts as the target's, on the first H channels of x where x has more. rows: i64[D], tokens
+        that an own head knows; logits are [B,T,D]."""
+        weight, *bias = self.product.args[1:]
+        assert isinstance(weight, torch.fx.Node)
+        given: dict[Any, torch.fx.Node] = {self.product.args[0]: x}
+        if own:
+            source = self.program.weights[str(weight.target)]
+            wide = int(str(type_of(x).dims[-1]))
+            given[weight] = self.weight_of(_widened(_rows(own, source, rows), wide))
+        if rows is not None and bias and isinstance(bias[0], torch.fx.Node):
+            source = self.program.weights[str(bias[0].target)]
+            given[bias[0]] = self.constant(_rows(f"{own}.{source.name}", source, rows))
+        logits = self.copy(given, self.step.outputs["logits"])
+        self.fn.retype()  # copies have the types that they had in the step
+        return logits
+
+    def copy(self, given: Mapping[Any, torch.fx.Node], wanted: Any) -> torch.fx.Node:
+        """The step's node `wanted` computed here, with values here for some of its ancestors."""
+        return _copied(self.fn, given, wanted, self.owner)
+
+    def _head_product(self, last: torch.fx.Node) -> torch.fx.Node:
+        """The product that makes logits: the last linear layer after the last marker."""
+        logits = self.step.outputs.get("logits")
+        found = [
+            node
+            for node in self.step.calls(A.linear.default)
+            if logits is not None
+            and node in cone([logits])
+            and type_of(node).dims[-1] == self.vocab
+        ]
+        if not found or last not in cone([found[-1]]):
+            raise PassError(f"{self.owner}: step has no linear layer from hidden states to logits")
+        return found[-1]
+
+    # -- the new function's side
+
+    def input(self, name: str, *dims: int, dtype: torch.dtype | None = None) -> torch.fx.Node:
+        """An input [B,T,*dims], of the model's dtype unless said."""
+        inner = "".join(f",{dim}" for dim in dims)
+        text = TensorType.parse(f"f32[B,T{inner}]")
+        return self.fn.add_input(name, text.with_dtype(dtype or self.dtype))
+
+    def text_inputs(self) -> tuple[torch.fx.Node, torch.fx.Node, torch.fx.Node]:
+        """The inputs of a function with a cache, which is fed what the step is fed: ``tokens`` and
+        ``positions`` i64[B,T], and the target's ``hidden`` [B,T,H] beside each token."""
+        tokens = self.input("tokens", dtype=torch.int64)
+        positions = self.input("positions", dtype=torch.int64)
+        return tokens, positions, self.input("hidden", self.hidden)
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        """A typed call."""
+        return self.fn.call(target, *args, **kwargs)
+
+    def weight_of(self, weight: Weight) -> torch.fx.Node:
+        """A reference to a weight of this graft, which is added to the program."""
+        if weight.name not in self.weights:
+            self.weights = self.weights.adding(self.trained.of(weight))
+        return self.fn.weight(weight)
+
+    def constant(self, weight: Weight) -> torch.fx.Node:
+        """A reference to a weight that nobody trains, nor looks for in a file."""
+        if weight.name not in self.weights:
+            self.weights = self.weights.adding(weight)
+        return self.fn.weight(weight)
+
+    def parameter(self, name: str, *shape: int, init: str = "normal") -> torch.fx.Node:
+        """A new weight. init: "zeros", "ones", "eye", or "normal" with variance 1 / inputs."""
+        type = TensorType(self.dtype, shape)
+        return self.weight_of(Weight(name, type, _initial(name, shape, self.dtype, init)))
+
+    def linear(
+        self, x: torch.fx.Node, name: str, outputs: int, *, bias: bool = True, init: str = "normal"
+    ) -> torch.fx.Node:
+        """x W^T + b with new weights ``name.weight`` [outputs, inputs] and ``name.bias``."""
+        inputs = int(str(type_of(x).dims[-1]))
+        weight = self.parameter(f"{name}.weight", outputs, inputs, init=init)
+        extra = [self.parameter(f"{name}.bias", outputs, init="zeros")] if bias else []
+        return self.call(A.linear.default, x, weight, *extra)
+
+    def rms_norm(self, x: torch.fx.Node, name: str, eps: float = 1e-6) -> torch.fx.Node:
+        """A new norm with gains ``name.weight``."""
+        size = int(str(type_of(x).dims[-1]))
+        weight = self.parameter(f"{name}.weight", size, init="ones")
+        return self.call(G.rms_norm.default, x, weight, eps=eps)
+
+    def res_block(self, x: torch.fx.Node, name: str) -> torch.fx.Node:
+        """x + SiLU(W x + b), W = b = 0 at first (Medusa's block)."""
+        size = int(str(type_of(x).dims[-1]))
+        inner = self.call(A.silu.default, self.linear(x, name, size, init="zeros"))
+        return self.call(A.add.Tensor, x, inner)
+
+    def concat(self, parts: Sequence[torch.fx.Node]) -> torch.fx.Node:
+        """Along the last axis."""
+        return self.call(A.cat.default, list(parts), -1)
+
+    def candidates(self, logits: torch.fx.Node, count: int) -> dict[str, torch.fx.Node]:
+        """The outputs that proposers read: logits, and the best tokens and log probabilities."""
+        return candidates(self.fn, logits, min(count, int(str(type_of(logits).dims[-1]))))
+
+    def picked(
+        self, state: torch.fx.Node, best: Mapping[str, torch.fx.Node]
+    ) -> dict[str, torch.fx.Node]:
+        """The outputs of a function with a cache: ``hidden``, a state of every token, and what
+        proposers read (see `candidates`) of those that its new input ``select`` chooses, because a
+        head costs more than a layer. Errors: `PassError` if the head mixes tokens."""
+        self.fn.set_outputs({"hidden": state, **best})
+        if miss := pick_after(self.fn, state, "draft_logits"):
+            raise PassError(f"{self.owner}: {miss}")
+        return self.fn.outputs
+
+    def done(self, outputs: Mapping[str, torch.fx.Node]) -> Program:
+        """The program with the step's taps, the new function and the new weights."""
+        self.fn.set_outputs(outputs)
+        program = self.program.with_function(self.step, weights=self.weights)
+        return program.with_function(self.fn)
+
+    def drafted(self, outputs: Mapping[str, torch.fx.Node], draft: DraftRecord) -> Program:
+        """`done`, with the drafter that uses the function."""
+        return with_draft(self.done(outputs), draft)
+
+
+def candidates(fn: Function, logits: torch.fx.Node, count: int) -> dict[str, torch.fx.Node]:
+    """See `Graft.candidates`; at the insertion point of a function."""
+    scores = fn.call(A._log_softmax.default, logits, -1, False)
+    best = fn.call(A.topk.default, scores, count)
+    values, tokens = fn.item(best, 0), fn.item(best, 1)
+    return {"draft_logits": logits, "draft_tokens": tokens, "draft_scores": values}
+
+
+def _copied(
+    fn: Function, given: Mapping[Any, torch.fx.Node], wanted: Any, owner: str
+) -> torch.fx.Node:
+    """A function's node `wanted` in `fn`, the same or another one; see `Graft.copy`."""
+    copies: dict[torch.fx.Node, torch.fx.Node] = dict(given)
+    members: set[torch.fx.Node] = set()
+    stack = [wanted]
+    while stack:
+        node = stack.pop()
+        if node not in copies and node not in members:
+            members.add(node)
+            stack.extend(node.all_input_nodes)
+    for node in sorted(members):  # fx nodes compare by their place in the graph
+        if node.op == "placeholder" and node.graph is not fn.graph:
+            raise PassError(
+                f"{owner}: the part of the step that is wanted here also needs its input "
+                f"{node.target!r}"
+            )
+        is_input = node.op == "placeholder"
+        copies[node] = node if is_input else fn.graph.node_copy(node, lambda n: copies[n])
+    return copies[wanted]
+
+
+def _rows(name: str, source: Weight, rows: Weight | None) -> Weight:
+    """A copy of a weight, or of some of its rows."""
+    if rows is None:
+        return derive(name, source.type, lambda w: w.clone(), source)
+    dims = (*rows.type.dims, *source.type.dims[1:])
+    return derive(name, TensorType(source.type.dtype, dims), lambda w, r: w[r], source, rows)
+
+
+def _widened(head: Weight, inputs: int) -> Weight:
+    """A head [V,H] that takes more inputs: those beyond H count nothing at first."""
+    rows, have = (int(str(dim)) for dim in head.type.dims)
+    if have == inputs:
+        return head
+    type = TensorType(head.type.dtype, (rows, inputs))
+    pad = (0, inputs - have)
+    return derive(head.name, type, lambda w: torch.nn.functional.pad(w, pad), head)
+
+
+def _initial(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, init: str
+) -> Callable[[], torch.Tensor]:
+    def make() -> torch.Tensor:
+        if init == "eye":
+            return torch.eye(*shape, dtype=dtype)
+        if init != "normal":
+            return torch.full(shape, float(init == "ones"), dtype=dtype)
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        scale = shape[-1] ** -0.5
+        return torch.randn(shape, generator=generator).mul_(scale).to(dtype)
+
+    return make

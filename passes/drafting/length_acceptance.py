@@ -1,0 +1,66 @@
+"""Draft until a trained head expects a rejection (SpecDec++).
+
+Before::
+
+    func step(tokens: i64[B,T], positions: i64[B,T]) -> logits f32[B,T,V]
+
+After (levels=8, threshold=0.7)::
+
+    func step(tokens: i64[B,T], positions: i64[B,T]) -> logits f32[B,T,V], hidden.normed f32[B,T,H]
+    func acceptance(hidden: f32[B,T,H]) -> accepted f32[B,T,8]
+    decode {
+      length = acceptance(function="acceptance", output="hidden.normed", levels=8, ...)
+
+For each level the head says the log odds that the target accepts the draft's token there; the
+draft ends where the chance of a rejection so far exceeds the threshold (Huang et al., "SpecDec++",
+2024). It is trained on what the plan's drafter gets right. Untrained it says even odds. Refuses a
+plan that has a length policy.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from ...ir import PassError, Program
+from ...ir.plan import AcceptanceLength, FixedLength
+from ..engine.base import STATES, Contract, Effect, Outcome, register
+from .draft_pass import TrainedPass
+from .grafts import Graft
+from .plan_edits import with_plan
+
+NAME = "acceptance"
+
+
+@register
+class LengthAcceptance(TrainedPass):
+    """levels: drafted at most. threshold: chance of a rejection that ends a draft. layers: blocks
+    of the head. weights: a file of trained weights, or the folder that training wrote; empty:
+    untrained ones."""
+
+    levels: int = Field(default=8, ge=1)
+    threshold: float = Field(default=0.7, gt=0, lt=1)
+    layers: int = Field(default=1, ge=0)
+
+    name: ClassVar[str] = "length_acceptance"
+    contract: ClassVar[Contract] = Contract.LOSSLESS
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
+    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
+    reads: ClassVar[frozenset[Effect]] = STATES
+
+    def insert(self, program: Program) -> Outcome:
+        """Graft the head on and put the policy into the plan. See the module docstring."""
+        if program.plan.length != FixedLength():
+            raise PassError(
+                f"{self.name}: the plan has a length already: {program.plan.length.brief}"
+            )
+        graft = Graft(program, self.name, NAME, self.weights)
+        output = graft.tap_normed()
+        x = graft.input("hidden", graft.hidden)
+        for layer in range(self.layers):
+            x = graft.res_block(x, f"{NAME}.{layer}.linear")
+        odds = graft.linear(x, f"{NAME}.head", self.levels, init="zeros")
+        made = graft.done({"accepted": odds})
+        length = AcceptanceLength(NAME, output, self.levels, self.threshold, bool(self.weights))
+        return Outcome(with_plan(made, length=length), 1)

@@ -1,0 +1,56 @@
+"""Keep rejected draft tokens that a trained head on the target's states finds acceptable.
+
+Before::
+
+    func step(tokens: i64[B,T], positions: i64[B,T]) -> logits f32[B,T,V]
+
+After (threshold=0.5)::
+
+    func step(tokens: i64[B,T], positions: i64[B,T]) -> logits f32[B,T,V], hidden.normed f32[B,T,H]
+    func judge(hidden: f32[B,T,H]) -> judged f32[B,T,1]
+    decode {
+      verify = judge(function="judge", output="hidden.normed", threshold=0.5, trained=False)
+
+The head sees the last state of a draft token, normed, and says the log odds that the token may stay
+(Bachmann et al., "Judge Decoding", 2025). An untrained head says even odds, which is not more than
+0.5, so nothing changes before it is trained. Approximate: the text depends on the drafter; with
+threshold=1 it is the target's own. Refuses a plan with a verifier other than the lossless default.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from ...ir import Program
+from ...ir.plan import Judge
+from ..engine.base import STATES, Contract, Effect, Outcome, register
+from .draft_pass import TrainedPass
+from .grafts import Graft
+from .plan_edits import with_verifier
+
+NAME = "judge"
+
+
+@register
+class VerifyJudge(TrainedPass):
+    """threshold: how probable it must be that a token is acceptable. weights: a file of trained
+    weights, or the folder that training wrote; empty: untrained ones."""
+
+    threshold: float = Field(default=0.5, ge=0, le=1)
+
+    name: ClassVar[str] = "verify_judge"
+    contract: ClassVar[Contract] = Contract.APPROXIMATE
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
+    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
+    reads: ClassVar[frozenset[Effect]] = STATES
+
+    def insert(self, program: Program) -> Outcome:
+        """Graft the head on and put the verifier into the plan. See the module docstring."""
+        graft = Graft(program, self.name, NAME, self.weights)
+        output = graft.tap_normed()
+        hidden = graft.input("hidden", graft.hidden)
+        judged = graft.linear(hidden, NAME, 1, init="zeros")
+        verify = Judge(NAME, output, self.threshold, bool(self.weights))
+        return Outcome(with_verifier(graft.done({"judged": judged}), self.name, verify), 1)

@@ -1,0 +1,1 @@
+"""What runs passes: their declarations, their order, and the checks after each."""

@@ -1,0 +1,135 @@
+"""What a pass is: validated options, a contract, declared needs and effects, and `run`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from ...ir import InputError, Program
+from ...ir.discovery import brought, import_all
+
+
+class Contract(Enum):
+    """How a pass's output relates to its input, strongest first."""
+
+    EXACT = "exact"  # same logits up to float error
+    LOSSLESS = "lossless"  # same output distribution; greedy: same tokens
+    APPROXIMATE = "approximate"  # quality is measured and reported
+
+    @property
+    def rank(self) -> int:
+        """0 for exact, rising as the promise weakens."""
+        return list(Contract).index(self)
+
+
+class Effect(Enum):
+    """What a pass may change that other passes care about."""
+
+    HIDDEN_BASIS = "hidden basis"
+    VOCABULARY = "vocabulary"
+    LAYER_SET = "layer set"
+    CACHE_LAYOUT = "cache layout"
+    CACHE_CONTENTS = "cache contents"
+    WEIGHT_NUMERICS = "weight numerics"
+    LOGITS = "logits"
+    DECODE_PLAN = "decode plan"
+    FUNCTIONS = "functions"
+
+
+STATES = frozenset({Effect.HIDDEN_BASIS, Effect.LAYER_SET})
+"""What changes the states between layers: whoever taps them, or copies a layer, reads these."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a pass did. `near_miss` says, when nothing matched, what came closest and why not.
+    `remarks`: what is legal, and yet the user should know; the report shows them."""
+
+    program: Program
+    matches: int
+    near_miss: str = ""
+    remarks: tuple[str, ...] = ()
+
+
+class Pass(BaseModel):
+    """Base of all passes. Fields of a subclass are its options (unknown ones are errors).
+
+    name: how recipes call it. contract: see `Contract`. requires / provides: facts about a program,
+    such as "canonical", "cached", "trees"; a program starts with the fact "traced". effects: what
+    it changes. reads: effects of *other* passes that must be in place before this one runs.
+    exclusive: effects that no other pass of the same recipe may also claim as exclusive.
+    repeatable: whether a recipe may have it several times, because each adds something of its own
+    (a drafter more). brings: what the user brings for it besides the model, if its options do not
+    tell (see `needs`).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: ClassVar[str] = ""
+    contract: ClassVar[Contract] = Contract.EXACT
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset()
+    effects: ClassVar[frozenset[Effect]] = frozenset()
+    reads: ClassVar[frozenset[Effect]] = frozenset()
+    exclusive: ClassVar[frozenset[Effect]] = frozenset()
+    repeatable: ClassVar[bool] = False
+    brings: ClassVar[str] = ""
+
+    @classmethod
+    def needs(cls) -> str:
+        """What the user must bring or make before the pass is of use, in a few words; or ""."""
+        told = {"model": "a draft model", "weights": "trained heads"}
+        return cls.brings or next((told[f] for f in cls.model_fields if f in told), "")
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Paths of other models that must be guests of the program, canonical, when `run` is
+        called; "" for one that the user has yet to name."""
+        return ()
+
+    @property
+    def model_recipes(self) -> Mapping[str, str]:
+        """For those of `models` that draft for themselves: the recipe whose drafter they use."""
+        return {}
+
+    def run(self, program: Program) -> Outcome:
+        """Transform a program. Pure: the argument is not edited, nothing is kept."""
+        raise PassDefinitionError(f"pass {type(self).__name__} does not define run()")
+
+
+class PassDefinitionError(InputError):
+    """A pass class that is incomplete or whose name is taken."""
+
+
+_PASSES: dict[str, type[Pass]] = {}
+P = TypeVar("P", bound=type[Pass])
+
+
+def register(cls: P) -> P:
+    """Class decorator: make a pass known under its name."""
+    if not cls.name or _PASSES.get(cls.name, cls).__qualname__ != cls.__qualname__:
+        raise PassDefinitionError(f"{cls.__name__} has no name, or {cls.name!r} is taken")
+    _PASSES[cls.name] = cls
+    return cls
+
+
+def all_passes() -> dict[str, type[Pass]]:
+    """Every pass by name: graftwork's, and those of installed packages that name a module under the
+    entry point group ``graftwork.passes``. Importing a file registers its passes."""
+    import_all("graftwork.passes")
+    _import_brought()
+    return dict(sorted(_PASSES.items()))
+
+
+@cache
+def _import_brought() -> None:
+    for _ in brought("graftwork.passes"):
+        pass
+
+
+Rewrite = Callable[[Program], Outcome]

@@ -1,0 +1,1 @@
+"""What is merged, folded and swept: fewer operations and weights for the same values."""

@@ -1,0 +1,50 @@
+"""Dead code elimination: remove calls and weight references that no output needs.
+
+Before::
+
+    func step(tokens: i64[B,T], positions: i64[B,T]) -> logits f32[B,T,8] {
+      %h: f32[B,T,8] = aten.embedding(@wte, %tokens)
+      %unused: f32[B,T,8] = aten.neg(%h)
+      return logits=%h
+
+After::
+
+    func step(tokens: i64[B,T], positions: i64[B,T]) -> logits f32[B,T,8] {
+      %h: f32[B,T,8] = aten.embedding(@wte, %tokens)
+      return logits=%h
+
+Inputs and states stay: they are the function's signature. Other passes call `sweep` on what they
+leave behind. Matches nothing where every call is needed.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ...ir import Function, Program
+from ..engine.base import Outcome, Pass, register
+
+
+@register
+class Dce(Pass):
+    """No options."""
+
+    name: ClassVar[str] = "dce"
+
+    def run(self, program: Program) -> Outcome:
+        """Sweep every function. See the module docstring."""
+        functions = {name: fn.copy() for name, fn in program.functions.items()}
+        removed = sum(sweep(fn) for fn in functions.values())
+        if not removed:
+            return Outcome(program, 0, "every call feeds an output")
+        return Outcome(program.replace(functions=functions).pruned(), removed)
+
+
+def sweep(fn: Function) -> int:
+    """Remove what no output needs, in place (hand in a copy); returns how many nodes went."""
+    removed = 0
+    for node in reversed(list(fn.graph.nodes)):
+        if node.op in ("call_function", "get_attr") and not node.users:
+            fn.graph.erase_node(node)
+            removed += 1
+    return removed

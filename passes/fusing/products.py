@@ -1,0 +1,162 @@
+"""Merging matrix products that read the same value into one; what `fuse_qkv` and `fuse_gate_up` do.
+
+One product streams the same bytes as three and starts its threads once. The products must be the
+same op on the same input, own their weights, and agree in everything but their number of outputs
+and in having a bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.fx
+
+from ...ir import Function, Program, TensorType, WeightStore, derive, site_of, type_of
+from ..engine.base import Outcome
+from ..engine.subgraph import fresh_name
+from .dce import sweep
+
+A, G = torch.ops.aten, torch.ops.graftwork
+
+PRODUCTS: set[Any] = {A.linear.default, G.linear_int8.default}
+"""Ops (x, weight, ...) whose every argument after x has the outputs as its first axis."""
+
+_REACH = 64  # calls between a projection and attention; norms and rotations by hand take 20
+
+
+def source_product(node: Any) -> Any:
+    """The one product that an argument of an attention is made from (else the argument itself)."""
+    found: set[torch.fx.Node] = set()
+    seen: set[torch.fx.Node] = set()
+    stack = [node] if isinstance(node, torch.fx.Node) else []
+    while stack and len(seen) < _REACH:
+        current = stack.pop()
+        if current.target in PRODUCTS:
+            found.add(current)
+        elif current not in seen:
+            seen.add(current)
+            stack.extend(current.all_input_nodes)
+    return found.pop() if len(found) == 1 and not stack else node
+
+
+@dataclass
+class Merger:
+    """Merges groups of products in one function (a copy); collects weights and refusals."""
+
+    fn: Function
+    weights: WeightStore
+    merged: int = 0
+    refusals: list[str] = field(default_factory=list)
+
+    def merge(self, group: Sequence[Any]) -> None:
+        """Merge the products if they may be; else note why not."""
+        reason = _refusal(group)
+        if reason is None:
+            self._merge(group)
+            self.merged += 1
+        elif not (isinstance(group[0], torch.fx.Node) and group[0].target not in PRODUCTS):
+            self.refusals.append(reason)
+
+    def merge_attention(self) -> None:
+        """The projections of every attention."""
+        for node in self.fn.calls(G.attention.default, G.attend.default):
+            self.merge([source_product(argument) for argument in node.args[:3]])
+
+    def merge_gates(self) -> None:
+        """Gate and up of every `glu`."""
+        for node in self.fn.calls(G.glu.default):
+            self.merge(list(node.args[:2]))
+
+    def outcome(self, program: Program, what: str) -> Outcome:
+        """The pass's outcome."""
+        if not self.merged:
+            return Outcome(program, 0, self.refusals[0] if self.refusals else f"no {what}")
+        sweep(self.fn)
+        return Outcome(program.with_function(self.fn, weights=self.weights).pruned(), self.merged)
+
+    def _merge(self, group: Sequence[torch.fx.Node]) -> None:
+        first = min(group)  # fx nodes compare by their place in the graph
+        columns = [_parts(node) for node in group]
+        sizes = [int(str(type_of(parts[0]).dims[0])) for parts in columns]
+        with self.fn.graph.inserting_before(first):
+            joined = [self._joined(parts, sizes) for parts in zip_longest(*columns)]
+            site = site_of(first)
+            kwargs: dict[str, Any] = dict(first.kwargs)
+            merged = self.fn.call(first.target, first.args[0], *joined, site=site, **kwargs)  # type: ignore[arg-type]
+            split = self.fn.call(A.split_with_sizes.default, merged, sizes, -1, site=site)
+            pieces = [self.fn.item(split, index) for index in range(len(group))]
+        for node, piece in zip(group, pieces, strict=True):
+            node.replace_all_uses_with(piece)
+            self.fn.graph.erase_node(node)
+
+    def _joined(self, parts: Sequence[Any], sizes: Sequence[int]) -> torch.fx.Node:
+        """The parts' weights, one after the other along their first axis; zeros for no bias."""
+        given = [None if part is None else self.weights[str(part.target)] for part in parts]
+        sources = [weight for weight in given if weight is not None]
+        head = sources[0].type
+
+        def join(*tensors: torch.Tensor) -> torch.Tensor:
+            rest = iter(tensors)
+            blank = [torch.zeros(size, dtype=head.dtype) for size in sizes]
+            return torch.cat(
+                [z if w is None else next(rest) for w, z in zip(given, blank, strict=True)]
+            )
+
+        type = TensorType(head.dtype, (sum(sizes), *head.dims[1:]))
+        name = fresh_name(self.weights, _joined_name([w.name for w in sources]))
+        weight = derive(name, type, join, *sources)
+        self.weights = self.weights.adding(weight)
+        return self.fn.weight(weight)
+
+
+def _joined_name(names: Sequence[str]) -> str:
+    """``layers.0.q.weight``, ``layers.0.k.weight``: ``layers.0.q_k.weight``."""
+    parts = [name.split(".") for name in names]
+    if len({len(part) for part in parts}) > 1:
+        return "_".join(names)
+    columns = (list(dict.fromkeys(column)) for column in zip(*parts, strict=True))
+    return ".".join("_".join(column) for column in columns)
+
+
+def _refusal(group: Sequence[Any]) -> str | None:
+    for node in group:
+        if not isinstance(node, torch.fx.Node) or node.target not in PRODUCTS:
+            return f"{node} is not a linear layer"
+        if not _owns_weights(node):
+            return f"%{node.name} shares its weight with something else"
+    if len(set(group)) != len(group):
+        return f"%{group[0].name} is one product already"
+    first = group[0]
+    for node in group[1:]:
+        if node.args[0] is not first.args[0]:
+            return f"%{first.name} and %{node.name} read different values"
+        alike = node.target is first.target and node.kwargs == first.kwargs
+        if not alike or _shape(node) != _shape(first):
+            return f"%{first.name} and %{node.name} differ in dtype or numerics"
+    return None
+
+
+def _parts(node: torch.fx.Node) -> list[Any]:
+    """Everything but x, trailing absences dropped."""
+    parts = list(node.args[1:])
+    while parts and parts[-1] is None:
+        parts.pop()
+    return parts
+
+
+def _shape(node: torch.fx.Node) -> list[Any]:
+    """What must agree: the result's dtype, and dtypes and inner dims of all parts but the bias."""
+    parts = _parts(node)[: 1 if node.target is A.linear.default else 2]
+    return [type_of(node).dtype, *((type_of(p).dtype, type_of(p).dims[1:]) for p in parts)]
+
+
+def _owns_weights(node: torch.fx.Node) -> bool:
+    parts = [p for p in _parts(node) if p is not None]
+    options = not any(isinstance(value, torch.fx.Node) for value in node.kwargs.values())
+    return options and all(
+        isinstance(p, torch.fx.Node) and p.op == "get_attr" and len(p.users) == 1 for p in parts
+    )

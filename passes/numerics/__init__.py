@@ -1,0 +1,1 @@
+"""Which weights get how many bits, and how."""

@@ -1,0 +1,1 @@
+"""Traced to canonical: groups of ATen calls become the graftwork ops that they spell out."""

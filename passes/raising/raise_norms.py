@@ -1,0 +1,153 @@
+"""Recognise RMS and layer normalisations, however they are spelled, and make each one op.
+
+Before::
+
+    %s: f32[B,T,8] = aten.pow.Tensor_Scalar(%x, 2)
+    %m: f32[B,T,1] = aten.mean.dim(%s, [-1], True)
+    %e: f32[B,T,1] = aten.add.Tensor(%m, 1e-06)
+    %r: f32[B,T,1] = aten.rsqrt(%e)
+    %n: f32[B,T,8] = aten.mul.Tensor(%x, %r)
+    %y: f32[B,T,8] = aten.mul.Tensor(@weight, %n)
+
+After::
+
+    %y: f32[B,T,8] = graftwork.rms_norm(%x, @weight, eps=1e-06)
+
+First the statistics are matched and become a norm whose weight is ones; then each norm takes in
+what follows: casts, the gain (a weight, or something computed from weights such as gemma's ``1 +
+weight``, which becomes a derived weight), a layer norm's shift, and the cast to float32 before it.
+A gain that is no vector over the last axis (one for each head) stays a product behind a norm with
+ones. Refuses norms over other axes, and statistics that something else uses as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.fx
+from torch import Tensor
+
+from ...ir import Function, Program, TensorType, Weight, WeightStore, site_of, type_of
+from ...ir.match import Match
+from ...ir.rewrite import Builder, Rule, apply_rules
+from ...ir.types import DTYPE_NAMES
+from ..engine.base import Outcome, Pass, register
+from ..engine.subgraph import constants
+from ..fusing.dce import sweep
+from .norm_absorber import Absorber
+
+A, G = torch.ops.aten, torch.ops.graftwork
+NORMS = (G.rms_norm.default, G.layer_norm.default)
+
+
+@register
+class RaiseNorms(Pass):
+    """No options."""
+
+    name: ClassVar[str] = "raise_norms"
+    provides: ClassVar[frozenset[str]] = frozenset({"norms"})
+
+    def run(self, program: Program) -> Outcome:
+        """Raise in ``step``. See the module docstring."""
+        fn = program.function("step").copy()
+        calls, weights = _raise_calls(fn, program.weights)
+        result = apply_rules(fn, RULES, weights)
+        if not calls and not result.count:
+            return Outcome(program, 0, result.near_miss)
+        absorber = Absorber(fn, result.weights, constants(fn))
+        for node in fn.calls(*NORMS):
+            absorber.visit(node)
+        sweep(fn)
+        after = program.with_function(fn, weights=absorber.weights).pruned()
+        return Outcome(after, calls + result.count)
+
+
+def _rms(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def _rms_by_product(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+
+
+def _rms_by_root(x: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def _rms_by_power(x: Tensor, eps: float) -> Tensor:
+    return x * torch.pow(x.pow(2).mean(-1, keepdim=True) + eps, -0.5)
+
+
+def _centred(x: Tensor, eps: float) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def _centred_twice(x: Tensor, eps: float) -> Tensor:
+    mean = x.mean(-1, keepdim=True)
+    return (x - mean) * torch.rsqrt((x - mean).pow(2).mean(-1, keepdim=True) + eps)
+
+
+def _plain(op: Any, *bias: None) -> Callable[[Builder, Match], torch.fx.Node]:
+    """A replacement: the norm with a weight of ones, in the dtype of the result."""
+
+    def build(b: Builder, m: Match) -> torch.fx.Node:
+        x, dtype = m["x"], type_of(m.root).dtype
+        if type_of(x).dtype != dtype:
+            x = b.call(A._to_copy.default, x, dtype=dtype)
+        ones = b.add(ones_weight(b.weights, type_of(x)))
+        return b.call(op, x, ones, *bias, eps=float(m.number("eps")))
+
+    return build
+
+
+def _rule(pattern: Callable[..., Tensor], build: Callable[..., torch.fx.Node]) -> Rule:
+    inputs = {"x": "f32[...,H]", "eps": "float"}
+    return Rule(pattern.__name__.strip("_"), inputs, pattern, build, optional_casts=True)
+
+
+# Centred ones first: what they do to the centred value is an RMS norm as well.
+RULES = [
+    *(_rule(p, _plain(G.layer_norm.default, None)) for p in (_centred, _centred_twice)),
+    *(_rule(p, _plain(G.rms_norm.default)) for p in (_rms, _rms_by_product)),
+    *(_rule(p, _plain(G.rms_norm.default)) for p in (_rms_by_root, _rms_by_power)),
+]
+
+
+def ones_weight(weights: WeightStore, like: TensorType) -> Weight:
+    """The weight of norms without one; all of a width and dtype share it."""
+    width = like.dims[-1]
+    assert isinstance(width, int)
+    name = f"ones.{DTYPE_NAMES[like.dtype]}.{width}"
+    return weights[name] if name in weights else Weight.of(name, torch.ones(width).to(like.dtype))
+
+
+def _raise_calls(fn: Function, weights: WeightStore) -> tuple[int, WeightStore]:
+    """Turn torch's own layer norms over the last axis into ours."""
+    count = 0
+    for node in fn.calls(A.layer_norm.default, A.native_layer_norm.default):
+        given, results = _arguments(node), [node]
+        if node.target is A.native_layer_norm.default:
+            results = list(node.users)
+        whole = all(user is node or user.args[1] == 0 for user in results)  # no statistics
+        if len(given["normalized_shape"]) != 1 or not whole:
+            continue
+        x, gain, eps = given["input"], given["weight"], float(given["eps"])
+        with fn.graph.inserting_before(node):
+            if gain is None:
+                weights = weights.adding(ones_weight(weights, type_of(x)))
+                gain = fn.weight(ones_weight(weights, type_of(x)))
+            new = fn.call(G.layer_norm.default, x, gain, given["bias"], eps=eps, site=site_of(node))
+        for result in results:
+            result.replace_all_uses_with(new)
+        count += 1
+    return count, weights
+
+
+def _arguments(node: torch.fx.Node) -> dict[str, Any]:
+    """A call's arguments by name, defaults filled in."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    given = dict(zip((a.name for a in schema), node.args, strict=False))
+    return {a.name: a.default_value for a in schema} | given | node.kwargs

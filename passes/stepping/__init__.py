@@ -1,0 +1,1 @@
+"""What the step returns: the argmax, the best tokens, picked logits, trees."""

@@ -1,0 +1,53 @@
+"""Let a cached step take token trees and not only chains.
+
+Before::
+
+    func step(tokens: i64[B,T], positions: i64[B,T], past: i64[B], ...) {
+      %m: bool[B,1,T,C] = graftwork.step_mask(%past, %positions, None, C)
+
+After::
+
+    func step(tokens: i64[B,T], positions: i64[B,T], past: i64[B], ..., ancestors: bool[B,T,T]) {
+      %m: bool[B,1,T,C] = graftwork.step_mask(%past, %positions, %ancestors, C)
+
+Row t of ``ancestors`` marks the tokens of the step that token t continues, itself included;
+positions count depth. Executables leave the input out for chains (Miao et al., SpecInfer, 2024).
+Applies to every function with a cache. Refuses functions whose masks take ancestors already.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from ...ir import Program, TensorType
+from ..engine.base import Effect, Outcome, Pass, register
+
+G = torch.ops.graftwork
+
+
+@register
+class AcceptTrees(Pass):
+    """No options."""
+
+    name: ClassVar[str] = "accept_trees"
+    requires: ClassVar[frozenset[str]] = frozenset({"cached"})
+    provides: ClassVar[frozenset[str]] = frozenset({"trees"})
+    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.CACHE_LAYOUT})
+
+    def run(self, program: Program) -> Outcome:
+        """Add the input. See the module docstring."""
+        functions, matches = dict(program.functions), 0
+        for name, function in program.functions.items():
+            fn = function.copy()
+            masks = [node for node in fn.calls(G.step_mask.default) if node.args[2] is None]
+            if not masks or fn.has_input("ancestors"):
+                continue
+            ancestors = fn.add_input("ancestors", TensorType.parse("bool[B,T,T]"))
+            for node in masks:
+                node.update_arg(2, ancestors)
+            functions[name], matches = fn, matches + len(masks)
+        if not matches:
+            return Outcome(program, 0, "no function has a step_mask without ancestors")
+        return Outcome(program.replace(functions=functions), matches)

@@ -1,0 +1,44 @@
+"""Let the step return the greedy choice, so that tokens and not logits leave the device.
+
+Before::
+
+    func step(...) -> logits f32[B,S,V]
+
+After::
+
+    func step(...) -> logits f32[B,S,V], argmax i64[B,S] {
+      %a: i64[B,S] = aten.argmax(%logits, -1)
+
+Refuses a program whose step returns ``argmax`` already.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from ...ir import Program, site_of
+from ..engine.base import Effect, Outcome, Pass, register
+
+
+@register
+class AddArgmax(Pass):
+    """No options."""
+
+    name: ClassVar[str] = "add_argmax"
+    requires: ClassVar[frozenset[str]] = frozenset({"cached"})
+    provides: ClassVar[frozenset[str]] = frozenset({"argmax"})
+    reads: ClassVar[frozenset[Effect]] = frozenset({Effect.LOGITS})
+
+    def run(self, program: Program) -> Outcome:
+        """Add the output. See the module docstring."""
+        fn = program.function("step").copy()
+        outputs = fn.outputs
+        if "argmax" in outputs or "logits" not in outputs:
+            return Outcome(program, 0, f"step returns {', '.join(outputs)}")
+        logits = outputs.pop("logits")
+        with fn.graph.inserting_before(fn.output_node):
+            chosen = fn.call(torch.ops.aten.argmax.default, logits, -1, site=site_of(logits))
+        fn.set_outputs({"logits": logits, "argmax": chosen, **outputs})
+        return Outcome(program.with_function(fn), 1)

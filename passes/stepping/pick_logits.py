@@ -1,0 +1,103 @@
+"""Compute logits only for the tokens that the decode loop asks for.
+
+Before::
+
+    %h: f32[B,T,H] = graftwork.hidden(%x, layer=7, point="block")
+    ... final norm and head on %h ... -> logits f32[B,T,V]
+
+After::
+
+    func step(tokens, ..., select: i64[B,S]) -> logits f32[B,S,V] {
+      %h: f32[B,T,H] = graftwork.hidden(%x, layer=7, point="block")
+      %p: f32[B,S,H] = graftwork.pick_rows(%h, %select)
+      ... final norm and head on %p ...
+
+A prefill then runs the head on one token instead of the whole prompt. Outputs that the logits do
+not depend on stay as they are. Refuses a program without markers, and one where something between
+the last marker and the logits also needs the other tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.fx
+from torch.fx.node import map_aggregate
+
+from ...ir import Function, Program, TensorType, VerifyError, site_of
+from ...ir.types import Sym
+from ..engine.base import Effect, Outcome, Pass, register
+from ..engine.subgraph import cone
+
+G = torch.ops.graftwork
+
+
+@register
+class PickLogits(Pass):
+    """No options."""
+
+    name: ClassVar[str] = "pick_logits"
+    requires: ClassVar[frozenset[str]] = frozenset({"cached"})
+    provides: ClassVar[frozenset[str]] = frozenset({"picked"})
+    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.LOGITS})
+    reads: ClassVar[frozenset[Effect]] = frozenset({Effect.FUNCTIONS})
+
+    def run(self, program: Program) -> Outcome:
+        """Insert the choice after the last marker. See the module docstring."""
+        fn = program.function("step").copy()
+        markers = fn.calls(G.hidden.default)
+        if not markers:
+            return Outcome(program, 0, "step has no graftwork.hidden marker")
+        if fn.has_input("select"):
+            return Outcome(program, 0, "step has an input 'select' already")
+        miss = pick_after(fn, markers[-1], "logits")
+        return Outcome(program, 0, miss) if miss else Outcome(program.with_function(fn), 1)
+
+
+def pick_after(fn: Function, last: torch.fx.Node, output: str) -> str:
+    """Compute what lies between a value [B,T,H] and an output for chosen tokens only (in place).
+
+    Adds the input ``select``. Other outputs stay as they are. Returns why it cannot be done, or "".
+    """
+    needed = cone([fn.outputs[output]])
+    select = fn.add_input("select", TensorType.parse("i64[B,S]"))
+    users = [user for user in last.users if user in needed]
+    with fn.graph.inserting_after(last):
+        picked = fn.call(G.pick_rows.default, last, select, site=site_of(last))
+    for user in users:
+        user.replace_input_with(last, picked)
+    tail = _descendants(fn, picked)
+    if any(_mixes_tokens(node) for node in tail):
+        return "an op after the last marker mixes tokens"
+    for node in tail:
+        _resize(node)
+    try:
+        fn.retype()
+    except VerifyError as error:
+        return f"the head does not run on chosen tokens: {error}"
+    return ""
+
+
+def _descendants(fn: Function, root: torch.fx.Node) -> list[torch.fx.Node]:
+    reached = {root}
+    for node in fn.calls():
+        if any(arg in reached for arg in node.all_input_nodes):
+            reached.add(node)
+    return [node for node in fn.calls() if node in reached and node is not root]
+
+
+def _mixes_tokens(node: torch.fx.Node) -> bool:
+    return node.target in (G.attention.default, G.attend.default, G.cache_write.default)
+
+
+def _resize(node: torch.fx.Node) -> None:
+    """Sizes that spoke of a step's T tokens now speak of the S chosen ones."""
+    node.args = map_aggregate(node.args, _chosen)
+    node.kwargs = map_aggregate(node.kwargs, _chosen)
+
+
+def _chosen(arg: Any) -> Any:
+    if not isinstance(arg, Sym) or "T" not in arg.symbols:
+        return arg
+    return arg.evaluate(lambda name: Sym("S") if name == "T" else Sym(name))

@@ -1,0 +1,1 @@
+"""What a call asks for: its options, prompts and texts, when it ends, who listens."""

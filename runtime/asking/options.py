@@ -1,0 +1,393 @@
+"""What a user may ask of `generate`: transformers' keyword names, validated up front."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from ...ir import Defaults, InputError, ModelInfo
+from ...ir.defaults import NEUTRAL
+
+MOST_SEED = 2**64 - 1
+"""The largest that torch takes."""
+
+DEFAULT_NEW_TOKENS = 20
+"""What transformers generates when no length is given."""
+
+IDLE: dict[str, tuple[object, ...]] = {
+    **NEUTRAL,
+    "use_cache": (True,),
+    "length_penalty": (1.0,),
+    "output_scores": (False,),
+    "output_logits": (False,),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+}
+"""Keywords that are not supported, and the values at which they ask for nothing."""
+
+BEST: dict[str, Any] = {
+    **{name: next(iter(values), None) for name, values in NEUTRAL.items()},
+    "do_sample": False,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+}
+"""Keywords that take the likeliest token each time, whatever the checkpoint's own defaults are."""
+
+INSTEAD = {
+    "inputs": "input_ids, the first argument",
+    "inputs_embeds": "input_ids, the first argument",
+    "stop_strings": "stop (lists of token ids)",
+    "min_length": "min_new_tokens",
+    "assistant_model": "a recipe with a drafter",
+    "prompt_lookup_num_tokens": "a recipe with a drafter, such as copyspec",
+    "logits_processor": "repetition_penalty, temperature, top_k, top_p, min_p",
+    "generation_config": "its values as keywords",
+}
+
+Hook = Callable[..., Any]
+
+
+class Streamer(Protocol):
+    """Takes tokens as they are committed (transformers' `BaseStreamer`)."""
+
+    def put(self, value: torch.Tensor) -> None:
+        """The prompt i64[B,S] first, then new tokens: see `runtime.streaming`."""
+
+    def end(self) -> None:
+        """Nothing more will come."""
+
+
+class _Model:
+    def __repr__(self) -> str:
+        return "the model's"
+
+
+OF_MODEL = _Model()
+"""Default of `eos_token_id`: what the model says. With None or [] no token ends a sequence."""
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """Options of one generation, as transformers names and means them.
+
+    Defaults are the checkpoint's own (its generation_config.json), where it has any, and else
+    those that follow. ``do_sample=False`` takes the likeliest token whatever the checkpoint says.
+
+    max_new_tokens: tokens after the prompt (default 20, or what the context leaves). max_length:
+    the same counted with the (padded) prompt. min_new_tokens: before this many, no `eos_token_id`.
+    do_sample: sample instead of taking the best token; then temperature > 0, top_k (default 50 as
+    in transformers; 0 or None for none), top_p in 0..1, min_p in 0..1. repetition_penalty > 0
+    divides positive and multiplies negative logits of tokens seen so far. eos_token_id: an id,
+    several, or none ([] or None). pad_token_id fills finished sequences (default: the model's,
+    else the first eos). attention_mask [B,S]: 0 for left padding. stop: token sequences that end a
+    sequence when its new tokens end with one (kept in the output). stopping_criteria: functions
+    (input_ids i64[1,L] without padding, scores None) -> bool, called after every committed token
+    of a sequence. streamer: `put` and `end`. generator or seed: where random numbers come from
+    (default: torch's global generator); a seed repeats its text as long as the drafts are the same,
+    and some drafters learn from call to call (recycling, goodput). return_dict_in_generate: return
+    `.sequences` and `.stats`.
+
+    given: the options that the call itself gave; the rest are defaults.
+    """
+
+    max_new_tokens: int | None = None
+    max_length: int | None = None
+    min_new_tokens: int = 0
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int | None = 50
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    eos_token_id: int | Sequence[int] | _Model | None = OF_MODEL
+    pad_token_id: int | None = None
+    attention_mask: torch.Tensor | None = None
+    stop: Sequence[Sequence[int]] = ()
+    stopping_criteria: Hook | Sequence[Hook] = ()
+    streamer: Streamer | None = None
+    generator: torch.Generator | None = None
+    seed: int | None = None
+    return_dict_in_generate: bool = False
+    given: frozenset[str] = frozenset()
+
+    @property
+    def reshapes_logits(self) -> bool:
+        """Whether even a greedy choice needs the logits instead of their argmax."""
+        return self.repetition_penalty != 1.0 or self.min_new_tokens > 0
+
+    def random(self) -> torch.Generator | None:
+        """The generator to draw from; None is torch's global one.
+
+        Always the same one: who drafts and who verifies must not draw the same numbers.
+        """
+        return self.generator if self.seed is None else self._seeded
+
+    @cached_property
+    def _seeded(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed or 0)
+
+    def eos(self, info: ModelInfo) -> tuple[int, ...]:
+        """Ids that end a sequence."""
+        if isinstance(self.eos_token_id, _Model):
+            return info.eos
+        return self.eos_token_id or ()  # type: ignore[return-value]  # validated: a tuple or None
+
+    def pad(self, info: ModelInfo) -> int | None:
+        """The id that fills finished sequences; None if nobody names one."""
+        if self.pad_token_id is not None:
+            return self.pad_token_id
+        if info.pad is not None:
+            return info.pad
+        return next(iter(self.eos(info)), None)
+
+    def new_tokens(self, width: int, longest: int, info: ModelInfo) -> int:
+        """Most tokens to generate after prompts `width` wide, `longest` without padding.
+
+        Errors: `InputError` with the numbers if the prompt or the request exceeds the context.
+        """
+        left = info.context - longest
+        if left < 1:
+            raise InputError(
+                f"the prompt has {longest} tokens, and the model's context {info.context}, "
+                "one of which must be free: shorten the prompt"
+            )
+        asked = self.max_new_tokens
+        if asked is None and self.max_length is not None:
+            asked = self.max_length - width
+            if asked < 1:
+                whose = "" if "max_length" in self.given else " (the checkpoint's default)"
+                raise InputError(
+                    f"max_length={self.max_length}{whose} leaves no room: the prompt is {width} "
+                    f"wide; raise max_length or use max_new_tokens"
+                )
+        if asked is None:
+            asked = max(min(DEFAULT_NEW_TOKENS, left), self.min_new_tokens)
+        elif self.given.isdisjoint(("max_new_tokens", "max_length")):
+            asked = min(asked, left)
+        if asked > left:
+            raise InputError(
+                f"{longest} prompt tokens + {asked} new tokens exceed the model's context of "
+                f"{info.context} tokens: at most {left} new tokens fit"
+            )
+        if asked < self.min_new_tokens and "min_new_tokens" in self.given:
+            raise InputError(
+                f"min_new_tokens={self.min_new_tokens} is more than the {asked} new tokens allowed"
+            )
+        return asked
+
+
+SUPPORTED = tuple(f.name for f in fields(GenerationOptions) if f.name != "given")
+
+ALTERNATIVES = (("max_new_tokens", "max_length"), ("generator", "seed"))
+
+SAMPLING = {"temperature": (1.0,), "top_k": (None, 0, 50), "top_p": (1.0,), "min_p": (0.0,)}
+"""Options that only sampling looks at, and the values at which they do nothing."""
+
+
+def read_options(keywords: Mapping[str, Any], info: ModelInfo) -> GenerationOptions:
+    """Validate keywords, and the checkpoint's defaults for what they leave open.
+
+    Errors: `InputError` naming the keyword or default, what it takes, what came.
+    """
+    known: dict[str, Any] = {}
+    for name, value in keywords.items():
+        if name not in SUPPORTED:
+            _refuse(name, value)
+        elif value is not None or name in ("top_k", "eos_token_id"):
+            known[name] = _CHECKS[name](name, value, info)
+    given = frozenset(known)
+    known = _defaults(keywords, known, info) | known
+    _refuse_contradictions(given, known)
+    return GenerationOptions(**known, given=given)
+
+
+def _defaults(
+    keywords: Mapping[str, Any], given: Mapping[str, Any], info: ModelInfo
+) -> dict[str, Any]:
+    """What the checkpoint says of options that are not given, as far as it matters then."""
+    for text in info.defaults.unsupported:
+        name = text.partition("=")[0]
+        if name not in keywords:
+            raise InputError(
+                f"the checkpoint's generation config asks for {text}, which is not supported; "
+                f"give {name}={BEST[name]} to generate without"
+            )
+    said = {n: v for n, v in info.defaults.supported.items() if n not in given}
+    if not {**said, **given}.get("do_sample"):
+        said = {name: value for name, value in said.items() if name not in SAMPLING}
+    if "max_new_tokens" in {**said, **given} and "max_length" not in given:
+        said.pop("max_length", None)
+    if "max_length" in given:
+        said.pop("max_new_tokens", None)
+    where = "the checkpoint's generation config, "
+    return {name: _CHECKS[name](where + name, value, info) for name, value in said.items()}
+
+
+def check_keywords(keywords: Mapping[str, Any]) -> None:
+    """Before there is a model: whether one that samples unless told otherwise may take these.
+
+    Errors: as `read_options`.
+    """
+    anything = ModelInfo("", vocab_size=1 << 62, context=1 << 62, defaults=Defaults(do_sample=True))
+    read_options(keywords, anything)
+
+
+def check_defaults(info: ModelInfo) -> None:
+    """Errors: `InputError` naming what of a checkpoint's defaults is no legal option."""
+    read_options(dict.fromkeys(NEUTRAL), info)
+
+
+def _refuse(name: str, value: object) -> None:
+    plain = isinstance(value, bool | int | float)
+    if value is None or (plain and value in IDLE.get(name, ())):
+        return
+    close = difflib.get_close_matches(name, SUPPORTED, n=1)
+    instead = INSTEAD.get(name, close[0] if close else None)
+    raise InputError(
+        f"generate does not support {name}={value!r}"
+        + (f"; nearest: {instead}" if instead else "")
+        + f". Supported: {', '.join(SUPPORTED)}"
+    )
+
+
+def _refuse_contradictions(given: frozenset[str], known: Mapping[str, Any]) -> None:
+    for one, other in ALTERNATIVES:
+        if one in given and other in given:
+            raise InputError(f"both {one} and {other} are given; give one")
+    if known.get("do_sample"):
+        return
+    for name, neutral in SAMPLING.items():
+        if name in given and known[name] not in neutral:
+            raise InputError(
+                f"{name}={known[name]} has no effect on greedy decoding; add do_sample=True"
+            )
+
+
+def _expected(what: str, name: str, value: object) -> InputError:
+    return InputError(f"{name}: expected {what}, got {value!r}")
+
+
+def _integer(low: int, high: int | None = None) -> Callable[[str, Any, ModelInfo], int]:
+    what = f"an integer of at least {low}" if high is None else f"an integer in {low}..{high}"
+
+    def check(name: str, value: Any, info: ModelInfo) -> int:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise _expected(what, name, value)
+        number = operator.index(value)
+        if number < low or (high is not None and number > high):
+            raise _expected(what, name, value)
+        return number
+
+    return check
+
+
+def _number(low: float, high: float, *, open_low: bool = False) -> Callable[..., float]:
+    bound = f"a number {'above' if open_low else 'from'} {low:g}"
+    what = bound + (f" to {high:g}" if math.isfinite(high) else "")
+
+    def check(name: str, value: Any, info: ModelInfo) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise _expected(what, name, value)
+        number = float(value)
+        inside = low < number if open_low else low <= number
+        if not (inside and number <= high and math.isfinite(number)):
+            raise _expected(what, name, value)
+        return number
+
+    return check
+
+
+def _flag(name: str, value: Any, info: ModelInfo) -> bool:
+    if not isinstance(value, bool):
+        raise _expected("True or False", name, value)
+    return value
+
+
+def _token(name: str, value: Any, info: ModelInfo) -> int:
+    token = _integer(0)(name, value, info)
+    if token >= info.vocab_size:
+        raise _expected(f"a token id below the vocabulary size {info.vocab_size}", name, value)
+    return token
+
+
+def _tokens(name: str, value: Any, info: ModelInfo) -> tuple[int, ...]:
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    items = value if isinstance(value, Sequence | set | frozenset) else [value]
+    return tuple(_token(name, item, info) for item in items)
+
+
+def _eos(name: str, value: Any, info: ModelInfo) -> tuple[int, ...] | _Model:
+    if value is None or isinstance(value, _Model):
+        return value or ()
+    return _tokens(name, value, info)
+
+
+def _top_k(name: str, value: Any, info: ModelInfo) -> int | None:
+    return None if value is None else _integer(0)(name, value, info)
+
+
+def _stop(name: str, value: Any, info: ModelInfo) -> tuple[tuple[int, ...], ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise _expected("a list of lists of token ids, such as [[13, 198]]", name, value)
+    if any(isinstance(item, str | int) or len(item) == 0 for item in value):
+        raise _expected("a list of non-empty lists of token ids, such as [[13]]", name, value)
+    return tuple(_tokens(name, item, info) for item in value)
+
+
+def _hooks(name: str, value: Any, info: ModelInfo) -> tuple[Hook, ...]:
+    # transformers' StoppingCriteriaList is both a list and callable: take its parts.
+    hooks = tuple(value) if isinstance(value, Sequence) else (value,)
+    if not all(callable(hook) for hook in hooks):
+        raise _expected("a function (input_ids, scores) -> bool, or a list of them", name, value)
+    return hooks
+
+
+def _has(*methods: str) -> Callable[[str, Any, ModelInfo], Any]:
+    def check(name: str, value: Any, info: ModelInfo) -> Any:
+        if not all(callable(getattr(value, method, None)) for method in methods):
+            raise _expected(f"an object with {' and '.join(methods)}", name, value)
+        return value
+
+    return check
+
+
+def _generator(name: str, value: Any, info: ModelInfo) -> torch.Generator:
+    if not isinstance(value, torch.Generator) or value.device.type != "cpu":
+        raise _expected("a torch.Generator on the CPU (sampling happens there)", name, value)
+    return value
+
+
+def _mask(name: str, value: Any, info: ModelInfo) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise _expected("a tensor [B,S]", name, type(value).__name__)
+    return value
+
+
+_CHECKS: dict[str, Callable[[str, Any, ModelInfo], Any]] = {
+    "max_new_tokens": _integer(1),
+    "max_length": _integer(1),
+    "min_new_tokens": _integer(0),
+    "do_sample": _flag,
+    "temperature": _number(0.0, math.inf, open_low=True),
+    "top_k": _top_k,
+    "top_p": _number(0.0, 1.0),
+    "min_p": _number(0.0, 1.0),
+    "repetition_penalty": _number(0.0, math.inf, open_low=True),
+    "eos_token_id": _eos,
+    "pad_token_id": _token,
+    "attention_mask": _mask,
+    "stop": _stop,
+    "stopping_criteria": _hooks,
+    "streamer": _has("put", "end"),
+    "generator": _generator,
+    "seed": _integer(0, MOST_SEED),
+    "return_dict_in_generate": _flag,
+}

@@ -1,0 +1,62 @@
+"""When a sequence is finished."""
+
+from __future__ import annotations
+
+import torch
+
+from ...ir import InputError, ModelInfo
+from .options import GenerationOptions, Hook
+from .text import Text
+
+
+class Stopping:
+    """Ends a sequence at its limit, at an end token, at a stop sequence, or when a hook says so."""
+
+    def __init__(self, options: GenerationOptions, info: ModelInfo) -> None:
+        self.eos = frozenset(options.eos(info))
+        self.stop = [list(tokens) for tokens in options.stop]
+        self.hooks: tuple[Hook, ...] = tuple(options.stopping_criteria)  # type: ignore[arg-type]
+        self.simple = not self.stop and not self.hooks
+
+    @property
+    def early(self) -> bool:
+        """Whether a sequence may end before its limit."""
+        return bool(self.eos) or not self.simple
+
+    def commit(self, text: Text, new: list[int]) -> list[int]:
+        """Append new tokens up to the one that ends the sequence; returns those appended: the same
+        list if it is all of them."""
+        room = text.limit - len(text.tokens)
+        if self.simple and len(new) < room and self.eos.isdisjoint(new):
+            text.tokens += new
+            return new
+        count = 0
+        for token in new:
+            text.tokens.append(token)
+            count += 1
+            if token in self.eos or len(text.tokens) >= text.limit or self._says_stop(text):
+                text.done = True
+                break
+        return new[:count]
+
+    def _says_stop(self, text: Text) -> bool:
+        if self.simple:
+            return False
+        for tail in self.stop:
+            if len(tail) <= text.generated and text.tokens[-len(tail) :] == tail:
+                return True
+        if not self.hooks:
+            return False
+        ids = torch.tensor([text.tokens])
+        return any(_says_yes(hook(ids, None)) for hook in self.hooks)
+
+
+def _says_yes(answer: object) -> bool:
+    """Errors: `InputError` for what is neither true nor false."""
+    if isinstance(answer, torch.Tensor):
+        return bool(answer.any())
+    if isinstance(answer, bool | int | float) or hasattr(answer, "__array__"):
+        return bool(torch.as_tensor(answer).any())
+    raise InputError(
+        f"a stopping criterion returned {answer!r}; expected True or False, or a tensor of them"
+    )

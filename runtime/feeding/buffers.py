@@ -1,0 +1,140 @@
+"""Inputs of the step function in memory of their own, and the calls that are made on them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from ...ir import InputError
+from ...ir.executable import Executable, HeldCall
+from ..speculate.draft import Draft, Topology
+from .outputs import Outputs
+
+
+def memory(tensor: torch.Tensor) -> memoryview:
+    """The elements of a contiguous int64 tensor, to be read and written."""
+    return tensor.view(-1).numpy().data.cast("B").cast("q")
+
+
+def strange_ids(tokens: Sequence[int], vocabulary: int, what: str = "a draft") -> InputError:
+    """The error about tokens of which one is outside the vocabulary."""
+    strange = next(token for token in tokens if not 0 <= token < vocabulary)
+    return InputError(
+        f"{what} has the token {strange}, outside the vocabulary of {vocabulary}: a table of ids "
+        f"that belongs to it is damaged, or another model's; optimize the model again"
+    )
+
+
+class Call:
+    """A held call of the step function."""
+
+    def __init__(self, call: HeldCall) -> None:
+        self._call = call
+        self._raw: dict[str, torch.Tensor] | None = None
+        self._outputs = Outputs({})
+
+    def __call__(self) -> Outputs:
+        """The outputs for what lies in the inputs now."""
+        raw = self._call()
+        if raw is not self._raw:
+            self._raw, self._outputs = raw, Outputs(raw)
+        return self._outputs
+
+
+class Calls:
+    """Calls of the step function on the same inputs, by what they fetch."""
+
+    def __init__(self, function: str, inputs: dict[str, torch.Tensor]) -> None:
+        self.function, self.inputs = function, inputs
+        self._held: dict[tuple[str, ...], Call] = {}
+
+    def fetching(self, executable: Executable, fetch: tuple[str, ...]) -> Call:
+        """The call that returns these outputs."""
+        call = self._held.get(fetch)
+        if call is None:
+            held = executable.hold(self.function, self.inputs, fetch)
+            call = self._held[fetch] = Call(held)
+        return call
+
+
+class Buffers:
+    """Inputs of one width, and the memory behind them to write lists into.
+
+    A step's lists are short: writing them number by number through memoryviews costs a fraction of
+    what numpy, or an array, does right after a model has run through the processor's caches.
+    ids: the model has those below. Drafts may come from tables that came with a file.
+    """
+
+    def __init__(
+        self, function: str, batch: int, width: int, names: frozenset[str], ids: int
+    ) -> None:
+        self.function, self.batch, self.width, self.ids = function, batch, width, ids
+        every = torch.arange(width).repeat(batch, 1)
+        tensors = {"tokens": every.clone(), "positions": every.clone(), "select": every}
+        tensors["past"] = torch.zeros(batch, dtype=torch.int64)
+        column = torch.zeros(batch, 1, dtype=torch.int64)
+        self.tokens, self.positions = memory(tensors["tokens"]), memory(tensors["positions"])
+        self.past, self.column = memory(tensors["past"]), memory(column)
+        self.garbage = memoryview(array("q", [0] * width))
+        inputs = {name: tensor for name, tensor in tensors.items() if name in names}
+        self.chain, self.tree = Calls(function, inputs), Calls(function, {})
+        self.one_row = {**inputs, "select": column} if "select" in names else inputs
+        self.shapes: list[Topology | None] = [None] * batch
+
+    def fill(self, rows: Sequence[Sequence[int]], past: Sequence[int]) -> None:
+        """Left-align the rows; what is beyond them is garbage that nobody may see: zeros.
+
+        Errors: `InputError` for ids that the model has not.
+        """
+        tokens, width, begin = self.tokens, self.width, 0
+        for index, row in enumerate(rows):
+            if row and not 0 <= min(row) <= max(row) < self.ids:
+                raise strange_ids(row, self.ids)
+            place = begin
+            for token in row:
+                tokens[place] = token
+                place += 1
+            begin += width
+            if place < begin:
+                tokens[place:begin] = self.garbage[: begin - place]
+            self.past[index] = past[index]
+
+    def chains(self, past: Sequence[int]) -> Calls:
+        """For rows that are chains, after `fill`."""
+        positions, place = self.positions, 0
+        for start in past:
+            for position in range(start, start + self.width):
+                positions[place] = position
+                place += 1
+        return self.chain
+
+    def picked(self, past: Sequence[int], column: Sequence[int]) -> Mapping[str, torch.Tensor]:
+        """Inputs for rows that are chains, after `fill`, with one column chosen of each."""
+        self.chains(past)
+        self.column[:] = array("q", column)
+        return self.one_row
+
+    def trees(self, past: Sequence[int], drafts: Sequence[Draft]) -> Calls:
+        """For trees, after `fill`: positions by depth, and who continues whom.
+
+        A column that no node fills continues nothing: it sees the past and itself.
+        """
+        if not self.tree.inputs:
+            ancestors = torch.empty(self.batch, self.width, self.width, dtype=torch.bool)
+            self.tree = Calls(self.function, {**self.chain.inputs, "ancestors": ancestors})
+            self.seen, self.alone = ancestors.numpy(), np.eye(self.width, dtype=np.bool_)
+        for index, (start, draft) in enumerate(zip(past, drafts, strict=True)):
+            shape = draft.shape
+            depths, begin = shape.depths, index * self.width
+            after = [start] * (self.width - 1 - len(depths))
+            row = array("q", [start, *[start + depth for depth in depths], *after])
+            self.positions[begin : begin + self.width] = row
+            if shape is not self.shapes[index]:
+                size = len(depths) + 1
+                self.seen[index] = self.alone
+                self.seen[index, :size, :size] = shape.ancestors
+                self.shapes[index] = shape
+        return self.tree

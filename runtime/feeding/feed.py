@@ -1,0 +1,191 @@
+"""Feeding the step function: ragged token lists in, outputs out, with buffers made once a width."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from ...ir import InputError, UnsupportedError
+from ...ir.executable import Executable
+from ..speculate.draft import Draft
+from .buffers import Buffers
+from .outputs import Outputs
+
+CHUNK = 512
+"""Tokens a prefill feeds at once where every width runs equally well."""
+
+READING = 64
+"""Columns of a step whose arithmetic takes about as long as reading the weights, which every step
+does once. Exactness does not matter: it only decides how a prompt is cut into steps."""
+
+CHOSEN = frozenset({"logits", "argmax", "top_tokens"})
+"""Outputs that are wanted of chosen tokens only, whether the step can choose or not."""
+
+
+_BUFFERS: weakref.WeakKeyDictionary[Any, dict[tuple[str, int, int], Buffers]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Buffers by function, batch and width: they outlive a generation, because making them takes as
+long as a few steps."""
+
+
+class Feeder:
+    """Runs the step function of an executable on a batch of ragged chunks.
+
+    function: the step function, or one that does more. spare: rows that it makes for itself behind
+    those of what it is fed, as far as the context goes. seconds: time spent in the executable so
+    far. context: rows that a cache may hold.
+    """
+
+    def __init__(
+        self, executable: Executable, batch: int, function: str = "step", spare: int = 0
+    ) -> None:
+        program = executable.program
+        step = program.function(function)
+        if not step.has_input("past"):
+            raise UnsupportedError(
+                f"{program.name} (stage {program.stage}) has no KV cache: run the pass "
+                f"insert_kv_cache before generating"
+            )
+        self.executable, self.batch = executable, batch
+        self.function, self.spare = function, spare
+        self.context = program.info.context
+        # Prompt tokens have ids above the vocabulary's.
+        prompts = [getattr(part, "prompts", 0) for part in program.plan.draft.every]
+        self.ids = program.info.vocab_size + max(prompts)
+        known = ("tokens", "positions", "past", "select")
+        self.names = frozenset(name for name in known if step.has_input(name))
+        self.selects = "select" in self.names
+        self.widths = self._usable(executable.widths(function))
+        self._buffers = _BUFFERS.setdefault(executable, {})
+        self.seconds = 0.0
+        self.rows = 0
+
+    def _usable(self, widths: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        usable = None if widths is None else tuple(w for w in widths if w <= self.context)
+        if usable == ():
+            raise InputError(
+                f"every compiled width {widths} exceeds the context of {self.context} tokens; "
+                f"compile a smaller one"
+            )
+        return usable
+
+    def begin(self, limit: int, draft: int) -> None:
+        """Start new sequences of at most `limit` tokens, fed up to `draft` + 1 at once."""
+        widest = self.width(draft + 1, self.context) or 0
+        self.rows = min(limit + widest + self.spare, self.context)
+        self.executable.begin(self.batch, self.rows)
+
+    def chunk(self, need: int) -> int:
+        """Width of a prefill step when the longest sequence has `need` tokens left: that of which
+        as many as it takes cost least, of two the wider."""
+        if self.widths is None:
+            return min(need, CHUNK, self.context)
+        costs = {width: -(-need // width) * (width + READING) for width in self.widths}
+        return min(reversed(self.widths), key=costs.__getitem__)
+
+    def width(self, need: int, room: int) -> int | None:
+        """Width of a decode step that wants `need` columns where `room` cache rows are free.
+
+        The smallest that holds them; else the largest there is room for, and the drafts are cut;
+        None if not even the smallest has room.
+        """
+        if self.widths is None:
+            return min(need, room)
+        chosen = None
+        for width in self.widths:
+            if width > room:
+                break
+            chosen = width
+            if width >= need:
+                break
+        return chosen
+
+    def run(
+        self,
+        rows: Sequence[Sequence[int]],
+        past: Sequence[int],
+        width: int,
+        fetch: tuple[str, ...],
+        trees: Sequence[Draft] | None = None,
+    ) -> Outputs:
+        """Feed `rows[b]` (at most `width` tokens) after `past[b]` cache rows.
+
+        Every output has `width` columns. trees: the drafts of which `rows` are the last committed
+        token and the nodes, if one of them branches.
+        """
+        self.make_room(max(past) + width)
+        buffers = self.buffers(width)
+        buffers.fill(rows, past)
+        calls = buffers.chains(past) if trees is None else buffers.trees(past, trees)
+        call = calls.fetching(self.executable, fetch)
+        start = perf_counter()
+        outputs = call()
+        self.seconds += perf_counter() - start
+        return outputs
+
+    def run_picking(
+        self,
+        rows: Sequence[Sequence[int]],
+        past: Sequence[int],
+        width: int,
+        fetch: tuple[str, ...],
+        column: Sequence[int],
+    ) -> dict[str, torch.Tensor]:
+        """Feed `rows[b]` (at most `width` tokens) after `past[b]` cache rows.
+
+        Values a chosen token (dim S) have the one column `column[b]`; values a fed token (dim T)
+        have all.
+        """
+        self.make_room(max(past) + width)
+        buffers = self.buffers(width)
+        buffers.fill(rows, past)
+        inputs = buffers.picked(past, column)
+        start = perf_counter()
+        # Not held: prompts come in all lengths, and few of them again.
+        outputs = self.executable.run(self.function, inputs, fetch)
+        self.seconds += perf_counter() - start
+        if self.selects:
+            return outputs
+        sequences, columns = torch.arange(self.batch)[:, None], torch.tensor(column)[:, None]
+        return {
+            name: value[sequences, columns] if name in CHOSEN else value
+            for name, value in outputs.items()
+        }
+
+    def buffers(self, width: int) -> Buffers:
+        """What steps of a width are fed from."""
+        key = (self.function, self.batch, width)
+        buffers = self._buffers.get(key)
+        if buffers is None:
+            buffers = self._buffers[key] = Buffers(*key, self.names, self.ids)
+        return buffers
+
+    def keep(self, past: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Commit accepted paths of the last step: their rows move to the front of its rows."""
+        longest = max(map(len, paths))
+        # Columns: the root is 0, node i is i + 1. Rows after a path's own stay where they are.
+        source = [
+            [0, *(node + 1 for node in path), *range(len(path) + 1, longest + 1)] for path in paths
+        ]
+        if all(row == list(range(longest + 1)) for row in source):
+            return
+        start = perf_counter()
+        self.executable.keep_rows(self.function, torch.tensor(list(past)), torch.tensor(source))
+        self.seconds += perf_counter() - start
+
+    def make_room(self, rows: int) -> None:
+        """Let the caches hold so many rows of each sequence, and the spare ones."""
+        capacity = self.executable.capacity
+        if self.spare:
+            rows = max(rows, min(rows + self.spare, self.context))
+        if rows <= capacity:
+            return
+        # Doubling keeps the copying of grown caches linear in the length of the text.
+        start = perf_counter()
+        self.executable.reserve(max(rows, min(2 * capacity, self.rows)))
+        self.seconds += perf_counter() - start

@@ -1,0 +1,148 @@
+"""A draft's cache kept in step with the committed text: what drafters with a cache share.
+
+Row r belongs to position r of the text: of a model, to the token there; of a layer on features, to
+the feature there (and the token after it, where the layer takes tokens). Rows of committed text are
+made once, from the target's own features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from ...ir.executable import Executable
+from ..feeding.gather import rows_of
+from .draft_cache import DraftCache
+from .drafters.base import Fed, Taken
+
+
+class Committed:
+    """The rows of a function's cache that stand for committed text.
+
+    output: the step's output that the function takes as ``hidden``; None: it takes tokens alone.
+    entry: a function that the output goes through before, if any. limit: positions that there are
+    at most; a sequence that reaches them drops out. ahead: rows that each call makes for itself
+    beyond those of what it is fed.
+
+    texts: the tokens of each sequence. rows: of its cache that are valid. known: positions whose
+    rows can be made. features: f[known - rows, H] in pieces. alive: whether a sequence still wants
+    drafts and fits. fresh: bool[B], whose last `extend` made a row.
+    """
+
+    def __init__(
+        self,
+        executable: Executable,
+        function: str,
+        output: str | None,
+        *,
+        entry: str | None = None,
+        limit: int,
+        ahead: int = 0,
+    ) -> None:
+        self.executable, self.output, self.entry, self.limit = executable, output, entry, limit
+        self.shift, self.ahead = 0 if output is None else 1, ahead
+        self.cache = DraftCache(executable, function, ahead=ahead)
+        self.source = entry or function
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Nothing is cached of the new sequences."""
+        batch = len(prompts)
+        self.texts = [list(prompt) for prompt in prompts]
+        self.rows, self.known = [0] * batch, [0] * batch
+        self.features: list[list[torch.Tensor]] = [[] for _ in prompts]
+        self.alive = [True] * batch
+        self.fresh = np.zeros(batch, dtype=np.bool_)
+
+    def read(self, fed: Fed) -> None:
+        """Take a piece of the prompts. Rows are made once there are as many as may be fed at once:
+        what is left is the next draft's, and steps without drafts cost none."""
+        for index, (row, past) in enumerate(zip(fed.rows, fed.past, strict=True)):
+            # The last token's turn comes when it is known what follows: see `observe`.
+            end = min(past + len(row), len(self.texts[index]) - 1)
+            start = self.known[index]
+            if end > start:
+                self._learn(index, fed.outputs, range(start - past, end - past), end)
+        while self._pending(self.cache.widest):
+            self._extend(0, silent=True)
+
+    def observe(self, taken: Taken) -> None:
+        """Take what the target made of the accepted tokens; `catch_up` makes their rows."""
+        for index, tokens in enumerate(taken.tokens):
+            self.alive[index] = self.alive[index] and bool(tokens)
+            if not tokens:
+                continue
+            first = taken.columns[index]
+            path = [first, *(first + 1 + node for node in taken.paths[index])][: len(tokens)]
+            self.texts[index].extend(tokens)
+            known = len(self.texts[index]) - self.shift
+            self._learn(index, taken.outputs, path, known)
+
+    def catch_up(self) -> dict[str, torch.Tensor]:
+        """Bring the cache up to the text; the outputs of each sequence's last row, [B,1,...]."""
+        while self._pending(self.cache.widest + 1):
+            self._extend(1, silent=True)
+        return self._extend(0)
+
+    def place(self, index: int, past: int, count: int) -> int:
+        """Where a sequence's `count` tokens go; at the end of the context it drops out."""
+        if past + count + self.ahead > self.limit:
+            self.alive[index] = False
+        return past if self.alive[index] else 0
+
+    @property
+    def lacking(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """bool[B], sequences of which nothing is known that a draft could start from."""
+        return ~(np.array(self.alive) & self.fresh)
+
+    def _learn(
+        self, index: int, outputs: Mapping[str, torch.Tensor], columns: Sequence[int], known: int
+    ) -> None:
+        """The features in these columns are those of the positions up to `known`."""
+        if self.output is not None:
+            # Copies: outputs do not outlive the call.
+            self.features[index].append(rows_of(outputs[self.output], index, columns))
+        self.known[index] = known
+
+    def _pending(self, least: int) -> bool:
+        """Whether a sequence lacks so many rows."""
+        counts = zip(self.rows, self.known, self.alive, strict=True)
+        return any(alive and known - rows >= least for rows, known, alive in counts)
+
+    def _extend(self, spare: int, silent: bool = False) -> dict[str, torch.Tensor]:
+        """Make missing rows, as many as may be fed at once, and leave `spare` of each sequence's;
+        the outputs of each sequence's last one, unless silent."""
+        missing = [known - rows for rows, known in zip(self.rows, self.known, strict=True)]
+        counts = [min(max(count - spare, 0), self.cache.widest) for count in missing]
+        past = [self.place(b, self.rows[b], count) for b, count in enumerate(counts)]
+        counts = [count if alive else 0 for count, alive in zip(counts, self.alive, strict=True)]
+        width = max(*counts, 1)
+        tokens = np.zeros((len(counts), width), dtype=np.int64)
+        for index, (rows, count) in enumerate(zip(past, counts, strict=True)):
+            start = rows + self.shift
+            tokens[index, :count] = self.texts[index][start : start + count]
+        positions = np.minimum(
+            np.array(past, dtype=np.int64)[:, None] + np.arange(width), self.limit - 1
+        )
+        select = np.maximum(np.array(counts, dtype=np.int64) - 1, 0)[:, None]
+        features = self._features(counts, width) if self.shift else None
+        outputs = self.cache.run(tokens, positions, past, select, features, silent=silent)
+        self.rows = [rows + count for rows, count in zip(self.rows, counts, strict=True)]
+        self.fresh = np.array(counts) > 0
+        return outputs
+
+    def _features(self, counts: Sequence[int], width: int) -> torch.Tensor:
+        """The next features of each sequence as the function takes them, f[B,W,H] with W >= width;
+        they are then kept no longer."""
+        blank = self.cache.blank(len(counts), width, self.source)
+        for index, (pieces, count) in enumerate(zip(self.features, counts, strict=True)):
+            if count:
+                whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+                blank[index, :count] = whole[:count]
+                pieces[:] = [whole[count:]] if count < len(whole) else []
+            elif not self.alive[index]:
+                pieces.clear()
+        if self.entry is None:
+            return blank
+        return self.executable.run(self.entry, {"hidden": blank}, ("hidden",))["hidden"]

@@ -1,0 +1,163 @@
+"""A draft function's own cache: ragged rows in, outputs of chosen columns out."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...ir import UnsupportedError, type_of
+from ...ir.executable import Executable, HeldCall
+from ..feeding.feed import CHUNK
+from ..feeding.gather import gathered, written
+
+Ids = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+CHOSEN = ("draft_tokens", "draft_scores", "draft_logits")
+"""Outputs that a function with ``select`` gives of chosen columns only."""
+
+TAKEN = ("tokens", "positions", "past", "select", "hidden", "ancestors")
+"""Inputs that are not states."""
+
+
+HELD = 128
+"""Tokens up to which the inputs of a shape are kept for the next call; prompts are longer."""
+
+
+class _Call:
+    """Inputs of one shape, in memory that drafts are written into, and the calls that read it."""
+
+    def __init__(
+        self, executable: Executable, function: str, shape: tuple[int, int, int], trees: bool
+    ) -> None:
+        self.function = function
+        sizes = dict(zip("BTS", shape, strict=True))
+        self.inputs: dict[str, torch.Tensor] = {}
+        for node in executable.program.function(function).inputs:
+            name, bound = str(node.target), type_of(node)
+            if name in TAKEN and (trees or name != "ancestors"):
+                bound = bound.bind(sizes)
+                self.inputs[name] = torch.zeros(bound.shape, dtype=bound.dtype)
+        self.ids = {n: t.numpy() for n, t in self.inputs.items() if n != "hidden"}
+        self._held: dict[tuple[str, ...], HeldCall] = {}
+
+    def fill(
+        self,
+        tokens: Ids,
+        positions: Ids,
+        past: Sequence[int],
+        select: Ids,
+        hidden: torch.Tensor | None,
+        ancestors: Flags | None,
+    ) -> None:
+        """Write a draft's values, left-aligned; what is beyond them nobody may see."""
+        count = tokens.shape[1]
+        given = {"tokens": tokens, "positions": positions, "past": past, "select": select}
+        for name, values in given.items():
+            if name not in self.ids:
+                continue
+            if name in ("tokens", "positions"):
+                self.ids[name][:, :count], self.ids[name][:, count:] = values, 0
+            else:
+                self.ids[name][:] = values
+        if ancestors is not None:
+            seen = self.ids["ancestors"]
+            seen[:] = np.eye(seen.shape[1], dtype=np.bool_)
+            seen[:, :count, :count] = ancestors
+        if hidden is not None:
+            written(self.inputs["hidden"], hidden)
+
+    def held(self, executable: Executable, fetch: tuple[str, ...]) -> HeldCall:
+        """The call that returns these outputs."""
+        call = self._held.get(fetch)
+        if call is None:
+            call = self._held[fetch] = executable.hold(self.function, self.inputs, fetch)
+        return call
+
+
+_CALLS: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _Call]] = weakref.WeakKeyDictionary()
+"""Calls by function and shape: they outlive a generation."""
+
+
+class DraftCache:
+    """Runs a function with caches. It knows nothing of what the rows mean; row r holds position r.
+
+    ahead: rows that the function makes for itself beyond those of what it is fed. widest: tokens
+    that may be fed at once. Errors: `UnsupportedError` for a function without a cache.
+    """
+
+    def __init__(self, executable: Executable, function: str, *, ahead: int = 0) -> None:
+        fn = executable.program.function(function)
+        if not fn.has_input("past"):
+            raise UnsupportedError(
+                f"the draft function {function} has no KV cache: run the pass insert_kv_cache "
+                f"after the one that makes it"
+            )
+        self.executable, self.function, self.ahead = executable, function, ahead
+        self.takes = {str(node.target) for node in fn.inputs}
+        self.fetch = tuple(name for name in (*CHOSEN, "hidden") if name in fn.outputs)
+        self.widths = executable.widths(function)
+        self.widest = CHUNK if self.widths is None else self.widths[-1]
+
+    def run(
+        self,
+        tokens: Ids,
+        positions: Ids,
+        past: Sequence[int],
+        select: Ids,
+        hidden: torch.Tensor | None = None,
+        ancestors: Flags | None = None,
+        *,
+        silent: bool = False,
+    ) -> dict[str, torch.Tensor]:
+        """Feed tokens i64[B,N] after `past[b]` rows; outputs of the columns `select` i64[B,S].
+
+        hidden: f[B,N,H], if the function takes it. ancestors: bool[B,N,N]; None: a chain. silent:
+        only the rows are wanted. What the rows after a sequence's own hold must not matter.
+        """
+        batch, count = tokens.shape
+        width = self._width(count)
+        if ancestors is not None and "ancestors" not in self.takes:
+            raise UnsupportedError(
+                f"the draft function {self.function} takes no ancestors, so it cannot draft trees: "
+                f"run the pass accept_trees, or draft a chain"
+            )
+        rows = max(past) + width + self.ahead
+        if rows > self.executable.capacity:
+            self.executable.reserve(rows)
+        call = self._call(batch, width, select.shape[1], ancestors is not None)
+        call.fill(tokens, positions, past, select, hidden, ancestors)
+        fetch = () if silent else self.fetch
+        if count > HELD:
+            outputs = self.executable.run(self.function, call.inputs, fetch)
+        else:
+            outputs = call.held(self.executable, fetch)()
+        whole = ("hidden",) if "select" in self.takes else self.fetch
+        return {n: gathered(v, select) if n in whole else v for n, v in outputs.items()}
+
+    def _call(self, batch: int, width: int, chosen: int, trees: bool) -> _Call:
+        """The inputs of a shape: the same every time, if it is one of drafts."""
+        known = _CALLS.setdefault(self.executable, {})
+        key = (self.function, batch, width, chosen, trees)
+        call = known.get(key)
+        if call is None:
+            call = _Call(self.executable, self.function, key[1:4], trees)
+            if width <= HELD:
+                known[key] = call
+        return call
+
+    def blank(self, batch: int, width: int, function: str) -> torch.Tensor:
+        """Zeros for a function's input ``hidden``, f[B,W,H]: `width` tokens are fed as W."""
+        type = type_of(self.executable.program.function(function).input("hidden"))
+        bound = type.bind({"B": batch, "T": self._width(width)})
+        return torch.zeros(bound.shape, dtype=bound.dtype)
+
+    def _width(self, count: int) -> int:
+        if self.widths is None:
+            return count
+        return next((width for width in self.widths if width >= count), count)

@@ -1,0 +1,129 @@
+"""What a drafter is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ....ir import UnsupportedError
+from ....ir.executable import Executable
+from ...asking.options import GenerationOptions
+from ...feeding.outputs import integers
+from ...registry import Registry
+from ..draft import NO_DRAFT, Draft
+
+__all__ = ["DRAFTERS", "NO_DRAFT", "ChainDrafter", "Draft", "Drafter", "Fed", "Taken"]
+
+
+class Fed(NamedTuple):
+    """A step that ran, before anything was verified: a piece of the prompts, or a draft.
+
+    rows: the tokens fed to each sequence; past: cache rows before them. outputs: what the drafter
+    `wants`, valid during the call only: values a token fed (dim T) as they are; values a token
+    chosen (dim S) hold the columns that the step selected.
+    """
+
+    rows: Sequence[Sequence[int]]
+    past: Sequence[int]
+    outputs: Mapping[str, torch.Tensor]
+
+
+class Taken(NamedTuple):
+    """What came of a step, for each sequence.
+
+    drafts: as they were fed. paths: the draft nodes that were accepted, from the root down. tokens:
+    what the sequence gained: the accepted tokens and one more; [] if it was finished. past: cache
+    rows before the step; the row of the last committed token is the first that the step wrote.
+    columns: where that token's values are in outputs with a column a token fed: 0, but in the last
+    piece of a prompt. outputs: as `Fed.outputs`.
+    """
+
+    drafts: Sequence[Draft]
+    paths: Sequence[Sequence[int]]
+    tokens: Sequence[Sequence[int]]
+    past: Sequence[int]
+    columns: Sequence[int]
+    outputs: Mapping[str, torch.Tensor]
+
+
+class Drafter(ABC):
+    """Proposes tokens for every unfinished sequence of a batch before each step.
+
+    wants: outputs of the step function that `observe` or `read` need. reads: whether `read` has
+    anything to do. step: the function that steps run, if not ``step`` itself, which it must do the
+    work of. spare: cache rows that it makes for itself. Register a subclass with
+    ``@DRAFTERS.register(ItsRecord)`` in its own file of this folder.
+    """
+
+    wants: tuple[str, ...] = ()
+    reads: bool = False
+    step: str = "step"
+    spare: int = 0
+
+    def __init__(self, record: Any, executable: Executable, options: GenerationOptions) -> None:
+        self.record, self.executable, self.options = record, executable, options
+
+    @abstractmethod
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        """New sequences, one prompt each."""
+
+    @abstractmethod
+    def propose(self, rooms: Sequence[int]) -> list[Draft]:
+        """A draft for each sequence, of at most `rooms[b]` levels; 0: `NO_DRAFT`."""
+
+    def ahead(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
+        """For each sequence up to `counts[b]` tokens that may follow its text and `tokens[b]`.
+
+        Those are not committed: another drafter made them, and it asks what it might make next.
+        Nothing is learned from them. Errors: `UnsupportedError` for a drafter that cannot tell.
+        """
+        raise UnsupportedError(
+            f"draft={self.record} cannot draft for another drafter: it knows only what follows "
+            f"committed text; drafters that copy can, such as suffix"
+        )
+
+    def read(self, fed: Fed) -> None:  # noqa: B027  (most drafters need only `observe`)
+        """After each step, pieces of prompts included, before it is verified."""
+
+    @abstractmethod
+    def observe(self, taken: Taken) -> None:
+        """After each verification; the last piece of the prompts counts as a step."""
+
+
+class ChainDrafter(Drafter):
+    """A drafter that knows a sequence's next chain as soon as that sequence's text has grown.
+
+    So it need not be asked for all sequences at once (see `chained`). levels: tokens of its chains
+    at most; 0: it makes none of these now. wants: at most one output, i64[B,N], of which `learn`
+    takes the sequence's row.
+    """
+
+    levels: int = 0
+
+    @abstractmethod
+    def learn(self, index: int, new: Sequence[int], row: Sequence[int]) -> None:
+        """Sequence `index` has gained the tokens `new`. row: of the output that is wanted, of the
+        step that said so; anything if none is."""
+
+    @abstractmethod
+    def chain(self, index: int, room: int) -> list[int]:
+        """What may follow the sequence's text, at most `room` and `levels` tokens; [] if nothing is
+        known."""
+
+    def propose(self, rooms: Sequence[int]) -> list[Draft]:
+        """See `Drafter.propose`."""
+        chains = [self.chain(index, room) for index, room in enumerate(rooms)]
+        return [Draft(chain) if chain else NO_DRAFT for chain in chains]
+
+    def observe(self, taken: Taken) -> None:
+        """See `Drafter.observe`."""
+        wanted = integers(taken.outputs, self.wants[0]) if self.wants else taken.tokens
+        for index, (tokens, row) in enumerate(zip(taken.tokens, wanted, strict=True)):
+            if tokens:
+                self.learn(index, tokens, row)
+
+
+DRAFTERS: Registry[Drafter] = Registry(__package__)

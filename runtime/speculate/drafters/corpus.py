@@ -1,0 +1,171 @@
+"""Copy what followed the text's longest match, in a corpus or in the text itself.
+
+Source: Hu et al., "SAM Decoding: Speculative Decoding via Suffix Automaton" (2024).
+
+The corpus does not change, so a suffix automaton finds the longest suffix of the text that occurs
+in it, exactly and without a bound, in amortised O(1) a token. The text's own repetitions are found
+by the index that copying drafters use (see `suffix`). The longer match wins; where both are equally
+long the text does, for it is nearer to what comes next.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from ....ir.executable import Executable
+from ....ir.plan import CorpusDraft
+from ...asking.options import GenerationOptions
+from ...feeding.buffers import strange_ids
+from .base import DRAFTERS, ChainDrafter
+from .suffix import SuffixIndex
+
+END = -1
+"""Token that ends a document of a corpus: no match and no draft goes past it."""
+
+LONGEST = 64
+"""Tokens of the text's own repetitions that are looked at."""
+
+
+class SuffixAutomaton:
+    """All substrings of a sequence: states are sets of substrings that end at the same places.
+
+    next: transitions by token. link: the state of the longest suffix that ends elsewhere, too.
+    size: tokens of a state's longest substring. end: where a state's substrings end first.
+
+    >>> automaton = SuffixAutomaton([1, 2, 3, 1, 2, 4])
+    >>> state, length = automaton.step(0, 0, 1)
+    >>> state, length = automaton.step(state, length, 2)
+    >>> length, automaton.end[state]
+    (2, 2)
+    """
+
+    __slots__ = ("end", "link", "next", "size", "tokens")
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = list(tokens)
+        self.next: list[dict[int, int]] = [{}]
+        self.link, self.size, self.end = [-1], [0], [0]
+        last = 0
+        for place, token in enumerate(self.tokens):
+            last = self._add(last, token, place + 1)
+
+    def _state(self, size: int, end: int, following: dict[int, int], link: int) -> int:
+        self.next.append(following)
+        self.size.append(size)
+        self.end.append(end)
+        self.link.append(link)
+        return len(self.next) - 1
+
+    def _add(self, last: int, token: int, end: int) -> int:
+        """Blumer et al., "The smallest automaton recognizing the subwords of a text" (1985)."""
+        new = self._state(self.size[last] + 1, end, {}, 0)
+        at = last
+        while at >= 0 and token not in self.next[at]:
+            self.next[at][token] = new
+            at = self.link[at]
+        if at < 0:
+            return new
+        other = self.next[at][token]
+        if self.size[other] > self.size[at] + 1:
+            other = self._split(at, other, token)
+        self.link[new] = other
+        return new
+
+    def _split(self, at: int, other: int, token: int) -> int:
+        """A state of its own for the shorter substrings of `other`, which end at more places."""
+        parts = (self.end[other], dict(self.next[other]), self.link[other])
+        clone = self._state(self.size[at] + 1, *parts)
+        self.link[other] = clone
+        while at >= 0 and self.next[at].get(token) == other:
+            self.next[at][token] = clone
+            at = self.link[at]
+        return clone
+
+    def step(self, state: int, length: int, token: int) -> tuple[int, int]:
+        """State and length of the longest match after one token more."""
+        while state and token not in self.next[state]:
+            state = self.link[state]
+            length = self.size[state]
+        if token not in self.next[state]:
+            return 0, 0
+        return self.next[state][token], length + 1
+
+
+_KEPT: weakref.WeakKeyDictionary[Any, dict[str, SuffixAutomaton]] = weakref.WeakKeyDictionary()
+
+
+def _automaton(executable: Executable, weight: str) -> SuffixAutomaton:
+    """The automaton of a program's corpus, made at first use and kept with the executable."""
+    kept = _KEPT.setdefault(executable, {})
+    if weight not in kept:
+        program = executable.program
+        tokens = program.weights[weight].load().tolist()
+        vocabulary = program.info.vocab_size
+        if tokens and not END <= min(tokens) <= max(tokens) < vocabulary:
+            named = [token for token in tokens if token != END]
+            raise strange_ids(named, vocabulary, f"the weight {weight}")
+        kept[weight] = SuffixAutomaton(tokens)
+    return kept[weight]
+
+
+@DRAFTERS.register(CorpusDraft)
+class CorpusDrafter(ChainDrafter):
+    """Drafts by copying. See the module docstring."""
+
+    record: CorpusDraft
+
+    def __init__(
+        self, record: CorpusDraft, executable: Executable, options: GenerationOptions
+    ) -> None:
+        super().__init__(record, executable, options)
+        self.corpus, self.levels = _automaton(executable, record.weight), record.tokens
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Match the prompts."""
+        self.texts = [SuffixIndex(LONGEST) for _ in prompts]
+        self.matches = [(0, 0)] * len(prompts)
+        for index, prompt in enumerate(prompts):
+            self._extend(index, prompt)
+
+    def learn(self, index: int, new: Sequence[int], row: Sequence[int]) -> None:
+        """Match the committed tokens."""
+        self._extend(index, new)
+
+    def _extend(self, index: int, tokens: Sequence[int]) -> None:
+        self.texts[index].extend(tokens)
+        state, length = self.matches[index]
+        for token in tokens:
+            state, length = self.corpus.step(state, length, token)
+        self.matches[index] = (state, length)
+
+    def chain(self, index: int, room: int) -> list[int]:
+        """A copy where a match is long enough."""
+        return self._copy(index, (), min(room, self.levels))
+
+    def ahead(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
+        """See `Drafter.ahead`."""
+        most = self.record.tokens
+        return [
+            self._copy(index, extra, min(count, most))
+            for index, (extra, count) in enumerate(zip(tokens, counts, strict=True))
+        ]
+
+    def _copy(self, index: int, extra: Sequence[int], count: int) -> list[int]:
+        if count < 1:
+            return []
+        state, length = self.matches[index]
+        for token in extra:
+            state, length = self.corpus.step(state, length, token)
+        matched, following = self.texts[index].following(extra, count)
+        if max(length, matched) < self.record.shortest:
+            return []
+        copied: list[int] = []
+        if length > matched:
+            end = self.corpus.end[state]
+            copied = self.corpus.tokens[end : end + count]
+            copied = copied[: copied.index(END)] if END in copied else copied
+        if not copied and matched >= self.record.shortest:
+            copied = following
+        return copied

@@ -1,0 +1,78 @@
+"""Reads the chain that the step itself has made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+from ....ir.executable import Executable
+from ....ir.plan import FusedDraft, UnrolledDraft
+from ...asking.options import GenerationOptions
+from ...feeding.outputs import integers
+from ..lengths.base import LengthPolicy
+from .base import DRAFTERS, ChainDrafter, Draft, Fed, Taken
+from .grown import Composed, GrownDrafter
+
+
+@DRAFTERS.register(FusedDraft)
+class FusedDrafter(Composed, ChainDrafter):
+    """The chain that follows the text if the argmax decides what the text is.
+
+    Where it does not (sampling, penalties), `apart` makes the chain in a call of its own.
+    """
+
+    record: FusedDraft
+
+    def __init__(
+        self,
+        record: FusedDraft,
+        executable: Executable,
+        options: GenerationOptions,
+        length: LengthPolicy,
+    ) -> None:
+        super().__init__(record, executable, options, length)
+        self.apart: GrownDrafter | None = None
+        if options.do_sample or options.reshapes_logits:
+            values = {f.name: getattr(record, f.name) for f in fields(UnrolledDraft)}
+            apart = UnrolledDraft(**values)
+            self.apart = GrownDrafter(apart, executable, options, length)
+            self.wants, self.reads = self.apart.wants, self.apart.reads
+        else:
+            self.wants, self.step, self.spare = ("drafted",), record.step, record.levels - 1
+            self.levels = record.levels
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Nothing is drafted before the prompt has run."""
+        if self.apart is not None:
+            self.apart.begin(prompts)
+        self.chains: list[list[int]] = [[]] * len(prompts)
+
+    def read(self, fed: Fed) -> None:
+        """See `Drafter.read`."""
+        if self.apart is not None:
+            self.apart.read(fed)
+
+    def propose(self, rooms: Sequence[int]) -> list[Draft]:
+        """See `Drafter.propose`."""
+        if self.apart is not None:
+            return self.apart.propose(rooms)
+        return super().propose(rooms)
+
+    def observe(self, taken: Taken) -> None:
+        """Keep the chains that start where the texts now end."""
+        if self.apart is not None:
+            self.apart.observe(taken)
+            return
+        rows = integers(taken.outputs, "drafted")
+        for index, (row, tokens) in enumerate(zip(rows, taken.tokens, strict=True)):
+            place = taken.columns[index] + len(taken.paths[index])
+            # A prompt's last piece is verified like a chain, which it is not.
+            self.chains[index] = row[1:] if tokens and row[0] == place else []
+
+    def learn(self, index: int, new: Sequence[int], row: Sequence[int]) -> None:
+        """Keep the chain that starts where the text now ends."""
+        self.chains[index] = list(row[1:])
+
+    def chain(self, index: int, room: int) -> list[int]:
+        """See `ChainDrafter.chain`."""
+        return self.chains[index][:room]

@@ -1,0 +1,79 @@
+"""Aggressive decoding: the draft is the input itself, for tasks that edit it.
+
+Sources: Sun et al., "Instantaneous Grammatical Error Correction with Shallow Aggressive Decoding"
+(2021); Ge et al., "Lossless Acceleration for Seq2seq Generation with Aggressive Decoding" (2022).
+
+As long as the text agrees with the input, the draft goes on where it stands in it. After an edit
+the place is found again by the text's last tokens: where most of them agree, and of such places the
+first one at or after the old place, for an edited text keeps its order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from ....ir.plan import InputDraft
+from .base import DRAFTERS, ChainDrafter
+
+
+class Place:
+    """Where a text stands in its input: `at` is the input's next token.
+
+    >>> place = Place([1, 2, 3, 4, 5, 3, 9], start=0, longest=2)
+    >>> place.move([1, 2]); place.at
+    2
+    >>> place.move([7, 4]); place.at
+    4
+    """
+
+    def __init__(self, source: Sequence[int], start: int, longest: int) -> None:
+        self.source, self.longest = list(source), longest
+        self.at = min(start, len(source))
+        self.lost = False
+        self.text: list[int] = []
+        self.ends: dict[tuple[int, ...], list[int]] = {}
+        for end in range(1, len(source) + 1):
+            for size in range(1, min(longest, end) + 1):
+                self.ends.setdefault(tuple(source[end - size : end]), []).append(end)
+
+    def move(self, tokens: Sequence[int]) -> None:
+        """The text goes on."""
+        self.text = [*self.text, *tokens][-max(self.longest, len(tokens)) :]
+        end = self.at + len(tokens)
+        if not self.lost and self.source[self.at : end] == list(tokens):
+            self.at = end
+            return
+        found = self._found()
+        self.lost = found is None
+        self.at = self.at if found is None else found
+
+    def _found(self) -> int | None:
+        for size in range(min(self.longest, len(self.text)), 0, -1):
+            ends = self.ends.get(tuple(self.text[-size:]))
+            if ends:
+                return ends[min(bisect_left(ends, self.at), len(ends) - 1)]
+        return None
+
+
+@DRAFTERS.register(InputDraft)
+class InputDrafter(ChainDrafter):
+    """Copies the prompt. See the module docstring."""
+
+    record: InputDraft
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        """At the prompts' tokens `start`."""
+        record = self.record
+        self.levels = record.tokens
+        self.places = [Place(p, record.start, record.longest) for p in prompts]
+
+    def learn(self, index: int, new: Sequence[int], row: Sequence[int]) -> None:
+        """Move on, or find the place again."""
+        self.places[index].move(new)
+
+    def chain(self, index: int, room: int) -> list[int]:
+        """The input from where the text stands; none where the text is not in it."""
+        place = self.places[index]
+        count = 0 if place.lost else min(room, self.levels)
+        return place.source[place.at : place.at + count] if count > 0 else []

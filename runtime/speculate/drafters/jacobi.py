@@ -1,0 +1,69 @@
+"""Jacobi decoding: guess a block, and let each step replace it by what the target says.
+
+Sources: Santilli et al., "Accelerating Transformer Inference for Translation via Parallel
+Decoding" (2023); Song et al., "Accelerating Feedforward Computation via Parallel Nonlinear
+Equation Solving" (2021).
+
+The block is a draft like any other: the guesses that agree with the target are committed, and after
+at most as many steps as it has tokens all of it is at its fixed point, which is the plain text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ....ir.plan import JacobiDraft
+from .base import DRAFTERS, NO_DRAFT, Draft, Drafter, Taken
+
+
+@DRAFTERS.register(JacobiDraft)
+class JacobiDrafter(Drafter):
+    """Keeps one block of guesses a sequence. See the module docstring."""
+
+    record: JacobiDraft
+    wants = ("argmax",)
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        """The first guess is the end of the prompt once more."""
+        self.blocks = [_filled([], prompt, self.record.tokens) for prompt in prompts]
+
+    def propose(self, rooms: Sequence[int]) -> list[Draft]:
+        """The blocks as they stand."""
+        return [
+            Draft(block[:room]) if room > 0 else NO_DRAFT
+            for block, room in zip(self.blocks, rooms, strict=True)
+        ]
+
+    def observe(self, taken: Taken) -> None:
+        """What the target said after the guesses that were not committed is the next block."""
+        said = taken.outputs["argmax"].tolist()
+        rows = zip(taken.drafts, taken.paths, taken.tokens, strict=True)
+        for index, (draft, path, tokens) in enumerate(rows):
+            if not tokens or not draft.tokens:
+                continue
+            deepest = _below(draft, path)
+            guesses = [said[index][node + 1] for node in deepest]
+            self.blocks[index] = _filled(guesses, tokens, self.record.tokens)
+
+
+def _below(draft: Draft, path: Sequence[int]) -> list[int]:
+    """The nodes after an accepted path: those of the chain, or of a tree's first branch.
+
+    The first node that was not accepted was wrong, but what the target said after it is still the
+    best guess for its place.
+    """
+    at, found = (path[-1] if path else -1), []
+    children = draft.children()
+    while at in children:
+        at = children[at][0]
+        found.append(at)
+    return found
+
+
+def _filled(guesses: Sequence[int], tokens: Sequence[int], count: int) -> list[int]:
+    """`count` guesses; where there are fewer, the text's last tokens again."""
+    block = list(guesses[:count])
+    tail = list(tokens[-count:])
+    while len(block) < count:
+        block += tail[: count - len(block)]
+    return block

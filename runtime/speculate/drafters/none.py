@@ -1,0 +1,23 @@
+"""No draft: plain decoding, one token a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ....ir.plan import NoDraft
+from .base import DRAFTERS, NO_DRAFT, Draft, Drafter, Taken
+
+
+@DRAFTERS.register(NoDraft)
+class NoDrafter(Drafter):
+    """Proposes nothing."""
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Nothing to prepare."""
+
+    def propose(self, rooms: Sequence[int]) -> list[Draft]:
+        """An empty draft for each sequence."""
+        return [NO_DRAFT] * len(rooms)
+
+    def observe(self, taken: Taken) -> None:
+        """Nothing to learn."""

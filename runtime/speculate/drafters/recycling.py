@@ -1,0 +1,204 @@
+"""Recycle what the target thought before: the likeliest successors of each context, last time.
+
+Sources: Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models
+with Token Recycling" (2024); the tree: Wang et al., "OPT-Tree" (2025).
+
+A table of a context's best K tokens is updated with *every* node that a step verified, accepted or
+not, so it learns some tens of rows a step, and it outlives a request: the executable keeps it.
+
+The paper's table knows the last token only, and its tree is always the same. Here there is one
+table for each context of 1 to `context` tokens, the longest context that has been met decides, and
+the tree is grown anew each step: how often a candidate is accepted depends on its rank, and even
+more on how much context is known, so the best tree is deep where the text has been seen and broad
+where it has not. On eight unseen source files continued by a small model, one token of context and
+an 80-node tree of fixed shape, six deep, yield 3.3 tokens a step; three tokens and that tree 4.3;
+three tokens and 60 nodes, the likeliest first and up to 16 deep, 5.8. A prompt teaches what
+followed its own contexts.
+
+Dictionaries, not arrays: a tree of 60 nodes takes some hundred look-ups, which is less than what
+the same work costs as array calls level by level.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import Any, TypeAlias
+
+from ....ir.executable import Executable
+from ....ir.plan import RecyclingDraft
+from ...asking.options import GenerationOptions
+from ..draft import NO_DRAFT, Draft
+from .base import DRAFTERS, Drafter, Taken
+
+CONTEXTS = 50_000
+"""Contexts of one length that a generation of a table holds; two generations are kept."""
+
+Context: TypeAlias = tuple[int, ...]
+_Entry: TypeAlias = tuple[float, int, int, int, Context, Context, Sequence[float], int, float]
+
+
+class Table:
+    """Successors by context, best first. Of the oldest contexts it forgets half at a time.
+
+    >>> table = Table(limit=2)
+    >>> for token in range(7):
+    ...     table.put((token,), (7, 8))
+    >>> table.get((0,)), table.get((3,)), table.get((6,))
+    (None, (7, 8), (7, 8))
+    """
+
+    __slots__ = ("limit", "new", "old")
+
+    def __init__(self, limit: int = CONTEXTS) -> None:
+        self.limit = limit
+        self.new: dict[Context, Context] = {}
+        self.old: dict[Context, Context] = {}
+
+    def put(self, context: Context, successors: Context) -> None:
+        """The successors of a context, from now on."""
+        self.new[context] = successors
+        if len(self.new) > self.limit:
+            self.old, self.new = self.new, {}
+
+    def get(self, context: Context) -> Context | None:
+        """The successors of a context, if they are known."""
+        return self.new.get(context) or self.old.get(context)
+
+
+_TABLES: weakref.WeakKeyDictionary[Any, dict[RecyclingDraft, list[Table]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@DRAFTERS.register(RecyclingDraft)
+class RecyclingDrafter(Drafter):
+    """Grows trees out of the tables. See the module docstring."""
+
+    record: RecyclingDraft
+    wants = ("top_tokens",)
+
+    def __init__(
+        self, record: RecyclingDraft, executable: Executable, options: GenerationOptions
+    ) -> None:
+        super().__init__(record, executable, options)
+        kept = _TABLES.setdefault(executable, {})
+        self.tables = kept.setdefault(record, [Table() for _ in range(record.context)])
+        # Ranks and contexts beyond those that were measured count as the last one.
+        rows = [record.rates[min(c, len(record.rates) - 1)] for c in range(record.context)]
+        most = range(record.successors)
+        self.rates = [[row[min(rank, len(row) - 1)] for rank in most] for row in rows]
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Learn what followed the prompts' own contexts; start from their last tokens."""
+        for prompt in prompts:
+            for size in range(1, self.record.context + 1):
+                self._read(prompt, size)
+        pad = (-1,) * self.record.context
+        self.ends = [(*pad, *prompt)[-self.record.context :] for prompt in prompts]
+
+    def _read(self, prompt: Sequence[int], size: int) -> None:
+        """What followed contexts of `size` tokens, the most recent first, before what is known."""
+        table, most = self.tables[size - 1], self.record.successors
+        found: dict[Context, list[int]] = {}
+        for end in range(len(prompt) - 1, size - 1, -1):
+            found.setdefault(tuple(prompt[end - size : end]), []).append(prompt[end])
+        for context, tokens in found.items():
+            known = table.get(context) or ()
+            table.put(context, tuple(dict.fromkeys((*tokens, *known)))[:most])
+
+    def observe(self, taken: Taken) -> None:
+        """Learn the successors of the root and of every draft node."""
+        best = taken.outputs["top_tokens"][..., : self.record.successors].tolist()
+        for index, (draft, tokens) in enumerate(zip(taken.drafts, taken.tokens, strict=True)):
+            if not tokens:
+                continue
+            contexts = [self.ends[index]]
+            for node, token in enumerate(draft.tokens):
+                parent = node if draft.parents is None else draft.parents[node] + 1
+                contexts.append((*contexts[parent][1:], token))
+            rows = [tuple(row) for row in best[index][: len(contexts)]]
+            # Where contexts are equal the last one counts: later nodes are less likely ones, so
+            # they go first, and what was accepted goes last.
+            path = [0, *(node + 1 for node in taken.paths[index])]
+            self._learn([*range(len(contexts) - 1, -1, -1), *path], contexts, rows)
+            self.ends[index] = (*self.ends[index], *tokens)[-self.record.context :]
+
+    def _learn(
+        self, order: Sequence[int], contexts: Sequence[Context], rows: Sequence[Context]
+    ) -> None:
+        for size, table in enumerate(self.tables, 1):
+            put = table.put
+            for column in order:
+                put(contexts[column][-size:], rows[column])
+
+    def propose(self, rooms: Sequence[int]) -> list[Draft]:
+        """The likeliest nodes, in that order."""
+        return [
+            self._grow(end, room) if room > 0 else NO_DRAFT
+            for end, room in zip(self.ends, rooms, strict=True)
+        ]
+
+    def ahead(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
+        """See `Drafter.ahead`: the likeliest successor of each token."""
+        return [
+            self._chain((*end, *extra)[-self.record.context :], count)
+            for end, extra, count in zip(self.ends, tokens, counts, strict=True)
+        ]
+
+    def _chain(self, context: Context, count: int) -> list[int]:
+        chain: list[int] = []
+        while len(chain) < min(count, self.record.depth):
+            known, _ = self._successors(context)
+            if not known:
+                break
+            chain.append(known[0])
+            context = (*context[1:], known[0])
+        return chain
+
+    def _grow(self, end: Context, room: int) -> Draft:
+        deepest, most = min(room, self.record.depth), self.record.nodes
+        tokens: list[int] = []
+        parents: list[int] = []
+        heap: list[_Entry] = []
+        # Entries: worth of the path, negated; order of arrival; parent; depth; the parent's
+        # context, candidates and rates; the candidate's rank; worth of the parent's path.
+        self._open(heap, end, -1, 1, 1.0)
+        while heap and len(tokens) < most:
+            worth, _, parent, depth, context, known, rates, rank, above = heappop(heap)
+            node, token = len(tokens), known[rank]
+            tokens.append(token)
+            parents.append(parent)
+            rank += 1
+            if rank < len(known):
+                entry = (-above * rates[rank], 2 * node, parent, depth)
+                heappush(heap, (*entry, context, known, rates, rank, above))
+            if depth < deepest:
+                self._open(heap, (*context[1:], token), node, depth + 1, -worth)
+        return Draft(tokens, None, tuple(parents)) if tokens else NO_DRAFT
+
+    def _open(
+        self, heap: list[_Entry], context: Context, node: int, depth: int, worth: float
+    ) -> None:
+        """The best candidate after a node; the next ones follow when it is taken."""
+        known, rates = self._successors(context)
+        if known:
+            entry = (-worth * rates[0], 2 * node + 1, node, depth)
+            heappush(heap, (*entry, context, known, rates, 0, worth))
+
+    def _successors(self, context: Context) -> tuple[Context, Sequence[float]]:
+        """Candidates after a context and their rates: the longest context that is known decides."""
+        found: Context = ()
+        rates: Sequence[float] = ()
+        for size in range(len(self.tables), 0, -1):
+            known = self.tables[size - 1].get(context[-size:])
+            if known is None:
+                continue
+            if not found:
+                found, rates = known, self.rates[size - 1]
+            else:
+                found = tuple(dict.fromkeys((*found, *known)))[: self.record.successors]
+            if len(found) == self.record.successors:
+                break
+        return found, rates

@@ -1,0 +1,153 @@
+"""Copy what followed the last earlier occurrence of the text's longest repeated suffix.
+
+Source: Dumitru et al., "CopySpec" (2025); Saxena, "Prompt Lookup Decoding" (2023).
+
+Which earlier occurrence? The **most recent** one. On held-out source files continued from a
+500-token prompt (10 draft tokens, suffixes of 1 to 16) copying from the most recent occurrence
+yields 1.84 tokens a step, from the first one 1.67; on greedy text of a small model 3.25 against
+3.12. Text near by resembles what comes next more than text far away, and where several occurrences
+continue alike it does not matter.
+
+How short may a match be? With `shortest` 1 most steps carry a draft and accept more (1.84 a step on
+those files, with 2: 1.60, with 3: 1.42), with 3 few do. Where a step of 11 tokens costs 1.4 times
+a step of one, 1 and 2 are equally fast; where it costs less take 1, where it costs more 3.
+
+How? A suffix automaton gives the longest repeated suffix in amortised O(1), but only with the
+*first* end position of each class: keeping the most recent one means touching every ancestor of
+the current state, which a loop such as ``a a a ...`` makes O(n) a token. A trie over reversed
+suffixes that is expanded lazily needs no such walk beyond the depth it is asked for, so the suffix
+that counts is capped at `longest` tokens (16 against 64 changed no figure above by 0.001), and a
+token costs at most that many dictionary look-ups, in practice one more than the match is long.
+Nothing is ever rescanned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from ....ir.plan import SuffixDraft
+from .base import DRAFTERS, ChainDrafter
+
+_Entries: TypeAlias = dict[int, list[Any]]
+
+
+class SuffixIndex:
+    """The longest suffix of a growing text that occurred in it before, up to `longest` tokens.
+
+    After `extend`: `length` tokens is how long that suffix is (0: the last token is new),
+    `end` the most recent earlier position at which it ended, so that ``tokens[end:]`` is what
+    followed.
+
+    Entry of the trie: a context, read backwards from its last token, that occurred: the latest end
+    of an occurrence, and the entries that are one token longer, by that token. A context that was
+    met once has none (None): its only occurrence can be pushed down when a second one arrives.
+
+    >>> index = SuffixIndex(16)
+    >>> index.extend([5, 1, 2, 3, 9, 1, 2])
+    >>> index.length, index.end, index.tokens[index.end :][:2]
+    (2, 3, [3, 9])
+    """
+
+    __slots__ = ("_longer", "end", "length", "longest", "tokens")
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+        self.tokens: list[int] = []
+        self.length = 0
+        self.end = 0
+        self._longer: _Entries = {}
+
+    def extend(self, new: Sequence[int]) -> None:
+        """More tokens: find the longest repeated suffix, and record the new occurrences."""
+        tokens, longest = self.tokens, self.longest
+        for token in new:
+            tokens.append(token)
+            size = len(tokens)
+            entries = self._longer
+            depth = end = 0
+            for before in tokens[: -longest - 1 : -1]:
+                entry = entries.get(before)
+                if entry is None:
+                    entries[before] = [size, None]
+                    break
+                depth += 1
+                end, longer = entry
+                entry[0] = size
+                if longer is None:
+                    longer = entry[1] = {}
+                    if depth < end and depth < longest:
+                        longer[tokens[end - depth - 1]] = [end, None]
+                entries = longer
+            self.length, self.end = depth, end
+
+    def following(self, extra: Sequence[int], count: int) -> tuple[int, list[int]]:
+        """As if the text went on with `extra`: length of the match, and `count` tokens after it.
+
+        Nothing is recorded. Only occurrences in the text itself count.
+        """
+        if not extra:
+            return self.length, self.continuation(count) if self.length else []
+        tokens, most = self.tokens, self.longest
+        context = [*tokens[-most:], *extra][-most:]
+        entries: _Entries | None = self._longer
+        depth = end = 0
+        for before in reversed(context):
+            if entries is None:
+                # The only occurrence: the text itself says whether it goes on.
+                if depth == end or tokens[end - depth - 1] != before:
+                    break
+                depth += 1
+                continue
+            entry = entries.get(before)
+            if entry is None:
+                break
+            depth += 1
+            end, entries = entry
+        if not depth:
+            return 0, []
+        return depth, _repeated([*tokens[end : end + count], *extra][:count], count)
+
+    def continuation(self, count: int) -> list[int]:
+        """`count` tokens that followed the earlier occurrence; past the end they repeat."""
+        return _repeated(self.tokens[self.end : self.end + count], count)
+
+
+def _repeated(copied: list[int], count: int) -> list[int]:
+    while len(copied) < count:
+        copied += copied[: count - len(copied)]
+    return copied
+
+
+@DRAFTERS.register(SuffixDraft)
+class SuffixDrafter(ChainDrafter):
+    """Drafts by copying. See the module docstring."""
+
+    record: SuffixDraft
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Index the prompts."""
+        self.levels = self.record.tokens
+        self.indexes = [SuffixIndex(self.record.longest) for _ in prompts]
+        for index, prompt in zip(self.indexes, prompts, strict=True):
+            index.extend(prompt)
+
+    def learn(self, index: int, new: Sequence[int], row: Sequence[int]) -> None:
+        """Index the committed tokens."""
+        self.indexes[index].extend(new)
+
+    def chain(self, index: int, room: int) -> list[int]:
+        """A copy where the match is long enough."""
+        text, count = self.indexes[index], min(room, self.levels)
+        if count < 1 or text.length < self.record.shortest:
+            return []
+        return text.continuation(count)
+
+    def ahead(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
+        """See `Drafter.ahead`."""
+        found = []
+        for index, extra, room in zip(self.indexes, tokens, counts, strict=True):
+            count = min(room, self.record.tokens)
+            length, copied = index.following(extra, count) if count > 0 else (0, [])
+            found.append(copied if length >= self.record.shortest else [])
+        return found

@@ -1,0 +1,58 @@
+"""What a length policy is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ....ir.executable import Executable
+from ...registry import Registry
+
+if TYPE_CHECKING:
+    from ..drafters.base import Taken
+    from ..proposers.base import Level
+
+Flags: TypeAlias = npt.NDArray[np.bool_]
+
+
+class LengthPolicy:
+    """Bounds drafts before and while they are made, and learns from what came of them.
+
+    most: draft tokens of the plan. wants: outputs of the step function that `observe` needs.
+    Register a subclass with ``@LENGTHS.register(ItsRecord)`` in its own file of this folder.
+    """
+
+    wants: tuple[str, ...] = ()
+
+    def __init__(self, record: Any, executable: Executable, batch: int) -> None:
+        self.record, self.executable, self.batch = record, executable, batch
+        self.most = executable.program.plan.most
+        self.always = np.ones(batch, dtype=np.bool_)
+
+    def limits(self, rooms: Sequence[int]) -> list[int]:
+        """Draft tokens wanted for each sequence; 0: do not speculate. rooms: levels that fit."""
+        return [self.most if room > 0 else 0 for room in rooms]
+
+    def goes_on(self, level: Level, depth: int) -> Flags:
+        """For each sequence, whether a draft whose level number `depth` this is should grow deeper.
+
+        The level becomes part of the draft either way. In a tree its first node continues the
+        likeliest path. Returns bool[B].
+        """
+        return self.always
+
+    def rest(self) -> int:
+        """Steps from now on in which nothing will be drafted, whatever they yield."""
+        return 0
+
+    def rested(self, steps: int) -> None:
+        """So many of them were made, one token each, and `observe` was not told."""
+
+    def observe(self, taken: Taken, drafting: float, step: float) -> None:
+        """After each step. drafting: seconds that the drafts took; step: the step and its check."""
+
+
+LENGTHS: Registry[LengthPolicy] = Registry(__package__)

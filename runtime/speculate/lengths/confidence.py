@@ -1,0 +1,33 @@
+"""Stop at the first token that the draft holds for improbable."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ....ir.plan import ConfidenceLength
+from .base import LENGTHS, Flags, LengthPolicy
+
+if TYPE_CHECKING:
+    from ..proposers.base import Level
+
+
+@LENGTHS.register(ConfidenceLength)
+class ConfidencePolicy(LengthPolicy):
+    """Asks the draft's best candidate for its probability.
+
+    Source: Liu et al., "Kangaroo: Lossless Self-Speculative Decoding via Double Early Exiting"
+    (2024).
+    """
+
+    record: ConfidenceLength
+
+    def goes_on(self, level: Level, depth: int) -> Flags:
+        """See `LengthPolicy.goes_on`."""
+        if depth >= self.record.depth:
+            return ~self.always
+        # A float32 logarithm of the threshold itself still counts as reaching it.
+        sure: Flags = level.scores[:, 0, 0] >= np.log(self.record.threshold) - 1e-6
+        flags: Flags = sure & (level.tokens[:, 0, 0] >= 0)
+        return flags

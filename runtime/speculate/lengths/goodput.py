@@ -1,0 +1,186 @@
+"""The draft size that yields the most tokens a second, or none."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ....ir.executable import Executable
+from ....ir.plan import GoodputLength
+from .base import LENGTHS, LengthPolicy
+from .costs import Costs
+
+if TYPE_CHECKING:
+    from ..drafters.base import Taken
+
+HORIZON = 128
+"""Tokens of a generation over which no more than the record's `loss` may be lost."""
+
+FORGET = 0.97
+"""What an earlier draft counts when a new one is seen."""
+
+SURE = 5
+"""Plain steps that are measured before anything is compared with them."""
+
+CALM = 16
+"""Steps without drafts at least, once that seems best: the decision itself takes a tenth of one."""
+
+WHOLE_EVERY, PLAIN_EVERY = 16, 32
+"""Steps after which a whole draft, or none, is tried again where another size seems best."""
+
+
+MOST_EVERY = 1024
+"""Steps between two tries, at most, where drafting has not paid again and again."""
+
+
+class Knowledge:
+    """What was learned with an executable at a batch size; it outlives a generation.
+
+    costs: seconds of a step by width. making: seconds that a draft takes by its size. seen, hits:
+    f64[most], how often draft token i was verified and accepted, older drafts counting less. lost:
+    seconds, next to plain decoding of `tokens` tokens. steps, whole, plain: steps
+    so far, and at the last one with a whole draft or none. patience: steps from a whole draft to
+    the next. until: the step before which nothing is drafted.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.costs, self.making = Costs(), Costs()
+        self.making.add(0, 0.0)
+        self.lost = self.tokens = 0.0
+        self.steps = self.whole = self.plain = 0
+        self.patience = self.until = 0
+        # One imagined draft, whose later tokens were accepted ever more rarely.
+        self.seen = np.ones(most)
+        self.hits = 1 / np.arange(2.0, most + 2)
+
+    def learn(self, taken: Taken) -> None:
+        """What became of each draft token."""
+        for draft, path in zip(taken.drafts, taken.paths, strict=True):
+            size = len(draft.tokens)
+            if not size:
+                continue
+            self.seen[:size] = FORGET * self.seen[:size] + 1
+            self.hits[:size] *= FORGET
+            self.hits[list(path)] += 1
+
+    def expected(self) -> Any:
+        """Tokens that a step yields with the first 0..most draft tokens, f64[most+1]."""
+        return 1 + np.concatenate([[0.0], np.cumsum(self.hits / self.seen)])
+
+
+_KNOWN: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], Knowledge]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@LENGTHS.register(GoodputLength)
+class GoodputPolicy(LengthPolicy):
+    """Maximises expected tokens by expected seconds over the first k draft tokens, k = 0 included.
+
+    The order of a draft's tokens is its own ranking (see `Draft.cut`), so acceptance is estimated
+    by place in the draft. What was lost so far against plain decoding is kept account of: trying
+    sizes that do not seem best, and sizes that disappoint, ends where the account is used up. It
+    starts with half of the record's `loss` and earns the other half token by token, so the first
+    128 tokens take 1 + `loss` times as long as plain decoding at worst, and later ones half of
+    that; where drafting keeps not to pay, it is tried ever more rarely. Source: Liu et al.,
+    "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput" (SmartSpec,
+    2024).
+    """
+
+    record: GoodputLength
+
+    def __init__(self, record: GoodputLength, executable: Executable, batch: int) -> None:
+        super().__init__(record, executable, batch)
+        key = (batch, self.most)
+        kept = _KNOWN.setdefault(executable, {})
+        self.known = kept.setdefault(key, Knowledge(self.most))
+        self.compiled = executable.widths("step")
+        self.widths = np.array([self._width(size + 1) for size in range(self.most + 1)])
+
+    def _width(self, need: int) -> int:
+        """Columns that a step for `need` of them has."""
+        return next((w for w in self.compiled or () if w >= need), need)
+
+    def limits(self, rooms: Sequence[int]) -> list[int]:
+        """See `LengthPolicy.limits`."""
+        size = self._size() if self.most else 0
+        return [size if room > 0 else 0 for room in rooms]
+
+    def _size(self) -> int:
+        """Draft tokens of the next step."""
+        known, costs = self.known, self.known.costs
+        if known.steps < known.until:
+            return 0  # plain steps teach nothing about drafts
+        if costs.known(int(self.widths[0])) < SURE or known.steps - known.plain >= PLAIN_EVERY:
+            return 0
+        reach = self._reach() + 1
+        seconds = costs.at(self.widths[:reach]) + known.making.at(np.arange(reach))
+        plain, half = seconds[0], self.record.loss / 2
+        account = half * (HORIZON + known.tokens) * plain - known.lost
+        best = int(np.argmax(known.expected()[: len(seconds)] / seconds))
+        if best and account < 0:
+            return self._none(-account / (half * plain))
+        if best:
+            known.patience = WHOLE_EVERY
+        # What a try costs if nothing is accepted. The largest is made that half the loss at the
+        # start pays for: a few tokens teach little. Where making any takes more than that, they
+        # come with it, once it is earned.
+        tries = seconds - plain
+        risked = max(half * HORIZON * plain, 1.5 * tries[1])
+        largest = int(np.searchsorted(tries, risked, side="right")) - 1
+        due = known.steps - known.whole >= known.patience
+        if due and tries[largest] <= account:
+            known.whole = known.steps
+            known.patience = min(max(2 * known.patience, 1), MOST_EVERY)
+            return largest
+        if not best:
+            undue = known.whole + known.patience - known.steps
+            return self._none(max(undue, (tries[largest] - account) / (half * plain)))
+        return best
+
+    def _none(self, steps: float) -> int:
+        """No draft for so many steps."""
+        self.known.until = self.known.steps + max(1 + int(steps), CALM)
+        return 0
+
+    def _reach(self) -> int:
+        """The largest size that may be tried: no more than twice as wide as what was measured."""
+        widest = self.known.costs.widths[-1]
+        following = self.widths[np.searchsorted(self.widths, widest, side="right") :][:1]
+        limit = max(2 * widest, *following, 0)
+        return int(np.searchsorted(self.widths, limit, side="right")) - 1
+
+    def rest(self) -> int:
+        """See `LengthPolicy.rest`."""
+        return self.known.until - self.known.steps
+
+    def rested(self, steps: int) -> None:
+        """See `LengthPolicy.rested`."""
+        known = self.known
+        known.steps += steps
+        known.tokens += steps
+        known.plain = known.steps
+
+    def observe(self, taken: Taken, drafting: float, step: float) -> None:
+        """See `LengthPolicy.observe`."""
+        gained = [len(tokens) for tokens in taken.tokens if tokens]
+        if not gained:
+            return
+        size = min(max(len(draft.tokens) for draft in taken.drafts), self.most)
+        costs, mean = self.known.costs, sum(gained) / len(gained)
+        # A draft that was asked for and not found is lost time, but no part of a plain step.
+        spent, known = costs.add(int(self.widths[size]), step), self.known
+        if size:
+            known.making.add(size, drafting, trusted=True)
+        known.lost += spent + drafting
+        known.lost -= mean * costs.one(int(self.widths[0]))
+        known.learn(taken)
+        known.steps += 1
+        known.tokens += mean
+        if size:
+            known.until = 0
+        else:
+            known.plain = known.steps

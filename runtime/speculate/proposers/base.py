@@ -1,0 +1,85 @@
+"""What a proposer is: something that predicts what may follow any node of a growing draft."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ....ir.executable import Executable
+from ...asking.options import GenerationOptions
+from ...registry import Registry
+from ..drafters.base import Draft, Fed, Taken
+
+Ids: TypeAlias = npt.NDArray[np.int64]
+Scores: TypeAlias = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Candidates to follow each of M nodes, in every sequence of a batch, the likeliest first.
+
+    tokens: i64[B,M,K], -1 where there is none. scores: f32[B,M,K], log probabilities (an order at
+    least). logits: f32[B,M,V] if the proposer has whole distributions.
+    """
+
+    tokens: Ids
+    scores: Scores
+    logits: Scores | None = None
+
+
+class Proposer(ABC):
+    """Predicts successors of draft nodes. A tree policy decides which of them become the draft.
+
+    wants: outputs of the step function that `observe` or `read` need. reads: whether `read` has
+    anything to do. depth: levels it can predict; None: any. Register a subclass with
+    ``@PROPOSERS.register(ItsRecord)`` in its own file of this folder.
+    """
+
+    wants: tuple[str, ...] = ()
+    reads: bool = False
+    depth: int | None = None
+
+    def __init__(self, record: Any, executable: Executable, options: GenerationOptions) -> None:
+        self.record, self.executable, self.options = record, executable, options
+
+    @abstractmethod
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        """New sequences, one prompt each."""
+
+    def read(self, fed: Fed) -> None:  # noqa: B027  (most proposers need only `observe`)
+        """See `Drafter.read`."""
+
+    @abstractmethod
+    def observe(self, taken: Taken) -> None:
+        """See `Drafter.observe`."""
+
+    @abstractmethod
+    def root(self, count: int) -> Level:
+        """What may follow each sequence's last token: M = 1, `count` candidates at most.
+
+        Starts a new draft: nodes of the last one are forgotten.
+        """
+
+    @abstractmethod
+    def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
+        """What may follow M nodes that the draft now has one level below the last.
+
+        tokens: i64[B,M], the nodes' own. parents: i64[B,M], for each the index, in the previous
+        call's M, of the node it follows (0 after `root`). A node without a token (-1) may get
+        anything.
+        """
+
+    def ride(self, drafts: list[Draft], rooms: Sequence[int]) -> list[Draft]:
+        """The drafts that were drawn, with riders where the proposer wants some (`Draft.riders`).
+
+        rooms: levels that each sequence's draft might have; 0: the sequence wants none.
+        """
+        return drafts
+
+
+PROPOSERS: Registry[Proposer] = Registry(__package__)

@@ -1,0 +1,146 @@
+"""Drafters with a KV cache of their own: a layer on the target's features, or another model.
+
+Sources: Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" (2024) and
+"EAGLE-2" (2024); Leviathan et al., "Fast Inference from Transformers via Speculative Decoding"
+(2023), Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling" (2023).
+
+Rows of committed text are made once and from the target's own features (see `Committed`); rows of
+draft nodes are forgotten after each draft.
+
+Nodes of a tree may see their ancestors but not each other's, and a step knows who continues whom
+only among its own tokens. So each level feeds all nodes of the tree so far again. While there is
+one node a level it is everything's ancestor, and its row counts as past: a chain feeds one token a
+level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from ....ir.executable import Executable
+from ....ir.plan import CachedDraft
+from ...asking.options import GenerationOptions
+from ...feeding.gather import gathered
+from ..committed import Committed
+from ..draft_cache import Flags
+from ..drafters.base import Fed, Taken
+from .base import PROPOSERS, Ids, Level, Proposer
+from .hidden import level_of
+
+
+class _Nodes:
+    """The nodes of a draft that are fed again with each level.
+
+    tokens: i64[B,N]. given: f[B,N,H], the feature beside each token. seen: bool[B,N,N], ancestors.
+    depths: i64[N], levels below `above`; last: the first node of the last level. above: rows of the
+    one-node levels over all of them.
+    """
+
+    def __init__(self, batch: int, above: int = 0) -> None:
+        self.tokens: Ids = np.empty((batch, 0), dtype=np.int64)
+        self.given: torch.Tensor | None = None
+        self.seen: Flags = np.empty((batch, 0, 0), dtype=np.bool_)
+        self.depths: Ids = np.empty(0, dtype=np.int64)
+        self.last = 0
+        self.above = above
+
+    def add(self, tokens: Ids, parents: Ids, given: torch.Tensor | None) -> None:
+        """A level below the last one; parents are places in that."""
+        batch, have = self.tokens.shape
+        count = tokens.shape[1]
+        seen = np.zeros((batch, have + count, have + count), dtype=np.bool_)
+        seen[:, :have, :have] = self.seen
+        if have:
+            places = self.last + parents
+            seen[:, have:, :have] = self.seen[np.arange(batch)[:, None], places]
+        seen[:, have:, have:] = np.eye(count, dtype=np.bool_)
+        depth = self.depths[-1] + 1 if have else 0
+        self.tokens = np.concatenate([self.tokens, tokens.clip(min=0)], 1)
+        self.depths = np.concatenate([self.depths, np.full(count, depth)])
+        if given is not None:
+            self.given = given if self.given is None else torch.cat([self.given, given], 1)
+        self.seen, self.last = seen, have
+
+
+@PROPOSERS.register(CachedDraft)
+class CachedProposer(Proposer):
+    """Feeds draft nodes behind the rows of the committed text. See the module docstring."""
+
+    record: CachedDraft
+    reads = True
+
+    def __init__(
+        self, record: CachedDraft, executable: Executable, options: GenerationOptions
+    ) -> None:
+        super().__init__(record, executable, options)
+        self.depth = record.levels
+        self.wants = () if record.output is None else (record.output,)
+        context = executable.program.info.context
+        limit = min(context, record.context or context)
+        self.committed = Committed(
+            executable,
+            self.function,
+            record.output,
+            entry=record.entry,
+            limit=limit,
+            ahead=self.ahead,
+        )
+
+    @property
+    def function(self) -> str:
+        """The function whose cache holds the text's rows."""
+        return self.record.function
+
+    @property
+    def ahead(self) -> int:
+        """Rows that each of its calls makes for itself."""
+        return 0
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Nothing is cached of the new sequences."""
+        self.committed.begin(prompts)
+
+    def read(self, fed: Fed) -> None:
+        """Make the rows of a piece of the prompts."""
+        self.committed.read(fed)
+
+    def observe(self, taken: Taken) -> None:
+        """Take what the target made of the accepted tokens."""
+        self.committed.observe(taken)
+
+    def root(self, count: int) -> Level:
+        """Bring the cache up to the text; what may follow its last token."""
+        outputs = self.committed.catch_up()
+        self.nodes = _Nodes(len(self.committed.texts))
+        self.carried = outputs.get("hidden")
+        return self._level(outputs, count)
+
+    def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
+        """What may follow each node, from its own token and its parent's predicted feature."""
+        committed = self.committed
+        if self.nodes.tokens.shape[1] == 1:
+            self.nodes = _Nodes(len(committed.texts), self.nodes.above + 1)
+        given = None if self.carried is None else gathered(self.carried, parents)
+        nodes = self.nodes
+        nodes.add(tokens, parents, given)
+        total = nodes.tokens.shape[1]
+        rows = [count + nodes.above for count in committed.rows]
+        past = [committed.place(index, row, total) for index, row in enumerate(rows)]
+        outputs = committed.cache.run(
+            nodes.tokens,
+            np.array(past, dtype=np.int64)[:, None] + nodes.depths,
+            past,
+            np.broadcast_to(np.arange(nodes.last, total), tokens.shape),
+            nodes.given,
+            nodes.seen if total > 1 else None,
+        )
+        self.carried = outputs.get("hidden")
+        return self._level(outputs, count)
+
+    def _level(self, outputs: Mapping[str, torch.Tensor], count: int) -> Level:
+        level = level_of(outputs, count)
+        level.tokens[self.committed.lacking] = -1
+        return level

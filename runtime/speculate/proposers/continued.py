@@ -1,0 +1,107 @@
+"""Heads that go on where a drafter with a cache stops.
+
+Sources: Xiao et al., "Clover-2: Accurate Inference for Regressive Lightweight Speculative
+Decoding" (2024); Li et al., "Gumiho: A Hybrid Architecture to Prioritize Early Tokens in
+Speculative Decoding" (2025).
+
+The first tokens of a draft matter most, because all others hang on them, so they get the better and
+slower predictor; heads predict the others from the states that it made on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ....ir import UnsupportedError
+from ....ir.executable import Executable
+from ....ir.plan import CachedDraft, ContinuedDraft
+from ...asking.options import GenerationOptions
+from ...feeding.gather import gathered
+from ..drafters.base import Fed, Taken
+from .base import PROPOSERS, Ids, Level, Proposer
+from .cached import CachedProposer
+from .hidden import HiddenProposer
+
+
+class _Path:
+    """How each of M nodes came about, S levels down: tokens i64[B,M,S], and the states [B,M,S,H]
+    that they were chosen from."""
+
+    def __init__(self, batch: int) -> None:
+        self.tokens = torch.empty(batch, 1, 0, dtype=torch.int64)
+        self.states = torch.empty(batch, 1, 0, 0)
+
+    def add(self, tokens: Ids, parents: Ids, carried: torch.Tensor) -> None:
+        """A level below the last one: its tokens, whom they follow, and its parents' states."""
+        new = torch.from_numpy(tokens.clip(min=0))[:, :, None]
+        states = gathered(carried, parents)[:, :, None]
+        if not self.tokens.shape[2]:
+            self.tokens, self.states = new, states
+            return
+        self.tokens = torch.cat([gathered(self.tokens, parents), new], 2)
+        self.states = torch.cat([gathered(self.states, parents), states], 2)
+
+
+@PROPOSERS.register(ContinuedDraft)
+class ContinuedProposer(Proposer):
+    """`first` for its levels, then `then`, once from each node of the last of them, with the states
+    that led there."""
+
+    record: ContinuedDraft
+    reads = True
+
+    def __init__(
+        self, record: ContinuedDraft, executable: Executable, options: GenerationOptions
+    ) -> None:
+        super().__init__(record, executable, options)
+        then = PROPOSERS.find(record.then)(record.then, executable, options)
+        if not isinstance(record.first, CachedDraft) or not isinstance(then, HiddenProposer):
+            raise UnsupportedError(
+                f"draft={record}: expected a drafter with a cache first and heads then"
+            )
+        self.first, self.then = CachedProposer(record.first, executable, options), then
+        self.levels, self.depth = record.first.levels, record.levels
+        self.wants = self.first.wants
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        """See `Proposer.begin`."""
+        self.first.begin(prompts)
+
+    def read(self, fed: Fed) -> None:
+        """See `Drafter.read`."""
+        self.first.read(fed)
+
+    def observe(self, taken: Taken) -> None:
+        """See `Drafter.observe`."""
+        self.first.observe(taken)
+
+    def root(self, count: int) -> Level:
+        """What the cached drafter says after the text."""
+        self.place = 0
+        self.path = _Path(len(self.first.committed.texts))
+        level = self.first.root(count)
+        self.lacking = level.tokens[:, 0, 0] < 0
+        return level
+
+    def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
+        """What may follow each node, from the state that its parent left."""
+        self.place += 1
+        if self.place <= self.levels:
+            assert self.first.carried is not None  # a drafter on features makes states
+            self.path.add(tokens, parents, self.first.carried)
+        if self.place < self.levels:
+            level = self.first.grow(tokens, parents, count)
+            self.lacking |= level.tokens[:, 0, 0] < 0
+            return level
+        if self.place == self.levels:
+            fed, states = self.path.tokens, self.path.states
+            if not self.then.whole_path:
+                fed, states = fed[:, :, -1], states[:, :, -1]
+            level = self.then.start(fed, states, count)
+        else:
+            level = self.then.grow(tokens, parents, count)
+        tokens = np.where(self.lacking[:, None, None], -1, level.tokens)
+        return Level(tokens, level.scores, level.logits)

@@ -1,0 +1,50 @@
+"""Parallel heads: one look at the hidden state predicts several places ahead.
+
+Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding
+Heads" (2024); Stern et al., "Blockwise Parallel Decoding" (2018).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ....ir.executable import Executable
+from ....ir.plan import HeadsDraft
+from ...asking.options import GenerationOptions
+from .base import PROPOSERS, Ids, Level
+from .hidden import HiddenProposer, level_of, repeated, taken_at
+
+
+@PROPOSERS.register(HeadsDraft)
+class HeadsProposer(HiddenProposer):
+    """Head d's candidates follow every node of depth d: heads do not see each other's tokens."""
+
+    record: HeadsDraft
+
+    def __init__(
+        self, record: HeadsDraft, executable: Executable, options: GenerationOptions
+    ) -> None:
+        super().__init__(record, executable, options)
+        self.depth = record.levels
+
+    def start(self, tokens: torch.Tensor, states: torch.Tensor, count: int) -> Level:
+        """Run the heads; the first one's candidates."""
+        return self.begun(count, hidden=states)
+
+    def begun(self, count: int, **inputs: torch.Tensor) -> Level:
+        """Run the heads on these inputs [B,M,...]; the first one's candidates."""
+        self.outputs = self.run(self.record.function, **inputs)
+        self.place = 0
+        batch, nodes = inputs["hidden"].shape[:2]
+        self.roots: Ids = np.tile(np.arange(nodes), (batch, 1))
+        return level_of(self.outputs, count, 0)
+
+    def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
+        """The next head's candidates, the same for all nodes below a state."""
+        self.place += 1
+        level = level_of(self.outputs, count, self.place)
+        if level.tokens.shape[1] == 1:
+            return repeated(level, parents)
+        self.roots = np.take_along_axis(self.roots, parents, 1)
+        return taken_at(level, self.roots)

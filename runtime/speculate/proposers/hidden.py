@@ -1,0 +1,98 @@
+"""Proposers that start from the target's hidden state after a sequence's last committed token."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ....ir.executable import Executable, HeldCall
+from ...asking.options import GenerationOptions
+from ...feeding.buffers import strange_ids
+from ..drafters.base import Taken
+from ..last_state import LastState
+from .base import Ids, Level, Proposer
+
+
+class HiddenProposer(Proposer):
+    """Starts from `last`: each text's last token, and the hidden state it was chosen from.
+
+    whole_path: as part of a `ContinuedDraft` it starts from all that led to a node, not only from
+    the node's own token and the state that this was chosen from.
+    """
+
+    wants = ("hidden",)
+    whole_path = False
+
+    def __init__(self, record: Any, executable: Executable, options: GenerationOptions) -> None:
+        super().__init__(record, executable, options)
+        self.last = LastState("hidden", 0)
+        self._held: dict[str, HeldCall] = {}
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Nothing is known before the prompt has run."""
+        self.last = LastState("hidden", len(prompts))
+        self._held.clear()
+
+    def root(self, count: int) -> Level:
+        """What may follow the last committed token."""
+        return self.start(*self.last.get(), count)
+
+    @abstractmethod
+    def start(self, tokens: torch.Tensor, states: torch.Tensor, count: int) -> Level:
+        """What may follow tokens i64[B,M] that were chosen from states [B,M,H]: a new draft. With
+        `whole_path` i64[B,M,S] and [B,M,S,H], step by step."""
+
+    def observe(self, taken: Taken) -> None:
+        """See `Proposer.observe`."""
+        self.last.observe(taken)
+
+    def run(self, function: str, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """All outputs of a function of the program."""
+        fetch = tuple(self.executable.program.function(function).outputs)
+        if not all(map(self.last.owns, inputs.values())):
+            return self.executable.run(function, inputs, fetch)
+        # The same tensors come with every draft.
+        call = self._held.get(function)
+        if call is None:
+            call = self._held[function] = self.executable.hold(function, inputs, fetch)
+        return call()
+
+
+def level_of(outputs: Mapping[str, torch.Tensor], count: int, place: int | None = None) -> Level:
+    """The candidates in a draft function's outputs; place: of a head, in dim 2. Errors:
+    `InputError` for ids outside the vocabulary."""
+    named = [outputs[name] for name in ("draft_tokens", "draft_scores", "draft_logits")]
+    tokens, scores, logits = named if place is None else [value[:, :, place] for value in named]
+    # Copies: outputs live until the next run.
+    ids, vocabulary = tokens[..., :count].cpu().numpy().copy(), logits.shape[-1]
+    if ids.size and int(ids.view(np.uint64).max()) >= vocabulary:
+        raise strange_ids(ids.reshape(-1).tolist(), vocabulary)
+    return Level(
+        ids,
+        scores[..., :count].float().cpu().numpy().copy(),
+        logits.float().cpu().numpy(),
+    )
+
+
+def repeated(level: Level, parents: Ids) -> Level:
+    """The same candidates after every node of a level."""
+    shape, logits = parents.shape, level.logits
+    # Views: a level's distributions over the vocabulary are too large to be written once a node.
+    return Level(
+        np.broadcast_to(level.tokens, (*shape, level.tokens.shape[-1])),
+        np.broadcast_to(level.scores, (*shape, level.scores.shape[-1])),
+        None if logits is None else np.broadcast_to(logits, (*shape, logits.shape[-1])),
+    )
+
+
+def taken_at(level: Level, places: Ids) -> Level:
+    """The candidates at places i64[B,N] of a level."""
+    index = places[..., None]
+    tokens = np.take_along_axis(level.tokens, index, 1)
+    scores = np.take_along_axis(level.scores, index, 1)
+    logits = None if level.logits is None else np.take_along_axis(level.logits, index, 1)
+    return Level(tokens, scores, logits)

@@ -1,0 +1,134 @@
+"""Prompt tokens that ride along with every step and predict the places ahead.
+
+Source: Chen et al., "Hardware-Aware Parallel Prompt Decoding for Memory-Efficient Acceleration of
+LLM Inference" (PPD, 2024).
+
+What the step says after the k-th prompt token behind a node is a guess for the token k + 1 places
+after that node. The node where verification ends gains one token of its own, so its prompt tokens'
+guesses are those for what follows the text. Which node that will be is not known when the step is
+fed: those get prompt tokens where verification will likeliest end, as far as the draft's own
+probabilities tell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from ....ir import type_of
+from ....ir.executable import Executable
+from ....ir.plan import PromptDraft, SampledTree
+from ...asking.options import GenerationOptions
+from ..drafters.base import Draft, Taken
+from .base import PROPOSERS, Ids, Level, Proposer, Scores
+from .hidden import repeated
+
+UNLIKELY = -30.0
+"""Log probability of what is no candidate."""
+
+
+@PROPOSERS.register(PromptDraft)
+class PromptProposer(Proposer):
+    """Level d's candidates are those of prompt token d, for every node of that depth.
+
+    tokens: i64[B,M,K], scores: f32[B,M,K], what the M prompt tokens said after the text; tokens are
+    -1 where none were fed. logits: f32[B,M,V] if the tree samples from whole distributions.
+    """
+
+    record: PromptDraft
+
+    def __init__(
+        self, record: PromptDraft, executable: Executable, options: GenerationOptions
+    ) -> None:
+        super().__init__(record, executable, options)
+        step, plan = executable.program.function("step"), executable.program.plan
+        self.depth = self.many = record.prompts
+        self.vocabulary = executable.program.info.vocab_size
+        self.candidates = int(str(type_of(step.outputs["draft_tokens"]).dims[-1]))
+        self.riders = range(self.vocabulary, self.vocabulary + record.prompts)
+        self.wants = ("draft_tokens", "draft_scores")
+        self.samples = isinstance(plan.tree, SampledTree)
+        if self.samples:
+            self.wants = (*self.wants, "logits")
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Nothing rode along with the prompts."""
+        shape = (len(prompts), self.many, self.candidates)
+        self.tokens: Ids = np.full(shape, -1, dtype=np.int64)
+        self.scores: Scores = np.full(shape, UNLIKELY, dtype=np.float32)
+        self.logits: Scores | None = None
+        if self.samples:
+            whole = (len(prompts), self.many, self.vocabulary)
+            self.logits = np.zeros(whole, dtype=np.float32)
+
+    def root(self, count: int) -> Level:
+        """The first prompt token's candidates."""
+        self.place = 0
+        return self._level(count)
+
+    def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
+        """The next prompt token's candidates, the same for all nodes."""
+        self.place += 1
+        return repeated(self._level(count), parents)
+
+    def _level(self, count: int) -> Level:
+        place = slice(self.place, self.place + 1)
+        logits = None if self.logits is None else self.logits[:, place]
+        return Level(self.tokens[:, place, :count], self.scores[:, place, :count], logits)
+
+    def ride(self, drafts: list[Draft], rooms: Sequence[int]) -> list[Draft]:
+        """Prompt tokens behind the nodes where verification will likeliest end."""
+        return [
+            self._ridden(draft, index) if room > 0 else draft
+            for index, (draft, room) in enumerate(zip(drafts, rooms, strict=True))
+        ]
+
+    def _ridden(self, draft: Draft, index: int) -> Draft:
+        size = len(draft.tokens)
+        follows: list[int] = []
+        for node in self._ends(draft, index)[: self.record.after]:
+            behind = size + len(follows)
+            follows += [node, *range(behind, behind + self.many - 1)]
+        return draft.riding([*self.riders] * (len(follows) // self.many), follows)
+
+    def _ends(self, draft: Draft, index: int) -> list[int]:
+        """The nodes, -1 among them, those first where verification likeliest ends."""
+        chances = [1.0] * (len(draft.tokens) + 1)
+        ends = list(chances)
+        rows = zip(self.tokens[index].tolist(), self.scores[index].tolist(), strict=True)
+        known = [dict(zip(*row, strict=True)) for row in rows]
+        depths = draft.shape.depths
+        above = draft.parents or range(-1, len(draft.tokens) - 1)
+        for node, (token, parent) in enumerate(zip(draft.tokens, above, strict=True)):
+            score = known[depths[node] - 1].get(token, UNLIKELY)
+            chance = chances[parent + 1] * math.exp(score)
+            chances[node + 1] = ends[node + 1] = chance
+            ends[parent + 1] -= chance
+        order = sorted(range(len(ends)), key=lambda column: -ends[column])
+        return [column - 1 for column in order]
+
+    def observe(self, taken: Taken) -> None:
+        """Take what was said after the prompt tokens behind the last accepted node."""
+        for index, tokens in enumerate(taken.tokens):
+            if not tokens:
+                continue
+            draft, path = taken.drafts[index], taken.paths[index]
+            column = _behind(draft, path[-1] if path else -1, self.riders)
+            if column is None:
+                self.tokens[index] = -1
+                continue
+            said = slice(column, column + self.many)
+            self.tokens[index] = taken.outputs["draft_tokens"][index, said].cpu().numpy()
+            self.scores[index] = taken.outputs["draft_scores"][index, said].float().cpu().numpy()
+            if self.logits is not None:
+                self.logits[index] = taken.outputs["logits"][index, said].float().cpu().numpy()
+
+
+def _behind(draft: Draft, node: int, riders: range) -> int | None:
+    """The column of the step where the prompt tokens behind a node begin, if it has some."""
+    for place, (column, rider) in enumerate(zip(draft.follows, draft.riders, strict=True)):
+        if column == node and rider == riders[0]:
+            return 1 + len(draft.tokens) + place
+    return None

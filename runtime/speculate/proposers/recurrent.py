@@ -1,0 +1,84 @@
+"""Heads in sequence: each level's prediction depends on the tokens of the path before it.
+
+Source: Ankner et al., "Hydra" (2024); Cheng et al., "Recurrent Drafter" (2024); Wertheimer et al.,
+"Accelerating Production LLMs with Combined Token/Embedding Speculators" (2024).
+
+The first state is the target's, or what a layer with a cache makes of the target's up to there
+(Hydra++'s prefix attention).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ....ir.executable import Executable
+from ....ir.plan import RecurrentDraft
+from ...asking.options import GenerationOptions
+from ...feeding.gather import gathered
+from ..committed import Committed
+from ..drafters.base import Fed, Taken
+from .base import PROPOSERS, Ids, Level
+from .hidden import HiddenProposer, level_of
+
+
+@PROPOSERS.register(RecurrentDraft)
+class RecurrentProposer(HiddenProposer):
+    """Carries a state from each node to its children."""
+
+    record: RecurrentDraft
+
+    def __init__(
+        self, record: RecurrentDraft, executable: Executable, options: GenerationOptions
+    ) -> None:
+        super().__init__(record, executable, options)
+        self.depth = record.levels
+        self.committed: Committed | None = None
+        if record.entry is not None:
+            context = executable.program.info.context
+            self.committed = Committed(executable, record.entry, "hidden", limit=context)
+        self.reads = self.committed is not None
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Nothing is known before the prompt has run."""
+        super().begin(prompts)
+        if self.committed is not None:
+            self.committed.begin(prompts)
+
+    def read(self, fed: Fed) -> None:
+        """Make the prefix's rows of a piece of the prompts."""
+        if self.committed is not None:
+            self.committed.read(fed)
+
+    def observe(self, taken: Taken) -> None:
+        """Take the states of the accepted nodes, and the token chosen at the last."""
+        super().observe(taken)
+        if self.committed is not None:
+            self.committed.observe(taken)
+
+    def root(self, count: int) -> Level:
+        """What may follow the last committed token."""
+        if self.committed is None:
+            return super().root(count)
+        level = self.start(self.last.get()[0], self.committed.catch_up()["hidden"], count)
+        level.tokens[self.committed.lacking] = -1
+        return level
+
+    def start(self, tokens: torch.Tensor, states: torch.Tensor, count: int) -> Level:
+        """What the first function says."""
+        self.place = 0
+        return self._next(tokens, states, count)
+
+    def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
+        """What may follow each node, from its own token and its parent's state."""
+        self.place += 1
+        fed = torch.from_numpy(tokens.clip(min=0))
+        return self._next(fed, gathered(self.carried, parents), count)
+
+    def _next(self, tokens: torch.Tensor, state: torch.Tensor, count: int) -> Level:
+        functions = self.record.functions
+        function = functions[min(self.place, len(functions) - 1)]
+        outputs = self.run(function, tokens=tokens, state=state)
+        self.carried = outputs["state"].clone()
+        return level_of(outputs, count)

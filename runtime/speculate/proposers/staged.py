@@ -1,0 +1,251 @@
+"""A drafter for the drafter: a model that drafts checks several guesses of its own next tokens.
+
+Source: Spector and Re, "Accelerating LLM Inference with Staged Speculative Decoding" (2023).
+
+A model of its own predicts one token a step, and a draft of n tokens takes n steps. Here each step
+is also fed what a cheap drafter guesses that the model will be asked next. As long as the draft
+grows along the guesses, the predictions are there already; where it leaves them, the model runs
+again, with new guesses. What the model predicts, and so the draft, is the same as without guesses,
+whatever tree policy samples from it and whatever length policy stops it.
+
+Row r of the draft's cache belongs to the token at position r. Rows of draft tokens that the target
+accepts stay: they are what committed text would give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ....ir import UnsupportedError
+from ....ir.executable import Executable
+from ....ir.plan import FixedLength, StagedDraft
+from ...asking.options import GenerationOptions
+from ..draft_cache import DraftCache
+from ..drafters.base import Fed, Taken
+from ..drafters.grown import drafter_for
+from ..lengths.base import LengthPolicy
+from .base import PROPOSERS, Ids, Level, Proposer
+from .hidden import level_of
+
+
+class _Sequence:
+    """One sequence. tokens: its text. rows: of the draft's cache that hold its text's first tokens.
+
+    path: the draft's tokens below the text; fed: of them, how many have rows. guesses: what the
+    model was fed after the path, and not asked yet. ready: its predictions after the last node of
+    the path and after each guess. alive: whether it wants drafts, and fits into the draft's
+    context. open: whether this draft still grows.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = list(tokens)
+        self.rows = 0
+        self.path: list[int] = []
+        self.fed = 0
+        self.guesses: list[int] = []
+        self.ready: list[_Place] = []
+        self.alive = self.open = True
+
+    @property
+    def known(self) -> list[int]:
+        """Text and path."""
+        return [*self.tokens, *self.path]
+
+    @property
+    def have(self) -> int:
+        """Rows of text and path."""
+        return self.rows + self.fed
+
+    def begin(self) -> None:
+        """A new draft."""
+        self.path, self.fed, self.guesses, self.ready = [], 0, [], []
+        self.open = self.alive
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """The text goes on; rows of the draft stay where the draft was right."""
+        agreed = 0
+        # The last token is the target's own: it has no row yet, whatever the draft held for it.
+        for drafted, token in zip(self.path[: self.fed], tokens[:-1], strict=False):
+            if drafted != token:
+                break
+            agreed += 1
+        if self.rows == len(self.tokens):
+            self.rows += agreed
+        self.tokens += tokens
+        self.begin()
+
+
+class _Place(NamedTuple):
+    """A prediction: candidates i64[K] and f32[K], and logits f32[V]."""
+
+    tokens: Ids
+    scores: np.ndarray
+    logits: np.ndarray
+
+
+@PROPOSERS.register(StagedDraft)
+class StagedProposer(Proposer):
+    """See the module docstring. steps: times that the model ran for drafts. used: guesses that
+    saved a step."""
+
+    record: StagedDraft
+    reads = True
+
+    def __init__(
+        self, record: StagedDraft, executable: Executable, options: GenerationOptions
+    ) -> None:
+        super().__init__(record, executable, options)
+        self.depth = record.levels
+        self.cache = DraftCache(executable, record.function)
+        length = LengthPolicy(FixedLength(), executable, 1)
+        self.inner = drafter_for(record.drafter, executable, options, length)
+        self.wants = self.inner.wants
+        context = executable.program.info.context
+        self.limit = min(context, record.context or context)
+        plan = executable.program.plan
+        # After the first level's prediction as many are wanted as the tree has further levels.
+        self.levels = min(record.levels, getattr(plan.tree, "depth", None) or record.levels)
+        self.steps = self.used = 0
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Nothing is cached of the new sequences."""
+        self.sequences = [_Sequence(prompt) for prompt in prompts]
+        self.inner.begin(prompts)
+        nothing = [0] * len(prompts)
+        self.inner.ahead([()] * len(prompts), nothing)  # which tells whether it can
+
+    def read(self, fed: Fed) -> None:
+        """Make the rows of a piece of the prompts."""
+        ends = [past + len(row) for past, row in zip(fed.past, fed.rows, strict=True)]
+        # The last token's turn comes with the first draft.
+        self._catch_up(
+            [min(e, len(s.tokens) - 1) for e, s in zip(ends, self.sequences, strict=True)]
+        )
+
+    def observe(self, taken: Taken) -> None:
+        """Take in what was accepted."""
+        self.inner.observe(taken)
+        for sequence, tokens in zip(self.sequences, taken.tokens, strict=True):
+            sequence.alive = sequence.alive and bool(tokens)
+            if tokens:
+                sequence.commit(tokens)
+
+    def root(self, count: int) -> Level:
+        """What may follow each text."""
+        self._catch_up([len(s.tokens) - 1 for s in self.sequences])
+        for sequence in self.sequences:
+            sequence.begin()
+        self._ask()
+        return self._level(count)
+
+    def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
+        """What may follow the one node that each draft has a level below."""
+        if tokens.shape[1] != 1:
+            raise UnsupportedError(
+                f"draft={self.record.kind} drafts one token a level, and {tokens.shape[1]} nodes "
+                f"were asked for: use tree=chain, or draft_model without a drafter of its own"
+            )
+        for sequence, (token,) in zip(self.sequences, tokens.tolist(), strict=True):
+            sequence.open = sequence.open and token >= 0
+            if not sequence.open:
+                continue
+            sequence.path.append(token)
+            if sequence.guesses[:1] == [token]:
+                sequence.fed += 1
+                self.used += 1
+                del sequence.guesses[0], sequence.ready[0]
+            else:
+                sequence.guesses, sequence.ready = [], []
+        self._ask()
+        return self._level(count)
+
+    # -- the model
+
+    def _catch_up(self, ends: Sequence[int]) -> None:
+        """Make the rows of the texts up to `ends`, as many as fit at a time."""
+        while True:
+            rows = []
+            for sequence, end in zip(self.sequences, ends, strict=True):
+                last = min(end, sequence.rows + self.cache.widest) if sequence.alive else 0
+                rows.append(sequence.tokens[sequence.rows : last])
+            if not any(rows):
+                return
+            self._run(rows, None)
+            for sequence, row in zip(self.sequences, rows, strict=True):
+                sequence.rows += len(row)
+
+    def _ask(self) -> None:
+        """Run the model for the sequences whose next prediction is not there, with new guesses."""
+        asking = [s.open and not s.ready and len(s.known) <= self.limit for s in self.sequences]
+        if not any(asking):
+            return
+        pairs = list(zip(self.sequences, asking, strict=True))
+        rooms = [self._room(s) if asks else 0 for s, asks in pairs]
+        guesses = self.inner.ahead([s.path for s in self.sequences], rooms)
+        rows, select = [], []
+        most = max(map(len, guesses))
+        for (sequence, asks), guess in zip(pairs, guesses, strict=True):
+            new = sequence.known[sequence.have :] if asks else []
+            rows.append([*new, *guess])
+            last = max(len(rows[-1]) - 1, 0)
+            select.append([min(max(len(new) - 1, 0) + i, last) for i in range(1 + most)])
+        outputs = self._run(rows, np.array(select, dtype=np.int64))
+        self.steps += 1
+        whole = level_of(outputs, self.executable.program.info.vocab_size)
+        for index, ((sequence, asks), guess) in enumerate(zip(pairs, guesses, strict=True)):
+            if asks and sequence.alive:
+                self._keep(sequence, guess, whole, index)
+
+    def _keep(self, sequence: _Sequence, guess: list[int], whole: Level, index: int) -> None:
+        """Remember a sequence's predictions."""
+        sequence.rows = len(sequence.tokens)
+        sequence.fed, sequence.guesses = len(sequence.path), list(guess)
+        assert whole.logits is not None  # a model's own function returns them
+        sequence.ready = [
+            _Place(whole.tokens[index, i], whole.scores[index, i], whole.logits[index, i])
+            for i in range(1 + len(guess))
+        ]
+
+    def _room(self, sequence: _Sequence) -> int:
+        """Guesses that might be asked for."""
+        have = len(sequence.known)
+        levels = self.levels - 1 - len(sequence.path)
+        return max(0, min(levels, self.limit - have, self.cache.widest - have + sequence.have))
+
+    def _run(self, rows: Sequence[Sequence[int]], select: Ids | None) -> Mapping[str, torch.Tensor]:
+        """Feed ragged rows; select: columns whose outputs are wanted, None for none."""
+        width = max(1, *map(len, rows))
+        tokens = np.zeros((len(rows), width), dtype=np.int64)
+        past = []
+        for index, (sequence, row) in enumerate(zip(self.sequences, rows, strict=True)):
+            tokens[index, : len(row)] = row
+            # What fills a row up comes after everything that the sequence still needs.
+            start = sequence.have + (0 if row else len(sequence.guesses))
+            if start + width > self.limit:
+                sequence.alive = sequence.open = False
+            past.append(start if sequence.alive else 0)
+        positions = np.array(past, dtype=np.int64)[:, None] + np.arange(width)
+        wanted = np.zeros((len(rows), 1), dtype=np.int64) if select is None else select
+        return self.cache.run(
+            tokens, np.minimum(positions, self.limit - 1), past, wanted, silent=select is None
+        )
+
+    def _level(self, count: int) -> Level:
+        """The next predictions; those of sequences that have none are -1."""
+        found = [s.ready[0] if s.open and s.ready else None for s in self.sequences]
+        some = next((place for place in found if place is not None), None)
+        if some is None:
+            nothing = np.full((len(found), 1, count), -1, dtype=np.int64)
+            return Level(nothing, np.zeros(nothing.shape, dtype=np.float32))
+        places = [place or some for place in found]
+        level = Level(
+            np.stack([place.tokens[:count] for place in places])[:, None],
+            np.stack([place.scores[:count] for place in places])[:, None],
+            np.stack([place.logits for place in places])[:, None],
+        )
+        level.tokens[[place is None for place in found]] = -1
+        return level

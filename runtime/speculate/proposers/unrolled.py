@@ -1,0 +1,56 @@
+"""A drafter with a cache whose whole chain one call makes.
+
+The same drafts as `CachedProposer`'s under a chain: the best token of each level goes into the next
+inside the function (see the pass `unroll_draft`). The rows that the levels below the first make are
+not kept, and the text's rows come from the target's own features, as there.
+
+Under sampling a draft's tokens are sampled from its distributions, and the function knows the best
+ones only. So then the chain is made level by level, by the function that was unrolled.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ....ir.plan import UnrolledDraft
+from .base import PROPOSERS, Ids, Level
+from .cached import CachedProposer
+
+
+@PROPOSERS.register(UnrolledDraft)
+class UnrolledProposer(CachedProposer):
+    """See the module docstring."""
+
+    record: UnrolledDraft
+
+    @property
+    def function(self) -> str:
+        """The function that makes the whole chain, or under sampling one level."""
+        return super().function if self.options.do_sample else self.record.chain
+
+    @property
+    def ahead(self) -> int:
+        """A row for each level below the first."""
+        return super().ahead if self.options.do_sample else self.record.levels - 1
+
+    def root(self, count: int) -> Level:
+        """Bring the cache up to the text; the first token of the chain that follows it."""
+        if self.options.do_sample:
+            return super().root(count)
+        outputs = self.committed.catch_up()
+        # A copy: outputs live until the next run.
+        self.tokens: Ids = outputs["draft_tokens"].cpu().numpy().copy()
+        self.tokens[self.committed.lacking] = -1
+        self.place = 0
+        return self._next()
+
+    def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
+        """The next token of the chain; `tokens` are the chain's own last ones."""
+        if self.options.do_sample:
+            return super().grow(tokens, parents, count)
+        self.place += 1
+        return self._next()
+
+    def _next(self) -> Level:
+        tokens = self.tokens[:, self.place : self.place + 1]
+        return Level(tokens, np.zeros(tokens.shape, dtype=np.float32))

@@ -1,0 +1,55 @@
+"""Drawing a chain's next tokens: what chains, and chains with siblings, share.
+
+Greedy decoding knows one right token, so the best ones are drafted. Under sampling they are sampled
+from the draft's distribution, warped as the target's is, and the verifier is told from what: it
+then keeps as much as the two distributions overlap, and of a best token only as much as the target
+gives it. A proposer without whole distributions proposes its best tokens there, too. Sources:
+Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023); Chen et al.,
+"Accelerating Large Language Model Decoding with Speculative Sampling" (2023); siblings without
+replacement: Jeon et al., "Recursive Speculative Decoding" (2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ...asking.options import GenerationOptions
+from ..lengths.base import Flags
+from ..proposers.base import Ids, Level
+from ..sampling import warp, whole
+from .sampled import _distinct
+
+
+def candidates(
+    level: Level, wanted: Flags, count: int, options: GenerationOptions
+) -> tuple[Ids, torch.Tensor | None]:
+    """Up to `count` tokens that may follow each chain's last node, i64[B,K], -1 where there is
+    none, and what those of each sequence were sampled from, f32[B,V]; None: they are the best ones.
+
+    level: of one node a sequence. wanted: bool[B], the sequences whose tokens somebody reads.
+    """
+    best: Ids = level.tokens[:, 0, :count]
+    rows = np.flatnonzero(wanted & (best[:, 0] >= 0))
+    if not options.do_sample or level.logits is None or not len(rows):
+        return best, None
+    chances = warp(torch.from_numpy(level.logits[rows, 0]).float(), options)
+    places = _distinct(torch.from_numpy(chances.probs).double(), count, options.random()).numpy()
+    known = places.clip(0)
+    tokens = known if chances.ids is None else np.take_along_axis(chances.ids, known, 1)
+    drawn: Ids = np.full((len(best), places.shape[1]), -1, dtype=np.int64)
+    drawn[rows] = np.where(places < 0, -1, tokens)
+    probs = whole(chances, level.logits.shape[-1])
+    if len(rows) < len(best):
+        probs = probs.new_zeros(len(best), probs.shape[1]).index_copy(
+            0, torch.from_numpy(rows), probs
+        )
+    return drawn, probs
+
+
+def reaching(limits: Sequence[int], depth: int) -> Flags:
+    """bool[B], the sequences whose chains may have a level number `depth`."""
+    flags: Flags = np.array(limits) >= depth
+    return flags

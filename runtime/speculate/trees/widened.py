@@ -1,0 +1,88 @@
+"""A chain that is broad where the drafter is unsure.
+
+Source: Du et al., "GliDe with a CaPE: A Low-Hassle Method to Accelerate Speculative Decoding"
+(2024): confidence-aware proposal expansion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ....ir.plan import WidenedChain
+from ...asking.options import GenerationOptions
+from ..draft import NO_DRAFT, Draft
+from ..lengths.base import LengthPolicy
+from ..proposers.base import Ids, Level, Proposer
+from .base import TREES, TreePolicy, goes_deeper
+from .drawn import candidates, reaching
+
+
+@TREES.register(WidenedChain)
+class WidenedChainPolicy(TreePolicy):
+    """Only the chain is predicted further, so siblings cost the drafter nothing. Under sampling
+    they are sampled, too, without replacement (see `drawn`)."""
+
+    record: WidenedChain
+    options = GenerationOptions()
+
+    def begin(self, options: GenerationOptions) -> None:
+        """Draw as these options say."""
+        self.options = options
+
+    def grow(self, proposer: Proposer, depths: Sequence[int], length: LengthPolicy) -> list[Draft]:
+        """See `TreePolicy.grow`."""
+        record, batch = self.record, len(depths)
+        most = min(record.depth, proposer.depth or record.depth)
+        limits = [min(depth, most) for depth in depths]
+        levels: list[list[list[int]]] = []
+        given: list[torch.Tensor | None] = []
+        level = proposer.root(max(record.counts))
+        none_above = np.zeros((batch, 1), dtype=np.int64)
+        while True:
+            wanted = reaching(limits, len(levels) + 1)
+            tokens, probs = candidates(level, wanted, max(record.counts), self.options)
+            levels.append(self._worthwhile(level, tokens))
+            given.append(probs)
+            if not goes_deeper(length, level, len(levels), limits):
+                break
+            level = proposer.grow(tokens[:, :1], none_above, max(record.counts))
+        return [
+            _draft([level[index] for level in levels[:depth]], given, index)
+            for index, depth in enumerate(limits)
+        ]
+
+    def _worthwhile(self, level: Level, tokens: Ids) -> list[list[int]]:
+        """For each sequence those of a level's candidates that are worth verifying."""
+        # Of how many the drafter's distribution decides alone, not what was drawn from it.
+        sure = np.exp(level.scores[:, 0, 0])
+        # A float32 probability of the bound itself counts as not above it.
+        places = np.searchsorted(self.record.bounds, sure - 1e-6, side="left")
+        counts = [self.record.counts[place] for place in places.tolist()]
+        return [row[:count] for row, count in zip(tokens.tolist(), counts, strict=True)]
+
+
+def _draft(
+    levels: Sequence[Sequence[int]], given: Sequence[torch.Tensor | None], index: int
+) -> Draft:
+    """The first candidate of each level continues the first one of the level above."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    probs: list[torch.Tensor] = []
+    above = -1
+    for place, siblings in enumerate(levels):
+        known = [token for token in siblings if token >= 0]
+        if not known or siblings[0] < 0:
+            break
+        first = len(tokens)
+        tokens += known
+        parents += [above] * len(known)
+        row = given[place]
+        probs += [] if row is None else [row[index]] * len(known)
+        above = first
+    if not tokens:
+        return NO_DRAFT
+    told = torch.stack(probs) if len(probs) == len(tokens) else None
+    return Draft(tokens, told, tuple(parents))

@@ -1,0 +1,63 @@
+"""What a verifier is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ....ir import Program
+from ...asking.options import GenerationOptions
+from ...asking.text import Text
+from ...registry import Registry
+from ..draft import Draft
+from ..sampling import Scorer
+
+GREEDY, SAMPLING = "greedy", "sampling"
+
+
+class Verdict(NamedTuple):
+    """What a sequence gains. path: the accepted draft nodes, from the root down. tokens: theirs,
+    and one token more that is the target's own."""
+
+    path: Sequence[int]
+    tokens: list[int]
+
+
+NOTHING_GAINED = Verdict((), [])
+"""The verdict on a finished sequence."""
+
+
+class Verifier(ABC):
+    """Decides, from the target's outputs for a step, which tokens each sequence gains.
+
+    fetch: outputs of the step function that `verify` needs during decoding; the prefill always
+    brings ``logits``. takes_argmax: whether a sequence that nothing was drafted for gains the
+    step's ``argmax``. Register a subclass with ``@VERIFIERS.register(ItsRecord, GREEDY or
+    SAMPLING)`` in its own file of this folder.
+    """
+
+    fetch: tuple[str, ...] = ("logits",)
+    takes_argmax: bool = False
+
+    def __init__(
+        self, record: Any, program: Program, options: GenerationOptions, batch: int
+    ) -> None:
+        self.record, self.program, self.options = record, program, options
+        self.scorer = Scorer(options, program.info, batch)
+
+    @abstractmethod
+    def verify(
+        self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
+    ) -> list[Verdict]:
+        """The verdict on each sequence's draft; `NOTHING_GAINED` on finished sequences.
+
+        outputs: ``logits`` [B,S,V] or ``argmax`` i64[B,S]; column 0 of a sequence is the target's
+        view after its last committed token, column i + 1 that after draft node i. Errors:
+        `InputError` if the model returned no usable logits.
+        """
+
+
+VERIFIERS: Registry[Verifier] = Registry(__package__)

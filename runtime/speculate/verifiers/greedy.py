@@ -1,0 +1,99 @@
+"""Greedy verification: keep the draft as long as it is what the target would say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+
+from ....ir import Program
+from ....ir.plan import Lossless, Record
+from ...asking.options import GenerationOptions
+from ...asking.text import Text
+from ...feeding.outputs import integers
+from ..draft import Draft
+from ..sampling import bad_logits, best
+from .base import GREEDY, NOTHING_GAINED, VERIFIERS, Verdict, Verifier
+
+
+@VERIFIERS.register(Lossless, GREEDY)
+class GreedyVerifier(Verifier):
+    """The longest path from the root on which the argmax agrees, plus the argmax after it.
+
+    Takes the step's own ``argmax`` if it has one and no option reshapes the logits. Sources: Stern
+    et al., "Blockwise Parallel Decoding" (2018); trees: Miao et al., "SpecInfer" (2024).
+
+    argmax_suffices: False for a subclass that always needs whole logits.
+    """
+
+    argmax_suffices: ClassVar[bool] = True
+
+    def __init__(
+        self, record: Record, program: Program, options: GenerationOptions, batch: int
+    ) -> None:
+        super().__init__(record, program, options, batch)
+        self.vocabulary = program.info.vocab_size
+        offered = "argmax" in program.function("step").outputs
+        if self.argmax_suffices and offered and not options.reshapes_logits:
+            self.fetch, self.takes_argmax = ("argmax",), True
+
+    def verify(
+        self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
+    ) -> list[Verdict]:
+        """See `Verifier.verify`."""
+        choices = self._choices(outputs, texts, drafts)
+        return [
+            NOTHING_GAINED if text.done else self._agreed(row, draft)
+            for text, row, draft in zip(texts, choices, drafts, strict=True)
+        ]
+
+    def _choices(
+        self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
+    ) -> list[list[int]]:
+        """What the target would say after the root and each node of every sequence."""
+        if "argmax" in outputs and "argmax" in self.fetch:
+            return integers(outputs, "argmax")
+        return self._from_logits(outputs, texts, drafts)
+
+    def _agreed(self, row: list[int], draft: Draft) -> Verdict:
+        if draft.parents is not None:
+            return self._verdict(row, draft, _branch(row, draft))
+        count = 0
+        for token in draft.tokens:
+            if token != row[count]:
+                break
+            count += 1
+        # What agrees with the row is the row.
+        if not 0 <= row[count] < self.vocabulary:
+            raise bad_logits()
+        return Verdict(range(count), row[: count + 1])
+
+    def _verdict(self, row: list[int], draft: Draft, path: Sequence[int]) -> Verdict:
+        """The path and what the target says after it."""
+        last = row[path[-1] + 1 if path else 0]
+        # A draft token is a valid id, so only the last one can be an argmax of nothing.
+        if not 0 <= last < self.vocabulary:
+            raise bad_logits()
+        return Verdict(path, [*(draft.tokens[node] for node in path), last])
+
+    def _from_logits(
+        self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
+    ) -> list[list[int]]:
+        scores, owners = self.scorer.rows(outputs, texts, drafts)
+        choices: list[list[int]] = [[] for _ in texts]
+        for (index, _), token in zip(owners, best(scores), strict=True):
+            choices[index].append(token)
+        return choices
+
+
+def _branch(row: list[int], draft: Draft) -> list[int]:
+    """The nodes on the way down; parents come first, so one look at each node is enough."""
+    assert draft.parents is not None
+    path: list[int] = []
+    at, wanted = -1, row[0]
+    for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
+        if parent == at and token == wanted:
+            path.append(node)
+            at, wanted = node, row[node + 1]
+    return path

@@ -1,0 +1,109 @@
+"""Judge decoding: what the target would not have said may be good enough all the same.
+
+Source: Bachmann et al., "Judge Decoding: Faster Speculative Sampling Requires Going Beyond Model
+Alignment" (2025). The target has read each draft token when it verifies the draft, and a linear
+head on that state tells mistakes from tokens that merely differ. Tokens that ordinary verification
+accepts are accepted; of rejected siblings the first that the judge lets pass is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from ....ir import Program, Weight, WeightStore, run, type_of
+from ....ir.plan import Judge
+from ...asking.options import GenerationOptions
+from ...asking.text import Text
+from ..draft import Draft
+from .base import GREEDY, NOTHING_GAINED, SAMPLING, VERIFIERS, Verdict, Verifier
+from .greedy import GreedyVerifier
+from .rejection import RejectionVerifier
+
+
+class _Bench:
+    """Runs the judge's function on the host: it is one row of weights."""
+
+    def __init__(self, record: Judge, program: Program) -> None:
+        self.record = record
+        fn = program.function(record.function)
+        self.dtype = type_of(fn.input("hidden")).dtype
+        kept = {n: Weight.of(n, program.weights[n].load().to("cpu")) for n in fn.weights}
+        self.program = program.replace(functions={fn.name: fn}, weights=WeightStore(kept))
+
+    def passing(
+        self, outputs: Mapping[str, torch.Tensor], drafts: Sequence[Draft]
+    ) -> list[frozenset[int]]:
+        """For each sequence the draft nodes that may stay."""
+        if self.record.threshold >= 1 or not any(draft.tokens for draft in drafts):
+            return [frozenset()] * len(drafts)
+        # Column 0 is the last committed token.
+        widest = 1 + max(len(draft.tokens) for draft in drafts)
+        hidden = outputs[self.record.output][:, 1:widest].to("cpu", self.dtype)
+        judged = run(self.program, self.record.function, {"hidden": hidden})["judged"]
+        passes = judged[..., 0].float().sigmoid() > self.record.threshold
+        return [
+            frozenset(node for node in range(len(draft.tokens)) if row[node])
+            for draft, row in zip(drafts, passes.tolist(), strict=True)
+        ]
+
+
+class _Judging(Verifier):
+    """Mixed into an ordinary verifier, before it: gives it a judge to ask."""
+
+    record: Judge
+
+    def __init__(
+        self, record: Judge, program: Program, options: GenerationOptions, batch: int
+    ) -> None:
+        super().__init__(record, program, options, batch)
+        self.record, self.bench = record, _Bench(record, program)
+        self.fetch = (*self.fetch, record.output)
+
+
+@VERIFIERS.register(Judge, GREEDY)
+class JudgeGreedy(_Judging, GreedyVerifier):
+    """Follow the argmax where a child has it, else the first child that passes."""
+
+    def verify(
+        self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
+    ) -> list[Verdict]:
+        """See `Verifier.verify`."""
+        choices = self._choices(outputs, texts, drafts)
+        passing = self.bench.passing(outputs, drafts)
+        verdicts = []
+        for text, row, draft, nodes in zip(texts, choices, drafts, passing, strict=True):
+            path = [] if text.done else _walked(row, draft, nodes)
+            verdicts.append(NOTHING_GAINED if text.done else self._verdict(row, draft, path))
+        return verdicts
+
+
+def _walked(row: Sequence[int], draft: Draft, passing: Collection[int]) -> list[int]:
+    children, path, at = draft.children(), [], -1
+    while at in children:
+        siblings, wanted = children[at], row[at + 1]
+        right = next((node for node in siblings if draft.tokens[node] == wanted), None)
+        taken = next((n for n in siblings if n in passing), None) if right is None else right
+        if taken is None:
+            break
+        path.append(taken)
+        at = taken
+    return path
+
+
+@VERIFIERS.register(Judge, SAMPLING)
+class JudgeSampling(_Judging, RejectionVerifier):
+    """Speculative rejection, with the judge's pardon for what it rejects."""
+
+    def verify(
+        self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
+    ) -> list[Verdict]:
+        """See `Verifier.verify`."""
+        nodes = self.bench.passing(outputs, drafts)
+        self.passing = {id(draft): kept for draft, kept in zip(drafts, nodes, strict=True)}
+        return super().verify(outputs, texts, drafts)
+
+    def _pardoned(self, draft: Draft, siblings: Sequence[int]) -> int | None:
+        passing = self.passing[id(draft)]
+        return next((node for node in siblings if node in passing), None)
