@@ -33,12 +33,12 @@ from .ir import (
     Weight,
     WeightStore,
     from_safetensors,
+    program_text,
 )
 from .ir.files import LARGE, open_regular, plain_path, read_bytes, read_json, read_text
 from .ir.legality import unmet
 from .ir.lexer import MAX_BYTES
 from .ir.parser import parse_program
-from .ir.printer import program_text
 from .ir.scratch import replacing
 from .ir.verify import verify
 from .ir.weights import open_safetensors

@@ -17,8 +17,8 @@ from .interpret import run
 from .match import Match
 from .parser import parse_function, parse_program
 from .plan import DecodePlan
-from .printer import function_text, program_text
-from .program import ModelInfo, PassRecord, Program, State
+from .printer import function_text
+from .program import ModelInfo, PassRecord, Program, State, program_text
 from .rewrite import Builder, Rewritten, Rule, apply_rules
 from .types import Dim, Sym, TensorType, make_dim
 from .verify import verify

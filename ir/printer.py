@@ -1,4 +1,5 @@
-"""The text form of programs. `program_text` prints what `parser.parse_program` reads.
+"""The text form of programs, which `parser.parse_program` reads; `program.program_text` puts it
+together of what is printed here.
 
     program "tiny" stage=traced {
       info(model_type="tiny", vocab_size=100, context=64, eos=(2,), bos=None, pad=None)
@@ -9,14 +10,13 @@
         return logits=%y
       }
       decode {
-        draft = none()
-        ...
+        draft = suffix(tokens=6, longest=16, shortest=2)
       }
     }
 
 ``%`` names values, ``@`` weights; a name with other characters than letters, digits, ``_`` and
 ``.`` is quoted. Arguments are Python literals, dtypes (``f32``), symbolic sizes (``B*T``) and
-values.
+values. Slots of the plan that hold the default are left out.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ import torch.fx
 
 from .errors import GraftworkError
 from .function import Function, Site, site_of
-from .plan import DecodePlan, Record
-from .program import PassRecord, Program
+from .plan import Record
 from .stages import op_name
 from .types import DTYPE_NAMES, DTYPES, Sym, type_text
 
@@ -56,25 +55,6 @@ class Line:
 
     text: str
     node: torch.fx.Node | None = None
-
-
-def program_text(program: Program) -> str:
-    """The program as text; reading it back gives an equal program (but for the weights' data)."""
-    lines = [f"program {json.dumps(program.name, ensure_ascii=False)} stage={program.stage} {{"]
-    info = _fields(program.info)
-    lines.append("  " + _call("info", info | info.pop("defaults").said))
-    lines += ["  " + _pass_text(record) for record in program.provenance]
-    for state in program.states.values():
-        attributes = f"layer={state.layer} part={literal(state.part)}"
-        lines.append(f"  state {name_text(state.name)}: {state.type} {attributes}")
-    for weight in program.weights.values():
-        lines.append(f"  weight {name_text(weight.name)}: {weight.type}")
-    for function in program.functions.values():
-        lines.append("")
-        lines += ["  " + line.text for line in function_lines(function)]
-    lines += ["", "  decode {"]
-    lines += [f"    {slot} = {record_text(record)}" for slot, record in _slots(program.plan)]
-    return "\n".join([*lines, "  }", "}", ""])
 
 
 def function_text(function: Function) -> str:
@@ -104,7 +84,7 @@ def function_lines(function: Function, *, strict: bool = True) -> list[Line]:
 
 def record_text(record: Record) -> str:
     """A plan record as ``kind(field=value)``."""
-    return _call(record.kind, _fields(record))
+    return call_text(record.kind, fields_of(record))
 
 
 def name_text(name: str) -> str:
@@ -237,7 +217,8 @@ def _wrapped(start: str, items: list[str], opening: str, closing: str, end: str)
     yield closing + end
 
 
-def _call(name: str, values: Mapping[str, Any]) -> str:
+def call_text(name: str, values: Mapping[str, Any]) -> str:
+    """``name(key=literal, ...)``."""
     return f"{name}({', '.join(f'{k}={literal(v)}' for k, v in values.items())})"
 
 
@@ -245,15 +226,6 @@ def _tuple(items: list[str]) -> str:
     return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
 
 
-def _fields(record: Any) -> dict[str, Any]:
+def fields_of(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass by name."""
     return {f.name: getattr(record, f.name) for f in fields(record)}
-
-
-def _slots(plan: DecodePlan) -> list[tuple[str, Record]]:
-    return list(_fields(plan).items())
-
-
-def _pass_text(record: PassRecord) -> str:
-    options = _call(record.name, dict(record.options))
-    facts = f"contract={record.contract} matches={record.matches} seconds={record.seconds!r}"
-    return f"pass {options} {facts}"

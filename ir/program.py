@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from .fields import check_fields
 from .function import Function
 from .names import check_name, check_program_name
 from .plan import DecodePlan
+from .printer import call_text, fields_of, function_lines, literal, name_text, record_text
 from .types import TensorType
 from .weights import WeightStore
 
@@ -116,6 +118,38 @@ class Program:
         return self.replace(weights=self.weights.only(used))
 
     def __str__(self) -> str:
-        from .printer import program_text
-
         return program_text(self)
+
+
+def program_text(program: Program) -> str:
+    """The program as text (see `printer`); reading it back gives an equal program (but for the
+    weights' data)."""
+    lines = [f"program {json.dumps(program.name, ensure_ascii=False)} stage={program.stage} {{"]
+    info = fields_of(program.info)
+    lines.append("  " + call_text("info", info | info.pop("defaults").said))
+    lines += ["  " + _pass_text(record) for record in program.provenance]
+    for state in program.states.values():
+        attributes = f"layer={state.layer} part={literal(state.part)}"
+        lines.append(f"  state {name_text(state.name)}: {state.type} {attributes}")
+    for weight in program.weights.values():
+        lines.append(f"  weight {name_text(weight.name)}: {weight.type}")
+    for function in program.functions.values():
+        lines.append("")
+        lines += ["  " + line.text for line in function_lines(function)]
+    lines += _plan_lines(program.plan)
+    return "\n".join([*lines, "}", ""])
+
+
+def _plan_lines(plan: DecodePlan) -> list[str]:
+    default = fields_of(DecodePlan())
+    slots = [(name, record) for name, record in fields_of(plan).items() if record != default[name]]
+    if not slots:
+        return []
+    lines = [f"    {name} = {record_text(record)}" for name, record in slots]
+    return ["", "  decode {", *lines, "  }"]
+
+
+def _pass_text(record: PassRecord) -> str:
+    options = call_text(record.name, dict(record.options))
+    facts = f"contract={record.contract} matches={record.matches} seconds={record.seconds!r}"
+    return f"pass {options} {facts}"

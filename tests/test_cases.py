@@ -24,7 +24,7 @@ miss) instead of a program::
     # options: {}
     # refused: two attentions claim one layer
 
-A ``decode`` block that holds the defaults is left out. Comments before the first case stay.
+Comments before the first case stay.
 ``pytest tests/test_cases.py --update`` rewrites what is expected: write the before text and the
 options, run it, and read the result before committing it.
 
@@ -46,7 +46,6 @@ from feeds import assert_close, random_weights, step_inputs
 from pydantic import ValidationError
 
 from graftwork.ir import GraftworkError, Program, parse_program, program_text, run, verify
-from graftwork.ir.plan import DecodePlan
 from graftwork.passes.engine.base import Contract, Pass, all_passes
 
 FOLDER = Path(__file__).parent / "cases"
@@ -91,14 +90,6 @@ def write_cases(preamble: str, cases: list[Case]) -> str:
     return "\n".join(head + [case.text() for case in cases])
 
 
-def shown(program: Program) -> str:
-    """The program's text without a decode block that holds the defaults."""
-    text = program_text(program)
-    if program.plan == DecodePlan():
-        text = text.partition("\n  decode {")[0].rstrip() + "\n}\n"
-    return text
-
-
 def apply(kind: type[Pass], case: Case) -> tuple[Program | None, str]:
     """The program that the pass makes, or None and why it refuses."""
     bare = parse_program(case.before)
@@ -136,7 +127,7 @@ def check(kind: type[Pass], case: Case) -> Case:
     """Run a case; the case with what really came out as its expectation."""
     program, message = apply(kind, case)
     if program is not None:
-        return replace(case, after=shown(program), refused="")
+        return replace(case, after=program_text(program), refused="")
     keep = case.refused and case.refused in message
     part = case.refused if keep else message.strip().splitlines()[0]
     return replace(case, after="", refused=part)

@@ -74,11 +74,6 @@ program "every-kind" stage=cached {
 
   decode {
     draft = suffix(tokens=4, longest=16, shortest=2)
-    tree = chain(depth=None)
-    length = fixed()
-    verify = lossless()
-    depth = full()
-    cache = all()
   }
 }
 """.replace("f32[B,T + 1]", "f32[B,T+1]")
@@ -294,7 +289,7 @@ WRONG = {
     "record": ("suffix(", "prefix(", "expected one of cached, continued, corpus"),
     "record field": ("longest=16", "longest=True", "a valid longest"),
     "record value": ("tokens=4,", "tokens=%past,", "expected a literal"),
-    "slot": ("  tree = ", "  forest = ", "draft = , tree = "),
+    "slot": ("  draft = ", "  forest = ", "draft = , tree = "),
     "unbalanced": ("[B, 1, T, 4]", "[B, 1, T, 4", "closes nothing"),
     "malformed": ("[B, 1, T, 4]", "[B, 1, , 4]", "expected a well-formed expression"),
     "number": ("vocab_size=7", "vocab_size=" + "7" * 50, "at most 40 digits"),

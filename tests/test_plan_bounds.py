@@ -75,7 +75,7 @@ def test_numbers_out_of_bounds_are_refused_by_name(
     with pytest.raises(InputError, match=f"not a valid {name}"):
         replace(cls(), **{name: value})
     if isinstance(value, int) and not isinstance(value, bool):
-        text = program_text(cached_llama()).split("  decode {")[0]
+        text = program_text(cached_llama()).removesuffix("}\n")
         with pytest.raises(ParseError, match=f"not a valid {name}"):
             parse_program(f"{text}  decode {{\n    {slot} = {kind}({name}={value})\n  }}\n}}\n")
 

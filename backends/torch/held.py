@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from ...ir.executable import Outputs
 from .replay import Replay
 
-if TYPE_CHECKING:
-    from .executable import TorchExecutable
+
+class Replaying(Protocol):
+    """What a held call needs of an executable. epoch: changes when its states have other memory."""
+
+    epoch: int
+
+    def replayed(
+        self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
+    ) -> tuple[Outputs, Replay | None]:
+        """Run a step; its outputs, and how to run it again on the same tensors, if it can be."""
 
 
 class Held:
@@ -21,7 +29,7 @@ class Held:
 
     def __init__(
         self,
-        executable: weakref.ref[TorchExecutable],
+        executable: weakref.ref[Replaying],
         function: str,
         inputs: Mapping[str, torch.Tensor],
         fetch: Sequence[str],

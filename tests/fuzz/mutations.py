@@ -103,8 +103,9 @@ def name(rng: random.Random, text: str) -> str:
 
 def plan(rng: random.Random, text: str) -> str:
     """A number of the plan or of the facts."""
-    begin = text.rfind("decode {") if rng.random() < 0.7 else text.find("info(")
-    end = text.find("}", begin) if begin == text.rfind("decode {") else text.find("\n", begin)
+    block = text.rfind("decode {")  # none where the plan is the default one
+    begin = block if block >= 0 and rng.random() < 0.7 else text.find("info(")
+    end = text.find("}" if begin == block else "\n", begin)
     return text[:begin] + number(rng, text[begin:end]) + text[end:]
 
 
