@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
+from ..errors import InputError
 from ..fields import check_fields
 
 
@@ -86,6 +87,16 @@ RECORDS: dict[tuple[str, str], type[Record]] = {}
 
 
 def record(cls: type[Record]) -> type[Record]:
-    """Class decorator: make a record known to the parser under (slot, kind)."""
+    """Class decorator: make a record known to the parser under (slot, kind). Errors: `InputError`
+    naming both records if another one has that place."""
+    known = RECORDS.setdefault((cls.slot, cls.kind), cls)
+    if _path(known) != _path(cls):
+        raise InputError(
+            f"{_path(cls)} cannot be {cls.slot}={cls.kind}: {_path(known)} is; choose another kind"
+        )
     RECORDS[cls.slot, cls.kind] = cls
     return cls
+
+
+def _path(cls: type[Record]) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

@@ -1,4 +1,4 @@
-"""Verification, depth and cache records."""
+"""Verification records: how much of a draft the target keeps."""
 
 from __future__ import annotations
 
@@ -94,21 +94,3 @@ class Judge(VerifyRecord):
     threshold: Share = 0.5
     trained: bool = False
     kind: ClassVar[str] = "judge"
-
-
-@record
-@dataclass(frozen=True)
-class FullDepth(Record):
-    """Every token runs through every layer."""
-
-    kind: ClassVar[str] = "full"
-    slot: ClassVar[str] = "depth"
-
-
-@record
-@dataclass(frozen=True)
-class KeepAll(Record):
-    """The cache keeps every committed token's rows."""
-
-    kind: ClassVar[str] = "all"
-    slot: ClassVar[str] = "cache"

@@ -1,0 +1,49 @@
+"""The decode plan: a record for each part of a generation loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .cache import CacheRecord, KeepAll
+from .combined import MergedDraft
+from .depth import DepthRecord, FullDepth
+from .draft import DraftRecord, FirstDraft, NoDraft
+from .length import FixedLength, LengthRecord
+from .tree import Chain, TreeRecord
+from .verify import Lossless, VerifyRecord
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Drafter, tree, length, verification, depth and cache policies of a generation loop."""
+
+    draft: DraftRecord = field(default_factory=NoDraft)
+    tree: TreeRecord = field(default_factory=Chain)
+    length: LengthRecord = field(default_factory=FixedLength)
+    verify: VerifyRecord = field(default_factory=Lossless)
+    depth: DepthRecord = field(default_factory=FullDepth)
+    cache: CacheRecord = field(default_factory=KeepAll)
+
+    @property
+    def most(self) -> int:
+        """Draft tokens that a step verifies at most.
+
+        Every drafter's own limit counts, and the tree's where a drafter follows it.
+        """
+        return _most(self.draft, self.tree.most)
+
+    @property
+    def columns(self) -> int:
+        """Tokens that a step is fed at most beside the last committed one: drafts and riders."""
+        return self.most + self.draft.riders(self.most)
+
+
+def _most(draft: DraftRecord, tree: int | None) -> int:
+    if draft.most is not None:
+        return draft.most
+    if isinstance(draft, FirstDraft):
+        return max(_most(part, tree) for part in draft.of)
+    if isinstance(draft, MergedDraft):
+        return sum(_most(part, tree) for part in draft.of)
+    # A chain of no given depth has a token a level.
+    return getattr(draft, "levels", 0) if tree is None else tree

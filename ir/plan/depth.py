@@ -1,0 +1,23 @@
+"""Depth records: how many layers a token runs through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .base import Record, record
+
+
+@dataclass(frozen=True)
+class DepthRecord(Record):
+    """Base of depth records."""
+
+    slot: ClassVar[str] = "depth"
+
+
+@record
+@dataclass(frozen=True)
+class FullDepth(DepthRecord):
+    """Every token runs through every layer."""
+
+    kind: ClassVar[str] = "full"

@@ -1,0 +1,32 @@
+"""What a cache policy is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...ir.executable import Executable
+from ..registry import Registry
+
+
+class CachePolicy:
+    """Says when the states of a generation lose rows.
+
+    Register a subclass with ``@CACHES.register(ItsRecord)`` in its own file of this folder.
+    """
+
+    def __init__(self, record: Any, executable: Executable) -> None:
+        self.record, self.executable = record, executable
+
+    def begin(self, batch: int) -> None:
+        """A generation of so many new sequences starts; their states hold nothing."""
+
+    def room(self, rows: Sequence[int]) -> int | None:
+        """Tokens that a step may add to every sequence before the policy must have its turn.
+
+        rows: what the states hold of each sequence. None: any number.
+        """
+        return None
+
+
+CACHES: Registry[CachePolicy] = Registry(__package__)

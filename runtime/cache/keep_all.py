@@ -1,0 +1,11 @@
+"""Every row for good."""
+
+from __future__ import annotations
+
+from ...ir.plan import KeepAll
+from .base import CACHES, CachePolicy
+
+
+@CACHES.register(KeepAll)
+class KeepAllPolicy(CachePolicy):
+    """The states grow with the text."""
