@@ -51,7 +51,9 @@ def build_program(
         pad=info.pad if info.pad in known else None,
     )
     weights = WeightStore(imported.weights)
-    return Program(name, {"step": imported.fn}, weights, info, assets=dict(assets)).pruned()
+    return Program(
+        name, {imported.fn.name: imported.fn}, weights, info, assets=dict(assets)
+    ).pruned()
 
 
 def _vocabulary(imported: Imported, name: str) -> int:

@@ -29,6 +29,7 @@ from .ir import (
     GraftworkError,
     InputError,
     Program,
+    UnsupportedError,
     VerifyError,
     Weight,
     WeightStore,
@@ -36,7 +37,7 @@ from .ir import (
     program_text,
 )
 from .ir.files import LARGE, open_regular, plain_path, read_bytes, read_json, read_text
-from .ir.legality import unmet
+from .ir.legality import check_carried, unmet
 from .ir.lexer import MAX_BYTES
 from .ir.parser import parse_program
 from .ir.scratch import replacing
@@ -46,7 +47,7 @@ from .report import Report, plain
 from .shards import SHARD_BYTES, write_weights
 
 FORMAT: Literal["graftwork-artifact"] = "graftwork-artifact"
-VERSION: Literal[1] = 1
+VERSION: Literal[2] = 2
 MANIFEST = "manifest.json"
 PROGRAM = "program.gw"
 TOOLS = ("graftwork", "torch", "transformers", "onnx", "onnxruntime-gpu", "onnxruntime")
@@ -81,7 +82,7 @@ class Manifest(_Frozen):
     """What manifest.json holds. files: by plain file name."""
 
     format: Literal["graftwork-artifact"]
-    version: Literal[1]
+    version: Literal[2]
     target: str
     recipe: dict[str, Any]
     tools: dict[str, str]
@@ -161,6 +162,9 @@ def load(folder: str | Path) -> Saved:
         verify(program)
         if fault := unmet(program):
             raise VerifyError(fault[0])
+        check_carried(program.plan)
+    except UnsupportedError:
+        raise
     except (GraftworkError, OSError, UnicodeDecodeError) as error:
         raise InputError(f"{folder / PROGRAM} does not hold a valid program: {error}") from error
     return Saved(program=program, manifest=manifest)

@@ -45,7 +45,7 @@ def export_vllm_medusa(program: Program, folder: Path) -> Path:
             "the heads share the target's language-model head; vLLM's layout needs one each "
             "(draft_medusa.own_head=true)"
         )
-    hidden = type_of(program.function("step").outputs["hidden"]).dims[-1]
+    hidden = type_of(program.step.outputs["hidden"]).dims[-1]
     # No num_attention_heads: readers take its presence for a transformer's configuration.
     config = {
         "architectures": ["MedusaModel"],

@@ -255,7 +255,7 @@ def measure_steps(
 ) -> dict[int, float]:
     """Median seconds of a step by its columns, after `prompt`; feeding it takes part in them."""
     feeder = Feeder(executable, 1)
-    fetch = ("argmax",) if "argmax" in executable.program.function("step").outputs else ("logits",)
+    fetch = ("argmax",) if "argmax" in executable.program.step.outputs else ("logits",)
     start = min(len(prompt), max(feeder.context - max(widths), 1))
     usable = [w for w in sorted(widths) if feeder.width(w, feeder.context - start) == w]
     times: dict[int, list[float]] = {width: [] for width in usable}
@@ -326,7 +326,7 @@ def _open(
 def _with_tree(model: Model) -> Executable:
     """The model's executable, its drafts a tree and as long as they come."""
     plan = model.program.plan
-    if not model.program.function("step").has_input("ancestors"):
+    if not model.program.step.has_input("ancestors"):
         raise InputError(
             "the model's step takes no trees: optimize it with the pass accept_trees, or give the "
             "checkpoint and a recipe"

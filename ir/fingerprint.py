@@ -17,7 +17,7 @@ def fingerprint(program: Program) -> str:
     digest = hashlib.sha256(f"{program.info.vocab_size}".encode())
     names = sorted(
         name
-        for name in program.function("step").weights
+        for name in program.step.weights
         if program.weights[name].type.dims[:1] == (program.info.vocab_size,)
         and program.weights[name].type.dtype.is_floating_point
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from .errors import UnsupportedError
 from .plan import (
     Chain,
     DecodePlan,
@@ -38,8 +39,17 @@ def idle(plan: DecodePlan) -> str | None:
     return next(_idle(plan), None)
 
 
+def check_carried(plan: DecodePlan) -> None:
+    """Errors: `UnsupportedError` for a plan that can be written down, but not carried out yet."""
+    if plan.step.in_parts:
+        raise UnsupportedError(
+            f"step={plan.step.brief} makes a step of several calls, and the decode loop makes one; "
+            f"leave the slot out, or use step = whole(function={plan.step.plain!r})"
+        )
+
+
 def _unmet(program: Program) -> Iterator[tuple[str, str]]:
-    plan, step = program.plan, program.function("step")
+    plan, step = program.plan, program.step
     leaves, returned, cached = plan.draft.leaves, step.outputs, step.has_input("past")
     for leaf in leaves:
         for output in leaf.reads:

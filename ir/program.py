@@ -106,6 +106,11 @@ class Program:
             raise GraftworkError(f"no function {name!r}; the program has {list(self.functions)}")
         return self.functions[name]
 
+    @property
+    def step(self) -> Function:
+        """The function that gives the target's results and does nothing else, as the plan says."""
+        return self.function(self.plan.step.plain)
+
     def with_function(self, function: Function, **changes: Any) -> Program:
         """A copy in which the function of that name is replaced (or added)."""
         return self.replace(functions={**self.functions, function.name: function}, **changes)

@@ -39,8 +39,10 @@ STEP_INPUTS = {
 def verify(program: Program) -> None:
     """Check a program. Errors: `VerifyError` about the first violation."""
     stage = stage_of(program.stage)
-    if "step" not in program.functions:
-        raise VerifyError(f"program {program.name!r} has no function 'step'")
+    if (plain := program.plan.step.plain) not in program.functions:
+        raise VerifyError(
+            f"program {program.name!r} has no function {plain!r}, which the plan's step names"
+        )
     if program.states and not stage.states:
         raise VerifyError(
             f"stage {stage.name} has no states, but the program declares {list(program.states)}; "

@@ -19,6 +19,7 @@ from .plan import (
     CachedDraft,
     ContinuedDraft,
     CorpusDraft,
+    Fused,
     FusedDraft,
     HeadsDraft,
     JacobiDraft,
@@ -41,8 +42,6 @@ Size = int | str
 Returned = Mapping[str, tuple[Size, ...]]
 """Sizes of outputs by name."""
 
-STEP = "step"
-
 
 def verify_plan(program: Program) -> None:
     """Check plan and facts of a program whose functions are valid. Errors: `VerifyError`."""
@@ -61,7 +60,7 @@ def verify_plan(program: Program) -> None:
         for part in record.every:
             _check_names(program, part)
             for function, returned in _reads(program, part):
-                if function != STEP or id(part) not in inner:
+                if function != program.step.name or id(part) not in inner:
                     _check_returns(program, part, function, returned)
     if program.plan.columns > MOST_NODES:
         raise VerifyError(
@@ -71,7 +70,7 @@ def verify_plan(program: Program) -> None:
 
 
 def _check_info(program: Program) -> None:
-    info, logits = program.info, program.function(STEP).outputs["logits"].meta["type"]
+    info, logits = program.info, program.step.outputs["logits"].meta["type"]
     if logits.dims[-1] != info.vocab_size:
         raise VerifyError(
             f"info: vocab_size={info.vocab_size}, but the step's logits are {logits}; expected the "
@@ -96,8 +95,8 @@ def _check_names(program: Program, part: Record) -> None:
         "functions": functions,
         "entry": functions,
         "chain": functions,
-        "step": functions,
-        "output": set(program.function(STEP).outputs),
+        "plain": functions,
+        "output": set(program.step.outputs),
         "state": set(program.states),
         "weight": set(program.weights),
     }
@@ -128,25 +127,36 @@ def _reads(program: Program, part: Record) -> Iterator[tuple[str, Returned]]:
     elif isinstance(part, CachedDraft):
         yield part.function, _candidates()
     elif isinstance(part, PromptDraft):
-        yield STEP, {"draft_tokens": ("", "", "K"), "draft_scores": ("", "", "K")}
+        yield program.step.name, {"draft_tokens": ("", "", "K"), "draft_scores": ("", "", "K")}
     elif isinstance(part, AcceptanceLength):
         yield part.function, {"accepted": ("", "", part.levels)}
     elif isinstance(part, Judge):
         yield part.function, {"judged": ("", "", 1)}
     elif isinstance(part, (JacobiDraft, LookaheadDraft)):
-        yield STEP, {"argmax": ("", "")}
+        yield program.step.name, {"argmax": ("", "")}
     elif isinstance(part, RecyclingDraft):
-        yield STEP, {"top_tokens": ("", "", "K")}
+        yield program.step.name, {"top_tokens": ("", "", "K")}
     if isinstance(part, UnrolledDraft):
         yield part.chain, {"draft_tokens": ("", part.levels, 1)}
     if isinstance(part, FusedDraft):
-        yield part.step, {"drafted": ("", 1 + part.levels)}
+        yield _fusing(program, part), {"drafted": ("", 1 + part.levels)}
     if isinstance(part, (CachedDraft, RecurrentDraft)) and part.entry is not None:
         yield part.entry, {"hidden": ("", "", "")}
     if isinstance(part, CorpusDraft):
         _check_weight(program, part, part.weight, torch.int64, ("",))
     if isinstance(part, PromptDraft):
         _check_weight(program, part, part.weight, None, (part.prompts, ""))
+
+
+def _fusing(program: Program, part: FusedDraft) -> str:
+    """The function that makes a fused drafter's chains."""
+    step = program.plan.step
+    if not isinstance(step, Fused) or step.spare < part.levels - 1:
+        raise VerifyError(
+            f"plan: {part.brief} is made by the step, and step={step.brief}; expected fused(...) "
+            f"with spare={part.levels - 1} at least"
+        )
+    return step.function
 
 
 def _candidates(*levels: int) -> Returned:

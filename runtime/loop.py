@@ -7,7 +7,7 @@ from time import perf_counter
 
 from ..ir import Program, UnsupportedError
 from ..ir.executable import Executable, Outputs
-from ..ir.legality import unmet
+from ..ir.legality import check_carried, unmet
 from ..ir.plan import FullDepth, KeepAll
 from .asking.options import GenerationOptions
 from .asking.stopping import Stopping
@@ -43,7 +43,7 @@ class DecodeLoop:
         self.texts, self.program = texts, program
         self.length = LENGTHS.find(plan.length)(plan.length, executable, batch)
         self.drafter = drafter_for(plan.draft, executable, options, self.length)
-        self.feeder = Feeder(executable, batch, self.drafter.step, self.drafter.spare)
+        self.feeder = Feeder(executable, batch, *plan.step.fed(options.by_argmax))
         trait = SAMPLING if options.do_sample else GREEDY
         verifier = VERIFIERS.find(plan.verify, trait)
         self.verifier = verifier(plan.verify, program, options, batch)
@@ -187,6 +187,7 @@ class DecodeLoop:
 
 def _check_plan(program: Program) -> None:
     plan = program.plan
+    check_carried(plan)
     for record, expected in ((plan.depth, FullDepth), (plan.cache, KeepAll)):
         if not isinstance(record, expected):
             raise UnsupportedError(

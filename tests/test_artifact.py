@@ -305,7 +305,7 @@ def test_files_outside_the_folder_are_refused(program: Program, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        (lambda m: m.update(version=2), ["format version 2", "reads 1"]),
+        (lambda m: m.update(version=1), ["format version 1", "reads 2"]),
         (lambda m: m.update(format="other"), ["not a graftwork artifact"]),
         (lambda m: m.update(extra=1), ["extra"]),
         (lambda m: m.pop("target"), ["target"]),

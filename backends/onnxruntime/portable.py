@@ -75,7 +75,7 @@ def portable(program: Program, *, plain: bool = False) -> Portable:
     or caches, with states that are not keys and values, or with attention that reads them through
     something else than a step mask.
     """
-    step = program.function("step")
+    step = program.step
     if not isinstance(program.plan.draft, NoDraft):
         _refuse_drafts(program, plain)
         # Their own caches are nothing of the step's.
@@ -118,7 +118,7 @@ def _refuse_drafts(program: Program, plain: bool) -> None:
 def _numbered(program: Program) -> dict[int, int]:
     """Layers that have caches, numbered without gaps. Errors: see `portable`."""
     strange = [name for name, s in program.states.items() if s.part not in ("key", "value")]
-    outputs = program.function("step").outputs
+    outputs = program.step.outputs
     if "logits" not in outputs or not program.states or strange:
         found = f"states {', '.join(strange)}" if strange else f"outputs {', '.join(outputs)}"
         raise UnsupportedError(

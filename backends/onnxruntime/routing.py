@@ -54,7 +54,7 @@ class Router:
         self.drafts_trees = self.trees and not isinstance(program.plan.tree, Chain)
         self.rounds = is_step(self.name) and rounds_activations(function)
         # Of a step that also drafts, the plain step's part is what counts.
-        self.pairs = self.rounds and only_attention_needs_pairs(program.function("step"))
+        self.pairs = self.rounds and only_attention_needs_pairs(program.step)
         dtypes = {state.type.dtype for state in program.states.values()}
         self.kernel = all(attention_kernel_works(target.device, dtype) for dtype in dtypes)
         self.tokenwise = {

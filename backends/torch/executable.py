@@ -100,7 +100,7 @@ class TorchExecutable:
 
     def _limit(self) -> int:
         # A step may be wider than what is left of the context; what is over is never committed.
-        return self.program.info.context + max(self.widths("step") or PREFILL)
+        return self.program.info.context + max(self.widths(self.program.step.name) or PREFILL)
 
     def widths(self, function: str) -> tuple[int, ...] | None:
         """None when eager; else 1, what a verification step takes, and prefill chunks."""

@@ -45,7 +45,7 @@ class Teacher:
 
     def __init__(self, net: Net) -> None:
         self.net = net
-        step = net.program.function("step")
+        step = net.program.step
         self.taps = tuple(name for name in step.outputs if name.split(".")[0] == "hidden")
         named = {name: step.outputs[name] for name in self.taps}
         waist = _waist(step, set(named.values()))

@@ -38,7 +38,7 @@ def functions_of(draft: Record) -> list[str]:
 def trainable(program: Program, draft: Record) -> list[str]:
     """Weights of a drafter's functions that the target does not use itself, and those that its
     record names: they are its own even if the step reads them."""
-    frozen = program.function("step").weights - draft.weights
+    frozen = program.step.weights - draft.weights
     used = sorted(draft.weights)
     used += [w for name in functions_of(draft) for w in sorted(program.function(name).weights)]
     floating = [w for w in used if program.weights[w].type.dtype.is_floating_point]
@@ -59,7 +59,7 @@ def check_chains(program: Program, drafts: Sequence[Record]) -> None:
     for draft in drafts:
         if not isinstance(draft, UnrolledDraft):
             continue
-        known = program.function(draft.function).weights | program.function("step").weights
+        known = program.function(draft.function).weights | program.step.weights
         for name in sorted(program.function(draft.chain).weights - known):
             if program.weights[name].made is None:
                 raise InputError(
@@ -87,8 +87,9 @@ class Net:
         """The trained weights, in order."""
         return [self.tensors[name] for name in self.trained]  # type: ignore[misc]
 
-    def run(self, function: str, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A draft function's outputs but its states."""
+    def run(self, function: str | None, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A function's outputs but its states; None: the target's step."""
+        function = function or self.program.step.name
         outputs = self.program.function(function).outputs
         wanted = [n for n in outputs if n not in self.program.states]
         wanted = [n for n in wanted if n not in ("draft_tokens", "draft_scores", "argmax")]

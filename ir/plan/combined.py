@@ -84,13 +84,8 @@ class UnrolledDraft(CachedDraft):
 @record
 @dataclass(frozen=True)
 class FusedDraft(UnrolledDraft):
-    """The step itself verifies by its argmax and makes the next chain.
+    """The step itself makes the next chain (see `Fused`); `chain` drafts where not the argmax
+    decides."""
 
-    step: takes what ``step`` takes, and the states of `chain`; returns what ``step`` returns, and
-    ``drafted`` i64[B,1+levels]: the last fed token that the argmax agrees with, and the chain that
-    follows. `chain` drafts where not the argmax decides.
-    """
-
-    step: str = "step.drafting"
     kind: ClassVar[str] = "fused"
     in_step: ClassVar[bool] = True

@@ -9,14 +9,16 @@ from .combined import MergedDraft
 from .depth import DepthRecord, FullDepth
 from .draft import DraftRecord, FirstDraft, NoDraft
 from .length import FixedLength, LengthRecord
+from .step import StepRecord, Whole
 from .tree import Chain, TreeRecord
 from .verify import Lossless, VerifyRecord
 
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Drafter, tree, length, verification, depth and cache policies of a generation loop."""
+    """What a step runs, and drafter, tree, length, verification, depth and cache policies."""
 
+    step: StepRecord = field(default_factory=Whole)
     draft: DraftRecord = field(default_factory=NoDraft)
     tree: TreeRecord = field(default_factory=Chain)
     length: LengthRecord = field(default_factory=FixedLength)

@@ -45,7 +45,7 @@ class InsertKvCache(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Add states and cached attention. See the module docstring."""
-        if not program.function("step").calls(G.attention.default):
+        if not program.step.calls(G.attention.default):
             return Outcome(program, 0, "step has no graftwork.attention")
         functions, states = dict(program.functions), dict(program.states)
         for name, function in program.functions.items():

@@ -52,7 +52,7 @@ class DraftAmphista(DraftPass):
 
     def insert(self, program: Program) -> Outcome:
         """Graft layers and heads on. See the module docstring."""
-        shape = LayerShape.of(program.function("step"), self.name, 0)
+        shape = LayerShape.of(program.step, self.name, 0)
         program, output = self._adapted(program)
         program = self._parallel(program, shape)
         first = CachedDraft("amphista", output, 1)

@@ -59,7 +59,7 @@ class DraftClover(DraftPass):
 
     def insert(self, program: Program) -> Outcome:
         """Graft layer and heads on. See the module docstring."""
-        shape = LayerShape.of(program.function("step"), self.name, 0)
+        shape = LayerShape.of(program.step, self.name, 0)
         program, output = self._first(program, shape)
         for level in range(1, self.heads):
             program = self._level(program, level, shape)

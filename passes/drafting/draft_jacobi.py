@@ -40,6 +40,6 @@ class DraftJacobi(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Put the drafter into the plan. See the module docstring."""
-        if "argmax" not in program.function("step").outputs:
+        if "argmax" not in program.step.outputs:
             return Outcome(program, 0, "step returns no argmax: run add_argmax before")
         return Outcome(with_draft(program, JacobiDraft(self.tokens)), 1)

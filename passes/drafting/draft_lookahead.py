@@ -42,7 +42,7 @@ class DraftLookahead(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Put the drafter into the plan. See the module docstring."""
-        if "argmax" not in program.function("step").outputs:
+        if "argmax" not in program.step.outputs:
             return Outcome(program, 0, "step returns no argmax: run add_argmax before")
         draft = LookaheadDraft(self.window, self.ngram, self.pool)
         return Outcome(with_draft(program, draft), 1)

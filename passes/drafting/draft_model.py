@@ -96,8 +96,8 @@ class DraftModel(Pass):
         _check(program, guest)
         guest = FuseResidualNorm().run(self._drafting(guest)).program
         layer, prefix = free_layer(program.functions.values()), f"{NAME}."
-        fn = _renamed(guest.function("step"), layer)
-        weights = [guest.weights[n].renamed(prefix + n) for n in guest.function("step").weights]
+        fn = _renamed(guest.step, layer)
+        weights = [guest.weights[n].renamed(prefix + n) for n in guest.step.weights]
         merged = program.with_function(fn, weights=program.weights.adding(*weights))
         rest = {path: model for path, model in program.guests.items() if path != self.model}
         short = guest.info.context < program.info.context
@@ -131,7 +131,7 @@ class DraftModel(Pass):
 
     def _drafting(self, guest: Program) -> Program:
         """The guest with the outputs of a draft function."""
-        fn = guest.function("step").copy()
+        fn = guest.step.copy()
         with fn.graph.inserting_before(fn.output_node):
             count = min(self.candidates, guest.info.vocab_size)
             outputs = candidates(fn, fn.outputs["logits"], count)

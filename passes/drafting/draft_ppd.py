@@ -59,7 +59,7 @@ class DraftPpd(DraftPass):
 
     def insert(self, program: Program) -> Outcome:
         """Let the step read prompt tokens. See the module docstring."""
-        fn = program.function("step").copy()
+        fn = program.step.copy()
         if "draft_tokens" in fn.outputs or WEIGHT in program.weights:
             raise PassError(f"{self.name}: the step drafts already")
         vocabulary = program.info.vocab_size

@@ -60,7 +60,7 @@ class DraftRecycling(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Put the drafter into the plan. See the module docstring."""
-        given = type_of(program.function("step").outputs["top_tokens"]).dims[-1]
+        given = type_of(program.step.outputs["top_tokens"]).dims[-1]
         if isinstance(given, int) and self.successors > given:
             raise PassError(
                 f"draft_recycling: successors={self.successors}, but step returns {given} "

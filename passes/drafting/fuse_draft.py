@@ -18,7 +18,8 @@ After::
       ... the body of eagle.chain on %next, the features and %place ...
       %drafted: i64[B,4] = aten.cat([%place, %draft_tokens], 1)
     decode {
-      draft = fused(function="eagle", ..., chain="eagle.chain", step="step.drafting")
+      step = fused(function="step.drafting", plain="step", spare=2)
+      draft = fused(function="eagle", ..., chain="eagle.chain")
 
 Greedy verification is a comparison and the text's features are there: so a round of speculation is
 one call, in which draft and target share their threads, and the loop only reads numbers. Rows of
@@ -37,7 +38,7 @@ import torch
 import torch.fx
 
 from ...ir import Function, PassError, Program, type_of
-from ...ir.plan import DraftRecord, FusedDraft, UnrolledDraft
+from ...ir.plan import DraftRecord, Fused, FusedDraft, UnrolledDraft
 from ..engine.base import Contract, Effect, Outcome, Pass, register
 from ..engine.subgraph import inlined
 from .plan_edits import fitting, with_plan
@@ -77,7 +78,8 @@ class FuseDraft(Pass):
             raise PassError("fuse_draft: the plan has several unrolled drafters; a step makes one")
         if NAME in program.functions:
             raise PassError(f"fuse_draft: the program has a function {NAME!r} already")
-        planned = fitting(with_plan(program, draft=draft), self.name)
+        step = Fused(NAME, program.step.name, found[0].levels - 1)
+        planned = fitting(with_plan(program, step=step, draft=draft), self.name)
         return Outcome(planned.with_function(drafting_step(program, found[0])), 1)
 
 
@@ -87,13 +89,13 @@ def _fused(draft: DraftRecord, found: list[FusedDraft]) -> DraftRecord:
         return draft.with_parts([_fused(part, found) for part in draft.parts])
     if type(draft) is not UnrolledDraft or draft.output is None:
         return draft
-    found.append(FusedDraft(**{f.name: getattr(draft, f.name) for f in fields(draft)}, step=NAME))
+    found.append(FusedDraft(**{f.name: getattr(draft, f.name) for f in fields(draft)}))
     return found[-1]
 
 
 def drafting_step(program: Program, draft: FusedDraft) -> Function:
     """The step that also makes the next draft. See the module docstring."""
-    fn = program.function("step").copy()
+    fn = program.step.copy()
     fn.name = NAME
     outputs = fn.outputs
     chain = program.function(draft.chain)

@@ -44,7 +44,7 @@ class Graft:
     ) -> None:
         self.program, self.owner = program, owner
         self.trained = TrainedWeights(weights, owner, program, published)
-        self.step = program.function("step").copy()
+        self.step = program.step.copy()
         sweep(self.step)  # a marker that nobody reads any more is none to tap
         self.fn = Function(name)
         self.weights = program.weights
@@ -93,7 +93,7 @@ class Graft:
             with self.step.graph.inserting_before(self.step.output_node):
                 joined = self.step.call(A.cat.default, [outputs[tap] for tap in taps], -1)
             self.step.set_outputs({**outputs, name: joined})
-        before = self.program.function("step").outputs
+        before = self.program.step.outputs
         kept = {n: v for n, v in self.step.outputs.items() if n not in taps or n in before}
         self.step.set_outputs(kept)
         return name

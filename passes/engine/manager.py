@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import networkx as nx
 
 from ...ir import PassError, PassRecord, Program, VerifyError
-from ...ir.legality import idle, unmet
+from ...ir.legality import check_carried, idle, unmet
 from ...ir.threads import traces
 from ...ir.verify import verify
 from .base import Contract, Outcome, Pass, all_passes
@@ -152,8 +152,10 @@ def run_passes(
 def check_plan(program: Program) -> None:
     """That every part of a finished program's plan has what it needs, and something to do.
 
-    Errors: `PassError` naming the part, and the pass to add or to leave out.
+    Errors: `PassError` naming the part, and the pass to add or to leave out; `UnsupportedError` for
+    a part that no decode loop carries out.
     """
+    check_carried(program.plan)
     if fault := unmet(program):
         raise PassError(f"{fault[0]}{_hint(fault[1])}")
     if nothing := idle(program.plan):

@@ -50,7 +50,7 @@ def step_inputs(
         "ancestors": torch.ones(width, width, dtype=torch.bool).tril().expand(batch, width, width),
         **states,
     }
-    return {str(n.target): chain[str(n.target)] for n in program.function("step").inputs}
+    return {str(n.target): chain[str(n.target)] for n in program.step.inputs}
 
 
 def empty_states(program: Program, batch: int, capacity: int) -> dict[str, torch.Tensor]:
@@ -71,7 +71,7 @@ def reference_logits(
     parts, past = [], 0
     for width in widths or [tokens.shape[1]]:
         chunk = tokens[:, past : past + width]
-        out = run(program, "step", step_inputs(program, chunk, states, past))
+        out = run(program, program.step.name, step_inputs(program, chunk, states, past))
         parts.append(out["logits"])
         states = {name: out.get(name, rows) for name, rows in states.items()}  # some are drafters'
         past += width
@@ -107,7 +107,7 @@ class Validator:
         return float((pieces - whole).abs().max()) / scale
 
     def _enforce(self, program: Program, check: Check, name: str, contract: Contract) -> None:
-        logits = program.function("step").outputs["logits"]
+        logits = program.step.outputs["logits"]
         bound = TOLERANCE.get(type_of(logits).dtype, 1e-4)
         if contract is not Contract.APPROXIMATE and not check.error <= bound:
             raise PassError(

@@ -36,6 +36,6 @@ class FuseGateUp(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Merge gate and up of every `glu`. See the module docstring."""
-        merger = Merger(program.function("step").copy(), program.weights)
+        merger = Merger(program.step.copy(), program.weights)
         merger.merge_gates()
         return merger.outcome(program, "graftwork.glu")

@@ -37,6 +37,6 @@ class FuseQkv(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Merge the projections of every attention. See the module docstring."""
-        merger = Merger(program.function("step").copy(), program.weights)
+        merger = Merger(program.step.copy(), program.weights)
         merger.merge_attention()
         return merger.outcome(program, "attention with three projections")

@@ -42,7 +42,7 @@ class FuseResidualNorm(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Fuse every norm of a sum, looking through markers. See the module docstring."""
-        fn = program.function("step").copy()
+        fn = program.step.copy()
         count, miss = 0, "no graftwork.rms_norm"
         for node in fn.calls(G.rms_norm.default):
             total = _through_markers(node.args[0])

@@ -51,7 +51,7 @@ class TabulatePositions(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Replace position-only values of ``step`` by lookups. See the module docstring."""
-        fn = program.function("step").copy()
+        fn = program.step.copy()
         if not fn.has_input(INPUT):
             return Outcome(program, 0, f"step has no input {INPUT!r}")
         merge_equal(fn)

@@ -39,7 +39,7 @@ class RaiseActivations(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Raise in ``step``. See the module docstring."""
-        fn = program.function("step").copy()
+        fn = program.step.copy()
         result = apply_rules(fn, RULES, program.weights)
         if not result.count:
             return Outcome(program, 0, result.near_miss)

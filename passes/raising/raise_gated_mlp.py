@@ -43,7 +43,7 @@ class RaiseGatedMlp(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Raise in ``step``. See the module docstring."""
-        fn = program.function("step").copy()
+        fn = program.step.copy()
         count, near_miss = 0, "step multiplies no activation with another value"
         for node in fn.calls(A.mul.Tensor):
             found = _read(node)

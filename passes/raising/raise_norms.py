@@ -51,7 +51,7 @@ class RaiseNorms(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Raise in ``step``. See the module docstring."""
-        fn = program.function("step").copy()
+        fn = program.step.copy()
         calls, weights = _raise_calls(fn, program.weights)
         result = apply_rules(fn, RULES, weights)
         if not calls and not result.count:

@@ -53,7 +53,7 @@ class RaiseRotary(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Raise in ``step``. See the module docstring."""
-        fn = program.function("step").copy()
+        fn = program.step.copy()
         tables = decided_by(fn, {"positions"})
         raiser = _Raiser(fn, tables)
         for node in fn.calls(A.mul.Tensor):

@@ -33,7 +33,7 @@ class AddArgmax(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Add the output. See the module docstring."""
-        fn = program.function("step").copy()
+        fn = program.step.copy()
         outputs = fn.outputs
         if "argmax" in outputs or "logits" not in outputs:
             return Outcome(program, 0, f"step returns {', '.join(outputs)}")

@@ -37,7 +37,7 @@ class AddTopTokens(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Add the output. See the module docstring."""
-        fn = program.function("step").copy()
+        fn = program.step.copy()
         outputs = fn.outputs
         if "top_tokens" in outputs or "logits" not in outputs:
             return Outcome(program, 0, f"step returns {', '.join(outputs)}")

@@ -45,7 +45,7 @@ class PickLogits(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Insert the choice after the last marker. See the module docstring."""
-        fn = program.function("step").copy()
+        fn = program.step.copy()
         markers = fn.calls(G.hidden.default)
         if not markers:
             return Outcome(program, 0, "step has no graftwork.hidden marker")

@@ -122,6 +122,11 @@ class GenerationOptions:
         """Whether even a greedy choice needs the logits instead of their argmax."""
         return self.repetition_penalty != 1.0 or self.min_new_tokens > 0
 
+    @property
+    def by_argmax(self) -> bool:
+        """Whether the target's best token is always the one that is kept."""
+        return not (self.do_sample or self.reshapes_logits)
+
     def random(self) -> torch.Generator | None:
         """The generator to draw from; None is torch's global one.
 

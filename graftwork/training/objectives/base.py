@@ -83,9 +83,9 @@ def mean_loss(losses: Iterable[tuple[Batch, Loss]]) -> Loss:
 
 
 class Run(Protocol):
-    """Runs a function of the program, differentiably, on inputs by name."""
+    """Runs a function of the program, or its step (None), differentiably, on inputs by name."""
 
-    def __call__(self, function: str, **inputs: torch.Tensor) -> dict[str, torch.Tensor]: ...
+    def __call__(self, function: str | None, **inputs: torch.Tensor) -> dict[str, torch.Tensor]: ...
 
 
 Objective = Callable[[Any, Run, Batch], Loss]

@@ -26,7 +26,7 @@ def judge_loss(record: Judge, run: Run, batch: Batch) -> Loss:
     weighing the same."""
     tokens, replaced = substituted(batch)
     with torch.no_grad():
-        hidden = run("step", tokens=tokens)[record.output]
+        hidden = run(None, tokens=tokens)[record.output]
     odds = run(record.function, hidden=hidden)["judged"][:, 1:, 0].float()
     wanted, counts = ~replaced[:, 1:], replaced[:, 1:].sum().clamp(min=1)
     # Both kinds weigh the same, however many there are.

@@ -27,7 +27,7 @@ def prompts_loss(record: PromptDraft, run: Run, batch: Batch) -> Loss:
     seen = _seen(width, places, count).to(batch.tokens.device)
     columns = torch.arange(width, width + groups * count).to(batch.tokens)
     logits = run(
-        "step",
+        None,
         tokens=torch.cat([batch.tokens, riders.expand(many, -1)], 1),
         positions=positions.expand(many, -1),
         ancestors=seen.expand(many, -1, -1),

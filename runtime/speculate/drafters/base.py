@@ -53,15 +53,12 @@ class Drafter(ABC):
     """Proposes tokens for every unfinished sequence of a batch before each step.
 
     wants: outputs of the step function that `observe` or `read` need. reads: whether `read` has
-    anything to do. step: the function that steps run, if not ``step`` itself, which it must do the
-    work of. spare: cache rows that it makes for itself. Register a subclass with
-    ``@DRAFTERS.register(ItsRecord)`` in its own file of this folder.
+    anything to do. Register a subclass with ``@DRAFTERS.register(ItsRecord)`` in its own file of
+    this folder.
     """
 
     wants: tuple[str, ...] = ()
     reads: bool = False
-    step: str = "step"
-    spare: int = 0
 
     def __init__(self, record: Any, executable: Executable, options: GenerationOptions) -> None:
         self.record, self.executable, self.options = record, executable, options

@@ -32,14 +32,13 @@ class FusedDrafter(Composed, ChainDrafter):
     ) -> None:
         super().__init__(record, executable, options, length)
         self.apart: GrownDrafter | None = None
-        if options.do_sample or options.reshapes_logits:
+        if not options.by_argmax:
             values = {f.name: getattr(record, f.name) for f in fields(UnrolledDraft)}
             apart = UnrolledDraft(**values)
             self.apart = GrownDrafter(apart, executable, options, length)
             self.wants, self.reads = self.apart.wants, self.apart.reads
         else:
-            self.wants, self.step, self.spare = ("drafted",), record.step, record.levels - 1
-            self.levels = record.levels
+            self.wants, self.levels = ("drafted",), record.levels
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """Nothing is drafted before the prompt has run."""

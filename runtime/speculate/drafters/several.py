@@ -26,8 +26,6 @@ class Several(Composed):
         self.parts = [drafter_for(part, executable, options, length) for part in record.of]
         self.wants = tuple(dict.fromkeys(name for part in self.parts for name in part.wants))
         self.reads = any(part.reads for part in self.parts)
-        self.step = next((part.step for part in self.parts if part.step != "step"), "step")
-        self.spare = max((part.spare for part in self.parts), default=0)
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """See `Drafter.begin`."""

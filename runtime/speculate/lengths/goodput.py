@@ -97,7 +97,7 @@ class GoodputPolicy(LengthPolicy):
         key = (batch, self.most)
         kept = _KNOWN.setdefault(executable, {})
         self.known = kept.setdefault(key, Knowledge(self.most))
-        self.compiled = executable.widths("step")
+        self.compiled = executable.widths(executable.program.step.name)
         self.widths = np.array([self._width(size + 1) for size in range(self.most + 1)])
 
     def _width(self, need: int) -> int:

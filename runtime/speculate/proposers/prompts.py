@@ -43,7 +43,7 @@ class PromptProposer(Proposer):
         self, record: PromptDraft, executable: Executable, options: GenerationOptions
     ) -> None:
         super().__init__(record, executable, options)
-        step, plan = executable.program.function("step"), executable.program.plan
+        step, plan = executable.program.step, executable.program.plan
         self.depth = self.many = record.prompts
         self.vocabulary = executable.program.info.vocab_size
         self.candidates = int(str(type_of(step.outputs["draft_tokens"]).dims[-1]))

@@ -34,7 +34,7 @@ class GreedyVerifier(Verifier):
     ) -> None:
         super().__init__(record, program, options, batch)
         self.vocabulary = program.info.vocab_size
-        offered = "argmax" in program.function("step").outputs
+        offered = "argmax" in program.step.outputs
         if self.argmax_suffices and offered and not options.reshapes_logits:
             self.fetch, self.takes_argmax = ("argmax",), True
 

@@ -1,0 +1,80 @@
+"""Step records: which of a program's functions the decode loop feeds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .base import Record, record
+from .bounds import Rollout
+
+
+@dataclass(frozen=True)
+class StepRecord(Record):
+    """Base of step records.
+
+    in_parts: a step is several calls, one after the other.
+    """
+
+    slot: ClassVar[str] = "step"
+    in_parts: ClassVar[bool] = False
+
+    @property
+    def plain(self) -> str:
+        """The function that gives the target's results and does nothing else: what passes extend,
+        what training and the validator run."""
+        raise NotImplementedError
+
+    def fed(self, argmax: bool) -> tuple[str, int]:
+        """The function that steps run, and the cache rows that it makes for itself behind those of
+        what it is fed. argmax: whether the target's best token is always what is kept."""
+        return self.plain, 0
+
+
+@record
+@dataclass(frozen=True)
+class Whole(StepRecord):
+    """A step is one call of `function`, which runs the target from its tokens to its logits."""
+
+    function: str = "step"
+    kind: ClassVar[str] = "whole"
+
+    @property
+    def plain(self) -> str:
+        """`function`."""
+        return self.function
+
+
+@record
+@dataclass(frozen=True)
+class Fused(StepRecord):
+    """A step is one call of `function`, which verifies by its argmax and makes the next draft, too.
+
+    function: takes what `plain` takes, and the draft's states; returns what `plain` returns, and
+    ``drafted`` i64[B,1+levels]: the last fed token that the argmax agrees with, and the chain that
+    follows. spare: rows of the draft's states that it writes beyond those of what it is fed. plain:
+    runs where something else decides than the argmax.
+    """
+
+    function: str = "step.drafting"
+    plain: str = "step"
+    spare: Rollout = 0
+    kind: ClassVar[str] = "fused"
+
+    def fed(self, argmax: bool) -> tuple[str, int]:
+        """See `StepRecord.fed`."""
+        return (self.function, self.spare) if argmax else (self.plain, 0)
+
+
+@record
+@dataclass(frozen=True)
+class Segments(StepRecord):
+    """A step is a call of each of `functions` in turn, as deep as it goes; `plain` is all of them.
+
+    No decode loop carries it out yet (see `legality.check_carried`).
+    """
+
+    functions: tuple[str, ...] = ()
+    plain: str = "step"
+    kind: ClassVar[str] = "segments"
+    in_parts: ClassVar[bool] = True
