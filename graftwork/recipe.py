@@ -79,10 +79,13 @@ class Use:
             ) from error
         except ValidationError as error:
             first = error.errors()[0]
+            where = f"{self.where}: pass {self.name!r}"
+            if not first["loc"]:  # options that contradict each other
+                message = first["msg"].removeprefix("Value error, ")
+                raise InputError(f"{where}: {message}") from error
             option = ".".join(str(part) for part in first["loc"])
             raise InputError(
-                f"{self.where}: pass {self.name!r}, option {option!r}: {first['msg']}; "
-                f"got {first['input']!r}"
+                f"{where}, option {option!r}: {first['msg']}; got {first['input']!r}"
             ) from error
 
 

@@ -4,8 +4,8 @@ tree with the most tokens a second is chosen.
 Acceptance is measured through the runtime. At each step of a generation whose text is known the
 drafter is led down the true continuation, level by level, and the rank at which it has the true
 token is counted; then it drafts as its recipe says. That gives the chance that the candidate of
-rank r at depth d is accepted, its parent being accepted, which is what `best_tree` needs. Source:
-Chen et al., "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding" (2024).
+rank r at depth d is accepted, its parent being accepted, which is what `StaticTree.best` needs.
+Source: Chen et al., "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding" (2024).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .backends.target import Target
 from .ir import InputError
 from .ir.executable import Executable
 from .ir.files import plain_path
-from .ir.plan import Chain, FixedLength, StaticTree
-from .ir.plan.shapes import best_tree, expected
+from .ir.plan import FixedLength, StaticTree
+from .ir.plan.shapes import expected
 from .model import Model, Source, load, optimize
 from .planned import Planned
 from .prompts import Prompts, read_prompts
@@ -283,8 +283,8 @@ def evaluate(
         step = float(np.interp(nodes + 1, widths, times))
         found = []
         for depth in range(1, len(rates) + 1):
-            tree = best_tree(rates[:depth], nodes)
-            tokens = expected(tree, rates)
+            tree = StaticTree.best(rates[:depth], nodes)
+            tokens = expected(tree.paths, rates)
             found.append(Choice(tree, tokens, tokens / (step + drafting * tree.depth)))
         choices.append(max(found, key=lambda choice: choice.speed))
     return choices
@@ -331,6 +331,6 @@ def _with_tree(model: Model) -> Executable:
             "the model's step takes no trees: optimize it with the pass accept_trees, or give the "
             "checkpoint and a recipe"
         )
-    tree = FIRST_TREE if isinstance(plan.tree, Chain) else plan.tree
+    tree = plan.tree if plan.tree.branches else FIRST_TREE
     program = model.program.replace(plan=replace(plan, tree=tree, length=FixedLength()))
     return replace(model, program=program).executable

@@ -17,7 +17,6 @@ from .plan import (
     FixedLength,
     Lossless,
     NoDraft,
-    SampledTree,
     TreeRecord,
 )
 from .program import Program
@@ -119,7 +118,7 @@ def _unchained(plan: DecodePlan) -> Iterator[str]:
 
 def _is_told(plan: DecodePlan) -> bool:
     """Whether every draft says what its tokens were sampled from."""
-    return plan.draft.tells and isinstance(plan.tree, SampledTree) and plan.tree.told
+    return plan.draft.tells and plan.tree.tells
 
 
 def _idle(plan: DecodePlan) -> Iterator[str]:
@@ -134,7 +133,7 @@ def _idle(plan: DecodePlan) -> Iterator[str]:
         yield f"tree={tree.brief} is never followed: {who} says itself what its drafts look like"
     if length.by_level and not growing:
         yield f"length={length.brief} is never asked: {who} predicts nothing level by level"
-    if verify.siblings and (not isinstance(tree, SampledTree) or tree.chain):
+    if verify.siblings and (not tree.samples or tree.chain):
         yield (
             f"verify={verify.brief} never does anything: no draft of tree={tree.brief} has "
             f"siblings that were sampled independently"

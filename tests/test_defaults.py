@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from runtime_models import TableExecutable, program, whole
-from tiny import cached_llama, drafting_llama
+from tiny import cached_llama, drafting_llama, named
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import graftwork as gw
 from graftwork.export import export_genai, export_onnx
 from graftwork.ir import Defaults, InputError, ParseError, UnsupportedError, parse_program
-from graftwork.passes.drafting.draft_suffix import DraftSuffix
 from graftwork.runtime.asking.options import BEST, GenerationOptions, read_options
 
 SAMPLES: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 7, "top_p": 0.9}
@@ -213,7 +212,7 @@ def test_exports_say_it(tmp_path: Path) -> None:
 
 def test_speculation_samples_by_default_too() -> None:
     """What a drafter and a verifier are told is what plain decoding is told."""
-    drafting = drafting_llama(DraftSuffix())
+    drafting = drafting_llama(named("draft_suffix"))
     said = Defaults(do_sample=True, temperature=1.5)
     made = drafting.replace(info=type(drafting.info)(**{**vars(drafting.info), "defaults": said}))
     model = gw.Model(made, gw.Target("eager"), {"name": "test"})

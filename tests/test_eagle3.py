@@ -23,14 +23,13 @@ from test_runtime_cached import (
 )
 from test_runtime_sampling import assert_distributed
 from test_training import TEXT, taught
-from tiny import tiny_llama
+from tiny import named, tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import Program
 from graftwork.model import Model
 from graftwork.passes.drafting.draft_eagle3 import DraftEagle3
-from graftwork.passes.drafting.tree_sampled import TreeSampled
 from graftwork.passes.engine.base import Pass
 from graftwork.runtime import generate
 from graftwork.training import fit
@@ -107,7 +106,7 @@ def test_samples_follow_the_targets_distribution(tmp_path: Path) -> None:
     path.write_text("[1, 2, 4, 5]")
     start = tiny_llama(vocab=vocab, seed=3)
     draft = DraftEagle3(vocabulary=4, corpus=str(path))
-    program = drafting(draft, TreeSampled(widths=(2, 1)), start)
+    program = drafting(draft, named("tree_sampled", widths=(2, 1)), start)
     executable = compile(program, EAGER)
     exact = {}
     for tokens in itertools.product(range(vocab), repeat=3):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from test_runtime_continued import RecordedContinued, compiled, expected
-from tiny import MASK, PROMPTS, drafting_llama, tiny_llama
+from tiny import MASK, PROMPTS, drafting_llama, named, tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
@@ -23,7 +23,6 @@ from graftwork.ir.plan import ContinuedDraft
 from graftwork.passes.drafting.draft_gumiho import DraftGumiho
 from graftwork.passes.drafting.draft_mlp_speculator import DraftMlpSpeculator
 from graftwork.passes.drafting.draft_redrafter import DraftRedrafter
-from graftwork.passes.drafting.tree_static import TreeStatic
 from graftwork.passes.engine.base import Pass
 from graftwork.recipe import Recipe
 from graftwork.report import render
@@ -227,7 +226,7 @@ def test_siblings_get_continuations_of_their_own(
     w["gumiho.fc.weight"][:, :H] *= 30
     w = {n: 5 * t if "heads" in n else t for n, t in w.items()}
     save_file(w, tmp_path / "model.safetensors")
-    tree = TreeStatic(paths=((0,), (0, 0), (0, 1), (0, 0, 0), (0, 1, 0)))
+    tree = named("tree_static", paths=((0,), (0, 0), (0, 1), (0, 0, 0), (0, 1, 0)))
     program = drafting_llama(DraftGumiho(weights=str(tmp_path), **GUMIHO), tree)
     drafts: list[list[int]] = []
     propose = DecodeLoop._propose
@@ -259,7 +258,7 @@ def test_parallel_heads_learn_on_the_states_that_they_are_used_on(tmp_path: Path
     """In training, too, they see the states of both levels, the second one the drafter's own."""
     w = random_weights(DraftGumiho, **GUMIHO)
     save_file(w, tmp_path / "model.safetensors")
-    tree = TreeStatic(paths=((0,), (0, 0), (0, 0, 0)))
+    tree = named("tree_static", paths=((0,), (0, 0), (0, 0, 0)))
     program = drafting_llama(DraftGumiho(weights=str(tmp_path), **GUMIHO), tree)
     record = program.plan.draft
     assert isinstance(record, ContinuedDraft)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from handmade import Shape, cached_llama, llama
 from test_onnxruntime_lowering import KERNEL, PLAIN, name_of
-from tiny import drafting_llama, tiny_llama
+from tiny import drafting_llama, named, tiny_llama
 
 from graftwork.backends import Target, compile
 from graftwork.backends.onnxruntime.emit import emit
@@ -24,7 +24,6 @@ from graftwork.export import export_genai, export_onnx
 from graftwork.ir import InputError, Program, State, TensorType, UnsupportedError, run
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
-from graftwork.passes.drafting.draft_suffix import DraftSuffix
 from graftwork.passes.engine.base import Pass
 from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 
@@ -170,7 +169,7 @@ def test_portable_norms_are_bit_for_bit_our_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("write", [export_onnx, export_genai])
 @pytest.mark.parametrize(
     "drafter",
-    [DraftSuffix(), DraftMedusa(heads=2), DraftEagle(levels=2, candidates=2)],
+    [named("draft_suffix"), DraftMedusa(heads=2), DraftEagle(levels=2, candidates=2)],
     ids=lambda drafter: drafter.name,
 )
 def test_drafts_are_left_out_by_name_only(drafter: Pass, write: Any, tmp_path: Path) -> None:

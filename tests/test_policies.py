@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from tiny import cached_llama
+from tiny import cached_llama, named
 
 import graftwork.ir.plan as plan_package
 from graftwork.backends import compile
 from graftwork.backends.target import Target
-from graftwork.ir import InputError
-from graftwork.ir.plan import RECORDS, FullDepth, KeepAll
-from graftwork.ir.plan.base import record
+from graftwork.ir import InputError, PassError
+from graftwork.ir.plan import RECORDS, CachedDraft, FullDepth, KeepAll, UnrolledDraft
+from graftwork.ir.plan.base import POLICIES, record
 from graftwork.ir.plan.length import LengthRecord
+from graftwork.passes import all_passes
+from graftwork.passes.engine.base import PassDefinitionError
+from graftwork.passes.policies import derived
+from graftwork.recipe import Recipe
 from graftwork.runtime.cache import CACHES
 from graftwork.runtime.depth import DEPTHS
 
+CASES = Path(__file__).parent / "cases"
 PLAN = Path(__file__).parents[1] / "ir" / "plan"
 
 
@@ -50,3 +55,51 @@ def test_the_defaults_of_depth_and_cache_are_policies() -> None:
         policy.begin(2)
         assert policy.record == kept
     assert CACHES.find(KeepAll())(KeepAll(), executable).room([3, 5]) is None
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_a_policy_is_its_record(name: str) -> None:
+    """The pass that puts it into plans says what the record says, and has a case file."""
+    cls, made = POLICIES[name], all_passes()[name]
+    assert (made.contract, made.requires, made.provides) == (
+        cls.contract,
+        cls.requires,
+        cls.provides,
+    )
+    assert made.__doc__ is not None and f"{cls.slot} = {cls()}" in made.__doc__
+    assert not cls.__doc__ or cls.__doc__[:40] in made.__doc__
+    assert (CASES / f"{name}.test").is_file()
+
+
+def test_options_have_the_bounds_of_the_record() -> None:
+    """Those that the pass does not repeat, too: the largest value is the record's."""
+    for options, message in (
+        ({"nodes": 5000}, "option 'nodes': Input should be less than or equal to 4096"),
+        ({"nodse": 5}, "no option 'nodse'; did you mean 'nodes'"),
+        ({"depth": "5"}, "option 'depth': Input should be a valid integer; got '5'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            Recipe.load({"passes": [{"tree_best_first": options}]})
+
+
+def test_options_that_contradict_each_other_are_refused_where_they_are_written() -> None:
+    with pytest.raises(InputError, match=r"^recipe: pass 'tree_widened': widened chain: expected"):
+        Recipe.load({"passes": [{"tree_widened": {"bounds": [0.8, 0.3], "counts": [3, 2, 1]}}]})
+
+
+def test_a_policy_that_contradicts_the_plan_is_refused_by_its_pass() -> None:
+    draft = CachedDraft("draft", levels=2)
+    unrolled = replace(cached_llama().plan, draft=UnrolledDraft(**vars(draft)))
+    program = cached_llama().replace(plan=unrolled)
+    with pytest.raises(PassError, match=r"length_svip: draft=unrolled.* makes all levels"):
+        named("length_svip").run(program)
+
+
+def test_fields_that_passes_use_for_something_else_are_refused() -> None:
+    @dataclass(frozen=True)
+    class Named(LengthRecord):
+        name: str = "x"
+        kind: ClassVar[str] = "named"
+
+    with pytest.raises(PassDefinitionError, match="Named: the field 'name' cannot be an option"):
+        derived("length_named", Named)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import tiny_llama
+from tiny import named, tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
@@ -19,7 +19,6 @@ from graftwork.model import Model
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.draft_hydra import DraftHydra
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
-from graftwork.passes.drafting.draft_suffix import DraftSuffix
 from graftwork.passes.drafting.length_acceptance import LengthAcceptance
 from graftwork.passes.engine.base import Pass
 from graftwork.passes.engine.manager import Step, run_passes
@@ -71,7 +70,7 @@ def test_drafts_end_where_a_rejection_is_likely(
 
 
 def test_copied_drafts_are_bounded_too() -> None:
-    program = bounded(DraftSuffix(tokens=4, shortest=1), [-9.0] * 4)
+    program = bounded(named("draft_suffix", tokens=4, shortest=1), [-9.0] * 4)
     result = decode(compile(program, Target.parse("eager")))
     assert 0 < result.stats.draft_tokens <= result.stats.sequence_steps + 2 * 3
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from recorded import Recorded, whole
-from tiny import tiny_llama
+from tiny import named, tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
@@ -20,11 +20,7 @@ from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_model import DraftModel
-from graftwork.passes.drafting.draft_suffix import DraftSuffix
 from graftwork.passes.drafting.plan_edits import with_plan
-from graftwork.passes.drafting.tree_best_first import TreeBestFirst
-from graftwork.passes.drafting.tree_chain import TreeChain
-from graftwork.passes.drafting.tree_static import TreeStatic
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 from graftwork.passes.stepping.accept_trees import AcceptTrees
@@ -34,10 +30,10 @@ from graftwork.planned import Planned
 from graftwork.runtime import generate
 from graftwork.runtime.speculate.proposers.cached import CachedProposer
 
-CHAIN = TreeChain(depth=3)
-WIDE = TreeStatic(paths=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0)))
-LATE = TreeStatic(paths=((0,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 1)))
-BEST = TreeBestFirst(nodes=9, depth=3, width=3)
+CHAIN = named("tree_chain", depth=3)
+WIDE = named("tree_static", paths=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0)))
+LATE = named("tree_static", paths=((0,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 1)))
+BEST = named("tree_best_first", nodes=9, depth=3, width=3)
 PROMPTS = [[3, 4, 5, 6, 7, 8, 3, 4], [5, 6], [9], [1, 2, 3, 4, 5, 6, 7]]
 BACKENDS = ["eager", "onnxruntime"]
 
@@ -155,7 +151,9 @@ def test_a_draft_with_a_shorter_context_stops_there() -> None:
 
 def test_after_another_drafter_had_its_turn() -> None:
     """Text that others drafted is caught up with."""
-    program = drafting(DraftSuffix(tokens=2), CHAIN, with_itself(), DraftModel(model="same"))
+    program = drafting(
+        named("draft_suffix", tokens=2), CHAIN, with_itself(), DraftModel(model="same")
+    )
     executable = compile(program, Target.parse("eager"))
     result = decode(executable, PROMPTS, 40)
     assert torch.equal(result.sequences, plainly(executable, PROMPTS, 40))

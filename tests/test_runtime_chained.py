@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_models import Recorder, TableExecutable, markov, plain, program
-from tiny import tiny_llama
+from tiny import named, tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
@@ -27,7 +27,6 @@ from graftwork.ir.plan import (
 )
 from graftwork.ir.weights import Weight, WeightStore
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
-from graftwork.passes.drafting.draft_suffix import DraftSuffix
 from graftwork.passes.drafting.verify_judge import VerifyJudge
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.accept_trees import AcceptTrees
@@ -112,7 +111,7 @@ def test_taken_where_chains_and_the_argmax_decide(draft: DraftRecord, never_gene
 @pytest.mark.parametrize("backend", ["onnxruntime", "eager"])
 def test_on_every_backend(backend: str, batch: int, never_general: None) -> None:
     """Caches grow on the way, so held calls are made anew."""
-    passes = (DraftSuffix(tokens=5), InsertKvCache(), PickLogits(), AddArgmax())
+    passes = (named("draft_suffix", tokens=5), InsertKvCache(), PickLogits(), AddArgmax())
     made = run_passes(tiny_llama(context=300), [Step(p) for p in passes])[0]
     executable = compile(made, Target(backend, threads=1))
     plan = made.plan
@@ -167,7 +166,13 @@ def test_not_taken_where_a_length_policy_or_a_judge_has_a_say(never_general: Non
     """A judge takes the argmax where nothing is drafted, and more than it where something is."""
     made = model(SuffixDraft(tokens=4))
     goodput = made.replace(plan=replace(made.plan, length=GoodputLength()))
-    passes = (DraftSuffix(tokens=5), VerifyJudge(), InsertKvCache(), PickLogits(), AddArgmax())
+    passes = (
+        named("draft_suffix", tokens=5),
+        VerifyJudge(),
+        InsertKvCache(),
+        PickLogits(),
+        AddArgmax(),
+    )
     judged = run_passes(tiny_llama(), [Step(p) for p in (*passes, AcceptTrees())])[0]
     for executable in (TableExecutable(RULE, goodput), compile(judged, Target("eager"))):
         with pytest.raises(AssertionError, match="a general step"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from recorded import Recorded, whole
 from test_training import TEXT
-from tiny import MASK, PROMPTS, drafting_llama, tiny_llama
+from tiny import MASK, PROMPTS, drafting_llama, named, tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
@@ -24,9 +24,6 @@ from graftwork.passes.drafting.draft_amphista import DraftAmphista
 from graftwork.passes.drafting.draft_clover import DraftClover
 from graftwork.passes.drafting.draft_gumiho import DraftGumiho
 from graftwork.passes.drafting.grafts import Graft
-from graftwork.passes.drafting.tree_best_first import TreeBestFirst
-from graftwork.passes.drafting.tree_chain import TreeChain
-from graftwork.passes.drafting.tree_static import TreeStatic
 from graftwork.passes.engine.base import Pass
 from graftwork.runtime.generate import generate
 from graftwork.runtime.speculate.drafters import grown
@@ -40,9 +37,11 @@ DRAFTERS: dict[str, Pass] = {
     "gumiho": DraftGumiho(serial=2, layers=1, heads=2, candidates=4),
 }
 TREES: dict[str, Pass] = {
-    "chain": TreeChain(depth=4),
-    "static": TreeStatic(paths=((0,), (1,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (1, 0, 1))),
-    "best_first": TreeBestFirst(nodes=9, depth=4, width=3),
+    "chain": named("tree_chain", depth=4),
+    "static": named(
+        "tree_static", paths=((0,), (1,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (1, 0, 1))
+    ),
+    "best_first": named("tree_best_first", nodes=9, depth=4, width=3),
 }
 
 

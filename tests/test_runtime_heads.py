@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from tiny import MASK, PROMPTS, drafting_llama
+from tiny import MASK, PROMPTS, drafting_llama, named
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
@@ -15,9 +15,6 @@ from graftwork.passes.drafting.draft_hydra import DraftHydra
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.drafting.draft_mlp_speculator import DraftMlpSpeculator
 from graftwork.passes.drafting.draft_redrafter import DraftRedrafter
-from graftwork.passes.drafting.tree_best_first import TreeBestFirst
-from graftwork.passes.drafting.tree_chain import TreeChain
-from graftwork.passes.drafting.tree_static import TreeStatic
 from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 from graftwork.runtime.generate import generate
 from graftwork.runtime.speculate.last_state import LastState
@@ -30,9 +27,11 @@ DRAFTERS = {
     "mlp_speculator": DraftMlpSpeculator(candidates=4),
 }
 TREES = {
-    "chain": TreeChain(depth=3),
-    "static": TreeStatic(paths=((0,), (1,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (0, 0, 1))),
-    "best_first": TreeBestFirst(nodes=9, depth=3, width=3),
+    "chain": named("tree_chain", depth=3),
+    "static": named(
+        "tree_static", paths=((0,), (1,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (0, 0, 1))
+    ),
+    "best_first": named("tree_best_first", nodes=9, depth=3, width=3),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from test_runtime_sampling import assert_distributed
-from tiny import tiny_llama
+from tiny import named, tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
@@ -20,7 +20,6 @@ from graftwork.model import Model
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.drafting.plan_edits import with_plan
-from graftwork.passes.drafting.tree_static import TreeStatic
 from graftwork.passes.drafting.verify_judge import VerifyJudge
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.accept_trees import AcceptTrees
@@ -35,7 +34,7 @@ from graftwork.runtime.speculate.verifiers.base import GREEDY, SAMPLING, VERIFIE
 from graftwork.training import fit
 
 PROMPTS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]])
-TREE = TreeStatic(paths=((0,), (1,), (0, 0), (0, 1), (0, 0, 0)))
+TREE = named("tree_static", paths=((0,), (1,), (0, 0), (0, 1), (0, 0, 0)))
 
 
 def judging(threshold: float, **options: Any) -> Program:

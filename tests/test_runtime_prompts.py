@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from test_training import TEXT
-from tiny import MASK, PROMPTS, drafting_llama, tiny_llama
+from tiny import MASK, PROMPTS, drafting_llama, named, tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
@@ -19,11 +19,6 @@ from graftwork.model import Model
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.draft_merged import DraftMerged
 from graftwork.passes.drafting.draft_ppd import WEIGHT, DraftPpd
-from graftwork.passes.drafting.draft_suffix import DraftSuffix
-from graftwork.passes.drafting.tree_best_first import TreeBestFirst
-from graftwork.passes.drafting.tree_chain import TreeChain
-from graftwork.passes.drafting.tree_sampled import TreeSampled
-from graftwork.passes.drafting.tree_static import TreeStatic
 from graftwork.passes.engine.base import Pass
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.add_argmax import AddArgmax
@@ -37,9 +32,11 @@ from graftwork.training import fit
 from graftwork.training.fit import accepted_per_step
 
 TREES = {
-    "chain": TreeChain(depth=3),
-    "static": TreeStatic(paths=((0,), (1,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (0, 0, 1))),
-    "best_first": TreeBestFirst(nodes=9, depth=3, width=3),
+    "chain": named("tree_chain", depth=3),
+    "static": named(
+        "tree_static", paths=((0,), (1,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (0, 0, 1))
+    ),
+    "best_first": named("tree_best_first", nodes=9, depth=3, width=3),
 }
 PPD = DraftPpd(after=4, candidates=4)
 ASKED = {"max_new_tokens": 20, "eos_token_id": []}
@@ -70,7 +67,7 @@ def test_text_is_the_targets_own(backend: str, tree: str) -> None:
 
 def test_beside_another_drafter_and_to_the_end_of_the_context() -> None:
     for more in ((), (DraftMerged(),)):
-        fast = compiled("eager", DraftSuffix(tokens=2), PPD, TREES["static"], *more)
+        fast = compiled("eager", named("draft_suffix", tokens=2), PPD, TREES["static"], *more)
         found = decoded(fast, max_new_tokens=123)
         assert torch.equal(
             found.sequences, decoded(compiled("eager"), max_new_tokens=123).sequences
@@ -80,7 +77,7 @@ def test_beside_another_drafter_and_to_the_end_of_the_context() -> None:
 
 def test_sampling_repeats_with_its_seed() -> None:
     """Riders are no tokens that could be sampled, and cost no random numbers."""
-    fast = compiled("eager", PPD, TreeSampled(widths=(2, 1)))
+    fast = compiled("eager", PPD, named("tree_sampled", widths=(2, 1)))
     runs = [decoded(fast, do_sample=True, top_k=4, seed=3) for _ in range(2)]
     assert torch.equal(runs[0].sequences, runs[1].sequences)
     assert runs[0].sequences.max() < 32 and runs[0].stats.draft_tokens

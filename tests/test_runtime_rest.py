@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from runtime_models import TableExecutable, program, whole
-from tiny import tiny_llama
+from tiny import named, tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
@@ -22,16 +22,9 @@ from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_hydra import DraftHydra
-from graftwork.passes.drafting.draft_jacobi import DraftJacobi
-from graftwork.passes.drafting.draft_lookahead import DraftLookahead
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.drafting.draft_merged import DraftMerged
 from graftwork.passes.drafting.draft_ppd import DraftPpd
-from graftwork.passes.drafting.draft_recycling import DraftRecycling
-from graftwork.passes.drafting.draft_suffix import DraftSuffix
-from graftwork.passes.drafting.length_goodput import LengthGoodput
-from graftwork.passes.drafting.tree_best_first import TreeBestFirst
-from graftwork.passes.drafting.tree_chain import TreeChain
 from graftwork.passes.drafting.unroll_draft import UnrollDraft
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.accept_trees import AcceptTrees
@@ -45,15 +38,15 @@ from graftwork.runtime.rounds.plain import PlainDecoding
 from graftwork.runtime.speculate.lengths.base import LengthPolicy
 from graftwork.runtime.speculate.lengths.goodput import _KNOWN, GoodputPolicy
 
-CHAIN = TreeChain(depth=2)
-TREE = (AcceptTrees(), TreeBestFirst(nodes=5, depth=2, width=2))
-RECYCLED = DraftRecycling(nodes=4, depth=2, successors=2)
+CHAIN = named("tree_chain", depth=2)
+TREE = (AcceptTrees(), named("tree_best_first", nodes=5, depth=2, width=2))
+RECYCLED = named("draft_recycling", nodes=4, depth=2, successors=2)
 DRAFTERS: dict[str, Sequence[Pass]] = {
-    "suffix": (DraftSuffix(),),
+    "suffix": (named("draft_suffix"),),
     "recycling": (AddTopTokens(), AcceptTrees(), RECYCLED),
-    "merged": (AddTopTokens(), AcceptTrees(), DraftSuffix(), RECYCLED, DraftMerged()),
-    "lookahead": (AcceptTrees(), DraftLookahead(window=3, ngram=3, pool=2)),
-    "jacobi": (DraftJacobi(tokens=4),),
+    "merged": (AddTopTokens(), AcceptTrees(), named("draft_suffix"), RECYCLED, DraftMerged()),
+    "lookahead": (AcceptTrees(), named("draft_lookahead", window=3, ngram=3, pool=2)),
+    "jacobi": (named("draft_jacobi", tokens=4),),
     "medusa": (DraftMedusa(heads=2), CHAIN),
     "hydra": (DraftHydra(heads=2, layers=1, prefix=True), CHAIN),
     "ppd": (DraftPpd(after=2, prompts=2), *TREE),
@@ -69,7 +62,7 @@ PLAIN = 9
 
 
 def executable_of(passes: Sequence[Pass], backend: str) -> Executable:
-    every = (*passes, InsertKvCache(), PickLogits(), AddArgmax(), LengthGoodput())
+    every = (*passes, InsertKvCache(), PickLogits(), AddArgmax(), named("length_goodput"))
     return compile(run_passes(tiny_llama(), [Step(p) for p in every])[0], Target.parse(backend))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from test_runtime_cached import PROMPTS, decode, plainly
-from tiny import tiny_llama
+from tiny import named, tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
@@ -17,9 +17,6 @@ from graftwork.ir.plan import StagedDraft, SuffixDraft
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.draft_model import DraftModel
-from graftwork.passes.drafting.tree_chain import TreeChain
-from graftwork.passes.drafting.tree_sampled import TreeSampled
-from graftwork.passes.drafting.tree_static import TreeStatic
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
@@ -92,7 +89,7 @@ def test_up_to_the_end_of_the_context() -> None:
 
 def test_sampled_drafts_say_what_they_were_sampled_from() -> None:
     """With the target's own distribution every sampled token passes, guessed or not."""
-    tree = (AcceptTrees(), TreeSampled(widths=(1, 1, 1, 1)))
+    tree = (AcceptTrees(), named("tree_sampled", widths=(1, 1, 1, 1)))
     executable = compile(drafting(COPYING, *tree), Target.parse("eager"))
     options = {"do_sample": True, "top_k": 0, "temperature": 0.5, "seed": 3}
     result = decode(executable, PROMPTS, 1 + 6 * 5, **options)
@@ -131,7 +128,7 @@ def test_refusals() -> None:
     with pytest.raises(PassError, match=r"drafts by jacobi\(tokens=3\): expected a drafter that"):
         drafting("jacobi(tokens=3)")
     with pytest.raises(PassError, match=r"one node a level, and tree=.* asks for up to 2"):
-        drafting(COPYING, AcceptTrees(), TreeStatic(paths=((0,), (1,), (0, 0), (1, 0))))
+        drafting(COPYING, AcceptTrees(), named("tree_static", paths=((0,), (1,), (0, 0), (1, 0))))
 
 
 class Stops(LengthPolicy):
@@ -142,7 +139,9 @@ class Stops(LengthPolicy):
 
 
 def test_a_shorter_tree_asks_for_fewer_guesses() -> None:
-    executable = Counted(compile(drafting(COPYING, TreeChain(depth=2)), Target.parse("eager")))
+    executable = Counted(
+        compile(drafting(COPYING, named("tree_chain", depth=2)), Target.parse("eager"))
+    )
     result = decode(executable, PROMPTS[:1], 1 + 10 * 3)
     assert (result.stats.steps, result.stats.accepted_tokens) == (10, 10 * 2)
 

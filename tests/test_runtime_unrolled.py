@@ -10,7 +10,7 @@ import pytest
 import torch
 from runtime_models import Recorder
 from test_runtime_cached import PROMPTS, Widths, decode, plainly, with_itself
-from tiny import tiny_llama
+from tiny import named, tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
@@ -22,12 +22,8 @@ from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_eagle3 import DraftEagle3
 from graftwork.passes.drafting.draft_model import DraftModel
-from graftwork.passes.drafting.draft_suffix import DraftSuffix
 from graftwork.passes.drafting.fuse_draft import FuseDraft
-from graftwork.passes.drafting.length_goodput import LengthGoodput
-from graftwork.passes.drafting.length_svip import LengthSvip
 from graftwork.passes.drafting.plan_edits import with_plan
-from graftwork.passes.drafting.tree_chain import TreeChain
 from graftwork.passes.drafting.unroll_draft import UnrollDraft
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
@@ -45,7 +41,13 @@ LONG = [[(7 * i + i * i) % 31 + 1 for i in range(30)], *PROMPTS[:3]]
 
 def drafting(*passes: Pass, start: Program | None = None, grows: bool = True) -> Program:
     """A tiny model with a drafter that makes chains, of three tokens if it predicts them."""
-    every = (*passes, InsertKvCache(), PickLogits(), AddArgmax(), *[TreeChain(depth=3)] * grows)
+    every = (
+        *passes,
+        InsertKvCache(),
+        PickLogits(),
+        AddArgmax(),
+        *[named("tree_chain", depth=3)] * grows,
+    )
     return run_passes(start or tiny_llama(), [Step(p) for p in every])[0]
 
 
@@ -215,21 +217,21 @@ def test_where_not_the_argmax_decides_the_chain_is_a_call_of_its_own(
 
 def test_another_drafter_may_come_first() -> None:
     """What it drafts, the step verifies too, and goes on from there."""
-    program = drafting(DraftSuffix(tokens=3), DraftEagle(), UnrollDraft(), FuseDraft())
+    program = drafting(named("draft_suffix", tokens=3), DraftEagle(), UnrollDraft(), FuseDraft())
     assert [part.kind for part in program.plan.draft.of] == ["suffix", "fused"]
     executable = compile(program, Target.parse("eager"))
     result = decode(executable, LONG, 24)
     assert torch.equal(result.sequences, plainly(executable, LONG, 24))
-    alone = compile(drafting(DraftSuffix(tokens=3), grows=False), Target.parse("eager"))
+    alone = compile(drafting(named("draft_suffix", tokens=3), grows=False), Target.parse("eager"))
     assert result.stats.draft_tokens > decode(alone, LONG, 24).stats.draft_tokens
 
 
 @pytest.mark.parametrize(
     ("passes", "message"),
     [
-        ((DraftSuffix(), UnrollDraft()), "has no function with a cache"),
-        ((DraftEagle(), LengthSvip(), UnrollDraft()), "looks at each level"),
-        ((DraftEagle(), UnrollDraft(), LengthGoodput(), FuseDraft()), "gives up drafts"),
+        ((named("draft_suffix"), UnrollDraft()), "has no function with a cache"),
+        ((DraftEagle(), named("length_svip"), UnrollDraft()), "looks at each level"),
+        ((DraftEagle(), UnrollDraft(), named("length_goodput"), FuseDraft()), "gives up drafts"),
         ((DraftModel(model="same"), UnrollDraft(), FuseDraft()), "no unrolled drafter on features"),
         ((DraftEagle(), FuseDraft()), "requires 'unrolled'"),
     ],

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from fuzz.threads import FINE, Streamer, hammer
-from tiny import cached_llama, drafting_llama
+from tiny import cached_llama, drafting_llama, named
 
 import graftwork as gw
 from graftwork import backends
 from graftwork.frontends.trace import fake_mode, parameters_without_data
 from graftwork.ir import InputError, Program
 from graftwork.ir.rewrite import _traced
-from graftwork.passes.drafting.draft_suffix import DraftSuffix
 from graftwork.passes.raising.raise_norms import RULES
 
 
@@ -26,7 +25,7 @@ def model_of(program: Program, target: str, threads: int = 1) -> gw.Model:
 
 
 def made(recipe: str, target: str) -> gw.Model:
-    program = drafting_llama(DraftSuffix()) if recipe == "copyspec" else cached_llama()
+    program = drafting_llama(named("draft_suffix")) if recipe == "copyspec" else cached_llama()
     return model_of(program, target)
 
 

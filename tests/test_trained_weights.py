@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from test_runtime_cached import with_itself
 from test_training import FEW, TEXT, drafted
-from tiny import drafting_llama, tiny_llama
+from tiny import drafting_llama, named, tiny_llama
 
 import graftwork as gw
 from graftwork.backends import compile
@@ -24,7 +24,6 @@ from graftwork.passes.drafting.draft_hydra import DraftHydra
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.drafting.draft_mlp_speculator import DraftMlpSpeculator
 from graftwork.passes.drafting.draft_model import DraftModel
-from graftwork.passes.drafting.draft_suffix import DraftSuffix
 from graftwork.passes.engine.base import Pass, all_passes
 from graftwork.runtime import generate
 from graftwork.training import fit
@@ -120,7 +119,7 @@ def test_the_report_shows_remarks_and_an_artifact_keeps_them(
 
 
 def test_decoding_with_untrained_heads_warns_once(tmp_path: Path) -> None:
-    model = drafted(DraftSuffix(), DraftMedusa())
+    model = drafted(named("draft_suffix"), DraftMedusa())
     prompt = torch.tensor([TEXT[0][:9]])
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("default")
@@ -133,7 +132,7 @@ def test_decoding_with_untrained_heads_warns_once(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         fitted = fit(model, TEXT, out=tmp_path, **FEW)
         fitted.model.generate(prompt, max_new_tokens=4)
-        drafted(DraftSuffix()).generate(prompt, max_new_tokens=4)
+        drafted(named("draft_suffix")).generate(prompt, max_new_tokens=4)
         undrafted = drafting_llama(DraftMedusa())
         undrafted = undrafted.replace(
             plan=replace(undrafted.plan, draft=drafted().program.plan.draft)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import tiny_llama
+from tiny import named, tiny_llama
 
 from graftwork.backends.target import Target
 from graftwork.ir import GraftworkError, InputError, PassError, UnsupportedError, Weight
@@ -25,7 +25,6 @@ from graftwork.model import Model
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.draft_hydra import DraftHydra
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
-from graftwork.passes.drafting.draft_suffix import DraftSuffix
 from graftwork.passes.engine.base import Pass
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.add_argmax import AddArgmax
@@ -207,7 +206,7 @@ def test_bad_data_and_options(data, options, message, tmp_path: Path) -> None:
 
 def test_nothing_to_train_is_said(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"suffix.*nothing to train.*heads"):
-        fit(drafted(DraftSuffix()), TEXT, out=tmp_path, **FEW)
+        fit(drafted(named("draft_suffix")), TEXT, out=tmp_path, **FEW)
 
 
 def test_text_comes_from_files_arrays_and_the_model(tmp_path: Path) -> None:
@@ -295,7 +294,7 @@ def test_published_medusa_layouts_go_in_and_vllms_comes_out(tmp_path: Path) -> N
     with pytest.raises(InputError, match="untrained"):
         drafted(DraftMedusa()).export_vllm_medusa(tmp_path / "no")
     with pytest.raises(InputError, match=r"suffix.*Medusa"):
-        drafted(DraftSuffix()).export_vllm_medusa(tmp_path / "no")
+        drafted(named("draft_suffix")).export_vllm_medusa(tmp_path / "no")
     (tmp_path / "old.pt").write_bytes(b"pickle")
     with pytest.raises(PassError, match="pickle"):
         drafted(DraftMedusa(weights=str(tmp_path / "old.pt")))

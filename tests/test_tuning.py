@@ -14,7 +14,7 @@ import graftwork.tuning as tuning
 from graftwork.backends import Target
 from graftwork.ir import InputError
 from graftwork.ir.plan import DraftRecord, StaticTree
-from graftwork.ir.plan.shapes import best_tree, expected
+from graftwork.ir.plan.shapes import expected
 from graftwork.model import Model
 from graftwork.planned import Planned
 from graftwork.recipe import Recipe
@@ -159,13 +159,13 @@ def test_evaluate_is_the_best_tree_of_each_size():
     seconds = {1: 1.0, 8: 1.0, 16: 1.0}
     for nodes, choice in enumerate(evaluate(RATES, seconds, 0.0)[1:], 1):
         assert choice.tree.most <= nodes
-        assert choice.tokens == pytest.approx(expected(best_tree(RATES, nodes), RATES))
+        assert choice.tokens == pytest.approx(expected(StaticTree.best(RATES, nodes).paths, RATES))
 
 
 def test_best_tree_takes_ranks_by_their_rate_and_none_that_is_never_right():
     rates = [[0.1, 0.6, 0.0], [0.5, 0.0, 0.2]]
-    assert best_tree(rates, 3).paths == ((1,), (1, 0), (1, 2))
-    assert best_tree(rates, 99).most == 6
+    assert StaticTree.best(rates, 3).paths == ((1,), (1, 0), (1, 2))
+    assert StaticTree.best(rates, 99).most == 6
 
 
 def test_dear_levels_make_trees_shallow():

@@ -16,7 +16,7 @@ from graftwork.ir import (
     WeightStore,
 )
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
-from graftwork.passes.engine.base import Pass
+from graftwork.passes.engine.base import Pass, all_passes
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
@@ -28,6 +28,11 @@ B, T = Sym("B"), Sym("T")
 PROMPTS = torch.tensor([[0, 0, 0, 7, 3], [0, 4, 9, 9, 1], [5, 6, 7, 8, 9], [0, 0, 0, 0, 30]])
 MASK = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
 """A batch of texts of different lengths, padded on the left."""
+
+
+def named(name: str, **options: object) -> Pass:
+    """A pass as recipes call it, which is how those that are derived from records are found."""
+    return all_passes()[name](**options)
 
 
 class _Builder:

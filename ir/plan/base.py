@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..contract import Contract
 from ..errors import InputError
 from ..fields import check_fields
+from ..types import ValueType
+
+if TYPE_CHECKING:
+    from .decode import DecodePlan
 
 
 @dataclass(frozen=True)
@@ -15,10 +21,21 @@ class Record:
 
     A field may hold plain values, tuples of them, and further records of the same slot. Annotations
     bound them. Errors: `InputError` naming the field that is out of bounds.
+
+    What the pass that puts it into plans declares, it declares here (see `policy`). contract: what
+    holds of the output, next to decoding without it. requires, provides: facts about programs, such
+    as "cached", "trees". brings: what the user brings for it besides the model, in a few words.
+    repeatable: whether a recipe may have several of its kind. noun: what its slot holds.
     """
 
     kind: ClassVar[str] = ""
     slot: ClassVar[str] = ""
+    noun: ClassVar[str] = ""
+    contract: ClassVar[Contract] = Contract.LOSSLESS
+    requires: ClassVar[frozenset[str]] = frozenset()
+    provides: ClassVar[frozenset[str]] = frozenset()
+    brings: ClassVar[str] = ""
+    repeatable: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -26,6 +43,27 @@ class Record:
 
     def check(self) -> None:
         """What the fields' annotations (see `bounds`) cannot say. Errors: `InputError`."""
+
+    @classmethod
+    def maker(cls) -> Callable[..., Record]:
+        """What makes a record of the options of its pass: its parameters are the options."""
+        return cls
+
+    def lacking(self, step: Mapping[str, ValueType]) -> str | None:
+        """What the step does not return for it, and what to do; None if nothing is missing.
+
+        step: the types of the step's outputs.
+        """
+        return None
+
+    def into(self, plan: DecodePlan) -> DecodePlan:
+        """The plan with the record in its slot. Errors: `InputError` if that is taken, or if the
+        record needs others than the plan has."""
+        held = getattr(plan, self.slot)
+        if held != getattr(type(plan)(), self.slot):
+            raise InputError(f"the plan has a {self.noun} already: {held.brief}")
+        changed: dict[str, Any] = {self.slot: self}
+        return replace(plan, **changed)
 
     @property
     def weights(self) -> set[str]:
@@ -84,6 +122,8 @@ def _brief(value: Any) -> str:
 
 
 RECORDS: dict[tuple[str, str], type[Record]] = {}
+POLICIES: dict[str, type[Record]] = {}
+"""Records that are all that is to do, by the name of the pass that puts them into plans."""
 
 
 def record(cls: type[Record]) -> type[Record]:
@@ -95,6 +135,13 @@ def record(cls: type[Record]) -> type[Record]:
             f"{_path(cls)} cannot be {cls.slot}={cls.kind}: {_path(known)} is; choose another kind"
         )
     RECORDS[cls.slot, cls.kind] = cls
+    return cls
+
+
+def policy(cls: type[Record]) -> type[Record]:
+    """Class decorator: a `record` that needs nothing but its place in the plan. A pass called
+    ``slot_kind``, such as length_svip, puts it there (see `passes/policies.py`)."""
+    POLICIES[f"{cls.slot}_{cls.kind}"] = record(cls)
     return cls
 
 

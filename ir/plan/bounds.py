@@ -57,6 +57,12 @@ Widths: TypeAlias = Annotated[tuple[Nodes, ...], Field(min_length=1, max_length=
 Rank: TypeAlias = Annotated[int, Field(ge=0, le=MOST_NODES)]
 """A place among siblings."""
 
+Chances: TypeAlias = Annotated[
+    tuple[Annotated[tuple[Share, ...], Field(max_length=MOST_NODES)], ...],
+    Field(max_length=MOST_LEVELS),
+]
+"""Probabilities, in rows, or none."""
+
 Rates: TypeAlias = Annotated[
     tuple[Annotated[tuple[Part, ...], Field(min_length=1, max_length=MOST_NODES)], ...],
     Field(min_length=1, max_length=MOST_LEVELS),

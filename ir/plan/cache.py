@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..contract import Contract
 from .base import Record, record
 
 
@@ -13,6 +14,9 @@ class CacheRecord(Record):
     """Base of cache records."""
 
     slot: ClassVar[str] = "cache"
+    noun: ClassVar[str] = "cache policy"
+    contract: ClassVar[Contract] = Contract.APPROXIMATE
+    requires: ClassVar[frozenset[str]] = frozenset({"cached"})
 
 
 @record

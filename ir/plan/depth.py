@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..contract import Contract
 from .base import Record, record
 
 
@@ -13,6 +14,8 @@ class DepthRecord(Record):
     """Base of depth records."""
 
     slot: ClassVar[str] = "depth"
+    noun: ClassVar[str] = "depth policy"
+    contract: ClassVar[Contract] = Contract.APPROXIMATE
 
 
 @record

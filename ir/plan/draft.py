@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
-from .base import Record, record
+from ..errors import InputError
+from ..types import TensorType, ValueType
+from .base import Record, policy, record
 from .bounds import Context, Factor, Levels, Nodes, Rates, Rollout
+
+if TYPE_CHECKING:
+    from .decode import DecodePlan
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,9 @@ class DraftRecord(Record):
     """
 
     slot: ClassVar[str] = "draft"
+    noun: ClassVar[str] = "drafter"
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
+    provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
     grows: ClassVar[bool] = False
     branches: ClassVar[bool] = False
     chains: ClassVar[bool] = False
@@ -77,6 +85,19 @@ class DraftRecord(Record):
         """Tokens that are fed along behind a draft of so many nodes (`Draft.riders`), at most."""
         return sum(part.riders(nodes) for part in self.parts)
 
+    def before(self, later: DraftRecord) -> DraftRecord:
+        """This drafter, and a later one that has its turn where this one has no draft."""
+        return FirstDraft((self, later))
+
+    def lacking(self, step: Mapping[str, ValueType]) -> str | None:
+        """See `Record.lacking`: outputs that it reads."""
+        missing = [name for name in self.reads if name not in step]
+        return f"step returns no {missing[0]}, which {self.kind} reads" if missing else None
+
+    def into(self, plan: DecodePlan) -> DecodePlan:
+        """The plan with one drafter more: where the earlier ones have no draft, it has its turn."""
+        return replace(plan, draft=plan.draft.before(self))
+
 
 @record
 @dataclass(frozen=True)
@@ -85,25 +106,37 @@ class NoDraft(DraftRecord):
 
     kind: ClassVar[str] = "none"
 
+    def before(self, later: DraftRecord) -> DraftRecord:
+        """`later` alone."""
+        return later
+
     @property
     def most(self) -> int:
         """0."""
         return 0
 
 
-@record
+@policy
 @dataclass(frozen=True)
 class SuffixDraft(DraftRecord):
-    """Copy what followed the longest earlier occurrence of the text's suffix (CopySpec).
+    """Copy what followed the longest earlier occurrence of the text's suffix.
 
-    tokens: draft tokens a step at most. longest, shortest: lengths of suffix that count, in tokens.
+    CopySpec (Dumitru et al. 2025); prompt lookup decoding (Saxena 2023). Where there is no repeated
+    suffix, the plan's next drafter has its turn. tokens: draft tokens a step at most. longest,
+    shortest: lengths of suffix that count, in tokens.
     """
 
     tokens: Nodes = 10
     longest: Levels = 16
     shortest: Levels = 2
     kind: ClassVar[str] = "suffix"
+    repeatable: ClassVar[bool] = True
     foresees: ClassVar[bool] = True
+
+    def check(self) -> None:
+        """See `Record.check`."""
+        if self.shortest > self.longest:
+            raise InputError(f"shortest={self.shortest} is more than longest={self.longest}")
 
     @property
     def most(self) -> int:
@@ -119,15 +152,19 @@ RATES = (
 """Acceptance by tokens of known context and by rank: from 2,048 tokens of source code, rounded."""
 
 
-@record
+@policy
 @dataclass(frozen=True)
 class RecyclingDraft(DraftRecord):
     """Tables of the tokens that followed each context most likely when it was last seen.
 
     Drafts are the `nodes` likeliest nodes, at most `depth` deep. successors: candidates kept a
     context. context: tokens of the longest context that has a row; 1: the last token only (Token
-    Recycling). rates: rates[c][r] is how often the candidate of rank r is accepted where the
-    longest known context has c + 1 tokens.
+    Recycling, Luo et al. 2024). rates: rates[c][r] is how often the candidate of rank r is accepted
+    where the longest known context has c + 1 tokens.
+
+    The paper draws 80 nodes. On a CPU a node costs time, and the first few bring the most: a step
+    of eight columns costs little more than one of one, a step of 61 several times as much. Where
+    wide steps are cheap, set `nodes` to 60; the pass length_goodput finds out while decoding.
     """
 
     nodes: Nodes = 7
@@ -136,6 +173,8 @@ class RecyclingDraft(DraftRecord):
     context: Levels = 3
     rates: Rates = RATES
     kind: ClassVar[str] = "recycling"
+    requires: ClassVar[frozenset[str]] = frozenset({"cached", "top_tokens", "trees"})
+    repeatable: ClassVar[bool] = True
     branches: ClassVar[bool] = True
     foresees: ClassVar[bool] = True
 
@@ -143,6 +182,17 @@ class RecyclingDraft(DraftRecord):
     def reads(self) -> tuple[str, ...]:
         """What the target held for likely after each token."""
         return ("top_tokens",)
+
+    def lacking(self, step: Mapping[str, ValueType]) -> str | None:
+        """See `Record.lacking`: `successors` of them, if the step says how many it returns."""
+        top = step.get("top_tokens")
+        given = top.dims[-1] if isinstance(top, TensorType) else None
+        if isinstance(given, int) and self.successors > given:
+            return (
+                f"successors={self.successors}, but step returns {given} top_tokens: raise "
+                f"add_top_tokens.count"
+            )
+        return super().lacking(step)
 
     @property
     def most(self) -> int:
@@ -271,6 +321,10 @@ class FirstDraft(DraftRecord):
     of: tuple[DraftRecord, ...] = ()
     kind: ClassVar[str] = "first"
     in_turn: ClassVar[bool] = True
+
+    def before(self, later: DraftRecord) -> DraftRecord:
+        """The same with a last one more."""
+        return FirstDraft((*self.of, later))
 
     @property
     def most(self) -> int | None:

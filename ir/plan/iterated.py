@@ -5,21 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base import record
+from .base import policy, record
 from .bounds import Levels, Ngram, Nodes, Place
 from .draft import DraftRecord
 
 
-@record
+@policy
 @dataclass(frozen=True)
 class JacobiDraft(DraftRecord):
     """A block of guesses that every step replaces by what the target says after each of them.
 
-    tokens: of the block. Needs the step's ``argmax``.
+    Jacobi decoding (Santilli et al. 2023). tokens: of the block. Needs the step's ``argmax`` (pass
+    add_argmax), which is the next guess.
     """
 
     tokens: Nodes = 10
     kind: ClassVar[str] = "jacobi"
+    requires: ClassVar[frozenset[str]] = frozenset({"argmax", "cached"})
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -37,19 +39,22 @@ class JacobiDraft(DraftRecord):
         return self.tokens
 
 
-@record
+@policy
 @dataclass(frozen=True)
 class LookaheadDraft(DraftRecord):
-    """N-grams that the target itself came up with in a window of guesses ahead (Lookahead).
+    """N-grams that the target itself came up with in a window of guesses ahead.
 
-    window: places ahead that are guessed. ngram: tokens of an n-gram, the one it is found by
-    included. pool: n-grams kept and verified for each first token. Needs the step's ``argmax``.
+    Lookahead decoding (Fu et al. 2024): guesses and n-grams to verify share a step as branches of
+    one tree. window: places ahead that are guessed. ngram: tokens of an n-gram, the one it is found
+    by included. pool: n-grams kept and verified for each first token. Needs the step's ``argmax``
+    (pass add_argmax).
     """
 
     window: Nodes = 7
     ngram: Ngram = 5
     pool: Nodes = 7
     kind: ClassVar[str] = "lookahead"
+    requires: ClassVar[frozenset[str]] = frozenset({"argmax", "cached", "trees"})
     branches: ClassVar[bool] = True
 
     @property
@@ -68,19 +73,22 @@ class LookaheadDraft(DraftRecord):
         return self.pool * (self.ngram - 1) + self.window * (self.ngram - 1) - 1
 
 
-@record
+@policy
 @dataclass(frozen=True)
 class InputDraft(DraftRecord):
-    """Copy the prompt from where the text is in it (aggressive decoding).
+    """Copy the prompt from where the text stands in it: for editing.
 
-    tokens: draft tokens a step at most. start: the prompt's token that the text is expected to
-    begin with. longest: tokens that must agree, at best, to find the place again after an edit.
+    Aggressive decoding (Ge et al. 2022). tokens: draft tokens a step at most. start: the prompt's
+    token that the text is expected to begin with. longest: tokens that must agree, at best, to find
+    the place again after an edit.
     """
 
     tokens: Nodes = 20
     start: Place = 0
     longest: Levels = 4
     kind: ClassVar[str] = "input"
+    brings: ClassVar[str] = "an input text"
+    repeatable: ClassVar[bool] = True
 
     @property
     def most(self) -> int:

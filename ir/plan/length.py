@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base import Record, record
+from .base import Record, policy, record
 from .bounds import Factor, Inside, Levels, Part, Seed, Share
 
 
@@ -18,6 +18,8 @@ class LengthRecord(Record):
     """
 
     slot: ClassVar[str] = "length"
+    noun: ClassVar[str] = "length"
+    requires: ClassVar[frozenset[str]] = frozenset({"drafts"})
     by_level: ClassVar[bool] = False
     gives_up: ClassVar[bool] = False
 
@@ -30,12 +32,14 @@ class FixedLength(LengthRecord):
     kind: ClassVar[str] = "fixed"
 
 
-@record
+@policy
 @dataclass(frozen=True)
 class SvipLength(LengthRecord):
     """Go deeper while exp(-scale * sqrt(entropy of the draft's prediction)) exceeds `threshold`.
 
-    The bound grows with the chance that the target accepts (SVIP). Entropy in nats.
+    The bound grows with the chance that the target accepts (SVIP, Zhang et al. 2024). Entropy in
+    nats. For drafters that predict level by level with probabilities: one that copies has none and
+    keeps its length.
     """
 
     threshold: Share = 0.4
@@ -44,10 +48,15 @@ class SvipLength(LengthRecord):
     by_level: ClassVar[bool] = True
 
 
-@record
+@policy
 @dataclass(frozen=True)
 class ConfidenceLength(LengthRecord):
-    """Go deeper while the draft's best token is at least this probable, to `depth` (Kangaroo)."""
+    """Go deeper while the draft's best token is at least this probable.
+
+    For drafters that predict level by level with probabilities (Kangaroo, Liu et al. 2024): one
+    that copies has none and keeps its length. threshold: least probability to go on with. depth:
+    levels at most.
+    """
 
     threshold: Part = 0.6
     depth: Levels = 6
@@ -74,12 +83,13 @@ class AcceptanceLength(LengthRecord):
     kind: ClassVar[str] = "acceptance"
 
 
-@record
+@policy
 @dataclass(frozen=True)
 class ThompsonLength(LengthRecord):
-    """Go deeper with the chance of acceptance, drawn from its Beta posterior (EESD).
+    """Go deeper with the chance of acceptance, drawn from its Beta posterior.
 
-    accepted, rejected: the prior's counts. seed: of the draws, which change the speed alone.
+    Each sequence has its own, learned while decoding (EESD, Liu et al. 2024). accepted, rejected:
+    the prior's counts. seed: of the draws, which change the speed alone.
     """
 
     accepted: Factor = 1.0
@@ -88,12 +98,14 @@ class ThompsonLength(LengthRecord):
     kind: ClassVar[str] = "thompson"
 
 
-@record
+@policy
 @dataclass(frozen=True)
 class GoodputLength(LengthRecord):
-    """The size that yields the most tokens a second, as measured while decoding (SmartSpec).
+    """The size that yields the most tokens a second, or no draft, as measured while decoding.
 
-    loss: share of plain decoding's time that finding out may cost over 128 tokens.
+    Step times by width and acceptance by place in the draft are learned step by step, so drafts
+    that do not pay are given up (SmartSpec, Liu et al. 2024). loss: share of plain decoding's time
+    that finding out may cost over 128 tokens.
     """
 
     loss: Inside = 0.03

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
-from .tree import Path, StaticTree
+Path: TypeAlias = tuple[int, ...]
+"""A node: its ranks among siblings, from the root."""
 
 
-def best_tree(accepted: Sequence[Sequence[float]], nodes: int) -> StaticTree:
+def best_paths(accepted: Sequence[Sequence[float]], nodes: int) -> list[Path]:
     """The tree of `nodes` nodes with the largest expected number of accepted tokens.
 
     accepted[d][r]: probability that, its parent being accepted, the candidate of rank r at depth
@@ -16,8 +18,8 @@ def best_tree(accepted: Sequence[Sequence[float]], nodes: int) -> StaticTree:
     most valuable nodes form a tree and taking them in order is optimal. Sources: Chen et al.,
     "Sequoia" (2024); Wang et al., "OPT-Tree" (2025).
 
-    >>> best_tree([[0.6, 0.3], [0.5, 0.4]], 4).paths
-    ((0,), (1,), (0, 0), (0, 1))
+    >>> best_paths([[0.6, 0.3], [0.5, 0.4]], 4)
+    [(0,), (0, 0), (1,), (0, 1)]
     """
     # Candidates of each depth by falling rate: a drafter's second may be right more often.
     orders = [sorted(range(len(rates)), key=lambda r: -rates[r]) for rates in accepted]
@@ -38,12 +40,13 @@ def best_tree(accepted: Sequence[Sequence[float]], nodes: int) -> StaticTree:
         worths[path] = -negative
         offer(path, -negative, 0)
         offer(path[:-1], worths[path[:-1]], place + 1)
-    return StaticTree.of([path for path in worths if path])
+    return [path for path in worths if path]
 
 
-def expected(tree: StaticTree, accepted: Sequence[Sequence[float]]) -> float:
-    """Tokens that a step with this tree yields on average, the bonus token included."""
+def expected(paths: Iterable[Path], accepted: Sequence[Sequence[float]]) -> float:
+    """Tokens that a step with a tree yields on average, the bonus token included. paths: its nodes,
+    parents first."""
     worth: dict[Path, float] = {(): 1.0}
-    for path in tree.paths:
+    for path in paths:
         worth[path] = worth[path[:-1]] * accepted[len(path) - 1][path[-1]]
     return sum(worth.values())

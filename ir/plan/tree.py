@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import Annotated, ClassVar, TypeAlias
@@ -12,11 +12,12 @@ from typing import Annotated, ClassVar, TypeAlias
 from pydantic import Field
 
 from ..errors import InputError
-from .base import Record, record
+from .base import Record, policy
 from .bounds import (
     MOST_LEVELS,
     MOST_NODES,
     Amount,
+    Chances,
     Inside,
     Levels,
     Nodes,
@@ -24,8 +25,8 @@ from .bounds import (
     Share,
     Widths,
 )
+from .shapes import Path, best_paths
 
-Path: TypeAlias = tuple[int, ...]
 Paths: TypeAlias = Annotated[
     tuple[Annotated[tuple[Rank, ...], Field(max_length=MOST_LEVELS)], ...],
     Field(max_length=MOST_NODES),
@@ -34,10 +35,17 @@ Paths: TypeAlias = Annotated[
 
 @dataclass(frozen=True)
 class TreeRecord(Record):
-    """Base of tree records. branches: whether a step must be told who continues whom."""
+    """Base of tree records.
+
+    branches: whether a step must be told who continues whom. samples: whether tokens are sampled
+    from the drafter's distributions.
+    """
 
     slot: ClassVar[str] = "tree"
+    noun: ClassVar[str] = "tree"
+    requires: ClassVar[frozenset[str]] = frozenset({"trees"})
     branches: ClassVar[bool] = True
+    samples: ClassVar[bool] = False
 
     @property
     def chain(self) -> bool:
@@ -55,22 +63,48 @@ class TreeRecord(Record):
         return True
 
     @property
+    def independent(self) -> bool:
+        """Whether siblings are sampled independently of each other."""
+        return False
+
+    @property
+    def tells(self) -> bool:
+        """Whether drafts say what their tokens were sampled from in greedy decoding, too."""
+        return False
+
+    def telling(self) -> TreeRecord:
+        """The same tree, whose drafts say that. Errors: `InputError` if it samples nothing."""
+        raise InputError(f"expected tree=sampled, got tree={self.brief}")
+
+    @property
     def most(self) -> int | None:
         """Nodes at most; None: the drafter says."""
         return None
 
 
-@record
+@policy
 @dataclass(frozen=True)
 class Chain(TreeRecord):
     """The draft is a sequence: each token continues the one before.
 
-    depth: tokens of a chain that is drawn from predictions; None: the drafter says.
+    depth: tokens of a chain that is drawn from predictions; None: the drafter says, as one that
+    copies always does.
     """
 
     depth: Levels | None = None
     kind: ClassVar[str] = "chain"
+    requires: ClassVar[frozenset[str]] = frozenset({"cached"})
     branches: ClassVar[bool] = False
+
+    @classmethod
+    def maker(cls) -> Callable[..., Chain]:
+        """`of_depth`: a chain that is asked for has one."""
+        return cls.of_depth
+
+    @classmethod
+    def of_depth(cls, depth: Levels = 5) -> Chain:
+        """A chain of `depth` tokens at most."""
+        return cls(depth)
 
     @property
     def chain(self) -> bool:
@@ -83,13 +117,14 @@ class Chain(TreeRecord):
         return self.depth
 
 
-@record
+@policy
 @dataclass(frozen=True)
 class StaticTree(TreeRecord):
     """The same shape every step. paths: a node each, as its ranks among siblings from the root.
 
     ``((0,), (1,), (0, 0))``: the two likeliest tokens, and the likeliest one after the first.
     Sorted by depth, then by ranks; every node's parent is a node. Errors: `InputError` otherwise.
+    The options are those of `chosen`.
     """
 
     paths: Paths = ((0,),)
@@ -109,7 +144,33 @@ class StaticTree(TreeRecord):
             raise InputError("static tree: paths must be sorted by depth, then by ranks")
 
     @classmethod
-    def of(cls, paths: Sequence[Sequence[int]]) -> StaticTree:
+    def maker(cls) -> Callable[..., StaticTree]:
+        """`chosen`."""
+        return cls.chosen
+
+    @classmethod
+    def chosen(
+        cls, paths: Paths = (), nodes: Nodes | None = None, accepted: Chances = ()
+    ) -> StaticTree:
+        """The tree with these paths, in any order, or the best one of `nodes` nodes.
+
+        accepted: accepted[d][r] is how often the candidate of rank r at depth d + 1 is accepted
+        (Sequoia, Chen et al. 2024; Medusa, Cai et al. 2024). Errors: `InputError` for both or
+        neither of them, and for chances of one depth that add up to more than 1.
+        """
+        if bool(paths) == bool(accepted and nodes):
+            raise InputError("give either paths, or nodes and accepted")
+        if any(sum(chances) > 1 + 1e-6 for chances in accepted):
+            raise InputError("accepted: chances of one depth add up to at most 1")
+        return cls.of(paths) if paths else cls.best(accepted, nodes or 0)
+
+    @classmethod
+    def best(cls, accepted: Sequence[Sequence[float]], nodes: int) -> StaticTree:
+        """The tree of `nodes` nodes with the most accepted tokens (`shapes.best_paths`)."""
+        return cls.of(best_paths(accepted, nodes))
+
+    @classmethod
+    def of(cls, paths: Iterable[Sequence[int]]) -> StaticTree:
         """A tree of paths in any order."""
         return cls(tuple(sorted((tuple(path) for path in paths), key=_by_depth)))
 
@@ -141,15 +202,16 @@ class StaticTree(TreeRecord):
         return max(Counter(map(len, inner)).values(), default=0)
 
 
-@record
+@policy
 @dataclass(frozen=True)
 class BestFirst(TreeRecord):
-    """The likeliest nodes, found anew each step (EAGLE-2).
+    """The likeliest nodes, found anew each step, for drafters whose scores are probabilities.
 
     At each of `depth` levels the `width` nodes with the highest probability of their whole path are
-    expanded into `width` children each; of everything seen the best `nodes` are kept. gain: no
-    deeper level if the last one added less than this to the expected accepted tokens (OPT-Tree).
-    least: no node whose path is less probable than this (DySpec).
+    expanded into `width` children each; of everything seen the best `nodes` are kept (EAGLE-2, Li
+    et al. 2024). gain: no deeper level if the last one added less than this to the expected
+    accepted tokens (OPT-Tree, Wang et al. 2025). least: no node whose path is less probable than
+    this (DySpec, Xiong et al. 2024).
     """
 
     nodes: Nodes = 60
@@ -180,21 +242,38 @@ class BestFirst(TreeRecord):
         return not self.least
 
 
-@record
+@policy
 @dataclass(frozen=True)
 class SampledTree(TreeRecord):
-    """Tokens sampled from the drafter's own distributions, anew each step (RSD).
+    """Tokens sampled from the drafter's own distributions, anew each step; when greedy, the best.
 
     widths: children of every node, by depth; (1, 1, 1) is a chain of three sampled tokens.
     replacement: whether siblings are drawn independently of each other, so that two may be the same
-    token, instead of without replacement. told: whether the verifier is told the drafter's
-    distributions in greedy decoding too. Errors: `InputError` for widths below 1 or none.
+    token (SpecTr, Sun et al. 2023), instead of without replacement (Recursive Speculative Decoding,
+    Jeon et al. 2024). told: whether the verifier is told the drafter's distributions in greedy
+    decoding too. Errors: `InputError` for widths below 1 or none.
     """
 
     widths: Widths = (4, 2, 1)
     replacement: bool = False
     told: bool = False
     kind: ClassVar[str] = "sampled"
+    provides: ClassVar[frozenset[str]] = frozenset({"sampled trees"})
+    samples: ClassVar[bool] = True
+
+    @property
+    def independent(self) -> bool:
+        """`replacement`."""
+        return self.replacement
+
+    @property
+    def tells(self) -> bool:
+        """`told`."""
+        return self.told
+
+    def telling(self) -> SampledTree:
+        """See `TreeRecord.telling`."""
+        return replace(self, told=True)
 
     def check(self) -> None:
         """See `Record.check`."""
@@ -227,14 +306,16 @@ class SampledTree(TreeRecord):
         return self.sizes[-2] if len(self.widths) > 1 else 0
 
 
-@record
+@policy
 @dataclass(frozen=True)
 class WidenedChain(TreeRecord):
     """A chain of the likeliest tokens with siblings beside it where the drafter is unsure (CaPE).
 
     depth: of the chain. counts: candidates of a level, the chain's own token included: counts[i] up
-    to a probability of bounds[i] of that token, the last one above all bounds. Errors: `InputError`
-    for bounds that do not rise within 0..1, or counts that are not one more than bounds.
+    to a probability of bounds[i] of that token, the last one above all bounds. Only the chain
+    itself is predicted further, so that the drafter runs as often as for a chain (Du et al., "GliDe
+    with a CaPE", 2024). Errors: `InputError` for bounds that do not rise within 0..1, or counts
+    that are not one more than bounds.
     """
 
     depth: Levels = 5

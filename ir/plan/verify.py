@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
 
-from .base import Record, record
+from ..contract import Contract
+from ..errors import InputError
+from .base import Record, policy, record
 from .bounds import Amount, Nodes, Part, Share
+
+if TYPE_CHECKING:
+    from .decode import DecodePlan
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,9 @@ class VerifyRecord(Record):
     """
 
     slot: ClassVar[str] = "verify"
+    noun: ClassVar[str] = "verifier"
+    contract: ClassVar[Contract] = Contract.APPROXIMATE
+    requires: ClassVar[frozenset[str]] = frozenset({"drafts"})
     told: ClassVar[bool] = False
     siblings: ClassVar[bool] = False
 
@@ -28,26 +36,42 @@ class Lossless(VerifyRecord):
     """Keep the target's distribution: argmax agreement when greedy, rejection when sampling."""
 
     kind: ClassVar[str] = "lossless"
+    contract: ClassVar[Contract] = Contract.LOSSLESS
 
 
-@record
+@policy
 @dataclass(frozen=True)
 class SpecTr(VerifyRecord):
     """Keep the target's distribution, judging independently sampled siblings together (SpecTr).
 
+    By k-sequential selection: it keeps more than recursive rejection where siblings are likely to
+    repeat each other (Sun et al., "SpecTr: Fast Speculative Decoding via Optimal Transport", 2023).
     Greedy decoding and drafts of any other kind are verified as by `Lossless`.
     """
 
     kind: ClassVar[str] = "spectr"
     siblings: ClassVar[bool] = True
+    contract: ClassVar[Contract] = Contract.LOSSLESS
+    requires: ClassVar[frozenset[str]] = frozenset({"sampled trees"})
+
+    def into(self, plan: DecodePlan) -> DecodePlan:
+        """See `Record.into`. Errors: `InputError` for a tree without such siblings, too."""
+        if not plan.tree.independent:
+            raise InputError(
+                f"expected a tree of independently sampled siblings, got tree={plan.tree.brief}: "
+                f"run tree_sampled with replacement: true"
+            )
+        return super().into(plan)
 
 
-@record
+@policy
 @dataclass(frozen=True)
 class Typical(VerifyRecord):
-    """Accept draft tokens that the target finds typical, not only those that it chooses (Medusa).
+    """Accept draft tokens that the target finds typical, not only those that it chooses.
 
-    A token passes if its probability exceeds min(`floor`, `share` * exp(-entropy)).
+    A token passes if its probability exceeds min(`floor`, `share` * exp(-entropy)): where the
+    target is unsure, more than its first choice will do (Cai et al., "Medusa", 2024). The text
+    depends on the drafter.
     """
 
     floor: Part = 0.09
@@ -55,21 +79,26 @@ class Typical(VerifyRecord):
     kind: ClassVar[str] = "typical"
 
 
-@record
+@policy
 @dataclass(frozen=True)
 class TopKAccept(VerifyRecord):
-    """Accept draft tokens that are among the target's `count` likeliest (Stern et al. 2018)."""
+    """Accept draft tokens that are among the target's `count` likeliest.
+
+    Stern et al., "Blockwise Parallel Decoding" (2018). The text depends on the drafter; greedy
+    decoding with count=1 stays exact.
+    """
 
     count: Nodes = 2
     kind: ClassVar[str] = "top_k"
 
 
-@record
+@policy
 @dataclass(frozen=True)
 class Contrastive(VerifyRecord):
     """Decode p^(1 + beta) / q^beta, p being the target's distribution and q the drafter's.
 
-    Only tokens with at least `plausible` times the best one's p come into question. 0 is p itself.
+    Only tokens with at least `plausible` times the best one's p come into question (Yuan et al.,
+    "Speculative Contrastive Decoding", 2024). The text depends on the drafter; beta=0 is p itself.
     Needs drafts that say what q is (`SampledTree.told`).
     """
 
@@ -77,6 +106,11 @@ class Contrastive(VerifyRecord):
     plausible: Share = 0.1
     kind: ClassVar[str] = "contrastive"
     told: ClassVar[bool] = True
+    requires: ClassVar[frozenset[str]] = frozenset({"drafts", "sampled trees"})
+
+    def into(self, plan: DecodePlan) -> DecodePlan:
+        """See `Record.into`; the tree then tells what its tokens were sampled from."""
+        return super().into(replace(plan, tree=plan.tree.telling()))
 
 
 @record

@@ -22,7 +22,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from ...ir import Program
-from ...ir.plan import FirstDraft, MergedDraft
+from ...ir.plan import MergedDraft
 from ..engine.base import Contract, Effect, Outcome, Pass, register
 from .plan_edits import with_plan
 
@@ -41,6 +41,6 @@ class DraftMerged(Pass):
     def run(self, program: Program) -> Outcome:
         """Merge the plan's drafters. See the module docstring."""
         draft = program.plan.draft
-        if not isinstance(draft, FirstDraft):
+        if not draft.in_turn:
             return Outcome(program, 0, f"no drafters one after the other: draft={draft.kind}")
-        return Outcome(with_plan(program, draft=MergedDraft(draft.of, self.nodes)), 1)
+        return Outcome(with_plan(program, draft=MergedDraft(draft.parts, self.nodes)), 1)

@@ -23,12 +23,13 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from ...ir import PassError, Program
-from ...ir.plan import AcceptanceLength, FixedLength
+from ...ir import Program
+from ...ir.plan import AcceptanceLength
+from ...ir.plan.bounds import Inside, Levels
 from ..engine.base import STATES, Contract, Effect, Outcome, register
 from .draft_pass import TrainedPass
 from .grafts import Graft
-from .plan_edits import with_plan
+from .plan_edits import with_record
 
 NAME = "acceptance"
 
@@ -39,22 +40,18 @@ class LengthAcceptance(TrainedPass):
     of the head. weights: a file of trained weights, or the folder that training wrote; empty:
     untrained ones."""
 
-    levels: int = Field(default=8, ge=1)
-    threshold: float = Field(default=0.7, gt=0, lt=1)
+    levels: Levels = 8
+    threshold: Inside = 0.7
     layers: int = Field(default=1, ge=0)
 
     name: ClassVar[str] = "length_acceptance"
-    contract: ClassVar[Contract] = Contract.LOSSLESS
+    contract: ClassVar[Contract] = AcceptanceLength.contract
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
     reads: ClassVar[frozenset[Effect]] = STATES
 
     def insert(self, program: Program) -> Outcome:
         """Graft the head on and put the policy into the plan. See the module docstring."""
-        if program.plan.length != FixedLength():
-            raise PassError(
-                f"{self.name}: the plan has a length already: {program.plan.length.brief}"
-            )
         graft = Graft(program, self.name, NAME, self.weights)
         output = graft.tap_normed()
         x = graft.input("hidden", graft.hidden)
@@ -63,4 +60,4 @@ class LengthAcceptance(TrainedPass):
         odds = graft.linear(x, f"{NAME}.head", self.levels, init="zeros")
         made = graft.done({"accepted": odds})
         length = AcceptanceLength(NAME, output, self.levels, self.threshold, bool(self.weights))
-        return Outcome(with_plan(made, length=length), 1)
+        return Outcome(with_record(made, self.name, length), 1)

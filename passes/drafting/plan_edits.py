@@ -5,19 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ...ir import PassError, Program
+from ...ir import InputError, PassError, Program
 from ...ir.legality import misfit
-from ...ir.plan import DraftRecord, FirstDraft, Lossless, NoDraft, Record
+from ...ir.plan import DraftRecord, Record
 
 
 def with_draft(program: Program, draft: DraftRecord) -> Program:
     """The program with one drafter more: where the earlier ones have no draft, it has its turn."""
-    before = program.plan.draft
-    if isinstance(before, FirstDraft):
-        draft = FirstDraft((*before.of, draft))
-    elif not isinstance(before, NoDraft):
-        draft = FirstDraft((before, draft))
-    return with_plan(program, draft=draft)
+    return program.replace(plan=draft.into(program.plan))
 
 
 def with_plan(program: Program, **slots: Any) -> Program:
@@ -25,15 +20,18 @@ def with_plan(program: Program, **slots: Any) -> Program:
     return program.replace(plan=replace(program.plan, **slots))
 
 
+def with_record(program: Program, who: str, record: Record) -> Program:
+    """The program with a record in its plan. Errors: `PassError` naming `who` if its slot is taken,
+    or if a part of the plan contradicts another."""
+    try:
+        plan = record.into(program.plan)
+    except InputError as error:
+        raise PassError(f"{who}: {error}") from error
+    return fitting(program.replace(plan=plan), who)
+
+
 def fitting(program: Program, who: str) -> Program:
     """The program. Errors: `PassError` naming `who` if a part of its plan contradicts another."""
     if why := misfit(program.plan):
         raise PassError(f"{who}: {why}")
     return program
-
-
-def with_verifier(program: Program, who: str, verify: Record) -> Program:
-    """The program with another verifier. Errors: `PassError` naming `who` if one was chosen."""
-    if not isinstance(program.plan.verify, Lossless):
-        raise PassError(f"{who}: the plan has a verifier already: {program.plan.verify.brief}")
-    return with_plan(program, verify=verify)

@@ -21,14 +21,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import Field
-
 from ...ir import Program
 from ...ir.plan import Judge
+from ...ir.plan.bounds import Share
 from ..engine.base import STATES, Contract, Effect, Outcome, register
 from .draft_pass import TrainedPass
 from .grafts import Graft
-from .plan_edits import with_verifier
+from .plan_edits import with_record
 
 NAME = "judge"
 
@@ -38,10 +37,10 @@ class VerifyJudge(TrainedPass):
     """threshold: how probable it must be that a token is acceptable. weights: a file of trained
     weights, or the folder that training wrote; empty: untrained ones."""
 
-    threshold: float = Field(default=0.5, ge=0, le=1)
+    threshold: Share = 0.5
 
     name: ClassVar[str] = "verify_judge"
-    contract: ClassVar[Contract] = Contract.APPROXIMATE
+    contract: ClassVar[Contract] = Judge.contract
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
     reads: ClassVar[frozenset[Effect]] = STATES
@@ -53,4 +52,4 @@ class VerifyJudge(TrainedPass):
         hidden = graft.input("hidden", graft.hidden)
         judged = graft.linear(hidden, NAME, 1, init="zeros")
         verify = Judge(NAME, output, self.threshold, bool(self.weights))
-        return Outcome(with_verifier(graft.done({"judged": judged}), self.name, verify), 1)
+        return Outcome(with_record(graft.done({"judged": judged}), self.name, verify), 1)

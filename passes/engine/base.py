@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -11,20 +11,20 @@ from typing import ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from ...ir import InputError, Program
+from ...ir.contract import Contract
 from ...ir.discovery import brought, import_all
 
-
-class Contract(Enum):
-    """How a pass's output relates to its input, strongest first."""
-
-    EXACT = "exact"  # same logits up to float error
-    LOSSLESS = "lossless"  # same output distribution; greedy: same tokens
-    APPROXIMATE = "approximate"  # quality is measured and reported
-
-    @property
-    def rank(self) -> int:
-        """0 for exact, rising as the promise weakens."""
-        return list(Contract).index(self)
+__all__ = [
+    "STATES",
+    "Contract",
+    "Effect",
+    "Outcome",
+    "Pass",
+    "PassDefinitionError",
+    "all_passes",
+    "derives",
+    "register",
+]
 
 
 class Effect(Enum):
@@ -107,22 +107,45 @@ class PassDefinitionError(InputError):
 
 
 _PASSES: dict[str, type[Pass]] = {}
+_DERIVED: list[Callable[[], Iterable[type[Pass]]]] = []
 P = TypeVar("P", bound=type[Pass])
+D = TypeVar("D", bound=Callable[[], Iterable[type[Pass]]])
 
 
 def register(cls: P) -> P:
-    """Class decorator: make a pass known under its name."""
-    if not cls.name or _PASSES.get(cls.name, cls).__qualname__ != cls.__qualname__:
-        raise PassDefinitionError(f"{cls.__name__} has no name, or {cls.name!r} is taken")
+    """Class decorator: make a pass known under its name. Errors: `PassDefinitionError` naming both
+    passes if another one has that name."""
+    if not cls.name:
+        raise PassDefinitionError(f"pass {_path(cls)} has no name: declare name: ClassVar[str]")
+    known = _PASSES.setdefault(cls.name, cls)
+    if _path(known) != _path(cls):
+        raise PassDefinitionError(
+            f"{_path(cls)} and {_path(known)} are both passes called {cls.name!r}: rename one"
+        )
     _PASSES[cls.name] = cls
     return cls
 
 
+def derives(source: D) -> D:
+    """Decorator: the function gives passes that are derived from something else, such as records of
+    plans. It is asked at each look-up, because there may be more of them by then."""
+    _DERIVED.append(source)
+    return source
+
+
+def _path(cls: type[Pass]) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def all_passes() -> dict[str, type[Pass]]:
     """Every pass by name: graftwork's, and those of installed packages that name a module under the
-    entry point group ``graftwork.passes``. Importing a file registers its passes."""
+    entry point group ``graftwork.passes``. Importing a file registers its passes, and the records
+    that passes are derived from."""
     import_all("graftwork.passes")
     _import_brought()
+    for source in _DERIVED:
+        for cls in source():
+            register(cls)
     return dict(sorted(_PASSES.items()))
 
 

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from mutations import mutate
-from tiny import cached_llama, drafting_llama
+from tiny import cached_llama, drafting_llama, named
 
 from graftwork import artifact
 from graftwork.backends import compile
@@ -42,7 +42,6 @@ from graftwork.ir.executable import Executable
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_hydra import DraftHydra
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
-from graftwork.passes.drafting.draft_suffix import DraftSuffix
 from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 from graftwork.runtime.generate import generate
 
@@ -62,7 +61,7 @@ def programs() -> dict[str, Program]:
     plain = cached_llama()
     made = {
         "plain": plain,
-        "suffix": drafting_llama(DraftSuffix(tokens=4, shortest=1)),
+        "suffix": drafting_llama(named("draft_suffix", tokens=4, shortest=1)),
         "medusa": drafting_llama(DraftMedusa(heads=2)),
         "hydra": drafting_llama(DraftHydra(heads=2)),
         "eagle": drafting_llama(DraftEagle(levels=2)),

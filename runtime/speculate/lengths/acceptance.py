@@ -15,14 +15,14 @@ from ....ir.executable import Executable
 from ....ir.plan import AcceptanceLength
 from ..last_state import LastState
 from .base import LENGTHS
-from .depths import DepthPolicy
+from .depths import SequenceDepths
 
 if TYPE_CHECKING:
     from ..drafters.base import Taken
 
 
 @LENGTHS.register(AcceptanceLength)
-class AcceptancePolicy(DepthPolicy):
+class AcceptancePolicy(SequenceDepths):
     """The first level after which some token is rejected with more than the threshold's chance is
     the last one. Of the prompt nothing is asked: the first draft is as long as it may be."""
 

@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ....ir.executable import Executable
-from ....ir.plan import Chain, LengthRecord
+from ....ir.plan import LengthRecord
 from .base import Flags, LengthPolicy
 
 if TYPE_CHECKING:
     from ..proposers.base import Level
 
 
-class DepthPolicy(LengthPolicy):
+class SequenceDepths(LengthPolicy):
     """Ends the drafts of a chain, and the growth of a tree, at each sequence's own depth.
 
     depths: i64[batch], for the next drafts. A subclass sets them before `limits` reads them.
@@ -24,7 +24,7 @@ class DepthPolicy(LengthPolicy):
 
     def __init__(self, record: LengthRecord, executable: Executable, batch: int) -> None:
         super().__init__(record, executable, batch)
-        self.chain = isinstance(executable.program.plan.tree, Chain)
+        self.chain = not executable.program.plan.tree.branches
         self.depths: npt.NDArray[np.int64] = np.ones(batch, dtype=np.int64)
 
     def limits(self, rooms: Sequence[int]) -> list[int]:

@@ -10,14 +10,14 @@ import numpy as np
 from ....ir.executable import Executable
 from ....ir.plan import ThompsonLength
 from .base import LENGTHS
-from .depths import DepthPolicy
+from .depths import SequenceDepths
 
 if TYPE_CHECKING:
     from ..drafters.base import Taken
 
 
 @LENGTHS.register(ThompsonLength)
-class ThompsonPolicy(DepthPolicy):
+class ThompsonPolicy(SequenceDepths):
     """A Beta posterior of the chance that a draft token is accepted, a sequence each.
 
     Before a draft, chances are drawn from it, and tokens with those chances, until the first that

@@ -19,7 +19,7 @@ import numpy as np
 
 from ....ir import type_of
 from ....ir.executable import Executable
-from ....ir.plan import PromptDraft, SampledTree
+from ....ir.plan import PromptDraft
 from ...asking.options import GenerationOptions
 from ..drafters.base import Draft, Taken
 from .base import PROPOSERS, Ids, Level, Proposer, Scores
@@ -49,7 +49,7 @@ class PromptProposer(Proposer):
         self.candidates = int(str(type_of(step.outputs["draft_tokens"]).dims[-1]))
         self.riders = range(self.vocabulary, self.vocabulary + record.prompts)
         self.wants = ("draft_tokens", "draft_scores")
-        self.samples = isinstance(plan.tree, SampledTree)
+        self.samples = plan.tree.samples
         if self.samples:
             self.wants = (*self.wants, "logits")
 

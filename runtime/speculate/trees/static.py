@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ....ir.plan import StaticTree
-from ....ir.plan.tree import Path
+from ....ir.plan.shapes import Path
 from ..draft import NO_DRAFT, Draft
 from ..lengths.base import LengthPolicy
 from ..proposers.base import Ids, Level, Proposer
