@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -20,6 +20,9 @@ HeldCall: TypeAlias = Callable[[], Outputs]
 class Executable(Protocol):
     """A compiled program that owns its state buffers.
 
+    States have rows, those of one class (`State.capacity`) the same number. Which rows are valid,
+    and which positions of a text they stand for, callers know.
+
     The function ``step`` takes tokens i64[B,T], positions i64[B,T], past i64[B] (valid cache rows
     of each sequence before the step), ``select`` i64[B,S] (the tokens whose logits are wanted; only
     if the program's step has that input) and ``ancestors`` bool[B,T,T] (left out for a chain). It
@@ -30,6 +33,7 @@ class Executable(Protocol):
 
     program: Program
     capacity: int
+    """Rows that each sequence has room for in every class of states."""
     preparing: float
     """Seconds spent so far on what is done once: compiling and loading what was first asked for."""
     turn: Turn
@@ -38,10 +42,11 @@ class Executable(Protocol):
     def begin(self, batch: int, rows: int) -> None:
         """Start `batch` new sequences; make room for `rows` cache rows in each at once if cheap."""
 
-    def reserve(self, rows: int) -> None:
-        """Grow the caches to at least `rows` rows a sequence, keeping what they hold.
+    def reserve(self, rows: int, symbol: str | None = None) -> None:
+        """Grow the caches to at least `rows` rows a sequence, keeping what they hold: those with
+        the capacity `symbol`, or all.
 
-        Errors: `InputError` past the model's context.
+        Errors: `InputError` past the model's context and what a step may be wider.
         """
 
     def widths(self, function: str) -> tuple[int, ...] | None:
@@ -66,9 +71,33 @@ class Executable(Protocol):
         Nothing is checked before the first call. A held call does not keep the executable alive.
         """
 
-    def keep_rows(self, function: str, past: torch.Tensor, source: torch.Tensor) -> None:
-        """Commit a path: row past[b] + i becomes row past[b] + source[b,i], in all states that the
-        function reads. past i64[B]; source i64[B,N]."""
+    def commit(self, states: Collection[str], past: torch.Tensor, source: torch.Tensor) -> None:
+        """Keep a path of a step that began at row past[b]: row past[b] + i becomes row past[b] +
+        source[b,i]. past i64[B]; source i64[B,N], source[b,i] >= i. Rows after those are undefined.
+        """
+
+    def compact(self, states: Collection[str], kept: torch.Tensor) -> None:
+        """Keep some rows: row i becomes row kept[b,i]. kept i64[B,N], ascending in each sequence.
+        Rows from N on are undefined.
+        """
+
+    def read_rows(
+        self, states: Collection[str], sequence: int, start: int, stop: int
+    ) -> dict[str, torch.Tensor]:
+        """Rows start..stop of one sequence: by state, its type without B, on the CPU, a copy.
+
+        Errors: `InputError` for rows that there are not.
+        """
+
+    def write_rows(self, sequence: int, start: int, rows: Mapping[str, torch.Tensor]) -> None:
+        """Put what `read_rows` gave into a sequence's rows from `start` on.
+
+        Errors: `InputError` for rows that there are not, or of another shape or dtype.
+        """
+
+    def scratch(self, owner: Hashable) -> dict[Any, Any]:
+        """A dict of the owner's, empty at first, that lives as long as the executable: for what
+        takes long to make and serves more than one generation."""
 
     def state_bytes(self) -> int:
         """Bytes that the state buffers occupy now."""

@@ -15,7 +15,7 @@ import torch
 from .errors import InputError
 from .lexer import Cursor, Token
 from .printer import CONSTANTS
-from .types import DTYPES, Sym, make_dim
+from .types import DOT, DTYPES, Sym, make_dim
 
 MAX_OPERATORS = 400  # in one expression; bounds the depth of its tree
 _MARK = "\u00f8"
@@ -60,6 +60,8 @@ class Expression:
         pieces, column = [], 0
         for token in self.tokens:
             shown = token.text
+            if token.kind == "name":
+                shown = shown.replace(".", DOT)
             if token.kind in ("value", "weight"):
                 shown = f"{_MARK}{len(self.marked)}"
                 self.marked[shown] = token
@@ -98,7 +100,7 @@ class Expression:
         if not isinstance(node, ast.Name) or node.id in self.marked:
             self.fail(node, "a name")
         assert isinstance(node, ast.Name)
-        return ".".join([node.id, *reversed(parts)])
+        return ".".join([node.id, *reversed(parts)]).replace(DOT, ".")
 
     def arguments(self, node: ast.Call) -> tuple[list[Any], dict[str, Any]]:
         """Positional and keyword arguments of a call, converted."""
@@ -157,7 +159,7 @@ class Expression:
             return _NAMED[node.id]
         if node.id in self.marked or self.lookup is None:
             return self.fail(node, "a literal")
-        return Sym(node.id)
+        return Sym(node.id.replace(DOT, "."))
 
     def _dict(self, node: ast.Dict) -> dict[Any, Any]:
         keys = [self.value(key) for key in node.keys if key is not None]
@@ -170,7 +172,7 @@ class Expression:
             if isinstance(part, ast.Name) and (part.id in self.marked or part.id in _NAMED):
                 self.fail(part, "integers and size names")
         try:
-            return make_dim(ast.unparse(node))
+            return make_dim(ast.unparse(node).replace(DOT, "."))
         except InputError as error:
             return self.fail(node, f"a size ({error})")
 

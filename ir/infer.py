@@ -51,7 +51,7 @@ class _Shapes:
             from torch._dynamo.source import ConstantSource
             from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-            source = ConstantSource(f"graftwork_{name}")
+            source = ConstantSource(f"graftwork_{name.replace('.', '_')}")
             hint = _HINTS[len(self.sizes) % len(_HINTS)] + 8000 * (len(self.sizes) // len(_HINTS))
             symbol = self.env.create_symbol(
                 hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None

@@ -40,7 +40,7 @@ def _match(name: str, expected: TensorType, tensor: torch.Tensor, sizes: dict[st
     if got.dtype != expected.dtype or len(got.dims) != len(expected.dims):
         raise InputError(f"input {name!r}: expected {expected}, got {got}")
     for dim, size in zip(expected.dims, got.shape, strict=True):
-        if isinstance(dim, Sym) and dim.text.isidentifier():
+        if isinstance(dim, Sym) and dim.plain:
             sizes.setdefault(dim.text, size)
         bound = dim.bind(sizes) if isinstance(dim, Sym) else dim
         if bound != size:

@@ -24,7 +24,7 @@ _TOKEN = re.compile(
     | (?P<weight>@(?:[A-Za-z0-9_.]+|{_STRING}))
     | (?P<string>{_STRING})
     | (?P<number>(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)
-    | (?P<name>[A-Za-z_][A-Za-z0-9_]*)
+    | (?P<name>[A-Za-z_][A-Za-z0-9_]*(?:\.[0-9]+(?![A-Za-z0-9_]))?)
     | (?P<punct>->|\*\*|[()\[\]{{}}=,:*+.-])
     | (?P<newline>\n)
     | (?P<comment>\#[^\n]*)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from .defaults import Defaults
-from .errors import GraftworkError
+from .errors import GraftworkError, InputError
 from .fields import check_fields
 from .function import Function
 from .names import check_name, check_program_name
 from .plan import DecodePlan
 from .printer import call_text, fields_of, function_lines, literal, name_text, record_text
-from .types import TensorType
+from .types import Sym, TensorType
 from .weights import WeightStore
+
+_SYMBOL = re.compile(r"B|C(?:\.[0-9]+)?", re.ASCII)
 
 STAGES = ("traced", "canonical", "cached")
 
@@ -25,7 +28,9 @@ STAGES = ("traced", "canonical", "cached")
 class State:
     """A buffer that lives across steps, such as one layer's keys.
 
-    type: with symbols ``B`` and ``C`` (capacity in rows). part: "key", "value", ... ; layer: whose.
+    type: with the symbols ``B`` and, if it has rows, the capacity in rows of its class of states:
+    ``C``, ``C.1``, ... part: "key", "value", ... ; layer: whose. Errors: `InputError` for another
+    symbol, of which nobody would know the size.
     """
 
     name: str
@@ -36,6 +41,18 @@ class State:
     def __post_init__(self) -> None:
         check_name("a state", self.name)
         check_name("a state's part", self.part)
+        symbols = [dim for dim in self.type.dims if isinstance(dim, Sym)]
+        strange = [str(dim) for dim in symbols if not _SYMBOL.fullmatch(dim.text)]
+        if strange or len(set(symbols)) < len(symbols) or len(set(symbols) - {Sym("B")}) > 1:
+            raise InputError(
+                f"state {self.name}: expected a type with the symbol B and at most one capacity "
+                f"(C, C.1, C.2, ...), got {self.type}"
+            )
+
+    @property
+    def capacity(self) -> str | None:
+        """The symbol of its capacity in rows; None for a state without rows."""
+        return next((str(d) for d in self.type.dims if isinstance(d, Sym) and str(d) != "B"), None)
 
 
 @dataclass(frozen=True)
@@ -114,6 +131,11 @@ class Program:
     def with_function(self, function: Function, **changes: Any) -> Program:
         """A copy in which the function of that name is replaced (or added)."""
         return self.replace(functions={**self.functions, function.name: function}, **changes)
+
+    def states_of(self, function: str) -> tuple[str, ...]:
+        """The states that a function reads."""
+        reads = self.function(function).has_input
+        return tuple(name for name in self.states if reads(name))
 
     def pruned(self) -> Program:
         """A copy without the weights that no function and no record of the plan uses."""

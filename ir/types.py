@@ -43,8 +43,8 @@ class Sym:
     """A symbolic integer: a polynomial over named symbols, kept as its canonical text.
 
     ``B`` is the batch, ``T`` the number of tokens a sequence in this step, ``C`` the cache capacity
-    in rows. Appears as a dim of a `TensorType` and directly as an argument of a node, so programs
-    need no size-reading nodes.
+    in rows; further classes of caches have ``C.1`` and so on. Appears as a dim of a `TensorType`
+    and directly as an argument of a node, so programs need no size-reading nodes.
     """
 
     text: str
@@ -56,6 +56,11 @@ class Sym:
     def symbols(self) -> frozenset[str]:
         """Names of the symbols in the expression."""
         return frozenset(s.name for s in _to_sympy(self.text).free_symbols)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the expression is one symbol."""
+        return bool(_to_sympy(self.text).is_Symbol)
 
     def bind(self, values: Mapping[str, Dim]) -> Dim:
         """The expression with some symbols replaced; an int once none is left."""
@@ -95,7 +100,11 @@ def make_dim(expr: Any) -> Dim:
 
 
 # Bounds on what a text may ask for; artifacts are read from untrusted files.
-_DIM = re.compile(r"(?:\s*+(?:[A-Za-z_]\w*+|\d{1,19}+\b|\*\*|[-+*()]))++\s*+", re.ASCII)
+_DIM = re.compile(
+    r"(?:\s*+(?:[A-Za-z_]\w*+(?:\.\d{1,9}+\b)?+|\d{1,19}+\b|\*\*|[-+*()]))++\s*+", re.ASCII
+)
+DOT = "\u00b7"
+"""Stands for the dot of ``C.1`` where Python reads an expression: part of a name."""
 _MAX_TEXT, _MAX_TERMS, _MAX_POWER = 200, 64, 8
 
 
@@ -106,7 +115,7 @@ def _to_sympy(text: str) -> Any:
     if not _DIM.fullmatch(text):
         raise _no_dim(text)
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        tree = ast.parse(text.strip().replace(".", DOT), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise _no_dim(text) from None
     return _from_ast(tree, text)
@@ -122,7 +131,7 @@ def _from_ast(node: ast.expr, text: str) -> Any:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return sympy.Integer(node.value)
     if isinstance(node, ast.Name):
-        return sympy.Symbol(node.id)
+        return sympy.Symbol(node.id.replace(DOT, "."))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_from_ast(node.operand, text)
     if not isinstance(node, ast.BinOp):

@@ -177,7 +177,7 @@ class _Checker:
             # Before the ops that read it say so less clearly.
             expected = TensorType.parse(STEP_INPUTS[str(node.target)])
             self.same_type(node, f"the input {node.target}", expected, given)
-        plain = [d.symbols for d in given.dims if isinstance(d, Sym) and d.text.isidentifier()]
+        plain = [d.symbols for d in given.dims if isinstance(d, Sym) and d.plain]
         self.symbols |= set().union(*plain)
 
     def check_weight(self, node: torch.fx.Node) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -84,6 +85,7 @@ class TableExecutable:
         self.fed: list[tuple[int, list[int], tuple[str, ...]]] = []
         self.memo: dict[tuple[int, ...], torch.Tensor] = {}
         self.trees: set[bytes] = set()
+        self.kept: dict[Hashable, dict[Any, Any]] = {}
 
     def begin(self, batch: int, rows: int) -> None:
         assert 0 < rows <= self.program.info.context
@@ -175,16 +177,19 @@ class TableExecutable:
             self.memo[key] = self.rule(key)
         return self.memo[key].clone()
 
-    def keep_rows(self, function: str, past: torch.Tensor, source: torch.Tensor) -> None:
+    def commit(self, states: Collection[str], past: torch.Tensor, source: torch.Tensor) -> None:
         began, width = self.last
         assert torch.equal(past, began), "a path is kept where the last step began"
-        assert "ancestors" in {str(n.target) for n in self.program.function(function).inputs}
+        assert self.program.function("step").has_input("ancestors")
         assert source.shape[0] == len(past) and int(source.min()) >= 0
         assert int(source.max()) < width and source.shape[1] <= width
         kept = self.cache.gather(1, past[:, None] + source)
         for row, start in enumerate(past.tolist()):
             self.cache[row, start:] = POISON
             self.cache[row, start : start + source.shape[1]] = kept[row]
+
+    def scratch(self, owner: Hashable) -> dict[Any, Any]:
+        return self.kept.setdefault(owner, {})
 
     def state_bytes(self) -> int:
         return int(self.cache.nbytes)

@@ -12,8 +12,7 @@ from handmade import Shape, cached_llama
 from test_onnxruntime_lowering import KERNEL, PLAIN, TREE, name_of
 
 from graftwork.backends import Target, compile
-from graftwork.backends.onnxruntime.buffers import GRAIN
-from graftwork.backends.onnxruntime.executable import OnnxExecutable
+from graftwork.backends.onnxruntime.executable import GRAIN, OnnxExecutable
 from graftwork.backends.onnxruntime.probe import attention_kernel_works
 from graftwork.ir import InputError, Program, UnsupportedError, run
 from graftwork.passes.engine.validate import empty_states, reference_logits
@@ -67,7 +66,7 @@ class Twin:
 
     def commit(self, source: torch.Tensor) -> None:
         """Gather an accepted path's rows in both; `source` i64[B,N]."""
-        self.ort.keep_rows("step", self.past, source)
+        self.ort.commit(self.states, self.past, source)
         for tensor in self.states.values():
             for b, start in enumerate(self.past.tolist()):
                 path = tensor[b, :, start + source[b]].clone()
@@ -319,7 +318,7 @@ def test_refusals() -> None:
     ort.begin(1, 8)
     with pytest.raises(InputError, match=r"reserve\(65\)"):
         ort.run("step", step_of(65), ["logits"])
-    with pytest.raises(InputError, match="context has 96"):
+    with pytest.raises(InputError, match="context of 96"):
         ort.reserve(10_000)
     incomplete = step_of(2)
     del incomplete["select"]

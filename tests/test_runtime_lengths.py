@@ -33,6 +33,10 @@ class Executable:
     def __init__(self, most, tree=None, widths=None):
         plan = DecodePlan(draft=FakeDraft(most), tree=tree or Chain())
         self.program, self._widths = SimpleNamespace(plan=plan), widths
+        self.kept = {}
+
+    def scratch(self, owner):
+        return self.kept.setdefault(owner, {})
 
     def widths(self, function):
         return self._widths

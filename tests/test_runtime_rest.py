@@ -36,7 +36,7 @@ from graftwork.runtime.loop import DecodeLoop
 from graftwork.runtime.rounds import plain
 from graftwork.runtime.rounds.plain import PlainDecoding
 from graftwork.runtime.speculate.lengths.base import LengthPolicy
-from graftwork.runtime.speculate.lengths.goodput import _KNOWN, GoodputPolicy
+from graftwork.runtime.speculate.lengths.goodput import GoodputPolicy, Knowledge
 
 CHAIN = named("tree_chain", depth=2)
 TREE = (AcceptTrees(), named("tree_best_first", nodes=5, depth=2, width=2))
@@ -89,7 +89,7 @@ def stretches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def decoded(monkeypatch: pytest.MonkeyPatch, executable: Executable, batch: int) -> Any:
     """Texts, and every draft that was made."""
-    _KNOWN.clear()
+    executable.scratch(Knowledge).clear()
     drafts: list[Any] = []
     propose = DecodeLoop._propose
 

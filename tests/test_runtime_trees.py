@@ -169,9 +169,9 @@ def test_the_tests_see_rows_that_were_not_kept(how):
     """Were a path's cache rows not moved, or moved wrongly, the text would show it."""
 
     class Forgetful(TableExecutable):
-        def keep_rows(self, function, past, source):
+        def commit(self, states, past, source):
             if how == "front":
-                super().keep_rows(function, past, torch.arange(source.shape[1]).expand_as(source))
+                super().commit(states, past, torch.arange(source.shape[1]).expand_as(source))
 
     draft, rule = knowing(1)
     model = program(VOCAB, draft=draft, tree=SECOND)

@@ -99,7 +99,7 @@ def test_tree_step_equals_each_path_alone():
         alone = reference_logits(program, text)[:, 4:]
         torch.testing.assert_close(logits[:, path], alone, atol=1e-5, rtol=1e-4)
     # Commit 5 -> 11; the next token must see exactly that path.
-    executable.keep_rows("step", torch.tensor([4]), torch.tensor([[0, 3]]))
+    executable.commit(program.states, torch.tensor([4]), torch.tensor([[0, 3]]))
     logits = executable.run("step", inputs(torch.tensor([[3]]), [6]), ("logits",))["logits"]
     text = torch.tensor([[*prompt[0].tolist(), 5, 11, 3]])
     torch.testing.assert_close(

@@ -95,6 +95,8 @@ def _match(fn: Function, node: torch.fx.Node) -> _Found | None:
     write_k, write_v = arguments(keys), arguments(values)
     masked = arguments(mask)
     past, positions = masked["past"], masked["positions"]
+    if masked["row_positions"] is not None:  # the kernel's windows count rows
+        return None
     if {write_k["past"], write_v["past"]} != {past}:
         return None
     fed = past is fn.input("past") and positions is fn.input("positions")
@@ -155,6 +157,7 @@ def _slopes(bias: Any, past: Any, positions: Any) -> torch.fx.Node | None:
         return None
     given = arguments(bias)
     fits = given["past"] is past and given["positions"] is positions
+    fits = fits and given["row_positions"] is None
     return given["slopes"] if fits else None
 
 

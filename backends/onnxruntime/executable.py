@@ -12,9 +12,10 @@ from ...ir import GraftworkError, InputError, Program, UnsupportedError, type_of
 from ...ir.errors import execution_error
 from ...ir.executable import HeldCall, Outputs
 from ...ir.scratch import Scratch
-from ...ir.threads import Turn, traces
+from ...ir.threads import traces
+from ..base import StatefulExecutable
 from ..target import Target
-from .buffers import StateBuffers
+from .attention import OVERHANG
 from .emit import emit
 from .held import Held
 from .lower import Variant, is_step, lower
@@ -23,8 +24,11 @@ from .session import open_session
 from .step import Step
 from .store import WeightFile, store
 
+GRAIN = 64
+"""Capacities are multiples of this many rows (or the limit)."""
 
-class OnnxExecutable:
+
+class OnnxExecutable(StatefulExecutable):
     """See `ir.executable.Executable`. Any width runs equally well; sessions are made when needed.
 
     Weights lie in a temporary folder that lives as long as the executable; sessions map them.
@@ -32,31 +36,24 @@ class OnnxExecutable:
 
     def __init__(self, program: Program, target: Target) -> None:
         _require_dtypes(program, target)
-        self.program, self.target = program, target
+        limit = program.info.context + OVERHANG
+        super().__init__(program, target, limit, _rounded, together=True)
         self._scratch = _scratch()
         self._weights = WeightFile(self._scratch.path / "weights.data")
-        device = target.device
-        self._buffers = StateBuffers(
-            program.states, _readers(program), program.info.context, device
-        )
-        self._buffers.begin(1, 1)
+        self.buffers.begin(1, 1, anew=True)
         self._made: dict[str, dict[Variant, Step]] = {name: {} for name in program.functions}
         self._routers = {n: Router(program, f, target) for n, f in program.functions.items()}
-        self.preparing = 0.0
-        self.turn = Turn()
-
-    @property
-    def capacity(self) -> int:
-        """Rows that each sequence's caches hold now."""
-        return self._buffers.capacity
 
     def begin(self, batch: int, rows: int) -> None:
         """Start `batch` sequences; room for `rows` rows takes memory only once it is written."""
-        self._buffers.begin(batch, min(rows, self._buffers.limit))
+        self.buffers.begin(batch, min(rows, self.buffers.limit), anew=False)
 
-    def reserve(self, rows: int) -> None:
-        """Grow the caches, keeping their rows. Errors: `InputError` past the model's context."""
-        self._buffers.reserve(rows)
+    def reserve(self, rows: int, symbol: str | None = None) -> None:
+        """Grow the caches by half at least, keeping their rows."""
+        capacity = self.capacity
+        if rows > capacity:
+            rows = max(rows, min(capacity + capacity // 2, self.buffers.limit))
+        super().reserve(rows, symbol)
 
     def widths(self, function: str) -> tuple[int, ...] | None:
         """None: shapes are dynamic."""
@@ -76,13 +73,13 @@ class OnnxExecutable:
         """The call, bound to the tensors' own memory."""
         # Held calls do not keep the executable alive.
         routed = weakref.WeakMethod(self._routed)
-        return Held(routed, self._buffers, function, inputs, fetch)
+        return Held(routed, self.buffers, function, inputs, fetch)
 
     def _routed(self, function: str, inputs: Mapping[str, torch.Tensor]) -> tuple[Step, Route]:
         """Who takes a call, and how; there is room for it."""
         made = self._made[function]
         route = self._routers[function].route(inputs, made)
-        if route.rows + route.overhang > self._buffers.capacity:
+        if route.rows + route.overhang > self.buffers.capacity:
             self._make_room(function, route)
         step = made.get(route.variant)
         if step is None:
@@ -92,12 +89,12 @@ class OnnxExecutable:
         return step, route
 
     def _make_room(self, function: str, route: Route) -> None:
-        if route.rows > self._buffers.capacity:
+        if route.rows > self.buffers.capacity:
             raise InputError(
                 f"{function}: the step needs {route.rows} cache rows and there are "
-                f"{self._buffers.capacity}; call reserve({route.rows}) first"
+                f"{self.buffers.capacity}; call reserve({route.rows}) first"
             )
-        self._buffers.reserve(route.rows + route.overhang)  # for what nobody asked for
+        self.buffers.reserve(route.rows + route.overhang)  # for what nobody asked for
 
     @traces
     def _compile(self, function: str, variant: Variant) -> Step:
@@ -124,15 +121,11 @@ class OnnxExecutable:
             raise
         except Exception as error:  # the library's error types are not public
             raise execution_error(function, error) from error
-        return Step(fn, session, self._buffers)
+        return Step(fn, session, self.buffers)
 
-    def keep_rows(self, function: str, past: torch.Tensor, source: torch.Tensor) -> None:
-        """Commit a path of the function's last run."""
-        self._buffers.keep_rows(function, past, source)
 
-    def state_bytes(self) -> int:
-        """Bytes that the state buffers take (memory that was never written is not there yet)."""
-        return self._buffers.nbytes()
+def _rounded(rows: int) -> int:
+    return -(-max(rows, 1) // GRAIN) * GRAIN
 
 
 def _scratch() -> Scratch:
@@ -142,15 +135,6 @@ def _scratch() -> Scratch:
         raise InputError(
             f"cannot make a folder for weights: {error}; set TMPDIR to a folder with room"
         ) from error
-
-
-def _readers(program: Program) -> dict[str, tuple[str, ...]]:
-    """The functions that read each state."""
-    functions = program.functions.items()
-    return {
-        state: tuple(name for name, function in functions if function.has_input(state))
-        for state in program.states
-    }
 
 
 def _require_dtypes(program: Program, target: Target) -> None:

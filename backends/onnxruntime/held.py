@@ -14,8 +14,8 @@ import torch
 from ...ir.errors import execution_error
 from ...ir.executable import Outputs
 from ..faults import index_fault
+from ..states import StateBuffers
 from .attention import SEQLENS
-from .buffers import StateBuffers
 from .routing import Counts, Inputs, Route
 from .step import Step
 

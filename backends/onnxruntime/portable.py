@@ -215,6 +215,7 @@ class _Counter:
         mask, bias = given["mask"], given["bias"]
         targets = [w.target for w in writes] + [mask.target]
         plain = targets == [G.cache_write.default] * 2 + [G.step_mask.default]
+        plain = plain and arguments(mask)["row_positions"] is None
         if not plain or (bias is not None and bias.target is not G.alibi.default):
             raise UnsupportedError(
                 f"%{node.name} ({site_of(node).module}) cannot become portable attention: it reads "

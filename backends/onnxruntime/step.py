@@ -13,7 +13,7 @@ import torch
 from ...ir import Function, InputError, Sym, TensorType, type_of
 from ...ir.errors import execution_error
 from ..faults import index_fault
-from .buffers import StateBuffers
+from ..states import StateBuffers
 from .emit import DTYPES, output_name
 
 _WIDTH = Sym("T")
@@ -115,7 +115,7 @@ class Step:
         """Bind memory for inputs of these shapes, or with `copy` off the inputs' own memory, which
         must be on the CPU and contiguous. Errors: `InputError` for an input of another type.
         """
-        sizes = {"B": self.states.batch, "C": self.states.capacity}
+        sizes = self.states.sizes
         sizes.update({s: inputs[name].shape[axis] for s, name, axis in self.symbols})
         types = {n: _fitting(n, t, inputs[n], sizes) for n, t in self.inputs.items()}
         results = {f"{n} out": t.bind(sizes) for n, t in self.outputs.items()}
@@ -131,10 +131,10 @@ class Step:
         for name, buffer in outputs.items():
             _bind(binding.bind_output, self.targets[name], buffer, "cpu")
         for name in self.read:
-            _bind(binding.bind_input, name, self.states.tensors[name], self.states.device)
+            _bind(binding.bind_input, name, self.states.tensors[name], self.states.device.type)
         for name in self.written:
             state = self.states.tensors[name]
-            _bind(binding.bind_output, self.targets[name], state, self.states.device)
+            _bind(binding.bind_output, self.targets[name], state, self.states.device.type)
         return Bound(binding, tuple(feeds), outputs)
 
     def _reserve(self, types: Mapping[str, TensorType]) -> None:
@@ -168,7 +168,7 @@ def _symbols(inputs: Mapping[str, TensorType]) -> list[tuple[str, str, int]]:
     found: dict[str, tuple[str, str, int]] = {}
     for name, type in inputs.items():
         for axis, dim in enumerate(type.dims):
-            if isinstance(dim, Sym) and dim.text.isidentifier():
+            if isinstance(dim, Sym) and dim.plain:
                 found.setdefault(dim.text, (dim.text, name, axis))
     return list(found.values())
 

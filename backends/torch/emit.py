@@ -76,7 +76,7 @@ class _Builder:
         # Numbered: fx writes code with these names, where an input called self would be another's.
         self.values[node] = self.graph.placeholder(f"input_{len(self.values)}")
         for axis, dim in enumerate(type_of(node).dims):
-            if isinstance(dim, Sym) and dim.text.isidentifier() and dim.text not in self.sizes:
+            if isinstance(dim, Sym) and dim.plain and dim.text not in self.sizes:
                 size = torch.ops.aten.sym_size.int
                 self.sizes[dim.text] = self.graph.call_function(size, (self.values[node], axis))
 

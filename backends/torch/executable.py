@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from ...ir import GraftworkError, InputError, Program, Sym
 from ...ir.errors import execution_error
 from ...ir.executable import HeldCall, Outputs
-from ...ir.threads import Turn, traces
+from ...ir.threads import traces
+from ..base import StatefulExecutable
 from ..faults import index_fault
 from ..pages import Trimmer
 from ..target import Target
@@ -34,27 +36,33 @@ compiled anew, every width, for each number, so theirs doubles."""
 OPTIONAL = frozenset({"ancestors"})
 
 
-class TorchExecutable:
+class TorchExecutable(StatefulExecutable):
     """See `ir.executable.Executable`. Inductor's widths are static: 1, the plan's, prefills'."""
 
     def __init__(self, program: Program, target: Target) -> None:
-        self.program = program
-        self.target = target
         compiled = "inductor" if target.device == "cpu" else "cuda graphs"
         self.how = "eager" if target.backend == "eager" else compiled
         self.bucket = BUCKETS[self.how]
-        self.capacity = 0
-        self.batch = 0
+        widest = max((1, program.plan.columns + 1, *PREFILL))
+        # A step may be wider than what is left of the context; what is over is never committed.
+        limit = program.info.context + widest
+        rounded = partial(_rounded, self.bucket, self.how == "cuda graphs")
+        super().__init__(program, target, limit, rounded, together=False)
         self.device = torch.device(target.device)
-        self.states: dict[str, torch.Tensor] = {}
         self.weights = self._load()
         self.variants: dict[object, Callable[..., Any]] = {}
         self.compiled: set[object] = set()
         self.recordings: dict[object, Recording | None] = {}
-        self.epoch = 0
+
+    @property
+    def epoch(self) -> int:
         """Counts the times that the states were given other memory."""
-        self.preparing = 0.0
-        self.turn = Turn()
+        return self.buffers.epoch
+
+    @property
+    def states(self) -> dict[str, torch.Tensor]:
+        """The states by name."""
+        return self.buffers.tensors
 
     def _load(self) -> dict[str, torch.Tensor]:
         """All weights, on the device; those that are in a file as they are stay mapped."""
@@ -70,37 +78,21 @@ class TorchExecutable:
         if self.target.threads is not None:
             # Torch's number is its thread's, and another executable may have set it since.
             torch.set_num_threads(self.target.threads)
-        self.states, self.capacity, self.batch = {}, 0, batch
-        self.reserve(min(rows, self.bucket))
+        self.buffers.begin(batch, min(rows, self.bucket), anew=True)
+        self._mark()
 
-    def reserve(self, rows: int) -> None:
+    def reserve(self, rows: int, symbol: str | None = None) -> None:
         """Grow the state buffers, keeping their rows."""
-        if rows <= self.capacity:
-            return
-        if rows > self._limit():
-            raise InputError(
-                f"{rows} cache rows asked for, but {self.program.name} has a context of "
-                f"{self.program.info.context} tokens"
-            )
-        buckets = -(-rows // self.bucket)
-        if self.how == "cuda graphs":
-            buckets = 1 << (buckets - 1).bit_length()
-        capacity = min(buckets * self.bucket, self._limit())
-        for name, state in self.program.states.items():
-            bound = state.type.bind({"B": self.batch, "C": capacity})
-            buffer = torch.zeros(bound.shape, dtype=bound.dtype, device=self.device)
-            if name in self.states:
-                axis = state.type.dims.index(Sym("C"))
-                buffer.narrow(axis, 0, self.capacity).copy_(self.states[name])
-            if self.how == "inductor" and Sym("C") in state.type.dims:
-                any_size(buffer, state.type.dims.index(Sym("C")))
-            self.states[name] = buffer
-        self.capacity = capacity
-        self.epoch += 1
+        super().reserve(rows, symbol)
+        self._mark()
 
-    def _limit(self) -> int:
-        # A step may be wider than what is left of the context; what is over is never committed.
-        return self.program.info.context + max(self.widths(self.program.step.name) or PREFILL)
+    def _mark(self) -> None:
+        """What is compiled serves caches of any length."""
+        if self.how != "inductor":
+            return
+        for name, state in self.program.states.items():
+            if state.capacity is not None:
+                any_size(self.states[name], state.type.dims.index(Sym(state.capacity)))
 
     def widths(self, function: str) -> tuple[int, ...] | None:
         """None when eager; else 1, what a verification step takes, and prefill chunks."""
@@ -152,7 +144,7 @@ class TorchExecutable:
         if not isinstance(variant, Compiled) or version not in self.compiled or not in_place:
             return self.run(function, inputs, fetch), None
         arguments = self._arguments(function, inputs)
-        recorded = version, self.capacity
+        recorded = version, tuple(self.buffers.capacities.values())
         with torch.no_grad():
             if recorded not in self.recordings:
                 start = perf_counter()
@@ -177,7 +169,9 @@ class TorchExecutable:
     def _version(self, key: object) -> object:
         """What is compiled when it is first called: CUDA graphs for each length of the caches,
         code for the CPU for a number of threads."""
-        return key, self.capacity if self.how == "cuda graphs" else torch.get_num_threads()
+        if self.how == "cuda graphs":
+            return key, tuple(self.buffers.capacities.values())
+        return key, torch.get_num_threads()
 
     def _arguments(self, function: str, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         return [
@@ -205,29 +199,8 @@ class TorchExecutable:
             return module.forward
         return inductor(module) if self.how == "inductor" else cuda_graphs(module)
 
-    def keep_rows(self, function: str, past: torch.Tensor, source: torch.Tensor) -> None:
-        """Move the cache rows of an accepted path to the front of the step's rows."""
-        steps = torch.arange(source.shape[1])
-        if bool((source == steps).all()):
-            return
-        here, there = (past[:, None] + source), (past[:, None] + steps)
-        reads = self.program.function(function).has_input
-        for name, state in self.program.states.items():
-            if not reads(name) or Sym("C") not in state.type.dims:
-                continue
-            axis, buffer = state.type.dims.index(Sym("C")), self.states[name]
-            rows = buffer.gather(axis, _along(here, buffer, axis))
-            buffer.scatter_(axis, _along(there, buffer, axis), rows)
 
-    def state_bytes(self) -> int:
-        """Bytes of all state buffers."""
-        return sum(tensor.nbytes for tensor in self.states.values())
-
-
-def _along(rows: torch.Tensor, buffer: torch.Tensor, axis: int) -> torch.Tensor:
-    """Row numbers i64[B,N] as an index of `buffer` (batch first) along `axis`."""
-    shape = [1] * buffer.dim()
-    shape[0], shape[axis] = rows.shape
-    full = list(buffer.shape)
-    full[axis] = rows.shape[1]
-    return rows.to(buffer.device).reshape(shape).expand(full)
+def _rounded(bucket: int, doubling: bool, rows: int) -> int:
+    """The capacity for so many rows: whole buckets, or if `doubling` a power of two of them."""
+    buckets = -(-rows // bucket)
+    return bucket * (1 << (buckets - 1).bit_length() if doubling else buckets)

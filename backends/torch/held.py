@@ -15,7 +15,8 @@ from .replay import Replay
 class Replaying(Protocol):
     """What a held call needs of an executable. epoch: changes when its states have other memory."""
 
-    epoch: int
+    @property
+    def epoch(self) -> int: ...
 
     def replayed(
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]

@@ -157,13 +157,43 @@ def _mask_samples() -> Iterator[Sample]:
     yield (torch.tensor([2, 5]), positions, None, 9), {}
     yield (torch.tensor([2, 5]), positions, None, 9), {"window": 4}
     yield (torch.tensor([2, 5]), torch.tensor([[2, 3, 3], [5, 6, 6]]), tree, 9), {"window": 2}
+    held = torch.tensor([[0, 7, 9, 9, 9, 9, 9, 9, 9], [0, 1, 6, 7, 8, 9, 9, 9, 9]])
+    later = torch.tensor([[8, 9, 10], [9, 10, 11]])
+    yield (torch.tensor([2, 5]), later, None, 9, held), {"window": 4}
 
 
-def _check_mask(past: Tensor, positions: Tensor, ancestors: Tensor | None) -> None:
+def _check_mask(
+    past: Tensor,
+    positions: Tensor,
+    ancestors: Tensor | None,
+    capacity: int,
+    row_positions: Tensor | None,
+) -> None:
     given = Operands("step_mask")
     given.fit("past", past, "B", I64)
     given.fit("positions", positions, "BT", I64)
     given.fit("ancestors", ancestors, "BTT", BOOL)
+    _check_row_positions(given, row_positions, capacity)
+
+
+def _check_row_positions(given: Operands, row_positions: Tensor | None, capacity: int) -> None:
+    given.sizes["C"] = capacity
+    given.fit("row_positions", row_positions, "BC", I64)
+
+
+def _held_positions(
+    past: Tensor, positions: Tensor, capacity: int, row_positions: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row: the position that it holds after a step, i64[B,C]; whether the step writes it,
+    bool[B,C]; and by which token, i64[B,C]. positions i64[B,T]; row_positions: of the rows before
+    the step, each its own number if None."""
+    width = positions.shape[1]
+    rows = torch.arange(capacity, device=past.device)
+    offset = rows[None, :] - past[:, None]
+    inside = (offset >= 0) & (offset < width)
+    token = offset.clamp(0, width - 1)
+    before = rows[None, :] if row_positions is None else row_positions
+    return torch.where(inside, positions.gather(1, token), before), inside, token
 
 
 def _mask_fake(
@@ -171,17 +201,18 @@ def _mask_fake(
     positions: Tensor,
     ancestors: Tensor | None,
     capacity: int,
+    row_positions: Tensor | None = None,
     *,
     window: int | None = None,
 ) -> Tensor:
-    _check_mask(past, positions, ancestors)
+    _check_mask(past, positions, ancestors, capacity, row_positions)
     batch, width = positions.shape
     return positions.new_empty((batch, 1, width, capacity), dtype=torch.bool)
 
 
 @define(
-    "step_mask(Tensor past, Tensor positions, Tensor? ancestors, SymInt capacity, *, "
-    "int? window=None) -> Tensor",
+    "step_mask(Tensor past, Tensor positions, Tensor? ancestors, SymInt capacity, "
+    "Tensor? row_positions=None, *, int? window=None) -> Tensor",
     samples=_mask_samples,
     fake=_mask_fake,
 )
@@ -190,6 +221,7 @@ def step_mask(
     positions: Tensor,
     ancestors: Tensor | None,
     capacity: int,
+    row_positions: Tensor | None = None,
     *,
     window: int | None = None,
 ) -> Tensor:
@@ -200,63 +232,79 @@ def step_mask(
     past i64[B] valid rows before the step; positions i64[B,T] each token's position in its
     sequence; ancestors bool[B,T,T] (row t: the step's tokens that token t continues, itself
     included; topological order) or None for a chain, where token t sees tokens 0..t of the step.
-    Row r < past holds position r; row past + i holds token i of the step. `window` hides rows whose
-    position is `window` or more before the token's.
+    Row past + i holds token i of the step; row r < past holds position row_positions[b,r] of
+    i64[B,C], or position r if that is None. `window` hides rows whose position is `window` or more
+    before the token's. Errors: `InputError` naming an operand of another rank, size or dtype.
     """
-    _check_mask(past, positions, ancestors)
+    _check_mask(past, positions, ancestors, capacity, row_positions)
     width = positions.shape[1]
-    rows = torch.arange(capacity, device=past.device)
-    offset = rows[None, :] - past[:, None]
-    inside = (offset >= 0) & (offset < width)
-    slot = offset.clamp(0, width - 1)
+    offset = torch.arange(capacity, device=past.device)[None, :] - past[:, None]
+    held, inside, token = _held_positions(past, positions, capacity, row_positions)
     if ancestors is None:
-        fresh = slot[:, None, :] <= torch.arange(width, device=past.device)[None, :, None]
+        fresh = token[:, None, :] <= torch.arange(width, device=past.device)[None, :, None]
     else:
-        fresh = ancestors.gather(2, slot[:, None, :].expand(-1, width, -1))
+        fresh = ancestors.gather(2, token[:, None, :].expand(-1, width, -1))
     mask = torch.where(inside[:, None, :], fresh, (offset < 0)[:, None, :])
     if window is not None:
-        row_position = torch.where(inside, positions.gather(1, slot), rows[None, :])
-        mask = mask & (positions[:, :, None] - row_position[:, None, :] < window)
+        mask = mask & (positions[:, :, None] - held[:, None, :] < window)
     return mask[:, None]
 
 
 def _alibi_samples() -> Iterator[Sample]:
-    yield (torch.rand(4), torch.tensor([2, 5]), torch.tensor([[2, 3, 3], [5, 6, 7]]), 9), {}
+    slopes, past, positions = (
+        torch.rand(4),
+        torch.tensor([2, 5]),
+        torch.tensor([[2, 3, 3], [5, 6, 7]]),
+    )
+    yield (slopes, past, positions, 9), {}
+    yield (slopes, past, positions + 4, 9, torch.arange(18).reshape(2, 9) // 2), {}
 
 
-def _check_alibi(slopes: Tensor, past: Tensor, positions: Tensor) -> None:
+def _check_alibi(
+    slopes: Tensor, past: Tensor, positions: Tensor, capacity: int, row_positions: Tensor | None
+) -> None:
     given = Operands("alibi")
     given.fit("slopes", slopes, "H")
     given.fit("past", past, "B", I64)
     given.fit("positions", positions, "BT", I64)
+    _check_row_positions(given, row_positions, capacity)
 
 
-def _alibi_fake(slopes: Tensor, past: Tensor, positions: Tensor, capacity: int) -> Tensor:
-    _check_alibi(slopes, past, positions)
+def _alibi_fake(
+    slopes: Tensor,
+    past: Tensor,
+    positions: Tensor,
+    capacity: int,
+    row_positions: Tensor | None = None,
+) -> Tensor:
+    _check_alibi(slopes, past, positions, capacity, row_positions)
     batch, width = positions.shape
     return slopes.new_empty((batch, slopes.shape[0], width, capacity), dtype=torch.float32)
 
 
 @define(
-    "alibi(Tensor slopes, Tensor past, Tensor positions, SymInt capacity) -> Tensor",
+    "alibi(Tensor slopes, Tensor past, Tensor positions, SymInt capacity, "
+    "Tensor? row_positions=None) -> Tensor",
     samples=_alibi_samples,
     fake=_alibi_fake,
 )
-def alibi(slopes: Tensor, past: Tensor, positions: Tensor, capacity: int) -> Tensor:
+def alibi(
+    slopes: Tensor,
+    past: Tensor,
+    positions: Tensor,
+    capacity: int,
+    row_positions: Tensor | None = None,
+) -> Tensor:
     """ALiBi's additive score bias over cache rows: slope * (row position - token position).
 
     ``%b: f32[B,H,T,C] = graftwork.alibi(@slopes, %past, %positions, C)``
 
-    slopes [H]; past i64[B]; positions i64[B,T]; row positions as in `step_mask`.
+    slopes [H]; past i64[B]; positions i64[B,T]; row_positions i64[B,C] as in `step_mask`.
     Source: Press et al., "Train Short, Test Long" (2021).
     """
-    _check_alibi(slopes, past, positions)
-    width = positions.shape[1]
-    rows = torch.arange(capacity, device=past.device)
-    offset = rows[None, :] - past[:, None]
-    inside = (offset >= 0) & (offset < width)
-    row_position = torch.where(inside, positions.gather(1, offset.clamp(0, width - 1)), rows[None])
-    distance = (row_position[:, None, :] - positions[:, :, None]).float()
+    _check_alibi(slopes, past, positions, capacity, row_positions)
+    held, _, _ = _held_positions(past, positions, capacity, row_positions)
+    distance = (held[:, None, :] - positions[:, :, None]).float()
     return slopes.float()[None, :, None, None] * distance[:, None]
 
 

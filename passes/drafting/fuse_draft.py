@@ -140,8 +140,7 @@ def _verified(fn: Function, argmax: torch.fx.Node) -> tuple[torch.fx.Node, torch
     agreed = fn.call(A.argmax.default, differs, 1, True)  # the first of the largest
     place = fn.call(A.gather.default, select, 1, agreed)
     best = fn.call(A.gather.default, argmax, 1, agreed)
-    start = fn.call(A.unsqueeze.default, fn.input("past"), 1)
-    columns = fn.call(A.sub.Tensor, fn.input("positions"), start)
+    columns = fn.call(A.arange.start_step, 0, type_of(tokens).dims[1], 1)
     here = fn.call(A.eq.Tensor, columns, place)
     known = fn.call(A.clamp.default, after, 0)  # ids: behind `place` any will do
     return place, fn.call(A.where.self, here, best, known)

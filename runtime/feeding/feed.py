@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any
 
 import torch
 
@@ -24,13 +22,6 @@ does once. Exactness does not matter: it only decides how a prompt is cut into s
 
 CHOSEN = frozenset({"logits", "argmax", "top_tokens"})
 """Outputs that are wanted of chosen tokens only, whether the step can choose or not."""
-
-
-_BUFFERS: weakref.WeakKeyDictionary[Any, dict[tuple[str, int, int], Buffers]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Buffers by function, batch and width: they outlive a generation, because making them takes as
-long as a few steps."""
 
 
 class Feeder:
@@ -61,7 +52,9 @@ class Feeder:
         self.names = frozenset(name for name in known if step.has_input(name))
         self.selects = "select" in self.names
         self.widths = self._usable(executable.widths(function))
-        self._buffers = _BUFFERS.setdefault(executable, {})
+        self.states = program.states_of(function)
+        # They outlive a generation, because making them takes as long as a few steps.
+        self._buffers: dict[tuple[str, int, int], Buffers] = executable.scratch(Feeder)
         self.seconds = 0.0
         self.rows = 0
 
@@ -175,7 +168,7 @@ class Feeder:
         if all(row == list(range(longest + 1)) for row in source):
             return
         start = perf_counter()
-        self.executable.keep_rows(self.function, torch.tensor(list(past)), torch.tensor(source))
+        self.executable.commit(self.states, torch.tensor(list(past)), torch.tensor(source))
         self.seconds += perf_counter() - start
 
     def make_room(self, rows: int) -> None:

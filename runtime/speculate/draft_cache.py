@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,10 +79,6 @@ class _Call:
         return call
 
 
-_CALLS: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _Call]] = weakref.WeakKeyDictionary()
-"""Calls by function and shape: they outlive a generation."""
-
-
 class DraftCache:
     """Runs a function with caches. It knows nothing of what the rows mean; row r holds position r.
 
@@ -142,7 +137,7 @@ class DraftCache:
 
     def _call(self, batch: int, width: int, chosen: int, trees: bool) -> _Call:
         """The inputs of a shape: the same every time, if it is one of drafts."""
-        known = _CALLS.setdefault(self.executable, {})
+        known: dict[tuple[Any, ...], _Call] = self.executable.scratch(DraftCache)
         key = (self.function, batch, width, chosen, trees)
         call = known.get(key)
         if call is None:

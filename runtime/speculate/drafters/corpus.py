@@ -10,9 +10,7 @@ long the text does, for it is nearer to what comes next.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import Any
 
 from ....ir.executable import Executable
 from ....ir.plan import CorpusDraft
@@ -93,12 +91,9 @@ class SuffixAutomaton:
         return self.next[state][token], length + 1
 
 
-_KEPT: weakref.WeakKeyDictionary[Any, dict[str, SuffixAutomaton]] = weakref.WeakKeyDictionary()
-
-
 def _automaton(executable: Executable, weight: str) -> SuffixAutomaton:
     """The automaton of a program's corpus, made at first use and kept with the executable."""
-    kept = _KEPT.setdefault(executable, {})
+    kept: dict[str, SuffixAutomaton] = executable.scratch(SuffixAutomaton)
     if weight not in kept:
         program = executable.program
         tokens = program.weights[weight].load().tolist()

@@ -21,10 +21,9 @@ the same work costs as array calls level by level.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from ....ir.executable import Executable
 from ....ir.plan import RecyclingDraft
@@ -67,11 +66,6 @@ class Table:
         return self.new.get(context) or self.old.get(context)
 
 
-_TABLES: weakref.WeakKeyDictionary[Any, dict[RecyclingDraft, list[Table]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
 @DRAFTERS.register(RecyclingDraft)
 class RecyclingDrafter(Drafter):
     """Grows trees out of the tables. See the module docstring."""
@@ -83,7 +77,7 @@ class RecyclingDrafter(Drafter):
         self, record: RecyclingDraft, executable: Executable, options: GenerationOptions
     ) -> None:
         super().__init__(record, executable, options)
-        kept = _TABLES.setdefault(executable, {})
+        kept: dict[RecyclingDraft, list[Table]] = executable.scratch(RecyclingDrafter)
         self.tables = kept.setdefault(record, [Table() for _ in range(record.context)])
         # Ranks and contexts beyond those that were measured count as the last one.
         rows = [record.rates[min(c, len(record.rates) - 1)] for c in range(record.context)]

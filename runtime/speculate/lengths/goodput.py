@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -71,11 +70,6 @@ class Knowledge:
         return 1 + np.concatenate([[0.0], np.cumsum(self.hits / self.seen)])
 
 
-_KNOWN: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], Knowledge]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
 @LENGTHS.register(GoodputLength)
 class GoodputPolicy(LengthPolicy):
     """Maximises expected tokens by expected seconds over the first k draft tokens, k = 0 included.
@@ -94,8 +88,8 @@ class GoodputPolicy(LengthPolicy):
 
     def __init__(self, record: GoodputLength, executable: Executable, batch: int) -> None:
         super().__init__(record, executable, batch)
-        key = (batch, self.most)
-        kept = _KNOWN.setdefault(executable, {})
+        key = (executable.program.plan.draft, batch, self.most)
+        kept: dict[object, Knowledge] = executable.scratch(Knowledge)
         self.known = kept.setdefault(key, Knowledge(self.most))
         self.compiled = executable.widths(executable.program.step.name)
         self.widths = np.array([self._width(size + 1) for size in range(self.most + 1)])

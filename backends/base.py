@@ -1,0 +1,69 @@
+"""What executables of all backends share: a program's states, and what callers keep with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping
+from typing import Any
+
+import torch
+
+from ..ir import Program
+from ..ir.threads import Turn
+from .states import StateBuffers
+from .target import Target
+
+
+class StatefulExecutable:
+    """The part of `ir.executable.Executable` that no backend does differently."""
+
+    def __init__(
+        self,
+        program: Program,
+        target: Target,
+        limit: int,
+        rounded: Callable[[int], int],
+        *,
+        together: bool,
+    ) -> None:
+        self.program, self.target = program, target
+        self.buffers = StateBuffers(
+            program, torch.device(target.device), limit, rounded, together=together
+        )
+        self.preparing = 0.0
+        self.turn = Turn()
+        self._kept: dict[Hashable, dict[Any, Any]] = {}
+
+    @property
+    def capacity(self) -> int:
+        """Rows that every class of states has room for now."""
+        return self.buffers.capacity
+
+    def reserve(self, rows: int, symbol: str | None = None) -> None:
+        """Grow the caches, keeping their rows. Errors: `InputError` past what there may be."""
+        self.buffers.reserve(rows, symbol)
+
+    def commit(self, states: Collection[str], past: torch.Tensor, source: torch.Tensor) -> None:
+        """Keep a path of a step's rows."""
+        self.buffers.commit(states, past, source)
+
+    def compact(self, states: Collection[str], kept: torch.Tensor) -> None:
+        """Keep some rows, at the front."""
+        self.buffers.commit(states, torch.zeros(len(kept), dtype=torch.int64), kept)
+
+    def read_rows(
+        self, states: Collection[str], sequence: int, start: int, stop: int
+    ) -> dict[str, torch.Tensor]:
+        """Copies of rows."""
+        return self.buffers.read_rows(states, sequence, start, stop)
+
+    def write_rows(self, sequence: int, start: int, rows: Mapping[str, torch.Tensor]) -> None:
+        """Put rows there."""
+        self.buffers.write_rows(sequence, start, rows)
+
+    def scratch(self, owner: Hashable) -> dict[Any, Any]:
+        """A dict that lives as long as the executable."""
+        return self._kept.setdefault(owner, {})
+
+    def state_bytes(self) -> int:
+        """Bytes of all state buffers (on the CPU, some take memory only once they are written)."""
+        return self.buffers.nbytes()

@@ -1,0 +1,213 @@
+"""The memory of a program's states, and what may be done with the rows that it holds.
+
+Rows are numbered from 0 in each sequence. Which positions of a text they stand for is not known
+here, and neither is how many of them are valid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..ir import InputError, Program, Sym, TensorType
+
+_ALIGN = 64
+_BATCH = Sym("B")
+
+
+@dataclass
+class _Group:
+    """States of one type with the same readers, in one tensor [states, *dims]: one op moves the
+    rows of all of them."""
+
+    type: TensorType
+    symbol: str | None
+    names: list[str]
+    data: torch.Tensor
+
+    @property
+    def batch_axis(self) -> int:
+        """The axis of `data` that counts sequences."""
+        return self.type.dims.index(_BATCH) + 1
+
+    @property
+    def row_axis(self) -> int:
+        """The axis of `data` that counts rows."""
+        return self.type.dims.index(Sym(str(self.symbol))) + 1
+
+    def of(self, states: Collection[str]) -> list[torch.Tensor]:
+        """What these states hold of `data`, [some, *dims]: one tensor if it is all of it."""
+        if all(name in states for name in self.names):
+            return [self.data]
+        places = [place for place, name in enumerate(self.names) if name in states]
+        return [self.data[place : place + 1] for place in places]
+
+
+class StateBuffers:
+    """Owns the memory of a program's states; errors are `InputError`.
+
+    limit: rows that a sequence may have at most. rounded: the capacity to make for so many rows,
+    if the limit allows it (it must not hold the executable).
+    together: whether states that are alike lie in one tensor. epoch: changes whenever addresses or
+    sizes do. capacities: rows that each class of states has room for, by its symbol. tensors: the
+    states by name.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        device: torch.device,
+        limit: int,
+        rounded: Callable[[int], int],
+        *,
+        together: bool,
+    ) -> None:
+        self.device, self.limit, self.rounded, self.together = device, limit, rounded, together
+        self.context = program.info.context
+        self.batch = self.epoch = 0
+        self.tensors: dict[str, torch.Tensor] = {}
+        alike: dict[object, list[str]] = {}
+        for name, state in program.states.items():
+            readers = tuple(f.name for f in program.functions.values() if f.has_input(name))
+            alike.setdefault((readers, state.type) if together else name, []).append(name)
+        self.groups = []
+        for names in alike.values():
+            state = program.states[names[0]]
+            nothing = torch.empty(0, dtype=state.type.dtype)
+            self.groups.append(_Group(state.type, state.capacity, names, nothing))
+        self.capacities = {group.symbol: 0 for group in self.groups if group.symbol}
+
+    @property
+    def capacity(self) -> int:
+        """Rows that every class of states has room for."""
+        return min(self.capacities.values(), default=self.limit if self.batch else 0)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The values of the symbols in the states' types."""
+        return {"B": self.batch, **self.capacities}
+
+    def begin(self, batch: int, rows: int, *, anew: bool) -> None:
+        """Make room for new sequences; what the buffers held is forgotten (but stays finite).
+
+        anew: take new memory, of no more than `rows` rows, also where there is enough.
+        """
+        anew = anew or batch != self.batch
+        self.batch = batch
+        capacity = min(self.rounded(rows), self.limit)
+        if anew or min(self.capacities.values(), default=0) < capacity:
+            kept = dict.fromkeys(self.capacities, 0) if anew else self.capacities
+            self.capacities = {symbol: max(n, capacity) for symbol, n in kept.items()}
+            self._allocate(self.groups, {})
+
+    def reserve(self, rows: int, symbol: str | None = None) -> None:
+        """Grow to at least `rows` rows, keeping contents: one class of states, or every one."""
+        if symbol is not None and symbol not in self.capacities:
+            raise InputError(f"no state has the capacity {symbol}; there are {self.capacities}")
+        if rows > self.limit:
+            raise InputError(
+                f"{rows} cache rows asked for; with a context of {self.context} tokens a cache has "
+                f"{self.limit} rows at most"
+            )
+        wanted = list(self.capacities) if symbol is None else [symbol]
+        small = {s: n for s, n in self.capacities.items() if s in wanted and n < rows}
+        if small:
+            grown = dict.fromkeys(small, min(self.rounded(rows), self.limit))
+            self.capacities = {**self.capacities, **grown}
+            self._allocate([g for g in self.groups if g.symbol in small], small)
+
+    def _allocate(self, groups: Collection[_Group], kept: Mapping[str, int]) -> None:
+        """New memory for these groups, with so many rows of the old."""
+        for group in groups:
+            bound = group.type.bind(self.sizes)
+            if self.together:
+                data = self._zeros((len(group.names), *bound.shape), bound.dtype)
+                self.tensors.update(zip(group.names, data.unbind(), strict=True))
+            else:
+                # Compilers look at what a tensor is a view of: these are none.
+                alone = torch.zeros(bound.shape, dtype=bound.dtype, device=self.device)
+                data, self.tensors[group.names[0]] = alone[None], alone
+            if rows := kept.get(str(group.symbol)):
+                data.narrow(group.row_axis, 0, rows).copy_(group.data)
+            group.data = data
+        self.epoch += 1
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeros that take memory only where they are touched (on the CPU)."""
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        size = math.prod(shape) * dtype.itemsize
+        raw = torch.from_numpy(np.zeros(size + _ALIGN, dtype=np.uint8))
+        start = -raw.data_ptr() % _ALIGN
+        return raw[start : start + size].view(dtype).reshape(shape)
+
+    def commit(self, states: Collection[str], past: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Executable.commit`."""
+        for sequence, (start, path) in enumerate(zip(past.tolist(), source.tolist(), strict=True)):
+            moved = [step for step, row in enumerate(path) if step != row]
+            if moved:  # rows before the first of them stay where they are
+                first = moved[0]
+                self._move(states, sequence, start + first, [start + row for row in path[first:]])
+
+    def _move(self, states: Collection[str], sequence: int, start: int, rows: list[int]) -> None:
+        index = torch.tensor(rows, device=self.device)
+        for group in self.groups:
+            if group.symbol is None:
+                continue
+            axis = group.row_axis - (group.row_axis > group.batch_axis)
+            for data in group.of(states):
+                mine = data.select(group.batch_axis, sequence)
+                mine.narrow(axis, start, len(rows)).copy_(mine.index_select(axis, index))
+
+    def read_rows(
+        self, states: Collection[str], sequence: int, start: int, stop: int
+    ) -> dict[str, torch.Tensor]:
+        """See `Executable.read_rows`."""
+        return {
+            name: self._rows(group, place, sequence, start, stop).cpu().clone()
+            for group in self.groups
+            for place, name in enumerate(group.names)
+            if name in states and group.symbol is not None
+        }
+
+    def write_rows(self, sequence: int, start: int, rows: Mapping[str, torch.Tensor]) -> None:
+        """See `Executable.write_rows`."""
+        if unknown := sorted(set(rows) - {n for g in self.groups if g.symbol for n in g.names}):
+            raise InputError(f"no state with rows is called {', '.join(unknown)}")
+        for group in self.groups:
+            for place, name in enumerate(group.names):
+                if name in rows:
+                    axis = group.row_axis - 1 - (group.row_axis > group.batch_axis)
+                    stop = start + rows[name].shape[axis]
+                    there = self._rows(group, place, sequence, start, stop)
+                    _check_alike(name, rows[name], there)
+                    there.copy_(rows[name])
+
+    def _rows(
+        self, group: _Group, place: int, sequence: int, start: int, stop: int
+    ) -> torch.Tensor:
+        """A view of the rows of one sequence in one state, [*dims] without B."""
+        capacity = self.capacities[str(group.symbol)]
+        if not (0 <= sequence < self.batch and 0 <= start <= stop <= capacity):
+            raise InputError(
+                f"rows {start} to {stop} of sequence {sequence}: there are {self.batch} sequences "
+                f"of {capacity} rows"
+            )
+        whole = group.data[place].select(group.batch_axis - 1, sequence)
+        axis = group.row_axis - 1 - (group.row_axis > group.batch_axis)
+        return whole.narrow(axis, start, stop - start)
+
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(group.data.nbytes for group in self.groups)
+
+
+def _check_alike(name: str, given: torch.Tensor, there: torch.Tensor) -> None:
+    if given.shape != there.shape or given.dtype != there.dtype:
+        raise InputError(
+            f"rows for {name}: expected {TensorType.of(there)}, got {TensorType.of(given)}"
+        )
