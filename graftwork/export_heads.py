@@ -62,13 +62,10 @@ def export_vllm_medusa(program: Program, folder: Path) -> Path:
 
 def find_draft(program: Program, kind: type[Draft], hint: str) -> Draft:
     """The program's first drafter of a kind. Errors: `InputError` with the hint if it has none."""
-    stack: list[DraftRecord] = [program.plan.draft]
-    while stack:
-        draft = stack.pop()
-        if isinstance(draft, kind):
-            return draft
-        stack.extend(getattr(draft, "of", ()))
-    raise InputError(f"the program drafts with {program.plan.draft}; {hint}")
+    found = [draft for draft in program.plan.draft.trains if isinstance(draft, kind)]
+    if not found:
+        raise InputError(f"the program drafts with {program.plan.draft}; {hint}")
+    return found[0]
 
 
 def write_folder(

@@ -72,10 +72,9 @@ def _misfits(plan: DecodePlan) -> Iterator[str]:
     draft, tree, length, verify = plan.draft, plan.tree, plan.length, plan.verify
     for leaf in draft.leaves:
         what = f"draft={leaf.brief}"
-        inner = getattr(leaf, "drafter", None)
-        if isinstance(inner, DraftRecord) and not inner.foresees:
+        if leaf.helper is not None and not leaf.helper.foresees:
             yield (
-                f"{what}: {inner.brief} cannot draft for another drafter: it knows only what "
+                f"{what}: {leaf.helper.brief} cannot draft for another drafter: it knows only what "
                 f"follows committed text; drafters that copy can, such as suffix"
             )
         if leaf.narrow and tree.breadth > 1:

@@ -7,40 +7,18 @@ answered with tokens that do not exist.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection
 from dataclasses import fields
 
 import torch
 
-from .errors import VerifyError
+from .errors import InputError, VerifyError
 from .names import shown
-from .plan import (
-    AcceptanceLength,
-    CachedDraft,
-    ContinuedDraft,
-    CorpusDraft,
-    Fused,
-    FusedDraft,
-    HeadsDraft,
-    JacobiDraft,
-    Judge,
-    LookaheadDraft,
-    PromptDraft,
-    Record,
-    RecurrentDraft,
-    RecyclingDraft,
-    StagedDraft,
-    UnrolledDraft,
-)
+from .plan import DraftRecord, Record
+from .plan.base import Returned, Size
 from .plan.bounds import MOST_NODES, MOST_PARTS
 from .program import Program
 from .types import TensorType
-
-Size = int | str
-"""A size that is known; "V", the vocabulary; "K", the same integer everywhere; or "": any."""
-
-Returned = Mapping[str, tuple[Size, ...]]
-"""Sizes of outputs by name."""
 
 
 def verify_plan(program: Program) -> None:
@@ -55,13 +33,15 @@ def verify_plan(program: Program) -> None:
                 f"plan: {slot.name} has {len(record.every)} parts; {MOST_PARTS} are allowed"
             )
         # A draft model's own drafter reads what that model returns, not the step.
-        staged = [part for part in record.every if isinstance(part, StagedDraft)]
-        inner = {id(deep) for part in staged for deep in part.drafter.every}
+        helpers = [part.helper for part in record.every if isinstance(part, DraftRecord)]
+        inner = {id(deep) for helper in helpers if helper is not None for deep in helper.every}
         for part in record.every:
             _check_names(program, part)
-            for function, returned in _reads(program, part):
+            for function, returned in _calls(program, part):
                 if function != program.step.name or id(part) not in inner:
                     _check_returns(program, part, function, returned)
+            for name, ids, sizes in part.looks_up():
+                _check_weight(program, part, name, ids, sizes)
     if program.plan.columns > MOST_NODES:
         raise VerifyError(
             f"plan: a step verifies up to {program.plan.columns} tokens; expected at most "
@@ -113,58 +93,12 @@ def _check_names(program: Program, part: Record) -> None:
                 )
 
 
-def _reads(program: Program, part: Record) -> Iterator[tuple[str, Returned]]:
-    """What the runtime reads of which function for a record."""
-    if isinstance(part, ContinuedDraft) and not isinstance(part.then, (HeadsDraft, RecurrentDraft)):
-        raise VerifyError(f"plan: {part.then.kind} cannot go on where {part.first.kind} stops")
-    if isinstance(part, RecurrentDraft) and not part.functions:
-        raise VerifyError(f"plan: {part.brief} names no functions")
-    if isinstance(part, HeadsDraft):
-        yield part.function, _candidates(part.levels)
-    elif isinstance(part, RecurrentDraft):
-        for function in part.functions:
-            yield function, {**_candidates(), "state": ("", "", "")}
-    elif isinstance(part, CachedDraft):
-        yield part.function, _candidates()
-    elif isinstance(part, PromptDraft):
-        yield program.step.name, {"draft_tokens": ("", "", "K"), "draft_scores": ("", "", "K")}
-    elif isinstance(part, AcceptanceLength):
-        yield part.function, {"accepted": ("", "", part.levels)}
-    elif isinstance(part, Judge):
-        yield part.function, {"judged": ("", "", 1)}
-    elif isinstance(part, (JacobiDraft, LookaheadDraft)):
-        yield program.step.name, {"argmax": ("", "")}
-    elif isinstance(part, RecyclingDraft):
-        yield program.step.name, {"top_tokens": ("", "", "K")}
-    if isinstance(part, UnrolledDraft):
-        yield part.chain, {"draft_tokens": ("", part.levels, 1)}
-    if isinstance(part, FusedDraft):
-        yield _fusing(program, part), {"drafted": ("", 1 + part.levels)}
-    if isinstance(part, (CachedDraft, RecurrentDraft)) and part.entry is not None:
-        yield part.entry, {"hidden": ("", "", "")}
-    if isinstance(part, CorpusDraft):
-        _check_weight(program, part, part.weight, torch.int64, ("",))
-    if isinstance(part, PromptDraft):
-        _check_weight(program, part, part.weight, None, (part.prompts, ""))
-
-
-def _fusing(program: Program, part: FusedDraft) -> str:
-    """The function that makes a fused drafter's chains."""
-    step = program.plan.step
-    if not isinstance(step, Fused) or step.spare < part.levels - 1:
-        raise VerifyError(
-            f"plan: {part.brief} is made by the step, and step={step.brief}; expected fused(...) "
-            f"with spare={part.levels - 1} at least"
-        )
-    return step.function
-
-
-def _candidates(*levels: int) -> Returned:
-    return {
-        "draft_tokens": ("", "", *levels, "K"),
-        "draft_scores": ("", "", *levels, "K"),
-        "draft_logits": ("", "", *levels, "V"),
-    }
+def _calls(program: Program, part: Record) -> list[tuple[str, Returned]]:
+    """See `Record.calls`. Errors: `VerifyError` for a record that cannot be carried out."""
+    try:
+        return list(part.calls(program.plan))
+    except InputError as error:
+        raise VerifyError(f"plan: {error}") from error
 
 
 def _check_returns(program: Program, part: Record, function: str, returned: Returned) -> None:
@@ -205,13 +139,13 @@ def _check_weight(
     program: Program,
     part: Record,
     name: str,
-    dtype: torch.dtype | None,
+    ids: bool,
     sizes: tuple[Size, ...],
 ) -> None:
     given = program.weights[name].type
-    right = given.dtype.is_floating_point if dtype is None else given.dtype == dtype
+    right = given.dtype == torch.int64 if ids else given.dtype.is_floating_point
     if not right or not _fits(given, sizes, {}):
-        kind = "floating values" if dtype is None else str(dtype).removeprefix("torch.")
+        kind = "int64" if ids else "floating values"
         wanted = ",".join("any" if size == "" else str(size) for size in sizes)
         raise VerifyError(
             f"plan: {part.brief} reads weight {name} as {kind} [{wanted}]; it is {given}"

@@ -13,16 +13,31 @@ from tiny import cached_llama, named
 import graftwork.ir.plan as plan_package
 from graftwork.backends import compile
 from graftwork.backends.target import Target
-from graftwork.ir import InputError, PassError
-from graftwork.ir.plan import RECORDS, CachedDraft, FullDepth, KeepAll, UnrolledDraft
+from graftwork.ir import InputError, ParseError, PassError
+from graftwork.ir.plan import (
+    RECORDS,
+    CachedDraft,
+    DecodePlan,
+    FirstDraft,
+    FullDepth,
+    FusedDraft,
+    HeadsDraft,
+    KeepAll,
+    SuffixDraft,
+    UnrolledDraft,
+    untrained,
+)
 from graftwork.ir.plan.base import POLICIES, record
 from graftwork.ir.plan.length import LengthRecord
+from graftwork.ir.printer import record_text
+from graftwork.ir.record_text import parse_record
 from graftwork.passes import all_passes
 from graftwork.passes.engine.base import PassDefinitionError
 from graftwork.passes.policies import derived
 from graftwork.recipe import Recipe
 from graftwork.runtime.cache import CACHES
 from graftwork.runtime.depth import DEPTHS
+from graftwork.training.net import _marked
 
 CASES = Path(__file__).parent / "cases"
 PLAN = Path(__file__).parents[1] / "ir" / "plan"
@@ -89,7 +104,7 @@ def test_options_that_contradict_each_other_are_refused_where_they_are_written()
 
 def test_a_policy_that_contradicts_the_plan_is_refused_by_its_pass() -> None:
     draft = CachedDraft("draft", levels=2)
-    unrolled = replace(cached_llama().plan, draft=UnrolledDraft(**vars(draft)))
+    unrolled = replace(cached_llama().plan, draft=UnrolledDraft(draft))
     program = cached_llama().replace(plan=unrolled)
     with pytest.raises(PassError, match=r"length_svip: draft=unrolled.* makes all levels"):
         named("length_svip").run(program)
@@ -103,3 +118,25 @@ def test_fields_that_passes_use_for_something_else_are_refused() -> None:
 
     with pytest.raises(PassDefinitionError, match="Named: the field 'name' cannot be an option"):
         derived("length_named", Named)
+
+
+def test_drafters_hold_the_one_whose_chain_they_make() -> None:
+    """What it reads, needs and is trained for is the inner one's; its text reads back."""
+    eagle = CachedDraft("eagle", "hidden", levels=3, entry="eagle.entry")
+    fused = FusedDraft(UnrolledDraft(eagle, "eagle.chain"))
+    assert (fused.reads, fused.levels, fused.tells) == (("hidden",), 3, False)
+    assert fused.cached == ("eagle", "eagle.chain")
+    assert untrained([fused, SuffixDraft()]) == [eagle]
+    plan = DecodePlan(draft=FirstDraft((SuffixDraft(tokens=7), fused)))
+    assert plan.most == 7 and DecodePlan(draft=fused).most == 3
+    assert parse_record(record_text(fused), "draft") == fused
+    with pytest.raises(ParseError, match="staged has no chain that one call could make"):
+        parse_record("unrolled(draft=staged())", "draft")
+
+
+def test_every_trained_record_is_found_and_marked_in_its_place() -> None:
+    heads, eagle = HeadsDraft(), CachedDraft("eagle", "hidden")
+    draft = FirstDraft((heads, FusedDraft(UnrolledDraft(eagle))))
+    assert draft.trains == (heads, eagle)
+    marked = _marked(draft, [eagle])
+    assert marked == FirstDraft((heads, FusedDraft(UnrolledDraft(replace(eagle, trained=True)))))

@@ -32,7 +32,8 @@ class Executable:
 
     def __init__(self, most, tree=None, widths=None):
         plan = DecodePlan(draft=FakeDraft(most), tree=tree or Chain())
-        self.program, self._widths = SimpleNamespace(plan=plan), widths
+        step = SimpleNamespace(name="step")
+        self.program, self._widths = SimpleNamespace(plan=plan, step=step), widths
         self.kept = {}
 
     def scratch(self, owner):

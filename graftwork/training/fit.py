@@ -157,9 +157,9 @@ class _Fit:
         parts = trained_parts(model.program.plan)
         self.drafts = [part for part in parts if trainable(model.program, part)]
         if not self.drafts:
-            objective_of(parts[0])  # which says what can be trained
+            objective_of(model.program.plan.draft)  # which says what can be trained
             raise InputError(f"{model.program.name} has no inserted weights to train")
-        check_chains(model.program, self.drafts)
+        check_chains(model.program)
         self.chosen = [name for draft in self.drafts for name in chosen(model.program, draft)]
         self.objectives = [objective_of(draft) for draft in self.drafts]
         self.rank, self.world = _join_processes(model.target.device)

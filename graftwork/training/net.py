@@ -10,20 +10,14 @@ import torch
 
 from ..backends.torch.emit import emit
 from ..ir import Function, InputError, Program, Weight, type_of
-from ..ir.plan import DecodePlan, DraftRecord, Record, UnrolledDraft
+from ..ir.plan import DecodePlan, Record
 
 OPTIONAL = frozenset({"ancestors"})
 
 
-def parts_of(draft: DraftRecord) -> list[DraftRecord]:
-    """The drafters in a draft record."""
-    inner = getattr(draft, "of", None)
-    return [draft] if inner is None else [part for one in inner for part in parts_of(one)]
-
-
 def trained_parts(plan: DecodePlan) -> list[Record]:
-    """What of a plan might have weights of its own: drafters, and policies that ask a head."""
-    return [*parts_of(plan.draft), plan.length, plan.verify]
+    """What of a plan has weights of its own: drafters, and policies that ask a head."""
+    return [*plan.draft.trains, *plan.length.trains, *plan.verify.trains]
 
 
 def functions_of(draft: Record) -> list[str]:
@@ -53,18 +47,17 @@ def chosen(program: Program, draft: Record) -> list[str]:
     return sorted(name for name in used if name.endswith(".d2t"))
 
 
-def check_chains(program: Program, drafts: Sequence[Record]) -> None:
+def check_chains(program: Program) -> None:
     """That what training makes reaches unrolled chains, whose merged weights are derived from the
     trained ones. Errors: `InputError` for a chain that was saved, and is what it is."""
-    for draft in drafts:
-        if not isinstance(draft, UnrolledDraft):
-            continue
-        known = program.function(draft.function).weights | program.step.weights
-        for name in sorted(program.function(draft.chain).weights - known):
+    for unrolled in filter(None, (leaf.unrolled for leaf in program.plan.draft.leaves)):
+        known = program.function(unrolled.draft.function).weights | program.step.weights
+        for name in sorted(program.function(unrolled.chain).weights - known):
             if program.weights[name].made is None:
                 raise InputError(
-                    f"{program.name}: {draft.chain} was saved with {name}, which is not made from "
-                    f"the weights that are trained; train the recipe on the model it was made from"
+                    f"{program.name}: {unrolled.chain} was saved with {name}, which is not made "
+                    f"from the weights that are trained; train the recipe on the model it was made "
+                    f"from"
                 )
 
 
@@ -151,7 +144,4 @@ class Net:
 def _marked(draft: Record, trained: Sequence[Record]) -> Record:
     if draft in trained:
         return replace(draft, trained=True)  # type: ignore[call-arg]  # trained ones have the field
-    inner = getattr(draft, "of", None)
-    if inner is None:
-        return draft
-    return replace(draft, of=tuple(_marked(part, trained) for part in inner))  # type: ignore[call-arg]
+    return draft.with_inside(lambda part: _marked(part, trained))

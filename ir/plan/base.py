@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 from ..contract import Contract
 from ..errors import InputError
@@ -13,6 +13,13 @@ from ..types import ValueType
 
 if TYPE_CHECKING:
     from .decode import DecodePlan
+
+
+Size: TypeAlias = int | str
+"""A size that is known; "V", the vocabulary; "K", the same integer everywhere; or "": any."""
+
+Returned: TypeAlias = Mapping[str, tuple[Size, ...]]
+"""Sizes of outputs by name."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,16 @@ class Record:
         changed: dict[str, Any] = {self.slot: self}
         return replace(plan, **changed)
 
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """The functions that the runtime calls for it, and what it reads of each. Errors:
+        `InputError` for a record that cannot be carried out, whatever the functions return."""
+        yield from ()
+
+    def looks_up(self) -> Iterator[tuple[str, bool, tuple[Size, ...]]]:
+        """The weights that the runtime reads for it: the name, whether they are token ids, and
+        their sizes."""
+        yield from ()
+
     @property
     def weights(self) -> set[str]:
         """Names of the weights that the record needs: its fields called weight, and its parts'."""
@@ -77,6 +94,22 @@ class Record:
         values = [getattr(self, f.name) for f in fields(self)]
         nested = [value if isinstance(value, tuple) else (value,) for value in values]
         return tuple(part for value in nested for part in value if isinstance(part, Record))
+
+    @property
+    def trains(self) -> tuple[Record, ...]:
+        """The records in it, itself included, whose weights somebody trains: they say `trained`."""
+        return (self,) if hasattr(self, "trained") else ()
+
+    def with_inside(self, change: Callable[[Any], Any]) -> Self:
+        """The same with the records in its fields changed."""
+
+        def changed(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(changed, value))
+            return change(value) if isinstance(value, Record) else value
+
+        values: dict[str, Any] = {f.name: changed(getattr(self, f.name)) for f in fields(self)}
+        return replace(self, **values)
 
     @property
     def brief(self) -> str:

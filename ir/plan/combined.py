@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from .base import record
+from ..errors import InputError
+from .base import Record, Returned, record
 from .bounds import Nodes
 from .draft import CachedDraft, DraftRecord, NoDraft
+
+if TYPE_CHECKING:
+    from .decode import DecodePlan
 
 
 @record
@@ -38,6 +43,10 @@ class MergedDraft(DraftRecord):
         known = [size for size in sizes if size is not None]
         return sum(known) if len(known) == len(sizes) else None
 
+    def at_most(self, tree: int | None) -> int:
+        """`nodes`, or those of all parts."""
+        return sum(part.at_most(tree) for part in self.of) if self.nodes is None else self.nodes
+
 
 @record
 @dataclass(frozen=True)
@@ -56,19 +65,39 @@ class StagedDraft(CachedDraft):
         """What `drafter` reads, too."""
         return (*super().reads, *self.drafter.reads)
 
+    @property
+    def unrolls(self) -> None:
+        """Its levels wait for the answers of its model."""
+        return None
 
-@record
+    @property
+    def helper(self) -> DraftRecord:
+        """`drafter`."""
+        return self.drafter
+
+
 @dataclass(frozen=True)
-class UnrolledDraft(CachedDraft):
-    """A chain whose levels one call of a function makes, each fed with the one before's best token.
+class WrappingDraft(DraftRecord):
+    """Base of records that make the chains of another drafter, which they hold, in another way."""
 
-    chain: takes what `function` takes, with ``select`` [B,1], and returns ``draft_tokens``
-    [B,levels,1]. `function` itself is what training trains.
-    """
-
-    chain: str = "draft.chain"
-    kind: ClassVar[str] = "unrolled"
+    draft: DraftRecord = field(default_factory=CachedDraft)
+    grows: ClassVar[bool] = True
     chains: ClassVar[bool] = True
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """What `draft` reads."""
+        return self.draft.reads
+
+    @property
+    def cached(self) -> tuple[str, ...]:
+        """Those of `draft`."""
+        return self.draft.cached
+
+    @property
+    def always(self) -> bool:
+        """Wherever `draft` has one."""
+        return self.draft.always
 
     @property
     def tells(self) -> bool:
@@ -76,16 +105,70 @@ class UnrolledDraft(CachedDraft):
         return False
 
     @property
-    def cached(self) -> tuple[str, ...]:
-        """`function` and `chain`."""
-        return (self.function, self.chain)
+    def levels(self) -> int:
+        """Those of `draft`."""
+        return self.draft.levels
+
+    @property
+    def trains(self) -> tuple[Record, ...]:
+        """`draft`, if that is trained."""
+        return self.draft.trains
 
 
 @record
 @dataclass(frozen=True)
-class FusedDraft(UnrolledDraft):
-    """The step itself makes the next chain (see `Fused`); `chain` drafts where not the argmax
+class UnrolledDraft(WrappingDraft):
+    """A chain whose levels one call of a function makes, each fed with the one before's best token.
+
+    draft: the drafter whose chain it is; its function is what training trains. chain: takes what
+    that takes, with ``select`` [B,1], and returns ``draft_tokens`` [B,levels,1].
+    """
+
+    draft: CachedDraft = field(default_factory=CachedDraft)
+    chain: str = "draft.chain"
+    kind: ClassVar[str] = "unrolled"
+
+    def check(self) -> None:
+        """See `Record.check`."""
+        if self.draft.unrolls is None:
+            raise InputError(f"{self.draft.kind} has no chain that one call could make")
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`."""
+        yield self.chain, {"draft_tokens": ("", self.levels, 1)}
+
+    @property
+    def unrolled(self) -> UnrolledDraft:
+        """Itself."""
+        return self
+
+    @property
+    def cached(self) -> tuple[str, ...]:
+        """The function of `draft`, and `chain`."""
+        return (*super().cached, self.chain)
+
+
+@record
+@dataclass(frozen=True)
+class FusedDraft(WrappingDraft):
+    """The step itself makes the next chain (see `Fused`); `draft` makes it where not the argmax
     decides."""
 
+    draft: UnrolledDraft = field(default_factory=UnrolledDraft)
     kind: ClassVar[str] = "fused"
     in_step: ClassVar[bool] = True
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`. Errors: `InputError` for a plan whose step makes no draft."""
+        step, spare = plan.step.fed(argmax=True)
+        if step == plan.step.plain or spare < self.levels - 1:
+            raise InputError(
+                f"{self.brief} is made by the step, and step={plan.step.brief}; expected "
+                f"fused(...) with spare={self.levels - 1} at least"
+            )
+        yield step, {"drafted": ("", 1 + self.levels)}
+
+    @property
+    def unrolled(self) -> UnrolledDraft:
+        """`draft`."""
+        return self.draft

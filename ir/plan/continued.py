@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from .base import record
+from ..errors import InputError
+from .base import Returned, record
 from .bounds import Amount, Factor
 from .draft import CachedDraft, DraftRecord, HeadsDraft
+
+if TYPE_CHECKING:
+    from .decode import DecodePlan
 
 
 @record
@@ -31,6 +36,12 @@ class ContinuedDraft(DraftRecord):
     kind: ClassVar[str] = "continued"
     grows: ClassVar[bool] = True
 
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`: those of its parts, which are records themselves."""
+        if not self.then.goes_on:
+            raise InputError(f"{self.then.kind} cannot go on where {self.first.kind} stops")
+        yield from ()
+
     @property
     def reads(self) -> tuple[str, ...]:
         """What `first` reads; `then` starts from the states that it makes."""
@@ -49,4 +60,4 @@ class ContinuedDraft(DraftRecord):
     @property
     def levels(self) -> int:
         """Levels of both."""
-        return sum(int(getattr(part, "levels", 0)) for part in (self.first, self.then))
+        return self.first.levels + self.then.levels

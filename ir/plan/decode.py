@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .cache import CacheRecord, KeepAll
-from .combined import MergedDraft
 from .depth import DepthRecord, FullDepth
-from .draft import DraftRecord, FirstDraft, NoDraft
+from .draft import DraftRecord, NoDraft
 from .length import FixedLength, LengthRecord
 from .step import StepRecord, Whole
 from .tree import Chain, TreeRecord
@@ -32,20 +31,9 @@ class DecodePlan:
 
         Every drafter's own limit counts, and the tree's where a drafter follows it.
         """
-        return _most(self.draft, self.tree.most)
+        return self.draft.at_most(self.tree.most)
 
     @property
     def columns(self) -> int:
         """Tokens that a step is fed at most beside the last committed one: drafts and riders."""
         return self.most + self.draft.riders(self.most)
-
-
-def _most(draft: DraftRecord, tree: int | None) -> int:
-    if draft.most is not None:
-        return draft.most
-    if isinstance(draft, FirstDraft):
-        return max(_most(part, tree) for part in draft.of)
-    if isinstance(draft, MergedDraft):
-        return sum(_most(part, tree) for part in draft.of)
-    # A chain of no given depth has a token a level.
-    return getattr(draft, "levels", 0) if tree is None else tree

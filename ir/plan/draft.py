@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import InputError
 from ..types import TensorType, ValueType
-from .base import Record, policy, record
+from .base import Record, Returned, policy, record
 from .bounds import Context, Factor, Levels, Nodes, Rates, Rollout
 
 if TYPE_CHECKING:
+    from .combined import UnrolledDraft
     from .decode import DecodePlan
 
 
@@ -26,7 +27,8 @@ class DraftRecord(Record):
     their probabilities. in_step: the step makes it, and takes every draft for a chain. narrow: it
     predicts what follows one node a level. foresees: it can draft for another drafter, because it
     knows what may follow text that is not committed. in_turn: of its parts a later one is asked
-    where the earlier ones have no draft.
+    where the earlier ones have no draft. goes_on: it can predict from the states that another
+    drafter makes.
     """
 
     slot: ClassVar[str] = "draft"
@@ -40,6 +42,7 @@ class DraftRecord(Record):
     narrow: ClassVar[bool] = False
     foresees: ClassVar[bool] = False
     in_turn: ClassVar[bool] = False
+    goes_on: ClassVar[bool] = False
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -67,19 +70,53 @@ class DraftRecord(Record):
         parts: tuple[DraftRecord, ...] = getattr(self, "of", ())
         return parts
 
-    def with_parts(self, parts: Sequence[DraftRecord]) -> Self:
-        """The same of other parts."""
-        return replace(self, **{"of": tuple(parts)})
-
     @property
     def leaves(self) -> tuple[DraftRecord, ...]:
         """The drafters that are not made of others, in order."""
         return tuple(leaf for part in self.parts for leaf in part.leaves) or (self,)
 
+    def with_leaves(self, change: Callable[[DraftRecord], DraftRecord]) -> DraftRecord:
+        """The same with the drafters changed that are not made of others."""
+        if not self.parts:
+            return change(self)
+        return self.with_inside(lambda part: part.with_leaves(change))
+
+    @property
+    def trains(self) -> tuple[Record, ...]:
+        """See `Record.trains`: those of its parts, too."""
+        return (*super().trains, *(record for part in self.parts for record in part.trains))
+
+    @property
+    def unrolls(self) -> CachedDraft | None:
+        """The drafter whose levels one call of a function can make (`unroll_draft`)."""
+        return None
+
+    @property
+    def unrolled(self) -> UnrolledDraft | None:
+        """The chain that one call makes."""
+        return None
+
+    @property
+    def helper(self) -> DraftRecord | None:
+        """Another drafter, which drafts for this one."""
+        return None
+
+    @property
+    def levels(self) -> int:
+        """Tokens that it predicts one after the other, at most."""
+        return 0
+
     @property
     def most(self) -> int | None:
         """Draft tokens a step at most; None: as many as the plan's tree has nodes."""
         return None
+
+    def at_most(self, tree: int | None) -> int:
+        """Draft tokens a step at most under a tree of so many nodes; None: it does not say."""
+        if self.most is not None:
+            return self.most
+        # A chain of no given depth has a token a level.
+        return self.levels if tree is None else tree
 
     def riders(self, nodes: int) -> int:
         """Tokens that are fed along behind a draft of so many nodes (`Draft.riders`), at most."""
@@ -97,6 +134,15 @@ class DraftRecord(Record):
     def into(self, plan: DecodePlan) -> DecodePlan:
         """The plan with one drafter more: where the earlier ones have no draft, it has its turn."""
         return replace(plan, draft=plan.draft.before(self))
+
+
+def candidates(*levels: int) -> Returned:
+    """What functions return that predict: distributions and their best tokens, of these levels."""
+    return {
+        "draft_tokens": ("", "", *levels, "K"),
+        "draft_scores": ("", "", *levels, "K"),
+        "draft_logits": ("", "", *levels, "V"),
+    }
 
 
 @record
@@ -183,6 +229,10 @@ class RecyclingDraft(DraftRecord):
         """What the target held for likely after each token."""
         return ("top_tokens",)
 
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`."""
+        yield plan.step.plain, {"top_tokens": ("", "", "K")}
+
     def lacking(self, step: Mapping[str, ValueType]) -> str | None:
         """See `Record.lacking`: `successors` of them, if the step says how many it returns."""
         top = step.get("top_tokens")
@@ -217,6 +267,11 @@ class HeadsDraft(DraftRecord):
     trained: bool = False
     kind: ClassVar[str] = "heads"
     grows: ClassVar[bool] = True
+    goes_on: ClassVar[bool] = True
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`."""
+        yield self.function, candidates(self.levels)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -250,6 +305,16 @@ class RecurrentDraft(DraftRecord):
     soft: bool = False
     kind: ClassVar[str] = "recurrent"
     grows: ClassVar[bool] = True
+    goes_on: ClassVar[bool] = True
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`."""
+        if not self.functions:
+            raise InputError(f"{self.brief} names no functions")
+        for function in self.functions:
+            yield function, {**candidates(), "state": ("", "", "")}
+        if self.entry is not None:
+            yield self.entry, {"hidden": ("", "", "")}
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -294,6 +359,12 @@ class CachedDraft(DraftRecord):
     kind: ClassVar[str] = "cached"
     grows: ClassVar[bool] = True
 
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`."""
+        yield self.function, candidates()
+        if self.entry is not None:
+            yield self.entry, {"hidden": ("", "", "")}
+
     @property
     def reads(self) -> tuple[str, ...]:
         """`output`."""
@@ -308,6 +379,11 @@ class CachedDraft(DraftRecord):
     def always(self) -> bool:
         """Unless a text outgrows its context."""
         return self.context is None
+
+    @property
+    def unrolls(self) -> CachedDraft | None:
+        """Itself."""
+        return self
 
 
 @record
@@ -332,3 +408,7 @@ class FirstDraft(DraftRecord):
         sizes = [draft.most for draft in self.of]
         known = [size for size in sizes if size is not None]
         return max(known, default=0) if len(known) == len(sizes) else None
+
+    def at_most(self, tree: int | None) -> int:
+        """The most of all."""
+        return max((part.at_most(tree) for part in self.of), default=0)

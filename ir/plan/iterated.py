@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from .base import policy, record
+from .base import Returned, Size, policy, record
 from .bounds import Levels, Ngram, Nodes, Place
 from .draft import DraftRecord
+
+if TYPE_CHECKING:
+    from .decode import DecodePlan
 
 
 @policy
@@ -22,6 +26,10 @@ class JacobiDraft(DraftRecord):
     tokens: Nodes = 10
     kind: ClassVar[str] = "jacobi"
     requires: ClassVar[frozenset[str]] = frozenset({"argmax", "cached"})
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`."""
+        yield plan.step.plain, {"argmax": ("", "")}
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -56,6 +64,10 @@ class LookaheadDraft(DraftRecord):
     kind: ClassVar[str] = "lookahead"
     requires: ClassVar[frozenset[str]] = frozenset({"argmax", "cached", "trees"})
     branches: ClassVar[bool] = True
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`."""
+        yield plan.step.plain, {"argmax": ("", "")}
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -110,6 +122,10 @@ class CorpusDraft(DraftRecord):
     shortest: Levels = 2
     kind: ClassVar[str] = "corpus"
     foresees: ClassVar[bool] = True
+
+    def looks_up(self) -> Iterator[tuple[str, bool, tuple[Size, ...]]]:
+        """See `Record.looks_up`."""
+        yield self.weight, True, ("",)
 
     @property
     def most(self) -> int:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from .base import Record, policy, record
+from .base import Record, Returned, policy, record
 from .bounds import Factor, Inside, Levels, Part, Seed, Share
+
+if TYPE_CHECKING:
+    from .decode import DecodePlan
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,10 @@ class AcceptanceLength(LengthRecord):
     threshold: Inside = 0.7
     trained: bool = False
     kind: ClassVar[str] = "acceptance"
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`."""
+        yield self.function, {"accepted": ("", "", self.levels)}
 
 
 @policy

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from .base import record
+from .base import Returned, Size, record
 from .bounds import Factor, Levels, Nodes
 from .draft import DraftRecord
+
+if TYPE_CHECKING:
+    from .decode import DecodePlan
 
 
 @record
@@ -31,6 +35,14 @@ class PromptDraft(DraftRecord):
     kind: ClassVar[str] = "prompts"
     grows: ClassVar[bool] = True
     branches: ClassVar[bool] = True
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`."""
+        yield plan.step.plain, {"draft_tokens": ("", "", "K"), "draft_scores": ("", "", "K")}
+
+    def looks_up(self) -> Iterator[tuple[str, bool, tuple[Size, ...]]]:
+        """See `Record.looks_up`."""
+        yield self.weight, False, (self.prompts, "")
 
     @property
     def reads(self) -> tuple[str, ...]:

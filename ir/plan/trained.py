@@ -8,15 +8,11 @@ from .base import Record
 
 
 def untrained(records: Iterable[Record]) -> list[Record]:
-    """The records, and parts of combined ones, whose own weights know nothing.
+    """The records, and parts of them, whose own weights know nothing.
 
     >>> from graftwork.ir.plan import FirstDraft, HeadsDraft, SuffixDraft
     >>> [record.kind for record in untrained([FirstDraft((SuffixDraft(), HeadsDraft()))])]
     ['heads']
     """
-    found = []
-    for record in records:
-        found += untrained(getattr(record, "of", ()))
-        if not getattr(record, "trained", True):
-            found.append(record)
-    return found
+    parts = [part for record in records for part in record.trains]
+    return [part for part in parts if not getattr(part, "trained", True)]

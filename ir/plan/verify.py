@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from ..contract import Contract
 from ..errors import InputError
-from .base import Record, policy, record
+from .base import Record, Returned, policy, record
 from .bounds import Amount, Nodes, Part, Share
 
 if TYPE_CHECKING:
@@ -128,3 +129,7 @@ class Judge(VerifyRecord):
     threshold: Share = 0.5
     trained: bool = False
     kind: ClassVar[str] = "judge"
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`."""
+        yield self.function, {"judged": ("", "", 1)}

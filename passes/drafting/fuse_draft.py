@@ -6,7 +6,7 @@ Before::
         -> logits f32[B,S,V], argmax i64[B,S], hidden.normed f32[B,T,H], ...
     func eagle.chain(tokens, positions, hidden, select, past, ...) -> draft_tokens i64[B,3,1], ...
     decode {
-      draft = unrolled(function="eagle", levels=3, ..., chain="eagle.chain")
+      draft = unrolled(draft=cached(function="eagle", levels=3, ...), chain="eagle.chain")
 
 After::
 
@@ -19,7 +19,7 @@ After::
       %drafted: i64[B,4] = aten.cat([%place, %draft_tokens], 1)
     decode {
       step = fused(function="step.drafting", plain="step", spare=2)
-      draft = fused(function="eagle", ..., chain="eagle.chain")
+      draft = fused(draft=unrolled(draft=cached(function="eagle", ...), chain="eagle.chain"))
 
 Greedy verification is a comparison and the text's features are there: so a round of speculation is
 one call, in which draft and target share their threads, and the loop only reads numbers. Rows of
@@ -31,14 +31,13 @@ it saves would be made all the same.
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
 import torch.fx
 
 from ...ir import Function, PassError, Program, type_of
-from ...ir.plan import DraftRecord, Fused, FusedDraft, UnrolledDraft
+from ...ir.plan import Fused, FusedDraft, UnrolledDraft
 from ..engine.base import Contract, Effect, Outcome, Pass, register
 from ..engine.subgraph import inlined
 from .plan_edits import fitting, with_plan
@@ -68,8 +67,8 @@ class FuseDraft(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Add the function. See the module docstring."""
-        found: list[FusedDraft] = []
-        draft = _fused(program.plan.draft, found)
+        leaves = [leaf for leaf in program.plan.draft.leaves if leaf.reads and not leaf.in_step]
+        found = [leaf.unrolled for leaf in leaves if leaf.unrolled is not None]
         if not found:
             return Outcome(
                 program, 0, f"draft={program.plan.draft.brief} is no unrolled drafter on features"
@@ -78,27 +77,18 @@ class FuseDraft(Pass):
             raise PassError("fuse_draft: the plan has several unrolled drafters; a step makes one")
         if NAME in program.functions:
             raise PassError(f"fuse_draft: the program has a function {NAME!r} already")
-        step = Fused(NAME, program.step.name, found[0].levels - 1)
+        step, fused = Fused(NAME, program.step.name, found[0].levels - 1), FusedDraft(found[0])
+        draft = program.plan.draft.with_leaves(lambda leaf: fused if leaf == found[0] else leaf)
         planned = fitting(with_plan(program, step=step, draft=draft), self.name)
         return Outcome(planned.with_function(drafting_step(program, found[0])), 1)
 
 
-def _fused(draft: DraftRecord, found: list[FusedDraft]) -> DraftRecord:
-    """The record with unrolled drafters on features fused; those are added to `found`."""
-    if draft.parts:
-        return draft.with_parts([_fused(part, found) for part in draft.parts])
-    if type(draft) is not UnrolledDraft or draft.output is None:
-        return draft
-    found.append(FusedDraft(**{f.name: getattr(draft, f.name) for f in fields(draft)}))
-    return found[-1]
-
-
-def drafting_step(program: Program, draft: FusedDraft) -> Function:
+def drafting_step(program: Program, unrolled: UnrolledDraft) -> Function:
     """The step that also makes the next draft. See the module docstring."""
     fn = program.step.copy()
     fn.name = NAME
     outputs = fn.outputs
-    chain = program.function(draft.chain)
+    chain, draft = program.function(unrolled.chain), unrolled.draft
     inputs: dict[str, Any] = {}
     for node in chain.inputs:
         name = str(node.target)

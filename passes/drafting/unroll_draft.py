@@ -16,7 +16,7 @@ After (levels=3)::
       %p1: i64[B,1] = %past + %select + 1     # but within the context
       ... the body on %t0, %p1 and the state of the row %select, one token wide ...
     decode {
-      draft = unrolled(function="eagle", levels=3, ..., chain="eagle.chain")
+      draft = unrolled(draft=cached(function="eagle", levels=3, ...), chain="eagle.chain")
 
 A draft of D tokens then costs one call instead of D, and nothing leaves the backend in between:
 on a small draft the calls are what takes the time. Each level's cache rows are those of the level
@@ -29,7 +29,7 @@ look at each level.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -72,23 +72,16 @@ class UnrollDraft(Pass):
                 f"unroll_draft: length={plan.length.brief} looks at each level of a draft before "
                 f"the next is made, and an unrolled chain makes all at once"
             )
-        had = len(program.functions)
-        program, draft = self._unrolled(program, plan.draft)
-        count = len(program.functions) - had
-        if not count:
+        made: dict[DraftRecord, DraftRecord] = {}
+        for draft in filter(None, (leaf.unrolls for leaf in plan.draft.leaves)):
+            program, made[draft] = self._unrolled(program, draft)
+        if not made:
             return Outcome(program, 0, f"draft={plan.draft.brief} has no function with a cache")
-        return Outcome(with_plan(program, draft=draft), count)
+        changed = plan.draft.with_leaves(lambda leaf: made.get(leaf, leaf))
+        return Outcome(with_plan(program, draft=changed), len(made))
 
-    def _unrolled(self, program: Program, draft: DraftRecord) -> tuple[Program, DraftRecord]:
-        """The record with drafters unrolled in the place of what they were, and their functions."""
-        if draft.parts:
-            parts = []
-            for part in draft.parts:
-                program, part = self._unrolled(program, part)
-                parts.append(part)
-            return program, draft.with_parts(parts)
-        if type(draft) is not CachedDraft:
-            return program, draft
+    def _unrolled(self, program: Program, draft: CachedDraft) -> tuple[Program, UnrolledDraft]:
+        """The program with the chain of a drafter, and the record that uses it."""
         tree = program.plan.tree
         bounds = (draft.levels, tree.most, getattr(tree, "depth", None))
         levels = self.levels or min(bound for bound in bounds if bound is not None)
@@ -104,8 +97,7 @@ class UnrollDraft(Pass):
         best.merge_attention()
         best.merge_gates()
         function = unrolled(best.fn, chain, levels, context)
-        values = {f.name: getattr(draft, f.name) for f in fields(draft)}
-        record = UnrolledDraft(**{**values, "levels": levels}, chain=chain)
+        record = UnrolledDraft(replace(draft, levels=levels), chain)
         return program.with_function(function, weights=best.weights), record
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 
 from ....ir.executable import Executable
-from ....ir.plan import FusedDraft, UnrolledDraft
+from ....ir.plan import FusedDraft
 from ...asking.options import GenerationOptions
 from ...feeding.outputs import integers
 from ..lengths.base import LengthPolicy
@@ -33,9 +32,7 @@ class FusedDrafter(Composed, ChainDrafter):
         super().__init__(record, executable, options, length)
         self.apart: GrownDrafter | None = None
         if not options.by_argmax:
-            values = {f.name: getattr(record, f.name) for f in fields(UnrolledDraft)}
-            apart = UnrolledDraft(**values)
-            self.apart = GrownDrafter(apart, executable, options, length)
+            self.apart = GrownDrafter(record.draft, executable, options, length)
             self.wants, self.reads = self.apart.wants, self.apart.reads
         else:
             self.wants, self.levels = ("drafted",), record.levels

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from ....ir.executable import Executable
 from ....ir.plan import UnrolledDraft
+from ...asking.options import GenerationOptions
 from .base import PROPOSERS, Ids, Level
 from .cached import CachedProposer
 
@@ -21,12 +23,16 @@ from .cached import CachedProposer
 class UnrolledProposer(CachedProposer):
     """See the module docstring."""
 
-    record: UnrolledDraft
+    def __init__(
+        self, record: UnrolledDraft, executable: Executable, options: GenerationOptions
+    ) -> None:
+        self.chain = record.chain
+        super().__init__(record.draft, executable, options)
 
     @property
     def function(self) -> str:
         """The function that makes the whole chain, or under sampling one level."""
-        return super().function if self.options.do_sample else self.record.chain
+        return super().function if self.options.do_sample else self.chain
 
     @property
     def ahead(self) -> int:
