@@ -32,6 +32,7 @@ from .ir.executable import Executable
 from .ir.files import plain_path
 from .ir.plan import FixedLength, StaticTree
 from .ir.plan.shapes import expected
+from .ir.protocol import ANCESTORS
 from .model import Model, Source, load, optimize
 from .planned import Planned
 from .prompts import Prompts, read_prompts
@@ -326,7 +327,7 @@ def _open(
 def _with_tree(model: Model) -> Executable:
     """The model's executable, its drafts a tree and as long as they come."""
     plan = model.program.plan
-    if not model.program.step.has_input("ancestors"):
+    if not model.program.step.has_input(ANCESTORS):
         raise InputError(
             "the model's step takes no trees: optimize it with the pass accept_trees, or give the "
             "checkpoint and a recipe"

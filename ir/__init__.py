@@ -12,7 +12,7 @@ from .errors import (
     UnsupportedError,
     VerifyError,
 )
-from .function import NOWHERE, Function, Site, site_of, type_of
+from .function import NOWHERE, Function, Role, Site, site_of, type_of
 from .interpret import run
 from .match import Match
 from .parser import parse_function, parse_program
@@ -41,6 +41,7 @@ __all__ = [
     "PassRecord",
     "Program",
     "Rewritten",
+    "Role",
     "Rule",
     "Site",
     "State",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch.fx
@@ -52,12 +53,27 @@ def site_of(node: torch.fx.Node) -> Site:
     return site if isinstance(site, Site) else NOWHERE
 
 
+class Role(Enum):
+    """What a function's results are for.
+
+    target: they count, so their numerics are the model's. draft: they are verified before they
+    count, so they may be coarse, and leave the cores to the target. upkeep: it moves what states
+    hold.
+    """
+
+    TARGET = "target"
+    DRAFT = "draft"
+    UPKEEP = "upkeep"
+
+
 class Function:
     """A named, typed graph. Passes copy it, edit the copy's graph and hand the copy on."""
 
-    def __init__(self, name: str, graph: torch.fx.Graph | None = None) -> None:
+    def __init__(
+        self, name: str, graph: torch.fx.Graph | None = None, role: Role = Role.TARGET
+    ) -> None:
         check_name("a function", name)
-        self.name = name
+        self.name, self.role = name, role
         self.graph = graph or torch.fx.Graph()
 
     # -- reading
@@ -113,7 +129,7 @@ class Function:
         mapping: dict[torch.fx.Node, torch.fx.Node] = {}
         for node in self.graph.nodes:
             mapping[node] = graph.node_copy(node, lambda n: mapping[n])
-        return Function(self.name, graph)
+        return Function(self.name, graph, self.role)
 
     def beyond(self, values: Mapping[str, torch.fx.Node], wanted: Sequence[str]) -> Function:
         """What is left to do for the `wanted` outputs once some values are known.
@@ -129,7 +145,7 @@ class Function:
             if node not in needed:
                 needed.add(node)
                 stack += () if node in given else node.all_input_nodes
-        rest = Function(f"{self.name}.beyond")
+        rest = Function(f"{self.name}.beyond", role=self.role)
         mapping: dict[torch.fx.Node, torch.fx.Node] = {}
         for node in self.inputs:
             if node in needed and node not in given:

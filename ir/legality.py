@@ -20,6 +20,7 @@ from .plan import (
     TreeRecord,
 )
 from .program import Program
+from .protocol import ANCESTORS
 
 
 def unmet(program: Program) -> tuple[str, str] | None:
@@ -56,7 +57,7 @@ def _unmet(program: Program) -> Iterator[tuple[str, str]]:
                 yield f"draft={leaf.brief} reads {output!r}, which step does not return", output
     records: tuple[TreeRecord | DraftRecord, ...] = (plan.tree, *leaves, plan.draft)
     for record in records:
-        if record.branches and not step.has_input("ancestors"):
+        if record.branches and not step.has_input(ANCESTORS):
             yield f"{record.slot}={record.brief} needs a step that takes ancestors", "trees"
     for leaf in leaves:
         for name in leaf.cached:

@@ -14,7 +14,7 @@ from .body import Body
 from .defaults import Defaults
 from .errors import InputError
 from .expressions import Build, Expression
-from .function import Function
+from .function import Function, Role
 from .lexer import Cursor, Source, Token
 from .names import check_name, check_program_name
 from .plan import RECORDS, DecodePlan, Record
@@ -23,6 +23,9 @@ from .types import TensorType, ValueType
 from .weights import Weight, WeightStore
 
 T = TypeVar("T")
+
+ROLES = {role.value: role for role in Role if role is not Role.TARGET}
+"""Roles by the word before ``func``; a function without one is the target's."""
 
 _STOP_EQUALS = frozenset({"="})
 _STOP_COLON = frozenset({":"})
@@ -42,7 +45,6 @@ def parse_function(text: str, weights: WeightStore) -> Function:
     parser = Parser(text, weights)
     parser.weights = dict(weights)
     parser.cursor.skip_lines()
-    parser.cursor.expect("func")
     return parser.function()
 
 
@@ -76,7 +78,8 @@ class Parser:
         if cursor.accept(":"):
             stage += ":" + cursor.dotted("a backend")
         cursor.expect("{")
-        self.block(self.section, "info, pass, state, weight, func, decode or }")
+        funcs = ", ".join(["func", *(f"{role} func" for role in ROLES)])
+        self.block(self.section, f"info, pass, state, weight, {funcs}, decode or }}")
         cursor.skip_lines()
         if cursor.here.kind != "end":
             cursor.fail("the end of the text")
@@ -111,7 +114,7 @@ class Parser:
             "pass": self.read_pass,
             "state": self.read_state,
             "weight": self.read_weight,
-            "func": self.read_function,
+            **dict.fromkeys(("func", *ROLES), self.read_function),
             "decode": self.read_plan,
         }
         reader = sections.get(self.cursor.here.text)
@@ -296,14 +299,17 @@ class Parser:
     # -- functions
 
     def read_function(self) -> None:
-        self.cursor.expect("func")
         start = self.cursor.here
         function = self.function()
         self.declare(self.functions, function.name, function, start)
 
     def function(self) -> Function:
-        cursor = self.cursor
-        body = Body(self, Function(cursor.identifier("the function's name")))
+        cursor, role = self.cursor, Role.TARGET
+        if cursor.here.text in ROLES:
+            role = ROLES[cursor.next().text]
+        cursor.expect("func")
+        name = cursor.identifier("the function's name")
+        body = Body(self, Function(name, role=role))
         cursor.expect("(")
         while not cursor.accept(")"):
             body.parameter()

@@ -16,7 +16,8 @@ together of what is printed here.
 
 ``%`` names values, ``@`` weights; a name with other characters than letters, digits, ``_`` and
 ``.`` is quoted. Arguments are Python literals, dtypes (``f32``), symbolic sizes (``B*T``) and
-values. Slots of the plan that hold the default are left out.
+values. A function that is not the target's says its role first (``draft func``). Slots of the plan
+that hold the default are left out.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import torch
 import torch.fx
 
 from .errors import GraftworkError
-from .function import Function, Site, site_of
+from .function import Function, Role, Site, site_of
 from .plan import Record
 from .stages import op_name
 from .types import DTYPE_NAMES, DTYPES, Sym, type_text
@@ -72,7 +73,9 @@ def function_lines(function: Function, *, strict: bool = True) -> list[Line]:
     params = [f"{name_text(str(n.target))}: {_type(n)}" for n in function.inputs]
     outputs = _outputs(function)
     results = [f"{name_text(name)} {_type(node)}" for name, node in outputs.items()]
-    lines = [Line(text) for text in _header(function.name, params, results)]
+    role = "" if function.role is Role.TARGET else f"{function.role.value} "
+    start = f"{role}func {name_text(function.name)}"
+    lines = [Line(text) for text in _header(start, params, results)]
     for node in function.graph.nodes:
         if node.op == "call_function":
             lines.append(Line("  " + _node_text(node, names, strict), node))
@@ -195,12 +198,12 @@ def _outputs(function: Function) -> dict[str, Any]:
     return {}
 
 
-def _header(name: str, params: list[str], results: list[str]) -> Iterator[str]:
-    line = f"func {name_text(name)}({', '.join(params)}) -> {', '.join(results)} {{"
+def _header(start: str, params: list[str], results: list[str]) -> Iterator[str]:
+    line = f"{start}({', '.join(params)}) -> {', '.join(results)} {{"
     if len(line) <= WIDTH - 2:
         yield line
         return
-    yield f"func {name_text(name)}("
+    yield f"{start}("
     yield from (f"  {param}," for param in params)
     yield ") -> ("
     yield from (f"  {result}," for result in results)

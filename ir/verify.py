@@ -14,26 +14,18 @@ import torch
 import torch.fx
 
 from .errors import GraftworkError, InputError, VerifyError
-from .function import Function, site_of
+from .function import Function, Role, site_of
 from .infer import infer
 from .names import check_name, check_program_name, is_name, shown
 from .printer import function_lines, site_text
 from .program import Program
+from .protocol import INPUTS, REQUIRED
 from .stages import stage_of, why_illegal
 from .types import Sym, TensorType, type_text
 from .verify_plan import verify_plan
 
 _PLAIN = (Sym, bool, int, float, str, type(None), torch.dtype, torch.device)
 _LAYOUT = (torch.memory_format, torch.layout)
-
-# Inputs of `step` that the decode loop feeds, and their types.
-STEP_INPUTS = {
-    "tokens": "i64[B,T]",
-    "positions": "i64[B,T]",
-    "past": "i64[B]",
-    "ancestors": "bool[B,T,T]",
-    "select": "i64[B,S]",
-}
 
 
 def verify(program: Program) -> None:
@@ -42,6 +34,10 @@ def verify(program: Program) -> None:
     if (plain := program.plan.step.plain) not in program.functions:
         raise VerifyError(
             f"program {program.name!r} has no function {plain!r}, which the plan's step names"
+        )
+    if (role := program.step.role) is not Role.TARGET:
+        raise VerifyError(
+            f"{plain}: the plan's step is the target's, and the function's role is {role.value}"
         )
     if program.states and not stage.states:
         raise VerifyError(
@@ -111,8 +107,8 @@ class _Checker:
                 )
             self.names.add(node.name)
         self.check_end()
-        if self.function.name == "step":
-            self.check_step()
+        if self.function.role is Role.TARGET:
+            self.check_results()
 
     # -- nodes
 
@@ -173,10 +169,10 @@ class _Checker:
         state = self.program.states.get(str(node.target))
         if state is not None:
             self.same_type(node, f"the state {state.name}", state.type, given)
-        if self.function.name == "step" and node.target in STEP_INPUTS:
+        fed = INPUTS.get(str(node.target))
+        if self.function.role is Role.TARGET and fed is not None and fed.form:
             # Before the ops that read it say so less clearly.
-            expected = TensorType.parse(STEP_INPUTS[str(node.target)])
-            self.same_type(node, f"the input {node.target}", expected, given)
+            self.same_type(node, f"the input {node.target}", fed.type, given)
         plain = [d.symbols for d in given.dims if isinstance(d, Sym) and d.plain]
         self.symbols |= set().union(*plain)
 
@@ -276,21 +272,23 @@ class _Checker:
                 + "\n  to fix: use Function.set_outputs after building"
             )
 
-    def check_step(self) -> None:
+    def check_results(self) -> None:
         """What the decode loop relies on (see `executable.Executable`)."""
+        name, outputs = self.function.name, self.function.outputs
         given = {str(node.target): node for node in self.function.inputs}
-        required = ["tokens", "positions"] + (["past"] if self.program.states else [])
-        if missing := [name for name in required if name not in given]:
-            listing = ", ".join(f"{name}: {STEP_INPUTS[name]}" for name in missing)
-            raise VerifyError(f"step: expected the inputs {listing}; got {', '.join(given)}")
+        if name in self.program.plan.step.variants:
+            required = [*REQUIRED, *["past"] * bool(self.program.states)]
+            if missing := [wanted for wanted in required if wanted not in given]:
+                listing = ", ".join(f"{wanted}: {INPUTS[wanted].form}" for wanted in missing)
+                raise VerifyError(f"{name}: expected the inputs {listing}; got {', '.join(given)}")
+            if "logits" not in outputs:
+                raise VerifyError(f"{name}: expected an output 'logits'; got {', '.join(outputs)}")
         rows = Sym("S") if "select" in given else Sym("T")
-        outputs = self.function.outputs
-        if "logits" not in outputs:
-            raise VerifyError(f"step: expected an output 'logits'; got {', '.join(outputs)}")
-        logits = self.tensor_type(outputs["logits"])
-        shaped = len(logits.dims) == 3 and logits.dims[:2] == (Sym("B"), rows)
-        if not shaped or not logits.dtype.is_floating_point:
-            self.wrong_output("logits", f"a floating [B,{rows},vocabulary]", logits)
+        if "logits" in outputs:
+            logits = self.tensor_type(outputs["logits"])
+            shaped = len(logits.dims) == 3 and logits.dims[:2] == (Sym("B"), rows)
+            if not shaped or not logits.dtype.is_floating_point:
+                self.wrong_output("logits", f"a floating [B,{rows},vocabulary]", logits)
         if "argmax" in outputs:
             argmax = self.tensor_type(outputs["argmax"])
             if argmax != TensorType(torch.int64, (Sym("B"), rows)):

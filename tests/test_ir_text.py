@@ -22,12 +22,15 @@ from graftwork.ir import (
     ParseError,
     PassRecord,
     Program,
+    Role,
     Site,
     State,
     Sym,
     TensorType,
     Weight,
     WeightStore,
+    function_text,
+    parse_function,
     parse_program,
     program_text,
     run,
@@ -259,7 +262,11 @@ def test_handwritten_text_may_be_loose() -> None:
 WRONG = {
     "not a program": ("program", "programm", "line 1, column 1: expected 'program'"),
     "no name": ('"every-kind"', "x", "expected the program's name in quotes"),
-    "unknown section": ("  state kv", "  stat kv", "info, pass, state, weight, func, decode or }"),
+    "unknown section": (
+        "  state kv",
+        "  stat kv",
+        "weight, func, draft func, upkeep func, ",
+    ),
     "missing field": ("vocab_size=7, ", "", "expected also vocab_size"),
     "wrong field": ("vocab_size=7", "vocab_size=7.5", "a valid vocab_size"),
     "unknown field": ("bos=None", "box=None", "not 'box'"),
@@ -371,3 +378,21 @@ def test_options_without_a_text_form_are_named() -> None:
     record = PassRecord("p", (("path", object()),), "exact", 1, 0.0)
     with pytest.raises(Exception, match="has no text form"):
         program_text(replace(every_kind(), provenance=(record,)))
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_roles_are_read_back(role: Role) -> None:
+    program = every_kind()
+    other = Function("other", program.step.copy().graph, role)
+    again = assert_round_trip(program.with_function(other))
+    assert again.function("other").role is role and again.step.role is Role.TARGET
+    first = function_text(other).split("(")[0]
+    assert first == ("func other" if role is Role.TARGET else f"{role.value} func other")
+    assert parse_function(function_text(other), program.weights).role is role
+
+
+def test_a_role_is_one_of_a_functions() -> None:
+    with pytest.raises(ParseError, match="expected info, pass, state, weight, func, draft func"):
+        parse_program(GOLDEN.replace("func step", "guess func step"))
+    with pytest.raises(ParseError, match="expected 'func'"):
+        parse_program(GOLDEN.replace("func step", "draft step"))

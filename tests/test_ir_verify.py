@@ -19,6 +19,7 @@ from graftwork.ir import (
     Function,
     GraftworkError,
     Program,
+    Role,
     Site,
     Sym,
     TensorType,
@@ -69,6 +70,11 @@ class Drafts(DraftRecord):
 def no_step() -> Program:
     program = cached_llama(SHAPE)
     return program.replace(functions={"draft": Function("draft")})
+
+
+def drafting_step() -> Program:
+    program = cached_llama(SHAPE)
+    return program.with_function(Function("step", program.step.copy().graph, Role.DRAFT))
 
 
 def states_too_early() -> Program:
@@ -248,6 +254,7 @@ def output_name() -> Program:
 
 ERRORS: dict[Callable[[], Program], str] = {
     no_step: "has no function 'step'",
+    drafting_step: "the function's role is draft",
     states_too_early: "stage canonical has no states",
     wrong_key: "registered as 'x' calls itself 'kv.0.key'",
     plan_of_another_slot: "is a draft record, not a tree",

@@ -8,7 +8,7 @@ from time import perf_counter
 
 import torch
 
-from ...ir import GraftworkError, InputError, Program, UnsupportedError, type_of
+from ...ir import GraftworkError, InputError, Program, Role, UnsupportedError, type_of
 from ...ir.errors import execution_error
 from ...ir.executable import HeldCall, Outputs
 from ...ir.scratch import Scratch
@@ -18,7 +18,7 @@ from ..target import Target
 from .attention import OVERHANG
 from .emit import emit
 from .held import Held
-from .lower import Variant, is_step, lower
+from .lower import Variant, lower
 from .routing import Route, Router
 from .session import open_session
 from .step import Step
@@ -112,9 +112,9 @@ class OnnxExecutable(StatefulExecutable):
                 f"cannot write {size >> 20} MB of weights to {path.parent}: {error}; "
                 f"set TMPDIR to a folder with room"
             ) from error
-        # The step's threads spin for a while after its work. Threads of another session would
+        # The target's threads spin for a while after its work. Threads of another session would
         # have to take the cores from them, so what is drafted in between uses one.
-        threads = None if is_step(function) else 1
+        threads = None if fn.role is Role.TARGET else 1
         try:
             session = open_session(path, self.target, weight_bytes=size, threads=threads)
         except GraftworkError:

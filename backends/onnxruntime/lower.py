@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 from ...ir import Function, Program
+from ...ir.protocol import ANCESTORS
 from ...ir.stages import register_lowered
 from ...passes.fusing.cse import merge_equal
 from ...passes.fusing.dce import sweep
@@ -38,7 +39,6 @@ from .views import simplify_views
 A = torch.ops.aten
 G = torch.ops.graftwork
 STAGE = "lowered:onnxruntime"
-ANCESTORS = "ancestors"
 FAMILIES = (
     rows_attention,
     rows_elementwise,
@@ -94,11 +94,6 @@ def drop_ancestors(fn: Function) -> None:
         node.args = tuple(None if arg is given else arg for arg in node.args)
 
 
-def is_step(name: str) -> bool:
-    """Whether a function says what the target says: ``step``, or one that does more besides."""
-    return name.partition(".")[0] == "step"
-
-
 def has_attention(fn: Function) -> bool:
     """Whether the function reads caches, so that its variants differ."""
     return bool(fn.calls(G.attend.default, G.cache_write.default))
@@ -109,4 +104,4 @@ def rounds_activations(fn: Function) -> bool:
     return bool(fn.calls(G.linear_int8.default, A.round.default))
 
 
-__all__ = ["STAGE", "Variant", "has_attention", "is_step", "lower", "rounds_activations"]
+__all__ = ["STAGE", "Variant", "has_attention", "lower", "rounds_activations"]

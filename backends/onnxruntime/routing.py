@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from ...ir import Function, InputError, Program, Sym, type_of
+from ...ir import Function, InputError, Program, Role, Sym, type_of
 from ...ir.plan import Chain
+from ...ir.protocol import ANCESTORS
 from ..target import Target
 from .attention import SEQLENS, TOTAL
-from .lower import ANCESTORS, Variant, has_attention, is_step, rounds_activations
+from .lower import Variant, has_attention, rounds_activations
 from .pairs import only_attention_needs_pairs
 from .probe import attention_kernel_works
 
@@ -42,9 +43,9 @@ class Router:
     A token's result must not depend on what shares its step. All kernels see to that bit for bit
     where a step has two tokens or more; products and attention of a single token add up in another
     order, and where activations are rounded to integers, a last bit can move a value to the next
-    integer. So a step that rounds takes a lone token as the first of two columns: in attention
-    only, if nothing else needs it (see `pairs`), else all through the step. What other functions
-    make is only proposed: their last bits may differ.
+    integer. So a function of the target that rounds takes a lone token as the first of two columns:
+    in attention only, if nothing else needs it (see `pairs`), else all through the step. What other
+    functions make is only proposed: their last bits may differ.
     """
 
     def __init__(self, program: Program, function: Function, target: Target) -> None:
@@ -52,9 +53,10 @@ class Router:
         self.cached = has_attention(function)
         self.trees = function.has_input(ANCESTORS)
         self.drafts_trees = self.trees and not isinstance(program.plan.tree, Chain)
-        self.rounds = is_step(self.name) and rounds_activations(function)
+        self.rounds = function.role is Role.TARGET and rounds_activations(function)
         # Of a step that also drafts, the plain step's part is what counts.
-        self.pairs = self.rounds and only_attention_needs_pairs(program.step)
+        counts = program.step if self.name in program.plan.step.variants else function
+        self.pairs = self.rounds and only_attention_needs_pairs(counts)
         dtypes = {state.type.dtype for state in program.states.values()}
         self.kernel = all(attention_kernel_works(target.device, dtype) for dtype in dtypes)
         self.tokenwise = {

@@ -13,6 +13,7 @@ import torch
 from ...ir import GraftworkError, InputError, Program, Sym
 from ...ir.errors import execution_error
 from ...ir.executable import HeldCall, Outputs
+from ...ir.protocol import OPTIONAL
 from ...ir.threads import traces
 from ..base import StatefulExecutable
 from ..faults import index_fault
@@ -32,8 +33,6 @@ short prompt leaves of a wide step is wasted."""
 BUCKETS = {"eager": 256, "inductor": 64, "cuda graphs": 1024}
 """Cache rows are reserved in multiples of these: attention reads all of them. CUDA graphs are
 compiled anew, every width, for each number, so theirs doubles."""
-
-OPTIONAL = frozenset({"ancestors"})
 
 
 class TorchExecutable(StatefulExecutable):

@@ -11,8 +11,7 @@ import torch
 from ..backends.torch.emit import emit
 from ..ir import Function, InputError, Program, Weight, type_of
 from ..ir.plan import DecodePlan, Record
-
-OPTIONAL = frozenset({"ancestors"})
+from ..ir.protocol import OPTIONAL
 
 
 def trained_parts(plan: DecodePlan) -> list[Record]:

@@ -25,6 +25,11 @@ class StepRecord(Record):
         what training and the validator run."""
         raise NotImplementedError
 
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Every function that runs the target from its tokens to its logits."""
+        return tuple(dict.fromkeys((self.plain, self.fed(argmax=True)[0])))
+
     def fed(self, argmax: bool) -> tuple[str, int]:
         """The function that steps run, and the cache rows that it makes for itself behind those of
         what it is fed. argmax: whether the target's best token is always what is kept."""

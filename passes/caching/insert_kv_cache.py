@@ -14,9 +14,11 @@ After (stage cached)::
       %vw: f32[B,G,C,D] = graftwork.cache_write(%kv.0.value, %v, %past)
       %y: f32[B,H,T,D] = graftwork.attend(%q, %kw, %vw, %m, scale=0.125)
 
-Layers with the same window share one mask. Every function with attention gets caches of its own:
-those of a function ``eagle`` are called ``eagle.kv.0.key`` and so on. Refuses a program whose step
-has no attention or a cache already, or a function in which two attentions claim one layer.
+Layers with the same window share one mask. The target's functions share the caches of their layers,
+because a layer's rows are the same whoever writes them. A function that drafts gets its own: those
+of ``eagle`` are called ``eagle.kv.0.key`` and so on. Refuses a program whose step has no attention
+or a cache already, a function in which two attentions claim one layer, and functions of the target
+that differ in what a layer's rows are.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from typing import Any, ClassVar
 import torch
 import torch.fx
 
-from ...ir import Function, PassError, Program, State, Sym, TensorType, site_of, type_of
+from ...ir import Function, PassError, Program, Role, State, Sym, TensorType, site_of, type_of
+from ...ir.protocol import INPUTS
 from ..engine.base import Effect, Outcome, Pass, register
 from ..fusing.dce import sweep
 
@@ -50,35 +53,35 @@ class InsertKvCache(Pass):
         functions, states = dict(program.functions), dict(program.states)
         for name, function in program.functions.items():
             if function.calls(G.attention.default):
-                functions[name], made = _cached(function)
-                states.update(made)
+                functions[name] = _cached(function, states)
         count = sum(state.part == "key" for state in states.values())
         cached = program.replace(functions=functions, states=states, stage="cached")
         return Outcome(cached, count)
 
 
-def _cached(function: Function) -> tuple[Function, dict[str, State]]:
-    """A function with cached attention, and its states."""
+def _cached(function: Function, states: dict[str, State]) -> Function:
+    """A function with cached attention; its states are added to those there are."""
     fn = function.copy()
     nodes = fn.calls(G.attention.default)
     layers = [int(node.kwargs["layer"]) for node in nodes]  # type: ignore[arg-type]
     if len(set(layers)) != len(layers):
-        where = "" if fn.name == "step" else f" of {fn.name}"
-        raise PassError(f"insert_kv_cache: two attentions{where} claim one layer: {sorted(layers)}")
+        raise PassError(
+            f"insert_kv_cache: two attentions of {fn.name} claim one layer: {sorted(layers)}"
+        )
     sweep(fn)  # an attention that nobody reads any more gets no cache
-    inserter = _Inserter(fn, "kv" if fn.name == "step" else f"{fn.name}.kv")
+    inserter = _Inserter(fn, states)
     for node in fn.calls(G.attention.default):
         inserter.replace(node)
     fn.set_outputs({**fn.outputs, **inserter.written})
-    return fn, inserter.states
+    return fn
 
 
 class _Inserter:
-    def __init__(self, fn: Function, prefix: str) -> None:
-        self.fn, self.prefix = fn, prefix
+    def __init__(self, fn: Function, states: dict[str, State]) -> None:
+        self.fn, self.states = fn, states
+        self.prefix = f"{fn.name}.kv" if fn.role is Role.DRAFT else "kv"
         self.first = fn.calls()[0]
-        self.past = fn.add_input("past", TensorType.parse("i64[B]"))
-        self.states: dict[str, State] = {}
+        self.past = fn.add_input("past", INPUTS["past"].type)
         self.written: dict[str, torch.fx.Node] = {}
         self.masks: dict[object, torch.fx.Node] = {}
 
@@ -98,14 +101,20 @@ class _Inserter:
         return self.masks[window]
 
     def write(self, layer: int, part: str, rows: torch.fx.Node, site: object) -> torch.fx.Node:
-        """A new state for these rows, and the write of a step's rows into it."""
+        """The state for these rows, and the write of a step's rows into it."""
         row_type = type_of(rows)
         dims = (row_type.dims[0], row_type.dims[1], Sym("C"), row_type.dims[3])
         state = State(
             f"{self.prefix}.{layer}.{part}", TensorType(row_type.dtype, dims), layer, part
         )
+        known = self.states.setdefault(state.name, state)
+        if known != state:
+            raise PassError(
+                f"insert_kv_cache: {self.fn.name} keeps {state.type} of layer {layer}'s {part}, "
+                f"and another function of the target keeps {known.type}: give the layer another "
+                f"number, or make the function one that drafts"
+            )
         cache = self.fn.add_input(state.name, state.type)
-        self.states[state.name] = state
         node = self.fn.call(G.cache_write.default, cache, rows, self.past, site=site_of(rows))
         self.written[state.name] = node
         return node

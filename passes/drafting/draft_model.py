@@ -36,7 +36,7 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from ...ir import Function, InputError, ParseError, PassError, Program
+from ...ir import Function, InputError, ParseError, PassError, Program, Role
 from ...ir.files import LARGE, read_json
 from ...ir.plan import CachedDraft, StagedDraft
 from ...ir.record_text import parse_record
@@ -145,7 +145,7 @@ class DraftModel(Pass):
 
 def _renamed(step: Function, first_layer: int) -> Function:
     """The function under its new name, with caches and weights that are its own."""
-    fn = Function(NAME, step.copy().graph)
+    fn = Function(NAME, step.copy().graph, Role.DRAFT)
     for node in fn:
         if node.op == "get_attr":
             node.target = f"{NAME}.{node.target}"

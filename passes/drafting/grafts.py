@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from ...ir import Function, PassError, Program, TensorType, Weight, derive, type_of
+from ...ir import Function, PassError, Program, Role, TensorType, Weight, derive, type_of
 from ...ir.plan import DraftRecord
 from ..engine.subgraph import cone
 from ..fusing.dce import sweep
@@ -46,7 +46,7 @@ class Graft:
         self.trained = TrainedWeights(weights, owner, program, published)
         self.step = program.step.copy()
         sweep(self.step)  # a marker that nobody reads any more is none to tap
-        self.fn = Function(name)
+        self.fn = Function(name, role=Role.DRAFT)
         self.weights = program.weights
         self.markers = self.step.calls(G.hidden.default)
         if not self.markers:

@@ -38,6 +38,7 @@ from pydantic import Field
 
 from ...ir import Function, PassError, Program, type_of
 from ...ir.plan import CachedDraft, DraftRecord, UnrolledDraft
+from ...ir.protocol import ANCESTORS
 from ..engine.base import Contract, Effect, Outcome, Pass, register
 from ..engine.subgraph import inlined
 from ..fusing.dce import sweep
@@ -109,7 +110,7 @@ def unrolled(first: Function, name: str, levels: int, context: int) -> Function:
     then says is not fed.
     """
     states = [state for state in first.outputs if state not in ("draft_tokens", "hidden")]
-    fn = Function(name)
+    fn = Function(name, role=first.role)
     given = {node: _own_input(fn, node) for node in first.inputs}
     outputs = inlined(fn, first, given, {"S": 1})
     kept = {state: outputs[state] for state in states}
@@ -142,7 +143,7 @@ def unrolled(first: Function, name: str, levels: int, context: int) -> Function:
 def _own_input(fn: Function, node: torch.fx.Node) -> torch.fx.Node | None:
     """The input of `fn` that stands for one of the draft's; a chain has no ancestors."""
     name, bound = str(node.target), type_of(node).bind({"S": 1})
-    return None if name == "ancestors" else fn.add_input(name, bound)
+    return None if name == ANCESTORS else fn.add_input(name, bound)
 
 
 def _only_best(draft: Function) -> Function:

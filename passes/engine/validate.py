@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ...ir import PassError, Program, run, type_of
+from ...ir.protocol import chain_inputs
 from .base import Contract
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -40,17 +41,8 @@ def step_inputs(
     past: int = 0,
 ) -> dict[str, torch.Tensor]:
     """Everything a program's step needs to take `tokens` i64[B,T] as a chain after `past` rows."""
-    batch, width = tokens.shape
-    steps = torch.arange(width)
-    chain = {
-        "tokens": tokens,
-        "positions": (steps + past).expand(batch, width),
-        "past": torch.full((batch,), past),
-        "select": steps.expand(batch, width),
-        "ancestors": torch.ones(width, width, dtype=torch.bool).tril().expand(batch, width, width),
-        **states,
-    }
-    return {str(n.target): chain[str(n.target)] for n in program.step.inputs}
+    known = chain_inputs(tokens, past) | states
+    return {str(n.target): known[str(n.target)] for n in program.step.inputs}
 
 
 def empty_states(program: Program, batch: int, capacity: int) -> dict[str, torch.Tensor]:

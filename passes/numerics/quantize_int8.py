@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 import torch.fx
 
-from ...ir import Function, PassError, Program, TensorType, Weight, derive, site_of, type_of
+from ...ir import Function, PassError, Program, Role, TensorType, Weight, derive, site_of, type_of
 from ...ir.ops.quant import COARSE, quantize_rows
 from ..engine.base import STATES, Contract, Effect, Outcome, Pass, register
 
@@ -57,7 +57,7 @@ class QuantizeInt8(Pass):
                     kept += 1
                     continue
                 # What only drafts may be rounded as it runs fastest.
-                coarse = name != "step"
+                coarse = function.role is Role.DRAFT
                 values, scale = _quantized(weight, coarse)
                 weights = weights.adding(weights.taken(values), weights.taken(scale))
                 _replace(fn, node, weights[values.name], weights[scale.name], coarse)

@@ -21,7 +21,8 @@ from typing import ClassVar
 
 import torch
 
-from ...ir import Program, TensorType
+from ...ir import Program
+from ...ir.protocol import ANCESTORS, INPUTS
 from ..engine.base import Effect, Outcome, Pass, register
 
 G = torch.ops.graftwork
@@ -42,9 +43,9 @@ class AcceptTrees(Pass):
         for name, function in program.functions.items():
             fn = function.copy()
             masks = [node for node in fn.calls(G.step_mask.default) if node.args[2] is None]
-            if not masks or fn.has_input("ancestors"):
+            if not masks or fn.has_input(ANCESTORS):
                 continue
-            ancestors = fn.add_input("ancestors", TensorType.parse("bool[B,T,T]"))
+            ancestors = fn.add_input(ANCESTORS, INPUTS[ANCESTORS].type)
             for node in masks:
                 node.update_arg(2, ancestors)
             functions[name], matches = fn, matches + len(masks)

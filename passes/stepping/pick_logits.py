@@ -25,7 +25,8 @@ import torch
 import torch.fx
 from torch.fx.node import map_aggregate
 
-from ...ir import Function, Program, TensorType, VerifyError, site_of
+from ...ir import Function, Program, VerifyError, site_of
+from ...ir.protocol import INPUTS
 from ...ir.types import Sym
 from ..engine.base import Effect, Outcome, Pass, register
 from ..engine.subgraph import cone
@@ -61,7 +62,7 @@ def pick_after(fn: Function, last: torch.fx.Node, output: str) -> str:
     Adds the input ``select``. Other outputs stay as they are. Returns why it cannot be done, or "".
     """
     needed = cone([fn.outputs[output]])
-    select = fn.add_input("select", TensorType.parse("i64[B,S]"))
+    select = fn.add_input("select", INPUTS["select"].type)
     users = [user for user in last.users if user in needed]
     with fn.graph.inserting_after(last):
         picked = fn.call(G.pick_rows.default, last, select, site=site_of(last))

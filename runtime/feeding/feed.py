@@ -9,6 +9,7 @@ import torch
 
 from ...ir import InputError, UnsupportedError
 from ...ir.executable import Executable
+from ...ir.protocol import INPUTS, OPTIONAL
 from ..speculate.draft import Draft
 from .buffers import Buffers
 from .outputs import Outputs
@@ -48,8 +49,7 @@ class Feeder:
         # Prompt tokens have ids above the vocabulary's.
         prompts = [getattr(part, "prompts", 0) for part in program.plan.draft.every]
         self.ids = program.info.vocab_size + max(prompts)
-        known = ("tokens", "positions", "past", "select")
-        self.names = frozenset(name for name in known if step.has_input(name))
+        self.names = frozenset(n for n in INPUTS if n not in OPTIONAL and step.has_input(n))
         self.selects = "select" in self.names
         self.widths = self._usable(executable.widths(function))
         self.states = program.states_of(function)

@@ -11,6 +11,7 @@ import torch
 
 from ...ir import UnsupportedError, type_of
 from ...ir.executable import Executable, HeldCall
+from ...ir.protocol import ANCESTORS, INPUTS, OPTIONAL
 from ..feeding.feed import CHUNK
 from ..feeding.gather import gathered, written
 
@@ -19,10 +20,6 @@ Flags = npt.NDArray[np.bool_]
 
 CHOSEN = ("draft_tokens", "draft_scores", "draft_logits")
 """Outputs that a function with ``select`` gives of chosen columns only."""
-
-TAKEN = ("tokens", "positions", "past", "select", "hidden", "ancestors")
-"""Inputs that are not states."""
-
 
 HELD = 128
 """Tokens up to which the inputs of a shape are kept for the next call; prompts are longer."""
@@ -39,7 +36,7 @@ class _Call:
         self.inputs: dict[str, torch.Tensor] = {}
         for node in executable.program.function(function).inputs:
             name, bound = str(node.target), type_of(node)
-            if name in TAKEN and (trees or name != "ancestors"):
+            if name in INPUTS and (trees or name not in OPTIONAL):
                 bound = bound.bind(sizes)
                 self.inputs[name] = torch.zeros(bound.shape, dtype=bound.dtype)
         self.ids = {n: t.numpy() for n, t in self.inputs.items() if n != "hidden"}
@@ -65,7 +62,7 @@ class _Call:
             else:
                 self.ids[name][:] = values
         if ancestors is not None:
-            seen = self.ids["ancestors"]
+            seen = self.ids[ANCESTORS]
             seen[:] = np.eye(seen.shape[1], dtype=np.bool_)
             seen[:, :count, :count] = ancestors
         if hidden is not None:
@@ -117,7 +114,7 @@ class DraftCache:
         """
         batch, count = tokens.shape
         width = self._width(count)
-        if ancestors is not None and "ancestors" not in self.takes:
+        if ancestors is not None and ANCESTORS not in self.takes:
             raise UnsupportedError(
                 f"the draft function {self.function} takes no ancestors, so it cannot draft trees: "
                 f"run the pass accept_trees, or draft a chain"
