@@ -24,7 +24,6 @@ import torch
 from .agreement import OwnText, is_approximate, plain_plan
 from .ir import InputError
 from .ir.executable import Executable
-from .ir.plan import NoDraft
 from .model import Model
 from .passes.engine.base import Effect, all_passes
 from .passes.engine.validate import reference_logits
@@ -81,7 +80,7 @@ class Optimized:
     @property
     def speculative(self) -> bool:
         """Whether its plan drafts tokens."""
-        return not isinstance(self.model.program.plan.draft, NoDraft)
+        return self.model.program.plan.speculates
 
     def run(self, prompt: Sequence[int], tokens: int) -> Run:
         return _generate(self._planned, prompt, tokens)

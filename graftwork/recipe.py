@@ -29,7 +29,7 @@ import difflib
 import importlib.resources
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from .ir import InputError
+from .ir.discovery import brought
 from .ir.files import plain_path, read_text
 from .passes import Contract, Pass, all_passes
 from .passes.engine.manager import Step, weakest
@@ -185,26 +186,53 @@ class Recipe:
 
 
 def recipes() -> list[Recipe]:
-    """Every recipe that comes with graftwork, by name."""
-    return [_read(path, ()) for path in sorted(_folder().glob("*.yaml"))]
+    """Every recipe by name: graftwork's, and those of installed packages that name a package with
+    .yaml files under the entry point group ``graftwork.recipes``. Errors: `InputError` naming both
+    owners of a name that is taken twice."""
+    return [_read(path, ()) for _, path in sorted(_known().items())]
 
 
 def _folder() -> Path:
     return Path(str(importlib.resources.files(f"{__package__}.recipe_files")))
 
 
+def _known() -> dict[str, Path]:
+    """The file of every recipe that has a name. Errors: see `recipes`."""
+    found: dict[str, Path] = {}
+    owners: dict[str, str] = {}
+    for owner, folder in [("graftwork", _folder()), *_brought()]:
+        for path in folder.glob("*.yaml"):
+            if path.stem in found:
+                raise InputError(
+                    f"{owners[path.stem]} and {owner} both bring a recipe called {path.stem!r} "
+                    f"({found[path.stem]} and {path}): rename or uninstall one"
+                )
+            found[path.stem], owners[path.stem] = path, owner
+    return found
+
+
+def _brought() -> Iterator[tuple[str, Path]]:
+    """Folders of recipes that installed packages bring, and who brings them."""
+    for owner, package in brought("graftwork.recipes"):
+        if not hasattr(package, "__path__"):
+            raise InputError(
+                f"{owner} names {package.__name__} as its graftwork.recipes, which is a module; "
+                f"expected a package, a folder of .yaml files with an __init__.py"
+            )
+        yield owner, Path(str(importlib.resources.files(package)))
+
+
 def _find(source: str | Path) -> Path:
     text = str(source)
     if isinstance(source, Path) or text.endswith((".yaml", ".yml")) or "/" in text:
         return plain_path("recipe", source)
-    path = _folder() / f"{text}.yaml"
-    if not path.is_file():
-        known = [p.stem for p in sorted(_folder().glob("*.yaml"))]
+    known = _known()
+    if text not in known:
         raise InputError(
-            f"no recipe is called {text!r}{_near(text, known)}; there are {', '.join(known)}. "
-            f"A recipe of your own is a path that ends in .yaml"
+            f"no recipe is called {text!r}{_near(text, known)}; there are "
+            f"{', '.join(sorted(known))}. A recipe of your own is a path that ends in .yaml"
         )
-    return path
+    return known[text]
 
 
 def _read(path: Path, below: tuple[Path, ...]) -> Recipe:

@@ -21,6 +21,14 @@ def import_all(package: str) -> None:
         importlib.import_module(module.name)
 
 
+@cache
+def import_brought(group: str) -> None:
+    """Import the modules that installed packages name under an entry point group, once. Errors: see
+    `brought`."""
+    for _ in brought(group):
+        pass
+
+
 def brought(group: str) -> Iterator[tuple[str, ModuleType]]:
     """The modules that installed packages name under an entry point group, and who names them.
 

@@ -10,17 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from .errors import UnsupportedError
-from .plan import (
-    Chain,
-    DecodePlan,
-    DraftRecord,
-    FixedLength,
-    Lossless,
-    NoDraft,
-    TreeRecord,
-)
+from .plan import DecodePlan, DraftRecord, TreeRecord
 from .program import Program
 from .protocol import ANCESTORS
+
+DEFAULT = DecodePlan()
 
 
 def unmet(program: Program) -> tuple[str, str] | None:
@@ -124,12 +118,12 @@ def _is_told(plan: DecodePlan) -> bool:
 def _idle(plan: DecodePlan) -> Iterator[str]:
     draft, tree, length, verify = plan.draft, plan.tree, plan.length, plan.verify
     who = f"draft={draft.brief}"
-    if isinstance(draft, NoDraft):
-        for record, default in ((tree, Chain()), (length, FixedLength()), (verify, Lossless())):
-            if record != default:
+    if not plan.speculates:
+        for record in (tree, length, verify):
+            if record != getattr(DEFAULT, record.slot):
                 yield f"{record.slot}={record.brief} is never asked: nothing drafts"
     growing = [leaf for leaf in draft.leaves if leaf.grows]
-    if tree != Chain() and not growing:
+    if tree != DEFAULT.tree and not growing:
         yield f"tree={tree.brief} is never followed: {who} says itself what its drafts look like"
     if length.by_level and not growing:
         yield f"length={length.brief} is never asked: {who} predicts nothing level by level"

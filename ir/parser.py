@@ -1,7 +1,7 @@
 """Reading the text form (see `printer`). Every error names line and column and what was expected.
 
 The reader takes untrusted text: it looks up ops in core ATen and graftwork only, never runs or
-imports anything, bounds nesting and numbers, and infers every type again.
+imports anything that the text says, bounds nesting and numbers, and infers every type again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from .body import Body
 from .defaults import Defaults
+from .discovery import import_brought
 from .errors import InputError
 from .expressions import Build, Expression
 from .function import Function, Role
@@ -231,6 +232,8 @@ class Parser:
         kinds = sorted(kind for known, kind in RECORDS if known == slot)
 
         def build(kind: str, values: dict[str, Any], at: Token) -> Record:
+            if (slot, kind) not in RECORDS:
+                import_brought("graftwork.passes")  # a package's passes come with its records
             if (slot, kind) not in RECORDS:
                 self.cursor.fail(f"one of {', '.join(kinds)}", at)
             return self.build(RECORDS[slot, kind], values, at)

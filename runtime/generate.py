@@ -11,7 +11,7 @@ import torch
 
 from ..ir import GraftworkWarning, InputError, ModelInfo
 from ..ir.executable import Executable
-from ..ir.plan import DecodePlan, NoDraft, untrained
+from ..ir.plan import DecodePlan, untrained
 from .asking.options import GenerationOptions, read_options
 from .asking.prompts import read_prompts
 from .asking.stopping import Stopping
@@ -67,7 +67,7 @@ def generate(
 
 def _remark(plan: DecodePlan) -> None:
     """Warn of weights that know nothing; Python shows the same warning once."""
-    if isinstance(plan.draft, NoDraft):
+    if not plan.speculates:
         return
     for record in untrained((plan.draft, plan.length, plan.verify)):
         warnings.warn(

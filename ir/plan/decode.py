@@ -26,6 +26,11 @@ class DecodePlan:
     cache: CacheRecord = field(default_factory=KeepAll)
 
     @property
+    def speculates(self) -> bool:
+        """Whether anything drafts."""
+        return self.draft != NoDraft()
+
+    @property
     def most(self) -> int:
         """Draft tokens that a step verifies at most.
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 from typing import ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from ...ir import InputError, Program
 from ...ir.contract import Contract
-from ...ir.discovery import brought, import_all
+from ...ir.discovery import import_all, import_brought
 
 __all__ = [
     "STATES",
@@ -142,17 +141,11 @@ def all_passes() -> dict[str, type[Pass]]:
     entry point group ``graftwork.passes``. Importing a file registers its passes, and the records
     that passes are derived from."""
     import_all("graftwork.passes")
-    _import_brought()
+    import_brought("graftwork.passes")
     for source in _DERIVED:
         for cls in source():
             register(cls)
     return dict(sorted(_PASSES.items()))
-
-
-@cache
-def _import_brought() -> None:
-    for _ in brought("graftwork.passes"):
-        pass
 
 
 Rewrite = Callable[[Program], Outcome]
