@@ -38,6 +38,11 @@ class StatefulExecutable:
         """Rows that every class of states has room for now."""
         return self.buffers.capacity
 
+    @property
+    def limit(self) -> int:
+        """Rows that a sequence may have at most."""
+        return self.buffers.limit
+
     def reserve(self, rows: int, symbol: str | None = None) -> None:
         """Grow the caches, keeping their rows. Errors: `InputError` past what there may be."""
         self.buffers.reserve(rows, symbol)

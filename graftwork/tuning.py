@@ -30,19 +30,22 @@ from .backends.target import Target
 from .ir import InputError
 from .ir.executable import Executable
 from .ir.files import plain_path
-from .ir.plan import FixedLength, StaticTree
+from .ir.plan import FixedLength, KeepAll, StaticTree
 from .ir.plan.shapes import expected
 from .ir.protocol import ANCESTORS
 from .model import Model, Source, load, optimize
 from .planned import Planned
 from .prompts import Prompts, read_prompts
 from .recipe import Recipe, Use
-from .runtime.asking.options import BEST, GenerationOptions
+from .runtime.asking.options import BEST
+from .runtime.asking.request import read_request
 from .runtime.asking.text import Text
+from .runtime.cache.keep_all import KeepAllPolicy
 from .runtime.feeding.feed import Feeder
 from .runtime.feeding.prefill import prefill
 from .runtime.generate import generate
-from .runtime.loop import DecodeLoop
+from .runtime.loop import run
+from .runtime.rounds import Decoding
 from .runtime.speculate.draft import Draft
 from .runtime.speculate.drafters.grown import GrownDrafter
 from .runtime.speculate.lengths.base import LengthPolicy
@@ -231,16 +234,18 @@ def measure_rates(
         ids = generate(plain, start, attention_mask=torch.ones_like(start), **asked)
         assert isinstance(ids, torch.Tensor)
         truth = ids[0].tolist()
-        text = Text(list(prompt), len(prompt), len(truth))
         with torch.no_grad(), executable.turn:
-            loop = DecodeLoop(executable, [text], GenerationOptions(max_new_tokens=tokens))
-            if not isinstance(loop.drafter, GrownDrafter):
+            keywords = {**asked, "attention_mask": torch.ones_like(start)}
+            request = read_request(start, keywords, program.info)
+            decoding = Decoding(executable, request)
+            if not isinstance(decoding.drafter, GrownDrafter):
                 raise InputError(
                     f"draft={program.plan.draft} does not draw a tree from predictions; "
                     f"tune a recipe with a drafter that does, such as medusa"
                 )
-            loop.drafter.tree = Recorder(loop.drafter.tree, truth, text, found)
-            loop.run(None)
+            (text,) = request.texts
+            decoding.drafter.tree = Recorder(decoding.drafter.tree, truth, text, found)
+            run(decoding)
     if not found.asked[0]:
         raise InputError("the prompts are too near the end of the context to draft anything")
     return found.rates, statistics.median(found.level_seconds)
@@ -258,16 +263,17 @@ def measure_steps(
     feeder = Feeder(executable, 1)
     fetch = ("argmax",) if "argmax" in executable.program.step.outputs else ("logits",)
     start = min(len(prompt), max(feeder.context - max(widths), 1))
-    usable = [w for w in sorted(widths) if feeder.width(w, feeder.context - start) == w]
+    usable = [width for width in sorted(widths) if feeder.width(width, start) == width]
     times: dict[int, list[float]] = {width: [] for width in usable}
     rows = {width: [int(token) for token in np.resize(prompt, width)] for width in usable}
     with executable.turn:
         feeder.begin(start + max(usable), max(usable) - 1)
-        prefill(feeder, [prompt[:start]], [0], fetch)
+        text = Text(list(prompt[:start]), start, start + max(usable))
+        prefill(feeder, [text], fetch, KeepAllPolicy(KeepAll(), executable))
         for width in usable * (repeats + 1):
             trees = [Draft(rows[width][1:], None, (-1,) * (width - 1))] if width > 1 else None
             before = clock()
-            feeder.run([rows[width]], [start], width, fetch, trees=trees)
+            feeder.run([rows[width]], [start], [start], width, fetch, trees=trees)
             times[width].append(clock() - before)
     # The first round compiles.
     return {width: statistics.median(taken[1:]) for width, taken in times.items()}

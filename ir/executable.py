@@ -34,6 +34,9 @@ class Executable(Protocol):
     program: Program
     capacity: int
     """Rows that each sequence has room for in every class of states."""
+    limit: int
+    """Rows that a sequence may have at most: the model's context, and what its widest step, or a
+    tree, may reach beyond it."""
     preparing: float
     """Seconds spent so far on what is done once: compiling and loading what was first asked for."""
     turn: Turn

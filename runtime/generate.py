@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..ir import GraftworkWarning, InputError, ModelInfo
+from ..ir import GraftworkWarning, ModelInfo
 from ..ir.executable import Executable
 from ..ir.plan import DecodePlan, untrained
-from .asking.options import GenerationOptions, read_options
-from .asking.prompts import read_prompts
-from .asking.stopping import Stopping
-from .asking.streaming import Emitter
-from .asking.text import Text
-from .loop import DecodeLoop
+from .asking.request import read_request
+from .loop import decode
 from .stats import Stats
 
 
@@ -31,7 +27,7 @@ class Generated:
 
 def check_request(input_ids: torch.Tensor, options: Mapping[str, Any], info: ModelInfo) -> None:
     """Errors: those of `generate` for bad input and options."""
-    read_prompts(input_ids, read_options(options, info), info)
+    read_request(input_ids, options, info)
 
 
 @torch.no_grad()
@@ -49,20 +45,12 @@ def generate(
     are NaN; `UnsupportedError` for a program or plan that the runtime cannot carry out. Warns
     (`GraftworkWarning`) of drafters that nobody trained.
     """
-    info = executable.program.info
-    asked = read_options(options, info)
-    texts = read_prompts(input_ids, asked, info)
-    pad = _pad(asked, Stopping(asked, info).early and len(texts) > 1, asked.pad(info))
+    request = read_request(input_ids, options, executable.program.info)
     _remark(executable.program.plan)
-    prompts = input_ids.cpu()
     with executable.turn:
-        loop = DecodeLoop(executable, texts, asked)
-        emitter = None if asked.streamer is None else Emitter(asked.streamer, prompts, pad)
-        stats = loop.run(emitter)
-        if emitter is not None:
-            emitter.end()
-    sequences = _assemble(prompts, texts, pad).to(input_ids.device)
-    return Generated(sequences, stats) if asked.return_dict_in_generate else sequences
+        stats = decode(executable, request)
+    sequences = request.sequences().to(input_ids.device)
+    return Generated(sequences, stats) if request.options.return_dict_in_generate else sequences
 
 
 def _remark(plan: DecodePlan) -> None:
@@ -77,21 +65,3 @@ def _remark(plan: DecodePlan) -> None:
             GraftworkWarning,
             stacklevel=2,
         )
-
-
-def _pad(options: GenerationOptions, needed: bool, pad: int | None) -> int:
-    if pad is None and needed:
-        raise InputError(
-            "sequences of this batch may end at different lengths, and neither pad_token_id nor an "
-            "end token is known: give pad_token_id"
-        )
-    return 0 if pad is None else pad
-
-
-def _assemble(prompts: torch.Tensor, texts: Sequence[Text], pad: int) -> torch.Tensor:
-    """[B,S+N]: prompts with their padding, new tokens, padding to the longest."""
-    longest = max(text.generated for text in texts)
-    new = torch.full((len(texts), longest), pad, dtype=torch.int64)
-    for index, text in enumerate(texts):
-        new[index, : text.generated] = torch.tensor(text.tokens[text.prompt :])
-    return torch.cat([prompts, new], dim=1)

@@ -26,6 +26,13 @@ class Stats:
     decode_seconds: float = 0.0
     executable_seconds: float = 0.0
 
+    def count(self, steps: int, live: int, drafted: int = 0, accepted: int = 0) -> None:
+        """So many steps were made, in which `live` sequences were unfinished."""
+        self.steps += steps
+        self.sequence_steps += steps * live
+        self.draft_tokens += drafted
+        self.accepted_tokens += accepted
+
     @property
     def accepted_per_step(self) -> float:
         """Tokens that a step yields for a sequence, the bonus token included; plain decoding: 1."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from graftwork.ir.plan import DecodePlan, DraftRecord
 from graftwork.runtime.speculate.draft import Draft
-from graftwork.runtime.speculate.drafters.base import Taken
+from graftwork.runtime.speculate.drafters.base import VerifiedStep
 from graftwork.runtime.speculate.proposers.base import Level, Proposer
 
 
@@ -48,7 +48,7 @@ class RuleProposer(Proposer):
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """Nothing to keep."""
 
-    def observe(self, taken: Taken) -> None:
+    def observe(self, taken: VerifiedStep) -> None:
         """Nothing to learn."""
 
     def root(self, count: int) -> Level:
@@ -90,7 +90,7 @@ def random_rule(vocab: int, most: int, seed: int) -> Any:
     return rule
 
 
-def taken(drafts: Sequence[Draft], paths: Sequence[Sequence[int]]) -> Taken:
+def taken(drafts: Sequence[Draft], paths: Sequence[Sequence[int]]) -> VerifiedStep:
     """What a step came to that accepted these paths, in sequences that all go on."""
     tokens = [[*(d.tokens[n] for n in p), 0] for d, p in zip(drafts, paths, strict=True)]
-    return Taken(drafts, paths, tokens, [0] * len(drafts), [0] * len(drafts), {})
+    return VerifiedStep(drafts, paths, tokens, [0] * len(drafts), {})

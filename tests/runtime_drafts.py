@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from graftwork.ir.plan import DraftRecord
-from graftwork.runtime.speculate.drafters.base import Taken
+from graftwork.runtime.speculate.drafters.base import VerifiedStep
 from graftwork.runtime.speculate.proposers.base import PROPOSERS, Level, Proposer
 
 
@@ -39,7 +39,7 @@ class RuleProposer(Proposer):
         self.texts = [list(prompt) for prompt in prompts]
         self.vocabulary = self.executable.program.info.vocab_size
 
-    def observe(self, taken: Taken) -> None:
+    def observe(self, taken: VerifiedStep) -> None:
         for text, tokens in zip(self.texts, taken.tokens, strict=True):
             text += tokens
 

@@ -79,6 +79,7 @@ class TableExecutable:
     ) -> None:
         self.rule, self.program, self._widths, self.roomy = rule, program, widths, roomy
         self.capacity = 0
+        self.limit = program.info.context + max(widths or (128,))
         self.preparing = 0.0
         self.turn = Turn()
         self.given: list[torch.Tensor] = []
@@ -88,14 +89,14 @@ class TableExecutable:
         self.kept: dict[Hashable, dict[Any, Any]] = {}
 
     def begin(self, batch: int, rows: int) -> None:
-        assert 0 < rows <= self.program.info.context
+        assert 0 < rows <= self.limit
         self.capacity = 0
         self.cache = torch.empty(batch, 0, dtype=torch.int64)
         self.reserve(rows if self.roomy else 1)
 
     def reserve(self, rows: int) -> None:
-        if rows > self.program.info.context:
-            raise InputError(f"{rows} rows exceed the context")
+        if rows > self.limit:
+            raise InputError(f"{rows} rows exceed the limit")
         grown = torch.full((self.cache.shape[0], rows), POISON)
         grown[:, : self.capacity] = self.cache
         self.cache, self.capacity = grown, rows
@@ -142,12 +143,13 @@ class TableExecutable:
         tokens, past = inputs["tokens"], inputs["past"]
         assert batch == self.cache.shape[0]
         assert self._widths is None or width in self._widths
-        assert int(past.max()) + width <= self.capacity <= self.program.info.context
+        assert int(past.max()) + width <= self.capacity <= self.limit
         assert int(tokens.min()) >= 0 and int(tokens.max()) < self.program.info.vocab_size
         depths = torch.arange(width)
         if "ancestors" in inputs:
             depths = self._depths(inputs["ancestors"], batch, width)
-        assert (inputs["positions"] == past[:, None] + depths).all()
+        last = self.program.info.context - 1
+        assert (inputs["positions"] == (past[:, None] + depths).clamp(max=last)).all()
         select = inputs.get("select")
         assert select is None or (int(select.min()) >= 0 and int(select.max()) < width)
 

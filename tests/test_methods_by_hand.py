@@ -27,7 +27,7 @@ from graftwork.passes.engine.base import Pass
 from graftwork.recipe import Recipe
 from graftwork.report import render
 from graftwork.runtime.generate import generate
-from graftwork.runtime.loop import DecodeLoop
+from graftwork.runtime.rounds.general import GeneralRound
 from graftwork.runtime.speculate.drafters import grown
 from graftwork.tables import recipe_markdown, recipe_panel
 from graftwork.training.net import Net, trainable
@@ -229,14 +229,14 @@ def test_siblings_get_continuations_of_their_own(
     tree = named("tree_static", paths=((0,), (0, 0), (0, 1), (0, 0, 0), (0, 1, 0)))
     program = drafting_llama(DraftGumiho(weights=str(tmp_path), **GUMIHO), tree)
     drafts: list[list[int]] = []
-    propose = DecodeLoop._propose
+    propose = GeneralRound.propose
 
-    def noting(this: DecodeLoop) -> Any:
+    def noting(this: GeneralRound) -> Any:
         made = propose(this)
         drafts.extend(list(draft.tokens) for draft in made if len(draft.tokens) == 5)
         return made
 
-    monkeypatch.setattr(DecodeLoop, "_propose", noting)
+    monkeypatch.setattr(GeneralRound, "propose", noting)
     find, found = grown.PROPOSERS.find, {"continued": RecordedContinued}
     monkeypatch.setattr(
         grown.PROPOSERS, "find", lambda record: found.get(record.kind) or find(record)

@@ -33,9 +33,9 @@ from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.planned import Planned
-from graftwork.runtime import generate, loop
-from graftwork.runtime.loop import DecodeLoop
-from graftwork.runtime.rounds.chained import ChainedDecoding
+from graftwork.runtime import generate
+from graftwork.runtime.rounds.chained import ChainedRound
+from graftwork.runtime.rounds.general import GeneralRound
 
 VOCAB = 9
 RULE = markov(VOCAB, seed=5)
@@ -83,7 +83,7 @@ def test_as_the_general_loop(prompts, draft, widths, count, eos, roomy, spare):
         return decoded(executable, torch.tensor(prompts), max_new_tokens=count, eos_token_id=eos)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "is_chained", lambda *_: False)
+        patch.setattr(ChainedRound, "fits", lambda *_: False)
         want = run()
     assert run() == want
     if not eos:
@@ -95,7 +95,7 @@ def never_general(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("a general step")
 
-    monkeypatch.setattr(DecodeLoop, "_propose", refuse)
+    monkeypatch.setattr(GeneralRound, "propose", refuse)
 
 
 @pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
@@ -128,7 +128,7 @@ def test_on_every_backend(backend: str, batch: int, never_general: None) -> None
     assert counts["accepted_tokens"] > 100
     one = Planned(executable, replace(plan, draft=NoDraft()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ChainedDecoding, "run", None)
+        patch.setattr(ChainedRound, "run", None)
         assert found == decoded(one, ids, **asked)[0]
 
 

@@ -8,7 +8,7 @@ from runtime_models import TableExecutable, markov, plain, program, whole
 
 from graftwork.ir.plan import InputDraft, JacobiDraft, LookaheadDraft, MergedDraft, StaticTree
 from graftwork.runtime import generate
-from graftwork.runtime.speculate.drafters.base import Taken
+from graftwork.runtime.speculate.drafters.base import VerifiedStep
 from graftwork.runtime.speculate.drafters.input import Place
 from graftwork.runtime.speculate.drafters.jacobi import JacobiDrafter
 from graftwork.runtime.speculate.drafters.lookahead import LookaheadDrafter, Pool
@@ -101,7 +101,7 @@ def test_a_pool_forgets_what_was_not_seen_for_longest():
 
 
 def taken(draft, tokens, said, path=()):
-    return Taken([draft], [path], [tokens], [0], [0], {"argmax": torch.tensor([said])})
+    return VerifiedStep([draft], [path], [tokens], [0], {"argmax": torch.tensor([said])})
 
 
 def drafter(kind, record, prompt):

@@ -16,8 +16,10 @@ from graftwork.backends.target import Target
 from graftwork.ir import InputError
 from graftwork.ir.plan import SuffixDraft
 from graftwork.planned import Planned
-from graftwork.runtime import generate, loop
-from graftwork.runtime.loop import DecodeLoop
+from graftwork.runtime import generate
+from graftwork.runtime.rounds.chained import ChainedRound
+from graftwork.runtime.rounds.general import GeneralRound
+from graftwork.runtime.rounds.plain import PlainRound, RestingRound
 
 VOCAB = 11
 
@@ -27,7 +29,8 @@ def never_general(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("a general step")
 
-    monkeypatch.setattr(DecodeLoop, "_decode", refuse)
+    for other in (GeneralRound, ChainedRound):
+        monkeypatch.setattr(other, "run", refuse)
 
 
 def decoded(make: Any, ids: torch.Tensor, **options: Any) -> tuple[Any, ...]:
@@ -64,10 +67,11 @@ def test_as_the_general_loop(prompts, widths, count, eos, roomy, selects, spare)
         return decoded(make, torch.tensor(prompts), max_new_tokens=count, eos_token_id=eos)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "is_plain", lambda *_: False)
+        patch.setattr(PlainRound, "fits", lambda *_: False)
+        patch.setattr(RestingRound, "fits", lambda *_: False)
         want = run()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DecodeLoop, "_decode", None)
+        patch.setattr(GeneralRound, "run", None)
         assert run() == want
     if not eos:
         found = [row[5:] for row in want[0]]

@@ -31,10 +31,10 @@ from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.add_top_tokens import AddTopTokens
 from graftwork.passes.stepping.pick_logits import PickLogits
-from graftwork.runtime import generate, loop
-from graftwork.runtime.loop import DecodeLoop
-from graftwork.runtime.rounds import plain
-from graftwork.runtime.rounds.plain import PlainDecoding
+from graftwork.runtime import generate
+from graftwork.runtime.rounds import missed, plain
+from graftwork.runtime.rounds.general import GeneralRound
+from graftwork.runtime.rounds.plain import RestingRound
 from graftwork.runtime.speculate.lengths.base import LengthPolicy
 from graftwork.runtime.speculate.lengths.goodput import GoodputPolicy, Knowledge
 
@@ -82,8 +82,8 @@ def stretches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     # Less than a stretch: a drafter is told of it in pieces.
     monkeypatch.setattr(plain, "MISSED", 4)
     made: list[int] = []
-    run = PlainDecoding.run
-    monkeypatch.setattr(PlainDecoding, "run", lambda *given: made.append(run(*given)) or made[-1])
+    run = RestingRound.run
+    monkeypatch.setattr(RestingRound, "run", lambda *given: made.append(run(*given)) or made[-1])
     return made
 
 
@@ -91,20 +91,20 @@ def decoded(monkeypatch: pytest.MonkeyPatch, executable: Executable, batch: int)
     """Texts, and every draft that was made."""
     executable.scratch(Knowledge).clear()
     drafts: list[Any] = []
-    propose = DecodeLoop._propose
+    propose = GeneralRound.propose
 
-    def noting(this: DecodeLoop) -> Any:
+    def noting(this: GeneralRound) -> Any:
         made = propose(this)
         drafts.append([list(draft.fed) for draft in made])
         return made
 
-    monkeypatch.setattr(DecodeLoop, "_propose", noting)
+    monkeypatch.setattr(GeneralRound, "propose", noting)
     ids = torch.arange(1, 1 + 7 * batch).reshape(batch, 7) % 31 + 1
     mask = torch.ones_like(ids)
     for index in range(batch):
         mask[index, :index] = 0
     texts = generate(executable, ids, attention_mask=mask, max_new_tokens=50, eos_token_id=[])
-    monkeypatch.setattr(DecodeLoop, "_propose", propose)
+    monkeypatch.setattr(GeneralRound, "propose", propose)
     return texts.tolist(), [made for made in drafts if any(made)]
 
 
@@ -122,7 +122,7 @@ def test_drafts_are_what_they_were_without_a_rest(
     rested, drafts = decoded(monkeypatch, first, batch)
     assert len(stretches) > 2 and PLAIN - 1 in stretches
     del stretches[:]
-    monkeypatch.setattr(loop, "may_be_plain", lambda *_: False)
+    monkeypatch.setattr(RestingRound, "fits", lambda *_: False)
     awake, wanted = decoded(monkeypatch, second, batch)
     assert not stretches
     assert rested == awake
@@ -136,7 +136,7 @@ def test_outputs_that_are_not_plain_memory_are_kept_too(
 ) -> None:
     first, second = (executable_of(DRAFTERS["eagle"], "eager") for _ in range(2))
     wanted = decoded(monkeypatch, first, 3)
-    monkeypatch.setattr(plain, "piece", lambda values: (values, 1))
+    monkeypatch.setattr(missed, "piece", lambda values: (values, 1))
     assert decoded(monkeypatch, second, 3) == wanted
 
 

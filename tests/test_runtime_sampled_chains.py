@@ -32,7 +32,7 @@ from graftwork.passes.drafting.draft_model import DraftModel
 from graftwork.passes.drafting.fuse_draft import FuseDraft
 from graftwork.passes.drafting.unroll_draft import UnrollDraft
 from graftwork.runtime import generate
-from graftwork.runtime.loop import DecodeLoop
+from graftwork.runtime.rounds.general import GeneralRound
 
 EAGER = Target.parse("eager")
 COPYING = "suffix(tokens=4, longest=16, shortest=1)"
@@ -108,14 +108,14 @@ def test_a_chain_in_the_step_is_sampled_where_sampling_decides(
 ) -> None:
     """The same draws as level by level, and each token says what it was sampled from."""
     seen: list[Any] = []
-    propose = DecodeLoop._propose
+    propose = GeneralRound.propose
 
-    def noting(this: DecodeLoop) -> Any:
+    def noting(this: GeneralRound) -> Any:
         drafts = propose(this)
         seen.extend(draft for draft in drafts if draft.tokens)
         return drafts
 
-    monkeypatch.setattr(DecodeLoop, "_propose", noting)
+    monkeypatch.setattr(GeneralRound, "propose", noting)
     texts = []
     for more in ((), (UnrollDraft(),), (UnrollDraft(), FuseDraft())):
         executable = compile(drafting(DraftEagle(), *more), EAGER)

@@ -21,7 +21,7 @@ from graftwork.runtime.asking.options import read_options
 from graftwork.runtime.asking.text import Text
 from graftwork.runtime.speculate import sampling
 from graftwork.runtime.speculate.draft import NO_DRAFT, Draft
-from graftwork.runtime.speculate.drafters.base import DRAFTERS, Drafter, Taken
+from graftwork.runtime.speculate.drafters.base import DRAFTERS, Drafter, VerifiedStep
 from graftwork.runtime.speculate.verifiers.rejection import RejectionVerifier
 
 ROWS = torch.randn(6, 40, generator=torch.Generator().manual_seed(3)) * 3
@@ -145,7 +145,7 @@ class SampledDrafter(Drafter):
         own = torch.stack(probs)
         return Draft(tokens, own if self.record.probs == "own" else own.flip(-1))
 
-    def observe(self, taken: Taken) -> None:
+    def observe(self, taken: VerifiedStep) -> None:
         for text, tokens in zip(self.texts, taken.tokens, strict=True):
             text += tokens
 

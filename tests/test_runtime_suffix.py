@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from graftwork.ir.plan import SuffixDraft
 from graftwork.runtime.asking.options import GenerationOptions
 from graftwork.runtime.speculate.drafters import NO_DRAFT
-from graftwork.runtime.speculate.drafters.base import Taken
+from graftwork.runtime.speculate.drafters.base import VerifiedStep
 from graftwork.runtime.speculate.drafters.suffix import SuffixDrafter, SuffixIndex
 
 
@@ -71,9 +71,9 @@ def test_entries_are_few():
     assert entries(distinct._longer) == 2000
 
 
-def taken(*tokens: list[int]) -> Taken:
+def taken(*tokens: list[int]) -> VerifiedStep:
     nothing = [0] * len(tokens)
-    return Taken([NO_DRAFT] * len(tokens), [()] * len(tokens), tokens, nothing, nothing, {})
+    return VerifiedStep([NO_DRAFT] * len(tokens), [()] * len(tokens), tokens, nothing, {})
 
 
 def drafter(record: SuffixDraft, *prompts: list[int]) -> SuffixDrafter:

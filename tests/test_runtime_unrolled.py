@@ -30,9 +30,8 @@ from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
-from graftwork.runtime import loop as loop_module
-from graftwork.runtime.loop import DecodeLoop
-from graftwork.runtime.rounds.chained import ChainedDecoding
+from graftwork.runtime.rounds.chained import ChainedRound
+from graftwork.runtime.rounds.general import GeneralRound
 from graftwork.training import fit
 
 BACKENDS = ["eager", "onnxruntime"]
@@ -54,16 +53,16 @@ def drafting(*passes: Pass, start: Program | None = None, grows: bool = True) ->
 def drafts_of(monkeypatch: pytest.MonkeyPatch, run: Any) -> tuple[Any, list[Any]]:
     """What `run` returns, and the chains that were drafted, step by step, in general steps."""
     seen: list[Any] = []
-    propose = DecodeLoop._propose
+    propose = GeneralRound.propose
 
-    def noting(this: DecodeLoop) -> Any:
+    def noting(this: GeneralRound) -> Any:
         drafts = propose(this)
         seen.append([list(d.tokens) for d in drafts])
         return drafts
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop_module, "is_chained", lambda *_: False)
-        patch.setattr(DecodeLoop, "_propose", noting)
+        patch.setattr(ChainedRound, "fits", lambda *_: False)
+        patch.setattr(GeneralRound, "propose", noting)
         return run(), seen
 
 
@@ -135,13 +134,13 @@ def test_its_own_steps_are_those_of_the_general_loop(
     """The same texts, streamed alike, and the same counts, whatever ends them."""
     executable = compile(drafting(DraftEagle(), UnrollDraft(), FuseDraft()), Target.parse("eager"))
     taken: list[int] = []
-    steps = ChainedDecoding._steps
+    steps = ChainedRound._steps
 
-    def noting(self: ChainedDecoding, *rest: Any) -> None:
+    def noting(self: ChainedRound, *rest: Any) -> int:
         taken.append(1)
-        steps(self, *rest)
+        return steps(self, *rest)
 
-    monkeypatch.setattr(ChainedDecoding, "_steps", noting)
+    monkeypatch.setattr(ChainedRound, "_steps", noting)
     texts = plainly(executable, prompts, 30)[:, -30:].tolist()
     late = (t for said in texts for place, t in enumerate(said) if place > 5 and t not in said[:6])
     eos = [next(late)] if ends else []
@@ -151,7 +150,7 @@ def test_its_own_steps_are_those_of_the_general_loop(
             recorder = Recorder()
             with monkeypatch.context() as patch:
                 if not itself:
-                    patch.setattr(loop_module, "is_chained", lambda *_: False)
+                    patch.setattr(ChainedRound, "fits", lambda *_: False)
                 before = len(taken)
                 options = {"eos_token_id": eos, "streamer": recorder}
                 result = decode(executable, prompts, count, **options)

@@ -10,13 +10,17 @@ class Text:
     """tokens: prompt and committed tokens, no padding. prompt: how many of them are the prompt.
     limit: the length at which the sequence is full, in tokens. done: nothing more is wanted.
 
-    While a sequence is decoded its cache holds a row for every token but the last.
+    rows: of the caches, those that hold something of the sequence; a step appends after them.
+    position: of the next token that is fed. The last token is not fed yet. Both grow with the text;
+    where rows are evicted they fall behind it.
     """
 
     tokens: list[int]
     prompt: int
     limit: int
     done: bool = False
+    rows: int = 0
+    position: int = 0
 
     @property
     def generated(self) -> int:
@@ -24,6 +28,16 @@ class Text:
         return len(self.tokens) - self.prompt
 
     @property
+    def fed(self) -> int:
+        """Tokens that the model has seen: all but the last."""
+        return len(self.tokens) - 1
+
+    @property
     def room(self) -> int:
         """Draft tokens that a step can still use: a step yields one token more than it accepts."""
         return 0 if self.done else self.limit - len(self.tokens) - 1
+
+    def grow(self, count: int) -> None:
+        """So many tokens more have rows of their own."""
+        self.rows += count
+        self.position += count

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...ir.executable import Executable
+from ..asking.text import Text
 from ..registry import Registry
 
 
@@ -27,6 +28,10 @@ class CachePolicy:
         rows: what the states hold of each sequence. None: any number.
         """
         return None
+
+    def settle(self, texts: Sequence[Text]) -> None:
+        """Its turn, before each step and each piece of a prompt: drop rows where the time has come,
+        and set `rows` and `position` of the texts accordingly."""
 
 
 CACHES: Registry[CachePolicy] = Registry(__package__)

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from ...ir import InputError
-from ...ir.executable import Executable, HeldCall
 from ..speculate.draft import Draft, Topology
-from .outputs import Outputs
+from .calls import Calls
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
@@ -28,50 +27,26 @@ def strange_ids(tokens: Sequence[int], vocabulary: int, what: str = "a draft") -
     )
 
 
-class Call:
-    """A held call of the step function."""
-
-    def __init__(self, call: HeldCall) -> None:
-        self._call = call
-        self._raw: dict[str, torch.Tensor] | None = None
-        self._outputs = Outputs({})
-
-    def __call__(self) -> Outputs:
-        """The outputs for what lies in the inputs now."""
-        raw = self._call()
-        if raw is not self._raw:
-            self._raw, self._outputs = raw, Outputs(raw)
-        return self._outputs
-
-
-class Calls:
-    """Calls of the step function on the same inputs, by what they fetch."""
-
-    def __init__(self, function: str, inputs: dict[str, torch.Tensor]) -> None:
-        self.function, self.inputs = function, inputs
-        self._held: dict[tuple[str, ...], Call] = {}
-
-    def fetching(self, executable: Executable, fetch: tuple[str, ...]) -> Call:
-        """The call that returns these outputs."""
-        call = self._held.get(fetch)
-        if call is None:
-            held = executable.hold(self.function, self.inputs, fetch)
-            call = self._held[fetch] = Call(held)
-        return call
-
-
 class Buffers:
     """Inputs of one width, and the memory behind them to write lists into.
 
     A step's lists are short: writing them number by number through memoryviews costs a fraction of
     what numpy, or an array, does right after a model has run through the processor's caches.
-    ids: the model has those below. Drafts may come from tables that came with a file.
+    ids: the model has those below. Drafts may come from tables that came with a file. context: the
+    positions that there are.
     """
 
     def __init__(
-        self, function: str, batch: int, width: int, names: frozenset[str], ids: int
+        self,
+        function: str,
+        batch: int,
+        width: int,
+        names: frozenset[str],
+        ids: int,
+        context: int,
     ) -> None:
         self.function, self.batch, self.width, self.ids = function, batch, width, ids
+        self.last = context - 1
         every = torch.arange(width).repeat(batch, 1)
         tensors = {"tokens": every.clone(), "positions": every.clone(), "select": every}
         tensors["past"] = torch.zeros(batch, dtype=torch.int64)
@@ -102,22 +77,23 @@ class Buffers:
                 tokens[place:begin] = self.garbage[: begin - place]
             self.past[index] = past[index]
 
-    def chains(self, past: Sequence[int]) -> Calls:
-        """For rows that are chains, after `fill`."""
-        positions, place = self.positions, 0
-        for start in past:
+    def chains(self, starts: Sequence[int]) -> Calls:
+        """For rows that are chains from these positions on, after `fill`. Positions that there are
+        not are those of garbage: they become the last one there is."""
+        positions, place, last = self.positions, 0, self.last
+        for start in starts:
             for position in range(start, start + self.width):
-                positions[place] = position
+                positions[place] = position if position < last else last
                 place += 1
         return self.chain
 
-    def picked(self, past: Sequence[int], column: Sequence[int]) -> Mapping[str, torch.Tensor]:
+    def picked(self, starts: Sequence[int], column: Sequence[int]) -> Mapping[str, torch.Tensor]:
         """Inputs for rows that are chains, after `fill`, with one column chosen of each."""
-        self.chains(past)
+        self.chains(starts)
         self.column[:] = array("q", column)
         return self.one_row
 
-    def trees(self, past: Sequence[int], drafts: Sequence[Draft]) -> Calls:
+    def trees(self, starts: Sequence[int], drafts: Sequence[Draft]) -> Calls:
         """For trees, after `fill`: positions by depth, and who continues whom.
 
         A column that no node fills continues nothing: it sees the past and itself.
@@ -126,11 +102,12 @@ class Buffers:
             ancestors = torch.empty(self.batch, self.width, self.width, dtype=torch.bool)
             self.tree = Calls(self.function, {**self.chain.inputs, "ancestors": ancestors})
             self.seen, self.alone = ancestors.numpy(), np.eye(self.width, dtype=np.bool_)
-        for index, (start, draft) in enumerate(zip(past, drafts, strict=True)):
+        for index, (start, draft) in enumerate(zip(starts, drafts, strict=True)):
             shape = draft.shape
             depths, begin = shape.depths, index * self.width
             after = [start] * (self.width - 1 - len(depths))
-            row = array("q", [start, *[start + depth for depth in depths], *after])
+            deep = [min(start + depth, self.last) for depth in depths]
+            row = array("q", [start, *deep, *after])
             self.positions[begin : begin + self.width] = row
             if shape is not self.shapes[index]:
                 size = len(depths) + 1

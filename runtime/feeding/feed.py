@@ -7,7 +7,7 @@ from time import perf_counter
 
 import torch
 
-from ...ir import InputError, UnsupportedError
+from ...ir import UnsupportedError
 from ...ir.executable import Executable
 from ...ir.protocol import INPUTS, OPTIONAL
 from ..speculate.draft import Draft
@@ -29,8 +29,8 @@ class Feeder:
     """Runs the step function of an executable on a batch of ragged chunks.
 
     function: the step function, or one that does more. spare: rows that it makes for itself behind
-    those of what it is fed, as far as the context goes. seconds: time spent in the executable so
-    far. context: rows that a cache may hold.
+    those of what it is fed. seconds: time spent in the executable so far. context: positions that
+    the model knows.
     """
 
     def __init__(
@@ -51,62 +51,46 @@ class Feeder:
         self.ids = program.info.vocab_size + max(prompts)
         self.names = frozenset(n for n in INPUTS if n not in OPTIONAL and step.has_input(n))
         self.selects = "select" in self.names
-        self.widths = self._usable(executable.widths(function))
+        self.widths = executable.widths(function)
         self.states = program.states_of(function)
         # They outlive a generation, because making them takes as long as a few steps.
         self._buffers: dict[tuple[str, int, int], Buffers] = executable.scratch(Feeder)
         self.seconds = 0.0
         self.rows = 0
 
-    def _usable(self, widths: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        usable = None if widths is None else tuple(w for w in widths if w <= self.context)
-        if usable == ():
-            raise InputError(
-                f"every compiled width {widths} exceeds the context of {self.context} tokens; "
-                f"compile a smaller one"
-            )
-        return usable
-
     def begin(self, limit: int, draft: int) -> None:
         """Start new sequences of at most `limit` tokens, fed up to `draft` + 1 at once."""
-        widest = self.width(draft + 1, self.context) or 0
-        self.rows = min(limit + widest + self.spare, self.context)
+        widest = self.width(draft + 1, 0)
+        self.rows = min(limit + widest + self.spare, self.executable.limit)
         self.executable.begin(self.batch, self.rows)
 
-    def chunk(self, need: int) -> int:
+    def chunk(self, need: int, most: int | None = None) -> int:
         """Width of a prefill step when the longest sequence has `need` tokens left: that of which
-        as many as it takes cost least, of two the wider."""
+        as many as it takes cost least, of two the wider. most: tokens that it may feed."""
         if self.widths is None:
-            return min(need, CHUNK, self.context)
-        costs = {width: -(-need // width) * (width + READING) for width in self.widths}
+            return min(need, CHUNK, need if most is None else most)
+        size = need if most is None else min(need, most)
+        costs = {width: -(-need // min(width, size)) * (width + READING) for width in self.widths}
         return min(reversed(self.widths), key=costs.__getitem__)
 
-    def width(self, need: int, room: int) -> int | None:
-        """Width of a decode step that wants `need` columns where `room` cache rows are free.
-
-        The smallest that holds them; else the largest there is room for, and the drafts are cut;
-        None if not even the smallest has room.
-        """
+    def width(self, need: int, past: int) -> int:
+        """Width of a decode step that wants `need` columns after `past` rows: the smallest that
+        holds them, else the largest there is, and drafts are cut."""
         if self.widths is None:
-            return min(need, room)
-        chosen = None
-        for width in self.widths:
-            if width > room:
-                break
-            chosen = width
-            if width >= need:
-                break
-        return chosen
+            return min(need, self.executable.limit - past)
+        return next((width for width in self.widths if width >= need), self.widths[-1])
 
     def run(
         self,
         rows: Sequence[Sequence[int]],
         past: Sequence[int],
+        starts: Sequence[int],
         width: int,
         fetch: tuple[str, ...],
         trees: Sequence[Draft] | None = None,
     ) -> Outputs:
-        """Feed `rows[b]` (at most `width` tokens) after `past[b]` cache rows.
+        """Feed `rows[b]` (at most `width` tokens) after `past[b]` cache rows, at the positions from
+        `starts[b]` on.
 
         Every output has `width` columns. trees: the drafts of which `rows` are the last committed
         token and the nodes, if one of them branches.
@@ -114,7 +98,7 @@ class Feeder:
         self.make_room(max(past) + width)
         buffers = self.buffers(width)
         buffers.fill(rows, past)
-        calls = buffers.chains(past) if trees is None else buffers.trees(past, trees)
+        calls = buffers.chains(starts) if trees is None else buffers.trees(starts, trees)
         call = calls.fetching(self.executable, fetch)
         start = perf_counter()
         outputs = call()
@@ -125,11 +109,13 @@ class Feeder:
         self,
         rows: Sequence[Sequence[int]],
         past: Sequence[int],
+        starts: Sequence[int],
         width: int,
         fetch: tuple[str, ...],
         column: Sequence[int],
     ) -> dict[str, torch.Tensor]:
-        """Feed `rows[b]` (at most `width` tokens) after `past[b]` cache rows.
+        """Feed `rows[b]` (at most `width` tokens) after `past[b]` cache rows, at the positions from
+        `starts[b]` on.
 
         Values a chosen token (dim S) have the one column `column[b]`; values a fed token (dim T)
         have all.
@@ -137,7 +123,7 @@ class Feeder:
         self.make_room(max(past) + width)
         buffers = self.buffers(width)
         buffers.fill(rows, past)
-        inputs = buffers.picked(past, column)
+        inputs = buffers.picked(starts, column)
         start = perf_counter()
         # Not held: prompts come in all lengths, and few of them again.
         outputs = self.executable.run(self.function, inputs, fetch)
@@ -155,7 +141,7 @@ class Feeder:
         key = (self.function, self.batch, width)
         buffers = self._buffers.get(key)
         if buffers is None:
-            buffers = self._buffers[key] = Buffers(*key, self.names, self.ids)
+            buffers = self._buffers[key] = Buffers(*key, self.names, self.ids, self.context)
         return buffers
 
     def keep(self, past: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
@@ -175,7 +161,7 @@ class Feeder:
         """Let the caches hold so many rows of each sequence, and the spare ones."""
         capacity = self.executable.capacity
         if self.spare:
-            rows = max(rows, min(rows + self.spare, self.context))
+            rows = min(rows + self.spare, self.executable.limit)
         if rows <= capacity:
             return
         # Doubling keeps the copying of grown caches linear in the length of the text.

@@ -1,4 +1,4 @@
-"""Filling the cache with whole texts, chunk by chunk."""
+"""Feeding whole texts, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -6,55 +6,59 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..speculate.drafters.base import Fed
+from ..asking.text import Text
+from ..cache.base import CachePolicy
+from ..speculate.drafters.base import UnverifiedStep
 from .feed import Feeder
 
 
 def prefill(
     feeder: Feeder,
-    texts: Sequence[Sequence[int]],
-    cached: Sequence[int],
+    texts: Sequence[Text],
     fetch: tuple[str, ...],
-    read: Callable[[Fed], None] | None = None,
+    cache: CachePolicy,
+    read: Callable[[UnverifiedStep], None] | None = None,
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """Feed what of each text is not cached; the outputs after each text's last token.
+    """Feed texts of which nothing was fed yet; the outputs after each one's last token.
 
     Values a chosen token (dim S) have one column; in values a fed token (dim T) a text's last token
-    is where the second result says. texts: tokens of each sequence (none for a finished one).
-    cached: rows each cache holds already. read: told of every piece that was fed, and then
-    everything is fetched each time.
-    Sequences that are through get garbage after their last row, where the next step overwrites it.
-    Where a chunk would pass the end of the context it starts earlier and feeds some tokens again:
-    the same tokens at the same positions, so the same rows.
+    is where the second result says. read: told of every piece that was fed, and then everything is
+    fetched each time. cache: has its turn before every piece, and says how large one may be.
+    The texts' rows and positions go up to the last token, whose row counts when what follows it is
+    committed, as that of any step's first token does. Sequences that are through get garbage after
+    it, where the next step overwrites it.
     """
-    cached = list(cached)
-    left = _left(texts, cached)
+    sizes = [len(text.tokens) for text in texts]
+    fed = [0] * len(texts)
     result: dict[str, torch.Tensor] = {}
     columns = [0] * len(texts)
-    while left:
-        width = feeder.chunk(left)
-        starts = [min(rows, feeder.context - width) for rows in cached]
-        rows = [text[s : s + width] for text, s in zip(texts, starts, strict=True)]
-        last = [len(text) - 1 - s for text, s in zip(texts, starts, strict=True)]
-        column = [min(max(index, 0), width - 1) for index in last]
-        ending = [b for b, text in enumerate(texts) if cached[b] < len(text) <= starts[b] + width]
-        cached = [max(r, s + len(row)) for r, s, row in zip(cached, starts, rows, strict=True)]
-        left = _left(texts, cached)
+    while left := max(size - count for size, count in zip(sizes, fed, strict=True)):
+        cache.settle(texts)
+        most = cache.room([text.rows for text in texts])
+        width = feeder.chunk(left, most)
+        piece = width if most is None else min(width, most)
+        rows = [text.tokens[n : n + piece] for text, n in zip(texts, fed, strict=True)]
+        # Behind the last row of a sequence that is through, which does not count yet.
+        through = [int(count == size) for count, size in zip(fed, sizes, strict=True)]
+        past = [text.rows + past for text, past in zip(texts, through, strict=True)]
+        starts = [text.position + past for text, past in zip(texts, through, strict=True)]
+        counts = [count + len(row) for count, row in zip(fed, rows, strict=True)]
+        ending = [b for b, size in enumerate(sizes) if fed[b] < size == counts[b]]
+        column = [len(row) - 1 if row else 0 for row in rows]
         # Without `select` every output has a prompt's worth of columns: fetch only what is used.
         wanted = fetch if ending or feeder.selects or read else ()
-        outputs = feeder.run_picking(rows, starts, width, wanted, column)
+        outputs = feeder.run_picking(rows, past, starts, width, wanted, column)
         if read is not None:
-            read(Fed(rows, starts, outputs))
-        if not left and len(ending) == len(texts):
+            read(UnverifiedStep(rows, fed, outputs))
+        for b, row in enumerate(rows):
+            texts[b].grow(len(row) - (b in ending))
+        fed = counts
+        if len(ending) == len(texts):
             return outputs, column
         for index in ending:
             columns[index] = column[index]
         _take(result, outputs, ending)
     return result, columns
-
-
-def _left(texts: Sequence[Sequence[int]], cached: Sequence[int]) -> int:
-    return max(len(text) - rows for text, rows in zip(texts, cached, strict=True))
 
 
 def _take(

@@ -15,7 +15,7 @@ import torch
 from ...ir.executable import Executable
 from ..feeding.gather import rows_of
 from .draft_cache import DraftCache
-from .drafters.base import Fed, Taken
+from .drafters.base import UnverifiedStep, VerifiedStep
 
 
 class Committed:
@@ -55,10 +55,10 @@ class Committed:
         self.alive = [True] * batch
         self.fresh = np.zeros(batch, dtype=np.bool_)
 
-    def read(self, fed: Fed) -> None:
+    def read(self, fed: UnverifiedStep) -> None:
         """Take a piece of the prompts. Rows are made once there are as many as may be fed at once:
         what is left is the next draft's, and steps without drafts cost none."""
-        for index, (row, past) in enumerate(zip(fed.rows, fed.past, strict=True)):
+        for index, (row, past) in enumerate(zip(fed.rows, fed.starts, strict=True)):
             # The last token's turn comes when it is known what follows: see `observe`.
             end = min(past + len(row), len(self.texts[index]) - 1)
             start = self.known[index]
@@ -67,7 +67,7 @@ class Committed:
         while self._pending(self.cache.widest):
             self._extend(0, silent=True)
 
-    def observe(self, taken: Taken) -> None:
+    def observe(self, taken: VerifiedStep) -> None:
         """Take what the target made of the accepted tokens; `catch_up` makes their rows."""
         for index, tokens in enumerate(taken.tokens):
             self.alive[index] = self.alive[index] and bool(tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,9 @@ import numpy.typing as npt
 import torch
 
 from ...ir import UnsupportedError, type_of
-from ...ir.executable import Executable, HeldCall
+from ...ir.executable import Executable
 from ...ir.protocol import ANCESTORS, INPUTS, OPTIONAL
+from ..feeding.calls import Calls
 from ..feeding.feed import CHUNK
 from ..feeding.gather import gathered, written
 
@@ -25,13 +26,12 @@ HELD = 128
 """Tokens up to which the inputs of a shape are kept for the next call; prompts are longer."""
 
 
-class _Call:
+class DraftInputs:
     """Inputs of one shape, in memory that drafts are written into, and the calls that read it."""
 
     def __init__(
         self, executable: Executable, function: str, shape: tuple[int, int, int], trees: bool
     ) -> None:
-        self.function = function
         sizes = dict(zip("BTS", shape, strict=True))
         self.inputs: dict[str, torch.Tensor] = {}
         for node in executable.program.function(function).inputs:
@@ -40,7 +40,7 @@ class _Call:
                 bound = bound.bind(sizes)
                 self.inputs[name] = torch.zeros(bound.shape, dtype=bound.dtype)
         self.ids = {n: t.numpy() for n, t in self.inputs.items() if n != "hidden"}
-        self._held: dict[tuple[str, ...], HeldCall] = {}
+        self.calls = Calls(function, self.inputs)
 
     def fill(
         self,
@@ -67,13 +67,6 @@ class _Call:
             seen[:, :count, :count] = ancestors
         if hidden is not None:
             written(self.inputs["hidden"], hidden)
-
-    def held(self, executable: Executable, fetch: tuple[str, ...]) -> HeldCall:
-        """The call that returns these outputs."""
-        call = self._held.get(fetch)
-        if call is None:
-            call = self._held[fetch] = executable.hold(self.function, self.inputs, fetch)
-        return call
 
 
 class DraftCache:
@@ -126,19 +119,21 @@ class DraftCache:
         call.fill(tokens, positions, past, select, hidden, ancestors)
         fetch = () if silent else self.fetch
         if count > HELD:
-            outputs = self.executable.run(self.function, call.inputs, fetch)
+            outputs: Mapping[str, torch.Tensor] = self.executable.run(
+                self.function, call.inputs, fetch
+            )
         else:
-            outputs = call.held(self.executable, fetch)()
+            outputs = call.calls.fetching(self.executable, fetch)()
         whole = ("hidden",) if "select" in self.takes else self.fetch
         return {n: gathered(v, select) if n in whole else v for n, v in outputs.items()}
 
-    def _call(self, batch: int, width: int, chosen: int, trees: bool) -> _Call:
+    def _call(self, batch: int, width: int, chosen: int, trees: bool) -> DraftInputs:
         """The inputs of a shape: the same every time, if it is one of drafts."""
-        known: dict[tuple[Any, ...], _Call] = self.executable.scratch(DraftCache)
+        known: dict[tuple[Any, ...], DraftInputs] = self.executable.scratch(DraftCache)
         key = (self.function, batch, width, chosen, trees)
         call = known.get(key)
         if call is None:
-            call = _Call(self.executable, self.function, key[1:4], trees)
+            call = DraftInputs(self.executable, self.function, key[1:4], trees)
             if width <= HELD:
                 known[key] = call
         return call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .drafters.base import Taken
+from .drafters.base import VerifiedStep
 
 
 class LastState:
@@ -19,9 +19,9 @@ class LastState:
         self.output = output
         self._tokens = torch.zeros(batch, 1, dtype=torch.int64)
         self._states = torch.empty(0)
-        self._latest: Taken | None = None
+        self._latest: VerifiedStep | None = None
 
-    def observe(self, taken: Taken) -> None:
+    def observe(self, taken: VerifiedStep) -> None:
         """A step was verified; every text that is not done gained a token."""
         self._latest = taken
 
@@ -36,7 +36,7 @@ class LastState:
         """Whether this is one of the tensors that are written anew."""
         return tensor is self._tokens or tensor is self._states
 
-    def _take(self, taken: Taken) -> None:
+    def _take(self, taken: VerifiedStep) -> None:
         hidden = taken.outputs[self.output]
         if len(self._states) != len(hidden):
             self._states = hidden.new_zeros(len(hidden), 1, hidden.shape[-1])

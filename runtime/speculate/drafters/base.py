@@ -15,36 +15,42 @@ from ...feeding.outputs import integers
 from ...registry import Registry
 from ..draft import NO_DRAFT, Draft
 
-__all__ = ["DRAFTERS", "NO_DRAFT", "ChainDrafter", "Draft", "Drafter", "Fed", "Taken"]
+__all__ = [
+    "DRAFTERS",
+    "NO_DRAFT",
+    "ChainDrafter",
+    "Draft",
+    "Drafter",
+    "UnverifiedStep",
+    "VerifiedStep",
+]
 
 
-class Fed(NamedTuple):
+class UnverifiedStep(NamedTuple):
     """A step that ran, before anything was verified: a piece of the prompts, or a draft.
 
-    rows: the tokens fed to each sequence; past: cache rows before them. outputs: what the drafter
-    `wants`, valid during the call only: values a token fed (dim T) as they are; values a token
-    chosen (dim S) hold the columns that the step selected.
+    rows: the tokens fed to each sequence; starts: tokens of its text before them. outputs: what the
+    drafter `wants`, valid during the call only: values a token fed (dim T) as they are; values a
+    token chosen (dim S) hold the columns that the step selected.
     """
 
     rows: Sequence[Sequence[int]]
-    past: Sequence[int]
+    starts: Sequence[int]
     outputs: Mapping[str, torch.Tensor]
 
 
-class Taken(NamedTuple):
+class VerifiedStep(NamedTuple):
     """What came of a step, for each sequence.
 
     drafts: as they were fed. paths: the draft nodes that were accepted, from the root down. tokens:
-    what the sequence gained: the accepted tokens and one more; [] if it was finished. past: cache
-    rows before the step; the row of the last committed token is the first that the step wrote.
-    columns: where that token's values are in outputs with a column a token fed: 0, but in the last
-    piece of a prompt. outputs: as `Fed.outputs`.
+    what the sequence gained: the accepted tokens and one more; [] if it was finished. columns:
+    where the values of the token before those are in outputs with a column a token fed: 0, but in
+    the last piece of a prompt. outputs: as `UnverifiedStep.outputs`.
     """
 
     drafts: Sequence[Draft]
     paths: Sequence[Sequence[int]]
     tokens: Sequence[Sequence[int]]
-    past: Sequence[int]
     columns: Sequence[int]
     outputs: Mapping[str, torch.Tensor]
 
@@ -82,11 +88,11 @@ class Drafter(ABC):
             f"committed text; drafters that copy can, such as suffix"
         )
 
-    def read(self, fed: Fed) -> None:  # noqa: B027  (most drafters need only `observe`)
+    def read(self, fed: UnverifiedStep) -> None:  # noqa: B027  (most drafters need only `observe`)
         """After each step, pieces of prompts included, before it is verified."""
 
     @abstractmethod
-    def observe(self, taken: Taken) -> None:
+    def observe(self, taken: VerifiedStep) -> None:
         """After each verification; the last piece of the prompts counts as a step."""
 
 
@@ -115,7 +121,7 @@ class ChainDrafter(Drafter):
         chains = [self.chain(index, room) for index, room in enumerate(rooms)]
         return [Draft(chain) if chain else NO_DRAFT for chain in chains]
 
-    def observe(self, taken: Taken) -> None:
+    def observe(self, taken: VerifiedStep) -> None:
         """See `Drafter.observe`."""
         wanted = integers(taken.outputs, self.wants[0]) if self.wants else taken.tokens
         for index, (tokens, row) in enumerate(zip(taken.tokens, wanted, strict=True)):

@@ -9,7 +9,7 @@ from ....ir.plan import FusedDraft
 from ...asking.options import GenerationOptions
 from ...feeding.outputs import integers
 from ..lengths.base import LengthPolicy
-from .base import DRAFTERS, ChainDrafter, Draft, Fed, Taken
+from .base import DRAFTERS, ChainDrafter, Draft, UnverifiedStep, VerifiedStep
 from .grown import Composed, GrownDrafter
 
 
@@ -43,7 +43,7 @@ class FusedDrafter(Composed, ChainDrafter):
             self.apart.begin(prompts)
         self.chains: list[list[int]] = [[]] * len(prompts)
 
-    def read(self, fed: Fed) -> None:
+    def read(self, fed: UnverifiedStep) -> None:
         """See `Drafter.read`."""
         if self.apart is not None:
             self.apart.read(fed)
@@ -54,7 +54,7 @@ class FusedDrafter(Composed, ChainDrafter):
             return self.apart.propose(rooms)
         return super().propose(rooms)
 
-    def observe(self, taken: Taken) -> None:
+    def observe(self, taken: VerifiedStep) -> None:
         """Keep the chains that start where the texts now end."""
         if self.apart is not None:
             self.apart.observe(taken)

@@ -10,7 +10,7 @@ from ...asking.options import GenerationOptions
 from ..lengths.base import LengthPolicy
 from ..proposers.base import PROPOSERS
 from ..trees.base import TREES
-from .base import DRAFTERS, NO_DRAFT, Draft, Drafter, Fed, Taken
+from .base import DRAFTERS, NO_DRAFT, Draft, Drafter, UnverifiedStep, VerifiedStep
 
 
 class GrownDrafter(Drafter):
@@ -42,11 +42,11 @@ class GrownDrafter(Drafter):
         drafts = self.tree.grow(self.proposer, rooms, self.length)
         return self.proposer.ride(drafts, rooms)
 
-    def read(self, fed: Fed) -> None:
+    def read(self, fed: UnverifiedStep) -> None:
         """See `Drafter.read`."""
         self.proposer.read(fed)
 
-    def observe(self, taken: Taken) -> None:
+    def observe(self, taken: VerifiedStep) -> None:
         """See `Drafter.observe`."""
         self.proposer.observe(taken)
 

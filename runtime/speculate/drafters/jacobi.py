@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....ir.plan import JacobiDraft
-from .base import DRAFTERS, NO_DRAFT, Draft, Drafter, Taken
+from .base import DRAFTERS, NO_DRAFT, Draft, Drafter, VerifiedStep
 
 
 @DRAFTERS.register(JacobiDraft)
@@ -34,7 +34,7 @@ class JacobiDrafter(Drafter):
             for block, room in zip(self.blocks, rooms, strict=True)
         ]
 
-    def observe(self, taken: Taken) -> None:
+    def observe(self, taken: VerifiedStep) -> None:
         """What the target said after the guesses that were not committed is the next block."""
         said = taken.outputs["argmax"].tolist()
         rows = zip(taken.drafts, taken.paths, taken.tokens, strict=True)

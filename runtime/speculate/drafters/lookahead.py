@@ -27,7 +27,7 @@ from typing import TypeAlias
 from ....ir.plan import LookaheadDraft
 from ..draft import NO_DRAFT, Draft
 from ..trie import Trie
-from .base import DRAFTERS, Drafter, Taken
+from .base import DRAFTERS, Drafter, VerifiedStep
 
 Gram: TypeAlias = tuple[int, ...]
 
@@ -128,7 +128,7 @@ class LookaheadDrafter(Drafter):
             for window, room in zip(self.windows, rooms, strict=True)
         ]
 
-    def observe(self, taken: Taken) -> None:
+    def observe(self, taken: VerifiedStep) -> None:
         """Pool what the window and the text have new, and move the window."""
         said = taken.outputs["argmax"].tolist()
         for index, (draft, tokens) in enumerate(zip(taken.drafts, taken.tokens, strict=True)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....ir.plan import NoDraft
-from .base import DRAFTERS, NO_DRAFT, Draft, Drafter, Taken
+from .base import DRAFTERS, NO_DRAFT, Draft, Drafter, VerifiedStep
 
 
 @DRAFTERS.register(NoDraft)
@@ -19,5 +19,5 @@ class NoDrafter(Drafter):
         """An empty draft for each sequence."""
         return [NO_DRAFT] * len(rooms)
 
-    def observe(self, taken: Taken) -> None:
+    def observe(self, taken: VerifiedStep) -> None:
         """Nothing to learn."""

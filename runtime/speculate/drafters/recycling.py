@@ -29,7 +29,7 @@ from ....ir.executable import Executable
 from ....ir.plan import RecyclingDraft
 from ...asking.options import GenerationOptions
 from ..draft import NO_DRAFT, Draft
-from .base import DRAFTERS, Drafter, Taken
+from .base import DRAFTERS, Drafter, VerifiedStep
 
 CONTEXTS = 50_000
 """Contexts of one length that a generation of a table holds; two generations are kept."""
@@ -102,7 +102,7 @@ class RecyclingDrafter(Drafter):
             known = table.get(context) or ()
             table.put(context, tuple(dict.fromkeys((*tokens, *known)))[:most])
 
-    def observe(self, taken: Taken) -> None:
+    def observe(self, taken: VerifiedStep) -> None:
         """Learn the successors of the root and of every draft node."""
         best = taken.outputs["top_tokens"][..., : self.record.successors].tolist()
         for index, (draft, tokens) in enumerate(zip(taken.drafts, taken.tokens, strict=True)):

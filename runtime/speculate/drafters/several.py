@@ -8,7 +8,7 @@ from ....ir.executable import Executable
 from ....ir.plan import FirstDraft, MergedDraft
 from ...asking.options import GenerationOptions
 from ..lengths.base import LengthPolicy
-from .base import Fed, Taken
+from .base import UnverifiedStep, VerifiedStep
 from .grown import Composed, drafter_for
 
 
@@ -32,12 +32,12 @@ class Several(Composed):
         for part in self.parts:
             part.begin(prompts)
 
-    def read(self, fed: Fed) -> None:
+    def read(self, fed: UnverifiedStep) -> None:
         """See `Drafter.read`."""
         for part in self.parts:
             part.read(fed)
 
-    def observe(self, taken: Taken) -> None:
+    def observe(self, taken: VerifiedStep) -> None:
         """See `Drafter.observe`."""
         for part in self.parts:
             part.observe(taken)

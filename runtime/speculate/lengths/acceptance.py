@@ -18,7 +18,7 @@ from .base import LENGTHS
 from .depths import SequenceDepths
 
 if TYPE_CHECKING:
-    from ..drafters.base import Taken
+    from ..drafters.base import VerifiedStep
 
 
 @LENGTHS.register(AcceptanceLength)
@@ -34,7 +34,7 @@ class AcceptancePolicy(SequenceDepths):
         self.depths = np.full(batch, record.levels)
         self.last = LastState(record.output, batch)
 
-    def observe(self, taken: Taken, drafting: float, step: float) -> None:
+    def observe(self, taken: VerifiedStep, drafting: float, step: float) -> None:
         """Ask the head about the state that each sequence's last token was chosen from."""
         self.last.observe(taken)
         inputs = {"hidden": self.last.get()[1]}

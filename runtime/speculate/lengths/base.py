@@ -12,7 +12,7 @@ from ....ir.executable import Executable
 from ...registry import Registry
 
 if TYPE_CHECKING:
-    from ..drafters.base import Taken
+    from ..drafters.base import VerifiedStep
     from ..proposers.base import Level
 
 Flags: TypeAlias = npt.NDArray[np.bool_]
@@ -51,7 +51,7 @@ class LengthPolicy:
     def rested(self, steps: int) -> None:
         """So many of them were made, one token each, and `observe` was not told."""
 
-    def observe(self, taken: Taken, drafting: float, step: float) -> None:
+    def observe(self, taken: VerifiedStep, drafting: float, step: float) -> None:
         """After each step. drafting: seconds that the drafts took; step: the step and its check."""
 
 

@@ -13,7 +13,7 @@ from .base import LENGTHS, LengthPolicy
 from .costs import Costs
 
 if TYPE_CHECKING:
-    from ..drafters.base import Taken
+    from ..drafters.base import VerifiedStep
 
 HORIZON = 128
 """Tokens of a generation over which no more than the record's `loss` may be lost."""
@@ -55,7 +55,7 @@ class Knowledge:
         self.seen = np.ones(most)
         self.hits = 1 / np.arange(2.0, most + 2)
 
-    def learn(self, taken: Taken) -> None:
+    def learn(self, taken: VerifiedStep) -> None:
         """What became of each draft token."""
         for draft, path in zip(taken.drafts, taken.paths, strict=True):
             size = len(draft.tokens)
@@ -158,7 +158,7 @@ class GoodputPolicy(LengthPolicy):
         known.tokens += steps
         known.plain = known.steps
 
-    def observe(self, taken: Taken, drafting: float, step: float) -> None:
+    def observe(self, taken: VerifiedStep, drafting: float, step: float) -> None:
         """See `LengthPolicy.observe`."""
         gained = [len(tokens) for tokens in taken.tokens if tokens]
         if not gained:

@@ -13,7 +13,7 @@ from .base import LENGTHS
 from .depths import SequenceDepths
 
 if TYPE_CHECKING:
-    from ..drafters.base import Taken
+    from ..drafters.base import VerifiedStep
 
 
 @LENGTHS.register(ThompsonLength)
@@ -42,7 +42,7 @@ class ThompsonPolicy(SequenceDepths):
         self.depths = 1 + going.sum(0)
         return super().limits(rooms)
 
-    def observe(self, taken: Taken, drafting: float, step: float) -> None:
+    def observe(self, taken: VerifiedStep, drafting: float, step: float) -> None:
         """See `LengthPolicy.observe`."""
         results = zip(taken.drafts, taken.paths, taken.tokens, strict=True)
         for index, (draft, path, tokens) in enumerate(results):

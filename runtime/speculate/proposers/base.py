@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ....ir.executable import Executable
 from ...asking.options import GenerationOptions
 from ...registry import Registry
-from ..drafters.base import Draft, Fed, Taken
+from ..drafters.base import Draft, UnverifiedStep, VerifiedStep
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 Scores: TypeAlias = npt.NDArray[np.float32]
@@ -51,11 +51,11 @@ class Proposer(ABC):
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """New sequences, one prompt each."""
 
-    def read(self, fed: Fed) -> None:  # noqa: B027  (most proposers need only `observe`)
+    def read(self, fed: UnverifiedStep) -> None:  # noqa: B027  (most proposers need only `observe`)
         """See `Drafter.read`."""
 
     @abstractmethod
-    def observe(self, taken: Taken) -> None:
+    def observe(self, taken: VerifiedStep) -> None:
         """See `Drafter.observe`."""
 
     @abstractmethod

@@ -26,7 +26,7 @@ from ...asking.options import GenerationOptions
 from ...feeding.gather import gathered
 from ..committed import Committed
 from ..draft_cache import Flags
-from ..drafters.base import Fed, Taken
+from ..drafters.base import UnverifiedStep, VerifiedStep
 from .base import PROPOSERS, Ids, Level, Proposer
 from .hidden import level_of
 
@@ -103,11 +103,11 @@ class CachedProposer(Proposer):
         """Nothing is cached of the new sequences."""
         self.committed.begin(prompts)
 
-    def read(self, fed: Fed) -> None:
+    def read(self, fed: UnverifiedStep) -> None:
         """Make the rows of a piece of the prompts."""
         self.committed.read(fed)
 
-    def observe(self, taken: Taken) -> None:
+    def observe(self, taken: VerifiedStep) -> None:
         """Take what the target made of the accepted tokens."""
         self.committed.observe(taken)
 

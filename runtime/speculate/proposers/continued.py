@@ -20,7 +20,7 @@ from ....ir.executable import Executable
 from ....ir.plan import CachedDraft, ContinuedDraft
 from ...asking.options import GenerationOptions
 from ...feeding.gather import gathered
-from ..drafters.base import Fed, Taken
+from ..drafters.base import UnverifiedStep, VerifiedStep
 from .base import PROPOSERS, Ids, Level, Proposer
 from .cached import CachedProposer
 from .hidden import HiddenProposer
@@ -70,11 +70,11 @@ class ContinuedProposer(Proposer):
         """See `Proposer.begin`."""
         self.first.begin(prompts)
 
-    def read(self, fed: Fed) -> None:
+    def read(self, fed: UnverifiedStep) -> None:
         """See `Drafter.read`."""
         self.first.read(fed)
 
-    def observe(self, taken: Taken) -> None:
+    def observe(self, taken: VerifiedStep) -> None:
         """See `Drafter.observe`."""
         self.first.observe(taken)
 

@@ -12,7 +12,7 @@ import torch
 from ....ir.executable import Executable, HeldCall
 from ...asking.options import GenerationOptions
 from ...feeding.buffers import strange_ids
-from ..drafters.base import Taken
+from ..drafters.base import VerifiedStep
 from ..last_state import LastState
 from .base import Ids, Level, Proposer
 
@@ -46,7 +46,7 @@ class HiddenProposer(Proposer):
         """What may follow tokens i64[B,M] that were chosen from states [B,M,H]: a new draft. With
         `whole_path` i64[B,M,S] and [B,M,S,H], step by step."""
 
-    def observe(self, taken: Taken) -> None:
+    def observe(self, taken: VerifiedStep) -> None:
         """See `Proposer.observe`."""
         self.last.observe(taken)
 

@@ -21,7 +21,7 @@ from ....ir import type_of
 from ....ir.executable import Executable
 from ....ir.plan import PromptDraft
 from ...asking.options import GenerationOptions
-from ..drafters.base import Draft, Taken
+from ..drafters.base import Draft, VerifiedStep
 from .base import PROPOSERS, Ids, Level, Proposer, Scores
 from .hidden import repeated
 
@@ -109,7 +109,7 @@ class PromptProposer(Proposer):
         order = sorted(range(len(ends)), key=lambda column: -ends[column])
         return [column - 1 for column in order]
 
-    def observe(self, taken: Taken) -> None:
+    def observe(self, taken: VerifiedStep) -> None:
         """Take what was said after the prompt tokens behind the last accepted node."""
         for index, tokens in enumerate(taken.tokens):
             if not tokens:

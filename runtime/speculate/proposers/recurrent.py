@@ -18,7 +18,7 @@ from ....ir.plan import RecurrentDraft
 from ...asking.options import GenerationOptions
 from ...feeding.gather import gathered
 from ..committed import Committed
-from ..drafters.base import Fed, Taken
+from ..drafters.base import UnverifiedStep, VerifiedStep
 from .base import PROPOSERS, Ids, Level
 from .hidden import HiddenProposer, level_of
 
@@ -46,12 +46,12 @@ class RecurrentProposer(HiddenProposer):
         if self.committed is not None:
             self.committed.begin(prompts)
 
-    def read(self, fed: Fed) -> None:
+    def read(self, fed: UnverifiedStep) -> None:
         """Make the prefix's rows of a piece of the prompts."""
         if self.committed is not None:
             self.committed.read(fed)
 
-    def observe(self, taken: Taken) -> None:
+    def observe(self, taken: VerifiedStep) -> None:
         """Take the states of the accepted nodes, and the token chosen at the last."""
         super().observe(taken)
         if self.committed is not None:

@@ -25,7 +25,7 @@ from ....ir.executable import Executable
 from ....ir.plan import FixedLength, StagedDraft
 from ...asking.options import GenerationOptions
 from ..draft_cache import DraftCache
-from ..drafters.base import Fed, Taken
+from ..drafters.base import UnverifiedStep, VerifiedStep
 from ..drafters.grown import drafter_for
 from ..lengths.base import LengthPolicy
 from .base import PROPOSERS, Ids, Level, Proposer
@@ -118,15 +118,15 @@ class StagedProposer(Proposer):
         nothing = [0] * len(prompts)
         self.inner.ahead([()] * len(prompts), nothing)  # which tells whether it can
 
-    def read(self, fed: Fed) -> None:
+    def read(self, fed: UnverifiedStep) -> None:
         """Make the rows of a piece of the prompts."""
-        ends = [past + len(row) for past, row in zip(fed.past, fed.rows, strict=True)]
+        ends = [start + len(row) for start, row in zip(fed.starts, fed.rows, strict=True)]
         # The last token's turn comes with the first draft.
         self._catch_up(
             [min(e, len(s.tokens) - 1) for e, s in zip(ends, self.sequences, strict=True)]
         )
 
-    def observe(self, taken: Taken) -> None:
+    def observe(self, taken: VerifiedStep) -> None:
         """Take in what was accepted."""
         self.inner.observe(taken)
         for sequence, tokens in zip(self.sequences, taken.tokens, strict=True):

@@ -1,0 +1,143 @@
+"""What a round is, and what all rounds share: one generation of a batch while it runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+from typing import TypeAlias
+
+import torch
+
+from ...ir.executable import Executable
+from ..asking.request import Request
+from ..asking.text import Text
+from ..cache.base import CACHES
+from ..depth.base import DEPTHS
+from ..feeding.feed import Feeder
+from ..feeding.prefill import prefill
+from ..speculate.draft import NO_DRAFT, Draft
+from ..speculate.drafters.base import VerifiedStep
+from ..speculate.drafters.grown import drafter_for
+from ..speculate.lengths.base import LENGTHS
+from ..speculate.verifiers.base import GREEDY, SAMPLING, VERIFIERS
+from ..stats import Stats
+
+StepOutputs: TypeAlias = Mapping[str, torch.Tensor]
+
+
+class Decoding:
+    """One generation: what the plan's parts are, and what every round does in the same way.
+
+    texts: the sequences, which grow in place. fetch: outputs that a general step must return.
+    read: told of each step before it is verified; None if nobody wants to know. Errors:
+    `UnsupportedError` for a plan that cannot be carried out.
+    """
+
+    def __init__(self, executable: Executable, request: Request) -> None:
+        program, options = executable.program, request.options
+        plan, batch = program.plan, len(request.texts)
+        self.program, self.texts, self.stopping = program, request.texts, request.stopping
+        self.depth = DEPTHS.find(plan.depth)(plan.depth, executable)
+        self.cache = CACHES.find(plan.cache)(plan.cache, executable)
+        self.length = LENGTHS.find(plan.length)(plan.length, executable, batch)
+        self.drafter = drafter_for(plan.draft, executable, options, self.length)
+        self.feeder = Feeder(executable, batch, *plan.step.fed(options.by_argmax))
+        trait = SAMPLING if options.do_sample else GREEDY
+        verifier = VERIFIERS.find(plan.verify, trait)
+        self.verifier = verifier(plan.verify, program, options, batch)
+        wanted = (*self.verifier.fetch, *self.drafter.wants, *self.length.wants)
+        self.fetch = tuple(dict.fromkeys(wanted))
+        self.read = self.drafter.read if self.drafter.reads else None
+        self.emitter = request.emitter()
+        self.no_drafts = [NO_DRAFT] * batch
+        self.stats = Stats()
+
+    @property
+    def live(self) -> list[int]:
+        """The sequences that go on."""
+        return [index for index, text in enumerate(self.texts) if not text.done]
+
+    @property
+    def argmax_decides(self) -> bool:
+        """Whether a step without a draft yields its argmax, and an end shows in the last token."""
+        return self.verifier.takes_argmax and self.stopping.simple
+
+    def start(self) -> None:
+        """Run the prompts and commit each sequence's first token."""
+        begun = perf_counter()
+        texts, batch = self.texts, len(self.texts)
+        self.feeder.begin(max(text.limit for text in texts), self.program.plan.columns)
+        self.depth.begin(batch)
+        self.cache.begin(batch)
+        self.drafter.begin([text.tokens for text in texts])
+        # Always the logits: the same compiled prefill serves every option, and one look at real
+        # logits tells a broken model at once.
+        fetch = tuple(dict.fromkeys(("logits", *self.drafter.wants)))
+        outputs, columns = prefill(self.feeder, texts, fetch, self.cache, self.read)
+        self.verify(outputs, self.no_drafts, columns)
+        self.stats.prefill_seconds = perf_counter() - begun
+
+    def room(self) -> int | None:
+        """Tokens that every sequence may grow by before the cache policy must have its turn."""
+        return self.cache.room([text.rows for text in self.texts if not text.done])
+
+    def verify(
+        self, outputs: StepOutputs, drafts: Sequence[Draft], columns: Sequence[int]
+    ) -> VerifiedStep:
+        """Verify a step, commit each sequence's gain, tell drafter and streamer.
+
+        columns: where the values of each sequence's last token are.
+        """
+        verdicts = self.verifier.verify(outputs, self.texts, drafts)
+        if any(draft.parents is not None for draft in drafts):
+            past = [0 if text.done else text.rows for text in self.texts]
+            self.feeder.keep(past, [verdict.path for verdict in verdicts])
+        commits, paths = [], []
+        for text, (path, gained), draft in zip(self.texts, verdicts, drafts, strict=True):
+            kept = self.commit(text, gained) if gained else []
+            if len(kept) < len(path):
+                path = path[: len(kept)]
+            commits.append(kept)
+            paths.append(path)
+            self.stats.draft_tokens += len(draft.tokens)
+            self.stats.accepted_tokens += len(path)
+        step = VerifiedStep(drafts, paths, commits, columns, outputs)
+        self.drafter.observe(step)
+        self.emit(commits)
+        return step
+
+    def commit(self, text: Text, new: list[int]) -> list[int]:
+        """Append what a sequence gained, up to the token that ends it; what was appended. The rows
+        that the step made of its last token and of the new ones but the last now count."""
+        kept = self.stopping.commit(text, new)
+        text.grow(len(kept))
+        return kept
+
+    def emit(self, commits: Sequence[Sequence[int]]) -> None:
+        """Hand on what a step committed."""
+        if self.emitter is not None:
+            self.emitter.push(self.texts, commits)
+
+
+class Round(ABC):
+    """One way to run decode steps; a list of them, fastest first, serves every generation."""
+
+    def __init__(self, decoding: Decoding) -> None:
+        self.decoding = decoding
+
+    @classmethod
+    @abstractmethod
+    def fits(cls, decoding: Decoding) -> bool:
+        """Whether the plan and the options allow this way."""
+
+    def wants(self) -> int | None:
+        """Steps to make now; 0: none, another round takes the turn; None: as many as there are."""
+        return None
+
+    @abstractmethod
+    def run(self, most: int | None) -> int:
+        """Make up to `most` steps, which end early where a text ends; how many were made.
+
+        Errors: `InputError` for logits that are NaN.
+        """

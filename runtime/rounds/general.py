@@ -1,0 +1,74 @@
+"""A step of any kind: drafts of any shape, any verifier, any options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+
+from ..speculate.draft import Draft
+from ..speculate.drafters.base import UnverifiedStep, VerifiedStep
+from .base import Decoding, Round
+
+
+class GeneralRound(Round):
+    """draft -> step -> verify -> commit, once."""
+
+    @classmethod
+    def fits(cls, decoding: Decoding) -> bool:
+        """Always."""
+        return True
+
+    def wants(self) -> int:
+        """One: other rounds may take the next."""
+        return 1
+
+    def run(self, most: int | None) -> int:
+        """See `Round.run`."""
+        decoding, live = self.decoding, len(self.decoding.live)
+        before = self._clock()
+        drafts = self.propose()
+        between = self._clock()
+        step = self.step(drafts)
+        decoding.length.observe(step, between - before, self._clock() - between)
+        decoding.stats.count(1, live)
+        return 1
+
+    def propose(self) -> Sequence[Draft]:
+        """A draft for each sequence, as far as the length policy and its room allow."""
+        decoding, limit = self.decoding, self.decoding.room()
+        rooms = [text.room for text in decoding.texts]
+        if limit is not None:
+            rooms = [min(room, limit - 1) for room in rooms]
+        counts = decoding.length.limits(rooms)
+        if not any(counts):
+            return decoding.no_drafts
+        drafts = decoding.drafter.propose(list(map(min, rooms, counts)))
+        return [
+            draft.cut(count) if len(draft.tokens) > count else draft
+            for draft, count in zip(drafts, counts, strict=True)
+        ]
+
+    def step(self, drafts: Sequence[Draft]) -> VerifiedStep:
+        """Feed each sequence's last token and its draft, and verify; finished sequences get
+        garbage. A draft for which there is no width is cut."""
+        decoding, texts = self.decoding, self.decoding.texts
+        past = [0 if text.done else text.rows for text in texts]
+        starts = [0 if text.done else text.position for text in texts]
+        need = 1 + max(len(draft.fed) for draft in drafts)
+        width = decoding.feeder.width(need, max(past))
+        if width < need:
+            drafts = [draft.fitting(width - 1) for draft in drafts]
+        rows = [
+            [] if text.done else [text.tokens[-1], *draft.fed]
+            for text, draft in zip(texts, drafts, strict=True)
+        ]
+        trees = drafts if any(draft.branches for draft in drafts) else None
+        outputs = decoding.feeder.run(rows, past, starts, width, decoding.fetch, trees=trees)
+        if decoding.read is not None:
+            fed = [0 if text.done else text.fed for text in texts]
+            decoding.read(UnverifiedStep(rows, fed, outputs))
+        return decoding.verify(outputs, drafts, [0] * len(texts))
+
+    def _clock(self) -> float:
+        """Seconds; what is done once and never again takes none."""
+        return perf_counter() - self.decoding.feeder.executable.preparing
