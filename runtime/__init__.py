@@ -31,8 +31,8 @@ back; `prefill` fills caches; `drafters/` and `verifiers/` hold one class a file
 record that they carry out; `sampling` turns logits into probabilities; `stopping` ends sequences;
 `streaming` feeds a streamer; `stats` counts.
 
-A new drafter: a record in `ir/plan.py`, one file in `drafters/` with
-``@DRAFTERS.register(Record)``. A new verifier: the same in `verifiers/`.
+A new drafter: a record in `ir/plan/` and a class in `speculate/drafters/` with
+``@DRAFTERS.register(Record)``. A new verifier, length, depth or cache policy: the same.
 """
 
 from .asking.options import GenerationOptions

@@ -1,0 +1,153 @@
+"""A new policy is one record and one class: here is one of each kind, and a recipe that uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from tiny import MASK, PROMPTS, cached_llama, tiny_llama
+
+from graftwork.artifact import load, save
+from graftwork.backends import compile
+from graftwork.backends.target import Target
+from graftwork.ir import InputError, PassError, Program, parse_program, program_text, verify
+from graftwork.ir.discovery import import_all
+from graftwork.ir.plan import RECORDS, CacheRecord, DepthRecord, DraftRecord, LengthRecord
+from graftwork.ir.plan.base import POLICIES, policy
+from graftwork.ir.plan.bounds import Levels, Nodes, Share
+from graftwork.passes import Contract, all_passes
+from graftwork.passes.engine import base as pass_base
+from graftwork.passes.engine.manager import run_passes
+from graftwork.recipe import Recipe
+from graftwork.runtime import generate
+from graftwork.runtime.cache import CACHES, CachePolicy
+from graftwork.runtime.depth import DEPTHS, DepthPolicy
+from graftwork.runtime.speculate.drafters.base import DRAFTERS, ChainDrafter
+from graftwork.runtime.speculate.lengths import LENGTHS, LengthPolicy
+
+EAGER = Target.parse("eager")
+ASKED: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": 16, "eos_token_id": []}
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """What a test declares is gone after it."""
+    all_passes()
+    registries = (DRAFTERS, LENGTHS, DEPTHS, CACHES)
+    for registry in registries:
+        import_all(registry.package)
+    classes = [registry.classes for registry in registries]
+    tables: list[dict[Any, Any]] = [RECORDS, POLICIES, pass_base._PASSES, *classes]
+    before = [dict(table) for table in tables]
+    yield
+    for table, known in zip(tables, before, strict=True):
+        table.clear()
+        table.update(known)
+
+
+def optimized(*passes: Any) -> tuple[Program, Recipe]:
+    """The tiny model under a recipe of these passes, on top of baseline."""
+    recipe = Recipe.load({"name": "new", "extends": "baseline", "passes": list(passes)})
+    return run_passes(tiny_llama(), recipe.steps)[0], recipe
+
+
+def test_a_drafter_and_a_length_policy(tmp_path: Path) -> None:
+    @policy
+    @dataclass(frozen=True)
+    class RepeatDraft(DraftRecord):
+        """The last token again. tokens: how often."""
+
+        tokens: Nodes = 4
+        kind: ClassVar[str] = "repeat"
+
+        @property
+        def most(self) -> int:
+            return self.tokens
+
+    @DRAFTERS.register(RepeatDraft)
+    class RepeatDrafter(ChainDrafter):
+        def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+            self.levels, self.last = self.record.tokens, [prompt[-1] for prompt in prompts]
+
+        def learn(self, index: int, new: Sequence[int], row: Sequence[int]) -> None:
+            self.last[index] = new[-1]
+
+        def chain(self, index: int, room: int) -> list[int]:
+            return [self.last[index]] * min(room, self.levels)
+
+    @policy
+    @dataclass(frozen=True)
+    class ShortLength(LengthRecord):
+        """No more than this. tokens: of a draft."""
+
+        tokens: Nodes = 1
+        kind: ClassVar[str] = "short"
+
+    @LENGTHS.register(ShortLength)
+    class ShortPolicy(LengthPolicy):
+        def limits(self, rooms: Sequence[int]) -> list[int]:
+            return [min(room, self.record.tokens) for room in rooms]
+
+    with pytest.raises(InputError, match=r"option 'tokens': .* less than or equal to 4096"):
+        optimized({"draft_repeat": {"tokens": 10**6}})
+    with pytest.raises(PassError, match=r"'length_short' requires 'drafts'.*draft_repeat"):
+        optimized("length_short")
+    program, recipe = optimized({"draft_repeat": {"tokens": 3}}, "length_short")
+    assert recipe.contract == "lossless" and program.plan.columns == 3
+    save(program, tmp_path / "out", target=EAGER, recipe=recipe.as_dict())
+    saved = load(tmp_path / "out").program
+    assert saved.plan == program.plan and str(saved.plan.length) == "short(tokens=1)"
+    plain = generate(compile(cached_llama(), EAGER), PROMPTS, **ASKED)
+    found = generate(compile(saved, EAGER), PROMPTS, **ASKED, return_dict_in_generate=True)
+    assert torch.equal(found.sequences, plain)
+    # A draft a step and sequence, of one token: the length policy is asked.
+    assert 0 < found.stats.draft_tokens <= found.stats.sequence_steps
+    longer, _ = optimized({"draft_repeat": {"tokens": 3}})
+    more = generate(compile(longer, EAGER), PROMPTS, **ASKED, return_dict_in_generate=True)
+    assert torch.equal(more.sequences, plain)
+    assert more.stats.draft_tokens > 2 * found.stats.draft_tokens
+
+
+def test_a_depth_policy_and_a_cache_policy() -> None:
+    @policy
+    @dataclass(frozen=True)
+    class HalfDepth(DepthRecord):
+        """Fewer layers. share: of them."""
+
+        share: Share = 0.5
+        kind: ClassVar[str] = "half"
+
+    @DEPTHS.register(HalfDepth)
+    class HalfPolicy(DepthPolicy):
+        record: HalfDepth
+
+    @policy
+    @dataclass(frozen=True)
+    class Window(CacheRecord):
+        """The last rows alone. rows: how many."""
+
+        rows: Levels = 8
+        kind: ClassVar[str] = "window"
+
+    @CACHES.register(Window)
+    class WindowPolicy(CachePolicy):
+        def room(self, rows: Sequence[int]) -> int | None:
+            return max(self.record.rows - max(rows), 0)
+
+    program, recipe = optimized("depth_half", {"cache_window": {"rows": 6}})
+    assert recipe.contract == Contract.APPROXIMATE.value
+    text = program_text(program)
+    assert "depth = half(share=0.5)\n" in text and "cache = window(rows=6)\n" in text
+    again = parse_program(text, program.weights)
+    verify(again)
+    assert again.plan == program.plan and program_text(again) == text
+    executable = compile(cached_llama(), EAGER)
+    depth, cache = program.plan.depth, program.plan.cache
+    assert isinstance(DEPTHS.find(depth)(depth, executable), HalfPolicy)
+    assert CACHES.find(cache)(cache, executable).room([2, 5]) == 1
+    with pytest.raises(PassError, match="cache_window: the plan has a cache policy already: win"):
+        all_passes()["cache_window"]().run(program)
