@@ -13,8 +13,11 @@ from ..registry import Registry
 class CachePolicy:
     """Says when the states of a generation lose rows.
 
+    most: rows that they hold of a sequence at most; None: one for every token of its text.
     Register a subclass with ``@CACHES.register(ItsRecord)`` in its own file of this folder.
     """
+
+    most: int | None = None
 
     def __init__(self, record: Any, executable: Executable) -> None:
         self.record, self.executable = record, executable

@@ -34,7 +34,8 @@ def prefill(
     columns = [0] * len(texts)
     while left := max(size - count for size, count in zip(sizes, fed, strict=True)):
         cache.settle(texts)
-        most = cache.room([text.rows for text in texts])
+        open_texts = [b for b, size in enumerate(sizes) if fed[b] < size]
+        most = cache.room([texts[b].rows for b in open_texts])
         width = feeder.chunk(left, most)
         piece = width if most is None else min(width, most)
         rows = [text.tokens[n : n + piece] for text, n in zip(texts, fed, strict=True)]
@@ -43,7 +44,7 @@ def prefill(
         past = [text.rows + past for text, past in zip(texts, through, strict=True)]
         starts = [text.position + past for text, past in zip(texts, through, strict=True)]
         counts = [count + len(row) for count, row in zip(fed, rows, strict=True)]
-        ending = [b for b, size in enumerate(sizes) if fed[b] < size == counts[b]]
+        ending = [b for b in open_texts if counts[b] == sizes[b]]
         column = [len(row) - 1 if row else 0 for row in rows]
         # Without `select` every output has a prompt's worth of columns: fetch only what is used.
         wanted = fetch if ending or feeder.selects or read else ()

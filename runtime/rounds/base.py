@@ -67,7 +67,10 @@ class Decoding:
         """Run the prompts and commit each sequence's first token."""
         begun = perf_counter()
         texts, batch = self.texts, len(self.texts)
-        self.feeder.begin(max(text.limit for text in texts), self.program.plan.columns)
+        rows = max(text.limit for text in texts)
+        if self.cache.most is not None:
+            rows = min(rows, self.cache.most)
+        self.feeder.begin(rows, self.program.plan.columns)
         self.depth.begin(batch)
         self.cache.begin(batch)
         self.drafter.begin([text.tokens for text in texts])
