@@ -11,7 +11,7 @@ ones without touching data (`derive`), and a backend or the artifact writer load
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, KeysView, Mapping
+from collections.abc import Callable, Hashable, Iterator, KeysView, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -28,13 +28,15 @@ from .types import TensorType
 class Weight:
     """One named constant. `source()` gives its tensor; nothing is kept after the call.
 
-    made: how a derived weight comes from others, and those.
+    made: how a derived weight comes from others, and those. key: says what `made` does: of two
+    weights that are made of the same others, those with equal keys are equal.
     """
 
     name: str
     type: TensorType
     source: Callable[[], torch.Tensor]
     made: tuple[Callable[..., torch.Tensor], tuple[Weight, ...]] | None = None
+    key: Hashable = None
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> Weight:
@@ -62,10 +64,16 @@ class Weight:
 
 
 def derive(
-    name: str, type: TensorType, function: Callable[..., torch.Tensor], *inputs: Weight
+    name: str,
+    type: TensorType,
+    function: Callable[..., torch.Tensor],
+    *inputs: Weight,
+    key: Hashable = None,
 ) -> Weight:
-    """A weight computed from others when it is loaded (concatenated, folded, quantized)."""
-    return Weight(name, type, lambda: function(*(w.load() for w in inputs)), (function, inputs))
+    """A weight computed from others when it is loaded (concatenated, folded, quantized). key: see
+    `Weight`."""
+    made = function, inputs
+    return Weight(name, type, lambda: function(*(w.load() for w in inputs)), made, key)
 
 
 def _renewed(weight: Weight, given: Mapping[str, Weight]) -> Weight:
@@ -77,7 +85,7 @@ def _renewed(weight: Weight, given: Mapping[str, Weight]) -> Weight:
     function, inputs = weight.made
     new = tuple(_renewed(part, given) for part in inputs)
     changed = any(a is not b for a, b in zip(new, inputs, strict=True))
-    return derive(weight.name, weight.type, function, *new) if changed else weight
+    return derive(weight.name, weight.type, function, *new, key=weight.key) if changed else weight
 
 
 class SafetensorsFile:
@@ -194,6 +202,18 @@ class WeightStore(Mapping[str, Weight]):
     def taken(self, weight: Weight) -> Weight:
         """The weight that has this one's name already, else this one."""
         return self._weights.get(weight.name, weight)
+
+    def alike(self, weight: Weight) -> Weight:
+        """The weight that is made of the same ones in the same way already, else this one."""
+        if weight.made is None or weight.key is None:
+            return weight
+        inputs = weight.made[1]
+        for known in self._weights.values():
+            if known.made is None or known.key != weight.key or known.type != weight.type:
+                continue
+            if list(map(id, known.made[1])) == list(map(id, inputs)):
+                return known
+        return weight
 
     def adding(self, *weights: Weight) -> WeightStore:
         """This store and some more. Errors: `InputError` if a name is taken by another weight."""

@@ -41,7 +41,6 @@ from ...ir.files import LARGE, read_json
 from ...ir.plan import CachedDraft, StagedDraft
 from ...ir.record_text import parse_record
 from ..engine.base import Contract, Effect, Outcome, Pass, register
-from ..fusing.fuse_residual_norm import FuseResidualNorm
 from ..stepping.pick_logits import pick_after
 from .decoder_layer import free_layer
 from .grafts import candidates
@@ -94,7 +93,7 @@ class DraftModel(Pass):
                 f"set the option model to a checkpoint folder and start from graftwork.optimize"
             )
         _check(program, guest)
-        guest = FuseResidualNorm().run(self._drafting(guest)).program
+        guest = self._drafting(guest)
         layer, prefix = free_layer(program.functions.values()), f"{NAME}."
         fn = _renamed(guest.step, layer)
         weights = [guest.weights[n].renamed(prefix + n) for n in guest.step.weights]

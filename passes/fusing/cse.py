@@ -26,6 +26,7 @@ import torch.fx
 
 from ...ir import Function, Program
 from ..engine.base import Outcome, Pass, register
+from ..engine.functions import edit_each
 
 
 @register
@@ -36,11 +37,10 @@ class Cse(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Merge equal calls in every function. See the module docstring."""
-        functions = {name: fn.copy() for name, fn in program.functions.items()}
-        merged = sum(merge_equal(fn) for fn in functions.values())
+        after, merged = edit_each(program, merge_equal)
         if not merged:
             return Outcome(program, 0, "no two calls compute the same")
-        return Outcome(program.replace(functions=functions), merged)
+        return Outcome(after, merged)
 
 
 def merge_equal(fn: Function) -> int:

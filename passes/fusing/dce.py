@@ -23,6 +23,7 @@ from typing import ClassVar
 
 from ...ir import Function, Program
 from ..engine.base import Outcome, Pass, register
+from ..engine.functions import edit_each
 
 
 @register
@@ -33,11 +34,10 @@ class Dce(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Sweep every function. See the module docstring."""
-        functions = {name: fn.copy() for name, fn in program.functions.items()}
-        removed = sum(sweep(fn) for fn in functions.values())
+        after, removed = edit_each(program, sweep)
         if not removed:
             return Outcome(program, 0, "every call feeds an output")
-        return Outcome(program.replace(functions=functions).pruned(), removed)
+        return Outcome(after.pruned(), removed)
 
 
 def sweep(fn: Function) -> int:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +29,8 @@ from torch.fx.node import map_aggregate
 
 from ...ir import Function, Program, Sym, TensorType, Weight, WeightStore, derive, type_of
 from ..engine.base import Outcome, Pass, register
-from ..engine.subgraph import evaluate, extract, fresh_name
+from ..engine.functions import edit_each
+from ..engine.subgraph import evaluate, extract, fresh_name, key_of
 from .dce import sweep
 
 
@@ -42,34 +44,38 @@ class FoldConstants(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Fold in every function. See the module docstring."""
-        functions = {name: fn.copy() for name, fn in program.functions.items()}
-        weights, folded = program.weights, 0
-        for fn in functions.values():
-            weights, count = _fold(fn, weights, self.limit)
-            folded += count
+        folder = _Folder(program.weights, self.limit)
+        after, folded = edit_each(program, folder.edit)
         if not folded:
             return Outcome(program, 0, "no call reads weights and numbers only")
-        return Outcome(program.replace(functions=functions, weights=weights).pruned(), folded)
+        return Outcome(after.replace(weights=folder.weights).pruned(), folded)
 
 
-def _fold(fn: Function, weights: WeightStore, limit: int) -> tuple[WeightStore, int]:
-    constant = _constants(fn, weights, limit)
-    roots = [n for n in fn.calls() if n in constant and any(u not in constant for u in n.users)]
-    folded = 0
-    for node in roots:
-        if not isinstance(node.meta["type"], TensorType):
-            continue  # its items are roots themselves
-        weight = folded_weight(fn, node, weights)
-        weights = weights.adding(weight)
-        with fn.graph.inserting_before(node):
-            node.replace_all_uses_with(fn.weight(weight))
-        folded += 1
-    sweep(fn)
-    return weights, folded
+@dataclass
+class _Folder:
+    weights: WeightStore
+    limit: int
+
+    def edit(self, fn: Function) -> int:
+        """Fold what a function computes of weights; how many values."""
+        constant = _constants(fn, self.weights, self.limit)
+        roots = [n for n in fn.calls() if n in constant and set(n.users) - constant.keys()]
+        folded = 0
+        for node in roots:
+            if not isinstance(node.meta["type"], TensorType):
+                continue  # its items are roots themselves
+            weight = folded_weight(fn, node, self.weights)
+            self.weights = self.weights.adding(weight)
+            with fn.graph.inserting_before(node):
+                node.replace_all_uses_with(fn.weight(weight))
+            folded += 1
+        sweep(fn)
+        return folded
 
 
 def folded_weight(fn: Function, node: torch.fx.Node, weights: WeightStore) -> Weight:
-    """The value of a node that depends on no input, as a weight under a new name."""
+    """The value of a node that depends on no input, as a weight under a new name, or the one that
+    has it already."""
     piece = extract(fn, {"value": node})
     names = sorted(piece.weights)
     op = "item" if node.target is operator.getitem else str(node.target).split(".")[1].strip("_")
@@ -78,7 +84,8 @@ def folded_weight(fn: Function, node: torch.fx.Node, weights: WeightStore) -> We
     def compute(*tensors: torch.Tensor) -> torch.Tensor:
         return evaluate(piece, dict(zip(names, tensors, strict=True)), {})["value"]
 
-    return derive(name, type_of(node), compute, *(weights[n] for n in names))
+    sources, key = (weights[n] for n in names), ("folded", key_of(piece))
+    return weights.alike(derive(name, type_of(node), compute, *sources, key=key))
 
 
 def _constants(

@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from ...ir import Program
 from ..engine.base import STATES, Effect, Outcome, Pass, register
-from .products import Merger
+from .products import Merger, merging
 
 
 @register
@@ -36,6 +36,4 @@ class FuseGateUp(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Merge gate and up of every `glu`. See the module docstring."""
-        merger = Merger(program.step.copy(), program.weights)
-        merger.merge_gates()
-        return merger.outcome(program, "graftwork.glu")
+        return merging(program, Merger.merge_gates, "graftwork.glu")

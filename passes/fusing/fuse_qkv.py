@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from ...ir import Program
 from ..engine.base import STATES, Effect, Outcome, Pass, register
-from .products import Merger
+from .products import Merger, merging
 
 
 @register
@@ -37,6 +37,4 @@ class FuseQkv(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Merge the projections of every attention. See the module docstring."""
-        merger = Merger(program.step.copy(), program.weights)
-        merger.merge_attention()
-        return merger.outcome(program, "attention with three projections")
+        return merging(program, Merger.merge_attention, "attention with three projections")

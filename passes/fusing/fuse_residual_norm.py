@@ -14,7 +14,7 @@ After::
 with %r[0] for %n. A sum that several norms read is fused with the first. Markers stay, used or
 not. Leaves alone sums that broadcast or scale, and norms of anything else. Nothing may still
 change what lies between a block's sum and its norm, so this runs after the passes that have an
-effect on layers or logits.
+effect on layers or logits, and after those that add functions.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch.fx
 
 from ...ir import Function, Program, site_of, type_of
 from ..engine.base import Effect, Outcome, Pass, register
+from ..engine.functions import edit_each
 
 A, G = torch.ops.aten, torch.ops.graftwork
 
@@ -37,23 +38,29 @@ class FuseResidualNorm(Pass):
     name: ClassVar[str] = "fuse_residual_norm"
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     reads: ClassVar[frozenset[Effect]] = frozenset(
-        {Effect.HIDDEN_BASIS, Effect.LAYER_SET, Effect.LOGITS}
+        {Effect.HIDDEN_BASIS, Effect.LAYER_SET, Effect.LOGITS, Effect.FUNCTIONS}
     )
 
     def run(self, program: Program) -> Outcome:
         """Fuse every norm of a sum, looking through markers. See the module docstring."""
-        fn = program.step.copy()
-        count, miss = 0, "no graftwork.rms_norm"
-        for node in fn.calls(G.rms_norm.default):
-            total = _through_markers(node.args[0])
-            if not _plain_sum(total, node):
-                miss = f"%{node.name} normalises {total}, not a sum of two values of its type"
-                continue
+        misses: list[str] = []
+        after, count = edit_each(program, lambda fn: fuse_norms(fn, misses))
+        if not count:
+            return Outcome(program, 0, misses[-1] if misses else "no graftwork.rms_norm")
+        return Outcome(after, count)
+
+
+def fuse_norms(fn: Function, misses: list[str]) -> int:
+    """Fuse every norm of a sum in place; how many. What comes near is added to `misses`."""
+    count = 0
+    for node in fn.calls(G.rms_norm.default):
+        total = _through_markers(node.args[0])
+        if _plain_sum(total, node):
             _fuse(fn, node, total)
             count += 1
-        if not count:
-            return Outcome(program, 0, miss)
-        return Outcome(program.with_function(fn), count)
+        else:
+            misses.append(f"%{node.name} normalises {total}, not a sum of two values of its type")
+    return count
 
 
 def _through_markers(node: object) -> torch.fx.Node:

@@ -7,7 +7,7 @@ and in having a bias.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -17,6 +17,7 @@ import torch.fx
 
 from ...ir import Function, Program, TensorType, WeightStore, derive, site_of, type_of
 from ..engine.base import Outcome
+from ..engine.functions import TARGET, edit_each
 from ..engine.subgraph import fresh_name
 from .dce import sweep
 
@@ -41,6 +42,26 @@ def source_product(node: Any) -> Any:
             seen.add(current)
             stack.extend(current.all_input_nodes)
     return found.pop() if len(found) == 1 and not stack else node
+
+
+def merging(program: Program, merge: Callable[[Merger], None], what: str) -> Outcome:
+    """What a pass makes that merges products in the target's functions; those of drafts keep the
+    weights by whose names they are trained. what: what has such products."""
+    weights, refusals = program.weights, list[str]()
+
+    def edit(fn: Function) -> int:
+        nonlocal weights
+        merger = Merger(fn, weights)
+        merge(merger)
+        sweep(fn)
+        weights = merger.weights
+        refusals.extend(merger.refusals)
+        return merger.merged
+
+    after, merged = edit_each(program, edit, TARGET)
+    if not merged:
+        return Outcome(program, 0, refusals[0] if refusals else f"no {what}")
+    return Outcome(after.replace(weights=weights).pruned(), merged)
 
 
 @dataclass
@@ -70,13 +91,6 @@ class Merger:
         """Gate and up of every `glu`."""
         for node in self.fn.calls(G.glu.default):
             self.merge(list(node.args[:2]))
-
-    def outcome(self, program: Program, what: str) -> Outcome:
-        """The pass's outcome."""
-        if not self.merged:
-            return Outcome(program, 0, self.refusals[0] if self.refusals else f"no {what}")
-        sweep(self.fn)
-        return Outcome(program.with_function(self.fn, weights=self.weights).pruned(), self.merged)
 
     def _merge(self, group: Sequence[torch.fx.Node]) -> None:
         first = min(group)  # fx nodes compare by their place in the graph
@@ -108,7 +122,8 @@ class Merger:
 
         type = TensorType(head.dtype, (sum(sizes), *head.dims[1:]))
         name = fresh_name(self.weights, _joined_name([w.name for w in sources]))
-        weight = derive(name, type, join, *sources)
+        key = ("joined", tuple(sizes), tuple(weight is not None for weight in given))
+        weight = self.weights.alike(derive(name, type, join, *sources, key=key))
         self.weights = self.weights.adding(weight)
         return self.fn.weight(weight)
 

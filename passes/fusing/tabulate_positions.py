@@ -21,15 +21,16 @@ embeddings alone, which are such a lookup already.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.fx
 
-from ...ir import Function, Program, TensorType, Weight, derive, site_of, type_of
+from ...ir import Function, Program, TensorType, Weight, WeightStore, derive, site_of, type_of
 from ..engine.base import Outcome, Pass, register
-from ..engine.subgraph import cone, evaluate, extract, fresh_name
+from ..engine.functions import edit_each
+from ..engine.subgraph import cone, evaluate, extract, fresh_name, key_of
 from .cse import merge_equal
 from .dce import sweep
 from .per_token import PerToken, axis_of
@@ -50,29 +51,39 @@ class TabulatePositions(Pass):
     provides: ClassVar[frozenset[str]] = frozenset({"position_tables"})
 
     def run(self, program: Program) -> Outcome:
-        """Replace position-only values of ``step`` by lookups. See the module docstring."""
-        fn = program.step.copy()
-        if not fn.has_input(INPUT):
-            return Outcome(program, 0, f"step has no input {INPUT!r}")
-        merge_equal(fn)
-        tables = _Tables(program, fn, self.limit, PerToken.of(fn, INPUT))
-        found = [(node, tables.table(node)) for node in tables.candidates()]
-        if not found:
-            return Outcome(program, 0, tables.near_miss or "no value depends on positions alone")
-        for node, weight in found:
-            tables.replace(node, weight)
-        sweep(fn)
-        weights = program.weights.adding(*tables.made)
-        return Outcome(program.with_function(fn, weights=weights).pruned(), len(tables.made))
+        """Replace position-only values by lookups, in every function. See the module docstring."""
+        weights, misses = program.weights, list[str]()
+
+        def edit(fn: Function) -> int:
+            nonlocal weights
+            if not fn.has_input(INPUT):
+                return 0
+            merge_equal(fn)
+            tables = _Tables(fn, weights, program.info.context, self.limit, PerToken.of(fn, INPUT))
+            found = [(node, tables.table(node)) for node in tables.candidates()]
+            for node, weight in found:
+                tables.replace(node, weight)
+            sweep(fn)
+            weights = tables.weights
+            misses.append(tables.near_miss)
+            return len(found)
+
+        after, count = edit_each(program, edit)
+        if not count:
+            miss = next(filter(None, misses), f"no value depends on {INPUT} alone")
+            return Outcome(program, 0, miss)
+        return Outcome(after.replace(weights=weights).pruned(), count)
 
 
 @dataclass
 class _Tables:
-    program: Program
+    """The tables of one function (a copy). rows: positions that there are."""
+
     fn: Function
+    weights: WeightStore
+    rows: int
     limit: int
     own: PerToken
-    made: list[Weight] = field(default_factory=list)
     near_miss: str = ""
 
     def candidates(self) -> list[torch.fx.Node]:
@@ -84,7 +95,7 @@ class _Tables:
         if node.target is A.embedding.default and node.args[1] is self.own.input:
             self.near_miss = "the only position-only values are learned embeddings"
             return False
-        size = self.program.info.context * _row(type_of(node)) * type_of(node).dtype.itemsize
+        size = self.rows * _row(type_of(node)) * type_of(node).dtype.itemsize
         if size > self.limit:
             self.near_miss = f"the table of %{node.name} would take {size} bytes"
         return size <= self.limit
@@ -110,7 +121,7 @@ class _Tables:
 
     def table(self, node: torch.fx.Node) -> Weight:
         """The weight whose row p is the node's value at position p, computed when it is loaded."""
-        piece, rows = extract(self.fn, {"value": node}), self.program.info.context
+        piece, rows = extract(self.fn, {"value": node}), self.rows
         value, names = type_of(node), sorted(piece.weights)
         step = axis_of(value, "T")
 
@@ -119,11 +130,12 @@ class _Tables:
             found = evaluate(piece, dict(zip(names, tensors, strict=True)), inputs)["value"]
             return found.movedim(step, 0).reshape(rows, -1)
 
-        taken = {*self.program.weights, *(w.name for w in self.made)}
-        name = fresh_name(taken, f"positions.{_kind(node)}")
-        table = TensorType(value.dtype, (rows, _row(value)))
-        self.made.append(derive(name, table, compute, *(self.program.weights[n] for n in names)))
-        return self.made[-1]
+        name = fresh_name(self.weights, f"positions.{_kind(node)}")
+        sources, key = (self.weights[n] for n in names), ("table", step, key_of(piece))
+        type = TensorType(value.dtype, (rows, _row(value)))
+        table = self.weights.alike(derive(name, type, compute, *sources, key=key))
+        self.weights = self.weights.adding(table)
+        return table
 
 
 def _kind(node: torch.fx.Node) -> str:

@@ -27,6 +27,8 @@ import torch.fx
 from ...ir import Function, PassError, Program, Role, TensorType, Weight, derive, site_of, type_of
 from ...ir.ops.quant import COARSE, quantize_rows
 from ..engine.base import STATES, Contract, Effect, Outcome, Pass, register
+from ..engine.functions import edit_each
+from ..fusing.dce import sweep
 
 A, G = torch.ops.aten, torch.ops.graftwork
 
@@ -48,28 +50,30 @@ class QuantizeInt8(Pass):
     def run(self, program: Program) -> Outcome:
         """Quantize every linear weight that is not excluded, in every function."""
         self._check_patterns(program)
-        functions, weights, matches, kept = {}, program.weights, 0, 0
-        for name, function in program.functions.items():
-            fn = function.copy()
-            for node in fn.calls(A.linear.default):
-                weight = _weight_of(node, program)
-                if weight is None or self._excluded(weight.name):
-                    kept += 1
-                    continue
-                # What only drafts may be rounded as it runs fastest.
-                coarse = function.role is Role.DRAFT
+        weights, kept = program.weights, 0
+
+        def edit(fn: Function) -> int:
+            nonlocal weights, kept
+            calls = fn.calls(A.linear.default)
+            given = [(node, _weight_of(node, program)) for node in calls]
+            found = [(n, weight) for n, weight in given if weight and not self._excluded(weight)]
+            # What only drafts may be rounded as it runs fastest.
+            coarse = fn.role is Role.DRAFT
+            for node, weight in found:
                 values, scale = _quantized(weight, coarse)
                 weights = weights.adding(weights.taken(values), weights.taken(scale))
                 _replace(fn, node, weights[values.name], weights[scale.name], coarse)
-                matches += 1
-            fn.graph.eliminate_dead_code()
-            functions[name] = fn
+            kept += len(calls) - len(found)
+            sweep(fn)
+            return len(found)
+
+        after, matches = edit_each(program, edit)
         if not matches:
             return Outcome(program, 0, f"{kept} linear layers, all excluded or without a weight")
-        return Outcome(program.replace(functions=functions, weights=weights), matches)
+        return Outcome(after.replace(weights=weights), matches)
 
-    def _excluded(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.exclude)
+    def _excluded(self, weight: Weight) -> bool:
+        return any(fnmatchcase(weight.name, pattern) for pattern in self.exclude)
 
     def _check_patterns(self, program: Program) -> None:
         for pattern in self.exclude:

@@ -29,6 +29,7 @@ import torch.fx
 
 from ...ir import Function, Program, TensorType, site_of, type_of
 from ..engine.base import Outcome, Pass, register
+from ..engine.functions import edit_each
 from ..fusing.cse import merge_equal
 from ..fusing.dce import sweep
 
@@ -57,13 +58,12 @@ class Canonicalize(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Rewrite every function and set the stage. See the module docstring."""
-        functions = {name: fn.copy() for name, fn in program.functions.items()}
-        count = sum(_rewrite(fn) for fn in functions.values())
+        after, count = edit_each(program, _rewrite)
         stage = "canonical" if program.stage == "traced" else program.stage
         changed = count + (stage != program.stage)
         if not changed:
             return Outcome(program, 0, f"the program is canonical (stage {stage})")
-        return Outcome(program.replace(functions=functions, stage=stage).pruned(), changed)
+        return Outcome(after.replace(stage=stage).pruned(), changed)
 
 
 def _rewrite(fn: Function) -> int:

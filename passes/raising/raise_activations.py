@@ -22,10 +22,11 @@ import torch
 import torch.fx
 from torch import Tensor
 
-from ...ir import Program
+from ...ir import Function, Program
 from ...ir.match import Match
 from ...ir.rewrite import Builder, Rule, apply_rules
 from ..engine.base import Outcome, Pass, register
+from ..engine.functions import edit_each
 
 A = torch.ops.aten
 
@@ -38,12 +39,16 @@ class RaiseActivations(Pass):
     provides: ClassVar[frozenset[str]] = frozenset({"activations"})
 
     def run(self, program: Program) -> Outcome:
-        """Raise in ``step``. See the module docstring."""
-        fn = program.step.copy()
-        result = apply_rules(fn, RULES, program.weights)
-        if not result.count:
-            return Outcome(program, 0, result.near_miss)
-        return Outcome(program.with_function(fn), result.count)
+        """Raise in every function. See the module docstring."""
+        misses: list[str] = []
+
+        def edit(fn: Function) -> int:
+            result = apply_rules(fn, RULES, program.weights)
+            misses.append(result.near_miss)
+            return result.count
+
+        after, count = edit_each(program, edit)
+        return Outcome(after, count) if count else Outcome(program, 0, misses[0])
 
 
 def _silu(x: Tensor) -> Tensor:

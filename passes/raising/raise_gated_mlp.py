@@ -22,8 +22,9 @@ from typing import Any, ClassVar
 import torch
 import torch.fx
 
-from ...ir import Program, site_of, type_of
+from ...ir import Function, Program, site_of, type_of
 from ..engine.base import Outcome, Pass, register
+from ..engine.functions import edit_each
 from ..fusing.dce import sweep
 
 A, G = torch.ops.aten, torch.ops.graftwork
@@ -42,23 +43,27 @@ class RaiseGatedMlp(Pass):
     provides: ClassVar[frozenset[str]] = frozenset({"glu"})
 
     def run(self, program: Program) -> Outcome:
-        """Raise in ``step``. See the module docstring."""
-        fn = program.step.copy()
-        count, near_miss = 0, "step multiplies no activation with another value"
-        for node in fn.calls(A.mul.Tensor):
-            found = _read(node)
-            if isinstance(found, str):
-                near_miss = found or near_miss
-                continue
-            activation, gate, up = found
-            with fn.graph.inserting_before(node):
-                new = fn.call(G.glu.default, gate, up, activation=activation, site=site_of(node))
-            node.replace_all_uses_with(new)
-            count += 1
-        if not count:
-            return Outcome(program, 0, near_miss)
-        sweep(fn)
-        return Outcome(program.with_function(fn), count)
+        """Raise in every function. See the module docstring."""
+        misses = ["nothing multiplies an activation with another value"]
+        after, count = edit_each(program, lambda fn: _raise(fn, misses))
+        return Outcome(after, count) if count else Outcome(program, 0, misses[-1])
+
+
+def _raise(fn: Function, misses: list[str]) -> int:
+    """Raise in a function in place; what comes near is added to `misses`."""
+    count = 0
+    for node in fn.calls(A.mul.Tensor):
+        found = _read(node)
+        if isinstance(found, str):
+            misses += [found] if found else []
+            continue
+        activation, gate, up = found
+        with fn.graph.inserting_before(node):
+            new = fn.call(G.glu.default, gate, up, activation=activation, site=site_of(node))
+        node.replace_all_uses_with(new)
+        count += 1
+    sweep(fn)
+    return count
 
 
 def _read(product: torch.fx.Node) -> tuple[str, torch.fx.Node, torch.fx.Node] | str:

@@ -34,6 +34,7 @@ from ...ir.match import Match
 from ...ir.rewrite import Builder, Rule, apply_rules
 from ...ir.types import DTYPE_NAMES
 from ..engine.base import Outcome, Pass, register
+from ..engine.functions import edit_each
 from ..engine.subgraph import constants
 from ..fusing.dce import sweep
 from .norm_absorber import Absorber
@@ -50,18 +51,25 @@ class RaiseNorms(Pass):
     provides: ClassVar[frozenset[str]] = frozenset({"norms"})
 
     def run(self, program: Program) -> Outcome:
-        """Raise in ``step``. See the module docstring."""
-        fn = program.step.copy()
-        calls, weights = _raise_calls(fn, program.weights)
-        result = apply_rules(fn, RULES, weights)
-        if not calls and not result.count:
-            return Outcome(program, 0, result.near_miss)
-        absorber = Absorber(fn, result.weights, constants(fn))
-        for node in fn.calls(*NORMS):
-            absorber.visit(node)
-        sweep(fn)
-        after = program.with_function(fn, weights=absorber.weights).pruned()
-        return Outcome(after, calls + result.count)
+        """Raise in every function. See the module docstring."""
+        weights, misses = program.weights, list[str]()
+
+        def edit(fn: Function) -> int:
+            nonlocal weights
+            calls, weights = _raise_calls(fn, weights)
+            result = apply_rules(fn, RULES, weights)
+            misses.append(result.near_miss)
+            absorber = Absorber(fn, result.weights, constants(fn))
+            for node in fn.calls(*NORMS) if calls or result.count else ():
+                absorber.visit(node)
+            sweep(fn)
+            weights = absorber.weights
+            return calls + result.count
+
+        after, count = edit_each(program, edit)
+        if not count:
+            return Outcome(program, 0, misses[0])
+        return Outcome(after.replace(weights=weights).pruned(), count)
 
 
 def _rms(x: Tensor, eps: float) -> Tensor:

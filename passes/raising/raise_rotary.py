@@ -36,6 +36,7 @@ import torch.fx
 
 from ...ir import Function, Program, Sym, TensorType, site_of, type_of
 from ..engine.base import Outcome, Pass, register
+from ..engine.functions import edit_each
 from ..engine.subgraph import decided_by
 from ..fusing.dce import sweep
 from .rotary_probe import Piece, Reading, cut, probe
@@ -52,17 +53,20 @@ class RaiseRotary(Pass):
     provides: ClassVar[frozenset[str]] = frozenset({"rotary"})
 
     def run(self, program: Program) -> Outcome:
-        """Raise in ``step``. See the module docstring."""
-        fn = program.step.copy()
-        tables = decided_by(fn, {"positions"})
-        raiser = _Raiser(fn, tables)
-        for node in fn.calls(A.mul.Tensor):
-            if raiser.starts_at(node):
-                raiser.visit(node)
-        if not raiser.count:
-            return Outcome(program, 0, raiser.near_miss)
-        sweep(fn)
-        return Outcome(program.with_function(fn), raiser.count)
+        """Raise in every function. See the module docstring."""
+        misses: list[str] = []
+
+        def edit(fn: Function) -> int:
+            raiser = _Raiser(fn, decided_by(fn, {"positions"}))
+            for node in fn.calls(A.mul.Tensor):
+                if raiser.starts_at(node):
+                    raiser.visit(node)
+            sweep(fn)
+            misses.append(raiser.near_miss)
+            return raiser.count
+
+        after, count = edit_each(program, edit)
+        return Outcome(after, count) if count else Outcome(program, 0, misses[0])
 
 
 @dataclass

@@ -21,9 +21,10 @@ from typing import ClassVar
 
 import torch
 
-from ...ir import Program
+from ...ir import Function, Program
 from ...ir.protocol import ANCESTORS, INPUTS
 from ..engine.base import Effect, Outcome, Pass, register
+from ..engine.functions import edit_each
 
 G = torch.ops.graftwork
 
@@ -39,16 +40,18 @@ class AcceptTrees(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Add the input. See the module docstring."""
-        functions, matches = dict(program.functions), 0
-        for name, function in program.functions.items():
-            fn = function.copy()
-            masks = [node for node in fn.calls(G.step_mask.default) if node.args[2] is None]
-            if not masks or fn.has_input(ANCESTORS):
-                continue
-            ancestors = fn.add_input(ANCESTORS, INPUTS[ANCESTORS].type)
-            for node in masks:
-                node.update_arg(2, ancestors)
-            functions[name], matches = fn, matches + len(masks)
+        after, matches = edit_each(program, _branch)
         if not matches:
             return Outcome(program, 0, "no function has a step_mask without ancestors")
-        return Outcome(program.replace(functions=functions), matches)
+        return Outcome(after, matches)
+
+
+def _branch(fn: Function) -> int:
+    """Let a function's masks take ancestors, in place; how many."""
+    masks = [node for node in fn.calls(G.step_mask.default) if node.args[2] is None]
+    if not masks or fn.has_input(ANCESTORS):
+        return 0
+    ancestors = fn.add_input(ANCESTORS, INPUTS[ANCESTORS].type)
+    for node in masks:
+        node.update_arg(2, ancestors)
+    return len(masks)

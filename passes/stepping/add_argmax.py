@@ -9,7 +9,8 @@ After::
     func step(...) -> logits f32[B,S,V], argmax i64[B,S] {
       %a: i64[B,S] = aten.argmax(%logits, -1)
 
-Refuses a program whose step returns ``argmax`` already.
+Applies to every function of the target that returns logits. Refuses a program in which all of them
+return ``argmax`` already.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import ClassVar
 
 import torch
 
-from ...ir import Program, site_of
+from ...ir import Function, Program, site_of
 from ..engine.base import Effect, Outcome, Pass, register
+from ..engine.functions import TARGET, edit_each
 
 
 @register
@@ -33,12 +35,19 @@ class AddArgmax(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Add the output. See the module docstring."""
-        fn = program.step.copy()
-        outputs = fn.outputs
-        if "argmax" in outputs or "logits" not in outputs:
-            return Outcome(program, 0, f"step returns {', '.join(outputs)}")
-        logits = outputs.pop("logits")
-        with fn.graph.inserting_before(fn.output_node):
-            chosen = fn.call(torch.ops.aten.argmax.default, logits, -1, site=site_of(logits))
-        fn.set_outputs({"logits": logits, "argmax": chosen, **outputs})
-        return Outcome(program.with_function(fn), 1)
+        after, count = edit_each(program, _add, TARGET)
+        if not count:
+            step = program.step
+            return Outcome(program, 0, f"{step.name} returns {', '.join(step.outputs)}")
+        return Outcome(after, count)
+
+
+def _add(fn: Function) -> int:
+    outputs = fn.outputs
+    if "argmax" in outputs or "logits" not in outputs:
+        return 0
+    logits = outputs.pop("logits")
+    with fn.graph.inserting_before(fn.output_node):
+        chosen = fn.call(torch.ops.aten.argmax.default, logits, -1, site=site_of(logits))
+    fn.set_outputs({"logits": logits, "argmax": chosen, **outputs})
+    return 1

@@ -13,8 +13,9 @@ After::
       ... final norm and head on %p ...
 
 A prefill then runs the head on one token instead of the whole prompt. Outputs that the logits do
-not depend on stay as they are. Refuses a program without markers, and one where something between
-the last marker and the logits also needs the other tokens.
+not depend on stay as they are. Applies to every function of the target that returns logits. Refuses
+a program without markers, and one where something between the last marker and the logits also needs
+the other tokens.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ...ir import Function, Program, VerifyError, site_of
 from ...ir.protocol import INPUTS
 from ...ir.types import Sym
 from ..engine.base import Effect, Outcome, Pass, register
+from ..engine.functions import TARGET, edit_each
 from ..engine.subgraph import cone
 
 G = torch.ops.graftwork
@@ -46,14 +48,26 @@ class PickLogits(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Insert the choice after the last marker. See the module docstring."""
-        fn = program.step.copy()
-        markers = fn.calls(G.hidden.default)
-        if not markers:
-            return Outcome(program, 0, "step has no graftwork.hidden marker")
-        if fn.has_input("select"):
-            return Outcome(program, 0, "step has an input 'select' already")
-        miss = pick_after(fn, markers[-1], "logits")
-        return Outcome(program, 0, miss) if miss else Outcome(program.with_function(fn), 1)
+        misses: list[str] = []
+
+        def edit(fn: Function) -> int:
+            misses.append(_picked(fn))
+            return not misses[-1]
+
+        after, count = edit_each(program, edit, TARGET)
+        return Outcome(after, count) if count else Outcome(program, 0, misses[0])
+
+
+def _picked(fn: Function) -> str:
+    """Choose before a function's logits, in place. Returns why it cannot be done, or ""."""
+    markers = fn.calls(G.hidden.default)
+    if "logits" not in fn.outputs:
+        return f"{fn.name} returns no logits"
+    if not markers:
+        return f"{fn.name} has no graftwork.hidden marker"
+    if fn.has_input("select"):
+        return f"{fn.name} has an input 'select' already"
+    return pick_after(fn, markers[-1], "logits")
 
 
 def pick_after(fn: Function, last: torch.fx.Node, output: str) -> str:
