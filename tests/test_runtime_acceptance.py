@@ -14,7 +14,7 @@ from tiny import named, tiny_llama
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import PassError, Program, UnsupportedError, Weight
-from graftwork.ir.plan import NoDraft
+from graftwork.ir.plan import CachedDraft, NoDraft, UnrolledDraft
 from graftwork.model import Model
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.draft_hydra import DraftHydra
@@ -27,6 +27,8 @@ from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.planned import Planned
 from graftwork.runtime import generate
 from graftwork.training import fit
+from graftwork.training.objectives.acceptance import agreements
+from graftwork.training.objectives.base import Batch
 
 PROMPTS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]])
 
@@ -92,6 +94,20 @@ def test_it_learns_where_the_drafter_is_right(tmp_path: Path) -> None:
     name = "acceptance.head.weight"
     assert torch.equal(loaded.weights[name].load(), fitted.model.program.weights[name].load())
     assert loaded.plan.length.trained
+
+
+def test_an_unrolled_model_is_judged_as_the_model() -> None:
+    """The chain that one call makes is the one that its levels make one by one."""
+    draft, tokens = CachedDraft("draft", levels=2), torch.randint(0, 9, (2, 12))
+    logits = torch.randn(2, 12, 9)
+
+    def run(function: str, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        assert function == "draft" and list(inputs) == ["tokens"]
+        return {"draft_logits": logits.roll(1, 0)}
+
+    batch = Batch(tokens, {}, logits)
+    alone, chain = (agreements(d, run, batch, 4) for d in (draft, UnrolledDraft(draft)))
+    assert len(alone) == 2 and all(map(torch.equal, alone, chain))
 
 
 def test_refusals(tmp_path: Path) -> None:

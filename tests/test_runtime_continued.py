@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tiny import MASK, PROMPTS, drafting_llama, named, tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
-from graftwork.ir import Program, UnsupportedError, parse_program, program_text, run
+from graftwork.ir import InputError, Program, parse_program, program_text, run
 from graftwork.ir.executable import Executable
 from graftwork.ir.plan import ContinuedDraft, SuffixDraft
 from graftwork.model import Model
@@ -193,8 +194,8 @@ def test_plans_read_back_and_other_pairs_are_refused() -> None:
     program = drafting_llama(DRAFTERS["clover"], TREES["chain"])
     text = program_text(program)
     assert parse_program(text).plan == program.plan
-    executable = compiled("eager", "clover", "chain")
-    odd = ContinuedDraft(SuffixDraft(), program.plan.draft.then)
-    options: Any = None
-    with pytest.raises(UnsupportedError, match="a drafter with a cache first and heads then"):
-        grown.drafter_for(odd, executable, options, None)  # type: ignore[arg-type]
+    draft = program.plan.draft
+    with pytest.raises(InputError, match="not a valid first"):
+        replace(draft, first=SuffixDraft())
+    with pytest.raises(InputError, match="suffix cannot go on where cached stops"):
+        replace(draft, then=SuffixDraft())

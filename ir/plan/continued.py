@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from ..errors import InputError
-from .base import Returned, record
+from .base import record
 from .bounds import Amount, Factor
 from .draft import CachedDraft, DraftRecord, HeadsDraft
-
-if TYPE_CHECKING:
-    from .decode import DecodePlan
 
 
 @record
@@ -27,7 +23,7 @@ class ContinuedDraft(DraftRecord):
     that go in get some in training (EAGLE). trained: whether the weights of both know anything.
     """
 
-    first: DraftRecord = field(default_factory=CachedDraft)
+    first: CachedDraft = field(default_factory=CachedDraft)
     then: DraftRecord = field(default_factory=HeadsDraft)
     feature: Amount = 10.0
     decay: Factor = 0.8
@@ -36,11 +32,10 @@ class ContinuedDraft(DraftRecord):
     kind: ClassVar[str] = "continued"
     grows: ClassVar[bool] = True
 
-    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`: those of its parts, which are records themselves."""
+    def check(self) -> None:
+        """See `Record.check`."""
         if not self.then.goes_on:
             raise InputError(f"{self.then.kind} cannot go on where {self.first.kind} stops")
-        yield from ()
 
     @property
     def reads(self) -> tuple[str, ...]:

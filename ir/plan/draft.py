@@ -28,7 +28,7 @@ class DraftRecord(Record):
     predicts what follows one node a level. foresees: it can draft for another drafter, because it
     knows what may follow text that is not committed. in_turn: of its parts a later one is asked
     where the earlier ones have no draft. goes_on: it can predict from the states that another
-    drafter makes.
+    drafter makes; whole_path: from all that led to a node, not only from the last.
     """
 
     slot: ClassVar[str] = "draft"
@@ -43,6 +43,7 @@ class DraftRecord(Record):
     foresees: ClassVar[bool] = False
     in_turn: ClassVar[bool] = False
     goes_on: ClassVar[bool] = False
+    whole_path: ClassVar[bool] = False
 
     @property
     def reads(self) -> tuple[str, ...]:

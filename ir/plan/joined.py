@@ -21,3 +21,4 @@ class JoinedHeadsDraft(HeadsDraft):
 
     function: str = "heads"
     kind: ClassVar[str] = "joined_heads"
+    whole_path: ClassVar[bool] = True

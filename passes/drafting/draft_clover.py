@@ -35,6 +35,7 @@ from pydantic import Field
 
 from ...ir import Program, Sym
 from ...ir.plan import CachedDraft, RecurrentDraft
+from ...ir.plan.bounds import Factor
 from ..engine.base import Outcome, register
 from .copied_layer import copied_layer
 from .decoder_layer import LayerShape
@@ -53,7 +54,7 @@ class DraftClover(DraftPass):
 
     heads: int = Field(default=4, ge=2)
     layers: int = Field(default=1, ge=1)
-    decay: float = Field(default=0.7, gt=0)
+    decay: Factor = 0.7
 
     name: ClassVar[str] = "draft_clover"
 

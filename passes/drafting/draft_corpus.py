@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from pydantic import Field
 
 from ...ir import PassError, Program
 from ...ir.files import LARGE, read_bytes, read_json, read_text
 from ...ir.plan import CorpusDraft
+from ...ir.plan.bounds import Levels, Nodes
 from ...ir.weights import Weight
 from ..engine.base import Contract, Effect, Outcome, Pass, register
 from .plan_edits import with_draft
@@ -42,8 +42,8 @@ class DraftCorpus(Pass):
     shortest: tokens that must match."""
 
     path: str = ""
-    tokens: int = Field(default=16, ge=1)
-    shortest: int = Field(default=2, ge=1)
+    tokens: Nodes = 16
+    shortest: Levels = 2
 
     name: ClassVar[str] = "draft_corpus"
     brings: ClassVar[str] = "a corpus file"

@@ -32,6 +32,7 @@ from pydantic import Field
 
 from ...ir import Program
 from ...ir.plan import CachedDraft
+from ...ir.plan.bounds import Levels, Nodes
 from ..engine.base import STATES, Contract, Effect, Outcome, register
 from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
 from .draft_pass import TrainedPass
@@ -45,8 +46,8 @@ class DraftEagle(TrainedPass):
     target's layers have unless said. weights: a file of trained ones, or the folder that training
     wrote."""
 
-    levels: int = Field(default=5, ge=1)
-    candidates: int = Field(default=10, ge=1)
+    levels: Levels = 5
+    candidates: Nodes = 10
     bias: bool = True
     inner: int | None = Field(default=None, ge=0)
 

@@ -34,6 +34,7 @@ from pydantic import Field
 
 from ...ir import PassError, Program
 from ...ir.plan import CachedDraft
+from ...ir.plan.bounds import Levels
 from ..engine.base import Outcome, register
 from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
 from .draft_corpus import read_tokens
@@ -52,12 +53,12 @@ class DraftEagle3(DraftPass):
     target's, or those that `weights` are for. rollout: levels on its own states in training; each
     costs more than the one before (the paper has 7). The rest: see `DraftPass`."""
 
-    levels: int = Field(default=5, ge=1)
+    levels: Levels = 5
     layers: tuple[int, ...] = ()
     norm_before_residual: bool = False
     vocabulary: int = Field(default=0, ge=0)
     corpus: str = ""
-    rollout: int = Field(default=3, ge=1)
+    rollout: Levels = 3
 
     name: ClassVar[str] = "draft_eagle3"
     # They repeat the target's, or each other.

@@ -34,6 +34,7 @@ from pydantic import Field
 
 from ...ir import Program
 from ...ir.plan import CachedDraft, JoinedHeadsDraft
+from ...ir.plan.bounds import Levels
 from ..engine.base import Outcome, register
 from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
 from .draft_pass import DraftPass
@@ -48,9 +49,9 @@ class DraftGumiho(DraftPass):
     predicted at once after those. inner: width of a head; None: twice the model's. The rest: see
     `DraftPass`."""
 
-    serial: int = Field(default=2, ge=1)
+    serial: Levels = 2
     layers: int = Field(default=2, ge=1)
-    heads: int = Field(default=3, ge=1)
+    heads: Levels = 3
     inner: int | None = Field(default=None, ge=1)
 
     name: ClassVar[str] = "draft_gumiho"

@@ -39,6 +39,7 @@ from pydantic import Field
 
 from ...ir import Program
 from ...ir.plan import RecurrentDraft
+from ...ir.plan.bounds import Levels
 from ..engine.base import Outcome, register
 from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
 from .draft_pass import DraftPass
@@ -55,7 +56,7 @@ class DraftHydra(DraftPass):
     heads too. soft: train on the target's distribution alone, without extra weight on its best
     token. The rest: see `DraftPass`."""
 
-    heads: int = Field(default=4, ge=1)
+    heads: Levels = 4
     layers: int = Field(default=1, ge=0)
     own_head: bool = True
     prefix: bool = False

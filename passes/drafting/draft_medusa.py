@@ -29,6 +29,7 @@ from pydantic import Field
 
 from ...ir import Program
 from ...ir.plan import HeadsDraft
+from ...ir.plan.bounds import Levels
 from ..engine.base import Outcome, register
 from .draft_pass import DraftPass
 from .grafts import Graft
@@ -41,7 +42,7 @@ class DraftMedusa(DraftPass):
     """heads: tokens predicted. layers: blocks a head. own_head: a language-model head each. The
     rest: see `DraftPass`."""
 
-    heads: int = Field(default=4, ge=1)
+    heads: Levels = 4
     layers: int = Field(default=1, ge=1)
     own_head: bool = True
 

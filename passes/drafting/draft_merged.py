@@ -19,10 +19,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import Field
-
 from ...ir import Program
 from ...ir.plan import MergedDraft
+from ...ir.plan.bounds import Nodes
 from ..engine.base import Contract, Effect, Outcome, Pass, register
 from .plan_edits import with_plan
 
@@ -31,7 +30,7 @@ from .plan_edits import with_plan
 class DraftMerged(Pass):
     """nodes: of the merged tree at most; None: all."""
 
-    nodes: int | None = Field(default=None, ge=1)
+    nodes: Nodes | None = None
 
     name: ClassVar[str] = "draft_merged"
     contract: ClassVar[Contract] = Contract.LOSSLESS

@@ -34,6 +34,7 @@ from pydantic import Field
 
 from ...ir import Program
 from ...ir.plan import RecurrentDraft
+from ...ir.plan.bounds import Factor, Levels
 from ..engine.base import Outcome, register
 from .draft_pass import DraftPass
 from .grafts import Graft
@@ -50,9 +51,9 @@ class DraftMlpSpeculator(DraftPass):
     """levels: tokens drafted. inner: width of the state; None: the model's own. The rest: see
     `DraftPass`."""
 
-    levels: int = Field(default=3, ge=1)
+    levels: Levels = 3
     inner: int | None = Field(default=None, ge=1)
-    decay: float = Field(default=0.9, gt=0)
+    decay: Factor = 0.9
 
     name: ClassVar[str] = "draft_mlp_speculator"
 

@@ -34,11 +34,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from pydantic import Field
 
 from ...ir import Function, InputError, ParseError, PassError, Program, Role
 from ...ir.files import LARGE, read_json
 from ...ir.plan import CachedDraft, StagedDraft
+from ...ir.plan.bounds import Levels, Nodes
 from ...ir.record_text import parse_record
 from ..engine.base import Contract, Effect, Outcome, Pass, register
 from ..stepping.pick_logits import pick_after
@@ -59,8 +59,8 @@ class DraftModel(Pass):
 
     model: str = ""
     drafter: str = ""
-    levels: int = Field(default=5, ge=1)
-    candidates: int = Field(default=10, ge=1)
+    levels: Levels = 5
+    candidates: Nodes = 10
 
     name: ClassVar[str] = "draft_model"
     contract: ClassVar[Contract] = Contract.LOSSLESS

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from pydantic import Field
-
 from ...ir import Program
 from ...ir.plan import CachedDraft, ContinuedDraft, DraftRecord
+from ...ir.plan.bounds import Factor, Nodes
 from ..engine.base import STATES, Contract, Effect, Outcome, Pass, PassDefinitionError
 from .plan_edits import with_draft
 from .trained import TrainedWeights, as_published
@@ -57,8 +56,8 @@ class DraftPass(TrainedPass):
     training, a level's loss weighs decay to the power of its depth.
     """
 
-    candidates: int = Field(default=10, ge=1)
-    decay: float = Field(default=0.8, gt=0)
+    candidates: Nodes = 10
+    decay: Factor = 0.8
 
     contract: ClassVar[Contract] = Contract.LOSSLESS
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})

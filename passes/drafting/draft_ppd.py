@@ -33,10 +33,10 @@ from typing import ClassVar
 
 import torch
 import torch.fx
-from pydantic import Field
 
 from ...ir import Function, PassError, Program, TensorType, derive
 from ...ir.plan import PromptDraft
+from ...ir.plan.bounds import Levels, Nodes
 from ..engine.base import Outcome, register
 from .draft_pass import DraftPass
 from .grafts import candidates
@@ -52,8 +52,8 @@ class DraftPpd(DraftPass):
     """prompts: in a row, and so the tokens predicted. after: nodes of a draft that get some, the
     last committed token counted. The rest: see `DraftPass`."""
 
-    prompts: int = Field(default=3, ge=1)
-    after: int = Field(default=8, ge=1)
+    prompts: Levels = 3
+    after: Nodes = 8
 
     name: ClassVar[str] = "draft_ppd"
 

@@ -30,6 +30,7 @@ from pydantic import Field
 
 from ...ir import Program
 from ...ir.plan import RecurrentDraft
+from ...ir.plan.bounds import Factor, Levels
 from ..engine.base import Outcome, register
 from .draft_pass import DraftPass
 from .grafts import Graft
@@ -43,10 +44,10 @@ class DraftRedrafter(DraftPass):
     """levels: tokens drafted at most. layers: blocks after the recurrence. own_head: a
     language-model head of its own. The rest: see `DraftPass`."""
 
-    levels: int = Field(default=5, ge=1)
+    levels: Levels = 5
     layers: int = Field(default=2, ge=0)
     own_head: bool = True
-    decay: float = Field(default=0.9, gt=0)
+    decay: Factor = 0.9
 
     name: ClassVar[str] = "draft_redrafter"
 

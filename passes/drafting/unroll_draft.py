@@ -34,10 +34,10 @@ from typing import Any, ClassVar
 
 import torch
 import torch.fx
-from pydantic import Field
 
 from ...ir import Function, PassError, Program, type_of
 from ...ir.plan import CachedDraft, DraftRecord, UnrolledDraft
+from ...ir.plan.bounds import Rollout
 from ...ir.protocol import ANCESTORS
 from ..engine.base import Contract, Effect, Outcome, Pass, register
 from ..engine.subgraph import inlined
@@ -52,7 +52,7 @@ A, G = torch.ops.aten, torch.ops.graftwork
 class UnrollDraft(Pass):
     """levels: tokens of a draft; 0: the depth of the plan's chain, or the drafter's levels."""
 
-    levels: int = Field(default=0, ge=0)
+    levels: Rollout = 0
 
     name: ClassVar[str] = "unroll_draft"
     contract: ClassVar[Contract] = Contract.LOSSLESS

@@ -39,6 +39,7 @@ def acceptance_loss(record: AcceptanceLength, run: Run, batch: Batch) -> Loss:
 def agreements(draft: DraftRecord, run: Run, batch: Batch, levels: int) -> list[torch.Tensor]:
     """By level, bool[N,T']: whether the drafter that starts after token t + 1 drafts the teacher's
     own token there, what comes before it being the text's."""
+    draft = draft.unrolled.draft if draft.unrolled is not None else draft
     if isinstance(draft, HeadsDraft):
         logits = run(draft.function, hidden=batch.hidden["hidden"])["draft_logits"].argmax(-1)
         drafted = list(logits.unbind(2))[:levels]

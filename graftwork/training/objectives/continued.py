@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from ...ir.plan import CachedDraft, ContinuedDraft, JoinedHeadsDraft
+from ...ir.plan import ContinuedDraft
 from .base import Batch, Loss, Run, distilled, hit_rate, objective, objective_of
 from .eagle import noisy, rollout
 
@@ -22,7 +22,7 @@ from .eagle import noisy, rollout
 def continued_loss(record: ContinuedDraft, run: Run, batch: Batch) -> Loss:
     """See the module docstring."""
     first = record.first
-    assert isinstance(first, CachedDraft) and first.output is not None
+    assert first.output is not None
     features = batch.hidden[first.output]
     given = features[:, :-1]
     if record.noise:
@@ -57,7 +57,7 @@ def _below(record: ContinuedDraft, batch: Batch, made: list[torch.Tensor]) -> Ba
     made: by level, the state at place t that token t + 2 + level is chosen from.
     """
     steps = len(made)
-    if not isinstance(record.then, JoinedHeadsDraft):
+    if not record.then.whole_path:
         # Place t has fed token t + steps: to the heads it is what the target's place there is.
         hidden = {"hidden": made[-1]}
         return Batch(batch.tokens[:, steps:], hidden, batch.logits[:, steps:])

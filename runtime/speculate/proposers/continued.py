@@ -17,7 +17,7 @@ import torch
 
 from ....ir import UnsupportedError
 from ....ir.executable import Executable
-from ....ir.plan import CachedDraft, ContinuedDraft
+from ....ir.plan import ContinuedDraft
 from ...asking.options import GenerationOptions
 from ...feeding.gather import gathered
 from ..drafters.base import UnverifiedStep, VerifiedStep
@@ -58,10 +58,8 @@ class ContinuedProposer(Proposer):
     ) -> None:
         super().__init__(record, executable, options)
         then = PROPOSERS.find(record.then)(record.then, executable, options)
-        if not isinstance(record.first, CachedDraft) or not isinstance(then, HiddenProposer):
-            raise UnsupportedError(
-                f"draft={record}: expected a drafter with a cache first and heads then"
-            )
+        if not isinstance(then, HiddenProposer):
+            raise UnsupportedError(f"draft={record}: expected heads then, got {record.then.kind}")
         self.first, self.then = CachedProposer(record.first, executable, options), then
         self.levels, self.depth = record.first.levels, record.levels
         self.wants = self.first.wants
@@ -98,7 +96,7 @@ class ContinuedProposer(Proposer):
             return level
         if self.place == self.levels:
             fed, states = self.path.tokens, self.path.states
-            if not self.then.whole_path:
+            if not self.record.then.whole_path:
                 fed, states = fed[:, :, -1], states[:, :, -1]
             level = self.then.start(fed, states, count)
         else:

@@ -18,14 +18,9 @@ from .base import Ids, Level, Proposer
 
 
 class HiddenProposer(Proposer):
-    """Starts from `last`: each text's last token, and the hidden state it was chosen from.
-
-    whole_path: as part of a `ContinuedDraft` it starts from all that led to a node, not only from
-    the node's own token and the state that this was chosen from.
-    """
+    """Starts from `last`: each text's last token, and the hidden state it was chosen from."""
 
     wants = ("hidden",)
-    whole_path = False
 
     def __init__(self, record: Any, executable: Executable, options: GenerationOptions) -> None:
         super().__init__(record, executable, options)
@@ -44,7 +39,7 @@ class HiddenProposer(Proposer):
     @abstractmethod
     def start(self, tokens: torch.Tensor, states: torch.Tensor, count: int) -> Level:
         """What may follow tokens i64[B,M] that were chosen from states [B,M,H]: a new draft. With
-        `whole_path` i64[B,M,S] and [B,M,S,H], step by step."""
+        `DraftRecord.whole_path` i64[B,M,S] and [B,M,S,H], step by step."""
 
     def observe(self, taken: VerifiedStep) -> None:
         """See `Proposer.observe`."""

@@ -18,7 +18,6 @@ class JoinedHeadsProposer(HeadsProposer):
     """Head d's candidates follow every node d levels below the one that the heads started from."""
 
     record: JoinedHeadsDraft
-    whole_path = True
 
     def start(self, tokens: torch.Tensor, states: torch.Tensor, count: int) -> Level:
         """Run the heads below nodes whose last tokens are i64[B,M,S], chosen from [B,M,S,H]."""
