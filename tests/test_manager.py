@@ -174,7 +174,7 @@ def test_the_weakest_contract_wins():
 
 
 def test_a_cached_program_refuses_a_second_cache():
-    with pytest.raises(PassError, match="'insert_kv_cache' requires 'canonical'"):
+    with pytest.raises(PassError, match=r"matched nothing.*no graftwork\.attention without a"):
         run_passes(cached_llama(), [Step(InsertKvCache())])
 
 

@@ -49,7 +49,8 @@ class InsertKvCache(Pass):
     def run(self, program: Program) -> Outcome:
         """Add states and cached attention. See the module docstring."""
         if not program.step.calls(G.attention.default):
-            return Outcome(program, 0, "step has no graftwork.attention")
+            left = " without a cache" if program.states else ""
+            return Outcome(program, 0, f"{program.step.name} has no graftwork.attention{left}")
         functions, states = dict(program.functions), dict(program.states)
         for name, function in program.functions.items():
             if function.calls(G.attention.default):

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from ...ir import InputError, Program
 from ...ir.contract import Contract
 from ...ir.discovery import import_all, import_brought
+from .facts import Predicate
 
 __all__ = [
     "STATES",
@@ -59,8 +60,10 @@ class Pass(BaseModel):
     """Base of all passes. Fields of a subclass are its options (unknown ones are errors).
 
     name: how recipes call it. contract: see `Contract`. requires / provides: facts about a program,
-    such as "canonical", "cached", "trees"; a program starts with the fact "traced". effects: what
-    it changes. reads: effects of *other* passes that must be in place before this one runs.
+    such as "canonical", "cached", "trees"; a program starts with the fact "traced". Those that a
+    program shows are checked (see `facts`). ensures: what else holds for what it makes, checked
+    after it. effects: what it changes. reads: effects of *other* passes that must be in place
+    before this one runs.
     exclusive: effects that no other pass of the same recipe may also claim as exclusive.
     repeatable: whether a recipe may have it several times, because each adds something of its own
     (a drafter more). brings: what the user brings for it besides the model, if its options do not
@@ -73,6 +76,7 @@ class Pass(BaseModel):
     contract: ClassVar[Contract] = Contract.EXACT
     requires: ClassVar[frozenset[str]] = frozenset()
     provides: ClassVar[frozenset[str]] = frozenset()
+    ensures: ClassVar[tuple[Predicate, ...]] = ()
     effects: ClassVar[frozenset[Effect]] = frozenset()
     reads: ClassVar[frozenset[Effect]] = frozenset()
     exclusive: ClassVar[frozenset[Effect]] = frozenset()

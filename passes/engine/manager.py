@@ -1,5 +1,7 @@
 """Runs passes: derives order and legality from what they declare, verifies after each, reports.
 
+What passes say of their results is checked where a program shows it (see `facts`).
+
 Order: a pass that requires a fact runs after those that provide it; one that reads an effect runs
 after those that have it; otherwise the recipe's order stands. Nothing here knows a pass by name.
 """
@@ -17,6 +19,7 @@ from ...ir.legality import check_carried, idle, unmet
 from ...ir.threads import traces
 from ...ir.verify import verify
 from .base import Contract, Outcome, Pass, all_passes
+from .facts import PREDICATES, broken, shown
 from .validate import Check, Validator
 
 
@@ -41,10 +44,12 @@ class PassReport:
 
 
 def facts_of(program: Program) -> frozenset[str]:
-    """Facts that hold for a program: its stage, and what the passes that made it provide."""
+    """Facts that hold for a program: its stage, what it shows, and of facts that no program shows
+    those that passes which made it provide."""
     known = all_passes()
     provided = [known[r.name].provides for r in program.provenance if r.name in known]
-    return frozenset({"traced", program.stage}).union(*provided)
+    unseen = frozenset[str]().union(*provided) - PREDICATES.keys()
+    return frozenset({"traced", program.stage}) | shown(program) | unseen
 
 
 def weakest(contracts: Iterable[Contract]) -> Contract:
@@ -166,6 +171,8 @@ def _run_one(
     program: Program, step: Step, previous: str, validator: Validator | None
 ) -> tuple[Program, PassReport]:
     pass_, start = step.pass_, time.perf_counter()
+    if lacking := broken(program, pass_.requires):
+        raise PassError(f"pass {pass_.name!r} (after {previous!r}) requires {lacking}")
     try:
         outcome = pass_.run(program)
     except VerifyError as error:
@@ -177,11 +184,23 @@ def _run_one(
             f"it 'optional: true' in the recipe if that is expected"
         )
     result = _finish(program, outcome, pass_, previous, start)
+    if outcome.matches:
+        _check_ensured(result, pass_, previous)
     check = None
     if validator is not None and outcome.matches:
         check = validator.compare(program, result, pass_.name, pass_.contract)
     before, after = _count(program), _count(result)
     return result, PassReport(result.provenance[-1], before, after, check, outcome.remarks)
+
+
+def _check_ensured(result: Program, pass_: Pass, previous: str) -> None:
+    """Errors: `PassError` for a pass that did not make what it says."""
+    who = f"pass {pass_.name!r} (after {previous!r})"
+    if lacking := broken(result, pass_.provides):
+        raise PassError(f"{who} provides {lacking}")
+    for predicate in pass_.ensures:
+        if why := predicate(result):
+            raise PassError(f"{who} breaks what it ensures: {why}")
 
 
 def _finish(

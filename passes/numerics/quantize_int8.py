@@ -27,10 +27,19 @@ import torch.fx
 from ...ir import Function, PassError, Program, Role, TensorType, Weight, derive, site_of, type_of
 from ...ir.ops.quant import COARSE, quantize_rows
 from ..engine.base import STATES, Contract, Effect, Outcome, Pass, register
+from ..engine.facts import Predicate
 from ..engine.functions import edit_each
 from ..fusing.dce import sweep
 
 A, G = torch.ops.aten, torch.ops.graftwork
+
+
+def _target_is_not_coarse(program: Program) -> str:
+    for fn in program.functions.values():
+        coarse = [n for n in fn.calls(G.linear_int8.default) if n.kwargs.get("coarse")]
+        if coarse and fn.role is not Role.DRAFT:
+            return f"%{coarse[0].name} of {fn.name} is coarse, and its results are not verified"
+    return ""
 
 
 @register
@@ -43,6 +52,7 @@ class QuantizeInt8(Pass):
     contract: ClassVar[Contract] = Contract.APPROXIMATE
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     provides: ClassVar[frozenset[str]] = frozenset({"int8"})
+    ensures: ClassVar[tuple[Predicate, ...]] = (_target_is_not_coarse,)
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.WEIGHT_NUMERICS})
     exclusive: ClassVar[frozenset[Effect]] = frozenset({Effect.WEIGHT_NUMERICS})
     reads: ClassVar[frozenset[Effect]] = STATES | {Effect.FUNCTIONS}

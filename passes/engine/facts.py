@@ -1,0 +1,118 @@
+"""Facts about programs, and how each is seen: what passes provide is checked, not trusted.
+
+A fact that a program shows has a predicate here, which says why it does not hold, or "". The
+manager asks it after a pass that provides the fact, before one that requires it, and for programs
+that come from files. Other facts, such as "norms", say only that a pass has had its turn: a program
+in which there was nothing to raise looks like one in which nobody looked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from ...ir import InputError, Program
+from ...ir.plan import NoDraft, SampledTree
+from ...ir.protocol import ANCESTORS
+
+Predicate = Callable[[Program], str]
+"""Why something does not hold for a program; "" if it does."""
+
+PREDICATES: dict[str, Predicate] = {}
+
+
+def fact(name: str) -> Callable[[Predicate], Predicate]:
+    """Decorator: the function says why a fact does not hold for a program, or "".
+
+    Errors: `InputError` for a fact that has a predicate already.
+    """
+
+    def add(predicate: Predicate) -> Predicate:
+        if name in PREDICATES:
+            raise InputError(f"the fact {name!r} has a predicate already")
+        PREDICATES[name] = predicate
+        return predicate
+
+    return add
+
+
+def shown(program: Program) -> frozenset[str]:
+    """The facts with a predicate that hold for a program."""
+    return frozenset(name for name, predicate in PREDICATES.items() if not predicate(program))
+
+
+def broken(program: Program, facts: Iterable[str]) -> str:
+    """The first of the facts that does not hold, and why; "" if all do that can be seen."""
+    for name in sorted(facts):
+        if name in PREDICATES and (why := PREDICATES[name](program)):
+            return f"{name!r}, which does not hold: {why}"
+    return ""
+
+
+@fact("canonical")
+def _canonical(program: Program) -> str:
+    return "the program's stage is traced" if program.stage == "traced" else ""
+
+
+@fact("cached")
+def _cached(program: Program) -> str:
+    reads = any(program.step.has_input(name) for name in program.states)
+    return "" if reads and program.step.has_input("past") else _takes(program, "past and a state")
+
+
+@fact("trees")
+def _trees(program: Program) -> str:
+    return "" if program.step.has_input(ANCESTORS) else _takes(program, ANCESTORS)
+
+
+@fact("picked")
+def _picked(program: Program) -> str:
+    return "" if program.step.has_input("select") else _takes(program, "select")
+
+
+@fact("argmax")
+def _argmax(program: Program) -> str:
+    return _returns(program, "argmax")
+
+
+@fact("top_tokens")
+def _top_tokens(program: Program) -> str:
+    return _returns(program, "top_tokens")
+
+
+@fact("drafts")
+def _drafts(program: Program) -> str:
+    return "the plan has draft=none()" if isinstance(program.plan.draft, NoDraft) else ""
+
+
+@fact("unrolled")
+def _unrolled(program: Program) -> str:
+    draft = program.plan.draft
+    chains = any(leaf.chains for leaf in draft.leaves)
+    return "" if chains else f"draft={draft.brief} makes no chain in one call"
+
+
+@fact("sampled trees")
+def _sampled(program: Program) -> str:
+    tree = program.plan.tree
+    return "" if isinstance(tree, SampledTree) else f"the plan has tree={tree.brief}"
+
+
+@fact("int8")
+def _int8(program: Program) -> str:
+    op = torch.ops.graftwork.linear_int8.default
+    some = any(fn.calls(op) for fn in program.functions.values())
+    return "" if some else "no function calls graftwork.linear_int8"
+
+
+def _takes(program: Program, wanted: str) -> str:
+    given = ", ".join(str(node.target) for node in program.step.inputs)
+    return f"{program.step.name} does not take {wanted}; it takes {given}"
+
+
+def _returns(program: Program, output: str) -> str:
+    outputs = program.step.outputs
+    if output in outputs:
+        return ""
+    return f"{program.step.name} does not return {output}; it returns {', '.join(outputs)}"
