@@ -25,10 +25,13 @@ class Stopping:
 
     def commit(self, text: Text, new: list[int]) -> list[int]:
         """Append new tokens up to the one that ends the sequence; returns those appended: the same
-        list if it is all of them."""
-        room = text.limit - len(text.tokens)
-        if self.simple and len(new) < room and self.eos.isdisjoint(new):
+        list if it is all of them. The rows of the token before them, and of all of them but the
+        last, were made by the step that they come from, and count from now on."""
+        count = len(new)
+        if self.simple and len(text.tokens) + count < text.limit and self.eos.isdisjoint(new):
             text.tokens += new
+            text.rows += count
+            text.position += count
             return new
         count = 0
         for token in new:
@@ -37,6 +40,7 @@ class Stopping:
             if token in self.eos or len(text.tokens) >= text.limit or self._says_stop(text):
                 text.done = True
                 break
+        text.grow(count)
         return new[:count]
 
     def _says_stop(self, text: Text) -> bool:

@@ -11,7 +11,6 @@ import torch
 
 from ...ir.executable import Executable
 from ..asking.request import Request
-from ..asking.text import Text
 from ..cache.base import CACHES
 from ..depth.base import DEPTHS
 from ..feeding.feed import Feeder
@@ -98,7 +97,7 @@ class Decoding:
             self.feeder.keep(past, [verdict.path for verdict in verdicts])
         commits, paths = [], []
         for text, (path, gained), draft in zip(self.texts, verdicts, drafts, strict=True):
-            kept = self.commit(text, gained) if gained else []
+            kept = self.stopping.commit(text, gained) if gained else []
             if len(kept) < len(path):
                 path = path[: len(kept)]
             commits.append(kept)
@@ -109,13 +108,6 @@ class Decoding:
         self.drafter.observe(step)
         self.emit(commits)
         return step
-
-    def commit(self, text: Text, new: list[int]) -> list[int]:
-        """Append what a sequence gained, up to the token that ends it; what was appended. The rows
-        that the step made of its last token and of the new ones but the last now count."""
-        kept = self.stopping.commit(text, new)
-        text.grow(len(kept))
-        return kept
 
     def emit(self, commits: Sequence[Sequence[int]]) -> None:
         """Hand on what a step committed."""

@@ -58,7 +58,7 @@ class ChainedRound(Round):
     def _steps(self, live: list[int], most: int) -> int:
         """Up to `most` steps, which there is room for; fewer where a text ends. How many."""
         decoding, drafter, feeder = self.decoding, self.drafter, self.decoding.feeder
-        texts, commit = decoding.texts, decoding.commit
+        texts, commit = decoding.texts, decoding.stopping.commit
         vocabulary = decoding.program.info.vocab_size
         buffers = feeder.buffers(self.wide), feeder.buffers(self.narrow)
         wide, narrow = (b.chain.fetching(feeder.executable, self.fetch) for b in buffers)
@@ -99,7 +99,8 @@ class ChainedRound(Round):
                 drafter.learn(index, new, more[index])
                 chain = chains[index] = drafter.chain(index, text.room)
                 rows[index] = [new[-1], *chain]
-            decoding.emit(commits)
+            if decoding.emitter is not None:
+                decoding.emit(commits)
         feeder.seconds += seconds
         decoding.stats.count(steps, len(live), drafted, accepted)
         return steps

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from ..feeding.outputs import Outputs
 from ..speculate.sampling import bad_logits
 from .base import Decoding, Round
 from .missed import MissedSteps
@@ -25,9 +24,13 @@ REST = 4
 
 
 class PlainRound(Round):
-    """All steps of a generation for which nothing is ever drafted."""
+    """All steps of a generation for which nothing is ever drafted.
+
+    missed: keeps what a drafter must be told of the steps, if there is one.
+    """
 
     fetch: tuple[str, ...] = FETCH
+    missed: MissedSteps | None = None
 
     @classmethod
     def fits(cls, decoding: Decoding) -> bool:
@@ -37,16 +40,26 @@ class PlainRound(Round):
     def run(self, most: int | None) -> int:
         """See `Round.run`."""
         decoding, feeder = self.decoding, self.decoding.feeder
-        live = decoding.live
-        rows = max(decoding.texts[index].rows for index in live) + 1
+        live = [(index, decoding.texts[index]) for index in decoding.live]
+        rows = max(text.rows for _, text in live) + 1
         feeder.make_room(rows)
         limits = [most, decoding.room(), feeder.executable.capacity - rows + 1]
-        return self._steps(live, min(limit for limit in limits if limit is not None))
+        limits += [text.limit - len(text.tokens) for _, text in live]
+        # A streamer wants each token at once.
+        limits.append(1 if decoding.emitter is not None else None)
+        new: list[list[int]] = [[] for _ in decoding.texts]
+        steps = self._steps(new, [i for i, _ in live], min(n for n in limits if n is not None))
+        for index, text in live:
+            decoding.stopping.commit(text, new[index])
+        decoding.emit(new)
+        decoding.stats.count(steps, len(live))
+        return steps
 
-    def _steps(self, live: list[int], most: int) -> int:
-        """Up to `most` steps, which there is room for; fewer where a text ends. How many."""
+    def _steps(self, new: list[list[int]], live: list[int], most: int) -> int:
+        """Up to `most` steps, which there is room for; fewer where a text may end. How many; their
+        tokens go to `new`."""
         decoding, texts = self.decoding, self.decoding.texts
-        vocabulary, commit = decoding.program.info.vocab_size, decoding.commit
+        eos, vocabulary = decoding.stopping.eos, decoding.program.info.vocab_size
         memory = decoding.feeder.buffers(1)
         call = memory.chain.fetching(decoding.feeder.executable, self.fetch)
         fed, positions, past = memory.tokens, memory.positions, memory.past
@@ -55,32 +68,27 @@ class PlainRound(Round):
             fed[index] = text.tokens[-1]
             positions[index] = 0 if text.done else text.position
             past[index] = 0 if text.done else text.rows
-        growing = [(index, texts[index]) for index in live]
+        growing = [(index, new[index]) for index in live]
         steps, seconds, ended = 0, 0.0, False
         while steps < most and not ended:
             start = perf_counter()
             outputs = call()
             seconds += perf_counter() - start
-            self.note(steps, outputs)
+            if self.missed is not None:
+                self.missed.note(steps, outputs)
             steps += 1
             chosen = outputs.integers("argmax")
-            for index, text in growing:
+            for index, tokens in growing:
                 token = chosen[index][0]
                 if not 0 <= token < vocabulary:
                     raise bad_logits()
-                commit(text, [token])
+                tokens.append(token)
                 fed[index] = token
                 past[index] += 1
                 positions[index] += 1
-                ended = ended or text.done
-            if decoding.emitter is not None:
-                decoding.emit([text.tokens[-1:] for text in texts])
+                ended = ended or token in eos
         decoding.feeder.seconds += seconds
-        decoding.stats.count(steps, len(live))
         return steps
-
-    def note(self, step: int, outputs: Outputs) -> None:
-        """Step number `step` of a run returned this."""
 
 
 class RestingRound(PlainRound):
@@ -90,7 +98,7 @@ class RestingRound(PlainRound):
     def __init__(self, decoding: Decoding) -> None:
         super().__init__(decoding)
         self.fetch = tuple(dict.fromkeys((*FETCH, *decoding.drafter.wants)))
-        self.missed = MissedSteps(decoding.drafter, MISSED)
+        self.missed: MissedSteps = MissedSteps(decoding.drafter, MISSED)
 
     @classmethod
     def fits(cls, decoding: Decoding) -> bool:
@@ -112,10 +120,6 @@ class RestingRound(PlainRound):
             made += steps
         self.decoding.length.rested(made)
         return made
-
-    def note(self, step: int, outputs: Outputs) -> None:
-        """Keep what the drafter wants."""
-        self.missed.note(step, outputs)
 
 
 def _one_by_one(decoding: Decoding) -> bool:
