@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch.fx
 
@@ -13,13 +14,11 @@ from .errors import GraftworkError
 from .expressions import Expression
 from .function import NOWHERE, Function, Site
 from .infer import infer
-from .lexer import Token
+from .lexer import Cursor, Token
 from .signature import placed
 from .stages import find_op
 from .types import TensorType, type_text
-
-if TYPE_CHECKING:
-    from .parser import Parser
+from .weights import Weight
 
 _SITE = re.compile(
     r'#(?: (?P<module>(?!layer=|at )(?:"(?:[^"\\]|\\.)*"|\S+)))?'
@@ -28,10 +27,16 @@ _SITE = re.compile(
 
 
 class Body:
-    """The inside of a function: builds the graph line by line."""
+    """The inside of a function: builds the graph line by line.
 
-    def __init__(self, parser: Parser, function: Function) -> None:
-        self.parser, self.cursor, self.function = parser, parser.cursor, function
+    known: the program's weights. wanted: names of graph nodes that values of the text want.
+    """
+
+    def __init__(
+        self, cursor: Cursor, function: Function, known: Mapping[str, Weight], wanted: set[str]
+    ) -> None:
+        self.cursor, self.function = cursor, function
+        self.known, self.wanted = known, wanted
         self.values: dict[str, torch.fx.Node] = {}
         self.weights: dict[str, torch.fx.Node] = {}
         self.returned = False
@@ -39,7 +44,7 @@ class Body:
     def free_name(self, name: str) -> str:
         """A node name that no value of the text wants."""
         plain = "".join(c if c.isalnum() else "_" for c in name)
-        while plain in self.parser.wanted:
+        while plain in self.wanted:
             plain += "_"
         return plain
 
@@ -47,10 +52,10 @@ class Body:
         cursor, start = self.cursor, self.cursor.here
         name = cursor.identifier("an input's name")
         cursor.expect(":")
-        node_type = self.parser.tensor_type()
+        node_type = self.cursor.tensor_type()
         node = self.function.graph.create_node("placeholder", name, name=self.free_name(name))
         node.meta = {"type": node_type, "site": NOWHERE}
-        self.parser.declare(self.values, name, node, start)
+        self.cursor.declare(self.values, name, node, start)
 
     def line(self, results: dict[str, tuple[TensorType, Token]]) -> bool:
         if self.returned:
@@ -69,7 +74,7 @@ class Body:
         name = cursor.unquote(target, 1)
         cursor.expect(":", "': type = ...'")
         stated = cursor.here
-        value_type = self.parser.value_type()
+        value_type = self.cursor.value_type()
         cursor.expect("=")
         expression = Expression(cursor, cursor.span(frozenset()), self.lookup)
         site = self.site()
@@ -80,7 +85,7 @@ class Body:
                 stated.start,
                 f"expected {found}, which the op gives; the text says {type_text(value_type)}",
             )
-        self.parser.declare(self.values, name, node, target)
+        self.cursor.declare(self.values, name, node, target)
         cursor.end_line()
 
     def build(self, expression: Expression, name: str, site: Site) -> torch.fx.Node:
@@ -118,11 +123,11 @@ class Body:
         return self.values[name]
 
     def weight(self, name: str, token: Token) -> torch.fx.Node:
-        if name not in self.parser.weights:
+        if name not in self.known:
             self.cursor.fail("a declared weight", token)
         if name not in self.weights:
             node = self.function.graph.create_node("get_attr", name, name=self.free_name(name))
-            node.meta = {"type": self.parser.weights[name].type, "site": NOWHERE}
+            node.meta = {"type": self.known[name].type, "site": NOWHERE}
             self.weights[name] = node
         return self.weights[name]
 
@@ -153,7 +158,7 @@ class Body:
             cursor.expect("=")
             if cursor.here.kind not in ("value", "weight"):
                 cursor.fail("a value")
-            self.parser.declare(outputs, name, self.lookup(cursor.next()), at)
+            self.cursor.declare(outputs, name, self.lookup(cursor.next()), at)
             if not cursor.accept(","):
                 break
         if bracket:

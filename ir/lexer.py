@@ -8,10 +8,13 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
-from .errors import ParseError
+from .errors import InputError, ParseError
 from .names import is_name, shown
+from .types import TensorType, ValueType
+
+T = TypeVar("T")
 
 MAX_CHARACTERS = 64 * 2**20
 MAX_BYTES = 4 * MAX_CHARACTERS  # in UTF-8
@@ -209,3 +212,37 @@ class Cursor:
             depth += (self.here.text in ("(", "[")) - (self.here.text in (")", "]"))
             taken.append(self.next())
         return taken
+
+    def tensor_type(self) -> TensorType:
+        """A type such as ``f32[B,T,384]``."""
+        start = self.take("name", "a tensor type, such as f32[B,T,384]")
+        if not self.at("["):
+            self.fail("[", self.here)
+        opening = end = self.next()
+        depth = 1
+        while depth:
+            end = self.next()
+            depth += (end.text == "[") - (end.text == "]")
+            if end.kind == "end":
+                self.fail("]", opening)
+        try:
+            return TensorType.parse(self.source.text[start.start : end.end])
+        except InputError as error:
+            self.source.fail(start.start, f"expected a tensor type: {error}")
+
+    def value_type(self) -> ValueType:
+        """A tensor type, or several in brackets."""
+        if not self.accept("("):
+            return self.tensor_type()
+        parts: list[ValueType] = []
+        while not self.accept(")"):
+            parts.append(self.value_type())
+            if not self.at(")"):
+                self.expect(",")
+        return tuple(parts)
+
+    def declare(self, table: dict[str, T], name: str, value: T, at: Token) -> None:
+        """Put what a token names into a table. Errors: `ParseError` if the name is there."""
+        if name in table:
+            self.fail(f"another name ({name} is declared already)", at)
+        table[name] = value

@@ -20,7 +20,7 @@ from .lexer import Cursor, Source, Token
 from .names import check_name, check_program_name
 from .plan import RECORDS, DecodePlan, Record
 from .program import ModelInfo, PassRecord, Program, State
-from .types import TensorType, ValueType
+from .types import TensorType
 from .weights import Weight, WeightStore
 
 T = TypeVar("T")
@@ -175,12 +175,12 @@ class Parser:
         start = cursor.here
         name = cursor.identifier("a state's name")
         cursor.expect(":")
-        state_type = self.tensor_type()
+        state_type = self.cursor.tensor_type()
         layer = self.number(self.attribute("layer", "number"), int)
         at = self.attribute("part", "string")
         part = cursor.unquote(at)
         self.checked(check_name, at, "a state's part", part)
-        self.declare(self.states, name, State(name, state_type, layer, part), start)
+        self.cursor.declare(self.states, name, State(name, state_type, layer, part), start)
         cursor.end_line()
 
     def read_weight(self) -> None:
@@ -189,8 +189,8 @@ class Parser:
         start = cursor.here
         name = cursor.dotted("a weight's name")
         cursor.expect(":")
-        weight_type = self.tensor_type()
-        self.declare(self.weights, name, self.find_weight(name, weight_type, start), start)
+        weight_type = self.cursor.tensor_type()
+        self.cursor.declare(self.weights, name, self.find_weight(name, weight_type, start), start)
         cursor.end_line()
 
     def find_weight(self, name: str, weight_type: TensorType, start: Token) -> Weight:
@@ -201,11 +201,6 @@ class Parser:
         if self.store[name].type != weight_type:
             self.cursor.fail(f"{self.store[name].type} as in the given store", start)
         return self.store[name]
-
-    def declare(self, table: dict[str, T], name: str, value: T, at: Token) -> None:
-        if name in table:
-            self.cursor.fail(f"another name ({name} is declared already)", at)
-        table[name] = value
 
     def read_plan(self) -> None:
         self.cursor.expect("decode")
@@ -220,7 +215,7 @@ class Parser:
                 return False
             slot = self.cursor.next().text
             self.cursor.expect("=")
-            self.declare(slots, slot, self.plan_record(slot), start)
+            self.cursor.declare(slots, slot, self.plan_record(slot), start)
             self.cursor.end_line()
             return True
 
@@ -271,40 +266,12 @@ class Parser:
         except InputError as error:
             return self.cursor.fail(f"valid fields ({error})", at)
 
-    # -- types
-
-    def tensor_type(self) -> TensorType:
-        start = self.cursor.take("name", "a tensor type, such as f32[B,T,384]")
-        if not self.cursor.at("["):
-            self.cursor.fail("[", self.cursor.here)
-        opening = end = self.cursor.next()
-        depth = 1
-        while depth:
-            end = self.cursor.next()
-            depth += (end.text == "[") - (end.text == "]")
-            if end.kind == "end":
-                self.cursor.fail("]", opening)
-        try:
-            return TensorType.parse(self.cursor.source.text[start.start : end.end])
-        except InputError as error:
-            self.cursor.source.fail(start.start, f"expected a tensor type: {error}")
-
-    def value_type(self) -> ValueType:
-        if not self.cursor.accept("("):
-            return self.tensor_type()
-        parts: list[ValueType] = []
-        while not self.cursor.accept(")"):
-            parts.append(self.value_type())
-            if not self.cursor.at(")"):
-                self.cursor.expect(",")
-        return tuple(parts)
-
     # -- functions
 
     def read_function(self) -> None:
         start = self.cursor.here
         function = self.function()
-        self.declare(self.functions, function.name, function, start)
+        self.cursor.declare(self.functions, function.name, function, start)
 
     def function(self) -> Function:
         cursor, role = self.cursor, Role.TARGET
@@ -312,7 +279,7 @@ class Parser:
             role = ROLES[cursor.next().text]
         cursor.expect("func")
         name = cursor.identifier("the function's name")
-        body = Body(self, Function(name, role=role))
+        body = Body(cursor, Function(name, role=role), self.weights, self.wanted)
         cursor.expect("(")
         while not cursor.accept(")"):
             body.parameter()
@@ -333,7 +300,7 @@ class Parser:
         while not cursor.at(closing):
             start = cursor.here
             name = cursor.identifier("an output's name")
-            self.declare(found, name, (self.tensor_type(), start), start)
+            self.cursor.declare(found, name, (self.cursor.tensor_type(), start), start)
             if not cursor.at(closing):
                 cursor.expect(",")
         if closing == ")":

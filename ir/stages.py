@@ -17,6 +17,7 @@ import torch
 
 from .decompositions import is_kept
 from .errors import GraftworkError
+from .ops import all_ops
 
 # Core ATen ops whose result depends on data or memory layout in ways that types cannot say.
 _EXCLUDED = frozenset(
@@ -136,8 +137,6 @@ def find_op(name: str) -> Any:
 
     Looks nowhere but at core ATen and the graftwork op set.
     """
-    from .ops import all_ops
-
     namespace, _, rest = name.partition(".")
     packet_name, _, overload = rest.partition(".")
     if namespace == "graftwork":

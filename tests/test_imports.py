@@ -73,3 +73,24 @@ def test_private_torch_is_confined() -> None:
         if private:
             users[path.name] = private
     assert set(users) <= {"infer.py", "pattern.py"}, users
+
+
+def late_imports(source: str) -> list[int]:
+    """Lines in functions that import files of this package."""
+    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
+    inside = {node for fn in functions for node in ast.walk(fn)}
+    return sorted(n.lineno for n in inside if isinstance(n, ast.ImportFrom) and n.level)
+
+
+@pytest.mark.parametrize("part", ["ir", "passes", "backends", "runtime"])
+def test_no_file_needs_a_late_import(part: str) -> None:
+    """Files that import each other are one file, or one too many: none waits for another's end.
+    Other packages may be imported late, because they take a while."""
+    late = {str(p): late_imports(p.read_text()) for p in sorted((ROOT / part).rglob("*.py"))}
+    assert not {path: lines for path, lines in late.items() if lines}
+
+
+def test_late_imports_are_seen() -> None:
+    assert late_imports("from .a import b\ndef f():\n    from .c import d\n    import torch\n") == [
+        3
+    ]
