@@ -24,6 +24,17 @@ miss) instead of a program::
     # options: {}
     # refused: two attentions claim one layer
 
+A case that starts from the program of an earlier one says so instead of repeating it, and what a
+pass leaves as it was is not written out again::
+
+    # case: two layers at most
+    # before: one layer
+    # options: {layers: 2}
+    program "tiny" stage=canonical {
+      ...
+      func step: unchanged
+    }
+
 Comments before the first case stay.
 ``pytest tests/test_cases.py --update`` rewrites what is expected: write the before text and the
 options, run it, and read the result before committing it.
@@ -36,6 +47,7 @@ with random weights (see `feeds.step_inputs`).
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -53,32 +65,47 @@ FOLDER = Path(__file__).parent / "cases"
 
 @dataclass(frozen=True)
 class Case:
-    """One case of a file: `after` or `refused` is what is expected (neither before --update)."""
+    """One case of a file: `after` or `refused` is what is expected (neither before --update).
+
+    after: with functions that are as before left out. like: the case whose program it starts from,
+    if that is not written out.
+    """
 
     name: str
     before: str
     options: str
     after: str = ""
     refused: str = ""
+    like: str = ""
 
     def text(self) -> str:
         """The case as it stands in its file."""
+        before = f"# before: {self.like}\n" if self.like else self.before
         expected = f"# refused: {self.refused}\n" if self.refused else self.after
-        return f"# case: {self.name}\n{self.before}# options: {self.options}\n{expected}"
+        return f"# case: {self.name}\n{before}# options: {self.options}\n{expected}"
 
 
 def read_cases(text: str) -> tuple[str, list[Case]]:
     """The comments before the first case, and the cases. Errors: AssertionError on wrong layout."""
     preamble, *parts = ("\n" + text).split("\n# case: ")
-    return preamble.removeprefix("\n"), [_read_case(part) for part in parts]
+    cases: list[Case] = []
+    for part in parts:
+        cases.append(_read_case(part, cases))
+    return preamble.removeprefix("\n"), cases
 
 
-def _read_case(part: str) -> Case:
+def _read_case(part: str, earlier: list[Case]) -> Case:
     name, _, body = part.partition("\n")
     before, marker, rest = body.partition("# options:")
     assert marker and "\n# options:" in "\n" + body, f"case {name!r} has no line '# options: {{}}'"
     options, _, expected = rest.partition("\n")
-    case = Case(name.strip(), before.strip() + "\n", options.strip() or "{}")
+    before = before.strip() + "\n"
+    like = before.removeprefix("# before: ").strip() if before.startswith("# before: ") else ""
+    if like:
+        known = {case.name: case.before for case in earlier}
+        assert like in known, f"case {name!r} starts from {like!r}, which is no case before it"
+        before = known[like]
+    case = Case(name.strip(), before, options.strip() or "{}", like=like)
     if expected.startswith("# refused:"):
         return replace(case, refused=expected.partition(":")[2].strip())
     return replace(case, after=expected.strip() + "\n" if expected.strip() else "")
@@ -113,6 +140,21 @@ def apply(kind: type[Pass], case: Case) -> tuple[Program | None, str]:
     return result, ""
 
 
+def functions_in(text: str) -> dict[str, str]:
+    """The lines of each function of a program's text, by how they begin: ``func step``."""
+    blocks = re.findall(r"^  (?:[a-z]+ )?func [^\n]*\{\n.*?^  \}\n", text, re.M | re.S)
+    return {block.partition("(")[0].strip(): block for block in blocks}
+
+
+def without_repeats(before: str, after: str) -> str:
+    """The text `after`, with functions that are as in `before` left out."""
+    known = functions_in(before)
+    for head, block in functions_in(after).items():
+        if known.get(head) == block:
+            after = after.replace(block, f"  {head}: unchanged\n")
+    return after
+
+
 def compare(before: Program, after: Program) -> None:
     """Both programs give the same outputs, as far as they share them."""
     expected = run(before, "step", step_inputs(before))
@@ -127,7 +169,8 @@ def check(kind: type[Pass], case: Case) -> Case:
     """Run a case; the case with what really came out as its expectation."""
     program, message = apply(kind, case)
     if program is not None:
-        return replace(case, after=program_text(program), refused="")
+        before = program_text(parse_program(case.before))
+        return replace(case, after=without_repeats(before, program_text(program)), refused="")
     keep = case.refused and case.refused in message
     part = case.refused if keep else message.strip().splitlines()[0]
     return replace(case, after="", refused=part)
@@ -154,6 +197,12 @@ def test_case(path: Path, name: str, update: bool) -> None:
         path.write_text(write_cases(preamble, cases))
         return
     assert found.text() == cases[index].text()
+
+
+def test_every_pass_has_cases() -> None:
+    own = {name for name, kind in all_passes().items() if kind.__module__.startswith("graftwork.")}
+    lacking = own - {path.stem for path in FOLDER.glob("*.test")}
+    assert not lacking, f"tests/cases has no {', '.join(sorted(lacking))}"
 
 
 # -- the harness itself
@@ -195,6 +244,17 @@ def test_update_writes_what_then_passes() -> None:
     again = read_cases(write_cases(preamble, [found]))
     assert again[0].strip() == preamble.strip() and again[1] == [found]
     assert check(all_passes()["add_argmax"], found) == found
+
+
+def test_what_stays_as_it_was_is_not_repeated() -> None:
+    (case,) = read_cases(PLAIN)[1]
+    second = "\n# case: second\n# before: chosen\n# options: {}\n"
+    _, cases = read_cases(PLAIN + second)
+    assert cases[1].before == case.before and cases[1].text() == second.lstrip()
+    found = check(all_passes()["draft_suffix"], case)
+    assert "  func step: unchanged\n" in found.after and "embedding" not in found.after
+    with pytest.raises(AssertionError, match="starts from 'nobody'"):
+        read_cases(PLAIN + second.replace("chosen", "nobody"))
 
 
 def test_refusals_are_compared_by_part() -> None:
