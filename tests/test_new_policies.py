@@ -16,14 +16,16 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError, PassError, Program, parse_program, program_text, verify
 from graftwork.ir.discovery import import_all
+from graftwork.ir.executable import Executable
 from graftwork.ir.plan import RECORDS, CacheRecord, DepthRecord, DraftRecord, LengthRecord
 from graftwork.ir.plan.base import POLICIES, policy
-from graftwork.ir.plan.bounds import Levels, Nodes, Share
+from graftwork.ir.plan.bounds import Nodes, Share
 from graftwork.passes import Contract, all_passes
 from graftwork.passes.engine import base as pass_base
 from graftwork.passes.engine.manager import run_passes
 from graftwork.recipe import Recipe
 from graftwork.runtime import generate
+from graftwork.runtime.asking.text import Text
 from graftwork.runtime.cache import CACHES, CachePolicy
 from graftwork.runtime.depth import DEPTHS, DepthPolicy
 from graftwork.runtime.speculate.drafters.base import DRAFTERS, ChainDrafter
@@ -113,6 +115,8 @@ def test_a_drafter_and_a_length_policy(tmp_path: Path) -> None:
 
 
 def test_a_depth_policy_and_a_cache_policy() -> None:
+    asked: list[str] = []
+
     @policy
     @dataclass(frozen=True)
     class HalfDepth(DepthRecord):
@@ -123,20 +127,34 @@ def test_a_depth_policy_and_a_cache_policy() -> None:
 
     @DEPTHS.register(HalfDepth)
     class HalfPolicy(DepthPolicy):
-        record: HalfDepth
+        def begin(self, batch: int) -> None:
+            asked.append(f"{self.record.share} of {batch}")
 
     @policy
     @dataclass(frozen=True)
     class Window(CacheRecord):
-        """The last rows alone. rows: how many."""
+        """The last rows alone. rows: the most; half of them stay where there would be more."""
 
-        rows: Levels = 8
+        rows: Nodes = 64
         kind: ClassVar[str] = "window"
 
     @CACHES.register(Window)
     class WindowPolicy(CachePolicy):
-        def room(self, rows: Sequence[int]) -> int | None:
-            return max(self.record.rows - max(rows), 0)
+        def __init__(self, record: Window, executable: Executable) -> None:
+            super().__init__(record, executable)
+            self.most = record.rows
+
+        def room(self, rows: Sequence[int]) -> int:
+            return self.record.rows - max(rows)
+
+        def settle(self, texts: Sequence[Text]) -> None:
+            (text,) = texts
+            if text.rows < self.record.rows:
+                return
+            asked.append("window")
+            kept = torch.arange(text.rows // 2, text.rows)[None]
+            self.executable.compact(list(self.executable.program.states), kept)
+            text.rows = kept.shape[1]
 
     program, recipe = optimized("depth_half", {"cache_window": {"rows": 6}})
     assert recipe.contract == Contract.APPROXIMATE.value
@@ -145,9 +163,15 @@ def test_a_depth_policy_and_a_cache_policy() -> None:
     again = parse_program(text, program.weights)
     verify(again)
     assert again.plan == program.plan and program_text(again) == text
-    executable = compile(cached_llama(), EAGER)
-    depth, cache = program.plan.depth, program.plan.cache
-    assert isinstance(DEPTHS.find(depth)(depth, executable), HalfPolicy)
-    assert CACHES.find(cache)(cache, executable).room([2, 5]) == 1
     with pytest.raises(PassError, match="cache_window: the plan has a cache policy already: win"):
         all_passes()["cache_window"]().run(program)
+    prompt = PROMPTS[2:3]
+    options: dict[str, Any] = {"max_new_tokens": 16, "eos_token_id": []}
+    short = generate(compile(program, EAGER), prompt, **options)
+    # 5 rows of the prompt, 15 more: one to the boundary, then three at a time.
+    assert asked == ["0.5 of 1", *["window"] * 5]
+    wide, _ = optimized("depth_half", {"cache_window": {"rows": 40}})
+    long = generate(compile(wide, EAGER), prompt, **options)
+    assert asked[6:] == ["0.5 of 1"]
+    assert torch.equal(long, generate(compile(cached_llama(), EAGER), prompt, **options))
+    assert not torch.equal(short, long)
