@@ -3,27 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from ...ir import Function, Program, Role
+from ...ir import Function, Program, Role, WeightStore
+from .base import Outcome
 
 EVERY = frozenset(Role)
 TARGET = frozenset({Role.TARGET})
 
 
 def edit_each(
-    program: Program, edit: Callable[[Function], int], roles: frozenset[Role] = EVERY
-) -> tuple[Program, int]:
-    """The program with its functions of some roles edited, and how much there was to do.
+    program: Program, edit: Callable[[Function], int | str], roles: frozenset[Role] = EVERY
+) -> Outcome:
+    """What comes of editing the program's functions of some roles.
 
-    edit: changes a copy in place and says how much it did; where that is nothing the function stays
-    as it was.
+    edit: changes a copy in place and says how much it did; where that was nothing, the function
+    stays as it was, and text says what came nearest.
     """
-    functions, total = dict(program.functions), 0
+    functions, total, misses = dict(program.functions), 0, list[str]()
     for name, function in program.functions.items():
         if function.role not in roles:
             continue
         fn = function.copy()
-        count = edit(fn)
-        if count:
-            functions[name], total = fn, total + count
-    return program.replace(functions=functions), total
+        did = edit(fn)
+        if isinstance(did, str):
+            misses.append(did)
+        elif did:
+            functions[name], total = fn, total + did
+    if not total:
+        return Outcome(program, 0, next(filter(None, misses), ""))
+    return Outcome(program.replace(functions=functions), total)
+
+
+def edit_with_weights(
+    program: Program,
+    edit: Callable[[Function, WeightStore], tuple[int | str, WeightStore]],
+    roles: frozenset[Role] = EVERY,
+) -> Outcome:
+    """`edit_each` of an edit that is given the weights so far and hands on those that it needs."""
+    weights = program.weights
+
+    def edit_one(fn: Function) -> int | str:
+        nonlocal weights
+        did, weights = edit(fn, weights)
+        return did
+
+    outcome = edit_each(program, edit_one, roles)
+    if not outcome.matches:
+        return outcome
+    return replace(outcome, program=outcome.program.replace(weights=weights).pruned())

@@ -37,10 +37,7 @@ class Cse(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Merge equal calls in every function. See the module docstring."""
-        after, merged = edit_each(program, merge_equal)
-        if not merged:
-            return Outcome(program, 0, "no two calls compute the same")
-        return Outcome(after, merged)
+        return edit_each(program, lambda fn: merge_equal(fn) or "no two calls compute the same")
 
 
 def merge_equal(fn: Function) -> int:

@@ -34,10 +34,7 @@ class Dce(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Sweep every function. See the module docstring."""
-        after, removed = edit_each(program, sweep)
-        if not removed:
-            return Outcome(program, 0, "every call feeds an output")
-        return Outcome(after.pruned(), removed)
+        return edit_each(program, lambda fn: sweep(fn) or "every call feeds an output")
 
 
 def sweep(fn: Function) -> int:

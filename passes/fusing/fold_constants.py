@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +29,7 @@ from torch.fx.node import map_aggregate
 
 from ...ir import Function, Program, Sym, TensorType, Weight, WeightStore, derive, type_of
 from ..engine.base import Outcome, Pass, register
-from ..engine.functions import edit_each
+from ..engine.functions import edit_with_weights
 from ..engine.subgraph import evaluate, extract, fresh_name, key_of
 from .dce import sweep
 
@@ -44,33 +44,23 @@ class FoldConstants(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Fold in every function. See the module docstring."""
-        folder = _Folder(program.weights, self.limit)
-        after, folded = edit_each(program, folder.edit)
-        if not folded:
-            return Outcome(program, 0, "no call reads weights and numbers only")
-        return Outcome(after.replace(weights=folder.weights).pruned(), folded)
+        return edit_with_weights(program, partial(_fold, limit=self.limit))
 
 
-@dataclass
-class _Folder:
-    weights: WeightStore
-    limit: int
-
-    def edit(self, fn: Function) -> int:
-        """Fold what a function computes of weights; how many values."""
-        constant = _constants(fn, self.weights, self.limit)
-        roots = [n for n in fn.calls() if n in constant and set(n.users) - constant.keys()]
-        folded = 0
-        for node in roots:
-            if not isinstance(node.meta["type"], TensorType):
-                continue  # its items are roots themselves
-            weight = folded_weight(fn, node, self.weights)
-            self.weights = self.weights.adding(weight)
-            with fn.graph.inserting_before(node):
-                node.replace_all_uses_with(fn.weight(weight))
-            folded += 1
-        sweep(fn)
-        return folded
+def _fold(fn: Function, weights: WeightStore, limit: int) -> tuple[int | str, WeightStore]:
+    constant = _constants(fn, weights, limit)
+    roots = [n for n in fn.calls() if n in constant and any(u not in constant for u in n.users)]
+    folded = 0
+    for node in roots:
+        if not isinstance(node.meta["type"], TensorType):
+            continue  # its items are roots themselves
+        weight = folded_weight(fn, node, weights)
+        weights = weights.adding(weight)
+        with fn.graph.inserting_before(node):
+            node.replace_all_uses_with(fn.weight(weight))
+        folded += 1
+    sweep(fn)
+    return folded or "no call reads weights and numbers only", weights
 
 
 def folded_weight(fn: Function, node: torch.fx.Node, weights: WeightStore) -> Weight:

@@ -43,24 +43,19 @@ class FuseResidualNorm(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Fuse every norm of a sum, looking through markers. See the module docstring."""
-        misses: list[str] = []
-        after, count = edit_each(program, lambda fn: fuse_norms(fn, misses))
-        if not count:
-            return Outcome(program, 0, misses[-1] if misses else "no graftwork.rms_norm")
-        return Outcome(after, count)
+        return edit_each(program, _fused)
 
 
-def fuse_norms(fn: Function, misses: list[str]) -> int:
-    """Fuse every norm of a sum in place; how many. What comes near is added to `misses`."""
-    count = 0
+def _fused(fn: Function) -> int | str:
+    count, near_miss = 0, "no graftwork.rms_norm"
     for node in fn.calls(G.rms_norm.default):
         total = _through_markers(node.args[0])
-        if _plain_sum(total, node):
-            _fuse(fn, node, total)
-            count += 1
-        else:
-            misses.append(f"%{node.name} normalises {total}, not a sum of two values of its type")
-    return count
+        if not _plain_sum(total, node):
+            near_miss = f"%{node.name} normalises {total}, not a sum of two values of its type"
+            continue
+        _fuse(fn, node, total)
+        count += 1
+    return count or near_miss
 
 
 def _through_markers(node: object) -> torch.fx.Node:

@@ -17,7 +17,7 @@ import torch.fx
 
 from ...ir import Function, Program, TensorType, WeightStore, derive, site_of, type_of
 from ..engine.base import Outcome
-from ..engine.functions import TARGET, edit_each
+from ..engine.functions import TARGET, edit_with_weights
 from ..engine.subgraph import fresh_name
 from .dce import sweep
 
@@ -47,21 +47,14 @@ def source_product(node: Any) -> Any:
 def merging(program: Program, merge: Callable[[Merger], None], what: str) -> Outcome:
     """What a pass makes that merges products in the target's functions; those of drafts keep the
     weights by whose names they are trained. what: what has such products."""
-    weights, refusals = program.weights, list[str]()
 
-    def edit(fn: Function) -> int:
-        nonlocal weights
+    def edit(fn: Function, weights: WeightStore) -> tuple[int | str, WeightStore]:
         merger = Merger(fn, weights)
         merge(merger)
         sweep(fn)
-        weights = merger.weights
-        refusals.extend(merger.refusals)
-        return merger.merged
+        return merger.merged or next(iter(merger.refusals), f"no {what}"), merger.weights
 
-    after, merged = edit_each(program, edit, TARGET)
-    if not merged:
-        return Outcome(program, 0, refusals[0] if refusals else f"no {what}")
-    return Outcome(after.replace(weights=weights).pruned(), merged)
+    return edit_with_weights(program, edit, TARGET)
 
 
 @dataclass

@@ -29,7 +29,7 @@ import torch.fx
 
 from ...ir import Function, Program, TensorType, Weight, WeightStore, derive, site_of, type_of
 from ..engine.base import Outcome, Pass, register
-from ..engine.functions import edit_each
+from ..engine.functions import edit_with_weights
 from ..engine.subgraph import cone, evaluate, extract, fresh_name, key_of
 from .cse import merge_equal
 from .dce import sweep
@@ -52,27 +52,20 @@ class TabulatePositions(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Replace position-only values by lookups, in every function. See the module docstring."""
-        weights, misses = program.weights, list[str]()
 
-        def edit(fn: Function) -> int:
-            nonlocal weights
+        def edit(fn: Function, weights: WeightStore) -> tuple[int | str, WeightStore]:
             if not fn.has_input(INPUT):
-                return 0
+                return "", weights
             merge_equal(fn)
             tables = _Tables(fn, weights, program.info.context, self.limit, PerToken.of(fn, INPUT))
             found = [(node, tables.table(node)) for node in tables.candidates()]
             for node, weight in found:
                 tables.replace(node, weight)
             sweep(fn)
-            weights = tables.weights
-            misses.append(tables.near_miss)
-            return len(found)
+            miss = tables.near_miss or f"no value depends on {INPUT} alone"
+            return len(found) or miss, tables.weights
 
-        after, count = edit_each(program, edit)
-        if not count:
-            miss = next(filter(None, misses), f"no value depends on {INPUT} alone")
-            return Outcome(program, 0, miss)
-        return Outcome(after.replace(weights=weights).pruned(), count)
+        return edit_with_weights(program, edit)
 
 
 @dataclass

@@ -24,11 +24,22 @@ from typing import Any, ClassVar
 import torch
 import torch.fx
 
-from ...ir import Function, PassError, Program, Role, TensorType, Weight, derive, site_of, type_of
+from ...ir import (
+    Function,
+    PassError,
+    Program,
+    Role,
+    TensorType,
+    Weight,
+    WeightStore,
+    derive,
+    site_of,
+    type_of,
+)
 from ...ir.ops.quant import COARSE, quantize_rows
 from ..engine.base import STATES, Contract, Effect, Outcome, Pass, register
 from ..engine.facts import Predicate
-from ..engine.functions import edit_each
+from ..engine.functions import edit_with_weights
 from ..fusing.dce import sweep
 
 A, G = torch.ops.aten, torch.ops.graftwork
@@ -60,27 +71,22 @@ class QuantizeInt8(Pass):
     def run(self, program: Program) -> Outcome:
         """Quantize every linear weight that is not excluded, in every function."""
         self._check_patterns(program)
-        weights, kept = program.weights, 0
+        return edit_with_weights(program, self._quantize)
 
-        def edit(fn: Function) -> int:
-            nonlocal weights, kept
-            calls = fn.calls(A.linear.default)
-            given = [(node, _weight_of(node, program)) for node in calls]
-            found = [(n, weight) for n, weight in given if weight and not self._excluded(weight)]
-            # What only drafts may be rounded as it runs fastest.
-            coarse = fn.role is Role.DRAFT
-            for node, weight in found:
-                values, scale = _quantized(weight, coarse)
-                weights = weights.adding(weights.taken(values), weights.taken(scale))
-                _replace(fn, node, weights[values.name], weights[scale.name], coarse)
-            kept += len(calls) - len(found)
-            sweep(fn)
-            return len(found)
-
-        after, matches = edit_each(program, edit)
-        if not matches:
-            return Outcome(program, 0, f"{kept} linear layers, all excluded or without a weight")
-        return Outcome(after.replace(weights=weights), matches)
+    def _quantize(self, fn: Function, weights: WeightStore) -> tuple[int | str, WeightStore]:
+        calls = fn.calls(A.linear.default)
+        given = [(node, _weight_of(node, weights)) for node in calls]
+        found = [(n, weight) for n, weight in given if weight and not self._excluded(weight)]
+        if not found:
+            return f"{len(calls)} linear layers, all excluded or without a weight", weights
+        # What only drafts may be rounded as it runs fastest.
+        coarse = fn.role is Role.DRAFT
+        for node, weight in found:
+            values, scale = _quantized(weight, coarse)
+            weights = weights.adding(weights.taken(values), weights.taken(scale))
+            _replace(fn, node, weights[values.name], weights[scale.name], coarse)
+        sweep(fn)
+        return len(found), weights
 
     def _excluded(self, weight: Weight) -> bool:
         return any(fnmatchcase(weight.name, pattern) for pattern in self.exclude)
@@ -94,11 +100,11 @@ class QuantizeInt8(Pass):
                 )
 
 
-def _weight_of(node: torch.fx.Node, program: Program) -> Weight | None:
+def _weight_of(node: torch.fx.Node, weights: WeightStore) -> Weight | None:
     source = node.args[1]
     if not isinstance(source, torch.fx.Node) or source.op != "get_attr":
         return None
-    weight = program.weights[str(source.target)]
+    weight = weights[str(source.target)]
     return weight if weight.type.dtype.is_floating_point else None
 
 

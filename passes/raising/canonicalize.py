@@ -58,12 +58,12 @@ class Canonicalize(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Rewrite every function and set the stage. See the module docstring."""
-        after, count = edit_each(program, _rewrite)
+        outcome = edit_each(program, _rewrite)
         stage = "canonical" if program.stage == "traced" else program.stage
-        changed = count + (stage != program.stage)
+        changed = outcome.matches + (stage != program.stage)
         if not changed:
             return Outcome(program, 0, f"the program is canonical (stage {stage})")
-        return Outcome(after.replace(stage=stage).pruned(), changed)
+        return Outcome(outcome.program.replace(stage=stage).pruned(), changed)
 
 
 def _rewrite(fn: Function) -> int:

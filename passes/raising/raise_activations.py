@@ -40,15 +40,12 @@ class RaiseActivations(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Raise in every function. See the module docstring."""
-        misses: list[str] = []
 
-        def edit(fn: Function) -> int:
+        def edit(fn: Function) -> int | str:
             result = apply_rules(fn, RULES, program.weights)
-            misses.append(result.near_miss)
-            return result.count
+            return result.count or result.near_miss
 
-        after, count = edit_each(program, edit)
-        return Outcome(after, count) if count else Outcome(program, 0, misses[0])
+        return edit_each(program, edit)
 
 
 def _silu(x: Tensor) -> Tensor:

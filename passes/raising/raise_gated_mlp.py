@@ -44,18 +44,15 @@ class RaiseGatedMlp(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Raise in every function. See the module docstring."""
-        misses = ["nothing multiplies an activation with another value"]
-        after, count = edit_each(program, lambda fn: _raise(fn, misses))
-        return Outcome(after, count) if count else Outcome(program, 0, misses[-1])
+        return edit_each(program, _raise)
 
 
-def _raise(fn: Function, misses: list[str]) -> int:
-    """Raise in a function in place; what comes near is added to `misses`."""
-    count = 0
+def _raise(fn: Function) -> int | str:
+    count, near_miss = 0, "nothing multiplies an activation with another value"
     for node in fn.calls(A.mul.Tensor):
         found = _read(node)
         if isinstance(found, str):
-            misses += [found] if found else []
+            near_miss = found or near_miss
             continue
         activation, gate, up = found
         with fn.graph.inserting_before(node):
@@ -63,7 +60,7 @@ def _raise(fn: Function, misses: list[str]) -> int:
         node.replace_all_uses_with(new)
         count += 1
     sweep(fn)
-    return count
+    return count or near_miss
 
 
 def _read(product: torch.fx.Node) -> tuple[str, torch.fx.Node, torch.fx.Node] | str:

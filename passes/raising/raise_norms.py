@@ -34,7 +34,7 @@ from ...ir.match import Match
 from ...ir.rewrite import Builder, Rule, apply_rules
 from ...ir.types import DTYPE_NAMES
 from ..engine.base import Outcome, Pass, register
-from ..engine.functions import edit_each
+from ..engine.functions import edit_with_weights
 from ..engine.subgraph import constants
 from ..fusing.dce import sweep
 from .norm_absorber import Absorber
@@ -52,24 +52,19 @@ class RaiseNorms(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Raise in every function. See the module docstring."""
-        weights, misses = program.weights, list[str]()
+        return edit_with_weights(program, _raise)
 
-        def edit(fn: Function) -> int:
-            nonlocal weights
-            calls, weights = _raise_calls(fn, weights)
-            result = apply_rules(fn, RULES, weights)
-            misses.append(result.near_miss)
-            absorber = Absorber(fn, result.weights, constants(fn))
-            for node in fn.calls(*NORMS) if calls or result.count else ():
-                absorber.visit(node)
-            sweep(fn)
-            weights = absorber.weights
-            return calls + result.count
 
-        after, count = edit_each(program, edit)
-        if not count:
-            return Outcome(program, 0, misses[0])
-        return Outcome(after.replace(weights=weights).pruned(), count)
+def _raise(fn: Function, weights: WeightStore) -> tuple[int | str, WeightStore]:
+    calls, weights = _raise_calls(fn, weights)
+    result = apply_rules(fn, RULES, weights)
+    if not calls and not result.count:
+        return result.near_miss, weights
+    absorber = Absorber(fn, result.weights, constants(fn))
+    for node in fn.calls(*NORMS):
+        absorber.visit(node)
+    sweep(fn)
+    return calls + result.count, absorber.weights
 
 
 def _rms(x: Tensor, eps: float) -> Tensor:

@@ -54,19 +54,16 @@ class RaiseRotary(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Raise in every function. See the module docstring."""
-        misses: list[str] = []
+        return edit_each(program, _raise)
 
-        def edit(fn: Function) -> int:
-            raiser = _Raiser(fn, decided_by(fn, {"positions"}))
-            for node in fn.calls(A.mul.Tensor):
-                if raiser.starts_at(node):
-                    raiser.visit(node)
-            sweep(fn)
-            misses.append(raiser.near_miss)
-            return raiser.count
 
-        after, count = edit_each(program, edit)
-        return Outcome(after, count) if count else Outcome(program, 0, misses[0])
+def _raise(fn: Function) -> int | str:
+    raiser = _Raiser(fn, decided_by(fn, {"positions"}))
+    for node in fn.calls(A.mul.Tensor):
+        if raiser.starts_at(node):
+            raiser.visit(node)
+    sweep(fn)
+    return raiser.count or raiser.near_miss
 
 
 @dataclass

@@ -40,17 +40,13 @@ class AcceptTrees(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Add the input. See the module docstring."""
-        after, matches = edit_each(program, _branch)
-        if not matches:
-            return Outcome(program, 0, "no function has a step_mask without ancestors")
-        return Outcome(after, matches)
+        return edit_each(program, _branch)
 
 
-def _branch(fn: Function) -> int:
-    """Let a function's masks take ancestors, in place; how many."""
+def _branch(fn: Function) -> int | str:
     masks = [node for node in fn.calls(G.step_mask.default) if node.args[2] is None]
     if not masks or fn.has_input(ANCESTORS):
-        return 0
+        return "no function has a step_mask without ancestors"
     ancestors = fn.add_input(ANCESTORS, INPUTS[ANCESTORS].type)
     for node in masks:
         node.update_arg(2, ancestors)

@@ -48,18 +48,10 @@ class PickLogits(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Insert the choice after the last marker. See the module docstring."""
-        misses: list[str] = []
-
-        def edit(fn: Function) -> int:
-            misses.append(_picked(fn))
-            return not misses[-1]
-
-        after, count = edit_each(program, edit, TARGET)
-        return Outcome(after, count) if count else Outcome(program, 0, misses[0])
+        return edit_each(program, _pick, TARGET)
 
 
-def _picked(fn: Function) -> str:
-    """Choose before a function's logits, in place. Returns why it cannot be done, or ""."""
+def _pick(fn: Function) -> int | str:
     markers = fn.calls(G.hidden.default)
     if "logits" not in fn.outputs:
         return f"{fn.name} returns no logits"
@@ -67,7 +59,7 @@ def _picked(fn: Function) -> str:
         return f"{fn.name} has no graftwork.hidden marker"
     if fn.has_input("select"):
         return f"{fn.name} has an input 'select' already"
-    return pick_after(fn, markers[-1], "logits")
+    return pick_after(fn, markers[-1], "logits") or 1
 
 
 def pick_after(fn: Function, last: torch.fx.Node, output: str) -> str:
