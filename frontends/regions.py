@@ -6,7 +6,7 @@ from collections.abc import Container
 
 import torch.fx
 
-from ..ir import Function
+from ..ir import Function, cone
 
 
 def reached_from(fn: Function, source: torch.fx.Node) -> set[torch.fx.Node]:
@@ -20,12 +20,5 @@ def reached_from(fn: Function, source: torch.fx.Node) -> set[torch.fx.Node]:
 
 def needed_for(node: torch.fx.Node, known: Container[torch.fx.Node]) -> list[torch.fx.Node]:
     """The nodes to run for a node's value, in graph order, when some values are known."""
-    wanted: set[torch.fx.Node] = set()
-    stack = [node]
-    while stack:
-        current = stack.pop()
-        if current in known or current in wanted:
-            continue
-        wanted.add(current)
-        stack.extend(current.all_input_nodes)
-    return [current for current in node.graph.nodes if current in wanted]
+    wanted = cone([node], known)
+    return [current for current in node.graph.nodes if current in wanted and current not in known]

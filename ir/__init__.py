@@ -12,7 +12,7 @@ from .errors import (
     UnsupportedError,
     VerifyError,
 )
-from .function import NOWHERE, Function, Role, Site, site_of, type_of
+from .function import NOWHERE, Function, Role, Site, arguments, cone, site_of, type_of
 from .interpret import run
 from .match import Match
 from .parser import parse_function, parse_program
@@ -52,6 +52,8 @@ __all__ = [
     "Weight",
     "WeightStore",
     "apply_rules",
+    "arguments",
+    "cone",
     "decompositions",
     "derive",
     "from_safetensors",

@@ -9,9 +9,10 @@ under the state's name. Symbolic sizes stand directly in arguments as `Sym`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 import torch.fx
@@ -64,6 +65,35 @@ class Role(Enum):
     TARGET = "target"
     DRAFT = "draft"
     UPKEEP = "upkeep"
+
+
+def cone(
+    roots: Iterable[torch.fx.Node], known: Container[torch.fx.Node] = ()
+) -> set[torch.fx.Node]:
+    """The roots and everything that they are computed from, up to values that are known: those are
+    among them, what they are computed from is not."""
+    seen: set[torch.fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack += () if node in known else node.all_input_nodes
+    return seen
+
+
+def arguments(node: torch.fx.Node) -> dict[str, Any]:
+    """The arguments of an op's call by name, in the schema's order, defaults filled in."""
+    defaults = _defaults(node.target)
+    bound = dict(defaults)
+    bound.update(zip((name for name, _ in defaults), node.args, strict=False))
+    bound.update(node.kwargs)
+    return bound
+
+
+@lru_cache(maxsize=4096)
+def _defaults(target: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple((a.name, a.default_value) for a in target._schema.arguments)
 
 
 class Function:
@@ -139,12 +169,7 @@ class Function:
         """
         given = {node: name for name, node in values.items()}
         outputs = {name: self.outputs[name] for name in wanted}
-        needed, stack = set[torch.fx.Node](), list(outputs.values())
-        while stack:
-            node = stack.pop()
-            if node not in needed:
-                needed.add(node)
-                stack += () if node in given else node.all_input_nodes
+        needed = cone(outputs.values(), given)
         rest = Function(f"{self.name}.beyond", role=self.role)
         mapping: dict[torch.fx.Node, torch.fx.Node] = {}
         for node in self.inputs:

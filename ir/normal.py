@@ -10,12 +10,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.fx
 
+from .function import arguments
 from .types import Dim, TensorType
 
 A = torch.ops.aten
@@ -68,7 +68,7 @@ def normal_call(node: torch.fx.Node) -> NormalCall:
     kind = kind_of(node.target)
     if node.target is operator.getitem:
         return NormalCall(kind, {"source": node.args[0], "index": node.args[1]})
-    named = _named(node)
+    named = arguments(node)
     rank = _rank(named)
     if kind in _BY_RESULT:
         return NormalCall(kind, {"source": named["self"], "dims": list(_dims(node))})
@@ -84,19 +84,6 @@ def normal_call(node: torch.fx.Node) -> NormalCall:
         wide = named.get("dtype") is not None or bool(named.get("half_to_float"))
         named = {"self": named["self"], "dim": named["dim"], "wide": wide}
     return NormalCall(kind, {k: v for k, v in named.items() if k not in _IGNORED})
-
-
-@lru_cache(maxsize=4096)
-def _schema(target: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple((a.name, a.default_value) for a in target._schema.arguments)
-
-
-def _named(node: torch.fx.Node) -> dict[str, Any]:
-    schema = _schema(node.target)
-    named = dict(schema)
-    named.update(zip((name for name, _ in schema), node.args, strict=False))
-    named.update(node.kwargs)
-    return named
 
 
 def _dims(node: Any) -> tuple[Dim, ...]:

@@ -28,6 +28,7 @@ from torch.fx.node import map_aggregate
 
 from .decompositions import decompositions, is_kept
 from .errors import GraftworkError
+from .function import cone
 from .normal import IDENTITIES, kind_of
 from .threads import traces
 from .types import DTYPE_NAMES, Dim, Sym, TensorType, make_dim
@@ -264,20 +265,20 @@ class _Tracer:
     def finish(self, outputs: tuple[torch.fx.Node, ...]) -> Pattern:
         self.graph.output(outputs)
         self.graph.eliminate_dead_code()
-        cone = _cone(outputs[0])
+        members = cone(outputs[:1])
         for output in outputs:
-            if output not in cone:
+            if output not in members:
                 raise GraftworkError("the first result of a pattern must depend on all the others")
         if outputs[0].op != "call_function":
             raise GraftworkError("the pattern computes nothing")
-        used = {n.target for n in cone if n.op == "placeholder"} | self.holes(cone)
+        used = {n.target for n in members if n.op == "placeholder"} | self.holes(members)
         if missing := set(self.specs) - used:
             raise GraftworkError(f"the traced pattern does not use {sorted(missing)}")
         return Pattern(self.graph, self.specs, outputs, self.dtype)
 
-    def holes(self, cone: set[torch.fx.Node]) -> set[Any]:
+    def holes(self, members: set[torch.fx.Node]) -> set[Any]:
         found: set[Any] = set()
-        for node in cone:
+        for node in members:
             map_aggregate((node.args, dict(node.kwargs)), lambda a: found.add(a))
         unknown = {s for d in found if isinstance(d, Sym) for s in d.symbols} & set(_LEADING)
         if unknown:
@@ -292,17 +293,6 @@ def _node(value: Any) -> torch.fx.Node:
 
 def _total(sizes: Sequence[Dim]) -> Dim:
     return make_dim(" + ".join(f"({size})" for size in sizes) or "0")
-
-
-def _cone(root: torch.fx.Node) -> set[torch.fx.Node]:
-    seen: set[torch.fx.Node] = set()
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen
 
 
 def spec_text(spec: InputSpec, dtype: torch.dtype) -> str:

@@ -142,7 +142,7 @@ def apply(kind: type[Pass], case: Case) -> tuple[Program | None, str]:
 
 def functions_in(text: str) -> dict[str, str]:
     """The lines of each function of a program's text, by how they begin: ``func step``."""
-    blocks = re.findall(r"^  (?:[a-z]+ )?func [^\n]*\{\n.*?^  \}\n", text, re.M | re.S)
+    blocks = re.findall(r"^  (?:[a-z]+ )?func .*?^  \}\n", text, re.M | re.S)
     return {block.partition("(")[0].strip(): block for block in blocks}
 
 

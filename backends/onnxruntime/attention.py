@@ -30,8 +30,8 @@ from typing import Any
 import torch
 import torch.fx
 
-from ...ir import Function, TensorType, WeightStore, derive, site_of, type_of
-from .calls import arguments, source_of
+from ...ir import Function, TensorType, WeightStore, arguments, derive, site_of, type_of
+from .calls import source_of
 from .views import TURNS, axis_order
 
 A = torch.ops.aten

@@ -17,9 +17,19 @@ import onnx_ir as oir
 import torch
 import torch.fx
 
-from ...ir import Dim, Function, Sym, TensorType, UnsupportedError, Weight, WeightStore, site_of
+from ...ir import (
+    Dim,
+    Function,
+    Sym,
+    TensorType,
+    UnsupportedError,
+    Weight,
+    WeightStore,
+    arguments,
+    site_of,
+)
 from ...ir.types import ValueType
-from .calls import arguments, source_of
+from .calls import source_of
 
 MICROSOFT = "com.microsoft"
 OPSETS = {"": 24, MICROSOFT: 1}

@@ -18,8 +18,8 @@ from __future__ import annotations
 import torch
 import torch.fx
 
-from ...ir import Function, TensorType, site_of, type_of
-from .calls import arguments, source_of
+from ...ir import Function, TensorType, arguments, site_of, type_of
+from .calls import source_of
 
 A = torch.ops.aten
 G = torch.ops.graftwork

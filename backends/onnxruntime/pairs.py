@@ -16,8 +16,7 @@ import onnx_ir as oir
 import torch
 import torch.fx
 
-from ...ir import Dim, Function
-from .calls import arguments
+from ...ir import Dim, Function, arguments
 from .emit import Emitter
 
 A = torch.ops.aten

@@ -26,13 +26,13 @@ from typing import Any
 import torch
 import torch.fx
 
-from ...ir import Function, Program, Sym, UnsupportedError, WeightStore, site_of, type_of
+from ...ir import Function, Program, Sym, UnsupportedError, WeightStore, arguments, site_of, type_of
 from ...ir.plan import NoDraft
 from ...ir.types import Dim, TensorType
 from ...passes.fusing.cse import merge_equal
 from ...passes.fusing.dce import sweep
 from .attention import SEQLENS, TOTAL, lower_attention
-from .calls import arguments, source_of
+from .calls import source_of
 from .decompose import decompose
 from .lower import drop_ancestors, erase_markers
 from .norms import fuse_norms

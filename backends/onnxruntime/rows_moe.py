@@ -14,8 +14,7 @@ import onnx_ir as oir
 import torch
 import torch.fx
 
-from ...ir import Weight, derive
-from .calls import arguments
+from ...ir import Weight, arguments, derive
 from .emit import Emitter, row, type_of, weight_of
 
 G = torch.ops.graftwork

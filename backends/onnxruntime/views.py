@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 import torch.fx
 
-from ...ir import Function, site_of, type_of
+from ...ir import Function, arguments, site_of, type_of
 from ...passes.fusing.dce import sweep
-from .calls import arguments, source_of
+from .calls import source_of
 
 A = torch.ops.aten
 

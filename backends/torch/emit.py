@@ -10,7 +10,7 @@ import torch
 import torch.fx
 from torch.fx.node import map_aggregate
 
-from ...ir import Function, Sym, UnsupportedError, type_of
+from ...ir import Function, Sym, UnsupportedError, cone, type_of
 from ...ir.ops import op_of
 from .rows import ROWS, Prepared, Row, cache_write_
 
@@ -58,7 +58,7 @@ class _Builder:
         self, wanted: list[torch.fx.Node], written: list[torch.fx.Node]
     ) -> torch.fx.GraphModule:
         """Emit what the wanted outputs and the state updates need, and nothing else."""
-        needed = _needed([*wanted, *written])
+        needed = cone([*wanted, *written])
         for node in self.function.inputs:
             self._input(node)
         for node in self.function:
@@ -130,14 +130,3 @@ class _Builder:
 
     def _owns_state(self, cache: Any) -> bool:
         return str(cache.target) in self.states and len(cache.users) == 1
-
-
-def _needed(roots: list[torch.fx.Node]) -> set[torch.fx.Node]:
-    needed: set[torch.fx.Node] = set()
-    stack = list(roots)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
-    return needed

@@ -28,7 +28,18 @@ from typing import Any, ClassVar
 import torch
 import torch.fx
 
-from ...ir import Function, PassError, Program, Role, State, Sym, TensorType, site_of, type_of
+from ...ir import (
+    Function,
+    PassError,
+    Program,
+    Role,
+    State,
+    Sym,
+    TensorType,
+    arguments,
+    site_of,
+    type_of,
+)
 from ...ir.protocol import INPUTS
 from ..engine.base import Effect, Outcome, Pass, register
 from ..fusing.dce import sweep
@@ -122,14 +133,16 @@ class _Inserter:
 
     def replace(self, node: torch.fx.Node) -> None:
         """Turn one attention into two cache writes and a read."""
-        q, k, v, sinks, slopes = (*node.args, None, None)[:5]
-        options: dict[str, Any] = dict(node.kwargs)
-        layer, window = int(options.pop("layer")), options.pop("window", None)
-        sinks, slopes = options.pop("sinks", sinks), options.pop("slopes", slopes)
+        given = arguments(node)
+        q, k, v, sinks, slopes = (given[name] for name in ("q", "k", "v", "sinks", "slopes"))
+        layer, window = given["layer"], given["window"]
+        options: dict[str, Any] = {
+            name: n for name, n in node.kwargs.items() if name in ("scale", "softcap")
+        }
         mask, site = self.mask(window), site_of(node)
         with self.fn.graph.inserting_before(node):
-            keys = self.write(layer, "key", k, site)  # type: ignore[arg-type]
-            values = self.write(layer, "value", v, site)  # type: ignore[arg-type]
+            keys = self.write(layer, "key", k, site)
+            values = self.write(layer, "value", v, site)
             bias = None
             if slopes is not None:
                 positions = self.fn.input("positions")

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from ...ir import PassError, derive
-from ..engine.subgraph import cone
+from ...ir import PassError, cone, derive
 from .decoder_layer import next_layer
 from .grafts import Graft
 

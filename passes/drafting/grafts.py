@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.fx
 
-from ...ir import Function, PassError, Program, Role, TensorType, Weight, derive, type_of
+from ...ir import Function, PassError, Program, Role, TensorType, Weight, cone, derive, type_of
 from ...ir.plan import DraftRecord
-from ..engine.subgraph import cone
 from ..fusing.dce import sweep
 from ..stepping.pick_logits import pick_after
 from .plan_edits import with_draft
@@ -252,13 +251,7 @@ def _copied(
 ) -> torch.fx.Node:
     """A function's node `wanted` in `fn`, the same or another one; see `Graft.copy`."""
     copies: dict[torch.fx.Node, torch.fx.Node] = dict(given)
-    members: set[torch.fx.Node] = set()
-    stack = [wanted]
-    while stack:
-        node = stack.pop()
-        if node not in copies and node not in members:
-            members.add(node)
-            stack.extend(node.all_input_nodes)
+    members = cone([wanted], copies) - copies.keys()
     for node in sorted(members):  # fx nodes compare by their place in the graph
         if node.op == "placeholder" and node.graph is not fn.graph:
             raise PassError(

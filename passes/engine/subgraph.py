@@ -3,14 +3,14 @@ and putting one function's body into another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
 import torch
 import torch.fx
 from torch.fx.node import map_aggregate
 
-from ...ir import Function, ModelInfo, Program, Weight, WeightStore, run, site_of, type_of
+from ...ir import Function, ModelInfo, Program, Weight, WeightStore, cone, run, site_of, type_of
 from ...ir.types import Sym
 
 
@@ -43,18 +43,6 @@ def _classify(
             elif all(arg in constant or arg in decided for arg in args):
                 decided.add(node)
     return constant, decided
-
-
-def cone(roots: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
-    """The roots and everything that they are computed from."""
-    seen: set[torch.fx.Node] = set()
-    stack = list(roots)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen
 
 
 def extract(fn: Function, outputs: Mapping[str, torch.fx.Node]) -> Function:

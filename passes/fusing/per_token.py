@@ -12,9 +12,9 @@ import torch
 import torch.fx
 from torch.fx.node import map_aggregate
 
-from ...ir import Function, Sym, TensorType, type_of
+from ...ir import Function, Sym, TensorType, cone, type_of
 from ...ir.types import Dim, make_dim
-from ..engine.subgraph import cone, decided_by
+from ..engine.subgraph import decided_by
 
 A = torch.ops.aten
 

@@ -27,10 +27,10 @@ from typing import ClassVar
 import torch
 import torch.fx
 
-from ...ir import Function, Program, TensorType, Weight, WeightStore, derive, site_of, type_of
+from ...ir import Function, Program, TensorType, Weight, WeightStore, cone, derive, site_of, type_of
 from ..engine.base import Outcome, Pass, register
 from ..engine.functions import edit_with_weights
-from ..engine.subgraph import cone, evaluate, extract, fresh_name, key_of
+from ..engine.subgraph import evaluate, extract, fresh_name, key_of
 from .cse import merge_equal
 from .dce import sweep
 from .per_token import PerToken, axis_of

@@ -29,7 +29,7 @@ import torch
 import torch.fx
 from torch import Tensor
 
-from ...ir import Function, Program, TensorType, Weight, WeightStore, site_of, type_of
+from ...ir import Function, Program, TensorType, Weight, WeightStore, arguments, site_of, type_of
 from ...ir.match import Match
 from ...ir.rewrite import Builder, Rule, apply_rules
 from ...ir.types import DTYPE_NAMES
@@ -131,7 +131,7 @@ def _raise_calls(fn: Function, weights: WeightStore) -> tuple[int, WeightStore]:
     """Turn torch's own layer norms over the last axis into ours."""
     count = 0
     for node in fn.calls(A.layer_norm.default, A.native_layer_norm.default):
-        given, results = _arguments(node), [node]
+        given, results = arguments(node), [node]
         if node.target is A.native_layer_norm.default:
             results = list(node.users)
         whole = all(user is node or user.args[1] == 0 for user in results)  # no statistics
@@ -147,10 +147,3 @@ def _raise_calls(fn: Function, weights: WeightStore) -> tuple[int, WeightStore]:
             result.replace_all_uses_with(new)
         count += 1
     return count, weights
-
-
-def _arguments(node: torch.fx.Node) -> dict[str, Any]:
-    """A call's arguments by name, defaults filled in."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    given = dict(zip((a.name for a in schema), node.args, strict=False))
-    return {a.name: a.default_value for a in schema} | given | node.kwargs

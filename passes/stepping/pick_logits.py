@@ -26,12 +26,11 @@ import torch
 import torch.fx
 from torch.fx.node import map_aggregate
 
-from ...ir import Function, Program, VerifyError, site_of
+from ...ir import Function, Program, VerifyError, cone, site_of
 from ...ir.protocol import INPUTS
 from ...ir.types import Sym
 from ..engine.base import Effect, Outcome, Pass, register
 from ..engine.functions import TARGET, edit_each
-from ..engine.subgraph import cone
 
 G = torch.ops.graftwork
 
