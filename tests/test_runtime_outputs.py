@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from graftwork.runtime.feeding.buffers import Calls
 from graftwork.runtime.feeding.outputs import Outputs, integers
+from graftwork.runtime.feeding.step_inputs import Calls
 
 
 class Holding:

@@ -17,8 +17,8 @@ from ..base import StatefulExecutable
 from ..target import Target
 from .attention import OVERHANG
 from .emit import emit
-from .held import Held
 from .lower import Variant, lower
+from .repeated import RepeatedCall
 from .routing import Route, Router
 from .session import open_session
 from .step import Step
@@ -71,9 +71,9 @@ class OnnxExecutable(StatefulExecutable):
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
     ) -> HeldCall:
         """The call, bound to the tensors' own memory."""
-        # Held calls do not keep the executable alive.
+        # RepeatedCall calls do not keep the executable alive.
         routed = weakref.WeakMethod(self._routed)
-        return Held(routed, self.buffers, function, inputs, fetch)
+        return RepeatedCall(routed, self.buffers, function, inputs, fetch)
 
     def _routed(self, function: str, inputs: Mapping[str, torch.Tensor]) -> tuple[Step, Route]:
         """Who takes a call, and how; there is room for it."""

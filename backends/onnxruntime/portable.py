@@ -27,7 +27,6 @@ import torch
 import torch.fx
 
 from ...ir import Function, Program, Sym, UnsupportedError, WeightStore, arguments, site_of, type_of
-from ...ir.plan import NoDraft
 from ...ir.types import Dim, TensorType
 from ...passes.fusing.cse import merge_equal
 from ...passes.fusing.dce import sweep
@@ -76,7 +75,7 @@ def portable(program: Program, *, plain: bool = False) -> Portable:
     something else than a step mask.
     """
     step = program.step
-    if not isinstance(program.plan.draft, NoDraft):
+    if program.plan.speculates:
         _refuse_drafts(program, plain)
         # Their own caches are nothing of the step's.
         own = {name: state for name, state in program.states.items() if step.has_input(name)}

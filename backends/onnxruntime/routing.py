@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from ...ir import Function, InputError, Program, Role, Sym, type_of
-from ...ir.plan import Chain
 from ...ir.protocol import ANCESTORS
 from ..target import Target
 from .attention import SEQLENS, TOTAL
@@ -52,7 +51,7 @@ class Router:
         self.name = function.name
         self.cached = has_attention(function)
         self.trees = function.has_input(ANCESTORS)
-        self.drafts_trees = self.trees and not isinstance(program.plan.tree, Chain)
+        self.drafts_trees = self.trees and program.plan.tree.branches
         self.rounds = function.role is Role.TARGET and rounds_activations(function)
         # Of a step that also drafts, the plain step's part is what counts.
         counts = program.step if self.name in program.plan.step.variants else function

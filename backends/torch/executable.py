@@ -22,7 +22,7 @@ from ..target import Target
 from .compiled import Compiled, any_size, cuda_graphs, inductor
 from .cpu import CPU_ROWS
 from .emit import emit
-from .held import Held
+from .repeated import RepeatedCall
 from .replay import Recording, Replay, record
 from .rows import ROWS
 
@@ -126,8 +126,8 @@ class TorchExecutable(StatefulExecutable):
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
     ) -> HeldCall:
         """The call; its kernels alone, where a compiled step is nothing else."""
-        # Held calls do not keep the executable alive.
-        return Held(weakref.ref(self), function, dict(inputs), tuple(fetch))
+        # RepeatedCall calls do not keep the executable alive.
+        return RepeatedCall(weakref.ref(self), function, dict(inputs), tuple(fetch))
 
     def replayed(
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]

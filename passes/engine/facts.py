@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from ...ir import InputError, Program
-from ...ir.plan import NoDraft, SampledTree
+from ...ir.plan import SampledTree
 from ...ir.protocol import ANCESTORS
 
 Predicate = Callable[[Program], str]
@@ -83,7 +83,7 @@ def _top_tokens(program: Program) -> str:
 
 @fact("drafts")
 def _drafts(program: Program) -> str:
-    return "the plan has draft=none()" if isinstance(program.plan.draft, NoDraft) else ""
+    return "" if program.plan.speculates else "the plan has draft=none()"
 
 
 @fact("unrolled")

@@ -11,8 +11,8 @@ from ...ir import UnsupportedError
 from ...ir.executable import Executable
 from ...ir.protocol import INPUTS, OPTIONAL
 from ..speculate.draft import Draft
-from .buffers import Buffers
 from .outputs import Outputs
+from .step_inputs import StepInputs
 
 CHUNK = 512
 """Tokens a prefill feeds at once where every width runs equally well."""
@@ -54,7 +54,7 @@ class Feeder:
         self.widths = executable.widths(function)
         self.states = program.states_of(function)
         # They outlive a generation, because making them takes as long as a few steps.
-        self._buffers: dict[tuple[str, int, int], Buffers] = executable.scratch(Feeder)
+        self._buffers: dict[tuple[str, int, int], StepInputs] = executable.scratch(Feeder)
         self.seconds = 0.0
         self.rows = 0
 
@@ -136,12 +136,12 @@ class Feeder:
             for name, value in outputs.items()
         }
 
-    def buffers(self, width: int) -> Buffers:
+    def buffers(self, width: int) -> StepInputs:
         """What steps of a width are fed from."""
         key = (self.function, self.batch, width)
         buffers = self._buffers.get(key)
         if buffers is None:
-            buffers = self._buffers[key] = Buffers(*key, self.names, self.ids, self.context)
+            buffers = self._buffers[key] = StepInputs(*key, self.names, self.ids, self.context)
         return buffers
 
     def keep(self, past: Sequence[int], paths: Sequence[Sequence[int]]) -> None:

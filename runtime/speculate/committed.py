@@ -18,7 +18,7 @@ from .draft_cache import DraftCache
 from .drafters.base import UnverifiedStep, VerifiedStep
 
 
-class Committed:
+class CommittedRows:
     """The rows of a function's cache that stand for committed text.
 
     output: the step's output that the function takes as ``hidden``; None: it takes tokens alone.

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from ....ir.executable import Executable
 from ....ir.plan import CorpusDraft
 from ...asking.options import GenerationOptions
-from ...feeding.buffers import strange_ids
+from ...feeding.step_inputs import strange_ids
 from .base import DRAFTERS, ChainDrafter
 from .suffix import SuffixIndex
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from ....ir.plan import FirstDraft
 from .base import DRAFTERS, NO_DRAFT, Draft
-from .several import Several
+from .combining import CombiningDrafter
 
 
 @DRAFTERS.register(FirstDraft)
-class FirstDrafter(Several):
+class FirstDrafter(CombiningDrafter):
     """Asks the next drafter only for the sequences that still have no draft."""
 
     record: FirstDraft

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from ....ir.plan import MergedDraft
 from ..trie import Trie
 from .base import DRAFTERS, NO_DRAFT, Draft
-from .several import Several
+from .combining import CombiningDrafter
 
 
 @DRAFTERS.register(MergedDraft)
-class MergedDrafter(Several):
+class MergedDrafter(CombiningDrafter):
     """The union of the drafts as a trie: a path that several of them have is there once.
 
     Better than the first draft that there is: a copied chain is often right for long and often

@@ -4,8 +4,8 @@ Sources: Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Unc
 "EAGLE-2" (2024); Leviathan et al., "Fast Inference from Transformers via Speculative Decoding"
 (2023), Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling" (2023).
 
-Rows of committed text are made once and from the target's own features (see `Committed`); rows of
-draft nodes are forgotten after each draft.
+Rows of committed text are made once and from the target's own features (see `CommittedRows`); rows
+of draft nodes are forgotten after each draft.
 
 Nodes of a tree may see their ancestors but not each other's, and a step knows who continues whom
 only among its own tokens. So each level feeds all nodes of the tree so far again. While there is
@@ -24,7 +24,7 @@ from ....ir.executable import Executable
 from ....ir.plan import CachedDraft
 from ...asking.options import GenerationOptions
 from ...feeding.gather import gathered
-from ..committed import Committed
+from ..committed import CommittedRows
 from ..draft_cache import Flags
 from ..drafters.base import UnverifiedStep, VerifiedStep
 from .base import PROPOSERS, Ids, Level, Proposer
@@ -80,7 +80,7 @@ class CachedProposer(Proposer):
         self.wants = () if record.output is None else (record.output,)
         context = executable.program.info.context
         limit = min(context, record.context or context)
-        self.committed = Committed(
+        self.committed = CommittedRows(
             executable,
             self.function,
             record.output,

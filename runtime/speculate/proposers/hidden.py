@@ -11,7 +11,7 @@ import torch
 
 from ....ir.executable import Executable, HeldCall
 from ...asking.options import GenerationOptions
-from ...feeding.buffers import strange_ids
+from ...feeding.step_inputs import strange_ids
 from ..drafters.base import VerifiedStep
 from ..last_state import LastState
 from .base import Ids, Level, Proposer

@@ -17,7 +17,7 @@ from ....ir.executable import Executable
 from ....ir.plan import RecurrentDraft
 from ...asking.options import GenerationOptions
 from ...feeding.gather import gathered
-from ..committed import Committed
+from ..committed import CommittedRows
 from ..drafters.base import UnverifiedStep, VerifiedStep
 from .base import PROPOSERS, Ids, Level
 from .hidden import HiddenProposer, level_of
@@ -34,10 +34,10 @@ class RecurrentProposer(HiddenProposer):
     ) -> None:
         super().__init__(record, executable, options)
         self.depth = record.levels
-        self.committed: Committed | None = None
+        self.committed: CommittedRows | None = None
         if record.entry is not None:
             context = executable.program.info.context
-            self.committed = Committed(executable, record.entry, "hidden", limit=context)
+            self.committed = CommittedRows(executable, record.entry, "hidden", limit=context)
         self.reads = self.committed is not None
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:

@@ -12,7 +12,7 @@ from .base import UnverifiedStep, VerifiedStep
 from .grown import Composed, drafter_for
 
 
-class Several(Composed):
+class CombiningDrafter(Composed):
     """`parts`, the drafters of the record's `of`; all of them see every step."""
 
     def __init__(

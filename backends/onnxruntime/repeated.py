@@ -23,7 +23,7 @@ Routed = Callable[[], Callable[[str, Inputs], tuple[Step, Route]] | None]
 """A weak reference to what finds the step that takes a call of a function."""
 
 
-class Held:
+class RepeatedCall:
     """A call of a function. It is routed, and bound, when it is first made, and again whenever the
     memory of the states has changed or the route may be another one."""
 

@@ -27,7 +27,7 @@ def strange_ids(tokens: Sequence[int], vocabulary: int, what: str = "a draft") -
     )
 
 
-class Buffers:
+class StepInputs:
     """Inputs of one width, and the memory behind them to write lists into.
 
     A step's lists are short: writing them number by number through memoryviews costs a fraction of

@@ -24,7 +24,7 @@ class Replaying(Protocol):
         """Run a step; its outputs, and how to run it again on the same tensors, if it can be."""
 
 
-class Held:
+class RepeatedCall:
     """A call of a function. Once it can be replayed it is, until the states have other memory or
     torch another number of threads."""
 
