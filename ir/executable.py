@@ -23,12 +23,10 @@ class Executable(Protocol):
     States have rows, those of one class (`State.capacity`) the same number. Which rows are valid,
     and which positions of a text they stand for, callers know.
 
-    The function ``step`` takes tokens i64[B,T], positions i64[B,T], past i64[B] (valid cache rows
-    of each sequence before the step), ``select`` i64[B,S] (the tokens whose logits are wanted; only
-    if the program's step has that input) and ``ancestors`` bool[B,T,T] (left out for a chain). It
-    appends T rows to every sequence's cache after `past`; rows that the loop does not count in the
-    next call's `past` are forgotten. Outputs: ``logits`` [B,S,V] (S = T without `select`) and
-    ``argmax`` i64[B,S].
+    A function is fed what `protocol.INPUTS` names and the states that it reads. A step appends T
+    rows to every sequence's states after its `past`; rows that the next call's `past` does not
+    count are forgotten. It returns ``logits`` [B,S,V] (S = T without ``select``) and, where the
+    program has it, ``argmax`` i64[B,S].
     """
 
     program: Program

@@ -33,9 +33,7 @@ class Feeder:
     the model knows.
     """
 
-    def __init__(
-        self, executable: Executable, batch: int, function: str = "step", spare: int = 0
-    ) -> None:
+    def __init__(self, executable: Executable, batch: int, function: str, spare: int = 0) -> None:
         program = executable.program
         step = program.function(function)
         if not step.has_input("past"):
