@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -207,8 +208,13 @@ def same_as_plain(program: Program, exact: bool) -> bool:
     executable = compile(program, EAGER)
     found = generate(executable, PROMPTS, **ASKED)
     generate(executable, PROMPTS, **ASKED, do_sample=True, seed=1)
-    plain = generate(compile(cached_llama(), EAGER), PROMPTS, **ASKED)
-    return not exact or torch.equal(found, plain)
+    return not exact or torch.equal(found, plain_text())
+
+
+@cache
+def plain_text() -> torch.Tensor:
+    """What decoding without drafts says."""
+    return generate(compile(cached_llama(), EAGER), PROMPTS, **ASKED)
 
 
 def combinations() -> list[tuple[str, ...]]:
@@ -218,13 +224,13 @@ def combinations() -> list[tuple[str, ...]]:
     several = [(*two, *BOTH) for two in itertools.permutations(DRAFTERS, 2)]
     rng = random.Random(0)
     mixed = []
-    for _ in range(150):
+    for _ in range(90):
         drafters = rng.sample(list(DRAFTERS), rng.choice((1, 2)))
         others = [rng.choice(list(kind)) for kind in kinds if rng.random() < 0.5]
         extras = ("draft_merged", "unroll_draft", "fuse_draft", "quantize_int8")
         mixed.append((*drafters, *others, *(e for e in extras if rng.random() < 0.3), *BOTH))
     bare = [(d, *x) for d in DRAFTERS for x in ((), ("unroll_draft",), ("draft_merged", *BOTH))]
-    return [*rng.sample(pairs, 60), *rng.sample(several, 40), *mixed, *bare]
+    return [*rng.sample(pairs, 45), *rng.sample(several, 30), *mixed, *bare]
 
 
 def test_what_is_not_refused_decodes_and_keeps_its_promise() -> None:
@@ -238,4 +244,4 @@ def test_what_is_not_refused_decodes_and_keeps_its_promise() -> None:
         exact = contract is not Contract.APPROXIMATE
         assert same_as_plain(program, exact), names
         legal += 1
-    assert legal > 80
+    assert legal > 60

@@ -254,8 +254,9 @@ def test_what_a_row_wants_of_a_weight_is_made_once():
 
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """The folder where kernels are kept, empty."""
+    """The folder where kernels are kept, empty. Nothing is optimised, which would be slow."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cached_library, "FLAGS", (*cached_library.FLAGS, "-O0"))
     native.library.cache_clear()
     yield tmp_path / "graftwork"
     native.library.cache_clear()
