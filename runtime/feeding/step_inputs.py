@@ -83,8 +83,11 @@ class StepInputs:
         positions, place, last = self.positions, 0, self.last
         for start in starts:
             for position in range(start, start + self.width):
-                positions[place] = position if position < last else last
+                positions[place] = position
                 place += 1
+            if position > last:
+                for beyond in range(place - (position - last), place):
+                    positions[beyond] = last
         return self.chain
 
     def picked(self, starts: Sequence[int], column: Sequence[int]) -> Mapping[str, torch.Tensor]:

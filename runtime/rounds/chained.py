@@ -47,18 +47,29 @@ class ChainedRound(Round):
 
     def run(self, most: int | None) -> int:
         """See `Round.run`."""
-        decoding, feeder = self.decoding, self.decoding.feeder
+        decoding, feeder, texts = self.decoding, self.decoding.feeder, self.decoding.texts
         live = decoding.live
-        rows = max(decoding.texts[index].rows for index in live) + self.wide
+        rows = max(texts[index].rows for index in live) + self.wide
         feeder.make_room(rows)
         left = max(feeder.executable.capacity - feeder.spare - rows, 0)
-        fitting = 1 + left // (self.levels + 1)
-        return self._steps(live, fitting if most is None else min(fitting, most))
+        limits = [most, 1 + left // (self.levels + 1)]
+        # A streamer wants the tokens of each step at once.
+        limits.append(1 if decoding.emitter is not None else None)
+        new: list[list[int]] = [[] for _ in texts]
+        steps = self._steps(new, live, min(n for n in limits if n is not None))
+        for index in live:
+            gained = new[index]
+            new[index] = decoding.stopping.commit(texts[index], gained)
+            # What a last step gained beyond the end was drafted, but for its own token.
+            decoding.stats.accepted_tokens -= max(len(gained) - len(new[index]) - 1, 0)
+        decoding.emit(new)
+        return steps
 
-    def _steps(self, live: list[int], most: int) -> int:
-        """Up to `most` steps, which there is room for; fewer where a text ends. How many."""
+    def _steps(self, new: list[list[int]], live: list[int], most: int) -> int:
+        """Up to `most` steps, which there is room for; fewer where a text may end. How many; their
+        tokens go to `new`."""
         decoding, drafter, feeder = self.decoding, self.drafter, self.decoding.feeder
-        texts, commit = decoding.texts, decoding.stopping.commit
+        texts, eos = decoding.texts, decoding.stopping.eos
         vocabulary = decoding.program.info.vocab_size
         buffers = feeder.buffers(self.wide), feeder.buffers(self.narrow)
         wide, narrow = (b.chain.fetching(feeder.executable, self.fetch) for b in buffers)
@@ -69,7 +80,7 @@ class ChainedRound(Round):
         rows = [[] if text.done else [text.tokens[-1], *chains[b]] for b, text in enumerate(texts)]
         past = [0 if text.done else text.rows for text in texts]
         starts = [0 if text.done else text.position for text in texts]
-        commits: list[list[int]] = [[] for _ in texts]
+        rooms = [text.limit - len(text.tokens) for text in texts]
         steps, seconds, drafted, accepted, ended = 0, 0.0, 0, 0, False
         while steps < most and not ended:
             memory, call = (buffers[0], wide) if any(chains) else (buffers[1], narrow)
@@ -82,7 +93,7 @@ class ChainedRound(Round):
             said = outputs.integers("argmax")
             more = said if made == "argmax" else outputs.integers(made)
             for index in live:
-                text, chain, row = texts[index], chains[index], said[index]
+                chain, row = chains[index], said[index]
                 count = 0
                 for token in chain:
                     if token != row[count]:
@@ -90,17 +101,20 @@ class ChainedRound(Round):
                     count += 1
                 if not 0 <= row[count] < vocabulary:
                     raise bad_logits()
-                # What agrees with the row is the row.
-                new = commits[index] = commit(text, row[: count + 1])
                 drafted += len(chain)
-                accepted += min(count, len(new))
-                past[index], starts[index] = text.rows, text.position
-                ended = ended or text.done
-                drafter.learn(index, new, more[index])
-                chain = chains[index] = drafter.chain(index, text.room)
-                rows[index] = [new[-1], *chain]
-            if decoding.emitter is not None:
-                decoding.emit(commits)
+                accepted += count
+                count += 1
+                # What agrees with the row is the row.
+                gained = row[:count]
+                new[index] += gained
+                past[index] += count
+                starts[index] += count
+                room = rooms[index] = rooms[index] - count
+                if room <= 0 or not eos.isdisjoint(gained):
+                    ended = True
+                drafter.learn(index, gained, more[index])
+                chain = chains[index] = drafter.chain(index, room - 1) if room > 1 else []
+                rows[index] = [gained[-1], *chain]
         feeder.seconds += seconds
         decoding.stats.count(steps, len(live), drafted, accepted)
         return steps

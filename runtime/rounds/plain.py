@@ -102,8 +102,8 @@ class RestingRound(PlainRound):
 
     @classmethod
     def fits(cls, decoding: Decoding) -> bool:
-        """Where a step without a draft is a plain one."""
-        return _one_by_one(decoding)
+        """Where the length policy may want none, and a step without a draft is a plain one."""
+        return decoding.length.record.gives_up and _one_by_one(decoding)
 
     def wants(self) -> int:
         """See `Round.wants`."""
