@@ -19,7 +19,14 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import GraftworkError, InputError, PassError, Program
 from graftwork.ir.legality import idle, misfit, unmet
-from graftwork.ir.plan import RecyclingDraft, StaticTree
+from graftwork.ir.plan import (
+    DecodePlan,
+    FirstDraft,
+    MergedDraft,
+    RecyclingDraft,
+    StaticTree,
+    SuffixDraft,
+)
 from graftwork.passes import Contract, Pass, all_passes
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.recipe import Recipe, recipes
@@ -245,3 +252,11 @@ def test_what_is_not_refused_decodes_and_keeps_its_promise() -> None:
         assert same_as_plain(program, exact), names
         legal += 1
     assert legal > 60
+
+
+def test_steps_are_made_for_each_drafter_alone_and_for_all() -> None:
+    copied, recycled = SuffixDraft(tokens=16), RecyclingDraft(nodes=7)
+    assert DecodePlan().widths == (1,)
+    assert DecodePlan(draft=copied).widths == (1, 17)
+    assert DecodePlan(draft=FirstDraft((copied, recycled))).widths == (1, 8, 17)
+    assert DecodePlan(draft=MergedDraft((copied, recycled))).widths == (1, 8, 17, 24)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from graftwork.backends.torch import cached_library, cpu, native
 from graftwork.backends.torch.emit import emit
 from graftwork.backends.torch.rows import Prepared
-from graftwork.ir import Function, TensorType, UnsupportedError, Weight
+from graftwork.ir import Function, InputError, TensorType, UnsupportedError, Weight
 from graftwork.ir.ops import norm
 from graftwork.ir.ops.attention import attend as attend_meaning
 from graftwork.ir.ops.quant import linear_int8
@@ -90,6 +90,31 @@ def test_float_rows_are_a_linear_layer(columns, rows, dtype, processor):
         sizes = F.linear(x.double().abs(), weight.double().abs())
         bound = torch.finfo(dtype).eps * (columns**0.5 * sizes + exact.abs())
         assert bool(((found - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 64])
+@pytest.mark.parametrize("rows", [(1,), (2, 5), (0, 3)])
+def test_the_largest_of_rows(rows, count, processor):
+    """The largest first, and of equal ones the first; infinities and what is no number, too."""
+    x = torch.randn(*rows, 1000).mul(8).round()
+    if x.numel():
+        x[..., 17], x[..., 40], x[..., 900] = float("-inf"), float("inf"), float("nan")
+    values, places = cpu.topk(x, count)
+    order = torch.where(x.isnan(), torch.tensor(float("inf")), x.clamp(max=1e30))
+    wanted = order.argsort(dim=-1, descending=True, stable=True)[..., :count]
+    assert torch.equal(places, wanted)
+    torch.testing.assert_close(values, x.gather(-1, wanted), rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_largest_are_the_librarys_where_the_kernel_takes_none():
+    x = torch.randn(3, 50)
+    for options in ((2, 0), (2, -1, False)):
+        wanted = torch.ops.aten.topk.default(x, *options)
+        assert all(map(torch.equal, cpu.topk(x, *options), wanted))
+    doubled = cpu.topk(x.double(), 5)
+    assert doubled[0].dtype == torch.float64
+    with pytest.raises(InputError, match="1 to N values of rows of N=50, got 51"):
+        native.topk(x, 51)
 
 
 def attention_case(width: int, dim: int, wide: int) -> tuple[torch.Tensor, ...]:

@@ -12,6 +12,9 @@ from graftwork.backends import Target, compile
 from graftwork.backends.torch import native, replay
 from graftwork.backends.torch.compiled import inductor
 from graftwork.backends.torch.replay import Replay, kernels, record
+from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.stepping.accept_trees import AcceptTrees
+from graftwork.passes.stepping.add_top_tokens import AddTopTokens
 
 CONTEXT = 256
 
@@ -67,6 +70,22 @@ def test_steps_are_replayed_through_growth_new_generations_and_other_threads(pro
     # Compiled, recorded; recorded once more where the caches have grown to 128 rows; and for
     # another number of threads compiled and recorded.
     assert [step for step, done in enumerate(replayed) if not done] == [0, 1, 64, 160, 161]
+
+
+def test_a_step_that_returns_its_best_tokens_is_replayed(program):
+    """A tree's step, too: what drafts are made of is a kernel like the others."""
+    passes = (AddTopTokens(), AcceptTrees())
+    made = run_passes(program, [Step(p) for p in passes])[0]
+    executable = compile(made, Target.parse("torch"))
+    executable.begin(1, 8)
+    given = {**fed(4), "ancestors": torch.ones(1, 4, 4, dtype=torch.bool).tril()}
+    call, fetch = executable.hold("step", given, ("argmax", "top_tokens")), ("argmax", "top_tokens")
+    for past in (0, 4, 8):
+        write(given, past)
+        got = {name: tensor.clone() for name, tensor in call().items()}
+        want = executable.run("step", given, fetch)
+        assert all(torch.equal(got[name], want[name]) for name in fetch)
+    assert call.replay is not None
 
 
 def test_outputs_stay_in_their_place(program):

@@ -29,6 +29,9 @@ from .rows import attend as library_attend
 
 A = torch.ops.aten
 
+MOST_BEST = 64
+"""Largest values that are kept in order one by one; for more of them there are better ways."""
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`; native in float32."""
@@ -117,6 +120,19 @@ def attend(
     return result
 
 
+def topk(
+    x: Tensor, count: int, axis: int = -1, largest: bool = True, in_order: bool = True
+) -> tuple[Tensor, Tensor]:
+    """`aten.topk`; native for a few of the largest of float32 rows."""
+    found: tuple[Tensor, Tensor]
+    last = x.dim() > 0 and axis in (-1, x.dim() - 1)
+    if last and largest and 1 <= count <= MOST_BEST and x.dtype == torch.float32:
+        found = native.topk(x, count)
+    else:
+        found = A.topk.default(x, count, axis, largest, in_order)
+    return found
+
+
 def embedding(weight: Tensor, index: Tensor, *options: Any) -> Tensor:
     """`aten.embedding`, its indices checked."""
     return F.embedding(_inside(index, weight.shape[0], signed=False), weight)
@@ -175,6 +191,7 @@ CPU_ROWS: dict[Any, Row] = {
     A.index.Tensor: index,
     A.index_put.default: index_put,
     A.linear.default: linear,
+    A.topk.default: topk,
     **{
         op: along_axis(op)
         for op in (

@@ -94,10 +94,10 @@ class TorchExecutable(StatefulExecutable):
                 any_size(self.states[name], state.type.dims.index(Sym(state.capacity)))
 
     def widths(self, function: str) -> tuple[int, ...] | None:
-        """None when eager; else 1, what a verification step takes, and prefill chunks."""
+        """None when eager; else what the plan's steps take, and prefill chunks."""
         if self.target.backend == "eager":
             return None
-        return tuple(sorted({1, self.program.plan.columns + 1, *PREFILL}))
+        return tuple(sorted({*self.program.plan.widths, *PREFILL}))
 
     def run(
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]

@@ -102,6 +102,7 @@ int8_kernel = Kernel("linear_int8")
 attend_kernel = Kernel("attend")
 norm_kernel = Kernel("norm")
 indices_kernel = Kernel("indices")
+topk_kernel = Kernel("topk")
 
 _LIBRARY = torch.library.Library("graftwork_native", "DEF")
 
@@ -343,3 +344,24 @@ def indices(x: Tensor, first: int, last: int) -> Tensor:
     result = torch.empty_like(x)
     indices_kernel(x, result, x.numel(), first, last)
     return result
+
+
+def _check_topk(x: Tensor, count: int) -> None:
+    Operands("topk").fit_rows("x", x, "N", F32)
+    if not 1 <= count <= x.shape[-1]:
+        raise InputError(f"topk: expected 1 to N values of rows of N={x.shape[-1]}, got {count}")
+
+
+def _topk_like(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    shape = (*x.shape[:-1], count)
+    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
+
+
+@_op("topk(Tensor x, SymInt count) -> (Tensor, Tensor)", _check_topk, _topk_like)
+def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest values of rows f32[..., N], the largest first, of equal ones the first,
+    and their places i64[..., count]."""
+    values, places = _topk_like(x, count)
+    sizes = x.shape[:-1].numel(), x.shape[-1], count
+    topk_kernel(x, values, places, *sizes, torch.get_num_threads())
+    return values, places

@@ -39,6 +39,12 @@ class DecodePlan:
         return self.draft.at_most(self.tree.most)
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns that steps often have: without a draft, with one drafter's, with all of them."""
+        sizes = self.draft.sizes(self.tree.most)
+        return tuple(sorted({1, *(1 + size + self.draft.riders(size) for size in sizes)}))
+
+    @property
     def columns(self) -> int:
         """Tokens that a step is fed at most beside the last committed one: drafts and riders."""
         return self.most + self.draft.riders(self.most)

@@ -119,6 +119,13 @@ class DraftRecord(Record):
         # A chain of no given depth has a token a level.
         return self.levels if tree is None else tree
 
+    def sizes(self, tree: int | None) -> frozenset[int]:
+        """Tokens that drafts have where they are whole: each part's alone, and all it makes.
+
+        tree: nodes of the plan's tree.
+        """
+        return frozenset({self.at_most(tree)}).union(*(part.sizes(tree) for part in self.parts))
+
     def riders(self, nodes: int) -> int:
         """Tokens that are fed along behind a draft of so many nodes (`Draft.riders`), at most."""
         return sum(part.riders(nodes) for part in self.parts)

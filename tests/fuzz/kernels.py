@@ -289,6 +289,20 @@ def native_indices(make: Maker) -> Case:
     return Case("indices", lambda x, **i: native.indices(x, *i.values()), meaning, {"x": x}, limits)
 
 
+def native_topk(make: Maker) -> Case:
+    rows = make.rows()
+    # Few values, so that some are equal.
+    x = torch.randint(-3, 4, rows, generator=make.generator).float()
+    count = make.random.choice((1, 2, 7, 40))
+
+    def meaning(x: Tensor, count: int) -> Any:
+        want(x.dtype == torch.float32 and x.dim() > 0 and 1 <= count <= x.shape[-1])
+        places = x.argsort(dim=-1, descending=True, stable=True)[..., :count]
+        return x.gather(-1, places), places
+
+    return Case("topk", lambda x, count: native.topk(x, count), meaning, {"x": x}, {"count": count})
+
+
 MAKERS: list[Callable[[Maker], Case]] = [
     linear,
     native_linear,
@@ -297,6 +311,7 @@ MAKERS: list[Callable[[Maker], Case]] = [
     attend,
     native_attend,
     native_indices,
+    native_topk,
     *(
         partial(_norm, name=name, kernel=kernel)
         for name in ("rms_norm", "add_rms_norm", "layer_norm")
