@@ -79,7 +79,7 @@ class Executable(Protocol):
 
     def compact(self, states: Collection[str], kept: torch.Tensor) -> None:
         """Keep some rows: row i becomes row kept[b,i]. kept i64[B,N], ascending in each sequence.
-        Rows from N on are undefined.
+        Rows from N on stay as they are: a sequence that keeps all of its rows names the first N.
         """
 
     def read_rows(

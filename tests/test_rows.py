@@ -21,6 +21,7 @@ from graftwork.ir.plan import (
     CacheRecord,
     DecodePlan,
     DraftRecord,
+    GoodputLength,
     NoDraft,
     RecyclingDraft,
     SuffixDraft,
@@ -31,6 +32,7 @@ from graftwork.passes.stepping.add_top_tokens import AddTopTokens
 from graftwork.runtime import generate
 from graftwork.runtime.asking.text import Text
 from graftwork.runtime.cache import CACHES, CachePolicy
+from graftwork.runtime.speculate.lengths.goodput import GoodputPolicy
 
 G = torch.ops.graftwork
 BACKENDS = ["eager", "onnxruntime", "torch"]
@@ -308,3 +310,15 @@ def test_a_policy_that_gives_rows_up_decodes_as_by_hand(backend: str, draft: Dra
     assert [row[45 - len(p) :] for row, p in zip(found.tolist(), prompts, strict=True)] == wanted
     # In steps of 64 rows, or of 256.
     assert executable.capacity == (64 if backend == "onnxruntime" else 256)
+
+
+def test_a_rest_ends_where_the_policy_must_have_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A length policy that wants no drafts for longer than there are rows to fill."""
+    monkeypatch.setattr(GoodputPolicy, "rest", lambda self: 1000)
+    program = cached_llama(SMALL)
+    plan = DecodePlan(draft=SuffixDraft(tokens=5), length=GoodputLength(), cache=SinksAndWindow())
+    program = program.replace(plan=plan)
+    prompt = torch.randint(2, 9, (45,), generator=torch.Generator().manual_seed(3)).tolist()
+    asked: dict[str, Any] = {"max_new_tokens": 60, "eos_token_id": []}
+    found = generate(executable_of(program, "eager"), torch.tensor([prompt]), **asked)
+    assert found.tolist() == [streamed(program, prompt, 60)]

@@ -81,8 +81,10 @@ class Decoding:
         self.stats.prefill_seconds = perf_counter() - begun
 
     def room(self) -> int | None:
-        """Tokens that every sequence may grow by before the cache policy must have its turn."""
-        return self.cache.room([text.rows for text in self.texts if not text.done])
+        """Tokens that every sequence may grow by before the cache policy must have its turn; None:
+        any number, or nobody grows."""
+        rows = [text.rows for text in self.texts if not text.done]
+        return self.cache.room(rows) if rows else None
 
     def verify(
         self, outputs: StepOutputs, drafts: Sequence[Draft], columns: Sequence[int]

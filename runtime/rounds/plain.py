@@ -118,6 +118,8 @@ class RestingRound(PlainRound):
             steps = super().run(min(MISSED, wanted - made))
             self.missed.tell(texts, starts, steps)
             made += steps
+            if self.decoding.room() == 0:
+                break  # the cache policy must have its turn
         self.decoding.length.rested(made)
         return made
 
