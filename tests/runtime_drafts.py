@@ -35,7 +35,6 @@ class RuleProposer(Proposer):
     record: RuleDraft
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        self.depth = self.record.levels
         self.texts = [list(prompt) for prompt in prompts]
         self.vocabulary = self.executable.program.info.vocab_size
 

@@ -11,6 +11,8 @@ from graftwork.ir import Function, InputError, ModelInfo, Program, TensorType, W
 from graftwork.ir.executable import HeldCall
 from graftwork.ir.plan import DecodePlan, DraftRecord, Record, TreeRecord
 from graftwork.ir.threads import Turn
+from graftwork.runtime.asking.options import GenerationOptions
+from graftwork.runtime.speculate.setting import Setting
 
 POISON = -(10**9)
 
@@ -40,6 +42,12 @@ def program(
     plan = DecodePlan(**{slot: record for slot, record in slots.items() if record is not None})
     info = ModelInfo("table", vocab, context, eos=eos, pad=pad)
     return Program("table", {"step": fn}, WeightStore({}), info, plan=plan, stage="cached")
+
+
+def setting(executable: Any) -> Setting:
+    """A generation that asks for nothing, for a drafter that looks at no length policy."""
+    nobody: Any = None
+    return Setting(executable, GenerationOptions(), nobody)
 
 
 class Recorder:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from runtime_models import TableExecutable, markov, plain, program
+from runtime_models import TableExecutable, markov, plain, program, setting
 
 from graftwork.ir import PassError
 from graftwork.ir.plan import CorpusDraft, FirstDraft, NoDraft
@@ -62,7 +62,7 @@ def test_a_text_of_the_corpus_is_drafted():
 def drafts(corpus, prompt, **fields):
     record = CorpusDraft(**fields)
     executable = TableExecutable(markov(VOCAB), with_corpus(corpus, record))
-    drafter = CorpusDrafter(record, executable, None)
+    drafter = CorpusDrafter(record, setting(executable))
     drafter.begin([prompt])
     return list(drafter.propose([9])[0].tokens)
 

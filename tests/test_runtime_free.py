@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from runtime_models import TableExecutable, markov, plain, program, whole
+from runtime_models import TableExecutable, markov, plain, program, setting, whole
 
 from graftwork.ir.plan import InputDraft, JacobiDraft, LookaheadDraft, MergedDraft, StaticTree
 from graftwork.runtime import generate
@@ -105,7 +105,7 @@ def taken(draft, tokens, said, path=()):
 
 
 def drafter(kind, record, prompt):
-    made = kind(record, executable(counting, record), None)
+    made = kind(record, setting(executable(counting, record)))
     made.begin([prompt])
     return made
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from runtime_models import TableExecutable, markov, plain, program, whole
+from runtime_models import TableExecutable, markov, plain, program, setting, whole
 
 from graftwork.ir.plan import FirstDraft, MergedDraft, RecyclingDraft, StaticTree, SuffixDraft
 from graftwork.runtime import generate
@@ -91,7 +91,7 @@ def test_sampling_with_a_seed_is_repeatable():
 
 
 def drafter(record, prompt):
-    made = RecyclingDrafter(record, executable(markov(VOCAB), record), None)
+    made = RecyclingDrafter(record, setting(executable(markov(VOCAB), record)))
     made.begin([prompt])
     return made
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runtime_models import setting
 
 from graftwork.ir.plan import SuffixDraft
-from graftwork.runtime.asking.options import GenerationOptions
 from graftwork.runtime.speculate.drafters import NO_DRAFT
 from graftwork.runtime.speculate.drafters.base import VerifiedStep
 from graftwork.runtime.speculate.drafters.suffix import SuffixDrafter, SuffixIndex
@@ -77,7 +77,7 @@ def taken(*tokens: list[int]) -> VerifiedStep:
 
 
 def drafter(record: SuffixDraft, *prompts: list[int]) -> SuffixDrafter:
-    made = SuffixDrafter(record, None, GenerationOptions())
+    made = SuffixDrafter(record, setting(None))
     made.begin(prompts)
     return made
 

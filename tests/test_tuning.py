@@ -26,6 +26,7 @@ from graftwork.tuning import evaluate, tune, with_tree
 class OracleDraft(DraftRecord):
     """Knows what comes: at level d it ranks the true token at `d % 3`."""
 
+    levels: int = 4
     kind: ClassVar[str] = "oracle"
 
 
@@ -35,8 +36,6 @@ TRUTH: dict[tuple[int, ...], list[int]] = {}
 @PROPOSERS.register(OracleDraft)
 class OracleProposer(Proposer):
     """Reads the continuation of each prompt from `TRUTH`."""
-
-    depth = 4
 
     def begin(self, prompts):
         (self.text,) = [list(prompt) for prompt in prompts]

@@ -19,6 +19,7 @@ from ..speculate.draft import NO_DRAFT, Draft
 from ..speculate.drafters.base import VerifiedStep
 from ..speculate.drafters.grown import drafter_for
 from ..speculate.lengths.base import LENGTHS
+from ..speculate.setting import Setting
 from ..speculate.verifiers.base import GREEDY, SAMPLING, VERIFIERS
 from ..stats import Stats
 
@@ -40,7 +41,7 @@ class Decoding:
         self.depth = DEPTHS.find(plan.depth)(plan.depth, executable)
         self.cache = CACHES.find(plan.cache)(plan.cache, executable)
         self.length = LENGTHS.find(plan.length)(plan.length, executable, batch)
-        self.drafter = drafter_for(plan.draft, executable, options, self.length)
+        self.drafter = drafter_for(plan.draft, Setting(executable, options, self.length))
         self.feeder = Feeder(executable, batch, *plan.step.fed(options.by_argmax))
         trait = SAMPLING if options.do_sample else GREEDY
         verifier = VERIFIERS.find(plan.verify, trait)

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ....ir import UnsupportedError
-from ....ir.executable import Executable
-from ...asking.options import GenerationOptions
 from ...feeding.outputs import integers
 from ...registry import Registry
 from ..draft import NO_DRAFT, Draft
+from ..setting import Setting
 
 __all__ = [
     "DRAFTERS",
@@ -66,8 +65,8 @@ class Drafter(ABC):
     wants: tuple[str, ...] = ()
     reads: bool = False
 
-    def __init__(self, record: Any, executable: Executable, options: GenerationOptions) -> None:
-        self.record, self.executable, self.options = record, executable, options
+    def __init__(self, record: Any, setting: Setting) -> None:
+        self.record, self.executable, self.options = record, setting.executable, setting.options
 
     @abstractmethod
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ....ir.executable import Executable
 from ....ir.plan import FirstDraft, MergedDraft
-from ...asking.options import GenerationOptions
-from ..lengths.base import LengthPolicy
-from .base import UnverifiedStep, VerifiedStep
-from .grown import Composed, drafter_for
+from ..setting import Setting
+from .base import Drafter, UnverifiedStep, VerifiedStep
+from .grown import drafter_for
 
 
-class CombiningDrafter(Composed):
+class CombiningDrafter(Drafter):
     """`parts`, the drafters of the record's `of`; all of them see every step."""
 
-    def __init__(
-        self,
-        record: FirstDraft | MergedDraft,
-        executable: Executable,
-        options: GenerationOptions,
-        length: LengthPolicy,
-    ) -> None:
-        super().__init__(record, executable, options, length)
-        self.parts = [drafter_for(part, executable, options, length) for part in record.of]
+    def __init__(self, record: FirstDraft | MergedDraft, setting: Setting) -> None:
+        super().__init__(record, setting)
+        self.parts = [drafter_for(part, setting) for part in record.of]
         self.wants = tuple(dict.fromkeys(name for part in self.parts for name in part.wants))
         self.reads = any(part.reads for part in self.parts)
 

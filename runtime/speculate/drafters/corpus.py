@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 from ....ir.executable import Executable
 from ....ir.plan import CorpusDraft
-from ...asking.options import GenerationOptions
 from ...feeding.step_inputs import strange_ids
+from ..setting import Setting
 from .base import DRAFTERS, ChainDrafter
 from .suffix import SuffixIndex
 
@@ -111,11 +111,9 @@ class CorpusDrafter(ChainDrafter):
 
     record: CorpusDraft
 
-    def __init__(
-        self, record: CorpusDraft, executable: Executable, options: GenerationOptions
-    ) -> None:
-        super().__init__(record, executable, options)
-        self.corpus, self.levels = _automaton(executable, record.weight), record.tokens
+    def __init__(self, record: CorpusDraft, setting: Setting) -> None:
+        super().__init__(record, setting)
+        self.corpus, self.levels = _automaton(self.executable, record.weight), record.tokens
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """Match the prompts."""

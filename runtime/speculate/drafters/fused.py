@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ....ir.executable import Executable
 from ....ir.plan import FusedDraft
-from ...asking.options import GenerationOptions
 from ...feeding.outputs import integers
-from ..lengths.base import LengthPolicy
+from ..setting import Setting
 from .base import DRAFTERS, ChainDrafter, Draft, UnverifiedStep, VerifiedStep
-from .grown import Composed, GrownDrafter
+from .grown import GrownDrafter
 
 
 @DRAFTERS.register(FusedDraft)
-class FusedDrafter(Composed, ChainDrafter):
+class FusedDrafter(ChainDrafter):
     """The chain that follows the text if the argmax decides what the text is.
 
     Where it does not (sampling, penalties), `apart` makes the chain in a call of its own.
@@ -22,17 +20,11 @@ class FusedDrafter(Composed, ChainDrafter):
 
     record: FusedDraft
 
-    def __init__(
-        self,
-        record: FusedDraft,
-        executable: Executable,
-        options: GenerationOptions,
-        length: LengthPolicy,
-    ) -> None:
-        super().__init__(record, executable, options, length)
+    def __init__(self, record: FusedDraft, setting: Setting) -> None:
+        super().__init__(record, setting)
         self.apart: GrownDrafter | None = None
-        if not options.by_argmax:
-            self.apart = GrownDrafter(record.draft, executable, options, length)
+        if not self.options.by_argmax:
+            self.apart = GrownDrafter(record.draft, setting)
             self.wants, self.reads = self.apart.wants, self.apart.reads
         else:
             self.wants, self.levels = ("drafted",), record.levels

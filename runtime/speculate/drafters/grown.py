@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ....ir.executable import Executable
 from ....ir.plan import DraftRecord
-from ...asking.options import GenerationOptions
-from ..lengths.base import LengthPolicy
 from ..proposers.base import PROPOSERS
+from ..setting import Setting
 from ..trees.base import TREES
 from .base import DRAFTERS, NO_DRAFT, Draft, Drafter, UnverifiedStep, VerifiedStep
 
@@ -16,19 +14,11 @@ from .base import DRAFTERS, NO_DRAFT, Draft, Drafter, UnverifiedStep, VerifiedSt
 class GrownDrafter(Drafter):
     """Any proposer under any tree policy."""
 
-    def __init__(
-        self,
-        record: DraftRecord,
-        executable: Executable,
-        options: GenerationOptions,
-        length: LengthPolicy,
-    ) -> None:
-        super().__init__(record, executable, options)
-        tree = executable.program.plan.tree
-        self.proposer = PROPOSERS.find(record)(record, executable, options)
-        self.tree = TREES.find(tree)(tree)
-        self.tree.begin(options)
-        self.length = length
+    def __init__(self, record: DraftRecord, setting: Setting) -> None:
+        super().__init__(record, setting)
+        tree = self.executable.program.plan.tree
+        self.proposer = PROPOSERS.find(record)(record, setting)
+        self.tree, self.length = TREES.find(tree)(tree, self.options), setting.length
         self.wants, self.reads = self.proposer.wants, self.proposer.reads
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -51,30 +41,7 @@ class GrownDrafter(Drafter):
         self.proposer.observe(taken)
 
 
-def drafter_for(
-    record: DraftRecord,
-    executable: Executable,
-    options: GenerationOptions,
-    length: LengthPolicy,
-) -> Drafter:
+def drafter_for(record: DraftRecord, setting: Setting) -> Drafter:
     """The drafter that carries out a record, directly or through its proposer."""
-    if PROPOSERS.has(record):
-        return GrownDrafter(record, executable, options, length)
-    kind = DRAFTERS.find(record)
-    if issubclass(kind, Composed):
-        return kind(record, executable, options, length)
-    return kind(record, executable, options)
-
-
-class Composed(Drafter):
-    """A drafter made of others, which need the length policy too."""
-
-    def __init__(
-        self,
-        record: DraftRecord,
-        executable: Executable,
-        options: GenerationOptions,
-        length: LengthPolicy,
-    ) -> None:
-        super().__init__(record, executable, options)
-        self.length = length
+    kind = GrownDrafter if PROPOSERS.has(record) else DRAFTERS.find(record)
+    return kind(record, setting)

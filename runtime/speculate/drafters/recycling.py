@@ -25,10 +25,9 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import TypeAlias
 
-from ....ir.executable import Executable
 from ....ir.plan import RecyclingDraft
-from ...asking.options import GenerationOptions
 from ..draft import NO_DRAFT, Draft
+from ..setting import Setting
 from .base import DRAFTERS, Drafter, VerifiedStep
 
 CONTEXTS = 50_000
@@ -73,11 +72,9 @@ class RecyclingDrafter(Drafter):
     record: RecyclingDraft
     wants = ("top_tokens",)
 
-    def __init__(
-        self, record: RecyclingDraft, executable: Executable, options: GenerationOptions
-    ) -> None:
-        super().__init__(record, executable, options)
-        kept: dict[RecyclingDraft, list[Table]] = executable.scratch(RecyclingDrafter)
+    def __init__(self, record: RecyclingDraft, setting: Setting) -> None:
+        super().__init__(record, setting)
+        kept: dict[RecyclingDraft, list[Table]] = setting.executable.scratch(RecyclingDrafter)
         self.tables = kept.setdefault(record, [Table() for _ in range(record.context)])
         # Ranks and contexts beyond those that were measured count as the last one.
         rows = [record.rates[min(c, len(record.rates) - 1)] for c in range(record.context)]

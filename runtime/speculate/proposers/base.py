@@ -10,10 +10,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ....ir.executable import Executable
-from ...asking.options import GenerationOptions
 from ...registry import Registry
 from ..drafters.base import Draft, UnverifiedStep, VerifiedStep
+from ..setting import Setting
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 Scores: TypeAlias = npt.NDArray[np.float32]
@@ -36,16 +35,16 @@ class Proposer(ABC):
     """Predicts successors of draft nodes. A tree policy decides which of them become the draft.
 
     wants: outputs of the step function that `observe` or `read` need. reads: whether `read` has
-    anything to do. depth: levels it can predict; None: any. Register a subclass with
-    ``@PROPOSERS.register(ItsRecord)`` in its own file of this folder.
+    anything to do. depth: levels it can predict, as its record says; None: any. Register a subclass
+    with ``@PROPOSERS.register(ItsRecord)`` in its own file of this folder.
     """
 
     wants: tuple[str, ...] = ()
     reads: bool = False
-    depth: int | None = None
 
-    def __init__(self, record: Any, executable: Executable, options: GenerationOptions) -> None:
-        self.record, self.executable, self.options = record, executable, options
+    def __init__(self, record: Any, setting: Setting) -> None:
+        self.record, self.executable, self.options = record, setting.executable, setting.options
+        self.depth: int | None = record.levels or None
 
     @abstractmethod
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:

@@ -20,13 +20,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from ....ir.executable import Executable
 from ....ir.plan import CachedDraft
-from ...asking.options import GenerationOptions
 from ...feeding.gather import gathered
 from ..committed import CommittedRows
 from ..draft_cache import Flags
 from ..drafters.base import UnverifiedStep, VerifiedStep
+from ..setting import Setting
 from .base import PROPOSERS, Ids, Level, Proposer
 from .hidden import level_of
 
@@ -72,16 +71,13 @@ class CachedProposer(Proposer):
     record: CachedDraft
     reads = True
 
-    def __init__(
-        self, record: CachedDraft, executable: Executable, options: GenerationOptions
-    ) -> None:
-        super().__init__(record, executable, options)
-        self.depth = record.levels
+    def __init__(self, record: CachedDraft, setting: Setting) -> None:
+        super().__init__(record, setting)
         self.wants = () if record.output is None else (record.output,)
-        context = executable.program.info.context
+        context = self.executable.program.info.context
         limit = min(context, record.context or context)
         self.committed = CommittedRows(
-            executable,
+            self.executable,
             self.function,
             record.output,
             entry=record.entry,

@@ -16,11 +16,10 @@ import numpy as np
 import torch
 
 from ....ir import UnsupportedError
-from ....ir.executable import Executable
 from ....ir.plan import ContinuedDraft
-from ...asking.options import GenerationOptions
 from ...feeding.gather import gathered
 from ..drafters.base import UnverifiedStep, VerifiedStep
+from ..setting import Setting
 from .base import PROPOSERS, Ids, Level, Proposer
 from .cached import CachedProposer
 from .hidden import HiddenProposer
@@ -53,15 +52,13 @@ class ContinuedProposer(Proposer):
     record: ContinuedDraft
     reads = True
 
-    def __init__(
-        self, record: ContinuedDraft, executable: Executable, options: GenerationOptions
-    ) -> None:
-        super().__init__(record, executable, options)
-        then = PROPOSERS.find(record.then)(record.then, executable, options)
+    def __init__(self, record: ContinuedDraft, setting: Setting) -> None:
+        super().__init__(record, setting)
+        then = PROPOSERS.find(record.then)(record.then, setting)
         if not isinstance(then, HiddenProposer):
             raise UnsupportedError(f"draft={record}: expected heads then, got {record.then.kind}")
-        self.first, self.then = CachedProposer(record.first, executable, options), then
-        self.levels, self.depth = record.first.levels, record.levels
+        self.first, self.then = CachedProposer(record.first, setting), then
+        self.levels = record.first.levels
         self.wants = self.first.wants
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ....ir.executable import Executable
 from ....ir.plan import HeadsDraft
-from ...asking.options import GenerationOptions
 from .base import PROPOSERS, Ids, Level
 from .hidden import HiddenProposer, level_of, repeated, taken_at
 
@@ -21,12 +19,6 @@ class HeadsProposer(HiddenProposer):
     """Head d's candidates follow every node of depth d: heads do not see each other's tokens."""
 
     record: HeadsDraft
-
-    def __init__(
-        self, record: HeadsDraft, executable: Executable, options: GenerationOptions
-    ) -> None:
-        super().__init__(record, executable, options)
-        self.depth = record.levels
 
     def start(self, tokens: torch.Tensor, states: torch.Tensor, count: int) -> Level:
         """Run the heads; the first one's candidates."""

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....ir.executable import Executable, HeldCall
-from ...asking.options import GenerationOptions
+from ....ir.executable import HeldCall
 from ...feeding.step_inputs import strange_ids
 from ..drafters.base import VerifiedStep
 from ..last_state import LastState
+from ..setting import Setting
 from .base import Ids, Level, Proposer
 
 
@@ -22,8 +22,8 @@ class HiddenProposer(Proposer):
 
     wants = ("hidden",)
 
-    def __init__(self, record: Any, executable: Executable, options: GenerationOptions) -> None:
-        super().__init__(record, executable, options)
+    def __init__(self, record: Any, setting: Setting) -> None:
+        super().__init__(record, setting)
         self.last = LastState("hidden", 0)
         self._held: dict[str, HeldCall] = {}
 

@@ -18,10 +18,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from ....ir import type_of
-from ....ir.executable import Executable
 from ....ir.plan import PromptDraft
-from ...asking.options import GenerationOptions
 from ..drafters.base import Draft, VerifiedStep
+from ..setting import Setting
 from .base import PROPOSERS, Ids, Level, Proposer, Scores
 from .hidden import repeated
 
@@ -39,17 +38,14 @@ class PromptProposer(Proposer):
 
     record: PromptDraft
 
-    def __init__(
-        self, record: PromptDraft, executable: Executable, options: GenerationOptions
-    ) -> None:
-        super().__init__(record, executable, options)
-        step, plan = executable.program.step, executable.program.plan
-        self.depth = self.many = record.prompts
-        self.vocabulary = executable.program.info.vocab_size
-        self.candidates = int(str(type_of(step.outputs["draft_tokens"]).dims[-1]))
+    def __init__(self, record: PromptDraft, setting: Setting) -> None:
+        super().__init__(record, setting)
+        program, self.many = self.executable.program, record.prompts
+        self.vocabulary = program.info.vocab_size
+        self.candidates = int(str(type_of(program.step.outputs["draft_tokens"]).dims[-1]))
         self.riders = range(self.vocabulary, self.vocabulary + record.prompts)
         self.wants = ("draft_tokens", "draft_scores")
-        self.samples = plan.tree.samples
+        self.samples = program.plan.tree.samples
         if self.samples:
             self.wants = (*self.wants, "logits")
 

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ....ir.executable import Executable
 from ....ir.plan import RecurrentDraft
-from ...asking.options import GenerationOptions
 from ...feeding.gather import gathered
 from ..committed import CommittedRows
 from ..drafters.base import UnverifiedStep, VerifiedStep
+from ..setting import Setting
 from .base import PROPOSERS, Ids, Level
 from .hidden import HiddenProposer, level_of
 
@@ -29,15 +28,12 @@ class RecurrentProposer(HiddenProposer):
 
     record: RecurrentDraft
 
-    def __init__(
-        self, record: RecurrentDraft, executable: Executable, options: GenerationOptions
-    ) -> None:
-        super().__init__(record, executable, options)
-        self.depth = record.levels
+    def __init__(self, record: RecurrentDraft, setting: Setting) -> None:
+        super().__init__(record, setting)
         self.committed: CommittedRows | None = None
         if record.entry is not None:
-            context = executable.program.info.context
-            self.committed = CommittedRows(executable, record.entry, "hidden", limit=context)
+            context = self.executable.program.info.context
+            self.committed = CommittedRows(self.executable, record.entry, "hidden", limit=context)
         self.reads = self.committed is not None
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:

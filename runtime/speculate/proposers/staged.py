@@ -21,13 +21,11 @@ import numpy as np
 import torch
 
 from ....ir import UnsupportedError
-from ....ir.executable import Executable
-from ....ir.plan import FixedLength, StagedDraft
-from ...asking.options import GenerationOptions
+from ....ir.plan import StagedDraft
 from ..draft_cache import DraftCache
 from ..drafters.base import UnverifiedStep, VerifiedStep
 from ..drafters.grown import drafter_for
-from ..lengths.base import LengthPolicy
+from ..setting import Setting
 from .base import PROPOSERS, Ids, Level, Proposer
 from .hidden import level_of
 
@@ -95,18 +93,14 @@ class StagedProposer(Proposer):
     record: StagedDraft
     reads = True
 
-    def __init__(
-        self, record: StagedDraft, executable: Executable, options: GenerationOptions
-    ) -> None:
-        super().__init__(record, executable, options)
-        self.depth = record.levels
-        self.cache = DraftCache(executable, record.function)
-        length = LengthPolicy(FixedLength(), executable, 1)
-        self.inner = drafter_for(record.drafter, executable, options, length)
+    def __init__(self, record: StagedDraft, setting: Setting) -> None:
+        super().__init__(record, setting)
+        self.cache = DraftCache(self.executable, record.function)
+        self.inner = drafter_for(record.drafter, setting)
         self.wants = self.inner.wants
-        context = executable.program.info.context
+        context = self.executable.program.info.context
         self.limit = min(context, record.context or context)
-        plan = executable.program.plan
+        plan = self.executable.program.plan
         # After the first level's prediction as many are wanted as the tree has further levels.
         self.levels = min(record.levels, getattr(plan.tree, "depth", None) or record.levels)
         self.steps = self.used = 0

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ....ir.executable import Executable
 from ....ir.plan import UnrolledDraft
-from ...asking.options import GenerationOptions
+from ..setting import Setting
 from .base import PROPOSERS, Ids, Level
 from .cached import CachedProposer
 
@@ -23,11 +22,9 @@ from .cached import CachedProposer
 class UnrolledProposer(CachedProposer):
     """See the module docstring."""
 
-    def __init__(
-        self, record: UnrolledDraft, executable: Executable, options: GenerationOptions
-    ) -> None:
+    def __init__(self, record: UnrolledDraft, setting: Setting) -> None:
         self.chain = record.chain
-        super().__init__(record.draft, executable, options)
+        super().__init__(record.draft, setting)
 
     @property
     def function(self) -> str:

@@ -12,18 +12,19 @@ from ..draft import Draft
 from ..lengths.base import LengthPolicy
 from ..proposers.base import Level, Proposer
 
+PLAIN = GenerationOptions()
+"""Options of a call that asks for nothing."""
+
 
 class TreePolicy(ABC):
     """Grows drafts out of a proposer's predictions, level by level.
 
+    options: how tokens are drawn where the record samples.
     Register a subclass with ``@TREES.register(ItsRecord)`` in its own file of this folder.
     """
 
-    def __init__(self, record: Any) -> None:
-        self.record = record
-
-    def begin(self, options: GenerationOptions) -> None:  # noqa: B027  (most trees need nothing)
-        """A generation with these options begins."""
+    def __init__(self, record: Any, options: GenerationOptions = PLAIN) -> None:
+        self.record, self.options = record, options
 
     @abstractmethod
     def grow(self, proposer: Proposer, depths: Sequence[int], length: LengthPolicy) -> list[Draft]:

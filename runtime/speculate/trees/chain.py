@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from ....ir.plan import Chain
-from ...asking.options import GenerationOptions
 from ..draft import NO_DRAFT, Draft
 from ..lengths.base import LengthPolicy
 from ..proposers.base import Ids, Proposer
@@ -21,11 +20,6 @@ class ChainPolicy(TreePolicy):
     """Each token is the best prediction after the one before, or sampled from it (see `drawn`)."""
 
     record: Chain
-    options = GenerationOptions()
-
-    def begin(self, options: GenerationOptions) -> None:
-        """Draw as these options say."""
-        self.options = options
 
     def grow(self, proposer: Proposer, depths: Sequence[int], length: LengthPolicy) -> list[Draft]:
         """See `TreePolicy.grow`."""

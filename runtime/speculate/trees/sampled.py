@@ -25,7 +25,7 @@ from ..draft import NO_DRAFT, Draft
 from ..lengths.base import Flags, LengthPolicy
 from ..proposers.base import Ids, Level, Proposer
 from ..sampling import Chances, warp, whole
-from .base import TREES, TreePolicy, goes_deeper
+from .base import PLAIN, TREES, TreePolicy, goes_deeper
 
 
 class _Sampled:
@@ -49,8 +49,9 @@ class SampledTreePolicy(TreePolicy):
 
     record: SampledTree
 
-    def __init__(self, record: SampledTree) -> None:
-        super().__init__(record)
+    def __init__(self, record: SampledTree, options: GenerationOptions = PLAIN) -> None:
+        super().__init__(record, options)
+        self.generator = options.random()
         self.parents: list[int] = []
         first = 0
         for size, width in zip((1, *record.sizes[:-1]), record.widths, strict=True):
@@ -60,10 +61,6 @@ class SampledTreePolicy(TreePolicy):
             first += size * width
         self.branches = max(record.widths) > 1
         self.ends = np.cumsum([0, *record.sizes]).tolist()
-
-    def begin(self, options: GenerationOptions) -> None:
-        """Draw from the generation's own source of random numbers."""
-        self.options, self.generator = options, options.random()
 
     def grow(self, proposer: Proposer, depths: Sequence[int], length: LengthPolicy) -> list[Draft]:
         """See `TreePolicy.grow`."""

@@ -8,10 +8,11 @@ import numpy as np
 
 from ....ir.plan import StaticTree
 from ....ir.plan.shapes import Path
+from ...asking.options import GenerationOptions
 from ..draft import NO_DRAFT, Draft
 from ..lengths.base import LengthPolicy
 from ..proposers.base import Ids, Level, Proposer
-from .base import TREES, TreePolicy, chosen, goes_deeper
+from .base import PLAIN, TREES, TreePolicy, chosen, goes_deeper
 
 
 class _Depth:
@@ -44,8 +45,8 @@ class StaticTreePolicy(TreePolicy):
 
     record: StaticTree
 
-    def __init__(self, record: StaticTree) -> None:
-        super().__init__(record)
+    def __init__(self, record: StaticTree, options: GenerationOptions = PLAIN) -> None:
+        super().__init__(record, options)
         self.depths = [_Depth(record, depth) for depth in range(1, record.depth + 1)]
         place = {(): -1} | {path: index for index, path in enumerate(record.paths)}
         self.parents = tuple(place[path[:-1]] for path in record.paths)

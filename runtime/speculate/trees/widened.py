@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from ....ir.plan import WidenedChain
-from ...asking.options import GenerationOptions
 from ..draft import NO_DRAFT, Draft
 from ..lengths.base import LengthPolicy
 from ..proposers.base import Ids, Level, Proposer
@@ -26,11 +25,6 @@ class WidenedChainPolicy(TreePolicy):
     they are sampled, too, without replacement (see `drawn`)."""
 
     record: WidenedChain
-    options = GenerationOptions()
-
-    def begin(self, options: GenerationOptions) -> None:
-        """Draw as these options say."""
-        self.options = options
 
     def grow(self, proposer: Proposer, depths: Sequence[int], length: LengthPolicy) -> list[Draft]:
         """See `TreePolicy.grow`."""

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from ....ir import Program
-from ....ir.plan import Lossless, Record
-from ...asking.options import GenerationOptions
+from ....ir.plan import Lossless
 from ...asking.text import Text
 from ..draft import Draft
 from ..sampling import Array, Chances
@@ -32,12 +30,6 @@ class RejectionVerifier(Verifier):
     Decoding" (2024); without probabilities: Li et al., "EAGLE-2" (2024).
     """
 
-    def __init__(
-        self, record: Record, program: Program, options: GenerationOptions, batch: int
-    ) -> None:
-        super().__init__(record, program, options, batch)
-        self.generator = options.random()
-
     def verify(
         self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
     ) -> list[Verdict]:
@@ -50,13 +42,13 @@ class RejectionVerifier(Verifier):
         # Nothing is drawn for an empty draft, so such a step draws what plain sampling does.
         # float64: a draft token may be less likely than float32's finest random number.
         draws = torch.empty(sum(counts), dtype=torch.float64)
-        random = iter(draws.uniform_(generator=self.generator).split(counts))
+        random = iter(draws.uniform_(generator=self.options.random()).split(counts))
         paths = {
             index: self._accepted(chances, row, drafts[index], next(random).tolist())
             for index, row in first.items()
         }
         ends = [first[i] + (path[-1] + 1 if path else 0) for i, path in paths.items()]
-        last = chances.at(ends).draw(self.generator)
+        last = chances.at(ends).draw(self.options.random())
         verdicts = [NOTHING_GAINED] * len(texts)
         for (index, path), token in zip(paths.items(), last, strict=True):
             accepted = [drafts[index].tokens[node] for node in path]

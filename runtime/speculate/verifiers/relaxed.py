@@ -9,9 +9,6 @@ from math import log
 import numpy as np
 import torch
 
-from ....ir import Program
-from ....ir.plan import Record
-from ...asking.options import GenerationOptions
 from ...asking.text import Text
 from ..draft import Draft
 from ..sampling import Array, Chances, bad_logits, best
@@ -27,12 +24,6 @@ class RelaxedVerifier(Verifier):
     always passes, so a relaxed verifier keeps no fewer tokens than greedy verification of the same
     draft. Register subclasses for both `GREEDY` and `SAMPLING`.
     """
-
-    def __init__(
-        self, record: Record, program: Program, options: GenerationOptions, batch: int
-    ) -> None:
-        super().__init__(record, program, options, batch)
-        self.generator = options.random()
 
     @abstractmethod
     def bounds(self, probs: Array) -> Array:
@@ -55,7 +46,7 @@ class RelaxedVerifier(Verifier):
     def _choose(self, scores: torch.Tensor) -> list[int]:
         if not self.options.do_sample:
             return best(scores)
-        return self.scorer.warp(scores).draw(self.generator)
+        return self.scorer.warp(scores).draw(self.options.random())
 
     def _paths(
         self, scores: torch.Tensor, first: Mapping[int, int], drafts: Sequence[Draft]
