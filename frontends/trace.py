@@ -30,7 +30,10 @@ _BATCH, _TOKENS = 2, 11
 
 def fake_mode() -> FakeTensorMode:
     """A mode for the parameters and inputs of one trace; buffers may stay real."""
-    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    # With symbolic sizes, keeping results for calls that seldom come again takes longer than them.
+    mode.cache_enabled = False
+    return mode
 
 
 def fake_parameter(like: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Parameter:

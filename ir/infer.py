@@ -42,6 +42,7 @@ class _Shapes:
 
         self.env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.env)
+        self.mode.cache_enabled = False  # results are kept by type, below
         self.sizes: dict[str, Any] = {}
         self.names: dict[str, str] = {}
 
