@@ -94,13 +94,14 @@ def _shapes() -> _Shapes:
 
 
 class _Leaf:
-    """A hashable stand-in for one argument; dtypes and floats compare with their Python type."""
+    """A hashable stand-in for one argument: types as they are, others by Python type and text."""
 
     __slots__ = ("key", "value")
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        self.key = (type(value).__name__, str(value))
+        is_type = isinstance(value, TensorType)
+        self.key = value if is_type else (type(value).__name__, str(value))
 
     def __hash__(self) -> int:
         return hash(self.key)
