@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import cached_llama
 
 import graftwork as gw
@@ -17,6 +19,7 @@ from graftwork.backends.target import Target
 from graftwork.demo import demo_folder
 from graftwork.ir import GraftworkError, InputError
 from graftwork.ir.files import open_regular, plain_path, read_bytes, read_json, read_text
+from graftwork.model import Traced, transform
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
 
@@ -126,6 +129,12 @@ def test_files_of_an_artifact_are_regular(
 # -- checkpoint folders, recipes, prompts
 
 
+@cache
+def demo() -> Traced:
+    """The bundled model: traced once, for options that are read after it."""
+    return Traced.of(demo_folder(), torch.float32)
+
+
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """A copy of the bundled checkpoint, of links into it as caches of downloads have them."""
@@ -182,13 +191,13 @@ def test_recipes_and_prompts_are_regular(
 @pytest.mark.parametrize("make", STRANGE)
 @pytest.mark.parametrize("option", ["draft_corpus.path", "draft_medusa.weights"])
 def test_files_that_options_name_are_regular(
-    checkpoint: Path, tmp_path: Path, make: Callable[[Path], None], option: str
+    tmp_path: Path, make: Callable[[Path], None], option: str
 ) -> None:
     for name in ("text.txt", "tokens.json", "heads.safetensors"):
         make(tmp_path / name)
         recipe = gw.Recipe.load("corpus" if "corpus" in option else "medusa")
         with pytest.raises(GraftworkError, match="not a regular file"):
-            gw.optimize(checkpoint, recipe.with_options([f"{option}={tmp_path / name}"]))
+            transform(demo(), recipe.with_options([f"{option}={tmp_path / name}"]), Target())
 
 
 def test_paths_that_cannot_be_spelled_are_refused_everywhere(checkpoint: Path) -> None:
