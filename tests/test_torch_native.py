@@ -336,3 +336,21 @@ def test_kernels_use_what_the_processor_has():
         assert "vpdpbusd" in code and "zmm" in code
     elif "avx2" in able:
         assert "vpmaddwd" in code
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+def test_rows_that_are_not_finite_have_no_result(wrong: float) -> None:
+    """Rounded to whole numbers they would become some, and a broken model look like a sound one."""
+    x, weight, scale = torch.randn(3, 40), torch.ones(5, 40, dtype=torch.int8), torch.ones(5)
+    x[1, 33] = wrong
+    found = (
+        torch.ops.graftwork.linear_int8(x, weight, scale),
+        native.linear_int8(x, weight, scale, weight.sum(-1, dtype=torch.int32), False),
+    )
+    for result in found:
+        assert result.isnan().tolist() == [[False] * 5, [True] * 5, [False] * 5]
+    coarse = (
+        torch.ops.graftwork.linear_int8(x, weight, scale, coarse=True),
+        native.linear_int8(x, weight, scale, weight.sum(-1, dtype=torch.int32), True),
+    )
+    assert all(result.isnan().all() for result in coarse)

@@ -25,12 +25,17 @@ is how processors without dot-product instructions add them."""
 def round_rows(x: Tensor, most: int = 127) -> tuple[Tensor, Tensor]:
     """(whole float32 values, float32 scale [..., 1]) with x ~ values * scale, over the last axis.
 
-    Symmetric, -most..most, half to even; a row of zeros has scale 1.
+    Symmetric, -most..most, half to even; a row of zeros has scale 1, one that is not finite NaN, so
+    that what is made of it is NaN, too, and not what whole numbers become of it.
     """
     wide = x.float()
-    scale = wide.abs().amax(-1, keepdim=True) / float(most)
-    scale = torch.where(scale > 0, scale, 1.0)
+    scale = _finite(wide.abs().amax(-1, keepdim=True) / float(most))
     return torch.round(wide / scale), scale
+
+
+def _finite(scale: Tensor) -> Tensor:
+    """1 for 0, and NaN for what is not finite."""
+    return torch.where(scale == 0, 1.0, scale + (scale - scale))
 
 
 def quantize_rows(x: Tensor, most: int = 127) -> tuple[Tensor, Tensor]:
@@ -47,8 +52,7 @@ def quantize_tensor(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     wide = x.float()
     low, high = wide.amin().clamp(max=0), wide.amax().clamp(min=0)
-    scale = (high - low) / 255.0
-    scale = torch.where(scale > 0, scale, 1.0)
+    scale = _finite((high - low) / 255.0)
     zero = torch.round(-low / scale).clamp(0, 255)
     return (torch.round(wide / scale) + zero).clamp(0, 255), zero, scale
 

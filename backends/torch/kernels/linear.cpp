@@ -207,15 +207,19 @@ void every_dot(
 
 // The scale of a row of x: its largest absolute value is 127 steps.
 float row_scale(const float* x, int64_t K) {
-    Lanes most = {};
+    Lanes most = {}, broken = {};
     for (int64_t k = 0; k < K; k += LANES) {
         const Lanes value = load<Lanes>(x + k, K - k), size = value < 0 ? -value : value;
         most = size > most ? size : most;
+        broken += value - value;  // 0, or NaN for what is not finite, which comparing loses
     }
-    float largest = 0;
-    for (int lane = 0; lane < LANES; lane++) largest = std::max(largest, most[lane]);
+    float largest = 0, rest = 0;
+    for (int lane = 0; lane < LANES; lane++) {
+        largest = std::max(largest, most[lane]);
+        rest += broken[lane];
+    }
     const float scale = largest / 127.0f;
-    return scale > 0 ? scale : 1.0f;
+    return (scale > 0 ? scale : 1.0f) + rest;
 }
 
 // The steps of a row, in 0..255 with their zero point, which stays in them if UNSIGNED.
@@ -233,20 +237,23 @@ void round_row(const float* x, int64_t K, float scale, float zero, Bytes::Value*
 
 // One scale and zero point for all values: 256 steps from the least, or 0, to the largest, or 0.
 void tensor_scale(const float* x, int64_t count, float& scale, float& zero) {
-    Lanes least = {}, most = {};
+    Lanes least = {}, most = {}, broken = {};
     for (int64_t i = 0; i < count; i += LANES) {
         const Lanes value = load<Lanes>(x + i, count - i);
         least = value < least ? value : least;
         most = value > most ? value : most;
+        broken += value - value;
     }
-    float low = 0, high = 0;
+    float low = 0, high = 0, rest = 0;
     for (int lane = 0; lane < LANES; lane++) {
         low = std::min(low, least[lane]);
         high = std::max(high, most[lane]);
+        rest += broken[lane];
     }
     scale = (high - low) / 255.0f;
     scale = scale > 0 ? scale : 1.0f;
     zero = std::min(std::max(rounded(-low / scale), 0.0f), 255.0f);
+    scale += rest;
 }
 
 }  // namespace
