@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 from ...ir import Function, Program
+from ...ir.ops import is_exact_by_row
 from ...ir.protocol import ANCESTORS
 from ...ir.stages import register_lowered
 from ...passes.fusing.cse import merge_equal
@@ -101,7 +102,7 @@ def has_attention(fn: Function) -> bool:
 
 def rounds_activations(fn: Function) -> bool:
     """Whether the function rounds what it computes with, so that float error can grow."""
-    return bool(fn.calls(G.linear_int8.default, A.round.default))
+    return bool(fn.calls(A.round.default)) or any(map(is_exact_by_row, fn.calls()))
 
 
 __all__ = ["STAGE", "Variant", "has_attention", "lower", "rounds_activations"]

@@ -17,6 +17,7 @@ import torch
 import torch.fx
 
 from ...ir import Dim, Function, arguments
+from ...ir.ops import is_exact_by_row
 from .emit import Emitter
 
 A = torch.ops.aten
@@ -25,7 +26,6 @@ G = torch.ops.graftwork
 _BY_ROW = frozenset(
     {
         operator.getitem,
-        G.linear_int8.default,
         G.hidden.default,
         G.pick_rows.default,
         G.rms_norm.default,
@@ -68,7 +68,8 @@ def _fits(node: torch.fx.Node) -> bool:
     if node.target is G.attend.default:
         return arguments(node)["sinks"] is None  # else it may become float products
     tags = getattr(node.target, "tags", ())
-    return node.target in _BY_ROW or torch.Tag.pointwise in tags
+    by_row = node.target in _BY_ROW or is_exact_by_row(node)
+    return by_row or torch.Tag.pointwise in tags
 
 
 class Pairs:

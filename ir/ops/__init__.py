@@ -7,11 +7,12 @@ inference, verification, documentation, the generic op tests) derives from that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.fx
 
 from ..discovery import import_all
 
@@ -19,15 +20,37 @@ Sample = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments and keyword arguments of one call, with small concrete tensors."""
 
 
+Options = Mapping[str, Any]
+"""Keyword arguments of a call."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """That an op is a product (x [...,K], weight, ...) of rows with the rows of a weight.
+
+    stored: its arguments after x that have the outputs as their first axis, the weight first, so
+    that several products of one x are one product of the joined arguments; what it has besides,
+    they must share. inner: how many of them, from the first, must agree in all but that axis.
+    exact: whether a call rounds x to integers and adds exactly: then a row's result has the same
+    bits whatever rows are beside it, and float error in x may grow to a step of the rounding.
+    """
+
+    stored: tuple[str, ...]
+    inner: int
+    exact: Callable[[Options], bool] = lambda options: False
+
+
 @dataclass(frozen=True)
 class OpDef:
-    """What is known of one op: where its overload, meaning, samples and documentation are."""
+    """What is known of one op: where its overload, meaning, samples and documentation are.
+    product: see `Product`, None for an op that is none."""
 
     name: str
     schema: str
     meaning: Callable[..., Any]
     samples: Callable[[], Iterator[Sample]]
     overload: Any
+    product: Product | None = None
 
     @property
     def doc(self) -> str:
@@ -44,13 +67,14 @@ def define(
     *,
     samples: Callable[[], Iterator[Sample]],
     fake: Callable[..., Any] | None = None,
+    product: Product | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the op that `schema` declares.
 
     schema: torch's schema language without the namespace, ``"glu(Tensor a, Tensor b) -> Tensor"``.
     samples: a generator of calls for the generic tests. fake: a shape rule, where running the
-    meaning on fake tensors is too slow or would constrain symbolic sizes. Results must not alias
-    arguments.
+    meaning on fake tensors is too slow or would constrain symbolic sizes. product: what passes and
+    backends ask of products, see `Product`. Results must not alias arguments.
     """
 
     def register(meaning: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,7 +83,7 @@ def define(
         _LIBRARY.impl(name, meaning, "CompositeExplicitAutograd")
         torch.library.register_fake(f"graftwork::{name}", fake or meaning, lib=_LIBRARY)
         overload = getattr(torch.ops.graftwork, name).default
-        _OPS[name] = OpDef(name, schema, meaning, samples, overload)
+        _OPS[name] = OpDef(name, schema, meaning, samples, overload, product)
         return meaning
 
     return register
@@ -76,6 +100,12 @@ def op_of(target: Any) -> OpDef | None:
     if getattr(target, "namespace", None) != "graftwork":
         return None
     return all_ops().get(target._schema.name.partition("::")[2])
+
+
+def is_exact_by_row(node: torch.fx.Node) -> bool:
+    """Whether a call is a product that rounds its rows and adds exactly, see `Product.exact`."""
+    op = op_of(node.target)
+    return op is not None and op.product is not None and op.product.exact(node.kwargs)
 
 
 all_ops()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from . import Sample, define
+from . import Product, Sample, define
 from .operands import Operands
 
 _EXACT = 512
@@ -94,6 +94,9 @@ def _fake(
     "-> Tensor",
     samples=_samples,
     fake=_fake,
+    product=Product(
+        ("weight", "scale", "bias"), inner=2, exact=lambda options: not options.get("coarse")
+    ),
 )
 def linear_int8(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, coarse: bool = False

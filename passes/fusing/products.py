@@ -2,20 +2,29 @@
 
 One product streams the same bytes as three and starts its threads once. The products must be the
 same op on the same input, own their weights, and agree in everything but their number of outputs
-and in having a bias.
+and in having a bias. Which ops are products, and of what, they say themselves (`ir.ops.Product`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.fx
 
-from ...ir import Function, Program, TensorType, WeightStore, derive, site_of, type_of
+from ...ir import (
+    Function,
+    Program,
+    TensorType,
+    WeightStore,
+    arguments,
+    derive,
+    site_of,
+    type_of,
+)
+from ...ir.ops import Product, op_of
 from ..engine.base import Outcome
 from ..engine.functions import TARGET, edit_with_weights
 from ..engine.subgraph import fresh_name
@@ -23,10 +32,20 @@ from .dce import sweep
 
 A, G = torch.ops.aten, torch.ops.graftwork
 
-PRODUCTS: set[Any] = {A.linear.default, G.linear_int8.default}
-"""Ops (x, weight, ...) whose every argument after x has the outputs as its first axis."""
+LINEAR = Product(("weight", "bias"), inner=1)
+"""What `aten.linear` is."""
 
 _REACH = 64  # calls between a projection and attention; norms and rotations by hand take 20
+
+
+def product_of(node: Any) -> Product | None:
+    """What product a call is; None for anything else."""
+    if not isinstance(node, torch.fx.Node) or node.op != "call_function":
+        return None
+    if node.target is A.linear.default:
+        return LINEAR
+    op = op_of(node.target)
+    return None if op is None else op.product
 
 
 def source_product(node: Any) -> Any:
@@ -36,7 +55,7 @@ def source_product(node: Any) -> Any:
     stack = [node] if isinstance(node, torch.fx.Node) else []
     while stack and len(seen) < _REACH:
         current = stack.pop()
-        if current.target in PRODUCTS:
+        if product_of(current):
             found.add(current)
         elif current not in seen:
             seen.add(current)
@@ -72,7 +91,7 @@ class Merger:
         if reason is None:
             self._merge(group)
             self.merged += 1
-        elif not (isinstance(group[0], torch.fx.Node) and group[0].target not in PRODUCTS):
+        elif not isinstance(group[0], torch.fx.Node) or product_of(group[0]):
             self.refusals.append(reason)
 
     def merge_attention(self) -> None:
@@ -87,13 +106,17 @@ class Merger:
 
     def _merge(self, group: Sequence[torch.fx.Node]) -> None:
         first = min(group)  # fx nodes compare by their place in the graph
-        columns = [_parts(node) for node in group]
-        sizes = [int(str(type_of(parts[0]).dims[0])) for parts in columns]
+        columns = [_stored(node) for node in group]
+        sizes = [int(str(type_of(parts["weight"]).dims[0])) for parts in columns]
         with self.fn.graph.inserting_before(first):
-            joined = [self._joined(parts, sizes) for parts in zip_longest(*columns)]
+            joined = {
+                name: self._joined([parts[name] for parts in columns], sizes)
+                for name in columns[0]
+                if any(parts[name] for parts in columns)
+            }
             site = site_of(first)
-            kwargs: dict[str, Any] = dict(first.kwargs)
-            merged = self.fn.call(first.target, first.args[0], *joined, site=site, **kwargs)  # type: ignore[arg-type]
+            given, kwargs = _with(first, joined), dict(first.kwargs)
+            merged = self.fn.call(first.target, *given, site=site, **kwargs)  # type: ignore[arg-type]
             split = self.fn.call(A.split_with_sizes.default, merged, sizes, -1, site=site)
             pieces = [self.fn.item(split, index) for index in range(len(group))]
         for node, piece in zip(group, pieces, strict=True):
@@ -130,9 +153,18 @@ def _joined_name(names: Sequence[str]) -> str:
     return ".".join("_".join(column) for column in columns)
 
 
+def _with(node: torch.fx.Node, joined: Mapping[str, torch.fx.Node]) -> list[Any]:
+    """The positional arguments of a call, some exchanged; trailing absences dropped."""
+    places = [a.name for a in node.target._schema.arguments if not a.kwarg_only]  # type: ignore[union-attr]
+    given = [joined.get(name, arguments(node)[name]) for name in places]
+    while given[-1] is None:
+        given.pop()
+    return given
+
+
 def _refusal(group: Sequence[Any]) -> str | None:
     for node in group:
-        if not isinstance(node, torch.fx.Node) or node.target not in PRODUCTS:
+        if not product_of(node):
             return f"{node} is not a linear layer"
         if not _owns_weights(node):
             return f"%{node.name} shares its weight with something else"
@@ -148,22 +180,33 @@ def _refusal(group: Sequence[Any]) -> str | None:
     return None
 
 
-def _parts(node: torch.fx.Node) -> list[Any]:
-    """Everything but x, trailing absences dropped."""
-    parts = list(node.args[1:])
-    while parts and parts[-1] is None:
-        parts.pop()
-    return parts
+def _stored(node: torch.fx.Node) -> dict[str, Any]:
+    """What a product has of rows for each output, by name; None for what it has not."""
+    product, given = product_of(node), arguments(node)
+    assert product is not None
+    return {name: given[name] for name in product.stored}
+
+
+def _shared(node: torch.fx.Node) -> list[Any]:
+    """What products of one group have in common besides x, weights by name."""
+    stored = _stored(node)
+    given = list(arguments(node).items())[1:]
+    rest = [value for name, value in given if name not in stored]
+    return [value.target if isinstance(value, torch.fx.Node) else value for value in rest]
 
 
 def _shape(node: torch.fx.Node) -> list[Any]:
-    """What must agree: the result's dtype, and dtypes and inner dims of all parts but the bias."""
-    parts = _parts(node)[: 1 if node.target is A.linear.default else 2]
-    return [type_of(node).dtype, *((type_of(p).dtype, type_of(p).dims[1:]) for p in parts)]
+    """What must agree: the result's dtype, dtypes and inner dims of all parts but the bias, and
+    what is shared."""
+    product = product_of(node)
+    assert product is not None
+    parts = [p and type_of(p) for p in list(_stored(node).values())[: product.inner]]
+    inner = [part and (part.dtype, part.dims[1:]) for part in parts]
+    return [type_of(node).dtype, *inner, *_shared(node)]
 
 
 def _owns_weights(node: torch.fx.Node) -> bool:
-    parts = [p for p in _parts(node) if p is not None]
+    parts = [p for p in _stored(node).values() if p is not None]
     options = not any(isinstance(value, torch.fx.Node) for value in node.kwargs.values())
     return options and all(
         isinstance(p, torch.fx.Node) and p.op == "get_attr" and len(p.users) == 1 for p in parts

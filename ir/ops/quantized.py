@@ -1,0 +1,263 @@
+"""Products with, and look-ups in, weights of a few bits that share scales in groups.
+
+How the bits lie, `ir.numerics` says. Activations are rounded by row and sums are exact, so a
+token's result has the same bits whatever shares its step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..numerics import Numeric, check_bits, dequantize, levels
+from . import Product, Sample, define
+from .operands import Operands
+from .quant import round_rows
+
+_EXACT = 512
+"""Products of an activation below 2^7 and a level below 2^8 stay below 2^15, so float32 (24 bits)
+sums this many of them exactly."""
+
+
+def _stored(rows: int, columns: int, bits: int, group: int, affine: bool) -> tuple[Tensor, ...]:
+    numeric = Numeric(bits, group)
+    if affine:
+        numeric = Numeric(bits, group, "affine", torch.float16)
+    found = numeric.quantize(torch.randn(rows, columns))
+    return tuple(part for part in found if part is not None)
+
+
+def _samples() -> Iterator[Sample]:
+    options = {"bits": 4, "group": 8}
+    yield (torch.randn(2, 3, 16), *_stored(6, 16, 4, 8, False)), options
+    affine = _stored(6, 16, 3, 16, True)
+    yield (torch.randn(1, 2, 16), *affine, None, torch.randn(6)), {"bits": 3, "group": 16}
+    yield (torch.zeros(1, 1, 16), *_stored(6, 16, 8, 4, True)), {"bits": 8, "group": 4}
+    book = torch.tensor([-127.0, -20.0, 35.0, 127.0])
+    weight, scale = _stored(6, 16, 2, 8, False)
+    yield (torch.randn(1, 2, 16), weight, scale, None, book), {"bits": 2, "group": 8}
+    wide = _stored(3, 1200, 6, 1200, False)
+    yield (torch.randn(1, 2, 1200), *wide), {"bits": 6, "group": 1200}
+    plain = _stored(6, 16, 4, 8, True)
+    bias = torch.randn(6)
+    yield (torch.randn(2, 3, 16), *plain, None, bias), {**options, "rounded": False}
+
+
+def _check_stored(
+    given: Operands,
+    weight: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    codebook: Tensor | None,
+    bits: int,
+) -> None:
+    """The operands of a stored weight, K and group known to `given` by K, P and G."""
+    given.at_least_one("K")
+    given.fit("weight", weight, "NP", torch.uint8)
+    half = scale.dtype == torch.float16
+    given.fit("scale", scale, "NG", torch.float16 if half else torch.float32)
+    given.fit("offset", offset, "NG", scale.dtype)
+    given.sizes["L"] = 2**bits
+    given.fit("codebook", codebook, "L", torch.float32)
+    if offset is not None and codebook is not None:
+        raise InputError(f"{given.op}: a weight has an offset or a codebook, not both")
+
+
+def _sized(op: str, columns: int, bits: int, group: int) -> Operands:
+    """Operands of which the sizes along rows of K = `columns` values are known.
+
+    Errors: `InputError` for bits or a group that do not fit.
+    """
+    check_bits(bits)
+    if group < 1 or columns % group or columns * bits % 8:
+        raise InputError(
+            f"{op}: K={columns} must be a multiple of group={group} and fill whole bytes with "
+            f"{bits} bits a value"
+        )
+    given = Operands(op)
+    given.sizes.update(K=columns, P=columns * bits // 8, G=columns // group)
+    return given
+
+
+def check_quantized_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    codebook: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group: int,
+) -> None:
+    """Whether `quantized_linear` takes these operands. Errors: `InputError` naming what does not
+    fit."""
+    given = Operands("quantized_linear")
+    given.fit_rows("x", x, "K")
+    given = _sized("quantized_linear", given.sizes["K"], bits, group)
+    _check_stored(given, weight, scale, offset, codebook, bits)
+    given.fit("bias", bias, "N")
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    offset: Tensor | None = None,
+    codebook: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    bits: int,
+    group: int,
+    rounded: bool = True,
+) -> Tensor:
+    check_quantized_linear(x, weight, scale, offset, codebook, bias, bits, group)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@define(
+    "quantized_linear(Tensor x, Tensor weight, Tensor scale, Tensor? offset=None, "
+    "Tensor? codebook=None, Tensor? bias=None, *, int bits, int group, bool rounded=True) "
+    "-> Tensor",
+    samples=_samples,
+    fake=_fake,
+    product=Product(
+        ("weight", "scale", "offset", "bias"),
+        inner=3,
+        exact=lambda options: bool(options.get("rounded", True)),
+    ),
+)
+def quantized_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    offset: Tensor | None = None,
+    codebook: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    bits: int,
+    group: int,
+    rounded: bool = True,
+) -> Tensor:
+    """A linear layer over a weight of a few bits: x times the transposed weight, plus bias.
+
+    ``%y: f32[B,T,N] = graftwork.quantized_linear(%x, @w.q4, @w.scale, @w.offset, bits=4,
+    group=32)``
+
+    x [..., K] floating; weight u8[N, K*bits/8], a bitstream of values q (see `ir.numerics`); scale
+    and offset f32|f16[N, K/group]; codebook f32[2^bits]; bias [N]. A weight is scale * (q -
+    2^(bits-1)), with an offset scale * q + offset, with a codebook scale * codebook[q].
+
+    rounded: row r is rounded, s = max|x_r| / 127 (1 for a row of zeros), a = round(x_r / s), half
+    to even; sums of a group are exact; groups are added in float32, ascending, each with one
+    rounding: y = fma(sum of a * level, scale, y), then with an offset y = fma(sum of a, offset, y);
+    the result is y * s + bias. The codebook then holds whole numbers in -127..127. Not rounded: the
+    product in float32 with the weight's values.
+    Source: Dettmers et al., "QLoRA" (2023) for groups; Yao et al., "ZeroQuant" (2022) for rows.
+    Errors: `InputError` naming an operand of another rank, size or dtype.
+    """
+    check_quantized_linear(x, weight, scale, offset, codebook, bias, bits, group)
+    if not rounded:
+        values = dequantize(weight, scale, offset, codebook, bits=bits)
+        wide = None if bias is None else bias.float()
+        return torch.nn.functional.linear(x.float(), values, wide).to(x.dtype)
+    steps, row_scale = round_rows(x)
+    values = levels(weight, offset, codebook, bits=bits)
+    total = torch.zeros((), device=x.device)
+    for place in range(scale.shape[1]):
+        part = slice(place * group, (place + 1) * group)
+        summed = _exact_sums(steps[..., part], values[:, part])
+        total = fused_multiply_add(summed, scale[:, place].float(), total)
+        if offset is not None:
+            count = steps[..., part].sum(-1, keepdim=True)
+            total = fused_multiply_add(count, offset[:, place].float(), total)
+    result = total * row_scale
+    return (result if bias is None else result + bias.float()).to(x.dtype)
+
+
+def _exact_sums(steps: Tensor, values: Tensor) -> Tensor:
+    """Whole numbers [...,K] times [N,K], added exactly, then rounded to float32."""
+    total = torch.zeros((), dtype=torch.int32, device=steps.device)
+    for start in range(0, values.shape[1], _EXACT):
+        part = slice(start, start + _EXACT)
+        found = torch.nn.functional.linear(steps[..., part], values[:, part])
+        total = total + found.to(torch.int32)
+    return total.float()
+
+
+def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c of float32 values, rounded once.
+
+    In float64 the product is exact and the sum nearly so: it rounds to another float32 than the
+    exact sum only where it lies half way between two. There its error says which is nearer.
+    """
+    product, addend = a.double() * b.double(), c.double()
+    total = product + addend
+    kept = total - product
+    error = (product - (total - kept)) + (addend - kept)
+    near = total.float()
+    far = 2 * total - near.double()  # as far away, on the other side
+    halfway = (far != near.double()) & (far.float().double() == far)
+    upper, lower = torch.maximum(near.double(), far), torch.minimum(near.double(), far)
+    nearer = torch.where(error > 0, upper, lower).float()
+    return torch.where(halfway & (error != 0), nearer, near)
+
+
+def _embedding_samples() -> Iterator[Sample]:
+    ids = torch.tensor([[0, 5, 2], [1, 1, 4]])
+    yield (ids, *_stored(6, 16, 4, 8, False)), {"bits": 4, "group": 8}
+    yield (ids, *_stored(6, 16, 3, 16, True)), {"bits": 3, "group": 16}
+    weight, scale = _stored(6, 16, 2, 8, False)
+    book = torch.tensor([-1.0, -0.25, 0.3, 1.0])
+    yield (ids[0], weight, scale, None, book), {"bits": 2, "group": 8}
+
+
+def _fake_embedding(
+    ids: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    offset: Tensor | None = None,
+    codebook: Tensor | None = None,
+    *,
+    bits: int,
+    group: int,
+) -> Tensor:
+    given = _sized("quantized_embedding", scale.shape[-1] * group, bits, group)
+    _check_stored(given, weight, scale, offset, codebook, bits)
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise InputError(f"quantized_embedding: ids must be i64 or i32, got {ids.dtype}")
+    return scale.new_empty((*ids.shape, given.sizes["K"]), dtype=torch.float32)
+
+
+@define(
+    "quantized_embedding(Tensor ids, Tensor weight, Tensor scale, Tensor? offset=None, "
+    "Tensor? codebook=None, *, int bits, int group) -> Tensor",
+    samples=_embedding_samples,
+    fake=_fake_embedding,
+)
+def quantized_embedding(
+    ids: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    offset: Tensor | None = None,
+    codebook: Tensor | None = None,
+    *,
+    bits: int,
+    group: int,
+) -> Tensor:
+    """Rows of a table of a few bits, as float32.
+
+    ``%h: f32[B,T,K] = graftwork.quantized_embedding(%ids, @e.q4, @e.scale, @e.offset, bits=4,
+    group=32)``
+
+    ids i64|i32[...] in 0..N-1; the table as in `quantized_linear`: weight u8[N, K*bits/8], scale
+    and offset f32|f16[N, K/group], codebook f32[2^bits]. Only the rows asked for are dequantized.
+    Source: Guan et al., "Post-Training 4-bit Quantization on Embedding Tables" (2019).
+    Errors: `InputError` naming an operand of another rank, size or dtype.
+    """
+    _fake_embedding(ids, weight, scale, offset, codebook, bits=bits, group=group)
+    rows = torch.nn.functional.embedding
+    picked = None if offset is None else rows(ids, offset)
+    return dequantize(rows(ids, weight), rows(ids, scale), picked, codebook, bits=bits)
