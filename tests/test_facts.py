@@ -15,6 +15,7 @@ from graftwork.passes.engine.base import all_passes
 from graftwork.passes.engine.facts import PREDICATES, Predicate, fact, shown
 from graftwork.passes.engine.manager import Step, facts_of, run_passes
 from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
+from graftwork.passes.numerics.quantize_weights import QuantizeWeights
 from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.add_top_tokens import AddTopTokens
@@ -28,6 +29,7 @@ MAKES = {
     "top_tokens": AddTopTokens(count=4),
     "drafts": DraftMedusa(),
     "int8": QuantizeInt8(),
+    "quantized": QuantizeWeights(group=0),
 }
 
 

@@ -37,6 +37,7 @@ from graftwork.passes.fusing.fuse_qkv import FuseQkv
 from graftwork.passes.fusing.fuse_residual_norm import FuseResidualNorm
 from graftwork.passes.fusing.tabulate_positions import TabulatePositions
 from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
+from graftwork.passes.numerics.quantize_weights import QuantizeWeights
 from graftwork.passes.raising.canonicalize import Canonicalize
 from graftwork.passes.raising.raise_activations import RaiseActivations
 from graftwork.passes.raising.raise_gated_mlp import RaiseGatedMlp
@@ -248,11 +249,13 @@ def test_no_pass_loads_weights() -> None:
 
     store = {name: Weight(name, w.type, absent) for name, w in program.weights.items()}
     program = program.replace(weights=WeightStore(store))
-    fusing = (FuseQkv(), FuseGateUp(), FuseResidualNorm(), QuantizeInt8())
+    few = QuantizeWeights(group=0, select=("*.down.weight",))
+    fusing = (FuseQkv(), FuseGateUp(), FuseResidualNorm(), few, QuantizeInt8())
     for pass_ in (*TIDYING, *RAISING, *fusing):
         program = pass_.run(program).program
-    with pytest.raises(InputError, match="a pass loaded"):
-        next(w for name, w in program.weights.items() if name.endswith("int8")).load()
+    for end in ("int8", "q4", "q4.scale", "q4.offset"):
+        with pytest.raises(InputError, match="a pass loaded"):
+            next(w for name, w in program.weights.items() if name.endswith(f".{end}")).load()
 
 
 # -- rotations that are not quite

@@ -14,6 +14,7 @@ from graftwork.backends import Target, compile
 from graftwork.ir import InputError
 from graftwork.passes.engine.validate import reference_logits
 from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
+from graftwork.passes.numerics.quantize_weights import QuantizeWeights
 
 TOKENS = torch.randint(0, 32, (2, 12), generator=torch.Generator().manual_seed(1))
 
@@ -163,14 +164,18 @@ def test_other_threads_are_compiled_for():
         torch.set_num_threads(threads)
 
 
-def test_int8_weights_stay_bytes_and_give_the_same_logits():
-    program = QuantizeInt8().run(cached_llama(layers=1, context=1024)).program
-    quantized = {name for name in program.weights if name.endswith(".int8")}
+FEW_BITS = QuantizeWeights(bits=4, group=8, embedding=True)
+
+
+@pytest.mark.parametrize("pass_", [QuantizeInt8(), FEW_BITS], ids=["int8", "int4"])
+def test_quantized_weights_stay_bytes_and_give_the_same_logits(pass_):
+    program = pass_.run(cached_llama(layers=1, context=1024)).program
+    quantized = {name for name in program.weights if name.endswith((".int8", ".q4"))}
     assert quantized
     eager = compile(program, Target.parse("eager"))
     compiled = compile(program, Target.parse("torch"))
     for name in quantized:
-        assert compiled.weights[name].dtype == torch.int8
+        assert compiled.weights[name].element_size() == 1
     results = []
     for executable in (eager, compiled):
         executable.begin(2, 12)
@@ -179,9 +184,10 @@ def test_int8_weights_stay_bytes_and_give_the_same_logits():
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
 
 
-def test_a_token_has_the_same_bits_alone_and_among_others():
+@pytest.mark.parametrize("pass_", [QuantizeInt8(), FEW_BITS], ids=["int8", "int4"])
+def test_a_token_has_the_same_bits_alone_and_among_others(pass_):
     # Wide enough that a sum over a row of one would be shared out among threads.
-    program = QuantizeInt8().run(cached_llama(layers=1, dim=256, context=64)).program
+    program = pass_.run(cached_llama(layers=1, dim=256, context=64)).program
     executable = compile(program, Target.parse("torch"))
     threads = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -74,4 +74,6 @@ ROWS: dict[Any, Row] = {
     # Values of programs have no strides.
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
     G.attend.default: attend,
+    # One call: written out, its loop over groups would be thousands of calls for a compiler.
+    G.quantized_linear.default: G.quantized_linear.default,
 }

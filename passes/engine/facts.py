@@ -106,6 +106,16 @@ def _int8(program: Program) -> str:
     return "" if some else "no function calls graftwork.linear_int8"
 
 
+@fact("quantized")
+def _quantized(program: Program) -> str:
+    ops = (
+        torch.ops.graftwork.quantized_linear.default,
+        torch.ops.graftwork.quantized_embedding.default,
+    )
+    some = any(fn.calls(*ops) for fn in program.functions.values())
+    return "" if some else "no function has weights of a few bits"
+
+
 def _takes(program: Program, wanted: str) -> str:
     given = ", ".join(str(node.target) for node in program.step.inputs)
     return f"{program.step.name} does not take {wanted}; it takes {given}"
