@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import torch
 from .backends.target import Target
 from .guests import check_guests, with_guests
 from .ir import GraftworkError, InputError, Program, Weight, WeightStore
+from .ir.executable import Memory
 from .ir.files import plain_path
 from .ir.threads import traces
 from .passes.engine.manager import arrange, facts_of, run_passes
@@ -189,6 +191,16 @@ class Model:
     recipe: Mapping[str, Any]
     report: Report | None = None
 
+    def __post_init__(self) -> None:
+        if self.report is not None:
+            # Weakly: a cycle would keep the executable's weights until somebody collects garbage.
+            measure = weakref.WeakMethod(self._memory)
+            object.__setattr__(self, "report", self.report.of(partial(_measured, measure)))
+
+    def _memory(self) -> Memory:
+        made: Executable | None = self.__dict__.get(_COMPILED)
+        return Memory(weight_bytes(self.program), 0, 0) if made is None else made.memory()
+
     @property
     def executable(self) -> Executable:
         """The compiled program; compiling happens on first use, once for all threads.
@@ -247,6 +259,19 @@ class Model:
             check_request(ids, options, self.program.info)  # compiling takes a while
         return generate(self.executable, ids, **options)
 
+    def __call__(self, input_ids: torch.Tensor | Sequence[Sequence[int]], /) -> torch.Tensor:
+        """The target's logits f32[B,S,V] for token ids i64[B,S], as a forward pass gives them.
+
+        For scoring texts: nothing is drafted, and no cache is kept. Threads take turns. Errors: as
+        `graftwork.runtime.scoring.score`.
+        """
+        from .runtime.asking.prompts import check_ids
+        from .runtime.scoring import score
+
+        ids = as_ids(input_ids)
+        check_ids(ids, self.program.info)  # compiling takes a while
+        return score(self.executable, ids)
+
     def save(
         self, folder: str | Path, *, progress: Callable[[str], None] = lambda name: None
     ) -> Path:
@@ -304,6 +329,11 @@ class Model:
     def __str__(self) -> str:
         size = megabytes(weight_bytes(self.program))
         return f"{self.program.name} for {self.target}, recipe {self.recipe.get('name')}, {size}"
+
+
+def _measured(measure: weakref.WeakMethod[Callable[[], Memory]]) -> Memory | None:
+    method = measure()
+    return None if method is None else method()
 
 
 def _target(target: Target | str | None, dtype: torch.dtype | None = None) -> Target:

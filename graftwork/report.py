@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PrivateAttr
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .ir import Program
+from .ir import InputError, Program
+from .ir.executable import Memory
 from .passes.engine.base import Contract
 from .passes.engine.manager import PassReport
 
@@ -72,6 +73,27 @@ class Report(_Frozen):
     weight_bytes_after: int
     passes: tuple[PassLine, ...]
     generates: str = ""
+    _measure: Callable[[], Memory | None] | None = PrivateAttr(default=None)
+
+    def of(self, measure: Callable[[], Memory | None]) -> Report:
+        """The same report, on a model whose memory `measure` tells; None once it is gone."""
+        made = self.model_copy()
+        made._measure = measure
+        return made
+
+    def memory(self) -> Memory:
+        """Bytes that the model takes now: weights, caches, code. Functions that did not run yet
+        have no code, and before the first run weights count as they are stored.
+
+        Errors: `InputError` if the report's model is no more.
+        """
+        found = None if self._measure is None else self._measure()
+        if found is None:
+            raise InputError("report: there is no memory to tell of, the model itself is gone")
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Report) and self.model_dump() == other.model_dump()
 
     def __rich__(self) -> RenderableType:
         validated = any(line.check for line in self.passes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -15,6 +15,20 @@ Outputs: TypeAlias = dict[str, torch.Tensor]
 
 HeldCall: TypeAlias = Callable[[], Outputs]
 """See `Executable.hold`."""
+
+
+class Memory(NamedTuple):
+    """Bytes that an executable takes now, by part. weights: as they are run from, prepared copies
+    included. caches: all state buffers. code: the graphs that were made of its functions so far."""
+
+    weights: int
+    caches: int
+    code: int
+
+    @property
+    def total(self) -> int:
+        """All parts together."""
+        return sum(self)
 
 
 class Executable(Protocol):
@@ -102,3 +116,6 @@ class Executable(Protocol):
 
     def state_bytes(self) -> int:
         """Bytes that the state buffers occupy now."""
+
+    def memory(self) -> Memory:
+        """Bytes that everything occupies now, by part."""

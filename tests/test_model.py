@@ -183,3 +183,22 @@ def test_prompts_that_cannot_be_read(tmp_path: Path, text: str, message: str) ->
     with pytest.raises(InputError) as caught:
         read_prompts(path, tiny_llama())
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["eager", "torch", "onnxruntime"])
+def test_the_report_tells_the_memory_by_part(source: str, backend: str) -> None:
+    model = gw.optimize(source, PASSES, target=Target(backend, "cpu"))
+    report = model.report
+    assert report is not None
+    stored = sum(weight.type.nbytes for weight in model.program.weights.values())
+    assert report.memory() == (stored, 0, 0)
+    model.generate([[1, 2, 3]], max_new_tokens=4)
+    found = report.memory()
+    # ONNX Runtime's weights start at boundaries, and some are laid out anew for its kernels.
+    assert abs(found.weights - stored) < 0.1 * stored
+    assert found.caches == model.executable.state_bytes() > 0
+    assert 0 < found.code < found.total == sum(found)
+    assert model.report == type(report).model_validate_json(report.model_dump_json())
+    del model
+    with pytest.raises(InputError, match="the model itself is gone"):
+        report.memory()

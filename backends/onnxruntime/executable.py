@@ -10,7 +10,7 @@ import torch
 
 from ...ir import GraftworkError, InputError, Program, Role, UnsupportedError, type_of
 from ...ir.errors import execution_error
-from ...ir.executable import HeldCall, Outputs
+from ...ir.executable import HeldCall, Memory, Outputs
 from ...ir.scratch import Scratch
 from ...ir.threads import traces
 from ..base import StatefulExecutable
@@ -54,6 +54,11 @@ class OnnxExecutable(StatefulExecutable):
         if rows > capacity:
             rows = max(rows, min(capacity + capacity // 2, self.buffers.limit))
         super().reserve(rows, symbol)
+
+    def memory(self) -> Memory:
+        """The weight file, the states, and the graphs of the sessions so far."""
+        graphs = sum(path.stat().st_size for path in self._scratch.path.glob("*.onnx"))
+        return Memory(self._weights.end, self.state_bytes(), graphs)
 
     def widths(self, function: str) -> tuple[int, ...] | None:
         """None: shapes are dynamic."""

@@ -12,7 +12,7 @@ import torch
 
 from ...ir import GraftworkError, InputError, Program, Sym
 from ...ir.errors import execution_error
-from ...ir.executable import HeldCall, Outputs
+from ...ir.executable import HeldCall, Memory, Outputs
 from ...ir.protocol import OPTIONAL
 from ...ir.threads import traces
 from ..base import StatefulExecutable
@@ -49,6 +49,8 @@ class TorchExecutable(StatefulExecutable):
         super().__init__(program, target, limit, rounded, together=False)
         self.device = torch.device(target.device)
         self.weights = self._load()
+        self.tensors = {weight.data_ptr(): weight.nbytes for weight in self.weights.values()}
+        self.code = 0
         self.variants: dict[object, Callable[..., Any]] = {}
         self.compiled: set[object] = set()
         self.recordings: dict[object, Recording | None] = {}
@@ -92,6 +94,10 @@ class TorchExecutable(StatefulExecutable):
         for name, state in self.program.states.items():
             if state.capacity is not None:
                 any_size(self.states[name], state.type.dims.index(Sym(state.capacity)))
+
+    def memory(self) -> Memory:
+        """Weights and what was prepared of them, the states, and the modules so far, as text."""
+        return Memory(sum(self.tensors.values()), self.state_bytes(), self.code)
 
     def widths(self, function: str) -> tuple[int, ...] | None:
         """None when eager; else what the plan's steps take, and prefill chunks."""
@@ -193,6 +199,10 @@ class TorchExecutable(StatefulExecutable):
         rows = ROWS | CPU_ROWS if self.how == "inductor" else ROWS
         states = list(self.program.states)
         module = emit(fn, self.weights, states, fetch, frozenset(missing), rows)
+        for node in module.graph.find_nodes(op="get_attr"):
+            tensor = getattr(module, str(node.target))
+            self.tensors[tensor.data_ptr()] = tensor.nbytes
+        self.code += len(module.code)
         if self.how == "eager":
             # Not the module itself: calls of modules are what a trace in another thread takes over.
             return module.forward

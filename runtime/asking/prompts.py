@@ -30,6 +30,14 @@ def read_prompts(
     return [Text(row, len(row), len(row) + count) for row in rows]
 
 
+def check_ids(input_ids: object, info: ModelInfo) -> None:
+    """Errors: `InputError` for what are no token ids i64[B,S] of the vocabulary."""
+    _check_tensor(input_ids)
+    assert isinstance(input_ids, torch.Tensor)
+    for index, row in enumerate(input_ids.tolist()):
+        _check_row(index, row, info)
+
+
 def _check_tensor(input_ids: object) -> None:
     if not isinstance(input_ids, torch.Tensor):
         raise InputError(
