@@ -54,12 +54,16 @@ def run_session(
     feeds: Mapping[str, torch.Tensor],
     folder: Path,
     weights: Mapping[str, Weight] | None = None,
+    paired: bool = False,
+    prepacked: bool = True,
 ) -> dict[str, torch.Tensor]:
     """Outputs of a function whose every op has a row, in ONNX Runtime on the CPU."""
     path = folder / "model.onnx"
-    store(emit(fn, WeightStore(weights)), path, WeightFile(folder / "weights.data"))
+    store(emit(fn, WeightStore(weights), paired=paired), path, WeightFile(folder / "weights.data"))
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
+    if not prepacked:
+        options.add_session_config_entry("session.disable_prepacking", "1")
     session = onnxruntime.InferenceSession(str(path), options, ["CPUExecutionProvider"])
     taken = [value.name for value in session.get_inputs()]
     results = session.run(None, {name: feeds[name].numpy() for name in taken})

@@ -20,6 +20,7 @@ from .emit import emit
 from .lower import Variant, lower
 from .repeated import RepeatedCall
 from .routing import Route, Router
+from .rows_quantized import needs_packing
 from .session import open_session
 from .step import Step
 from .store import WeightFile, store
@@ -121,7 +122,8 @@ class OnnxExecutable(StatefulExecutable):
         # have to take the cores from them, so what is drafted in between uses one.
         threads = None if fn.role is Role.TARGET else 1
         try:
-            session = open_session(path, self.target, weight_bytes=size, threads=threads)
+            copied = 0 if needs_packing(model.model.graph) else size
+            session = open_session(path, self.target, weight_bytes=copied, threads=threads)
         except GraftworkError:
             raise
         except Exception as error:  # the library's error types are not public

@@ -27,6 +27,7 @@ from . import (
     rows_moe,
     rows_norm,
     rows_quant,
+    rows_quantized,
     rows_reduce,
     rows_shape,
 )
@@ -47,6 +48,7 @@ FAMILIES = (
     rows_moe,
     rows_norm,
     rows_quant,
+    rows_quantized,
     rows_reduce,
     rows_shape,
 )

@@ -37,6 +37,7 @@ _BY_ROW = frozenset(
         G.step_mask.default,
         G.alibi.default,
         G.cache_write.default,
+        G.quantized_embedding.default,
         A.embedding.default,
         A.argmax.default,
         A._to_copy.default,

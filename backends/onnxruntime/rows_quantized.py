@@ -1,0 +1,217 @@
+"""Rows of products with weights of a few bits.
+
+What MatMulNBits takes, it multiplies; everything else is a float product with the weight's values,
+worked out when the model is stored. Rounded activations: MatMulNBits rounds them to int8 by row and
+block of the weight, the op's meaning by row, so the two differ by what rounding costs; sums are
+exact in both. A row must have the same bits whatever is beside it, and not every block size of the
+kernel sees to that: the largest that does is used, with scales repeated (see `probe`). The kernel
+is slow with zero points that are not whole, so offsets are a float product of their own, with the
+sums of each group's activations; that, and float products of rounded rows, take a lone row twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as oir
+import torch
+import torch.fx
+
+from ...ir import Dim, TensorType, Weight, derive
+from ...ir import arguments as arguments_of
+from ...ir.numerics import dequantize, pack, unpack
+from .emit import Emitter, row, type_of, weight_of
+from .pairs import Pairs
+from .probe import rows_of_few_bits_are_exact
+from .rows_quant import ZERO, quantized_rows
+
+G = torch.ops.graftwork
+F32, U8 = torch.float32, torch.uint8
+BLOCKS = (256, 128, 64, 32, 16)
+"""Values that share a scale in MatMulNBits."""
+
+ROUNDED, FLOAT = (2, 4, 8), (4,)
+"""Bits for which MatMulNBits is fast, with rounded activations and with float ones."""
+
+INT8 = 4
+"""The accuracy level at which MatMulNBits rounds activations to int8; at 1 they are float32."""
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A stored weight [N,K], its scales, and what it has besides."""
+
+    weight: Weight
+    scale: Weight
+    offset: Weight | None
+    codebook: Weight | None
+    bits: int
+    group: int
+
+    @property
+    def rows(self) -> int:
+        return int(str(self.scale.type.dims[0]))
+
+    @property
+    def groups(self) -> int:
+        return int(str(self.scale.type.dims[1]))
+
+    @property
+    def parts(self) -> list[Weight]:
+        given = (self.weight, self.scale, self.offset, self.codebook)
+        return [part for part in given if part is not None]
+
+    def derived(self, name: str, dims: Sequence[Dim], dtype: torch.dtype, make: Any) -> Weight:
+        """A weight that `make` makes of (weight, scale, offset, codebook)."""
+        places = [part is not None for part in (self.offset, self.codebook)]
+
+        def made(weight: torch.Tensor, scale: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+            rest = iter(more)
+            found: torch.Tensor = make(weight, scale, *(next(rest) if p else None for p in places))
+            return found
+
+        return derive(
+            f"{self.weight.name}.{name}", TensorType(dtype, tuple(dims)), made, *self.parts
+        )
+
+    def values(self) -> Weight:
+        """The weight's values f32[K,N]."""
+
+        def make(weight: Any, scale: Any, offset: Any, codebook: Any) -> torch.Tensor:
+            return dequantize(weight, scale, offset, codebook, bits=self.bits).T
+
+        return self.derived("values.kn", (self.groups * self.group, self.rows), F32, make)
+
+    def blocked(self, bits: int, block: int) -> Weight:
+        """The stored values u8[N,K/block,block*bits/8], around 2^(bits-1) in the middle."""
+        more = 2 ** (bits - 1) - 2 ** (self.bits - 1)
+
+        def make(weight: Any, scale: Any, offset: Any, codebook: Any) -> torch.Tensor:
+            values = unpack(weight, self.bits)
+            values = values + more if codebook is None else codebook.int()[values.long()] + ZERO
+            return pack(values, bits).reshape(dims)
+
+        dims = (self.rows, self.groups * self.group // block, block * bits // 8)
+        return self.derived(f"{bits}x{block}", dims, U8, make)
+
+    def scales(self, block: int) -> Weight:
+        """Scales f32[N,K/block]."""
+        times = self.group // block
+
+        def make(scale: torch.Tensor) -> torch.Tensor:
+            return scale.float().repeat_interleave(times, 1)
+
+        type = TensorType(F32, (self.rows, self.groups * times))
+        return derive(f"{self.scale.name}.x{block}", type, make, self.scale)
+
+    def shifts(self) -> Weight:
+        """What the sum of a group's activations counts f32[K/group,N], besides the values around
+        the middle."""
+        middle = 2 ** (self.bits - 1)
+        assert self.offset is not None
+
+        def make(scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+            shift: torch.Tensor = offset.float() + middle * scale.float()
+            return shift.T
+
+        type = TensorType(F32, (self.groups, self.rows))
+        return derive(f"{self.offset.name}.shift", type, make, self.scale, self.offset)
+
+
+def _is_stored(node: torch.fx.Node) -> bool:
+    """Whether all that is stored of the weight are weights of the program."""
+    given = arguments_of(node)
+    parts = (given[name] for name in ("weight", "scale", "offset", "codebook"))
+    return all(part.op == "get_attr" for part in parts if part is not None)
+
+
+@row(G.quantized_linear.default, when=_is_stored)
+def quantized_linear(
+    e: Emitter,
+    x: oir.Value,
+    weight: oir.Value,
+    scale: oir.Value,
+    offset: oir.Value | None,
+    codebook: oir.Value | None,
+    bias: oir.Value | None,
+    bits: int,
+    group: int,
+    rounded: bool,
+) -> Any:
+    given = [weight_of(part) for part in (weight, scale, offset, codebook)]
+    assert given[0] is not None and given[1] is not None
+    stored = _Stored(given[0], given[1], given[2], given[3], bits, group)
+    dims, wide = type_of(x).dims, e.cast(x, F32)
+    chosen = next(_fitting(e, stored, rounded), None)
+    if chosen is not None:
+        result = _few_bits(e, wide, stored, *chosen, rounded)
+        if offset is not None:
+            sums = _group_sums(e, wide, dims, group)
+            result = e.op("Add", result, _float(e, sums, dims, stored.shifts(), rounded))
+    elif rounded:
+        values, row_scale = quantized_rows(e, wide)
+        steps = e.op("Sub", e.cast(values, F32, U8), e.const(float(ZERO), F32))
+        result = e.op("Mul", _float(e, steps, dims, stored.values(), rounded), row_scale)
+    else:
+        result = _float(e, wide, dims, stored.values(), rounded)
+    if bias is not None:
+        result = e.op("Add", result, e.cast(bias, F32))
+    return e.cast(result, e.dtype(), F32)
+
+
+def _fitting(e: Emitter, stored: _Stored, rounded: bool) -> Iterator[tuple[int, int]]:
+    """Bits and blocks in which MatMulNBits does what is asked, the best first."""
+    least = stored.bits if stored.codebook is None else 8
+    if stored.codebook is not None and not rounded:
+        return  # its entries need not be whole
+    for bits in (b for b in (ROUNDED if rounded else FLOAT) if b >= least):
+        for block in (b for b in BLOCKS if stored.group % b == 0):
+            # A model for others to run cannot know their processors.
+            if not rounded or e.standard or rows_of_few_bits_are_exact(bits, block):
+                yield bits, block
+
+
+def _few_bits(
+    e: Emitter, x: oir.Value, stored: _Stored, bits: int, block: int, rounded: bool
+) -> Any:
+    return e.fused(
+        "MatMulNBits",
+        x,
+        e.weight(stored.blocked(bits, block)),
+        e.weight(stored.scales(block)),
+        K=stored.groups * stored.group,
+        N=stored.rows,
+        bits=bits,
+        block_size=block,
+        accuracy_level=INT8 if rounded else 1,
+    )
+
+
+def needs_packing(graph: oir.Graph) -> bool:
+    """Whether kernels of a graph must repack their weights, however short memory is: MatMulNBits
+    would make float weights of them at every step, and a lone row's sums in another order."""
+    return any(node.op_type == "MatMulNBits" for node in graph)
+
+
+def _group_sums(e: Emitter, x: oir.Value, dims: Sequence[Dim], group: int) -> Any:
+    """Each group's values added up, f32[...,K/group] of f32 x, once for each x."""
+    key = ("group sums", x.name, group)
+    if key not in e.memo:
+        count = int(str(dims[-1])) // group
+        grouped = e.reshape(x, dims, (*dims[:-1], count, group))
+        last = e.const([-1], torch.int64)
+        e.memo[key] = e.op("ReduceSum", grouped, last, keepdims=0)
+    found: Any = e.memo[key]
+    return found
+
+
+def _float(e: Emitter, x: oir.Value, dims: Sequence[Dim], weight: Weight, rounded: bool) -> Any:
+    """x [...,K] times a weight f32[K,N]; if what is rounded depends on it, a lone row's sums are in
+    the order of several's. dims: those of x, whatever its last one is."""
+    columns, axis = e.weight(weight), len(dims) - 2
+    if not (rounded and e.paired) or axis < 0 or dims[axis] == 1:
+        return e.op("MatMul", x, columns)
+    pairs = Pairs(e, dims[axis])
+    return pairs.first(e.op("MatMul", pairs.doubled(x, axis, len(dims)), columns), axis)

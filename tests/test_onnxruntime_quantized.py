@@ -1,0 +1,224 @@
+"""Weights of a few bits in ONNX Runtime: which kernel takes them, and what it makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from handmade import Shape, cached_llama
+from onnxruntime_helpers import run_session
+from test_onnxruntime_executable import executable, logits_by_widths, reference_logits, step_of
+from test_onnxruntime_export import Loop, expected, tokens_of
+
+from graftwork.backends.onnxruntime import rows_quantized
+from graftwork.backends.onnxruntime import session as sessions
+from graftwork.backends.onnxruntime.decompose import decompose
+from graftwork.backends.onnxruntime.emit import emit
+from graftwork.backends.onnxruntime.probe import rows_of_few_bits_are_exact
+from graftwork.export import export_onnx
+from graftwork.ir import Function, Program, TensorType, Weight, WeightStore
+from graftwork.ir.numerics import WIDTHS, Numeric
+from graftwork.ir.ops.quantized import quantized_linear
+from graftwork.passes.numerics.quantize_weights import QuantizeWeights
+
+G = torch.ops.graftwork
+K, N = 192, 40
+TOLERANCE = 0.02
+"""Of the largest result: what rounding activations by block and by row may differ by."""
+
+
+def call(
+    bits: int,
+    group: int,
+    kind: Any,
+    rounded: bool = True,
+    scale: torch.dtype = torch.float16,
+    columns: int = K,
+) -> tuple[Function, dict[str, Weight], dict[str, Any]]:
+    """A function y = quantized_linear(a, ...) of a random weight; its operands and options."""
+    random = torch.Generator().manual_seed(bits)
+    book = torch.linspace(-127, 127, 2**bits).round() if kind == "codebook" else None
+    weight = torch.randn(N, columns, generator=random)
+    stored = Numeric(bits, group, kind, scale).quantize(weight, book)
+    given: dict[str, Any] = {**stored._asdict(), "codebook": book}
+    given["bias"] = torch.randn(N, generator=random)
+    options: dict[str, Any] = {"bits": bits, "group": group, "rounded": rounded}
+    fn = Function("call")
+    x = fn.add_input("a", TensorType.parse(f"f32[B,T,{columns}]"))
+    weights = {name: Weight.of(name, t) for name, t in given.items() if t is not None}
+    nodes = [fn.weight(weights[name]) if name in weights else None for name in given]
+    fn.set_outputs({"y": fn.call(G.quantized_linear.default, x, *nodes, **options)})
+    return fn, weights, {**given, **options}
+
+
+def rows(count: int, columns: int = K) -> torch.Tensor:
+    """Rows f32[1,count,K] of different sizes, one of zeros."""
+    found = torch.randn(1, count, columns, generator=torch.Generator().manual_seed(count))
+    found *= torch.logspace(-2, 2, count)[:, None]
+    found[0, count // 2] = 0
+    return found
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference of a row, over the largest of its values."""
+    wide = wanted.abs().amax(-1).clamp(min=1e-9)
+    return float(((found - wanted).abs().amax(-1) / wide).max())
+
+
+def kernels(fn: Function, weights: dict[str, Weight], standard: bool = False) -> list[Any]:
+    assert decompose(fn) == 0
+    graph = emit(fn, WeightStore(weights), standard=standard).model.graph
+    return [node for node in graph if node.op_type in ("MatMulNBits", "MatMul")]
+
+
+@pytest.mark.parametrize("group", [16, 32, 48, 64, 192, 8])
+@pytest.mark.parametrize("kind", ["symmetric", "affine", "codebook"])
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_rounded_products_are_the_meaning_but_for_rounding(
+    bits: int, kind: str, group: int, tmp_path: Path
+) -> None:
+    fn, weights, operands = call(bits, group, kind)
+    x = rows(6)
+    wanted = quantized_linear(x, **operands)
+    found = run_session(fn, {"a": x}, tmp_path, weights)["y"]
+    assert error(found, wanted) < TOLERANCE
+    assert torch.equal(found[0, 3], operands["bias"])
+
+
+@pytest.mark.parametrize("group", [16, 64, 8])
+@pytest.mark.parametrize("kind", ["symmetric", "affine", "codebook"])
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_float_products_are_the_meaning(bits: int, kind: str, group: int, tmp_path: Path) -> None:
+    fn, weights, operands = call(bits, group, kind, rounded=False, scale=torch.float32)
+    x = rows(6)
+    found = run_session(fn, {"a": x}, tmp_path, weights)["y"]
+    assert error(found, quantized_linear(x, **operands)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "kind", "rounded", "kept"),
+    [
+        (4, 32, "affine", True, 4),
+        (4, 128, "symmetric", True, 4),
+        (3, 32, "affine", True, 4),
+        (6, 32, "symmetric", True, 8),
+        (2, 64, "codebook", True, 8),
+        (3, 32, "affine", False, 4),
+        (8, 32, "affine", False, 0),
+        (4, 8, "affine", True, 0),
+    ],
+)
+def test_weights_stay_in_few_bits_where_a_kernel_takes_them(
+    bits: int, group: int, kind: str, rounded: bool, kept: int
+) -> None:
+    fn, weights, _ = call(bits, group, kind, rounded, columns=256)
+    found = [node for node in kernels(fn, weights) if node.op_type == "MatMulNBits"]
+    assert len(found) == (1 if kept else 0)
+    for node in found:
+        options = {name: value.value for name, value in node.attributes.items()}
+        assert options["bits"] == kept and group % options["block_size"] == 0
+        assert options["accuracy_level"] == (4 if rounded else 1)
+
+
+@pytest.mark.parametrize("group", [32, 64, 8])
+@pytest.mark.parametrize("kind", ["symmetric", "affine"])
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_a_row_has_the_same_bits_alone_and_among_others(
+    bits: int, kind: str, group: int, tmp_path: Path
+) -> None:
+    fn, weights, _ = call(bits, group, kind, columns=1536)
+    x = rows(13, 1536)
+
+    # Float products have another order for a lone row where weights are used as they lie in a file.
+    packed = any(node.op_type == "MatMulNBits" for node in kernels(fn, weights))
+
+    def run(part: torch.Tensor) -> torch.Tensor:
+        return run_session(fn, {"a": part}, tmp_path, weights, paired=True, prepacked=packed)["y"]
+
+    whole = run(x)
+    assert torch.equal(torch.cat([run(row[None, None])[0] for row in x[0]]), whole[0])
+    assert torch.equal(run(x[:, 2:7]), whole[:, 2:7])
+
+
+def test_blocks_whose_rows_depend_on_each_other_are_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        rows_quantized, "rows_of_few_bits_are_exact", lambda bits, block: block < 32
+    )
+    fn, weights, _ = call(4, 64, "symmetric")
+    (node,) = kernels(fn, weights)
+    assert node.attributes["block_size"].value == 16
+    monkeypatch.setattr(rows_quantized, "rows_of_few_bits_are_exact", lambda bits, block: False)
+    (node,) = kernels(*call(4, 64, "symmetric")[:2])
+    assert node.op_type == "MatMul"
+    # A model for others to run has the weight's own groups.
+    (node,) = kernels(*call(4, 64, "symmetric")[:2], standard=True)
+    assert node.attributes["block_size"].value == 64
+
+
+def test_the_probe_tells_blocks_apart() -> None:
+    """Four bits in blocks of 32 are what recipes use; three bits have no kernel."""
+    assert rows_of_few_bits_are_exact(4, 32)
+    assert not rows_of_few_bits_are_exact(3, 32)
+
+
+PASSES = {
+    "layers": QuantizeWeights(group=16),
+    "all": QuantizeWeights(group=16, embedding=True),
+    "all, symmetric": QuantizeWeights(bits=8, group=0, symmetric=True, embedding=True),
+}
+
+
+def few_bits_llama(name: str, shape: Shape | None = None, trees: bool = True) -> Program:
+    return PASSES[name].run(cached_llama(shape, trees=trees)).program
+
+
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize(("batch", "trees"), [(1, False), (1, True), (3, True)])
+def test_tokens_are_the_same_bits_at_every_width(name: str, batch: int, trees: bool) -> None:
+    program = few_bits_llama(name, trees=trees)
+    whole = logits_by_widths(program, batch, [24])
+    for widths in ([1] * 24, [2] * 12, [5, 1, 1, 8, 1, 7, 1], [20, 4]):
+        assert torch.equal(logits_by_widths(program, batch, widths), whole)
+
+
+@pytest.mark.parametrize(("name", "columns"), [("layers", 2), ("all", 1)])
+def test_a_lone_token_takes_one_row_unless_floats_are_summed(name: str, columns: int) -> None:
+    """The head of `layers` is float, so its steps of one token take a column more."""
+    ort = executable(few_bits_llama(name))
+    ort.begin(1, 8)
+    ort.run("step", step_of(1), ["logits"])
+    (made,) = ort._made["step"].values()
+    (bound,) = made.bound.values()
+    fed = {feed.name: feed.buffer for feed in bound.feeds}
+    assert fed["tokens"].shape == (1, columns)
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_steps_mean_what_the_interpreter_says(name: str) -> None:
+    program = few_bits_llama(name)
+    tokens = torch.randint(0, 61, (1, 24), generator=torch.Generator().manual_seed(0))
+    wanted, found = reference_logits(program, tokens), logits_by_widths(program, 1, [24])
+    assert float((found - wanted).abs().max() / wanted.abs().max()) < 0.05
+
+
+def test_few_bits_are_packed_however_short_memory_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unpacked, the kernel would make float weights of them at every step."""
+    monkeypatch.setattr(sessions, "_free_memory", lambda: 1000)
+    program = few_bits_llama("all")
+    whole = logits_by_widths(program, 1, [24])
+    assert torch.equal(logits_by_widths(program, 1, [1] * 24), whole)
+
+
+def test_exports_keep_few_bits_and_run_in_any_session(tmp_path: Path) -> None:
+    program = few_bits_llama("all")
+    folder = export_onnx(program, tmp_path / "out")
+    stored = sum(weight.type.nbytes for weight in program.weights.values())
+    assert (folder / "model.onnx.data").stat().st_size < 3 * stored
+    tokens = tokens_of(1, 6)
+    exact = expected(Shape(), tokens)
+    found = (Loop(folder, 1).step(tokens) - exact).abs().max() / exact.abs().max()
+    assert 0 < float(found) < 0.3
