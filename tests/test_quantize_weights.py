@@ -79,7 +79,7 @@ def test_merging_and_quantizing_commute() -> None:
 
 
 def test_a_tied_table_is_stored_once_and_its_float_copy_goes() -> None:
-    program = QuantizeWeights(bits=8, group=16, layers=False, embedding=True).run(llama(SHAPE))
+    program = QuantizeWeights(group=16, embedding=8).run(llama(SHAPE))
     names = {n for n in program.program.weights if n.startswith("embed")}
     assert names == {"embed.q8", "embed.q8.scale", "embed.q8.offset"}
 

@@ -5,7 +5,7 @@ Before::
     %h: f32[B,T,64] = aten.embedding(@embed, %tokens)
     %y: f32[B,T,96] = aten.linear(%h, @up.weight)
 
-After, with 4 bits in groups of 32 for layers, and then 8 bits for the embedding::
+After, with 4 bits for layers and 8 for the embedding, in groups of 32::
 
     %h: f32[B,T,64] = graftwork.quantized_embedding(%tokens, @embed.q8, @embed.q8.scale,
       @embed.q8.offset, bits=8, group=32)
@@ -59,8 +59,8 @@ SCALES = {"f16": torch.float16, "f32": torch.float32}
 class QuantizeWeights(Pass):
     """bits: of a value. group: values of a row that share a scale; 0: all of it. symmetric: zero is
     stored exactly, and groups have no offset. method: how values are chosen; rtn rounds to nearest.
-    scales: what scales and offsets are stored as. layers: the weights between embedding and head.
-    embedding: the table that tokens are looked up in, and the head that gives logits, tied or not.
+    scales: what scales and offsets are stored as. embedding: whether the table that tokens are
+    looked up in and the head that gives logits are quantized, too, tied or not; or in how many bits.
     select, exclude: of these, only, or not, the weights with these names (shell patterns).
     rounded: activations are rounded to int8 by row; if not, products are float. role: only weights
     of functions whose results count (target), or are verified (draft).
@@ -71,8 +71,7 @@ class QuantizeWeights(Pass):
     symmetric: bool = False
     method: Literal["rtn"] = "rtn"
     scales: Literal["f16", "f32"] = "f16"
-    layers: bool = True
-    embedding: bool = False
+    embedding: bool | Literal[2, 3, 4, 6, 8] = False
     select: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     rounded: bool = True
@@ -102,14 +101,14 @@ class QuantizeWeights(Pass):
     ) -> tuple[int | str, WeightStore]:
         calls = fn.calls(A.linear.default, A.embedding.default)
         given = [(node, weight) for node in calls if (weight := _weight_of(node, weights))]
-        found = [(node, weight) for node, weight in given if self._takes(node, weight, vocabulary)]
+        found = [(n, weight) for n, weight in given if self._takes(n, weight, vocabulary)]
         if not found:
             return (
                 f"{len(given)} float weights are multiplied or looked up, none is chosen",
                 weights,
             )
         for node, weight in found:
-            numeric = self._numeric(weight)
+            numeric = self._numeric(weight, weight.name in vocabulary)
             stored, weights = _stored(weight, numeric, weights)
             self._replace(fn, node, stored, numeric)
         sweep(fn)
@@ -119,15 +118,16 @@ class QuantizeWeights(Pass):
         known = weight.name in vocabulary
         if node.target is A.embedding.default and not known:
             return False  # a table of positions
-        wanted = self.embedding if known else self.layers
         named = not self.select or _matches(weight.name, self.select)
-        return wanted and named and not _matches(weight.name, self.exclude)
+        chosen = named and not _matches(weight.name, self.exclude)
+        return chosen and (self.embedding is not False or not known)
 
-    def _numeric(self, weight: Weight) -> Numeric:
+    def _numeric(self, weight: Weight, known: bool) -> Numeric:
         """How a weight is stored. Errors: `PassError` for a group that does not divide its rows."""
         columns = int(str(weight.type.dims[1]))
         kind: Literal["symmetric", "affine"] = "symmetric" if self.symmetric else "affine"
-        numeric = Numeric(self.bits, self.group or columns, kind, SCALES[self.scales])
+        bits = self.embedding if known and self.embedding is not True else self.bits
+        numeric = Numeric(bits, self.group or columns, kind, SCALES[self.scales])
         if why := numeric.refusal(columns):
             raise PassError(f"quantize_weights: {weight.name}: {why} (exclude: [{weight.name!r}])")
         return numeric

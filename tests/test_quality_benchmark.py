@@ -1,0 +1,77 @@
+"""The benchmark of quality: what it scores, and how it compares."""
+
+from __future__ import annotations
+
+import json
+import math
+import runpy
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "quality.py"
+MODEL = str(files("graftwork") / "demo_model")
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, out: Path, *asked: str) -> dict:
+    """What the script says of the bundled model."""
+    given = ["--target", "eager", "--length", "24", "--threads", "1", "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), MODEL, *given, *asked])
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    return json.loads(out.read_text())
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """Two files, of which a list names one."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("nothing that anybody asked for " * 40)
+    (folder / "b.txt").write_text("def area(width, height):\n    return width * height\n" * 40)
+    (tmp_path / "files.json").write_text(json.dumps({"files": ["b.txt"]}))
+    return folder
+
+
+def test_fewer_bits_cost_more_and_take_less(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, texts: Path
+) -> None:
+    two = "int4.quantize_weights.bits=2"
+    asked = ("--text", str(texts), "--files", str(tmp_path / "files.json"), "--windows", "4")
+    report = measured(
+        monkeypatch, tmp_path / "out.json", *asked, "--recipes", "int8,int4", "--set", two,
+        "--tokens", "3", "--count", "1", "--rounds", "1",
+    )  # fmt: skip
+    rows = report["rows"]
+    assert list(rows) == ["baseline", "int8", "int4"]
+    assert rows["baseline"]["ratio"] == 1 and rows["baseline"]["error"] == 0
+    assert abs(rows["int8"]["ratio"] - 1) < abs(rows["int4"]["ratio"] - 1)
+    assert rows["int4"]["error"] > 0
+    assert rows["int4"]["weight_bytes"] < rows["int8"]["weight_bytes"]
+    assert all(row["tokens_per_second"] > 0 for row in rows.values())
+    assert report["windows"].startswith("0..3 of 24 tokens, sha256 ")
+    other = measured(
+        monkeypatch, tmp_path / "other.json", "--text", str(texts), "--windows", "4",
+        "--recipes", "int8", "--tokens", "0",
+    )  # fmt: skip
+    assert other["windows"] != report["windows"]  # other text, and it shows
+
+
+def test_ratios_are_of_paired_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    compared = runpy.run_path(str(SCRIPT))["compared"]
+    ratio, error = compared([2.0, 3.0, 4.0], [1.5, 2.5, 3.5])
+    assert ratio == pytest.approx(math.exp(0.5)) and error == pytest.approx(0, abs=1e-12)
+    ratio, error = compared([1.0, 2.0], [1.0, 1.0])
+    assert ratio == pytest.approx(math.exp(0.5))
+    assert error == pytest.approx(math.exp(0.5) * 0.5)
+
+
+def test_too_little_text_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, texts: Path
+) -> None:
+    (texts / "short.txt").write_text("short")
+    with pytest.raises(SystemExit, match="tokens make no two windows of 24"):
+        measured(monkeypatch, tmp_path / "out.json", "--text", str(texts / "short.txt"))
