@@ -145,6 +145,15 @@ def test_eight_bits_with_a_scale_a_row_are_linear_int8() -> None:
     torch.testing.assert_close(found, linear_int8(x, values, scale[:, 0]), rtol=1e-6, atol=1e-6)
 
 
+def test_offsets_may_be_finer_than_scales() -> None:
+    operands, options = stored(random(6, 64), 4, 32, "affine")
+    x = random(2, 64, seed=1)
+    mixed = {**operands, "scale": operands["scale"].half()}
+    wide = {**mixed, "scale": mixed["scale"].float()}
+    found = quantized_linear(x, **mixed, **options)
+    assert torch.equal(found, quantized_linear(x, **wide, **options))
+
+
 def test_half_precision_comes_and_goes() -> None:
     operands, options = stored(random(6, 64), 4, 32, "affine")
     x = random(2, 64, seed=1)
@@ -170,7 +179,7 @@ REFUSED = {
     r"weight must be u8\[N,P\]": {"weight": torch.zeros(6, 31, dtype=torch.uint8)},
     "weight must be u8": {"weight": torch.zeros(6, 32)},
     r"scale must be f32\[N,G\]": {"scale": torch.ones(6, 3)},
-    "offset must be f32": {"offset": torch.ones(6, 2, dtype=torch.float16)},
+    "offset must be f32": {"offset": torch.ones(6, 2, dtype=torch.float64)},
     r"codebook must be f32\[L\]": {"codebook": torch.ones(8), "offset": None},
     "an offset or a codebook, not both": {"codebook": torch.ones(16)},
     r"bias must be floating \[N\]|bias must be": {"bias": torch.ones(5)},

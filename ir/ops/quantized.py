@@ -57,13 +57,17 @@ def _check_stored(
     """The operands of a stored weight, K and group known to `given` by K, P and G."""
     given.at_least_one("K")
     given.fit("weight", weight, "NP", torch.uint8)
-    half = scale.dtype == torch.float16
-    given.fit("scale", scale, "NG", torch.float16 if half else torch.float32)
-    given.fit("offset", offset, "NG", scale.dtype)
+    given.fit("scale", scale, "NG", _half_or_float(scale))
+    given.fit("offset", offset, "NG", _half_or_float(offset))
     given.sizes["L"] = 2**bits
     given.fit("codebook", codebook, "L", torch.float32)
     if offset is not None and codebook is not None:
         raise InputError(f"{given.op}: a weight has an offset or a codebook, not both")
+
+
+def _half_or_float(tensor: Tensor | None) -> torch.dtype:
+    half = tensor is not None and tensor.dtype == torch.float16
+    return torch.float16 if half else torch.float32
 
 
 def _sized(op: str, columns: int, bits: int, group: int) -> Operands:

@@ -60,7 +60,7 @@ class QuantizeWeights(Pass):
     """bits: of a value. group: values of a row that share a scale; 0: all of it. symmetric: zero is
     stored exactly, and groups have no offset. method: how values are chosen; rtn rounds to nearest.
     scales: what scales and offsets are stored as. embedding: whether the table that tokens are
-    looked up in and the head that gives logits are quantized, too, tied or not; or in how many bits.
+    looked up in and the head that gives logits are quantized, tied or not; or in how many bits.
     select, exclude: of these, only, or not, the weights with these names (shell patterns).
     rounded: activations are rounded to int8 by row; if not, products are float. role: only weights
     of functions whose results count (target), or are verified (draft).
