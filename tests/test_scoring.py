@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from tiny import cached_llama, drafting_llama, tiny_llama
@@ -67,6 +69,16 @@ def test_logits_of_quantized_weights(backend: str) -> None:
     ids = texts(2, 7)
     found, wanted = model(program, backend)(ids), reference(ids)
     assert 1e-4 < (found - wanted).abs().max() / wanted.abs().max() < 0.05
+
+
+def test_few_bits_come_back_from_an_artifact(tmp_path: Path) -> None:
+    program = QuantizeWeights(bits=3, group=8, embedding=6).run(cached_llama()).program
+    fast = Model(program, Target("eager", "cpu"), {"name": "test", "contract": "approximate"})
+    back, ids = gw.load(fast.save(tmp_path / "out")), texts(2, 7)
+    assert torch.equal(back(ids), fast(ids))
+    types = {name: str(weight.type) for name, weight in back.program.weights.items()}
+    assert types == {name: str(weight.type) for name, weight in program.weights.items()}
+    assert back.report is None and any(type.startswith("u8") for type in types.values())
 
 
 def test_what_cannot_be_scored_is_refused() -> None:
