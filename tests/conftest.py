@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 
 import pytest
@@ -35,3 +36,20 @@ def seeded() -> Iterator[None]:
     """Every test starts from the same random state."""
     torch.manual_seed(0)
     yield
+
+
+PROCESSORS = ["native", *(["x86-64", "haswell"] if platform.machine() == "x86_64" else [])]
+"""Whose kernels run here: without vectors of eight, with them, and this processor's."""
+
+
+@pytest.fixture(params=PROCESSORS)
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Kernels for a processor."""
+    from graftwork.backends import cached_library
+
+    made = f"-march={request.param}"
+    flags = [made if "march" in flag else flag for flag in cached_library.FLAGS]
+    monkeypatch.setattr(cached_library, "FLAGS", tuple(flags))
+    cached_library.library.cache_clear()
+    yield request.param
+    cached_library.library.cache_clear()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from graftwork.backends.torch import cached_library
+from graftwork.backends import cached_library
 from graftwork.ir import UnsupportedError
 from graftwork.ir.errors import GraftworkWarning
 
@@ -32,10 +32,10 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Where kernels are kept, with one of them in it."""
     sources = tmp_path / "sources"
     sources.mkdir()
+    monkeypatch.setenv("TESTED", str(sources))
     (sources / "kernel.cpp").write_text(KERNEL)
     first, cache = tmp_path / "first", tmp_path / "cache"
     first.mkdir(mode=0o700)
-    monkeypatch.setattr(cached_library, "SOURCES", sources)
     monkeypatch.setenv("XDG_CACHE_HOME", str(first))
     monkeypatch.setenv("PLANTED", str(tmp_path / "planted"))
     assert answer() == 42
@@ -49,7 +49,8 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 def answer() -> int:
     """What the kernels of a new process would say."""
     cached_library.library.cache_clear()
-    found: int = cached_library.library().answer()
+    sources = cached_library.Sources("tested", Path(os.environ["TESTED"]))
+    found: int = cached_library.library(sources).answer()
     return found
 
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from graftwork.backends.torch import cached_library, cpu, native
+from graftwork.backends import cached_library
+from graftwork.backends.torch import cpu, native
 from graftwork.backends.torch.emit import emit
 from graftwork.backends.torch.rows import Prepared
 from graftwork.ir import Function, InputError, TensorType, UnsupportedError, Weight
@@ -25,22 +26,6 @@ from graftwork.ir.ops.attention import attend as attend_meaning
 from graftwork.ir.ops.quant import linear_int8
 
 INTEL = platform.machine() == "x86_64"
-PROCESSORS = ["native", *(["x86-64", "haswell"] if INTEL else [])]
-"""Whose kernels run here: without vectors of eight, with them, and this processor's."""
-
-
-def build(processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels for a processor, in use until `native.library` is asked anew."""
-    flags = [f"-march={processor}" if "march" in flag else flag for flag in cached_library.FLAGS]
-    monkeypatch.setattr(cached_library, "FLAGS", tuple(flags))
-    native.library.cache_clear()
-
-
-@pytest.fixture(params=PROCESSORS)
-def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    build(request.param, monkeypatch)
-    yield request.param
-    native.library.cache_clear()
 
 
 def int8_case(rows: tuple[int, ...], columns: int, most: int) -> tuple[torch.Tensor, ...]:
@@ -282,9 +267,9 @@ def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path
     """The folder where kernels are kept, empty. Nothing is optimised, which would be slow."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cached_library, "FLAGS", (*cached_library.FLAGS, "-O0"))
-    native.library.cache_clear()
+    cached_library.library.cache_clear()
     yield tmp_path / "graftwork"
-    native.library.cache_clear()
+    cached_library.library.cache_clear()
 
 
 def test_kernels_are_compiled_once_and_kept_for_this_user(no_library, monkeypatch):
@@ -292,12 +277,12 @@ def test_kernels_are_compiled_once_and_kept_for_this_user(no_library, monkeypatc
     (kept,) = no_library.iterdir()
     assert stat.S_IMODE(no_library.stat().st_mode) == 0o700
     before = kept.stat().st_mtime_ns
-    native.library.cache_clear()
+    cached_library.library.cache_clear()
     native.library()
     assert [path.stat().st_mtime_ns for path in no_library.iterdir()] == [before]
     # Another processor's are others.
     monkeypatch.setattr(cached_library, "FLAGS", (*cached_library.FLAGS, "-ffp-contract=off"))
-    native.library.cache_clear()
+    cached_library.library.cache_clear()
     native.library()
     assert len(list(no_library.iterdir())) == 2
 

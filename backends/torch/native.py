@@ -1,6 +1,7 @@
 """The kernels of `kernels/` as torch ops, which inductor calls and replays record.
 
-They are compiled for this processor when first used (see `cached_library`).
+They are compiled for this processor when first used (see `cached_library`). Those for weights of
+few bits, which ONNX Runtime has, too, are in `native_quantized`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +19,11 @@ from ...ir import InputError
 from ...ir.ops.attention import check_attend
 from ...ir.ops.operands import Operands
 from ...ir.ops.quant import check_linear_int8
+from ..cached_library import Sources
+from ..cached_library import library as library_of
 from ..faults import EXPECTED
-from .cached_library import library
+
+KERNELS = Sources("kernels", Path(__file__).with_name("kernels"))
 
 OUTSIDE = "lies outside"
 """What kernels say of an index."""
@@ -27,11 +32,16 @@ Argument = Tensor | float | None
 """Of a kernel: a tensor or None stands for its address, a floating number for that of a float32."""
 
 
-class Kernel:
-    """A function of the library, called by its name."""
+def library() -> ctypes.CDLL:
+    """The kernels that only torch calls, and what runs them all."""
+    return library_of(KERNELS)
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+
+class Kernel:
+    """A function of a library, called by its name."""
+
+    def __init__(self, name: str, sources: Sources = KERNELS) -> None:
+        self.name, self.sources = name, sources
 
     def __call__(self, *arguments: Argument) -> None:
         Run([(self.address, arguments)])()
@@ -39,7 +49,7 @@ class Kernel:
     @property
     def address(self) -> int:
         """Where its code is."""
-        return address_in(library(), self.name)
+        return address_in(library_of(self.sources), self.name)
 
 
 class Run:
@@ -110,7 +120,7 @@ OPS: dict[str, Callable[..., Any]] = {}
 """The native ops by name, as they are called."""
 
 
-def _op(
+def native_op(
     schema: str, check: Callable[..., None], like: Callable[..., Any]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Define the decorated function as the op of this schema on the CPU.
@@ -177,7 +187,7 @@ def _check_linear(x: Tensor, weight: Tensor) -> None:
     given.fit("weight", weight, "NK", F32)
 
 
-@_op("linear_float32(Tensor x, Tensor weight) -> Tensor", _check_linear, _linear_like)
+@native_op("linear_float32(Tensor x, Tensor weight) -> Tensor", _check_linear, _linear_like)
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     """Products of rows f32[..., K] and weights f32[N,K], f32[..., N]."""
     result = _linear_like(x, weight)
@@ -194,7 +204,7 @@ def _check_int8(x: Tensor, weight: Tensor, scale: Tensor, sums: Tensor, coarse: 
     given.fit("sums", sums, "N", torch.int32)
 
 
-@_op(
+@native_op(
     "linear_int8(Tensor x, Tensor weight, Tensor scale, Tensor sums, bool coarse) -> Tensor",
     _check_int8,
     _linear_like,
@@ -238,7 +248,7 @@ def _check_rms(x: Tensor, weight: Tensor, eps: float) -> None:
     _check_norm(x, weight)
 
 
-@_op("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _check_rms, _like)
+@native_op("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _check_rms, _like)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`graftwork.rms_norm` in float32, weight f32[H]."""
     return _norm(x, weight, eps)
@@ -248,7 +258,7 @@ def _check_add_rms(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> N
     _check_norm(x, weight, residual=residual)
 
 
-@_op(
+@native_op(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
     _check_add_rms,
     _two_like,
@@ -263,7 +273,9 @@ def _check_layer(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> 
     _check_norm(x, weight, bias)
 
 
-@_op("layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps) -> Tensor", _check_layer, _like)
+@native_op(
+    "layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps) -> Tensor", _check_layer, _like
+)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """`graftwork.layer_norm` in float32."""
     return _norm(x, weight, eps, bias=bias, centered=True)
@@ -306,7 +318,7 @@ def _check_attend(
             raise InputError(f"attend: the kernel takes {F32}, got {tensor.dtype}")
 
 
-@_op(
+@native_op(
     "attend(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor? bias, Tensor? sinks, float scale, "
     "float softcap) -> Tensor",
     _check_attend,
@@ -338,7 +350,7 @@ def _check_indices(x: Tensor, first: int, last: int) -> None:
         raise InputError(f"indices: the kernel takes {torch.int64}, got {x.dtype}")
 
 
-@_op("indices(Tensor x, SymInt first, SymInt last) -> Tensor", _check_indices, _like)
+@native_op("indices(Tensor x, SymInt first, SymInt last) -> Tensor", _check_indices, _like)
 def indices(x: Tensor, first: int, last: int) -> Tensor:
     """The indices i64[...] themselves. Errors: `InputError` if one is not in first..last."""
     result = torch.empty_like(x)
@@ -357,7 +369,7 @@ def _topk_like(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
 
 
-@_op("topk(Tensor x, SymInt count) -> (Tensor, Tensor)", _check_topk, _topk_like)
+@native_op("topk(Tensor x, SymInt count) -> (Tensor, Tensor)", _check_topk, _topk_like)
 def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest values of rows f32[..., N], the largest first, of equal ones the first,
     and their places i64[..., count]."""

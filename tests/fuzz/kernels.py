@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graftwork.backends.torch import cpu, native
+from graftwork.backends.torch import cpu, native, native_quantized
 from graftwork.ir.ops import attention, norm, quant
+
+sys.path.append(str(Path(__file__).parents[1]))
+import quantized  # the tests' own
 
 F32, I8, I32, BOOL = torch.float32, torch.int8, torch.int32, torch.bool
 SIZES = (0, 1, 2, 3, 5, 7, 8, 15, 16, 17, 33, 70, 130, 300)
@@ -303,6 +307,79 @@ def native_topk(make: Maker) -> Case:
     return Case("topk", lambda x, count: native.topk(x, count), meaning, {"x": x}, {"count": count})
 
 
+def _quantized(make: Maker) -> quantized.Weight:
+    bits, kind = make.random.choice(quantized.BITS), make.random.choice(quantized.KINDS)
+    group, groups = make.random.choice((1, 3, 4, 8, 16, 20, 32, 130)), make.random.choice((1, 2, 3))
+    half, bias = (make.random.random() < 0.5 for _ in range(2))
+    seed, outputs = make.random.randrange(1000), make.size()
+    return quantized.weight(seed, outputs, group, groups, bits, kind, half=half, bias=bias)
+
+
+def native_quantized_linear(make: Maker) -> Case:
+    w = _quantized(make)
+    names = ("packed", "scale", "offset", "table", "bias")
+    operands = dict(zip(names, w.in_tiles(), strict=True))
+    options = dict(zip(("bits", "group", "outputs"), w.sizes, strict=True))
+    if make.random.random() < 0.2:
+        spoilt = make.random.choice(tuple(options))
+        options[spoilt] += make.random.choice((-options[spoilt], -1, 1, 16, 1 << 40))
+
+    def meaning(x: Tensor, *tensors: Any, bits: int, group: int, outputs: int) -> Tensor:
+        packed, scale, offset, table, bias = tensors
+        want(bits in quantized.BITS and 0 < group <= 1 << 16 and outputs >= 0)
+        want(x.dtype == F32 and x.shape[-1] > 0 and x.shape[-1] % group == 0)
+        shape = (-(-outputs // 16), x.shape[-1] // group)
+        want(packed.dtype == torch.uint8)
+        want(packed.shape == (*shape, -(-group // 16) * 32 * bits))
+        for columns in (scale, offset):
+            fits = columns is None or columns.dtype in (F32, torch.float16)
+            want(fits and (columns is None or columns.shape == (*shape, 16)))
+        want(table is None or (table.dtype == I8 and table.shape == (16,)))
+        want(table is None or (offset is None and bits <= 4))
+        want(bias is None or (bias.dtype == F32 and bias.shape == (outputs,)))
+        rows = [None if c is None else c.mT.flatten(0, 1)[:outputs] for c in (scale, offset)]
+        codebook = None if table is None else table[: 1 << bits].float()
+        q = quantized.from_tiles(packed, bits, group, outputs)
+        return quantized.linear(x, quantized.Weight(q, packed, *rows, codebook, bias, bits, group))
+
+    def call(*tensors: Any, bits: int, group: int, outputs: int) -> Any:
+        return native_quantized.quantized_linear(*tensors, bits, group, outputs)
+
+    operands = {"x": make.numbers(*make.rows(), w.q.shape[1]), **operands}
+    return Case("quantized_linear", call, meaning, operands, options, fake=True)
+
+
+def native_quantized_embedding(make: Maker) -> Case:
+    w = _quantized(make)
+    ids = torch.randint(-1 if make.random.random() < 0.1 else 0, len(w.q) + 1, make.rows())
+    ids = ids.clamp(max=max(0, len(w.q) - (make.random.random() < 0.9)))
+    operands = {"ids": ids, "weight": w.packed, "scale": w.scale, "offset": w.offset}
+    operands |= {"codebook": w.codebook}
+
+    def meaning(ids: Tensor, *tensors: Any, bits: int, group: int) -> Tensor:
+        weight, scale, offset, codebook = tensors
+        want(scale.dim() == 2 and ids.dtype == torch.int64 and weight.dtype == torch.uint8)
+        columns = scale.shape[1] * group
+        want(columns > 0 and weight.dim() == 2 and weight.shape[0] == scale.shape[0])
+        want(columns * bits % 8 == 0 and weight.shape[1] * 8 == columns * bits)
+        want(all(t is None or t.dtype in (F32, torch.float16) for t in (scale, offset)))
+        want(offset is None or offset.shape == scale.shape)
+        want(codebook is None or (codebook.dtype == F32 and codebook.shape == (1 << bits,)))
+        streams = weight[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1
+        each = streams.reshape(len(weight), columns, bits).long()
+        q = (each << torch.arange(bits)).sum(-1)
+        w = quantized.Weight(q, weight, scale, offset, codebook, None, bits, group)
+        want(bool(((ids >= 0) & (ids < len(weight))).all()))
+        return quantized.table(w)[ids]
+
+    def call(*tensors: Any, bits: int, group: int) -> Any:
+        return native_quantized.quantized_embedding(*tensors, bits, group)
+
+    options = {"bits": w.bits, "group": w.group}
+    # What ids are worth no shape rule knows.
+    return Case("quantized_embedding", call, meaning, operands, options)
+
+
 MAKERS: list[Callable[[Maker], Case]] = [
     linear,
     native_linear,
@@ -312,6 +389,8 @@ MAKERS: list[Callable[[Maker], Case]] = [
     native_attend,
     native_indices,
     native_topk,
+    native_quantized_linear,
+    native_quantized_embedding,
     *(
         partial(_norm, name=name, kernel=kernel)
         for name in ("rms_norm", "add_rms_norm", "layer_norm")
@@ -351,7 +430,7 @@ def verdict(case: Case) -> str:
         how = {"rtol": 1e-4, "atol": 1e-4 if "norm" in case.op else 3e-5}
         if found[0].dtype in (torch.float16, torch.bfloat16):
             how = {"rtol": 2e-2, "atol": 2e-2}
-        if "int8" in case.op:
+        if "int8" in case.op or "quantized" in case.op:
             how = {"rtol": 0, "atol": 0}
         torch.testing.assert_close(found, wanted, equal_nan=True, check_stride=False, **how)
     except AssertionError as error:

@@ -1,4 +1,4 @@
-"""The kernels of `kernels/` as a library, compiled once for a processor and kept.
+"""Native kernels as libraries, compiled once for a processor and kept.
 
 Whoever loads a library runs what is in it, so a kept one is loaded only if nobody but this user
 and the system's administrator can have written it: the file and the folder are theirs, no one else
@@ -19,16 +19,17 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch._inductor.config
 
-from ...ir.errors import GraftworkWarning, UnsupportedError
-from ...ir.files import open_regular
-
-SOURCES = Path(__file__).with_name("kernels")
+from ..ir.errors import GraftworkWarning, UnsupportedError
+from ..ir.files import open_regular
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared")
+
+INSTEAD = "take a target that can do without: eager, onnxruntime"
 
 OTHERS = stat.S_IWGRP | stat.S_IWOTH
 """Who else may write."""
@@ -39,24 +40,38 @@ def compiler() -> str:
     return next(filter(None, torch._inductor.config.cpp.cxx), "g++")
 
 
-@functools.cache
-def library() -> ctypes.CDLL:
-    """The kernels, compiled if this processor, compiler and source are new.
+@dataclass(frozen=True)
+class Sources:
+    """What a library is made of.
 
-    Errors: `UnsupportedError` if they cannot be compiled or loaded.
+    name: of the library, a word. folder: its C++ files and headers. flags: for the compiler, on top
+    of `FLAGS`.
     """
-    command = [compiler(), *FLAGS]
+
+    name: str
+    folder: Path
+    flags: tuple[str, ...] = ()
+
+
+@functools.cache
+def library(sources: Sources) -> ctypes.CDLL:
+    """The library, compiled if this processor, compiler and source are new.
+
+    Its `_name` is what other loaders may open to get the same one: the file as it was looked at.
+    Errors: `UnsupportedError` if it cannot be compiled or loaded.
+    """
+    command = [compiler(), *FLAGS, *sources.flags]
     described = _output([*command, "-x", "c++", "-dM", "-E", os.devnull])
-    sources = sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
-    texts = [path.read_bytes() for path in sources]
+    files = sorted(path for path in sources.folder.iterdir() if path.suffix in (".cpp", ".h"))
+    texts = [path.read_bytes() for path in files]
     key = hashlib.sha256(b"\0".join([*texts, " ".join(command).encode(), described]))
-    name = f"kernels-{key.hexdigest()[:32]}"
+    name = f"{sources.name}-{key.hexdigest()[:32]}"
     with _kept() as kept:
         for path in sorted(kept.glob(f"{name}-*.so")):
             found = _loaded(path)
             if found is not None:
                 return found
-        compiled = [str(path) for path in sources if path.suffix == ".cpp"]
+        compiled = [str(path) for path in files if path.suffix == ".cpp"]
         made = _loaded(_built(kept, name, [*command, *compiled]))
     if made is None:
         raise UnsupportedError(
@@ -117,7 +132,7 @@ def _open(path: Path, shown: Path) -> ctypes.CDLL:
     except OSError as error:
         raise UnsupportedError(
             f"the compiled kernels {shown} cannot be loaded: {error}. Set XDG_CACHE_HOME to a "
-            "folder from which programs may run, or take the target eager or onnxruntime"
+            f"folder from which programs may run, or {INSTEAD}"
         ) from error
 
 
@@ -192,7 +207,6 @@ def _output(command: list[str]) -> bytes:
     except subprocess.CalledProcessError as error:
         found = error.stderr.decode(errors="replace").strip()
     raise UnsupportedError(
-        f"the torch target needs a C++ compiler with OpenMP on the CPU, but {' '.join(command)} "
-        f"failed: {found}. Install g++, name a compiler with CXX, or take the target eager or "
-        "onnxruntime"
+        f"native kernels need a C++ compiler with OpenMP, but {' '.join(command)} failed: {found}. "
+        f"Install g++, name a compiler with CXX, or {INSTEAD}"
     )

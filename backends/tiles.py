@@ -1,0 +1,154 @@
+"""Weights of few bits as native kernels want them: in tiles of 16 outputs.
+
+A quantized weight is stored as a stream of bits for each output (`graftwork.quantized_linear`),
+which says nothing of a processor. Kernels read 16 outputs at a time, so a backend lays weights out
+anew, late: when it knows that a kernel of its own will run the product. `kernels/tiles.h` draws the
+layout; torch and ONNX Runtime have the same one, and the same kernels.
+
+What is made of a weight u8[N, K*bits/8] with scales [N, K/group], T tiles, G groups:
+
+- `pack`: u8[T, G, B], the whole numbers;
+- `columns`: [T, G, 16], of scales, and likewise of offsets, in the dtype that they have;
+- `table`: i8[16], of a codebook of at most four bits. One of more bits is looked up while the
+  weight is packed, which then has eight bits (`kept_bits`), and neither table nor offset.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ir import InputError
+from .cached_library import Sources, library
+
+QUANTIZED = Sources(
+    "quantized",
+    Path(__file__).with_name("kernels"),
+    # The same bits on every processor: a multiply-add is fused where the kernels say so.
+    ("-ffp-contract=off",),
+)
+
+OUTPUTS = 16
+"""Outputs of a tile."""
+
+DEPTH = 16
+"""Values of K of a block; groups are filled up to a multiple of it."""
+
+BITS = (2, 3, 4, 6, 8)
+
+MOST_LOOKED_UP = 4
+"""Bits of whose codebooks a kernel looks values up."""
+
+LARGEST_GROUP = 1 << 16
+"""Products of two bytes that add up in 32 bits, whatever they are."""
+
+
+class Layout(NamedTuple):
+    """The sizes of a weight [outputs, columns] in tiles. Errors: see `check_sizes`."""
+
+    outputs: int
+    columns: int
+    bits: int
+    group: int
+
+    @property
+    def tiles(self) -> int:
+        """T."""
+        return -(-self.outputs // OUTPUTS)
+
+    @property
+    def groups(self) -> int:
+        """G."""
+        check_sizes(self.bits, self.group, self.columns)
+        return self.columns // self.group
+
+    @property
+    def group_bytes(self) -> int:
+        """B: bytes of a tile's group."""
+        return -(-self.group // DEPTH) * DEPTH * OUTPUTS * self.bits // 8
+
+
+def check_sizes(bits: int, group: int, columns: int) -> int:
+    """The columns, if kernels take so many in groups of this size. Errors: `InputError`."""
+    if bits not in BITS:
+        raise InputError(f"native kernels take weights of {BITS} bits, got {bits}")
+    if not 1 <= group <= LARGEST_GROUP or columns < 1 or columns % group:
+        raise InputError(
+            f"native kernels take groups of 1 to {LARGEST_GROUP} values into which the columns can "
+            f"be divided, got {columns} columns in groups of {group}"
+        )
+    return columns
+
+
+def kept_bits(bits: int, codebook: Tensor | None) -> int:
+    """Bits of a packed weight."""
+    return bits if codebook is None or bits <= MOST_LOOKED_UP else 8
+
+
+def pack(weight: Tensor, *, bits: int, group: int, codebook: Tensor | None = None) -> Tensor:
+    """A weight u8[N, K*bits/8] as tiles u8[T, G, B], of `kept_bits`; codebook f32[2^bits].
+
+    Errors: `InputError` for sizes that do not fit, or a codebook that is not of whole numbers in
+    -127..127; `UnsupportedError` if there are no kernels.
+    """
+    columns = weight.shape[-1] * 8 // bits if bits in BITS and weight.dim() == 2 else 0
+    check_sizes(bits, group, columns)
+    if weight.dtype != torch.uint8 or columns * bits != weight.shape[1] * 8:
+        raise InputError(
+            f"a weight of {bits} bits must be u8[N, K*{bits}/8], got "
+            f"{weight.dtype}{list(weight.shape)}"
+        )
+    rows = weight.detach().cpu().contiguous()
+    kept = kept_bits(bits, codebook)
+    layout = Layout(len(rows), columns, kept, group)
+    # Kernels are fastest with vectors that begin where the processor's lines do; torch's do.
+    packed = torch.empty(layout.tiles, layout.groups, layout.group_bytes, dtype=torch.uint8)
+    values = None
+    if codebook is not None and bits > MOST_LOOKED_UP:
+        values = (_whole(codebook, bits).to(torch.int16) + 128).to(torch.uint8)
+    sizes = (len(rows), columns, group, bits, torch.get_num_threads())
+    library(QUANTIZED).pack_tiles(
+        *(ctypes.c_void_p(0 if t is None else t.data_ptr()) for t in (rows, values, packed)),
+        *map(ctypes.c_int64, sizes),
+    )
+    return packed
+
+
+def columns(scale: Tensor) -> Tensor:
+    """Scales, or offsets, [N, G] as [T, G, 16], zeros for outputs that are missing."""
+    outputs, groups = scale.shape
+    tiles = -(-outputs // OUTPUTS)
+    filled = scale.new_zeros(tiles * OUTPUTS, groups)
+    filled[:outputs] = scale
+    return filled.view(tiles, OUTPUTS, groups).mT.contiguous()
+
+
+def table(codebook: Tensor, bits: int) -> Tensor | None:
+    """A codebook f32[2^bits] as a table i8[16]; None if packed weights have its values.
+
+    Errors: `InputError` if it is not of whole numbers in -127..127.
+    """
+    if bits > MOST_LOOKED_UP:
+        return None
+    found = torch.zeros(1 << MOST_LOOKED_UP, dtype=torch.int8)
+    found[: 1 << bits] = _whole(codebook, bits)
+    return found
+
+
+def _whole(codebook: Tensor, bits: int) -> Tensor:
+    """A codebook as i8[2^bits]."""
+    wide = codebook.detach().cpu().double()
+    if wide.shape != (1 << bits,):
+        raise InputError(
+            f"a codebook of {bits} bits has {1 << bits} values, got {list(wide.shape)}"
+        )
+    if not bool(((wide == wide.round()) & (wide.abs() <= 127)).all()):
+        raise InputError(
+            "a codebook for rounded activations must be of whole numbers in -127..127, got "
+            f"{codebook.tolist()}"
+        )
+    return wide.to(torch.int8)

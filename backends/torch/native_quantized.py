@@ -1,0 +1,147 @@
+"""The kernels for weights of few bits as torch ops, as those of `native` are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ir import InputError
+from ...ir.ops.operands import Operands
+from .. import tiles
+from .native import F32, Kernel, native_op
+
+quantized_linear_kernel = Kernel("quantized_linear", tiles.QUANTIZED)
+quantized_embedding_kernel = Kernel("quantized_embedding", tiles.QUANTIZED)
+
+
+def _quantized_linear_like(x: Tensor, *others: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], others[-1]))
+
+
+def _check_quantized_linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    table: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group: int,
+    outputs: int,
+) -> None:
+    given = Operands("quantized_linear")
+    given.fit_rows("x", x, "K", F32)
+    if outputs < 0:
+        raise InputError(f"quantized_linear: there are no {outputs} outputs")
+    layout = tiles.Layout(outputs, given.sizes["K"], bits, group)
+    given.sizes.update(N=outputs, T=layout.tiles, G=layout.groups, B=layout.group_bytes, L=16)
+    given.fit("packed", packed, "TGB", torch.uint8)
+    given.fit("scale", scale, "TGL", _half_or_float(scale))
+    given.fit("offset", offset, "TGL", _half_or_float(offset))
+    given.fit("table", table, "L", torch.int8)
+    given.fit("bias", bias, "N", F32)
+    if table is not None and (offset is not None or bits > tiles.MOST_LOOKED_UP):
+        raise InputError(
+            f"quantized_linear: a table goes with at most {tiles.MOST_LOOKED_UP} bits and no "
+            f"offset, got {bits} bits and {'no' if offset is None else 'an'} offset"
+        )
+
+
+def _half_or_float(tensor: Tensor | None) -> torch.dtype:
+    half = tensor is not None and tensor.dtype == torch.float16
+    return torch.float16 if half else F32
+
+
+@native_op(
+    "quantized_linear(Tensor x, Tensor packed, Tensor scale, Tensor? offset, Tensor? table, "
+    "Tensor? bias, int bits, int group, int outputs) -> Tensor",
+    _check_quantized_linear,
+    _quantized_linear_like,
+)
+def quantized_linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    table: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group: int,
+    outputs: int,
+) -> Tensor:
+    """`graftwork.quantized_linear`, rounded, of rows f32[..., K]: f32[..., N], the weight in tiles.
+
+    packed, scale, offset, table: as `tiles` makes them, scale and offset in float16 or float32,
+    their values for bits of the layout; bias f32[N]; outputs: N.
+    """
+    result = _quantized_linear_like(x, outputs)
+    sizes = x.shape[:-1].numel(), outputs, x.shape[-1], group, bits
+    halves = _is_half(scale), _is_half(offset)
+    tensors = x, packed, scale, offset, table, bias, result
+    quantized_linear_kernel(*tensors, *sizes, *halves, torch.get_num_threads())
+    return result
+
+
+def _is_half(tensor: Tensor | None) -> bool:
+    return _half_or_float(tensor) == torch.float16
+
+
+def _quantized_embedding_like(
+    ids: Tensor, weight: Tensor, scale: Tensor, offset: Any, codebook: Any, bits: int, group: int
+) -> Tensor:
+    return scale.new_empty((*ids.shape, scale.shape[1] * group), dtype=F32)
+
+
+def _check_quantized_embedding(
+    ids: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    codebook: Tensor | None,
+    bits: int,
+    group: int,
+) -> None:
+    given = Operands("quantized_embedding")
+    if ids.dtype != torch.int64:
+        raise InputError(f"quantized_embedding: the kernel takes ids in int64, got {ids.dtype}")
+    given.fit("scale", scale, "VG", _half_or_float(scale))
+    columns = tiles.check_sizes(bits, group, given.sizes["G"] * max(group, 0))
+    if columns * bits % 8:
+        raise InputError(
+            f"quantized_embedding: {columns} columns of {bits} bits are no whole bytes"
+        )
+    given.sizes.update(K=columns, B=columns * bits // 8, Q=1 << bits)
+    given.fit("weight", weight, "VB", torch.uint8)
+    given.fit("offset", offset, "VG", _half_or_float(offset))
+    given.fit("codebook", codebook, "Q", F32)
+    if offset is not None and codebook is not None:
+        raise InputError("quantized_embedding: a codebook goes with no offset")
+
+
+@native_op(
+    "quantized_embedding(Tensor ids, Tensor weight, Tensor scale, Tensor? offset, "
+    "Tensor? codebook, int bits, int group) -> Tensor",
+    _check_quantized_embedding,
+    _quantized_embedding_like,
+)
+def quantized_embedding(
+    ids: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    codebook: Tensor | None,
+    bits: int,
+    group: int,
+) -> Tensor:
+    """`graftwork.quantized_embedding` of ids i64[...], the weight as it is stored: f32[..., K].
+
+    Errors: `InputError` for an id that is not in 0..V-1.
+    """
+    result = _quantized_embedding_like(ids, weight, scale, offset, codebook, bits, group)
+    sizes = ids.numel(), weight.shape[0], result.shape[-1], group, bits
+    halves = _is_half(scale), _is_half(offset)
+    tensors = ids, weight, scale, offset, codebook, result
+    quantized_embedding_kernel(*tensors, *sizes, *halves, torch.get_num_threads())
+    return result

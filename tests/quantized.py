@@ -1,0 +1,170 @@
+"""Products with weights of few bits, worked out another way: exactly, with one rounding a step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from graftwork.backends import tiles
+
+BITS = (2, 3, 4, 6, 8)
+KINDS = ("symmetric", "offset", "codebook")
+
+
+class Weight(NamedTuple):
+    """A weight, as it is stored, and its whole numbers q i64[N,K]."""
+
+    q: Tensor
+    packed: Tensor
+    scale: Tensor
+    offset: Tensor | None
+    codebook: Tensor | None
+    bias: Tensor | None
+    bits: int
+    group: int
+
+    def in_tiles(self) -> tuple[Tensor | None, ...]:
+        """What a native kernel takes of it: packed, scale, offset, table, bias."""
+        how = {"bits": self.bits, "group": self.group, "codebook": self.codebook}
+        offset = None if self.offset is None else tiles.columns(self.offset)
+        table = None if self.codebook is None else tiles.table(self.codebook, self.bits)
+        packed = tiles.pack(self.packed, **how)
+        return packed, tiles.columns(self.scale), offset, table, self.bias
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Bits as they are packed, group, outputs."""
+        return tiles.kept_bits(self.bits, self.codebook), self.group, len(self.q)
+
+
+def stream(q: Tensor, bits: int) -> Tensor:
+    """Whole numbers [N,K] as streams of bits u8[N, K*bits/8]."""
+    planes = (q.numpy()[:, :, None] >> np.arange(bits)) & 1
+    flat = planes.reshape(len(q), q.shape[1] * bits).astype(np.uint8)
+    return torch.from_numpy(np.packbits(flat, axis=1, bitorder="little"))
+
+
+def from_tiles(packed: Tensor, bits: int, group: int, outputs: int) -> Tensor:
+    """Whole numbers [N,K] of tiles u8[T,G,B], as `kernels/tiles.h` draws them."""
+    blocks = packed.to(torch.int64).reshape(*packed.shape[:2], -(-group // 16), 32 * bits)
+    low = {6: 4, 3: 2}.get(bits, bits)
+    planes = blocks[..., : 32 * low].unflatten(-1, (-1, 1, 64))
+    steps = planes >> low * torch.arange(8 // low)[:, None] & (1 << low) - 1
+    steps = steps.flatten(-3, -2)
+    which = torch.arange(4)[:, None]
+    if bits == 6:
+        steps = steps | (blocks[..., None, 128:] >> 2 * which & 3) << 4
+    if bits == 3:
+        high = torch.cat([blocks[..., 64:], blocks[..., 64:] >> 4], -1)
+        steps = steps | (high[..., None, :] >> which & 1) << 2
+    values = steps.unflatten(-1, (16, 4)).permute(0, 4, 1, 2, 3, 5)  # T, output, G, block, step, k
+    return values.flatten(3)[..., :group].flatten(2).flatten(0, 1)[:outputs]
+
+
+def weight(
+    seed: int,
+    outputs: int,
+    group: int,
+    groups: int,
+    bits: int,
+    kind: str,
+    *,
+    half: bool = False,
+    bias: bool = False,
+) -> Weight:
+    """A random weight; more groups if the bits want it. Extreme rows are among its first."""
+    random = torch.Generator().manual_seed(seed)
+    while group * groups * bits % 8:
+        groups += 1
+    q = torch.randint(0, 1 << bits, (outputs, group * groups), generator=random)
+    q[:1], q[1:2] = (1 << bits) - 1, 0
+    dtype = torch.float16 if half else torch.float32
+    scale = torch.randn(outputs, groups, generator=random).to(dtype)
+    # Of the other dtype than scales.
+    other = torch.float32 if half else torch.float16
+    offset = torch.randn(outputs, groups, generator=random).to(other) if kind == "offset" else None
+    codebook = torch.randint(-127, 128, (1 << bits,), generator=random).float()
+    codebook[0], codebook[-1] = -127, 127
+    return Weight(
+        q,
+        stream(q, bits),
+        scale,
+        offset,
+        codebook if kind == "codebook" else None,
+        torch.randn(outputs, generator=random) if bias else None,
+        bits,
+        group,
+    )
+
+
+def rows(seed: int, *shape: int) -> Tensor:
+    """Random rows f32 of several sizes; the first is zeros, the last one all -1."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=random)
+    x = x * torch.logspace(-3, 3, shape[0]).reshape(-1, *[1] * (len(shape) - 1))
+    x[-1:] = -1
+    return torch.cat([torch.zeros_like(x[:1]), x[1:]]) if len(x) > 1 else x
+
+
+def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c in float32, rounded once.
+
+    In float64 the product is exact; the sum is rounded to odd there, after which another rounding
+    is the same as one.
+    """
+    left, right, more = (t.double().numpy() for t in torch.broadcast_tensors(a, b, c))
+    product = left * right
+    total = product + more
+    back = total - product
+    error = (product - (total - back)) + (more - back)
+    bits = total.view(np.int64)
+    towards = np.where((error > 0) == (total > 0), 1, -1)
+    odd = np.where((error != 0) & (bits & 1 == 0), bits + towards, bits)
+    return torch.from_numpy(odd.view(np.float64).astype(np.float32))
+
+
+def linear(x: Tensor, w: Weight) -> Tensor:
+    """`graftwork.quantized_linear`, rounded, of x f32[..., K]."""
+    scale = x.abs().amax(-1, keepdim=True) / 127.0
+    scale = torch.where(scale > 0, scale, torch.ones(()))
+    steps = torch.round(x / scale).long()
+    value = w.q if w.offset is not None else w.q - (1 << (w.bits - 1))
+    value = value if w.codebook is None else w.codebook.long()[w.q]
+    total = torch.zeros(*x.shape[:-1], len(w.q))
+    for g in range(w.scale.shape[1]):
+        inside = slice(g * w.group, (g + 1) * w.group)
+        products = steps[..., inside] @ value[:, inside].T
+        total = fused(products.float(), w.scale[:, g].float(), total)
+        if w.offset is not None:
+            sums = steps[..., inside].sum(-1, keepdim=True)
+            total = fused(sums.float(), w.offset[:, g].float(), total)
+    result = total * scale
+    return result if w.bias is None else result + w.bias
+
+
+def table(w: Weight) -> Tensor:
+    """Every value of a weight, f32[N,K]."""
+    scale = w.scale.float().repeat_interleave(w.group, 1)
+    if w.codebook is not None:
+        return scale * w.codebook[w.q]
+    if w.offset is not None:
+        return scale * w.q + w.offset.float().repeat_interleave(w.group, 1)
+    return scale * (w.q - (1 << (w.bits - 1)))
+
+
+weights = st.builds(
+    weight,
+    st.integers(0, 999),
+    outputs=st.integers(1, 70),
+    group=st.sampled_from((1, 3, 4, 8, 12, 16, 20, 32, 64, 130)),
+    groups=st.integers(1, 5),
+    bits=st.sampled_from(BITS),
+    kind=st.sampled_from(KINDS),
+    half=st.booleans(),
+    bias=st.booleans(),
+)
+"""Any weight: outputs that fill no tile, groups that fill no block."""
