@@ -84,8 +84,8 @@ def check_sizes(bits: int, group: int, columns: int) -> int:
     return columns
 
 
-def kept_bits(bits: int, codebook: Tensor | None) -> int:
-    """Bits of a packed weight."""
+def kept_bits(bits: int, codebook: object) -> int:
+    """Bits of a packed weight; codebook: None if it has none."""
     return bits if codebook is None or bits <= MOST_LOOKED_UP else 8
 
 
@@ -127,13 +127,13 @@ def columns(scale: Tensor) -> Tensor:
     return filled.view(tiles, OUTPUTS, groups).mT.contiguous()
 
 
-def table(codebook: Tensor, bits: int) -> Tensor | None:
-    """A codebook f32[2^bits] as a table i8[16]; None if packed weights have its values.
+def table(codebook: Tensor, bits: int) -> Tensor:
+    """A codebook f32[2^bits] of at most four bits as a table i8[16].
 
-    Errors: `InputError` if it is not of whole numbers in -127..127.
+    Errors: `InputError` for more bits, or if it is not of whole numbers in -127..127.
     """
     if bits > MOST_LOOKED_UP:
-        return None
+        raise InputError(f"a codebook of {bits} bits has no table: packed weights are its values")
     found = torch.zeros(1 << MOST_LOOKED_UP, dtype=torch.int8)
     found[: 1 << bits] = _whole(codebook, bits)
     return found

@@ -31,7 +31,8 @@ class Weight(NamedTuple):
         """What a native kernel takes of it: packed, scale, offset, table, bias."""
         how = {"bits": self.bits, "group": self.group, "codebook": self.codebook}
         offset = None if self.offset is None else tiles.columns(self.offset)
-        table = None if self.codebook is None else tiles.table(self.codebook, self.bits)
+        looked_up = self.codebook is not None and self.bits <= 4
+        table = tiles.table(self.codebook, self.bits) if looked_up else None
         packed = tiles.pack(self.packed, **how)
         return packed, tiles.columns(self.scale), offset, table, self.bias
 

@@ -71,8 +71,9 @@ def test_a_wheel_builds_and_works_where_it_is_installed(tmp_path: Path) -> None:
         assert f"graftwork/recipe_files/{file.name}" in names
     for file in sorted((ROOT / "graftwork" / "demo_model").glob("*.*")):
         assert f"graftwork/demo_model/{file.name}" in names
-    for file in sorted((ROOT / "backends" / "torch" / "kernels").iterdir()):
-        assert f"graftwork/backends/torch/kernels/{file.name}" in names
+    for folder in ("backends/kernels", "backends/torch/kernels"):
+        for file in sorted((ROOT / folder).iterdir()):
+            assert f"graftwork/{folder}/{file.name}" in names
     assert "graftwork/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

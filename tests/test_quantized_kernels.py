@@ -200,5 +200,7 @@ def test_what_cannot_be_packed_is_refused():
         with pytest.raises(InputError, match=says):
             tiles.pack(w.packed, **given)
             tiles.table(given["codebook"], given["bits"])
+    with pytest.raises(InputError, match="packed weights are its values"):
+        tiles.table(torch.zeros(256), 8)
     with pytest.raises(InputError, match="u8"):
         tiles.pack(w.packed.to(torch.int8), bits=4, group=8)

@@ -1,25 +1,305 @@
-// Weights of few bits, for callers in this process: work is shared out by OpenMP.
+// What quantized.h promises.
+//
+// A step of decoding has a few rows and reads every weight once: its time is that of the memory. Of
+// a prompt's many rows, eight or so use each weight that is unpacked, and the others find the tile
+// near; keeping it unpacked for them gains nothing.
 
 #include "quantized.h"
 
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "tiles.h"
+
 namespace {
 
-struct Team {
-    int64_t threads;
-    template <class Function>
-    void operator()(int64_t count, int64_t, const Function& function) const {
-#pragma omp parallel for schedule(static) num_threads(threads) if (count > 1)
-        for (int64_t i = 0; i < count; i++) function(i);
-    }
+using namespace graftwork;
+
+constexpr int TOGETHER = Processor::ROWS;  // that share one reading of weights
+
+int64_t blocks_of(const Weights& w) { return blocks_of(w.group); }  // of a group
+
+int64_t tile_bytes(const Weights& w) { return w.groups() * blocks_of(w) * block_bytes(w.bits); }
+
+// A weight's table, of unsigned bytes.
+Processor::Bytes table_of(const Weights& w) {
+    uint8_t bytes[OUTPUTS] = {};
+    for (int i = 0; w.table && i < OUTPUTS; i++) bytes[i] = uint8_t(w.table[i] + 128);
+    return Processor::table(bytes);
+}
+
+// What products are to have added for each value of x, because bytes stand for weights.
+int32_t start_of(const Weights& w) {
+    const int32_t zero = w.table ? 128 : w.offset ? 0 : 1 << (w.bits - 1);
+    return (w.table || w.bits == 8 ? Processor::LEFT<true> : Processor::LEFT<false>) - zero;
+}
+
+// Rows of x as bytes, in gangs of at most TOGETHER: of each step of K the gang's rows one after the
+// other. sums [gang: groups, rows]: of each row's values in a group; starts: what sums of products
+// begin with, so that the weights' zero comes off them. scales [rows].
+struct Rows {
+    int64_t count, steps;  // steps of K, with those that fill groups up
+    int8_t* values;
+    int32_t* starts;
+    float* sums;
+    float* scales;
+
+    int64_t gangs() const { return (count + TOGETHER - 1) / TOGETHER; }
+    // Gangs of about the same size.
+    int64_t first(int64_t gang) const { return count * gang / gangs(); }
 };
+
+typedef float SixteenFloats __attribute__((vector_size(64)));
+typedef int32_t SixteenWhole __attribute__((vector_size(64)));
+typedef int8_t SixteenBytes __attribute__((vector_size(16)));
+
+template <class V, class T>
+V some(const T* from, int64_t count) {
+    V value = {};
+    std::memcpy(&value, from, std::min<int64_t>(count * sizeof(T), sizeof(V)));
+    return value;
+}
+
+// The scale of a row: its largest absolute value is 127 steps. No number if one of its values is
+// infinite or no number.
+float scale_of(const float* x, int64_t K) {
+    SixteenWhole most = {};
+    for (int64_t k = 0; k < K; k += OUTPUTS) {
+        // Of positive floats the larger one has the larger bits.
+        const SixteenWhole size = some<SixteenWhole>(x + k, K - k) & 0x7fffffff;
+        most = size > most ? size : most;
+    }
+    int32_t bits = 0;
+    for (int lane = 0; lane < OUTPUTS; lane++) bits = std::max(bits, most[lane]);
+    float largest;
+    std::memcpy(&largest, &bits, sizeof(largest));
+    if (bits >= 0x7f800000) return std::nanf("");
+    const float scale = largest / 127.0f;
+    return scale > 0 ? scale : 1.0f;
+}
+
+// Round a row of x [K], one of `ganged` whose values, sums and starts these are.
+void round_row(
+    const float* x,
+    float scale,
+    const Weights& w,
+    int64_t ganged,
+    int8_t* values,
+    float* sums,
+    int32_t* starts) {
+    constexpr float magic = 12582912.0f;  // what has no room for fractions: halves go to even
+    const bool fine = scale > 0;
+    const SixteenFloats by = SixteenFloats{} + (fine ? scale : 1.0f);
+    const SixteenFloats most = SixteenFloats{} + 127.0f;
+    const int32_t start = start_of(w);
+    for (int64_t g = 0; g < w.K; g += w.group, sums += ganged, starts += ganged) {
+        SixteenWhole total = {};
+        for (int64_t k = g; k < g + w.group; k += DEPTH, values += ganged * DEPTH) {
+            SixteenFloats value = some<SixteenFloats>(x + k, g + w.group - k) / by;
+            value = value > most ? most : value < -most ? -most : value;
+            value = (value + magic) - magic;
+            const SixteenWhole whole =
+                fine ? __builtin_convertvector(value, SixteenWhole) : SixteenWhole{};
+            total += whole;
+            const SixteenBytes bytes = __builtin_convertvector(whole, SixteenBytes);
+            for (int s = 0; s < STEPS; s++)
+                std::memcpy(values + s * ganged * STEP, (const char*)&bytes + s * STEP, STEP);
+        }
+        int32_t all = 0;
+        for (int lane = 0; lane < OUTPUTS; lane++) all += total[lane];
+        *sums = float(all);
+        *starts = start * all;
+    }
+}
+
+void round_gang(const float* x, const Weights& w, const Rows& rows, int64_t gang) {
+    const int64_t begin = rows.first(gang), ganged = rows.first(gang + 1) - begin;
+    const int64_t at = begin * w.groups();
+    int8_t* values = rows.values + begin * rows.steps * STEP;
+    for (int64_t r = 0; r < ganged; r++) {
+        const float* row = x + (begin + r) * w.K;
+        const float scale = rows.scales[begin + r] = scale_of(row, w.K);
+        round_row(
+            row, scale, w, ganged, values + r * STEP, rows.sums + at + r, rows.starts + at + r);
+    }
+}
+
+Processor::Real reals(const void* from, bool half, int64_t at, int part) {
+    return half ? Processor::reals((const uint16_t*)from + at, part)
+                : Processor::reals((const float*)from + at, part);
+}
+
+struct Tile {
+    const uint8_t* weights;  // [groups, blocks]
+    const Weights* of;
+    int64_t number;
+};
+
+// Products of a gang of ROWS rows, from its first one on, with a tile: of y the tile's columns.
+template <class Format, int ROWS>
+__attribute__((noinline)) void tile_products(
+    const Tile& tile, const Rows& rows, int64_t first, float* y) {
+    typedef Processor P;
+    constexpr int CHAINS = ROWS == 1 ? 4 : ROWS == 2 ? 2 : 1;  // of sums that wait for each other
+    const Weights& w = *tile.of;
+    const int64_t groups = w.groups(), blocks = blocks_of(w);
+    const int8_t* values = rows.values + first * rows.steps * STEP;
+    const int32_t* starts = rows.starts + first * groups;
+    const float* sums = rows.sums + first * groups;
+    const P::Bytes table = table_of(w);
+    const uint8_t* block = tile.weights;
+    P::Real totals[P::PARTS][ROWS];
+#pragma GCC unroll 16
+    for (int i = 0; i < P::PARTS * ROWS; i++) totals[i / ROWS][i % ROWS] = P::real(0.0f);
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t at = (tile.number * groups + g) * OUTPUTS;
+#pragma GCC unroll 2
+        for (int part = 0; part < P::PARTS; part++) {
+            P::Whole chains[CHAINS][ROWS];
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; r++) chains[0][r] = P::whole(starts[r]);
+#pragma GCC unroll 16
+            for (int i = ROWS; i < CHAINS * ROWS; i++) chains[i / ROWS][i % ROWS] = P::whole(0);
+            const uint8_t* from = block;
+            const int8_t* row = values;
+            for (int64_t b = 0; b < blocks; b++) {
+                P::Bytes steps[STEPS];
+                Format::unpack(from, part, table, steps);
+                if (part == 0) Format::ask_ahead(from);
+#pragma GCC unroll 4
+                for (int s = 0; s < STEPS; s++)
+#pragma GCC unroll 16
+                    for (int r = 0; r < ROWS; r++)
+                        P::add<Format::WIDE>(
+                            chains[s % CHAINS][r], steps[s], row + (s * ROWS + r) * STEP);
+                from += Format::BLOCK;
+                row += DEPTH * ROWS;
+            }
+            const P::Real scale = reals(w.scale, w.half_scale, at, part);
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; r++) {
+                P::Whole sum = chains[0][r];
+#pragma GCC unroll 4
+                for (int c = 1; c < CHAINS; c++) sum = P::sum(sum, chains[c][r]);
+                totals[part][r] = P::fused(P::real(sum), scale, totals[part][r]);
+            }
+            if (w.offset) {
+                const P::Real offset = reals(w.offset, w.half_offset, at, part);
+#pragma GCC unroll 16
+                for (int r = 0; r < ROWS; r++) {
+                    const P::Real sum = P::real(sums[r]);
+                    totals[part][r] = P::fused(sum, offset, totals[part][r]);
+                }
+            }
+        }
+        block += blocks * Format::BLOCK;
+        values += blocks * DEPTH * ROWS;
+        starts += ROWS;
+        sums += ROWS;
+    }
+    const int64_t begin = tile.number * OUTPUTS, count = std::min<int64_t>(OUTPUTS, w.N - begin);
+    float bias[OUTPUTS] = {}, last[OUTPUTS];
+    if (w.bias) std::copy(w.bias + begin, w.bias + begin + count, bias);
+    for (int r = 0; r < ROWS; r++) {
+        float* const to = y + (first + r) * w.N + begin;
+        for (int part = 0; part < P::PARTS; part++) {
+            P::Real result = P::product(totals[part][r], P::real(rows.scales[first + r]));
+            if (w.bias) result = P::sum(result, P::reals(bias, part));
+            P::store(count < OUTPUTS ? last : to, part, result);
+        }
+        if (count < OUTPUTS) std::copy(last, last + count, to);
+    }
+}
+
+template <class Format, int ROWS = TOGETHER>
+void tile_products_of(int64_t count, const Tile& tile, const Rows& rows, int64_t first, float* y) {
+    if constexpr (ROWS > 1)
+        if (count < ROWS) return tile_products_of<Format, ROWS - 1>(count, tile, rows, first, y);
+    tile_products<Format, ROWS>(tile, rows, first, y);
+}
+
+// Products of all rows with a tile, whose weights stay near meanwhile.
+template <class Format>
+void every_row(const Tile& tile, const Rows& rows, float* y) {
+    for (int64_t gang = 0; gang < rows.gangs(); gang++) {
+        const int64_t first = rows.first(gang);
+        tile_products_of<Format>(rows.first(gang + 1) - first, tile, rows, first, y);
+    }
+}
+
+typedef void (*EveryRow)(const Tile&, const Rows&, float*);
+
+EveryRow every_row_of(int64_t bits, bool table) {
+    switch (bits + (table ? 16 : 0)) {
+        case 2: return every_row<Packed<2, false>>;
+        case 3: return every_row<Packed<3, false>>;
+        case 4: return every_row<Packed<4, false>>;
+        case 6: return every_row<Packed<6, false>>;
+        case 8: return every_row<Packed<8, false>>;
+        case 16 + 2: return every_row<Packed<2, true>>;
+        case 16 + 3: return every_row<Packed<3, true>>;
+        case 16 + 4: return every_row<Packed<4, true>>;
+    }
+    throw std::invalid_argument("no tiles of " + std::to_string(bits) + " bits");
+}
+
+float number(const void* from, bool half, int64_t place) {
+    return half ? half_to_float(((const uint16_t*)from)[place]) : ((const float*)from)[place];
+}
+
+// y [K]: a row of a table.
+void read_row(const Table& t, int64_t row, float* y) {
+    const int64_t bytes = t.K * t.bits / 8, groups = t.K / t.group;
+    const float zero = t.offset || t.values ? 0.0f : float(1 << (t.bits - 1));
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t end = (g + 1) * t.group;
+        const float scale = number(t.scale, t.half_scale, row * groups + g);
+        const float offset = t.offset ? number(t.offset, t.half_offset, row * groups + g) : 0.0f;
+        for (int64_t k = g * t.group; k < end; k += 8) {
+            const uint64_t found = eight_values(t.rows + row * bytes, bytes, k, int(t.bits));
+            for (int64_t i = k; i < std::min(k + 8, end); i++) {
+                const int q = found >> 8 * (i - k) & 255;
+                const float value = scale * (t.values ? t.values[q] : float(q) - zero);
+                y[i] = t.offset ? value + offset : value;
+            }
+        }
+    }
+}
 
 }  // namespace
 
-extern "C" {
+namespace graftwork {
 
-// Rows [N, bytes] of K values of `bits` bits as tiles, see tiles.h. values: what stands for each
-// value, then of eight bits, or null.
-void pack_tiles(
+void products(const Weights& w, const float* x, int64_t count, float* y, const Team& team) {
+    // Of the calling thread: other threads' steps have their own.
+    static thread_local std::vector<int8_t> values;
+    static thread_local std::vector<int32_t> starts;
+    static thread_local std::vector<float> sums, scales;
+    const EveryRow every_row = every_row_of(w.bits, w.table);
+    const int64_t steps = w.groups() * blocks_of(w) * STEPS, size = tile_bytes(w);
+    values.resize(count * steps * STEP);
+    starts.resize(count * w.groups());
+    sums.resize(count * w.groups());
+    scales.resize(count);
+    const Rows rows = {count, steps, values.data(), starts.data(), sums.data(), scales.data()};
+    team.each(rows.gangs(), TOGETHER * w.K * int64_t(sizeof(float)), [&](int64_t gang) {
+        round_gang(x, w, rows, gang);
+    });
+    team.each(tiles_of(w.N), size * rows.gangs(), [&](int64_t number) {
+        every_row(Tile{w.tiles + number * size, &w, number}, rows, y);
+    });
+}
+
+void rows_of(const Table& t, const int64_t* ids, int64_t count, float* y, const Team& team) {
+    for (int64_t i = 0; i < count; i++)
+        if (ids[i] < 0 || ids[i] >= t.V)
+            throw std::out_of_range(
+                "index " + std::to_string(ids[i]) + " lies outside 0.." + std::to_string(t.V - 1));
+    team.each(count, t.K * t.bits / 8, [&](int64_t i) { read_row(t, ids[i], y + i * t.K); });
+}
+
+void pack(
     const uint8_t* rows,
     const uint8_t* values,
     uint8_t* tiles,
@@ -27,58 +307,14 @@ void pack_tiles(
     int64_t K,
     int64_t group,
     int64_t bits,
-    int64_t threads) {
+    const Team& team) {
     const int64_t bytes = K * bits / 8;
     const int64_t size = K / group * blocks_of(group) * block_bytes(values ? 8 : bits);
-    Team{threads}(tiles_of(N), size, [=](int64_t tile) {
-        const int64_t first = tile * OUTPUTS, count = std::min<int64_t>(OUTPUTS, N - first);
+    team.each(tiles_of(N), bytes * OUTPUTS, [&](int64_t number) {
+        const int64_t first = number * OUTPUTS, count = std::min<int64_t>(OUTPUTS, N - first);
         pack_tile(
-            rows + first * bytes, count, bytes, K, group, int(bits), values, tiles + tile * size);
+            rows + first * bytes, count, bytes, K, group, int(bits), values, tiles + number * size);
     });
 }
 
-// `graftwork.quantized_linear`, rounded, of x [rows, K] with weights in tiles: y [rows, N]. Of
-// offset, table and bias each may be null.
-void quantized_linear(
-    const float* x,
-    const uint8_t* tiles,
-    const void* scale,
-    const void* offset,
-    const int8_t* table,
-    const float* bias,
-    float* y,
-    int64_t rows,
-    int64_t N,
-    int64_t K,
-    int64_t group,
-    int64_t bits,
-    int64_t half_scale,
-    int64_t half_offset,
-    int64_t threads) {
-    const Weights weights = {
-        tiles, scale, offset, table, bias, N, K, group, bits, half_scale != 0, half_offset != 0};
-    quantized_products(weights, x, rows, y, Team{threads});
-}
-
-// `graftwork.quantized_embedding`: y [count, K]. Of offset and values each may be null.
-void quantized_embedding(
-    const int64_t* ids,
-    const uint8_t* rows,
-    const void* scale,
-    const void* offset,
-    const float* values,
-    float* y,
-    int64_t count,
-    int64_t V,
-    int64_t K,
-    int64_t group,
-    int64_t bits,
-    int64_t half_scale,
-    int64_t half_offset,
-    int64_t threads) {
-    const Table table = {
-        rows, scale, offset, values, V, K, group, bits, half_scale != 0, half_offset != 0};
-    quantized_rows(table, ids, count, y, Team{threads});
-}
-
-}
+}  // namespace graftwork

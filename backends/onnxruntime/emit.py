@@ -33,6 +33,9 @@ from .calls import source_of
 
 MICROSOFT = "com.microsoft"
 OPSETS = {"": 24, MICROSOFT: 1}
+OWN = "graftwork"
+"""The domain of graftwork's own ops, for which a session needs its library of kernels."""
+
 IR_VERSION = 11
 
 DTYPES: dict[torch.dtype, oir.DataType] = {
@@ -97,6 +100,11 @@ class Emitted:
     model: oir.Model
     pending: tuple[tuple[oir.Value, Weight], ...]
 
+    @property
+    def has_own_ops(self) -> bool:
+        """Whether only sessions with graftwork's own kernels can run it."""
+        return OWN in self.model.graph.opset_imports
+
 
 def emit(
     function: Function, weights: WeightStore, *, paired: bool = False, standard: bool = False
@@ -122,7 +130,9 @@ class Emitter:
     memo: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.graph = oir.Graph([], [], nodes=[], opset_imports=OPSETS, name=self.function.name)
+        self.graph = oir.Graph(
+            [], [], nodes=[], opset_imports=dict(OPSETS), name=self.function.name
+        )
         self.values: dict[torch.fx.Node, Any] = {}
         self.inputs: dict[str, oir.Value] = {}
         self.pending: dict[str, tuple[oir.Value, Weight]] = {}
@@ -230,6 +240,11 @@ class Emitter:
     def fused(self, op_type: str, *inputs: oir.Value | None, **options: Any) -> Any:
         """A node of ONNX Runtime's own domain, com.microsoft."""
         return self.op(op_type, *inputs, domain=MICROSOFT, **options)
+
+    def own(self, op_type: str, *inputs: oir.Value | None, **options: Any) -> Any:
+        """A node of graftwork's own domain; only where `quantized_ops_available` has no reason."""
+        self.graph.opset_imports[OWN] = 1
+        return self.op(op_type, *inputs, domain=OWN, **options)
 
     def const(self, data: Any, dtype: torch.dtype) -> oir.Value:
         """A small constant tensor, made once for each value."""

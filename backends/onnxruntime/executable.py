@@ -123,7 +123,10 @@ class OnnxExecutable(StatefulExecutable):
         threads = None if fn.role is Role.TARGET else 1
         try:
             copied = 0 if needs_packing(model.model.graph) else size
-            session = open_session(path, self.target, weight_bytes=copied, threads=threads)
+            own = model.has_own_ops
+            session = open_session(
+                path, self.target, weight_bytes=copied, threads=threads, own_ops=own
+            )
         except GraftworkError:
             raise
         except Exception as error:  # the library's error types are not public

@@ -9,11 +9,12 @@ import numpy as np
 import onnx_ir as oir
 import torch
 
-from ...ir import Function, TensorType, WeightStore, type_of
+from ...ir import Function, TensorType, UnsupportedError, WeightStore, type_of
+from .. import tiles
 from ..target import Target
-from .emit import IR_VERSION, MICROSOFT, OPSETS, emit
+from .emit import IR_VERSION, MICROSOFT, OPSETS, OWN, emit
 from .ops import ort_gqa
-from .session import providers
+from .session import providers, register_own_ops
 
 A = torch.ops.aten
 G = torch.ops.graftwork
@@ -114,6 +115,50 @@ def attention_kernel_works(device: str, dtype: torch.dtype) -> bool:
     return bool(torch.allclose(torch.from_numpy(got), want, rtol=3e-2, atol=3e-2))
 
 
+@lru_cache(maxsize=1)
+def quantized_ops_available() -> str:
+    """Why graftwork's own ops for weights of few bits cannot be used; empty if they can.
+
+    They can if their kernels are compiled and loaded, this runtime takes them as ops, and a product
+    of known bits comes out.
+    """
+    rows, columns, outputs = 3, 32, 20
+    values = torch.arange(columns * outputs) * 7 % 16
+    q = values.reshape(outputs, columns)
+    packed = (q[:, ::2] | q[:, 1::2] << 4).to(torch.uint8)
+    scale = torch.full((outputs, 2), 0.25)
+    # Whole numbers up to 127, so that nothing is rounded.
+    x = torch.arange(rows * columns).reshape(rows, columns).float() % 100
+    x[:, 0] = 127
+    want = x @ (q - 8).float().T * 0.25
+    try:
+        with_tiles = (tiles.pack(packed, bits=4, group=16), tiles.columns(scale))
+        operands = [tensor.numpy() for tensor in with_tiles]
+        got = _run(_own_product(operands, x, outputs), {"x": x.numpy()}, Target(), own_ops=True)[0]
+    except UnsupportedError as error:
+        return str(error)
+    except Exception as error:  # the library's errors have no common base
+        return f"this onnxruntime does not run ops of other libraries: {error}"
+    right = bool(np.array_equal(got, want.numpy()))
+    return "" if right else "native kernels give wrong numbers in this onnxruntime"
+
+
+def _own_product(operands: list[Any], x: torch.Tensor, outputs: int) -> oir.Model:
+    given = [oir.val("x", dtype=oir.DataType.FLOAT, shape=list(x.shape))]
+    for name, array in zip(("packed", "scale"), operands, strict=True):
+        tensor = oir.tensor(array, name=name)
+        given.append(oir.val(name, dtype=tensor.dtype, shape=list(array.shape), const_value=tensor))
+    sizes = {"bits": 4, "group": 16, "N": outputs}
+    node = oir.node("QuantizedLinear", given, sizes, domain=OWN)
+    node.outputs[0].name, node.outputs[0].dtype = "out", oir.DataType.FLOAT
+    graph = oir.Graph(
+        given[:1], node.outputs, nodes=[node], opset_imports={**OPSETS, OWN: 1}, name="probe"
+    )
+    for value in given[1:]:
+        graph.register_initializer(value)
+    return oir.Model(graph, ir_version=IR_VERSION)
+
+
 def _in_dtype(fn: Function, node: Any, dtype: torch.dtype) -> Any:
     if node is None or not type_of(node).dtype.is_floating_point:
         return node
@@ -140,12 +185,14 @@ def _tree_step() -> tuple[list[Any], dict[str, Any]]:
     return args, {"heads": heads, "groups": groups, "scale": 0.25}
 
 
-def _run(model: oir.Model, feeds: dict[str, Any], target: Target) -> Any:
-    """Outputs of a model whose initializers are all there."""
+def _run(model: oir.Model, feeds: dict[str, Any], target: Target, *, own_ops: bool = False) -> Any:
+    """Outputs of a model whose initializers are all there. own_ops: see `open_session`."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 4, 1
+    if own_ops:
+        register_own_ops(options)
     data = oir.to_proto(model).SerializeToString()
     session = ort.InferenceSession(data, options, providers(target))
     return session.run(None, feeds)

@@ -10,22 +10,31 @@ from typing import Any
 import torch
 
 from ...ir import InputError
+from ..cached_library import library
 from ..pages import huge_pages
 from ..target import Target
+from ..tiles import QUANTIZED
 
 SPARE = 0.4
 """Share of the free memory that repacked weights may take; above it they stay mapped files."""
 
 
 def open_session(
-    path: Path, target: Target, *, weight_bytes: int = 0, threads: int | None = None
+    path: Path,
+    target: Target,
+    *,
+    weight_bytes: int = 0,
+    threads: int | None = None,
+    own_ops: bool = False,
 ) -> Any:
     """An `InferenceSession` over the model at `path`.
 
     threads: the target's, unless said.
     weight_bytes: what its weights take; if memory for a second copy of them is short, they are used
     as they lie in the file, which makes steps of several tokens slower but costs no memory.
-    Errors: `InputError` if the device's provider is missing.
+    own_ops: whether the model has any of graftwork's own domain.
+    Errors: `InputError` if the device's provider is missing, `UnsupportedError` if the kernels of
+    own ops are.
     """
     import onnxruntime as ort
 
@@ -35,8 +44,18 @@ def open_session(
     options.log_severity_level = 3
     if weight_bytes > SPARE * _free_memory():
         options.add_session_config_entry("session.disable_prepacking", "1")
+    if own_ops:
+        register_own_ops(options)
     with huge_pages():
         return ort.InferenceSession(str(path), options, providers=providers(target))
+
+
+def register_own_ops(options: Any) -> None:
+    """Let sessions of these options run ops of graftwork's own domain, on the CPU.
+
+    The library is the one that was looked at, see `cached_library`. Errors: `UnsupportedError`.
+    """
+    options.register_custom_ops_library(library(QUANTIZED)._name)
 
 
 def providers(target: Target) -> list[Any]:

@@ -1,0 +1,183 @@
+// The kernels as ops of ONNX Runtime, domain "graftwork". Its own threads run them, and weights are
+// read where it has them: in a file that is mapped, they are not copied.
+//
+//   QuantizedLinear(x, packed, scale, offset?, table?, bias?; bits, group, N) -> y
+//   QuantizedEmbedding(ids, weight, scale, offset?, codebook?; bits, group) -> y
+
+#include <algorithm>
+#include <climits>
+
+#include "ort_abi.h"
+#include "quantized.h"
+
+using namespace graftwork;
+
+namespace {
+
+constexpr int64_t PART = 1 << 16;     // bytes that one thread reads at a time, or more
+constexpr int64_t LARGEST = 1 << 16;  // group: products of two bytes add up in 32 bits
+
+// The runtime's threads.
+struct Pool final : Team {
+    const ort::Api& api;
+    ort::Context* context;
+    Pool(const ort::Api& api, ort::Context* context) : api(api), context(context) {}
+
+    struct Share {
+        const Work& work;
+        int64_t count, each;
+    };
+    static void run(void* share, size_t part) {
+        const Share& of = *static_cast<Share*>(share);
+        const int64_t end = std::min(of.count, (int64_t(part) + 1) * of.each);
+        for (int64_t i = int64_t(part) * of.each; i < end; i++) of.work(i);
+    }
+    void each(int64_t count, int64_t bytes, const Work& work) const override {
+        Share share = {work, count, std::max<int64_t>(1, PART / std::max<int64_t>(1, bytes))};
+        const int64_t parts = (count + share.each - 1) / share.each;
+        if (parts > 1) return api.parallel(context, run, size_t(parts), &share);
+        run(&share, 0);
+    }
+};
+
+void want(bool holds, const char* text) {
+    if (!holds) throw std::invalid_argument(text);
+}
+
+// A node's kernel.
+struct Node {
+    const ort::Api& api;
+    int64_t bits, group;
+
+    Node(const ort::Api& api, const ort::Info* info)
+        : api(api), bits(api.whole_number(info, "bits")), group(api.whole_number(info, "group")) {
+        const bool known = bits == 2 || bits == 3 || bits == 4 || bits == 6 || bits == 8;
+        want(known, "bits must be 2, 3, 4, 6 or 8");
+        want(group >= 1 && group <= LARGEST, "group must be in 1..65536");
+    }
+    template <class T>
+    const T* data(const ort::Tensor& tensor) const {
+        return tensor.value ? api.data<const T>(tensor.value) : nullptr;
+    }
+};
+
+struct Linear : Node {
+    int64_t outputs;
+    static constexpr const char* NAME = "QuantizedLinear";
+    static constexpr ort::Element INPUTS[] = {
+        ort::FLOAT, ort::UINT8, ort::ANY, ort::ANY, ort::INT8, ort::FLOAT};
+
+    Linear(const ort::Api& api, const ort::Info* info)
+        : Node(api, info), outputs(api.whole_number(info, "N")) {
+        want(outputs >= 0, "N must not be negative");
+    }
+
+    void run(ort::Context* context) const {
+        const ort::Tensor x(api, context, 0), packed(api, context, 1), scale(api, context, 2);
+        const ort::Tensor offset(api, context, 3), table(api, context, 4), bias(api, context, 5);
+        want(!x.sizes.empty(), "x must be [..., K]");
+        const int64_t K = x.sizes.back(), tiles = (outputs + 15) / 16, groups = K / group;
+        want(K > 0 && K % group == 0, "K must be a multiple of group");
+        want(packed.is({tiles, groups, (group + 15) / 16 * 32 * bits}), "packed must be [T, G, B]");
+        want(scale.is({tiles, groups, 16}), "scale must be [T, G, 16]");
+        want(offset.is({tiles, groups, 16}), "offset must be [T, G, 16]");
+        want(scale.is_float_or_half() && offset.is_float_or_half(), "scale must be float or half");
+        want(table.is({16}), "table must be [16]");
+        want(!table.value || (!offset.value && bits <= 4), "a table goes with 4 bits, no offset");
+        want(bias.is({outputs}), "bias must be [N]");
+        std::vector<int64_t> sizes = x.sizes;
+        sizes.back() = outputs;
+        int64_t rows = 1;
+        for (size_t axis = 0; axis + 1 < x.sizes.size(); axis++) rows *= x.sizes[axis];
+        float* const y = api.data<float>(api.output(context, 0, sizes));
+        const Weights weights = {
+            data<uint8_t>(packed),       data<void>(scale),           data<void>(offset),
+            data<int8_t>(table),         data<float>(bias),           outputs,
+            K,                           group,                       bits,
+            scale.type == ort::FLOAT16,  offset.type == ort::FLOAT16,
+        };
+        products(weights, data<float>(x), rows, y, Pool(api, context));
+    }
+};
+
+struct Embedding : Node {
+    static constexpr const char* NAME = "QuantizedEmbedding";
+    static constexpr ort::Element INPUTS[] = {
+        ort::INT64, ort::UINT8, ort::ANY, ort::ANY, ort::FLOAT};
+
+    using Node::Node;
+
+    void run(ort::Context* context) const {
+        const ort::Tensor ids(api, context, 0), weight(api, context, 1), scale(api, context, 2);
+        const ort::Tensor offset(api, context, 3), codebook(api, context, 4);
+        want(scale.sizes.size() == 2, "scale must be [V, G]");
+        const int64_t V = scale.sizes[0], groups = scale.sizes[1], K = groups * group;
+        want(K > 0 && K * bits % 8 == 0, "K * bits must be whole bytes");
+        want(weight.is({V, K * bits / 8}), "weight must be [V, K * bits / 8]");
+        want(offset.is({V, groups}), "offset must be [V, G]");
+        want(scale.is_float_or_half() && offset.is_float_or_half(), "scale must be float or half");
+        want(codebook.is({int64_t(1) << bits}), "codebook must be [2^bits]");
+        want(!codebook.value || !offset.value, "a codebook goes with no offset");
+        std::vector<int64_t> sizes = ids.sizes;
+        sizes.push_back(K);
+        int64_t count = 1;
+        for (int64_t size : ids.sizes) count *= size;
+        float* const y = api.data<float>(api.output(context, 0, sizes));
+        const Table table = {
+            data<uint8_t>(weight),       data<void>(scale),           data<void>(offset),
+            data<float>(codebook),       V,                           K,
+            group,                       bits,                        scale.type == ort::FLOAT16,
+            offset.type == ort::FLOAT16,
+        };
+        rows_of(table, data<int64_t>(ids), count, y, Pool(api, context));
+    }
+};
+
+// An op whose kernel is a `Kernel`. From the third on inputs may be absent.
+template <class Kernel>
+struct Op : ort::CustomOp {
+    Op() {
+        name = [](const CustomOp*) { return Kernel::NAME; };
+        provider = [](const CustomOp*) -> const char* { return nullptr; };
+        input_type = [](const CustomOp*, size_t place) { return Kernel::INPUTS[place]; };
+        input_count = [](const CustomOp*) { return sizeof(Kernel::INPUTS) / sizeof(ort::Element); };
+        input_presence = [](const CustomOp*, size_t place) {
+            return place < 3 ? ort::REQUIRED : ort::OPTIONAL;
+        };
+        output_type = [](const CustomOp*, size_t) { return ort::FLOAT; };
+        output_count = [](const CustomOp*) { return size_t(1); };
+        output_presence = [](const CustomOp*, size_t) { return ort::REQUIRED; };
+        memory = [](const CustomOp*, size_t) { return 0; };
+        least_variadic_inputs = least_variadic_outputs = [](const CustomOp*) { return 1; };
+        alike_variadic_inputs = alike_variadic_outputs = [](const CustomOp*) { return 1; };
+        first_opset = [](const CustomOp*) { return 1; };
+        last_opset = [](const CustomOp*) { return INT_MAX; };
+        create = [](const CustomOp*, const ort::Api* api, const ort::Info* info, void** made) {
+            return ort::guarded(*api, [&] { *made = new Kernel(*api, info); });
+        };
+        compute = [](void* kernel, ort::Context* context) {
+            const Kernel& node = *static_cast<Kernel*>(kernel);
+            return ort::guarded(node.api, [&] { node.run(context); });
+        };
+        destroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+    }
+};
+
+}  // namespace
+
+// What the runtime calls when the library is registered with a session's options.
+extern "C" ort::Status* RegisterCustomOps(ort::Options* options, const ort::ApiBase* base) {
+    const ort::Api* const api = base->get(ort::VERSION);
+    if (!api) return nullptr;  // older than all that are served: its sessions find no such op
+    return ort::guarded(*api, [&] {
+        static const Op<Linear> linear;
+        static const Op<Embedding> embedding;
+        static ort::Domain* const domain = [&] {  // sessions use it as long as they live
+            ort::Domain* const made = api->create_domain("graftwork");
+            api->add_op(made, &linear);
+            api->add_op(made, &embedding);
+            return made;
+        }();
+        api->add_domain(options, domain);
+    });
+}

@@ -1,0 +1,77 @@
+// The kernels for callers in this process, such as torch: addresses and whole numbers.
+
+#include "quantized.h"
+
+using namespace graftwork;
+
+namespace {
+
+struct Threads final : Team {
+    int64_t count;
+    explicit Threads(int64_t count) : count(count) {}
+    void each(int64_t number, int64_t, const Work& work) const override {
+#pragma omp parallel for schedule(static) num_threads(count) if (number > 1)
+        for (int64_t i = 0; i < number; i++) work(i);
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+void pack_tiles(
+    const uint8_t* rows,
+    const uint8_t* values,
+    uint8_t* tiles,
+    int64_t N,
+    int64_t K,
+    int64_t group,
+    int64_t bits,
+    int64_t threads) {
+    pack(rows, values, tiles, N, K, group, bits, Threads(threads));
+}
+
+// y [rows, N] = x [rows, K] with weights in tiles. Of offset, table and bias each may be null.
+void quantized_linear(
+    const float* x,
+    const uint8_t* tiles,
+    const void* scale,
+    const void* offset,
+    const int8_t* table,
+    const float* bias,
+    float* y,
+    int64_t rows,
+    int64_t N,
+    int64_t K,
+    int64_t group,
+    int64_t bits,
+    int64_t half_scale,
+    int64_t half_offset,
+    int64_t threads) {
+    const Weights weights = {
+        tiles, scale, offset, table, bias, N, K, group, bits, half_scale != 0, half_offset != 0};
+    products(weights, x, rows, y, Threads(threads));
+}
+
+// y [count, K]: rows of a table [V, K]. Of offset and values each may be null.
+void quantized_embedding(
+    const int64_t* ids,
+    const uint8_t* rows,
+    const void* scale,
+    const void* offset,
+    const float* values,
+    float* y,
+    int64_t count,
+    int64_t V,
+    int64_t K,
+    int64_t group,
+    int64_t bits,
+    int64_t half_scale,
+    int64_t half_offset,
+    int64_t threads) {
+    const Table table = {
+        rows, scale, offset, values, V, K, group, bits, half_scale != 0, half_offset != 0};
+    rows_of(table, ids, count, y, Threads(threads));
+}
+
+}

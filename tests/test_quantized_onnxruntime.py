@@ -1,0 +1,248 @@
+"""Weights of few bits as ONNX Runtime's ops: torch's bits, its threads, no second copy."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as oir
+import onnxruntime
+import pytest
+import quantized
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graftwork.backends import cached_library, tiles
+from graftwork.backends.onnxruntime import probe
+from graftwork.backends.onnxruntime.emit import IR_VERSION, OWN, Emitted, Emitter
+from graftwork.backends.onnxruntime.rows_tiles import quantized_embedding, quantized_linear
+from graftwork.backends.onnxruntime.session import open_session, register_own_ops
+from graftwork.backends.onnxruntime.store import WeightFile, store
+from graftwork.backends.pages import Trimmer
+from graftwork.backends.target import Target
+from graftwork.backends.torch import native_quantized as native
+from graftwork.ir import Function, Weight, WeightStore
+
+pytestmark = pytest.mark.skipif(
+    bool(probe.quantized_ops_available()), reason=probe.quantized_ops_available()
+)
+
+
+def weights_of(w: quantized.Weight) -> list[Weight | None]:
+    named = {"w": w.packed, "scale": w.scale, "offset": w.offset, "codebook": w.codebook}
+    return [None if t is None else Weight.of(name, t) for name, t in named.items()]
+
+
+def session_of(w: quantized.Weight, folder: Path, threads: int, kind: str = "linear") -> Any:
+    """A session with one node: x -> out."""
+    e = Emitter(Function("call"), WeightStore())
+    element = oir.DataType.FLOAT if kind == "linear" else oir.DataType.INT64
+    x = oir.val("x", dtype=element, shape=[*"RS", w.q.shape[1]] if kind == "linear" else ["R"])
+    e.graph.inputs.append(x)
+    sizes = {"bits": w.bits, "group": w.group}
+    if kind == "linear":
+        bias = None if w.bias is None else e.weight(Weight.of("bias", w.bias))
+        out = quantized_linear(e, x, *weights_of(w), bias, **sizes)
+    else:
+        out = quantized_embedding(e, x, *weights_of(w), **sizes)
+    out.name, out.dtype = "out", oir.DataType.FLOAT
+    e.graph.outputs.append(out)
+    path = folder / "model.onnx"
+    model = oir.Model(e.graph, ir_version=IR_VERSION)
+    emitted = Emitted(model, tuple(e.pending.values()))
+    assert emitted.has_own_ops
+    store(emitted, path, WeightFile(folder / "weights"))
+    return open_session(path, Target.parse("onnxruntime:cpu"), threads=threads, own_ops=True)
+
+
+def ran(session: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(session.run(None, {"x": x.numpy()})[0])
+
+
+@given(quantized.weights, st.sampled_from(((1, 1), (2, 3), (1, 9), (5, 8), (0, 2))))
+def test_products_have_torchs_bits(w, shape):
+    x = quantized.rows(1, *shape, w.q.shape[1])
+    want = native.quantized_linear(x, *w.in_tiles(), *w.sizes)
+    assert torch.equal(want, quantized.linear(x, w))
+    for threads in (1, 2):
+        with tempfile.TemporaryDirectory() as folder:
+            assert torch.equal(ran(session_of(w, Path(folder), threads), x), want)
+
+
+@pytest.mark.parametrize("kind", quantized.KINDS)
+@pytest.mark.parametrize("bits", quantized.BITS)
+def test_work_that_is_shared_out_has_the_same_bits(bits, kind, tmp_path):
+    w = quantized.weight(bits, 2100, 64, 4, bits, kind, bias=True)
+    session = session_of(w, tmp_path, 2)
+    for count in (1, 8, 70):
+        x = quantized.rows(count, 1, count, 256)
+        assert torch.equal(ran(session, x), native.quantized_linear(x, *w.in_tiles(), *w.sizes))
+
+
+@given(quantized.weights)
+def test_rows_of_a_table_have_torchs_bits(w):
+    ids = torch.randint(0, len(w.q), (7,))
+    with tempfile.TemporaryDirectory() as folder:
+        session = session_of(w, Path(folder), 2, "embedding")
+        assert torch.equal(ran(session, ids), quantized.table(w)[ids])
+        with pytest.raises(Exception, match="index 70 lies outside"):
+            ran(session, torch.tensor([0, 70]))
+
+
+def test_runs_of_several_threads_at_once_do_not_disturb_each_other(tmp_path):
+    w = quantized.weight(3, 600, 32, 16, 4, "offset", half=True)
+    session = session_of(w, tmp_path, 2)
+    given = [quantized.rows(n, 1, n, 512) for n in (1, 3, 8, 20)]
+    want = [quantized.linear(x, w) for x in given]
+    wrong: list[int] = []
+
+    def work(n: int) -> None:
+        same = (torch.equal(ran(session, given[n]), want[n]) for _ in range(100))
+        if not all(same):
+            wrong.append(n)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(given))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux what memory is what")
+def test_weights_stay_in_the_mapped_file(tmp_path):
+    w = quantized.weight(0, 4096, 128, 32, 4, "symmetric", half=True)
+    packed = tiles.pack(w.packed, bits=4, group=128).nbytes
+    session_of(w, tmp_path, 1)  # what a session takes by itself
+    x = torch.randn(1, 1, 4096)
+    before = anonymous()
+    session = session_of(w, tmp_path, 1)
+    result = ran(session, x)
+    assert anonymous() - before < packed / 2
+    assert torch.equal(result, quantized.linear(x, w))
+
+
+def anonymous() -> int:
+    """Bytes of this process' memory that belong to no file."""
+    gc.collect()
+    Trimmer().done()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (found,) = (line for line in lines if line.startswith("RssAnon:"))
+    return int(found.split()[1]) << 10
+
+
+def node(op: str, sizes: dict[str, int], **operands: torch.Tensor | None) -> Any:
+    """Run one node on operands that are all inputs."""
+    values = {}
+    for name, tensor in operands.items():
+        if tensor is not None:
+            made = oir.tensor(tensor.numpy())
+            values[name] = oir.val(name, dtype=made.dtype, shape=[None] * tensor.dim())
+    inputs = [values.get(name) for name in operands]
+    made = oir.node(op, inputs, sizes, domain=OWN)
+    made.outputs[0].name, made.outputs[0].dtype = "out", oir.DataType.FLOAT
+    given, opsets = [v for v in inputs if v is not None], {"": 24, OWN: 1}
+    graph = oir.Graph(given, made.outputs, nodes=[made], opset_imports=opsets, name="one")
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    register_own_ops(options)
+    data = oir.to_proto(oir.Model(graph, ir_version=IR_VERSION)).SerializeToString()
+    session = onnxruntime.InferenceSession(data, options, ["CPUExecutionProvider"])
+    return session.run(None, {v.name: operands[v.name].numpy() for v in given})[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, None),
+        ({"x": torch.randn(3, 33)}, "multiple of group"),
+        ({"x": torch.randn(3, 0)}, "multiple of group"),
+        ({"x": torch.tensor(1.0)}, "x must be"),
+        ({"packed": torch.zeros(2, 2, 127, dtype=torch.uint8)}, "packed must be"),
+        ({"packed": torch.zeros(1, 2, 128, dtype=torch.uint8)}, "packed must be"),
+        ({"packed": torch.zeros(512, dtype=torch.uint8)}, "packed must be"),
+        ({"scale": torch.zeros(2, 2, 15)}, "scale must be"),
+        ({"scale": torch.zeros(2, 2, 16).double()}, "float or half"),
+        ({"offset": torch.zeros(2, 1, 16)}, "offset must be"),
+        ({"offset": torch.zeros(2, 2, 16).int()}, "float or half"),
+        ({"table": torch.zeros(16, dtype=torch.int8)}, "a table goes with"),
+        ({"table": torch.zeros(15, dtype=torch.int8), "offset": None}, "table must be"),
+        ({"bias": torch.zeros(19)}, "bias must be"),
+        ({"bits": 5}, "bits must be"),
+        ({"bits": 3}, "packed must be"),
+        ({"group": 0}, "group must be"),
+        ({"group": 1 << 40}, "group must be"),
+        ({"N": 33}, "packed must be"),
+        ({"N": -1}, "N must"),
+    ],
+)
+def test_a_product_whose_operands_do_not_fit_is_refused(changes, says):
+    w = quantized.weight(0, 20, 16, 2, 4, "offset", bias=True)
+    packed, scale, offset, table, bias = w.in_tiles()
+    given = {"x": quantized.rows(0, 3, 32), "packed": packed, "scale": scale, "offset": offset}
+    given |= {"table": table, "bias": bias, "bits": 4, "group": 16, "N": 20}
+    given |= changes
+    sizes = {name: given.pop(name) for name in ("bits", "group", "N")}
+    if says is None:
+        want = quantized.linear(given["x"], w)
+        assert torch.equal(torch.from_numpy(node("QuantizedLinear", sizes, **given)), want)
+        return
+    with pytest.raises(Exception, match=says):
+        node("QuantizedLinear", sizes, **given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"weight": torch.zeros(20, 15, dtype=torch.uint8)}, "weight must be"),
+        ({"weight": torch.zeros(19, 16, dtype=torch.uint8)}, "weight must be"),
+        ({"scale": torch.zeros(20)}, "scale must be"),
+        ({"scale": torch.zeros(20, 0)}, "whole bytes"),
+        ({"offset": torch.zeros(20, 1)}, "offset must be"),
+        ({"codebook": torch.zeros(16)}, "goes with no offset"),
+        ({"codebook": torch.zeros(8), "offset": None}, "codebook must be"),
+        ({"ids": torch.tensor([20])}, "lies outside 0..19"),
+        ({"ids": torch.tensor([-1])}, "lies outside 0..19"),
+    ],
+)
+def test_rows_of_a_table_that_does_not_fit_are_refused(changes, says):
+    w = quantized.weight(0, 20, 16, 2, 4, "offset")
+    given = {"ids": torch.tensor([3]), "weight": w.packed, "scale": w.scale, "offset": w.offset}
+    with pytest.raises(Exception, match=says):
+        node(
+            "QuantizedEmbedding", {"bits": 4, "group": 16}, **(given | {"codebook": None} | changes)
+        )
+
+
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    """The probe looks again, in this test and after it."""
+    probe.quantized_ops_available.cache_clear()
+    cached_library.library.cache_clear()
+    yield
+    probe.quantized_ops_available.cache_clear()
+    cached_library.library.cache_clear()
+
+
+def test_without_a_compiler_the_reason_says_so(asked_anew, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        assert "no-such-compiler" in probe.quantized_ops_available()
+
+
+def test_a_runtime_that_takes_no_libraries_is_a_reason(asked_anew, monkeypatch):
+    monkeypatch.delattr(onnxruntime.SessionOptions, "register_custom_ops_library")
+    assert "does not run ops of other libraries" in probe.quantized_ops_available()
+
+
+def test_wrong_numbers_are_a_reason(asked_anew, monkeypatch):
+    monkeypatch.setattr(probe.tiles, "columns", lambda scale: tiles_columns(scale) * 2)
+    assert "wrong numbers" in probe.quantized_ops_available()
+
+
+tiles_columns = tiles.columns
