@@ -103,12 +103,13 @@ def weight(
 
 
 def rows(seed: int, *shape: int) -> Tensor:
-    """Random rows f32 of several sizes; the first is zeros, the last one all -1."""
+    """Random rows f32 of several sizes; of three or more the first is zeros and the last -1."""
     random = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=random)
-    x = x * torch.logspace(-3, 3, shape[0]).reshape(-1, *[1] * (len(shape) - 1))
-    x[-1:] = -1
-    return torch.cat([torch.zeros_like(x[:1]), x[1:]]) if len(x) > 1 else x
+    x = torch.randn(shape, generator=random).flatten(0, -2)
+    x = x * torch.logspace(-3, 3, len(x))[:, None]
+    if len(x) > 2:
+        x[0], x[-1] = 0, -1
+    return x.reshape(shape)
 
 
 def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

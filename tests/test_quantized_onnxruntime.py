@@ -95,9 +95,9 @@ def test_rows_of_a_table_have_torchs_bits(w):
 
 
 def test_runs_of_several_threads_at_once_do_not_disturb_each_other(tmp_path):
-    w = quantized.weight(3, 600, 32, 16, 4, "offset", half=True)
+    w = quantized.weight(3, 1000, 32, 32, 4, "offset", half=True)
     session = session_of(w, tmp_path, 2)
-    given = [quantized.rows(n, 1, n, 512) for n in (1, 3, 8, 20)]
+    given = [quantized.rows(n, 1, n, 1024) for n in (1, 8, 30, 70)]
     want = [quantized.linear(x, w) for x in given]
     wrong: list[int] = []
 
