@@ -47,7 +47,7 @@ inline int32_t four_bytes(const int8_t* from) {
 // A tile's vectors are read in PARTS; `Bytes` are the weights of a step in a part, `Whole` and
 // `Real` a number for each of its outputs. Weights are unsigned: `add` takes off `LEFT` first, for
 // which its caller makes up. WIDE: weights may take all eight bits, otherwise six. ROWS: of so many
-// rows sums fit in registers.
+// rows sums fit in registers. CHAINS: of sums that wait for each other, as many as fill the time.
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
@@ -57,6 +57,7 @@ struct Processor {
     typedef __m512 Real;
     static constexpr int PARTS = 1;
     static constexpr int ROWS = 8;
+    static constexpr int CHAINS = 4;
     template <bool WIDE>
     static constexpr int LEFT = 0;
 
@@ -107,7 +108,8 @@ struct Processor {
     typedef __m256i Whole;
     typedef __m256 Real;
     static constexpr int PARTS = 2;
-    static constexpr int ROWS = 6;
+    static constexpr int ROWS = 4;
+    static constexpr int CHAINS = 1;
     static constexpr int LANES = OUTPUTS / PARTS;
     // Pairs of products are added up in 16 bits. Wide weights are signed ones for that, of which
     // the sign goes to the other factor.
@@ -175,6 +177,7 @@ struct Processor {
     };
     static constexpr int PARTS = 1;
     static constexpr int ROWS = 2;
+    static constexpr int CHAINS = 1;
     template <bool WIDE>
     static constexpr int LEFT = 0;
 

@@ -136,80 +136,123 @@ struct Tile {
     int64_t number;
 };
 
+#define INLINE inline __attribute__((always_inline))
+
+// Sums of products: of each part of a tile's outputs those of ROWS rows.
+template <class Sum, int ROWS>
+using Sums = Sum[Processor::PARTS][ROWS];
+
+// Add the products of a block to sums; a step's to those after the step's before it.
+template <class Format, int ROWS, int CHAINS>
+INLINE void add_block(
+    const uint8_t* block,
+    const int8_t* values,
+    Processor::Bytes table,
+    Sums<Processor::Whole, ROWS> (&chains)[CHAINS]) {
+    Format::ask_ahead(block);
+#pragma GCC unroll 2
+    for (int part = 0; part < Processor::PARTS; part++) {
+        Processor::Bytes steps[STEPS];
+        Format::unpack(block, part, table, steps);
+#pragma GCC unroll 32
+        for (int i = 0; i < STEPS * ROWS; i++)
+            Processor::add<Format::WIDE>(
+                chains[i / ROWS % CHAINS][part][i % ROWS], steps[i / ROWS], values + i * STEP);
+    }
+}
+
+// The products of a group, added up from where the rows start.
+template <class Format, int ROWS>
+INLINE void add_group(
+    const uint8_t* block,
+    const int8_t* values,
+    const int32_t* starts,
+    int64_t blocks,
+    Processor::Bytes table,
+    Sums<Processor::Whole, ROWS>& sums) {
+    // A sum waits for the one before it; a few rows have too few of them to fill the time.
+    constexpr int CHAINS = std::max(1, std::min(STEPS, Processor::CHAINS / ROWS));
+    constexpr int EACH = Processor::PARTS * ROWS;
+    Sums<Processor::Whole, ROWS> chains[CHAINS];
+#pragma GCC unroll 32
+    for (int i = 0; i < CHAINS * EACH; i++)
+        chains[i / EACH][i % EACH / ROWS][i % ROWS] =
+            i < EACH ? Processor::whole(starts[i % ROWS]) : Processor::whole(0);
+    for (int64_t b = 0; b < blocks; b++)
+        add_block<Format, ROWS>(
+            block + b * Format::BLOCK, values + b * DEPTH * ROWS, table, chains);
+#pragma GCC unroll 32
+    for (int i = 0; i < EACH; i++) sums[i / ROWS][i % ROWS] = chains[0][i / ROWS][i % ROWS];
+#pragma GCC unroll 32
+    for (int i = EACH; i < CHAINS * EACH; i++) {
+        Processor::Whole& sum = sums[i % EACH / ROWS][i % ROWS];
+        sum = Processor::sum(sum, chains[i / EACH][i % EACH / ROWS][i % ROWS]);
+    }
+}
+
+// Add value(part, row) times the factors [16] of the outputs to totals.
+template <int ROWS, class Value>
+INLINE void add_scaled(
+    const Value& value,
+    const void* factors,
+    bool half,
+    int64_t at,
+    Sums<Processor::Real, ROWS>& totals) {
+#pragma GCC unroll 2
+    for (int part = 0; part < Processor::PARTS; part++) {
+        const Processor::Real factor = reals(factors, half, at, part);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++)
+            totals[part][r] = Processor::fused(value(part, r), factor, totals[part][r]);
+    }
+}
+
+// Totals times the rows' scales, and a bias, to the tile's columns of y.
+template <int ROWS>
+void give(
+    const Tile& tile, const float* scales, const Sums<Processor::Real, ROWS>& totals, float* y) {
+    const Weights& w = *tile.of;
+    const int64_t begin = tile.number * OUTPUTS, count = std::min<int64_t>(OUTPUTS, w.N - begin);
+    float bias[OUTPUTS] = {}, last[OUTPUTS];
+    if (w.bias) std::copy(w.bias + begin, w.bias + begin + count, bias);
+    for (int r = 0; r < ROWS; r++) {
+        float* const to = y + r * w.N + begin;
+        for (int part = 0; part < Processor::PARTS; part++) {
+            const Processor::Real scale = Processor::real(scales[r]);
+            Processor::Real result = Processor::product(totals[part][r], scale);
+            if (w.bias) result = Processor::sum(result, Processor::reals(bias, part));
+            Processor::store(count < OUTPUTS ? last : to, part, result);
+        }
+        if (count < OUTPUTS) std::copy(last, last + count, to);
+    }
+}
+
 // Products of a gang of ROWS rows, from its first one on, with a tile: of y the tile's columns.
 template <class Format, int ROWS>
 __attribute__((noinline)) void tile_products(
     const Tile& tile, const Rows& rows, int64_t first, float* y) {
-    typedef Processor P;
-    constexpr int CHAINS = ROWS == 1 ? 4 : ROWS == 2 ? 2 : 1;  // of sums that wait for each other
     const Weights& w = *tile.of;
     const int64_t groups = w.groups(), blocks = blocks_of(w);
     const int8_t* values = rows.values + first * rows.steps * STEP;
     const int32_t* starts = rows.starts + first * groups;
     const float* sums = rows.sums + first * groups;
-    const P::Bytes table = table_of(w);
-    const uint8_t* block = tile.weights;
-    P::Real totals[P::PARTS][ROWS];
-#pragma GCC unroll 16
-    for (int i = 0; i < P::PARTS * ROWS; i++) totals[i / ROWS][i % ROWS] = P::real(0.0f);
+    const Processor::Bytes table = table_of(w);
+    Sums<Processor::Real, ROWS> totals;
+#pragma GCC unroll 32
+    for (int i = 0; i < Processor::PARTS * ROWS; i++)
+        totals[i / ROWS][i % ROWS] = Processor::real(0.0f);
     for (int64_t g = 0; g < groups; g++) {
+        const uint8_t* block = tile.weights + g * blocks * Format::BLOCK;
         const int64_t at = (tile.number * groups + g) * OUTPUTS;
-#pragma GCC unroll 2
-        for (int part = 0; part < P::PARTS; part++) {
-            P::Whole chains[CHAINS][ROWS];
-#pragma GCC unroll 16
-            for (int r = 0; r < ROWS; r++) chains[0][r] = P::whole(starts[r]);
-#pragma GCC unroll 16
-            for (int i = ROWS; i < CHAINS * ROWS; i++) chains[i / ROWS][i % ROWS] = P::whole(0);
-            const uint8_t* from = block;
-            const int8_t* row = values;
-            for (int64_t b = 0; b < blocks; b++) {
-                P::Bytes steps[STEPS];
-                Format::unpack(from, part, table, steps);
-                if (part == 0) Format::ask_ahead(from);
-#pragma GCC unroll 4
-                for (int s = 0; s < STEPS; s++)
-#pragma GCC unroll 16
-                    for (int r = 0; r < ROWS; r++)
-                        P::add<Format::WIDE>(
-                            chains[s % CHAINS][r], steps[s], row + (s * ROWS + r) * STEP);
-                from += Format::BLOCK;
-                row += DEPTH * ROWS;
-            }
-            const P::Real scale = reals(w.scale, w.half_scale, at, part);
-#pragma GCC unroll 16
-            for (int r = 0; r < ROWS; r++) {
-                P::Whole sum = chains[0][r];
-#pragma GCC unroll 4
-                for (int c = 1; c < CHAINS; c++) sum = P::sum(sum, chains[c][r]);
-                totals[part][r] = P::fused(P::real(sum), scale, totals[part][r]);
-            }
-            if (w.offset) {
-                const P::Real offset = reals(w.offset, w.half_offset, at, part);
-#pragma GCC unroll 16
-                for (int r = 0; r < ROWS; r++) {
-                    const P::Real sum = P::real(sums[r]);
-                    totals[part][r] = P::fused(sum, offset, totals[part][r]);
-                }
-            }
-        }
-        block += blocks * Format::BLOCK;
-        values += blocks * DEPTH * ROWS;
-        starts += ROWS;
-        sums += ROWS;
+        Sums<Processor::Whole, ROWS> found;
+        add_group<Format, ROWS>(
+            block, values + g * blocks * DEPTH * ROWS, starts + g * ROWS, blocks, table, found);
+        const auto product = [&](int part, int r) { return Processor::real(found[part][r]); };
+        const auto sum = [&](int, int r) { return Processor::real(sums[g * ROWS + r]); };
+        add_scaled<ROWS>(product, w.scale, w.half_scale, at, totals);
+        if (w.offset) add_scaled<ROWS>(sum, w.offset, w.half_offset, at, totals);
     }
-    const int64_t begin = tile.number * OUTPUTS, count = std::min<int64_t>(OUTPUTS, w.N - begin);
-    float bias[OUTPUTS] = {}, last[OUTPUTS];
-    if (w.bias) std::copy(w.bias + begin, w.bias + begin + count, bias);
-    for (int r = 0; r < ROWS; r++) {
-        float* const to = y + (first + r) * w.N + begin;
-        for (int part = 0; part < P::PARTS; part++) {
-            P::Real result = P::product(totals[part][r], P::real(rows.scales[first + r]));
-            if (w.bias) result = P::sum(result, P::reals(bias, part));
-            P::store(count < OUTPUTS ? last : to, part, result);
-        }
-        if (count < OUTPUTS) std::copy(last, last + count, to);
-    }
+    give<ROWS>(tile, rows.scales + first, totals, y + first * w.N);
 }
 
 template <class Format, int ROWS = TOGETHER>
