@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from graftwork.backends import tiles
 from graftwork.backends.torch import native_quantized as native
+from graftwork.backends.torch.compiled import inductor
+from graftwork.backends.torch.replay import Replay, record
 from graftwork.ir import InputError
 
 everywhere = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -142,6 +144,38 @@ def test_compiled_code_calls_the_kernels():
     compiled = torch.compile(step, fullgraph=True, dynamic=False)
     assert torch.equal(compiled(x), step(x))
     assert torch.equal(compiled(x.mT.contiguous().mT), step(x))
+
+
+class Step(torch.nn.Module):
+    """Rows of a table, and a product with them."""
+
+    def __init__(self, table: quantized.Weight, w: quantized.Weight) -> None:
+        super().__init__()
+        self.table, self.operands, self.sizes = table, w.in_tiles(), w.sizes
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        stored = self.table.packed, self.table.scale, self.table.offset, None
+        x = native.quantized_embedding(ids, *stored, self.table.bits, self.table.group)
+        return (native.quantized_linear(x * 2, *self.operands, *self.sizes) + 1,)
+
+
+def test_the_kernels_of_a_step_are_recorded_and_replayed():
+    table = quantized.weight(0, 50, 16, 4, 3, "offset")
+    step = inductor(
+        torch.fx.symbolic_trace(Step(table, quantized.weight(1, 20, 32, 2, 4, "offset")))
+    )
+    ids = torch.tensor([[1, 7, 30]])
+    step(ids)
+    results, recording = record(step, [ids], [])
+    assert recording is not None
+    kernels = native.quantized_embedding_kernel, native.quantized_linear_kernel
+    recorded = {address for address, _ in recording.calls}
+    assert {kernel.address for kernel in kernels} <= recorded
+    replay = Replay(recording, [ids, *step.weights])
+    ids.copy_(torch.tensor([[49, 0, 2]]))
+    replay()
+    assert torch.equal(replay.results[0], step(ids)[0])
+    assert not torch.equal(replay.results[0], results[0])
 
 
 def spoilt(**changes: object) -> list[object]:
