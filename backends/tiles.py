@@ -16,13 +16,14 @@ What is made of a weight u8[N, K*bits/8] with scales [N, K/group], T tiles, G gr
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..ir import InputError
+from ..ir import InputError, TensorType, Weight, derive
 from .cached_library import Sources, library
 
 QUANTIZED = Sources(
@@ -70,6 +71,68 @@ class Layout(NamedTuple):
     def group_bytes(self) -> int:
         """B: bytes of a tile's group."""
         return -(-self.group // DEPTH) * DEPTH * OUTPUTS * self.bits // 8
+
+
+class Tiled(NamedTuple):
+    """Weights as kernels take them: what `pack`, `columns` and `table` make, when it is loaded.
+
+    bits: of `packed`. outputs: N.
+    """
+
+    packed: Weight
+    scale: Weight
+    offset: Weight | None
+    table: Weight | None
+    bits: int
+    group: int
+    outputs: int
+
+    @property
+    def parts(self) -> tuple[Weight | None, ...]:
+        """The operands of a kernel between the rows and the bias."""
+        return self.packed, self.scale, self.offset, self.table
+
+
+def tiled(
+    weight: Weight,
+    scale: Weight,
+    offset: Weight | None,
+    codebook: Weight | None,
+    *,
+    bits: int,
+    group: int,
+) -> Tiled:
+    """A weight of `graftwork.quantized_linear`, as the op has it, in tiles.
+
+    Errors: `InputError` for sizes that kernels do not take, and when it is loaded, for a codebook
+    that is not of whole numbers.
+    """
+    outputs, stored = weight.type.shape
+    layout = Layout(outputs, stored * 8 // bits, kept_bits(bits, codebook), group)
+    sizes = TensorType(torch.uint8, (layout.tiles, layout.groups, layout.group_bytes))
+    sources = (weight,) if codebook is None else (weight, codebook)
+    packed = derive(
+        f"{weight.name}.tiles.{bits}.{group}",
+        sizes,
+        partial(_packed, bits=bits, group=group),
+        *sources,
+    )
+    looked_up = None
+    if codebook is not None and bits <= MOST_LOOKED_UP:
+        sixteen = TensorType(torch.int8, (OUTPUTS,))
+        made = partial(table, bits=bits)
+        looked_up = derive(f"{codebook.name}.table.{bits}", sixteen, made, codebook)
+    moved = None if offset is None else _by_tile(offset, layout)
+    return Tiled(packed, _by_tile(scale, layout), moved, looked_up, layout.bits, group, outputs)
+
+
+def _by_tile(scale: Weight, layout: Layout) -> Weight:
+    sizes = TensorType(scale.type.dtype, (layout.tiles, layout.groups, OUTPUTS))
+    return derive(f"{scale.name}.columns", sizes, columns, scale)
+
+
+def _packed(weight: Tensor, codebook: Tensor | None = None, *, bits: int, group: int) -> Tensor:
+    return pack(weight, bits=bits, group=group, codebook=codebook)
 
 
 def check_sizes(bits: int, group: int, columns: int) -> int:

@@ -107,15 +107,21 @@ class Emitted:
 
 
 def emit(
-    function: Function, weights: WeightStore, *, paired: bool = False, standard: bool = False
+    function: Function,
+    weights: WeightStore,
+    *,
+    paired: bool = False,
+    standard: bool = False,
+    native: bool = False,
 ) -> Emitted:
     """Emit a function whose every call has a row.
 
     paired: attention takes a lone token twice, see `pairs`. standard: of what ONNX has a schema
-    for, its own ops, so that its checker and other tools know them.
+    for, its own ops, so that its checker and other tools know them. native: graftwork's own kernels
+    may run what they are faster at, see `probe.quantized_ops_available`.
     Errors: `UnsupportedError` naming an op without a row and where it comes from.
     """
-    return Emitter(function, weights, paired, standard).run()
+    return Emitter(function, weights, paired, standard, native).run()
 
 
 @dataclass
@@ -126,6 +132,7 @@ class Emitter:
     weights: WeightStore
     paired: bool = False
     standard: bool = False
+    native: bool = False
     result: ValueType = ()
     memo: dict[Any, Any] = field(default_factory=dict)
 

@@ -111,7 +111,8 @@ class OnnxExecutable(StatefulExecutable):
         path = self._scratch.path / f"{number}.{variant}.onnx"
         size = sum(weight.type.nbytes for weight in lowered.weights.values())
         try:
-            model = emit(fn, lowered.weights, paired=self._routers[function].pairs)
+            pairs, native = self._routers[function].pairs, self.target.device == "cpu"
+            model = emit(fn, lowered.weights, paired=pairs, native=native)
             store(model, path, self._weights)
         except OSError as error:
             raise InputError(

@@ -1,5 +1,9 @@
 """Rows of products with weights of a few bits.
 
+With activations rounded, graftwork's own kernels run them where a session may have any (see
+`rows_tiles`): that is the op's meaning bit for bit, and fastest. In models for others, and where
+there is no compiler, kernels of ONNX Runtime do.
+
 What MatMulNBits takes, it multiplies; everything else is a float product with the weight's values,
 worked out when the model is stored. Rounded activations: MatMulNBits rounds them to int8 by row and
 block of the weight, the op's meaning by row, so the two differ by what rounding costs; sums are
@@ -22,9 +26,10 @@ import torch.fx
 from ...ir import Dim, TensorType, Weight, derive
 from ...ir import arguments as arguments_of
 from ...ir.numerics import dequantize, pack, unpack
+from . import rows_tiles
 from .emit import Emitter, row, type_of, weight_of
 from .pairs import Pairs
-from .probe import rows_of_few_bits_are_exact
+from .probe import quantized_ops_available, rows_of_few_bits_are_exact
 from .rows_quant import ZERO, quantized_rows
 
 G = torch.ops.graftwork
@@ -142,8 +147,14 @@ def quantized_linear(
 ) -> Any:
     given = [weight_of(part) for part in (weight, scale, offset, codebook)]
     assert given[0] is not None and given[1] is not None
+    wide = e.cast(x, F32)
+    if rounded and e.native and not quantized_ops_available():
+        added = None if bias is None else e.cast(bias, F32)
+        parts = given[0], given[1], given[2], given[3]
+        result = rows_tiles.quantized_linear(e, wide, *parts, added, bits=bits, group=group)
+        return e.cast(result, e.dtype(), F32)
     stored = _Stored(given[0], given[1], given[2], given[3], bits, group)
-    dims, wide = type_of(x).dims, e.cast(x, F32)
+    dims = type_of(x).dims
     chosen = next(_fitting(e, stored, rounded), None)
     if chosen is not None:
         result = _few_bits(e, wide, stored, *chosen, rounded)

@@ -23,7 +23,7 @@ from torch import Tensor
 from ...ir.ops import norm
 from ...ir.ops.attention import check_attend
 from ...ir.ops.quant import check_linear_int8
-from . import native
+from . import native, native_quantized
 from .rows import Prepared, Row
 from .rows import attend as library_attend
 
@@ -62,6 +62,24 @@ def linear_int8(
 def row_sums(weight: Tensor) -> Tensor:
     """Each row's whole numbers i8[N,K] added up, i32[N]."""
     return weight.sum(-1, dtype=torch.int32)
+
+
+def quantized_embedding(
+    ids: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    offset: Tensor | None = None,
+    codebook: Tensor | None = None,
+    *,
+    bits: int,
+    group: int,
+) -> Tensor:
+    """`graftwork.quantized_embedding`, the same bits."""
+    wide = None if codebook is None else codebook.float()
+    found: Tensor = native_quantized.quantized_embedding(
+        ids.long(), weight, scale, offset, wide, bits, group
+    )
+    return found
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -204,6 +222,8 @@ CPU_ROWS: dict[Any, Row] = {
         )
     },
     torch.ops.graftwork.linear_int8.default: Prepared(linear_int8, {"sums": (1, row_sums)}),
+    native_quantized.LINEAR: native_quantized.quantized_linear,
+    torch.ops.graftwork.quantized_embedding.default: quantized_embedding,
     torch.ops.graftwork.attend.default: attend,
     torch.ops.graftwork.rms_norm.default: rms_norm,
     torch.ops.graftwork.add_rms_norm.default: add_rms_norm,

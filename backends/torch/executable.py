@@ -25,6 +25,7 @@ from .emit import emit
 from .repeated import RepeatedCall
 from .replay import Recording, Replay, record
 from .rows import ROWS
+from .tiled import with_tiles
 
 PREFILL = (128, 512)
 """Tokens that prefill steps take when widths are static: weights are read once a step, and what a
@@ -48,6 +49,8 @@ class TorchExecutable(StatefulExecutable):
         rounded = partial(_rounded, self.bucket, self.how == "cuda graphs")
         super().__init__(program, target, limit, rounded, together=False)
         self.device = torch.device(target.device)
+        # What is compiled; the program itself stays as others see it.
+        self.lowered = with_tiles(program) if self.how == "inductor" else program
         self.weights = self._load()
         self.tensors = {weight.data_ptr(): weight.nbytes for weight in self.weights.values()}
         self.code = 0
@@ -68,7 +71,7 @@ class TorchExecutable(StatefulExecutable):
     def _load(self) -> dict[str, torch.Tensor]:
         """All weights, on the device; those that are in a file as they are stay mapped."""
         trimmer, weights = Trimmer(), {}
-        for name, weight in self.program.weights.items():
+        for name, weight in self.lowered.weights.items():
             weights[name] = weight.load().to(self.device)
             trimmer.note(weight.type.nbytes)
         trimmer.done()
@@ -192,7 +195,7 @@ class TorchExecutable(StatefulExecutable):
     def _compile(
         self, function: str, given: frozenset[str], fetch: Sequence[str]
     ) -> Callable[..., Any]:
-        fn = self.program.function(function)
+        fn = self.lowered.function(function)
         missing = {str(n.target) for n in fn.inputs} - given - set(self.program.states)
         if not missing <= OPTIONAL:
             raise InputError(f"{function} also needs the inputs {', '.join(sorted(missing))}")

@@ -145,3 +145,7 @@ def quantized_embedding(
     tensors = ids, weight, scale, offset, codebook, result
     quantized_embedding_kernel(*tensors, *sizes, *halves, torch.get_num_threads())
     return result
+
+
+LINEAR = torch.ops.graftwork_native.quantized_linear.default
+"""The op itself, for programs."""

@@ -1,0 +1,83 @@
+"""Weights of few bits from the recipe to the text: backends run the same kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import MASK, PROMPTS, tiny_llama
+
+from graftwork.backends import compile
+from graftwork.backends.onnxruntime import probe, rows_quantized
+from graftwork.backends.target import Target
+from graftwork.backends.torch import native_quantized
+from graftwork.backends.torch.tiled import with_tiles
+from graftwork.ir import Program
+from graftwork.passes.engine.manager import run_passes
+from graftwork.recipe import Recipe
+from graftwork.runtime import generate
+
+G = torch.ops.graftwork
+ASKED: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": 24, "eos_token_id": []}
+
+
+def quantized(*more: Any, **options: Any) -> Program:
+    """The tiny model with weights of few bits."""
+    passes = [*more, {"quantize_weights": {"group": 16, **options}}]
+    recipe = Recipe.load({"name": "few", "extends": "baseline", "passes": passes})
+    return run_passes(tiny_llama(), recipe.steps)[0]
+
+
+def text(program: Program, backend: str) -> torch.Tensor:
+    """What is generated after the prompts."""
+    found = generate(compile(program, Target(backend, "cpu")), PROMPTS, **ASKED)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"bits": 4}, {"bits": 3, "symmetric": True}, {"bits": 8, "scales": "f32", "embedding": True}],
+)
+def test_backends_generate_what_the_meaning_says(options: dict[str, Any]) -> None:
+    program = quantized(**options)
+    wanted = text(program, "eager")
+    assert torch.equal(text(program, "torch"), wanted)
+    assert torch.equal(text(program, "onnxruntime"), wanted)
+
+
+def test_drafts_change_no_token() -> None:
+    program = quantized({"draft_suffix": {"tokens": 4, "shortest": 1}}, bits=4)
+    for backend in ("torch", "onnxruntime"):
+        assert torch.equal(text(program, backend), text(quantized(bits=4), backend))
+
+
+def test_torch_holds_each_weight_once() -> None:
+    """In tiles: the bits as they were stored are not loaded."""
+    program = quantized(bits=4)
+    laid = with_tiles(program)
+    assert not any(fn.calls(G.quantized_linear.default) for fn in laid.functions.values())
+    assert len(laid.step.calls(native_quantized.LINEAR)) == len(
+        program.step.calls(G.quantized_linear.default)
+    )
+    stored = {name for name in program.weights if name.endswith((".q4", ".scale", ".offset"))}
+    assert stored and not stored & set(laid.weights)
+    held = compile(program, Target("torch", "cpu"))
+    assert set(held.weights) == set(laid.weights)
+
+
+def test_products_that_round_nothing_keep_their_meaning() -> None:
+    program = quantized(bits=4, rounded=False)
+    laid = with_tiles(program)
+    assert laid.step.calls(G.quantized_linear.default)
+    assert not laid.step.calls(native_quantized.LINEAR)
+
+
+def test_onnxruntime_does_without_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a compiler: other kernels, whose rounding of rows is by block."""
+    monkeypatch.setattr(rows_quantized, "quantized_ops_available", lambda: "no compiler")
+    assert probe.quantized_ops_available() == ""
+    program = quantized(bits=4)
+    found = generate(compile(program, Target("onnxruntime", "cpu")), PROMPTS, **ASKED)
+    assert found.shape == (len(PROMPTS), PROMPTS.shape[1] + 24)
