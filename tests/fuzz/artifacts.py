@@ -43,6 +43,7 @@ from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_hydra import DraftHydra
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
+from graftwork.passes.numerics.quantize_weights import QuantizeWeights
 from graftwork.runtime.generate import generate
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -66,6 +67,7 @@ def programs() -> dict[str, Program]:
         "hydra": drafting_llama(DraftHydra(heads=2)),
         "eagle": drafting_llama(DraftEagle(levels=2)),
         "int8": QuantizeInt8().run(plain).program,
+        "int4": QuantizeWeights(group=16, embedding=8).run(plain).program,
     }
     assets = {"tokenizer.json": demo_folder() / "tokenizer.json"}
     return {name: program.replace(assets=assets) for name, program in made.items()}
@@ -196,7 +198,7 @@ def work(folder: Path, seed: int, first: int, last: int) -> None:
     for base in bases:  # before anything is watched: caches fill, libraries load
         model = compile(artifact.load(base).program, Target.parse("eager"))
         expected[base.name] = generate(model, PROMPT, max_new_tokens=NEW, eos_token_id=[])
-    compile(artifact.load(bases[0]).program, Target()).begin(1, 4)
+        generate(compile(artifact.load(base).program, Target()), PROMPT, max_new_tokens=2)
     watch(jail)
     for index in range(first, last):
         rng = random.Random(seed * 1_000_003 + index)
