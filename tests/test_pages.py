@@ -83,14 +83,14 @@ def test_a_session_is_opened_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     entered: list[str] = []
 
-    class Noting:
+    class Recorder:
         def __enter__(self) -> None:
             entered.append("in")
 
         def __exit__(self, *_: object) -> None:
             entered.append("out")
 
-    monkeypatch.setattr(session, "huge_pages", Noting)
+    monkeypatch.setattr(session, "huge_pages", Recorder)
     monkeypatch.setattr(ort, "InferenceSession", lambda *_, **__: entered.append("opened"))
     session.open_session(tmp_path / "model.onnx", Target.parse("onnxruntime:cpu"))
     assert entered == ["in", "opened", "out"]
