@@ -232,7 +232,8 @@ def native_quantized_linear(make: Maker) -> Case:
 
 def native_quantized_embedding(make: Maker) -> Case:
     w = _quantized(make)
-    ids = torch.randint(-1 if make.random.random() < 0.1 else 0, len(w.q) + 1, make.rows())
+    low = -1 if make.random.random() < 0.1 else 0
+    ids = torch.randint(low, len(w.q) + 1, make.rows(), generator=make.generator)
     ids = ids.clamp(max=max(0, len(w.q) - (make.random.random() < 0.9)))
     operands = {"ids": ids, "weight": w.packed, "scale": w.scale, "offset": w.offset}
     operands |= {"codebook": w.codebook}
