@@ -61,12 +61,14 @@ class Stage:
 
 # What raising passes make on the way from traced to canonical; frontends give none of it.
 _RAISED = frozenset({"rms_norm", "layer_norm", "rotary", "glu"})
+# What sources that hold weights of a few bits are read as.
+_STORED = frozenset({"quantized_linear", "quantized_embedding"})
 _CACHE_OPS = frozenset({"attend", "cache_write", "step_mask", "alibi"})
 
 _STAGES = {
     stage.name: stage
     for stage in (
-        Stage("traced", only=frozenset({"attention", "hidden", "moe"}) | _RAISED),
+        Stage("traced", only=frozenset({"attention", "hidden", "moe"}) | _RAISED | _STORED),
         Stage("canonical", without=_CACHE_OPS),
         Stage("cached", without=frozenset({"attention"}), states=True),
     )

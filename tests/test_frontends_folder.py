@@ -150,14 +150,14 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_and_quantized_configurations(tmp_path: Path) -> None:
-    """Model types that transformers does not know, and weights that are quantized already."""
+    """Model types that transformers does not know, and weights quantized by an unknown method."""
     config = saved("llama", tmp_path) / "config.json"
     content = json.loads(config.read_text())
     config.write_text(json.dumps({**content, "model_type": "nonesuch"}))
     with pytest.raises(UnsupportedError, match="nonesuch"):
         import_model(tmp_path)
-    config.write_text(json.dumps({**content, "quantization_config": {"quant_method": "awq"}}))
-    with pytest.raises(UnsupportedError, match="quantized already"):
+    config.write_text(json.dumps({**content, "quantization_config": {"quant_method": "quip"}}))
+    with pytest.raises(UnsupportedError, match="quantized by quip"):
         import_model(tmp_path)
     config.unlink()
     with pytest.raises(InputError, match=r"no config\.json"):

@@ -8,18 +8,20 @@ loads the weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...ir import InputError, TensorType, Weight
+from ...ir import InputError, TensorType, UnsupportedError, Weight
 from ...ir.files import read_json
 from ...ir.weights import from_safetensors, open_safetensors
+from ..stored_weights import StoredWeight, warn_of_dequantized
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -73,6 +75,17 @@ def _located(folder: Path, shards: Mapping[str, str]) -> dict[str, Path]:
     return {name: folder / shard for name, shard in shards.items()}
 
 
+Tensors = dict[str, Callable[[], Weight]]
+"""What opens each tensor of a checkpoint, by name."""
+
+
+def opened(folder: Path) -> Tensors:
+    """The tensors of a checkpoint as they are in its files. Errors: as `tensors_of`."""
+    return {
+        name: partial(from_safetensors, path, name) for name, path in tensors_of(folder).items()
+    }
+
+
 @dataclass
 class _Recipe:
     """How a parameter is made of checkpoint tensors. rule: a transformers converter, or None."""
@@ -85,16 +98,23 @@ class _Recipe:
 class Checkpoint:
     """Weights of a model on disk.
 
-    twin: the model with fake parameters, whose names, shapes and dtypes are expected. Errors:
-    `InputError` naming parameters that the checkpoint lacks.
+    twin: the model with fake parameters, whose names, shapes and dtypes are expected. tensors: what
+    the folder (or file) holds. kept: those of them that it holds in few bits. Errors: `InputError`
+    naming parameters that the checkpoint lacks.
     """
 
-    def __init__(self, folder: Path, twin: nn.Module) -> None:
-        self.folder, self.twin = folder, twin
+    def __init__(
+        self,
+        folder: Path,
+        twin: nn.Module,
+        tensors: Tensors,
+        kept: Mapping[str, StoredWeight] | None = None,
+    ) -> None:
+        self.folder, self.twin, self.kept = folder, twin, kept or {}
         self.expected = {name: tensor for name, tensor in twin.state_dict(keep_vars=True).items()}
         self.recipes: dict[str, _Recipe] = {}
-        for name, path in sorted(tensors_of(folder).items(), key=lambda item: _natural(item[0])):
-            self._assign(name, path)
+        for name, open in sorted(tensors.items(), key=lambda item: _natural(item[0])):
+            self._assign(name, open)
         self._share_tied()
         missing = [name for name in self.expected if name not in self.recipes]
         if missing:
@@ -104,12 +124,12 @@ class Checkpoint:
                 f"tensors that {type(twin).__name__} has: {listing}"
             )
 
-    def _assign(self, name: str, path: Path) -> None:
+    def _assign(self, name: str, open: Callable[[], Weight]) -> None:
         """Find out which parameter a tensor of the checkpoint belongs to."""
         target, pattern = self._target(name)
         if target not in self.expected:
             return
-        weight = from_safetensors(path, name)
+        weight = open()
         if pattern is None:
             self.recipes[target] = _Recipe(None, [(name, weight)], target)
             return
@@ -173,6 +193,30 @@ class Checkpoint:
                 )
             return held.renamed(name).cast(expected.dtype)
         return Weight(name, expected, lambda: self._convert(recipe, name).to(expected.dtype))
+
+    def stored(self) -> dict[str, StoredWeight]:
+        """Parameters that the checkpoint holds in few bits.
+
+        Warns of those that transformers' rules make of several tensors: they are floats. Errors:
+        `UnsupportedError` for a module that has a weight which is laid in another way.
+        """
+        found, left = {}, []
+        for name, recipe in self.recipes.items():
+            if recipe.rule is not None:
+                left += [held.name for _, held in recipe.parts if held.name in self.kept]
+            elif recipe.parts[0][0] in self.kept:
+                self._check_rows(name)
+                found[name] = self.kept[recipe.parts[0][0]]
+        warn_of_dequantized(sorted(set(left)), "several make one weight here")
+        return found
+
+    def _check_rows(self, name: str) -> None:
+        module = self.twin.get_submodule(name.rpartition(".")[0])
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            raise UnsupportedError(
+                f"{self.folder}: {name} is quantized, and its module is a {type(module).__name__}; "
+                f"expected a Linear or an Embedding"
+            )
 
     def _convert(self, recipe: _Recipe, name: str) -> torch.Tensor:
         """Load the parts of a converted parameter and let transformers put them together."""

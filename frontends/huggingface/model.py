@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from ...ir import Defaults, InputError, ModelInfo, Program, TensorType, Unsuppor
 from ...ir.defaults import NEUTRAL
 from ...ir.files import LARGE, SMALL, open_regular
 from ..program import Source, build_program
+from ..stored_weights import StoredWeight, keep_stored
 from ..trace import (
     export,
     fake_mode,
@@ -26,8 +27,10 @@ from ..trace import (
     parameters_without_data,
     twin_of,
 )
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, Tensors, opened, tensors_of
 from .experts import prepare_experts
+from .formats import format_of
+from .formats import read as read_quantized
 from .registry import NAME, one_sequence_a_row, register
 
 if TYPE_CHECKING:
@@ -51,19 +54,41 @@ _DEFAULT_CONTEXT = 2048
 def import_folder(folder: Path, dtype: torch.dtype | None = None) -> Program:
     """A checkpoint folder (config.json, safetensors) as a program; weights stay on disk.
 
-    dtype: of the floating weights; None is the checkpoint's own. Errors: `InputError` for missing
-    or wrong files, `UnsupportedError` for models that cannot be traced.
+    dtype: of the floating weights; None is the checkpoint's own. Weights of few bits stay as they
+    are (see `formats`). Errors: `InputError` for missing or wrong files, `UnsupportedError` for
+    models that cannot be traced, and for formats that are not read.
     """
     _check_files(folder)
     config = _read_config(folder)
+    tensors, kept = _contents(folder, config)
+    assets = {name: folder / name for name in _ASSETS if (folder / name).exists()}
+    return import_tensors(
+        folder, config, tensors, kept, dtype, generation=_generation_config(folder), assets=assets
+    )
+
+
+def import_tensors(
+    source: Path,
+    config: Any,
+    tensors: Tensors,
+    kept: Mapping[str, StoredWeight],
+    dtype: torch.dtype | None,
+    *,
+    generation: Any,
+    assets: dict[str, Path],
+) -> Program:
+    """A configuration of transformers and the tensors for it, as a program.
+
+    kept: tensors that the source holds in few bits. dtype and errors: as `import_folder`.
+    """
     mode = fake_mode()
     wanted = dtype or getattr(config, "dtype", None) or torch.float32
     twin = _instantiate(config, wanted, mode)
-    checkpoint = Checkpoint(folder, twin)
+    checkpoint = Checkpoint(source, twin, tensors, kept)
     if dtype is None and getattr(config, "dtype", None) is None:
         wanted = next(checkpoint.dtypes(), torch.float32)
         twin = _instantiate(config, wanted, mode)
-        checkpoint = Checkpoint(folder, twin)
+        checkpoint = Checkpoint(source, twin, tensors, kept)
     _keep_float32(twin, mode, wanted)
     buffers, first = dict(twin.named_buffers()), first_names(twin)
 
@@ -73,8 +98,18 @@ def import_folder(folder: Path, dtype: torch.dtype | None = None) -> Program:
             return checkpoint.weight(name)
         return Weight.of(name, buffers[name].clone())
 
-    assets = {name: folder / name for name in _ASSETS if (folder / name).exists()}
-    return _trace(twin, mode, weight_of, _generation_config(folder), assets)
+    program = _trace(twin, mode, weight_of, generation, assets)
+    return keep_stored(program, checkpoint.stored())
+
+
+def _contents(folder: Path, config: Any) -> tuple[Tensors, dict[str, StoredWeight]]:
+    """The tensors of a checkpoint under their names in the original, and those kept in few bits."""
+    method = getattr(config, "quantization_config", None)
+    if method is None:
+        return opened(folder), {}
+    format = format_of(method, folder)
+    del config.quantization_config  # the model that is traced is the float one
+    return read_quantized(format, folder, tensors_of(folder))
 
 
 def import_object(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Program:
@@ -84,7 +119,8 @@ def import_object(model: PreTrainedModel, dtype: torch.dtype | None = None) -> P
     """
     if getattr(model, "hf_quantizer", None) is not None:
         raise UnsupportedError(
-            "the model is quantized already; import the original and quantize it with a recipe"
+            "the model in memory is quantized already; give the folder of its checkpoint, or "
+            "import the original and quantize it with a recipe"
         )
     mode = fake_mode()
     twin = twin_of(model, mode, dtype)
@@ -129,11 +165,6 @@ def _read_config(folder: Path) -> Any:
         raise UnsupportedError(
             f"{folder}: transformers cannot read config.json: {error}"
         ) from error
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedError(
-            f"{folder}: the checkpoint is quantized already; import the original and quantize it "
-            "with a recipe"
-        )
     return config
 
 

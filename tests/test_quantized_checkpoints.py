@@ -1,0 +1,202 @@
+"""Checkpoints that are quantized: read bit for bit, run on their bits, refused when wrong."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantized_checkpoints import (
+    Written,
+    awq_config,
+    awq_layer,
+    gptq_config,
+    gptq_layer,
+    write,
+)
+from safetensors.torch import load_file, save_file
+
+import graftwork as gw
+from graftwork.frontends import import_model
+from graftwork.frontends.huggingface.checkpoint import tensors_of
+from graftwork.frontends.huggingface.formats import format_of, read
+from graftwork.ir import GraftworkWarning, InputError, UnsupportedError, arguments
+
+G = torch.ops.graftwork
+Layer = Callable[[int, int], Written]
+
+WIDE = {"hidden_size": 64, "intermediate_size": 96}
+"""Sizes of which 3 bits fill whole words."""
+
+CASES: dict[str, tuple[dict[str, Any], Layer, dict[str, int]]] = {
+    "gptq": (gptq_config(), gptq_layer(), {}),
+    "gptq-v2": (gptq_config(checkpoint_format="gptq_v2"), gptq_layer(less=0), {}),
+    "gptq-2-bits": (gptq_config(2), gptq_layer(2, index=False), {}),
+    "gptq-3-bits": (gptq_config(3, 32), gptq_layer(3, 32), WIDE),
+    "gptq-3-bits-padded": (gptq_config(3, 32), gptq_layer(3, 32, padded=True), WIDE),
+    "gptq-8-bits": (gptq_config(8), gptq_layer(8), {}),
+    "gptq-rows": (gptq_config(4, -1), gptq_layer(4, -1), {}),
+    "gptq-symmetric": (gptq_config(sym=True), gptq_layer(sym=True), {}),
+    "gptq-act-order": (gptq_config(desc_act=True), gptq_layer(ordered=False), {}),
+    "gptq-3-bits-act-order": (gptq_config(3, 32), gptq_layer(3, 32, ordered=False), WIDE),
+    "awq": (awq_config(), awq_layer(), {}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_dequantized() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", GraftworkWarning)
+        yield
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values(case: str, tmp_path: Path) -> None:
+    """All layers are kept in their bits and stand for the values of the layout, bit for bit."""
+    config, layer, sizes = CASES[case]
+    quantized, plain = write(tmp_path, config, layer, **sizes)
+    expected = load_file(plain / "model.safetensors")
+    tensors, stored = read(format_of(config, quantized), quantized, tensors_of(quantized))
+    assert len(stored) == 14 and tensors.keys() == expected.keys()
+    for name, weight in stored.items():
+        assert torch.equal(weight.values(name).load(), expected[name]), name
+        packed, _ = weight.numeric.types(*weight.dims)
+        assert weight.weight.load().shape == packed.dims
+
+
+TARGETS = {
+    "gptq-act-order": ("eager:cpu:float32", "torch:cpu:float32", "onnxruntime:cpu:float32"),
+    "awq": ("onnxruntime:cpu:float32",),
+}
+
+
+@pytest.mark.parametrize("case", TARGETS)
+def test_tokens(case: str, tmp_path: Path) -> None:
+    """Generated tokens are those of the dequantized model on every target; bits are kept, and
+    products that read one value are merged."""
+    config, layer, sizes = CASES[case]
+    quantized, plain = write(tmp_path, config, layer, num_hidden_layers=1, **sizes)
+    prompts = [[1, 5, 9, 30], [7, 3, 77, 2]]
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": []}
+    wanted = gw.optimize(plain, target="eager:cpu:float32").generate(prompts, **options)
+    for target in TARGETS[case]:
+        fast = gw.optimize(quantized, target=target)
+        calls = fast.program.step.calls(G.quantized_linear.default)
+        assert len(calls) == 4 and not any(arguments(call)["rounded"] for call in calls)
+        assert torch.equal(fast.generate(prompts, **options), wanted), target
+
+
+def test_no_float_detour(tmp_path: Path) -> None:
+    """Codes of channels in order are the checkpoint's own bytes, transposed."""
+    quantized, _ = write(tmp_path, gptq_config(), gptq_layer(), num_hidden_layers=1)
+    program = import_model(quantized)
+    name = "model.layers.0.mlp.up_proj"
+    words = load_file(quantized / "model.safetensors")[f"{name}.qweight"]
+    assert torch.equal(
+        program.weights[f"{name}.weight.q4"].load(), words.T.contiguous().view(torch.uint8)
+    )
+
+
+def test_an_artifact_keeps_the_bits(tmp_path: Path) -> None:
+    """Saved and loaded, the program holds the same bytes, and says the same."""
+    quantized, _ = write(tmp_path, gptq_config(), gptq_layer(ordered=False), num_hidden_layers=1)
+    made = gw.optimize(quantized, target="eager:cpu:float32")
+    made.save(tmp_path / "out")
+    loaded = gw.load(tmp_path / "out")
+    for name, weight in made.program.weights.items():
+        assert torch.equal(weight.load(), loaded.program.weights[name].load()), name
+    options = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(
+        made.generate([[1, 2, 3]], **options), loaded.generate([[1, 2, 3]], **options)
+    )
+
+
+NAME = "model.layers.1.mlp.down_proj"
+
+
+def _tensor(part: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+    """A change of one tensor of the checkpoint; None takes it away."""
+
+    def tamper(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        changed = change(tensors.pop(f"{NAME}.{part}"))
+        if changed is not None:
+            tensors[f"{NAME}.{part}"] = changed.contiguous()
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return tamper
+
+
+def _says(**more: Any) -> Any:
+    """A change of what config.json says of the quantization."""
+
+    def tamper(folder: Path) -> None:
+        path = folder / "config.json"
+        said = json.loads(path.read_text())
+        said["quantization_config"].update(more)
+        path.write_text(json.dumps(said))
+
+    return tamper
+
+
+def _first(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(-1)[0] = value
+        return tensor
+
+    return change
+
+
+LIES: dict[str, tuple[Any, str]] = {
+    "bits": (_says(bits=8), "qweight: expected 12 int32 a column, of 48 input channels of 8 bits"),
+    "strange bits": (_says(bits=5), r"quantization_config\.bits: .*got 5"),
+    "text": (_says(group_size="many"), r"quantization_config\.group_size: .*'many'"),
+    "group": (_says(group_size=32), r"scales: expected 1.5 groups of 32 for 48 input channels"),
+    "no group": (_says(group_size=0), "expected -1 or a positive number, got 0"),
+    "sym": (
+        _says(sym=True),
+        r"down_proj\.qzeros|q_proj\.qzeros.*sym=true.*so that zero points are 8",
+    ),
+    "format": (_says(checkpoint_format="marlin"), "checkpoint_format: expected gptq or gptq_v2"),
+    "dynamic": (_says(dynamic={"+:.*down.*": {"bits": 8}}), r"dynamic gives modules settings"),
+    "method": (_says(quant_method="quip"), "quantized by quip.*expected one of awq, .*gptq"),
+    "lost codes": (_tensor("qweight", lambda t: None), r"lacks 1 of .*1\.mlp\.down_proj\.weight"),
+    "lost zeros": (_tensor("qzeros", lambda t: None), r"no tensor .*down_proj\.qzeros"),
+    "short codes": (
+        _tensor("qweight", lambda t: t[:-1]),
+        r"model\.safetensors: .*down_proj\.qweight",
+    ),
+    "narrow codes": (_tensor("qweight", lambda t: t[:, :-1]), r"qweight: expected \[6,32\], got"),
+    "dtype": (_tensor("qweight", lambda t: t.float()), "qweight: expected int32.*got f32"),
+    "axes": (_tensor("scales", lambda t: t[0]), "scales: expected .* with 2 axes, got"),
+    "zeros": (
+        _tensor("qzeros", lambda t: t[:1]),
+        r"qzeros: expected i32\[3,4\] for 3 groups of 32",
+    ),
+    "infinite": (_tensor("scales", _first(float("inf"))), "scales: expected finite numbers"),
+    "nan": (_tensor("scales", _first(float("nan"))), "scales: expected finite numbers"),
+    "g_idx out of range": (_tensor("g_idx", _first(99)), "g_idx: expected 16 channels in each of"),
+    "g_idx negative": (_tensor("g_idx", _first(-1)), r"g_idx: .*got groups -1 to 2"),
+    "g_idx uneven": (_tensor("g_idx", _first(2)), "g_idx: .*15 to 17 channels"),
+}
+
+
+@pytest.mark.parametrize("case", LIES)
+def test_lies(case: str, tmp_path: Path) -> None:
+    """What the configuration or a tensor says wrongly is named: file, tensor, expected and got."""
+    tamper, message = LIES[case]
+    quantized, _ = write(tmp_path, gptq_config(), gptq_layer())
+    tamper(quantized)
+    with pytest.raises((InputError, UnsupportedError), match=message):
+        import_model(quantized)
+
+
+def test_awq_layouts(tmp_path: Path) -> None:
+    """Another layout of the same method is refused by name."""
+    quantized, _ = write(tmp_path, awq_config(version="gemv"), awq_layer())
+    with pytest.raises(UnsupportedError, match="version: expected gemm, got 'gemv'"):
+        import_model(quantized)
