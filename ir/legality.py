@@ -44,11 +44,14 @@ def check_carried(plan: DecodePlan) -> None:
 
 def _unmet(program: Program) -> Iterator[tuple[str, str]]:
     plan, step = program.plan, program.step
-    leaves, returned, cached = plan.draft.leaves, step.outputs, step.has_input("past")
-    for leaf in leaves:
-        for output in leaf.reads:
-            if output not in returned:
-                yield f"draft={leaf.brief} reads {output!r}, which step does not return", output
+    leaves, cached = plan.draft.leaves, step.has_input("past")
+    for name in dict.fromkeys((step.name, plan.step.read(argmax=False)[0])):
+        returned = program.function(name).outputs
+        for leaf in leaves:
+            for output in leaf.reads:
+                if output not in returned:
+                    fault = f"draft={leaf.brief} reads {output!r}, which {name} does not return"
+                    yield fault, output
     records: tuple[TreeRecord | DraftRecord, ...] = (plan.tree, *leaves, plan.draft)
     for record in records:
         if record.branches and not step.has_input(ANCESTORS):

@@ -76,6 +76,7 @@ def _check_names(program: Program, part: Record) -> None:
         "entry": functions,
         "chain": functions,
         "plain": functions,
+        "prefill": functions,
         "output": set(program.step.outputs),
         "state": set(program.states),
         "weight": set(program.weights),

@@ -148,7 +148,7 @@ def test_every_recipe_makes_a_plan_whose_parts_all_act(name: str, tmp_path: Path
     recipe = Recipe.load(name)
     uses = {use.name for use in recipe.passes}
     given = [f"{key}={value}" for key, value in brought.items() if key.split(".")[0] in uses]
-    start = tiny_llama().replace(guests={"other": tiny_llama(seed=1)})
+    start = tiny_llama(4).replace(guests={"other": tiny_llama(seed=1)})
     program, _ = run_passes(start, recipe.with_options(given).steps)
     assert unmet(program) is None and misfit(program.plan) is None and idle(program.plan) is None
 

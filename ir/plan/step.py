@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from .base import Record, record
+from .base import Record, Returned, record
 from .bounds import Rollout
+
+if TYPE_CHECKING:
+    from .decode import DecodePlan
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,7 @@ class StepRecord(Record):
     """
 
     slot: ClassVar[str] = "step"
+    noun: ClassVar[str] = "step"
     in_parts: ClassVar[bool] = False
 
     @property
@@ -34,6 +39,10 @@ class StepRecord(Record):
         """The function that steps run, and the cache rows that it makes for itself behind those of
         what it is fed. argmax: whether the target's best token is always what is kept."""
         return self.plain, 0
+
+    def read(self, argmax: bool) -> tuple[str, int]:
+        """As `fed`, for prompts."""
+        return self.fed(argmax)
 
 
 @record
@@ -69,6 +78,37 @@ class Fused(StepRecord):
     def fed(self, argmax: bool) -> tuple[str, int]:
         """See `StepRecord.fed`."""
         return (self.function, self.spare) if argmax else (self.plain, 0)
+
+
+@record
+@dataclass(frozen=True)
+class Prefilled(StepRecord):
+    """A step is one call of `function`, and prompts run through `prefill`, which has more layers.
+
+    Both take and return the same, and share the caches of the layers that both have.
+    """
+
+    function: str = "step"
+    prefill: str = "prefill"
+    kind: ClassVar[str] = "prefilled"
+
+    @property
+    def plain(self) -> str:
+        """`function`."""
+        return self.function
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Both."""
+        return self.function, self.prefill
+
+    def read(self, argmax: bool) -> tuple[str, int]:
+        """See `StepRecord.read`."""
+        return self.prefill, 0
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`."""
+        yield self.prefill, {"logits": ("", "", "V")}
 
 
 @record

@@ -132,15 +132,15 @@ class DraftEagle3(DraftPass):
         return graft.done({"hidden": joined}), output
 
     def _layers(self, graft: Graft) -> tuple[int, ...]:
-        most = sum(node.kwargs["point"] == "block" for node in graft.markers)
+        blocks = [node for node in graft.markers if node.kwargs["point"] == "block"]
+        fed = [int(node.kwargs["layer"]) + 1 for node in blocks]  # type: ignore[arg-type]
+        most = len(fed)
         if not self.layers:
-            return tuple(sorted({min(max(n, 1), most) for n in (2, most // 2, most - 3)}))
-        if not set(self.layers) <= set(range(1, most + 1)) or len(set(self.layers)) < len(
-            self.layers
-        ):
+            return tuple(sorted({fed[min(max(n, 1), most) - 1] for n in (2, most // 2, most - 3)}))
+        if not set(self.layers) <= set(fed) or len(set(self.layers)) < len(self.layers):
             raise PassError(
-                f"{self.name}: layers={self.layers}: expected layers 1..{most}, whose inputs other "
-                f"layers made, each once"
+                f"{self.name}: layers={self.layers}: expected layers whose inputs other layers "
+                f"made, each once: some of {', '.join(map(str, fed))}"
             )
         return self.layers
 

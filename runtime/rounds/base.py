@@ -29,9 +29,9 @@ StepOutputs: TypeAlias = Mapping[str, torch.Tensor]
 class Decoding:
     """One generation: what the plan's parts are, and what every round does in the same way.
 
-    texts: the sequences, which grow in place. fetch: outputs that a general step must return.
-    read: told of each step before it is verified; None if nobody wants to know. Errors:
-    `UnsupportedError` for a plan that cannot be carried out.
+    texts: the sequences, which grow in place. feeder: runs steps; reader: prompts. fetch: outputs
+    that a general step must return. read: told of each step before it is verified; None if nobody
+    wants to know. Errors: `UnsupportedError` for a plan that cannot be carried out.
     """
 
     def __init__(self, executable: Executable, request: Request) -> None:
@@ -42,7 +42,9 @@ class Decoding:
         self.cache = CACHES.find(plan.cache)(plan.cache, executable)
         self.length = LENGTHS.find(plan.length)(plan.length, executable, batch)
         self.drafter = drafter_for(plan.draft, Setting(executable, options, self.length))
-        self.feeder = Feeder(executable, batch, *plan.step.fed(options.by_argmax))
+        fed, read = plan.step.fed(options.by_argmax), plan.step.read(options.by_argmax)
+        self.feeder = Feeder(executable, batch, *fed)
+        self.reader = self.feeder if read == fed else Feeder(executable, batch, *read)
         trait = SAMPLING if options.do_sample else GREEDY
         verifier = VERIFIERS.find(plan.verify, trait)
         self.verifier = verifier(plan.verify, program, options, batch)
@@ -71,13 +73,14 @@ class Decoding:
         if self.cache.most is not None:
             rows = min(rows, self.cache.most)
         self.feeder.begin(rows, self.program.plan.columns)
+        self.reader.rows = self.feeder.rows
         self.depth.begin(batch)
         self.cache.begin(batch)
         self.drafter.begin([text.tokens for text in texts])
         # Always the logits: the same compiled prefill serves every option, and one look at real
         # logits tells a broken model at once.
         fetch = tuple(dict.fromkeys(("logits", *self.drafter.wants)))
-        outputs, columns = prefill(self.feeder, texts, fetch, self.cache, self.read)
+        outputs, columns = prefill(self.reader, texts, fetch, self.cache, self.read)
         self.verify(outputs, self.no_drafts, columns)
         self.stats.prefill_seconds = perf_counter() - begun
 

@@ -1,0 +1,1 @@
+"""Which layers run: skipped ones, a step in segments, exits."""
