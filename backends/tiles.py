@@ -107,23 +107,51 @@ def tiled(
     Errors: `InputError` for sizes that kernels do not take, and when it is loaded, for a codebook
     that is not of whole numbers.
     """
-    outputs, stored = weight.type.shape
-    layout = Layout(outputs, stored * 8 // bits, kept_bits(bits, codebook), group)
-    sizes = TensorType(torch.uint8, (layout.tiles, layout.groups, layout.group_bytes))
-    sources = (weight,) if codebook is None else (weight, codebook)
-    packed = derive(
-        f"{weight.name}.tiles.{bits}.{group}",
-        sizes,
-        partial(_packed, bits=bits, group=group),
-        *sources,
-    )
-    looked_up = None
-    if codebook is not None and bits <= MOST_LOOKED_UP:
-        sixteen = TensorType(torch.int8, (OUTPUTS,))
-        made = partial(table, bits=bits)
-        looked_up = derive(f"{codebook.name}.table.{bits}", sixteen, made, codebook)
+    if codebook is None:
+        return tiled_table(weight, scale, offset, None, bits=bits, group=group)
+    if bits > MOST_LOOKED_UP:
+        layout = _layout(weight, bits, group)._replace(bits=kept_bits(bits, codebook))
+        name = f"{weight.name}.tiles.{bits}.{group}.{codebook.name}"
+        packed = derive(
+            name, _sizes(layout), partial(_packed, bits=bits, group=group), weight, codebook
+        )
+        return Tiled(
+            packed, _by_tile(scale, layout), None, None, layout.bits, group, layout.outputs
+        )
+    whole = TensorType(torch.int8, (OUTPUTS,))
+    made = derive(f"{codebook.name}.table.{bits}", whole, partial(table, bits=bits), codebook)
+    return tiled_table(weight, scale, offset, None, bits=bits, group=group)._replace(table=made)
+
+
+def tiled_table(
+    weight: Weight,
+    scale: Weight,
+    offset: Weight | None,
+    codebook: Weight | None,
+    *,
+    bits: int,
+    group: int,
+) -> Tiled:
+    """A table of `graftwork.quantized_embedding`, as the op has it, in tiles.
+
+    Its codebook may be of any numbers. Of a weight that is multiplied, too, the tiles are the same.
+
+    Errors: `InputError` for sizes that kernels do not take.
+    """
+    layout = _layout(weight, bits, group)
+    name = f"{weight.name}.tiles.{bits}.{group}"
+    packed = derive(name, _sizes(layout), partial(_packed, bits=bits, group=group), weight)
     moved = None if offset is None else _by_tile(offset, layout)
-    return Tiled(packed, _by_tile(scale, layout), moved, looked_up, layout.bits, group, outputs)
+    return Tiled(packed, _by_tile(scale, layout), moved, codebook, bits, group, layout.outputs)
+
+
+def _layout(weight: Weight, bits: int, group: int) -> Layout:
+    outputs, stored = weight.type.shape
+    return Layout(outputs, stored * 8 // bits, bits, group)
+
+
+def _sizes(layout: Layout) -> TensorType:
+    return TensorType(torch.uint8, (layout.tiles, layout.groups, layout.group_bytes))
 
 
 def _by_tile(scale: Weight, layout: Layout) -> Weight:

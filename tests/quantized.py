@@ -36,6 +36,17 @@ class Weight(NamedTuple):
         packed = tiles.pack(self.packed, **how)
         return packed, tiles.columns(self.scale), offset, table, self.bias
 
+    def table_in_tiles(self) -> tuple[Tensor | None, ...]:
+        """What a native kernel takes to look rows up: packed, scale, offset, codebook."""
+        packed = tiles.pack(self.packed, bits=self.bits, group=self.group)
+        offset = None if self.offset is None else tiles.columns(self.offset)
+        return packed, tiles.columns(self.scale), offset, self.codebook
+
+    @property
+    def table_sizes(self) -> tuple[int, int, int]:
+        """Bits, group, rows."""
+        return self.bits, self.group, len(self.q)
+
     @property
     def sizes(self) -> tuple[int, int, int]:
         """Bits as they are packed, group, outputs."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from handmade import Shape, llama
 from tiny import MASK, PROMPTS, tiny_llama
 
 from graftwork.backends import compile
@@ -25,11 +26,11 @@ G = torch.ops.graftwork
 ASKED: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": 24, "eos_token_id": []}
 
 
-def quantized(*more: Any, **options: Any) -> Program:
-    """The tiny model with weights of few bits."""
+def quantized(*more: Any, model: Program | None = None, **options: Any) -> Program:
+    """A model, if not said otherwise the tiny one, with weights of few bits."""
     passes = [*more, {"quantize_weights": {"group": 16, **options}}]
     recipe = Recipe.load({"name": "few", "extends": "baseline", "passes": passes})
-    return run_passes(tiny_llama(), recipe.steps)[0]
+    return run_passes(model or tiny_llama(), recipe.steps)[0]
 
 
 def text(program: Program, backend: str) -> torch.Tensor:
@@ -41,7 +42,7 @@ def text(program: Program, backend: str) -> torch.Tensor:
 
 def step_model(program: Program) -> Emitted:
     """The step as ONNX Runtime is given it."""
-    lowered = lower(program, program.step.name)
+    lowered = lower(program, program.step.name, native=True)
     return emit(lowered.function(program.step.name), lowered.weights, native=True)
 
 
@@ -74,6 +75,24 @@ def test_torch_holds_each_weight_once() -> None:
     assert stored and not stored & set(laid.weights)
     held = compile(program, Target("torch", "cpu"))
     assert set(held.weights) == set(laid.weights)
+
+
+def test_a_table_that_is_the_heads_weight_is_held_once() -> None:
+    """Rows are looked up in the tiles that the head multiplies."""
+    tied = llama(Shape(tied=True, context=128))
+    program = quantized(model=tied, bits=4, embedding=True)
+    (looked_up,) = program.step.calls(G.quantized_embedding.default)
+    laid = with_tiles(program).step
+    (row,) = laid.calls(native_quantized.EMBEDDING)
+    heads = [
+        n for n in laid.calls(native_quantized.LINEAR) if n.args[1].target == row.args[1].target
+    ]
+    assert len(heads) == 1 and heads[0].args[2].target == row.args[2].target
+    initializers = [w.name for _, w in step_model(program).pending]
+    assert looked_up.args[1].target not in initializers
+    assert initializers.count(row.args[1].target) == 1
+    for backend in ("torch", "onnxruntime"):
+        assert torch.equal(text(program, backend), text(program, "eager"))
 
 
 def test_products_that_round_nothing_keep_their_meaning() -> None:

@@ -195,11 +195,14 @@ def test_a_product_whose_operands_do_not_fit_is_refused(changes, says):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"weight": torch.zeros(20, 15, dtype=torch.uint8)}, "weight must be"),
-        ({"weight": torch.zeros(19, 16, dtype=torch.uint8)}, "weight must be"),
+        ({"packed": torch.zeros(2, 2, 127, dtype=torch.uint8)}, "packed must be"),
+        ({"packed": torch.zeros(1, 2, 128, dtype=torch.uint8)}, "packed must be"),
         ({"scale": torch.zeros(20)}, "scale must be"),
-        ({"scale": torch.zeros(20, 0)}, "whole bytes"),
-        ({"offset": torch.zeros(20, 1)}, "offset must be"),
+        ({"scale": torch.zeros(2, 0, 16)}, "must have columns"),
+        ({"scale": torch.zeros(2, 2, 15)}, "scale must be"),
+        ({"offset": torch.zeros(2, 1, 16)}, "offset must be"),
+        ({"N": 33}, "packed must be"),
+        ({"N": -1}, "N must"),
         ({"codebook": torch.zeros(16)}, "goes with no offset"),
         ({"codebook": torch.zeros(8), "offset": None}, "codebook must be"),
         ({"ids": torch.tensor([20])}, "lies outside 0..19"),
@@ -208,11 +211,11 @@ def test_a_product_whose_operands_do_not_fit_is_refused(changes, says):
 )
 def test_rows_of_a_table_that_does_not_fit_are_refused(changes, says):
     w = quantized.weight(0, 20, 16, 2, 4, "offset")
-    given = {"ids": torch.tensor([3]), "weight": w.packed, "scale": w.scale, "offset": w.offset}
+    given = dict(zip(("packed", "scale", "offset", "codebook"), w.table_in_tiles(), strict=True))
+    given = {"ids": torch.tensor([3]), **given, "bits": 4, "group": 16, "N": 20} | changes
+    sizes = {name: given.pop(name) for name in ("bits", "group", "N")}
     with pytest.raises(Exception, match=says):
-        node(
-            "QuantizedEmbedding", {"bits": 4, "group": 16}, **(given | {"codebook": None} | changes)
-        )
+        node("QuantizedEmbedding", sizes, **given)
 
 
 @pytest.fixture

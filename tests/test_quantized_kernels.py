@@ -108,7 +108,7 @@ def test_values_too_small_for_a_scale_stay_in_their_range(processor):
 @given(quantized.weights, st.integers(0, 30))
 def test_rows_of_a_table(processor, w, count):
     ids = torch.randint(0, len(w.q), (count, 2), generator=torch.Generator().manual_seed(count))
-    operands = w.packed, w.scale, w.offset, w.codebook, w.bits, w.group
+    operands = *w.table_in_tiles(), *w.table_sizes
     assert torch.equal(native.quantized_embedding(ids, *operands), quantized.table(w)[ids])
 
 
@@ -117,7 +117,7 @@ def test_ids_outside_a_table_are_refused():
     for wrong in (-1, 5, 1 << 62):
         with pytest.raises(InputError, match=f"{wrong} lies outside 0..4"):
             ids = torch.tensor([0, wrong])
-            native.quantized_embedding(ids, w.packed, w.scale, None, None, 4, 8)
+            native.quantized_embedding(ids, *w.table_in_tiles(), *w.table_sizes)
 
 
 def test_halves_of_every_value_are_widened_exactly(processor):
@@ -128,7 +128,7 @@ def test_halves_of_every_value_are_widened_exactly(processor):
     w = quantized.weight(0, 1, 2, 1, 4, "symmetric")
     w = w._replace(q=q, packed=quantized.stream(q, 4), scale=every)
     ids = torch.arange(len(every))
-    found = native.quantized_embedding(ids, w.packed, w.scale, None, None, 4, 2)
+    found = native.quantized_embedding(ids, *w.table_in_tiles(), *w.table_sizes)
     assert torch.equal(found, every.float().expand(-1, 2))
     products = linear(torch.full((1, 2), 127.0), w)
     assert torch.equal(products[0], every.float()[:, 0] * 254)
@@ -151,11 +151,11 @@ class Step(torch.nn.Module):
 
     def __init__(self, table: quantized.Weight, w: quantized.Weight) -> None:
         super().__init__()
-        self.table, self.operands, self.sizes = table, w.in_tiles(), w.sizes
+        self.table = *table.table_in_tiles(), *table.table_sizes
+        self.operands, self.sizes = w.in_tiles(), w.sizes
 
     def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        stored = self.table.packed, self.table.scale, self.table.offset, None
-        x = native.quantized_embedding(ids, *stored, self.table.bits, self.table.group)
+        x = native.quantized_embedding(ids, *self.table)
         return (native.quantized_linear(x * 2, *self.operands, *self.sizes) + 1,)
 
 

@@ -47,10 +47,14 @@ void want(bool holds, const char* text) {
 // A node's kernel.
 struct Node {
     const ort::Api& api;
-    int64_t bits, group;
+    int64_t bits, group, outputs;
 
     Node(const ort::Api& api, const ort::Info* info)
-        : api(api), bits(api.whole_number(info, "bits")), group(api.whole_number(info, "group")) {
+        : api(api),
+          bits(api.whole_number(info, "bits")),
+          group(api.whole_number(info, "group")),
+          outputs(api.whole_number(info, "N")) {
+        want(outputs >= 0, "N must not be negative");
         const bool known = bits == 2 || bits == 3 || bits == 4 || bits == 6 || bits == 8;
         want(known, "bits must be 2, 3, 4, 6 or 8");
         want(group >= 1 && group <= LARGEST, "group must be in 1..65536");
@@ -62,15 +66,11 @@ struct Node {
 };
 
 struct Linear : Node {
-    int64_t outputs;
     static constexpr const char* NAME = "QuantizedLinear";
     static constexpr ort::Element INPUTS[] = {
         ort::FLOAT, ort::UINT8, ort::ANY, ort::ANY, ort::INT8, ort::FLOAT};
 
-    Linear(const ort::Api& api, const ort::Info* info)
-        : Node(api, info), outputs(api.whole_number(info, "N")) {
-        want(outputs >= 0, "N must not be negative");
-    }
+    using Node::Node;
 
     void run(ort::Context* context) const {
         const ort::Tensor x(api, context, 0), packed(api, context, 1), scale(api, context, 2);
@@ -108,13 +108,14 @@ struct Embedding : Node {
     using Node::Node;
 
     void run(ort::Context* context) const {
-        const ort::Tensor ids(api, context, 0), weight(api, context, 1), scale(api, context, 2);
+        const ort::Tensor ids(api, context, 0), packed(api, context, 1), scale(api, context, 2);
         const ort::Tensor offset(api, context, 3), codebook(api, context, 4);
-        want(scale.sizes.size() == 2, "scale must be [V, G]");
-        const int64_t V = scale.sizes[0], groups = scale.sizes[1], K = groups * group;
-        want(K > 0 && K * bits % 8 == 0, "K * bits must be whole bytes");
-        want(weight.is({V, K * bits / 8}), "weight must be [V, K * bits / 8]");
-        want(offset.is({V, groups}), "offset must be [V, G]");
+        want(scale.sizes.size() == 3, "scale must be [T, G, 16]");
+        const int64_t tiles = (outputs + 15) / 16, groups = scale.sizes[1], K = groups * group;
+        want(K > 0, "a table must have columns");
+        want(packed.is({tiles, groups, (group + 15) / 16 * 32 * bits}), "packed must be [T, G, B]");
+        want(scale.is({tiles, groups, 16}), "scale must be [T, G, 16]");
+        want(offset.is({tiles, groups, 16}), "offset must be [T, G, 16]");
         want(scale.is_float_or_half() && offset.is_float_or_half(), "scale must be float or half");
         want(codebook.is({int64_t(1) << bits}), "codebook must be [2^bits]");
         want(!codebook.value || !offset.value, "a codebook goes with no offset");
@@ -124,8 +125,8 @@ struct Embedding : Node {
         for (int64_t size : ids.sizes) count *= size;
         float* const y = api.data<float>(api.output(context, 0, sizes));
         const Table table = {
-            data<uint8_t>(weight),       data<void>(scale),           data<void>(offset),
-            data<float>(codebook),       V,                           K,
+            data<uint8_t>(packed),       data<void>(scale),           data<void>(offset),
+            data<float>(codebook),       outputs,                     K,
             group,                       bits,                        scale.type == ort::FLOAT16,
             offset.type == ort::FLOAT16,
         };

@@ -53,10 +53,10 @@ void quantized_linear(
     products(weights, x, rows, y, Threads(threads));
 }
 
-// y [count, K]: rows of a table [V, K]. Of offset and values each may be null.
+// y [count, K]: rows of a table [V, K] in tiles. Of offset and values each may be null.
 void quantized_embedding(
     const int64_t* ids,
-    const uint8_t* rows,
+    const uint8_t* tiles,
     const void* scale,
     const void* offset,
     const float* values,
@@ -70,7 +70,7 @@ void quantized_embedding(
     int64_t half_offset,
     int64_t threads) {
     const Table table = {
-        rows, scale, offset, values, V, K, group, bits, half_scale != 0, half_offset != 0};
+        tiles, scale, offset, values, V, K, group, bits, half_scale != 0, half_offset != 0};
     rows_of(table, ids, count, y, Threads(threads));
 }
 

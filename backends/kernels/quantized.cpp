@@ -291,21 +291,23 @@ float number(const void* from, bool half, int64_t place) {
     return half ? half_to_float(((const uint16_t*)from)[place]) : ((const float*)from)[place];
 }
 
-// y [K]: a row of a table.
+// y [K]: a row of a table. Its values lie four by four in all steps of its tile.
 void read_row(const Table& t, int64_t row, float* y) {
-    const int64_t bytes = t.K * t.bits / 8, groups = t.K / t.group;
+    const int64_t groups = t.K / t.group, size = block_bytes(t.bits);
+    const int64_t tile = row / OUTPUTS, lane = row % OUTPUTS;
     const float zero = t.offset || t.values ? 0.0f : float(1 << (t.bits - 1));
-    for (int64_t g = 0; g < groups; g++) {
-        const int64_t end = (g + 1) * t.group;
-        const float scale = number(t.scale, t.half_scale, row * groups + g);
-        const float offset = t.offset ? number(t.offset, t.half_offset, row * groups + g) : 0.0f;
-        for (int64_t k = g * t.group; k < end; k += 8) {
-            const uint64_t found = eight_values(t.rows + row * bytes, bytes, k, int(t.bits));
-            for (int64_t i = k; i < std::min(k + 8, end); i++) {
-                const int q = found >> 8 * (i - k) & 255;
-                const float value = scale * (t.values ? t.values[q] : float(q) - zero);
-                y[i] = t.offset ? value + offset : value;
-            }
+    const uint8_t* block = t.tiles + tile * groups * blocks_of(t.group) * size;
+    for (int64_t g = 0; g < groups; g++, y += t.group) {
+        const int64_t at = (tile * groups + g) * OUTPUTS + lane;
+        const float scale = number(t.scale, t.half_scale, at);
+        const float offset = t.offset ? number(t.offset, t.half_offset, at) : 0.0f;
+        for (int64_t k = 0; k < t.group; k++) {
+            const int64_t depth = k % DEPTH;
+            const int q = value_in(
+                block, int(t.bits), int(depth / STEP), int(lane * STEP + depth % STEP));
+            const float value = scale * (t.values ? t.values[q] : float(q) - zero);
+            y[k] = t.offset ? value + offset : value;
+            if (depth == DEPTH - 1 || k == t.group - 1) block += size;
         }
     }
 }
@@ -339,7 +341,7 @@ void rows_of(const Table& t, const int64_t* ids, int64_t count, float* y, const 
         if (ids[i] < 0 || ids[i] >= t.V)
             throw std::out_of_range(
                 "index " + std::to_string(ids[i]) + " lies outside 0.." + std::to_string(t.V - 1));
-    team.each(count, t.K * t.bits / 8, [&](int64_t i) { read_row(t, ids[i], y + i * t.K); });
+    team.each(count, t.K * t.bits / 8 * OUTPUTS, [&](int64_t i) { read_row(t, ids[i], y + i * t.K); });
 }
 
 void pack(

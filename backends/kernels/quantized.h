@@ -35,10 +35,11 @@ struct Weights {
     int64_t groups() const { return K / group; }
 };
 
-// Rows of a table, as they are stored. Values likewise.
+// A table [V, K] whose rows are looked up, in the same tiles: one that is a weight, too, is there
+// once. Values likewise, but what stands for each q may be any number.
 struct Table {
-    const uint8_t* rows;  // [V, K * bits / 8]: streams of bits
-    const void* scale;    // [V, groups] float, or half
+    const uint8_t* tiles;
+    const void* scale;    // [tiles, groups, 16] float, or half
     const void* offset;   // likewise, or null
     const float* values;  // [2^bits], or null
     int64_t V, K, group, bits;

@@ -71,6 +71,18 @@ inline void pack_block(const uint8_t (&steps)[STEPS][VECTOR], int bits, uint8_t*
     }
 }
 
+// The value in a place of 64 of a block's step.
+inline int value_in(const uint8_t* block, int bits, int step, int place) {
+    const int low = bits == 6 ? 4 : bits == 3 ? 2 : bits, each = 8 / low;
+    int q = block[step / each * VECTOR + place] >> step % each * low & ((1 << low) - 1);
+    if (bits == 6) q |= (block[2 * VECTOR + place] >> 2 * step & 3) << 4;
+    if (bits == 3) {
+        const int half = VECTOR / 2;
+        q |= (block[VECTOR + place % half] >> (step + place / half * 4) & 1) << 2;
+    }
+    return q;
+}
+
 // A tile [groups, blocks] of rows [count <= 16, bytes] of K values of `bits` bits. values: what
 // stands for each q in the tile, then of eight bits, or null for q itself.
 inline void pack_tile(

@@ -24,14 +24,16 @@ from .emit import row_of, targets_with_rows
 _DEPTH = 8  # meanings within meanings; a loop would never end otherwise
 
 
-def decompose(function: Function) -> int:
+def decompose(function: Function, native: bool = False) -> int:
     """Replace calls without a row, in place. Returns how many were replaced.
 
+    native: graftwork's own ops may be among the rows, see `emit`.
     Errors: `UnsupportedError` naming an op that has neither a row nor a decomposition.
     """
     count = 0
     for _ in range(_DEPTH):
-        todo = [n for n in function.calls() if n.target is not operator.getitem and not row_of(n)]
+        calls = (n for n in function.calls() if n.target is not operator.getitem)
+        todo = [node for node in calls if not row_of(node, native)]
         if not todo:
             return count
         for node in todo:

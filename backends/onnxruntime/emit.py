@@ -53,31 +53,32 @@ DTYPES: dict[torch.dtype, oir.DataType] = {
 
 Row = Callable[..., Any]
 Guard = Callable[[torch.fx.Node], bool]
-_ROWS: dict[Any, tuple[Row, Guard | None]] = {}
+_ROWS: dict[Any, tuple[Row, Guard | None, bool]] = {}
 
 
-def row(*targets: Any, when: Guard | None = None) -> Callable[[Row], Row]:
+def row(*targets: Any, when: Guard | None = None, native: bool = False) -> Callable[[Row], Row]:
     """Enter the decorated function into the table for these ops.
 
-    when: the row serves only calls for which this holds; others are decomposed.
+    when: the row serves only calls for which this holds; others are decomposed. native: it serves
+    only models that may have graftwork's own ops.
     """
 
     def enter(function: Row) -> Row:
         for target in targets:
             if target in _ROWS:
                 raise UnsupportedError(f"two rows for {target}")
-            _ROWS[target] = (function, when)
+            _ROWS[target] = (function, when, native)
         return function
 
     return enter
 
 
-def row_of(node: torch.fx.Node) -> Row | None:
-    """The row that emits a call, or None if it has to be decomposed."""
-    found = _ROWS.get(node.target)
-    if found is None or (found[1] is not None and not found[1](node)):
+def row_of(node: torch.fx.Node, native: bool = False) -> Row | None:
+    """The row that emits a call, or None if it has to be decomposed. native: see `emit`."""
+    found, when, needs_native = _ROWS.get(node.target, (None, None, False))
+    if (needs_native and not native) or (when is not None and not when(node)):
         return None
-    return found[0]
+    return found
 
 
 def targets_with_rows() -> frozenset[Any]:
@@ -183,7 +184,7 @@ class Emitter:
             results = self.values[source_of(node)]
             self.values[node] = self._mark(results[node.args[1]], node.meta["type"])
             return
-        function = row_of(node)
+        function = row_of(node, self.native)
         if function is None:
             raise UnsupportedError(
                 f"onnxruntime: no row for {node.target} at %{node.name}"

@@ -104,14 +104,15 @@ class OnnxExecutable(StatefulExecutable):
 
     @traces
     def _compile(self, function: str, variant: Variant) -> Step:
-        lowered = lower(self.program, function, variant)
+        native = self.target.device == "cpu"
+        lowered = lower(self.program, function, variant, native=native)
         fn = lowered.function(function)
         # Numbered: a name that came with a file says nothing about where to write.
         number = list(self.program.functions).index(function)
         path = self._scratch.path / f"{number}.{variant}.onnx"
         size = sum(weight.type.nbytes for weight in lowered.weights.values())
         try:
-            pairs, native = self._routers[function].pairs, self.target.device == "cpu"
+            pairs = self._routers[function].pairs
             model = emit(fn, lowered.weights, paired=pairs, native=native)
             store(model, path, self._weights)
         except OSError as error:

@@ -59,9 +59,12 @@ Variant = Literal["chain", "tree", "batch"]
 register_lowered("onnxruntime", lambda target: target in targets_with_rows())
 
 
-def lower(program: Program, name: str, variant: Variant = "chain") -> Program:
+def lower(
+    program: Program, name: str, variant: Variant = "chain", *, native: bool = False
+) -> Program:
     """The program with only function `name`, in ops that have rows.
 
+    native: graftwork's own ops may be among them, see `emit`.
     Errors: `UnsupportedError` naming an op that has neither a row nor a decomposition.
     """
     fn, weights = program.function(name).copy(), program.weights
@@ -74,7 +77,7 @@ def lower(program: Program, name: str, variant: Variant = "chain") -> Program:
         weights = lower_attention(fn, weights)
     fuse_norms(fn)
     simplify_views(fn)  # attention's output comes back as a transpose of what the next op wants
-    decompose(fn)
+    decompose(fn, native)
     simplify_views(fn)
     merge_equal(fn)
     sweep(fn)

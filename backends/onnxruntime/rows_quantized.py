@@ -132,6 +132,29 @@ def _is_stored(node: torch.fx.Node) -> bool:
     return all(part.op == "get_attr" for part in parts if part is not None)
 
 
+def _is_looked_up(node: torch.fx.Node) -> bool:
+    """Whether a table is all stored, and sessions may have the op that looks it up."""
+    return _is_stored(node) and not quantized_ops_available()
+
+
+@row(G.quantized_embedding.default, when=_is_looked_up, native=True)
+def quantized_embedding(
+    e: Emitter,
+    ids: oir.Value,
+    weight: oir.Value,
+    scale: oir.Value,
+    offset: oir.Value | None,
+    codebook: oir.Value | None,
+    bits: int,
+    group: int,
+) -> Any:
+    given = [weight_of(part) for part in (weight, scale, offset, codebook)]
+    assert given[0] is not None and given[1] is not None
+    parts = given[0], given[1], given[2], given[3]
+    wide = e.cast(ids, torch.int64)
+    return rows_tiles.quantized_embedding(e, wide, *parts, bits=bits, group=group)
+
+
 @row(G.quantized_linear.default, when=_is_stored)
 def quantized_linear(
     e: Emitter,

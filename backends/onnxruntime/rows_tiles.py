@@ -51,7 +51,7 @@ def quantized_embedding(
     bits: int,
     group: int,
 ) -> Any:
-    """`graftwork.quantized_embedding` of ids i64[...]: f32[..., K], the weight as it is stored."""
-    given = (weight, scale, offset, codebook)
-    values = [None if w is None else e.weight(w) for w in given]
-    return e.own("QuantizedEmbedding", ids, *values, bits=bits, group=group)
+    """`graftwork.quantized_embedding` of ids i64[...]: f32[..., K], the table as it is stored."""
+    laid = tiles.tiled_table(weight, scale, offset, codebook, bits=bits, group=group)
+    values = [None if w is None else e.weight(w) for w in laid.parts]
+    return e.own("QuantizedEmbedding", ids, *values, bits=bits, group=group, N=laid.outputs)

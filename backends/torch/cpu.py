@@ -64,24 +64,6 @@ def row_sums(weight: Tensor) -> Tensor:
     return weight.sum(-1, dtype=torch.int32)
 
 
-def quantized_embedding(
-    ids: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    offset: Tensor | None = None,
-    codebook: Tensor | None = None,
-    *,
-    bits: int,
-    group: int,
-) -> Tensor:
-    """`graftwork.quantized_embedding`, the same bits."""
-    wide = None if codebook is None else codebook.float()
-    found: Tensor = native_quantized.quantized_embedding(
-        ids.long(), weight, scale, offset, wide, bits, group
-    )
-    return found
-
-
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """`graftwork.rms_norm`; native in float32, unless the weight is broadcast."""
     normal: Tensor
@@ -223,7 +205,7 @@ CPU_ROWS: dict[Any, Row] = {
     },
     torch.ops.graftwork.linear_int8.default: Prepared(linear_int8, {"sums": (1, row_sums)}),
     native_quantized.LINEAR: native_quantized.quantized_linear,
-    torch.ops.graftwork.quantized_embedding.default: quantized_embedding,
+    native_quantized.EMBEDDING: native_quantized.quantized_embedding,
     torch.ops.graftwork.attend.default: attend,
     torch.ops.graftwork.rms_norm.default: rms_norm,
     torch.ops.graftwork.add_rms_norm.default: add_rms_norm,

@@ -89,63 +89,73 @@ def _is_half(tensor: Tensor | None) -> bool:
 
 
 def _quantized_embedding_like(
-    ids: Tensor, weight: Tensor, scale: Tensor, offset: Any, codebook: Any, bits: int, group: int
+    ids: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    offset: Any,
+    codebook: Any,
+    bits: int,
+    group: int,
+    outputs: int,
 ) -> Tensor:
     return scale.new_empty((*ids.shape, scale.shape[1] * group), dtype=F32)
 
 
 def _check_quantized_embedding(
     ids: Tensor,
-    weight: Tensor,
+    packed: Tensor,
     scale: Tensor,
     offset: Tensor | None,
     codebook: Tensor | None,
     bits: int,
     group: int,
+    outputs: int,
 ) -> None:
     given = Operands("quantized_embedding")
     if ids.dtype != torch.int64:
         raise InputError(f"quantized_embedding: the kernel takes ids in int64, got {ids.dtype}")
-    given.fit("scale", scale, "VG", _half_or_float(scale))
+    if outputs < 0:
+        raise InputError(f"quantized_embedding: a table cannot have {outputs} rows")
+    given.sizes.update(T=-(-outputs // tiles.OUTPUTS), L=tiles.OUTPUTS, Q=1 << bits)
+    given.fit("scale", scale, "TGL", _half_or_float(scale))
     columns = tiles.check_sizes(bits, group, given.sizes["G"] * max(group, 0))
-    if columns * bits % 8:
-        raise InputError(
-            f"quantized_embedding: {columns} columns of {bits} bits are no whole bytes"
-        )
-    given.sizes.update(K=columns, B=columns * bits // 8, Q=1 << bits)
-    given.fit("weight", weight, "VB", torch.uint8)
-    given.fit("offset", offset, "VG", _half_or_float(offset))
+    given.sizes["B"] = tiles.Layout(outputs, columns, bits, group).group_bytes
+    given.fit("packed", packed, "TGB", torch.uint8)
+    given.fit("offset", offset, "TGL", _half_or_float(offset))
     given.fit("codebook", codebook, "Q", F32)
     if offset is not None and codebook is not None:
         raise InputError("quantized_embedding: a codebook goes with no offset")
 
 
 @native_op(
-    "quantized_embedding(Tensor ids, Tensor weight, Tensor scale, Tensor? offset, "
-    "Tensor? codebook, int bits, int group) -> Tensor",
+    "quantized_embedding(Tensor ids, Tensor packed, Tensor scale, Tensor? offset, "
+    "Tensor? codebook, int bits, int group, int outputs) -> Tensor",
     _check_quantized_embedding,
     _quantized_embedding_like,
 )
 def quantized_embedding(
     ids: Tensor,
-    weight: Tensor,
+    packed: Tensor,
     scale: Tensor,
     offset: Tensor | None,
     codebook: Tensor | None,
     bits: int,
     group: int,
+    outputs: int,
 ) -> Tensor:
-    """`graftwork.quantized_embedding` of ids i64[...], the weight as it is stored: f32[..., K].
+    """`graftwork.quantized_embedding` of ids i64[...], the table in tiles: f32[..., K].
 
-    Errors: `InputError` for an id that is not in 0..V-1.
+    packed, scale, offset, codebook: as `tiles.tiled_table` makes them; outputs: rows of the table.
+    Errors: `InputError` for an id that is not in 0..outputs-1.
     """
-    result = _quantized_embedding_like(ids, weight, scale, offset, codebook, bits, group)
-    sizes = ids.numel(), weight.shape[0], result.shape[-1], group, bits
+    result = _quantized_embedding_like(ids, packed, scale, offset, codebook, bits, group, outputs)
+    sizes = ids.numel(), outputs, result.shape[-1], group, bits
     halves = _is_half(scale), _is_half(offset)
-    tensors = ids, weight, scale, offset, codebook, result
+    tensors = ids, packed, scale, offset, codebook, result
     quantized_embedding_kernel(*tensors, *sizes, *halves, torch.get_num_threads())
     return result
 
 
 LINEAR = torch.ops.graftwork_native.quantized_linear.default
-"""The op itself, for programs."""
+EMBEDDING = torch.ops.graftwork_native.quantized_embedding.default
+"""The ops themselves, for programs."""

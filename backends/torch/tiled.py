@@ -1,18 +1,21 @@
-"""Products with weights of few bits, as the native kernels want them.
+"""Products with, and look-ups in, weights of few bits, as the native kernels want them.
 
 Before::
 
-    %y: f32[B,T,N] = graftwork.quantized_linear(%x, @w.q4, @w.q4.scale, @w.q4.offset, bits=4,
-      group=32)
+    %h: f32[B,T,K] = graftwork.quantized_embedding(%ids, @w.q4, @w.q4.scale, bits=4, group=32)
+    %y: f32[B,T,N] = graftwork.quantized_linear(%h, @w.q4, @w.q4.scale, bits=4, group=32)
 
 After::
 
-    %y: f32[B,T,N] = graftwork_native.quantized_linear(%x, @w.q4.tiles.32, @w.q4.scale.columns,
-      @w.q4.offset.columns, None, None, 4, 32, 96)
+    %h: f32[B,T,K] = graftwork_native.quantized_embedding(%ids, @w.q4.tiles.4.32,
+      @w.q4.scale.columns, None, None, 4, 32, 96)
+    %y: f32[B,T,N] = graftwork_native.quantized_linear(%h, @w.q4.tiles.4.32,
+      @w.q4.scale.columns, None, None, None, 4, 32, 96)
 
 Weights are laid out once for a program, before anything is compiled and in place of what is stored,
-so that each is in memory once whatever functions, outputs and widths are compiled. What kernels do
-not take stays: products of activations that are not rounded, and weights that a program computes.
+so that each is in memory once whatever functions, outputs and widths are compiled, a table that is
+a head's weight, too. What kernels do not take stays: products of activations that are not rounded,
+and weights that a program computes.
 """
 
 from __future__ import annotations
@@ -30,10 +33,12 @@ from . import native_quantized
 
 A, G = torch.ops.aten, torch.ops.graftwork
 STORED = ("weight", "scale", "offset", "codebook")
+Sizes = tuple[int, ...]
+"""Bits, group and outputs."""
 
 
 def with_tiles(program: Program) -> Program:
-    """The program with its rounded products of few bits as calls of kernels.
+    """The program with its rounded products of few bits, and its look-ups, as calls of kernels.
 
     Errors: `InputError` for sizes that kernels do not take, and when weights are loaded, for a
     codebook that is not of whole numbers.
@@ -43,39 +48,50 @@ def with_tiles(program: Program) -> Program:
 
 def _lay_out(fn: Function, weights: WeightStore) -> tuple[int, WeightStore]:
     count = 0
-    for node in fn.calls(G.quantized_linear.default):
+    for node in fn.calls(G.quantized_linear.default, G.quantized_embedding.default):
         given = arguments(node)
         stored = [given[name] for name in STORED]
-        if not given["rounded"] or any(p is not None and p.op != "get_attr" for p in stored):
+        if not given.get("rounded", True) or any(p and p.op != "get_attr" for p in stored):
             continue
+        looks_up = node.target is G.quantized_embedding.default
+        lay_out = tiles.tiled_table if looks_up else tiles.tiled
         parts: list[Any] = [p and weights[str(p.target)] for p in stored]
-        laid = tiles.tiled(*parts, bits=given["bits"], group=given["group"])
+        laid = lay_out(*parts, bits=given["bits"], group=given["group"])
         known = [part and weights.taken(part) for part in laid.parts]
         weights = weights.adding(*filter(None, known))
         with fn.graph.inserting_before(node):
             operands = [part and fn.weight(part) for part in known]
             sizes = laid.bits, laid.group, laid.outputs
-            _replace(fn, node, operands, given["bias"], sizes)
+            call = _look_up if looks_up else _product
+            new = call(fn, node, operands, sizes)
+        node.replace_all_uses_with(new)
+        fn.graph.erase_node(node)
         count += 1
     sweep(fn)
     return count, weights
 
 
-def _replace(
-    fn: Function, node: torch.fx.Node, operands: list[Any], bias: Any, sizes: tuple[int, ...]
-) -> None:
+def _look_up(fn: Function, node: torch.fx.Node, operands: list[Any], sizes: Sizes) -> torch.fx.Node:
+    """The call of the kernel, which takes ids in int64."""
+    ids = _in_dtype(fn, node, node.args[0], torch.int64)
+    row: torch.fx.Node = fn.call(
+        native_quantized.EMBEDDING, ids, *operands, *sizes, site=site_of(node)
+    )
+    return row
+
+
+def _product(fn: Function, node: torch.fx.Node, operands: list[Any], sizes: Sizes) -> torch.fx.Node:
     """The call of the kernel, which is one of float32."""
-    site = site_of(node)
+    x, bias = (
+        _in_dtype(fn, node, value, torch.float32)
+        for value in (node.args[0], arguments(node)["bias"])
+    )
+    new = fn.call(native_quantized.LINEAR, x, *operands, bias, *sizes, site=site_of(node))
+    result: torch.fx.Node = _in_dtype(fn, node, new, type_of(node).dtype)
+    return result
 
-    def wide(value: Any) -> Any:
-        if value is None or type_of(value).dtype == torch.float32:
-            return value
-        return fn.call(A._to_copy.default, value, dtype=torch.float32, site=site)
 
-    given = wide(node.args[0]), *operands, wide(bias), *sizes
-    new = fn.call(native_quantized.LINEAR, *given, site=site)
-    dtype = type_of(node).dtype
-    if dtype != torch.float32:
-        new = fn.call(A._to_copy.default, new, dtype=dtype, site=site)
-    node.replace_all_uses_with(new)
-    fn.graph.erase_node(node)
+def _in_dtype(fn: Function, node: torch.fx.Node, value: Any, dtype: torch.dtype) -> Any:
+    if value is None or type_of(value).dtype == dtype:
+        return value
+    return fn.call(A._to_copy.default, value, dtype=dtype, site=site_of(node))

@@ -235,29 +235,32 @@ def native_quantized_embedding(make: Maker) -> Case:
     low = -1 if make.random.random() < 0.1 else 0
     ids = torch.randint(low, len(w.q) + 1, make.rows(), generator=make.generator)
     ids = ids.clamp(max=max(0, len(w.q) - (make.random.random() < 0.9)))
-    operands = {"ids": ids, "weight": w.packed, "scale": w.scale, "offset": w.offset}
-    operands |= {"codebook": w.codebook}
+    packed, scale, offset, codebook = w.table_in_tiles()
+    operands = {"ids": ids, "packed": packed, "scale": scale, "offset": offset}
+    operands |= {"codebook": codebook}
 
-    def meaning(ids: Tensor, *tensors: Any, bits: int, group: int) -> Tensor:
-        weight, scale, offset, codebook = tensors
-        want(scale.dim() == 2 and ids.dtype == torch.int64 and weight.dtype == torch.uint8)
-        columns = scale.shape[1] * group
-        want(columns > 0 and weight.dim() == 2 and weight.shape[0] == scale.shape[0])
-        want(columns * bits % 8 == 0 and weight.shape[1] * 8 == columns * bits)
+    def meaning(ids: Tensor, *tensors: Any, bits: int, group: int, outputs: int) -> Tensor:
+        packed, scale, offset, codebook = tensors
+        want(scale.dim() == 3 and ids.dtype == torch.int64 and packed.dtype == torch.uint8)
+        tiles, groups = -(-outputs // 16), scale.shape[1]
+        want(groups > 0 and scale.shape == (tiles, groups, 16))
+        want(packed.shape == (tiles, groups, -(-group // 16) * 32 * bits))
         want(all(t is None or t.dtype in (F32, torch.float16) for t in (scale, offset)))
         want(offset is None or offset.shape == scale.shape)
         want(codebook is None or (codebook.dtype == F32 and codebook.shape == (1 << bits,)))
-        streams = weight[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1
-        each = streams.reshape(len(weight), columns, bits).long()
-        q = (each << torch.arange(bits)).sum(-1)
-        w = quantized.Weight(q, weight, scale, offset, codebook, None, bits, group)
-        want(bool(((ids >= 0) & (ids < len(weight))).all()))
+        want(codebook is None or offset is None)
+        q = quantized.from_tiles(packed, bits, group, outputs)
+        by_row = [
+            None if t is None else t.mT.reshape(-1, groups)[:outputs] for t in (scale, offset)
+        ]
+        w = quantized.Weight(q, packed, *by_row, codebook, None, bits, group)
+        want(bool(((ids >= 0) & (ids < outputs)).all()))
         return quantized.table(w)[ids]
 
-    def call(*tensors: Any, bits: int, group: int) -> Any:
-        return native_quantized.quantized_embedding(*tensors, bits, group)
+    def call(*tensors: Any, bits: int, group: int, outputs: int) -> Any:
+        return native_quantized.quantized_embedding(*tensors, bits, group, outputs)
 
-    options = {"bits": w.bits, "group": w.group}
+    options = dict(zip(("bits", "group", "outputs"), w.table_sizes, strict=True))
     # What ids are worth no shape rule knows.
     return Case("quantized_embedding", call, meaning, operands, options)
 
