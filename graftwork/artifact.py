@@ -37,7 +37,7 @@ from .ir import (
     program_text,
 )
 from .ir.files import LARGE, open_regular, plain_path, read_bytes, read_json, read_text
-from .ir.legality import check_carried, unmet
+from .ir.legality import unmet
 from .ir.lexer import MAX_BYTES
 from .ir.parser import parse_program
 from .ir.scratch import replacing
@@ -162,7 +162,6 @@ def load(folder: str | Path) -> Saved:
         verify(program)
         if fault := unmet(program):
             raise VerifyError(fault[0])
-        check_carried(program.plan)
     except UnsupportedError:
         raise
     except (GraftworkError, OSError, UnicodeDecodeError) as error:

@@ -260,8 +260,9 @@ def measure_steps(
     clock: Clock = perf_counter,
 ) -> dict[int, float]:
     """Median seconds of a step by its columns, after `prompt`; feeding it takes part in them."""
-    feeder = Feeder(executable, 1, executable.program.step.name)
-    fetch = ("argmax",) if "argmax" in executable.program.step.outputs else ("logits",)
+    program = executable.program
+    feeder = Feeder(executable, 1, program.step.name, parts=program.plan.step.parts)
+    fetch = ("argmax",) if "argmax" in program.step.outputs else ("logits",)
     start = min(len(prompt), max(feeder.context - max(widths), 1))
     usable = [width for width in sorted(widths) if feeder.width(width, start) == width]
     times: dict[int, list[float]] = {width: [] for width in usable}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .errors import UnsupportedError
 from .plan import DecodePlan, DraftRecord, TreeRecord
 from .program import Program
 from .protocol import ANCESTORS
@@ -31,15 +30,6 @@ def misfit(plan: DecodePlan) -> str | None:
 def idle(plan: DecodePlan) -> str | None:
     """The part of a plan that can never act, and why; None if all can."""
     return next(_idle(plan), None)
-
-
-def check_carried(plan: DecodePlan) -> None:
-    """Errors: `UnsupportedError` for a plan that can be written down, but not carried out yet."""
-    if plan.step.in_parts:
-        raise UnsupportedError(
-            f"step={plan.step.brief} makes a step of several calls, and the decode loop makes one; "
-            f"leave the slot out, or use step = whole(function={plan.step.plain!r})"
-        )
 
 
 def _unmet(program: Program) -> Iterator[tuple[str, str]]:

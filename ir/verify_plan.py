@@ -77,6 +77,7 @@ def _check_names(program: Program, part: Record) -> None:
         "chain": functions,
         "plain": functions,
         "prefill": functions,
+        "head": functions,
         "output": set(program.step.outputs),
         "state": set(program.states),
         "weight": set(program.weights),

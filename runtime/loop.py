@@ -6,7 +6,7 @@ from time import perf_counter
 
 from ..ir import Program, UnsupportedError
 from ..ir.executable import Executable
-from ..ir.legality import check_carried, unmet
+from ..ir.legality import unmet
 from .asking.request import Request
 from .rounds import ROUNDS, Decoding
 from .stats import Stats
@@ -44,7 +44,6 @@ def run(decoding: Decoding) -> None:
 
 
 def _check_plan(program: Program) -> None:
-    check_carried(program.plan)
     if fault := unmet(program):
         lacks = f"; the program lacks a pass that provides {fact!r}" if (fact := fault[1]) else ""
         raise UnsupportedError(f"{fault[0]}{lacks}")

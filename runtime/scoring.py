@@ -29,7 +29,7 @@ def score(executable: Executable, input_ids: torch.Tensor) -> torch.Tensor:
             f"{program.info.context}: score it in windows"
         )
     with executable.turn:
-        feeder = Feeder(executable, batch, program.step.name)
+        feeder = Feeder(executable, batch, program.step.name, parts=program.plan.step.parts)
         feeder.begin(length, 0)
         parts = []
         for fed in _starts(feeder, length):
@@ -56,7 +56,7 @@ def _piece(feeder: Feeder, ids: torch.Tensor, past: int, width: int) -> torch.Te
     given = chain_inputs(torch.nn.functional.pad(piece, (0, width - count)), past)
     given["positions"] = given["positions"].clamp(max=feeder.context - 1)
     inputs = {name: tensor for name, tensor in given.items() if name in feeder.names}
-    logits = feeder.executable.run(feeder.function, inputs, ("logits",))["logits"]
+    logits = feeder.call(inputs, ("logits",))["logits"]
     return logits[:, :count].float().cpu().clone()
 
 

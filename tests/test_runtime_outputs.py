@@ -24,7 +24,7 @@ class Holding:
 
 def test_what_is_written_in_between_is_read():
     executable = Holding()
-    call = Calls("step", {}).fetching(executable, ("argmax",))
+    call = Calls(("step",), {}).fetching(executable, ("argmax",))
     first = call()
     assert first.integers("argmax") == [[0, 0, 0], [0, 0, 0]]
     executable.memory.copy_(torch.arange(6).view(2, 3))
@@ -33,7 +33,7 @@ def test_what_is_written_in_between_is_read():
 
 def test_other_memory_is_looked_up_anew():
     executable = Holding()
-    call = Calls("step", {}).fetching(executable, ("argmax",))
+    call = Calls(("step",), {}).fetching(executable, ("argmax",))
     first = call()
     first.integers("argmax")
     # A part of a wider output is not contiguous.
@@ -42,7 +42,7 @@ def test_other_memory_is_looked_up_anew():
 
 
 def test_a_call_is_held_once_for_what_it_fetches():
-    executable, calls = Holding(), Calls("step", {})
+    executable, calls = Holding(), Calls(("step",), {})
     assert calls.fetching(executable, ("argmax",)) is calls.fetching(executable, ("argmax",))
     calls.fetching(executable, ("logits", "argmax"))
     assert executable.held == 2

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from tiny import PROMPTS, cached_llama, drafting_llama
 
-from graftwork.artifact import load, save
 from graftwork.backends import compile
 from graftwork.backends.target import Target
-from graftwork.ir import Program, UnsupportedError, VerifyError, parse_program, program_text, verify
-from graftwork.ir.plan import DecodePlan, Fused, Segments, Whole
+from graftwork.ir import Program, VerifyError, parse_program, program_text, verify
+from graftwork.ir.plan import Fused, Whole
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.fuse_draft import FuseDraft
 from graftwork.passes.drafting.unroll_draft import UnrollDraft
-from graftwork.passes.engine.manager import Step, check_plan, run_passes
+from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.runtime.generate import generate
 
 
-def with_step(program: Program, step: Whole | Fused | Segments) -> Program:
+def with_step(program: Program, step: Whole | Fused) -> Program:
     return program.replace(plan=replace(program.plan, step=step))
 
 
@@ -56,18 +54,3 @@ def test_a_fused_draft_needs_a_step_that_makes_it() -> None:
     for step in (Whole(), Fused("step.drafting", "step", 1)):
         with pytest.raises(VerifyError, match="is made by the step"):
             verify(with_step(program, step))
-
-
-def test_segments_are_written_down_but_not_carried_out(tmp_path: Path) -> None:
-    program = with_step(cached_llama(), Segments(("step",)))
-    verify(program)
-    text = program_text(program)
-    assert 'step = segments(functions=("step",), plain="step")' in text
-    assert parse_program(text).plan == DecodePlan(step=Segments(("step",)))
-    with pytest.raises(UnsupportedError, match=r"several calls.*step = whole\(function='step'\)"):
-        check_plan(program)
-    save(program, tmp_path / "out", target=Target(), recipe={})
-    with pytest.raises(UnsupportedError, match="several calls"):
-        load(tmp_path / "out")
-    with pytest.raises(UnsupportedError, match="several calls"):
-        generate(compile(program, Target.parse("eager")), PROMPTS[2:3])

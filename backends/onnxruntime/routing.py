@@ -73,17 +73,17 @@ class Router:
         """
         if not self.cached:
             return Route("chain", inputs)
-        tokens, rows = inputs.get("tokens"), inputs.get("past")
-        if tokens is None or rows is None:
-            missing = "tokens" if tokens is None else "past"
-            raise InputError(f"{self.name} needs the input {missing!r}")
+        rows = inputs.get("past")
+        if missing := [name for name in ("past", *self.tokenwise) if name not in inputs]:
+            raise InputError(f"{self.name} needs the input {missing[0]!r}")
+        assert rows is not None
         ancestors = inputs.get(ANCESTORS)
         if ancestors is not None and not self.trees:
             raise InputError(
                 f"{self.name} takes no ancestors: the program was made without trees "
                 f"(pass accept_trees)"
             )
-        width = tokens.shape[1]
+        width = self._columns(inputs)
         alone = self.rounds and width == 1
         widened = alone and not self.pairs
         feeds = self._doubled(inputs) if widened else dict(inputs)
@@ -98,6 +98,12 @@ class Router:
             feeds.update(self.counts.of(past, longest, width, variant))
         asked = longest + (1 if widened else width)
         return Route(variant, feeds, asked, int(alone), widened)
+
+    def _columns(self, inputs: Inputs) -> int:
+        """Tokens of a step. Errors: `InputError` for a function that is fed none."""
+        for name, axis in self.tokenwise.items():
+            return inputs[name].shape[axis]
+        raise InputError(f"{self.name} reads a cache and is fed nothing that has a value a token")
 
     def _variant(
         self, tree: bool, batch: int, width: int, longest: int, made: Collection[Variant]

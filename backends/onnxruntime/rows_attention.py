@@ -29,6 +29,14 @@ def pick_rows(e: Emitter, x: oir.Value, select: oir.Value) -> Any:
     return e.op("GatherND", x, index, batch_dims=1)
 
 
+@row(G.cache_read.default)
+def cache_read(e: Emitter, cache: oir.Value, past: oir.Value, select: oir.Value) -> Any:
+    rows = e.op("Squeeze", cache, e.const([1], I64))
+    first = e.op("Unsqueeze", past, e.const([1], I64))
+    index = e.op("Unsqueeze", e.op("Add", first, select), e.const([2], I64))
+    return e.op("GatherND", rows, index, batch_dims=1)
+
+
 @row(G.rotary.default)
 def rotary(
     e: Emitter, x: oir.Value, cos: oir.Value, sin: oir.Value, interleaved: bool = False

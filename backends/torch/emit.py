@@ -117,7 +117,7 @@ class _Builder:
         return arg
 
     def _how(self, node: torch.fx.Node) -> Any:
-        if node.target is G.cache_write.default and self._owns_state(node.args[0]):
+        if node.target is G.cache_write.default and self._owns_state(node):
             return cache_write_
         if node.target in self.rows:
             return self.rows[node.target]
@@ -128,5 +128,11 @@ class _Builder:
             return node.target
         raise UnsupportedError(f"the torch backend has no way to run {node.target}")
 
-    def _owns_state(self, cache: Any) -> bool:
-        return str(cache.target) in self.states and len(cache.users) == 1
+    def _owns_state(self, write: torch.fx.Node) -> bool:
+        """Whether a write may go into the state itself: whoever else reads the old rows has done
+        so before, because the new ones follow from what it read."""
+        cache: Any = write.args[0]
+        if str(cache.target) not in self.states:
+            return False
+        others = set(cache.users) - {write}
+        return not others or others <= cone([write.args[1]])  # type: ignore[list-item]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
+from ..errors import InputError
 from .base import Record, Returned, record
-from .bounds import Rollout
+from .bounds import Place, Rollout
 
 if TYPE_CHECKING:
     from .decode import DecodePlan
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 class StepRecord(Record):
     """Base of step records.
 
-    in_parts: a step is several calls, one after the other.
+    in_parts: a step is several calls, one after the other: `parts`.
     """
 
     slot: ClassVar[str] = "step"
@@ -43,6 +45,11 @@ class StepRecord(Record):
     def read(self, argmax: bool) -> tuple[str, int]:
         """As `fed`, for prompts."""
         return self.fed(argmax)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The functions that are called, in order; () where one does it all."""
+        return ()
 
 
 @record
@@ -114,12 +121,39 @@ class Prefilled(StepRecord):
 @record
 @dataclass(frozen=True)
 class Segments(StepRecord):
-    """A step is a call of each of `functions` in turn, as deep as it goes; `plain` is all of them.
+    """A step is a call of each of `functions` in turn, as deep as it goes, and one of `head`.
 
-    No decode loop carries it out yet (see `legality.check_carried`).
+    A function takes up each token's residual stream where the one before has left it, in the state
+    `state`; the head makes logits of it at any depth. plain: all of them in one. exits: layers up
+    to the end of each function but the last, counted from the first. layers: there are in all.
     """
 
     functions: tuple[str, ...] = ()
     plain: str = "step"
+    head: str = "step.head"
+    state: str = "stream"
+    exits: tuple[Place, ...] = ()
+    layers: Place = 0
     kind: ClassVar[str] = "segments"
     in_parts: ClassVar[bool] = True
+
+    def check(self) -> None:
+        """See `Record.check`."""
+        rising = all(a < b for a, b in pairwise((0, *self.exits)))
+        several = len(set(self.functions)) == len(self.functions) == len(self.exits) + 1
+        if not (several and rising):
+            raise InputError(
+                f"expected rising exits between different functions, got functions="
+                f"{self.functions} and exits={self.exits}"
+            )
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """See `StepRecord.parts`."""
+        return (*self.functions, self.head)
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`."""
+        for function in self.functions:
+            yield function, {self.state: ("", 1, "", "")}
+        yield self.head, {"logits": ("", "", "V")}

@@ -39,6 +39,7 @@ class Effect(Enum):
     LOGITS = "logits"
     DECODE_PLAN = "decode plan"
     FUNCTIONS = "functions"
+    SEGMENTS = "segments"
 
 
 STATES = frozenset({Effect.HIDDEN_BASIS, Effect.LAYER_SET})

@@ -76,6 +76,12 @@ def _argmax(program: Program) -> str:
     return _returns(program, "argmax")
 
 
+@fact("segments")
+def _segments(program: Program) -> str:
+    in_parts = program.plan.step.in_parts
+    return "" if in_parts else f"the plan has step={program.plan.step.brief}"
+
+
 @fact("top_tokens")
 def _top_tokens(program: Program) -> str:
     return _returns(program, "top_tokens")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import networkx as nx
 
 from ...ir import PassError, PassRecord, Program, VerifyError
-from ...ir.legality import check_carried, idle, unmet
+from ...ir.legality import idle, unmet
 from ...ir.threads import traces
 from ...ir.verify import verify
 from .base import Contract, Outcome, Pass, all_passes
@@ -160,7 +160,6 @@ def check_plan(program: Program) -> None:
     Errors: `PassError` naming the part, and the pass to add or to leave out; `UnsupportedError` for
     a part that no decode loop carries out.
     """
-    check_carried(program.plan)
     if fault := unmet(program):
         raise PassError(f"{fault[0]}{_hint(fault[1])}")
     if nothing := idle(program.plan):

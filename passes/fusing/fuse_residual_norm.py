@@ -14,7 +14,7 @@ After::
 with %r[0] for %n. A sum that several norms read is fused with the first. Markers stay, used or
 not. Leaves alone sums that broadcast or scale, and norms of anything else. Nothing may still
 change what lies between a block's sum and its norm, so this runs after the passes that have an
-effect on layers or logits, and after those that add functions.
+effect on layers or logits, and after those that add functions or cut the step into segments.
 """
 
 from __future__ import annotations
@@ -38,7 +38,13 @@ class FuseResidualNorm(Pass):
     name: ClassVar[str] = "fuse_residual_norm"
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     reads: ClassVar[frozenset[Effect]] = frozenset(
-        {Effect.HIDDEN_BASIS, Effect.LAYER_SET, Effect.LOGITS, Effect.FUNCTIONS}
+        {
+            Effect.HIDDEN_BASIS,
+            Effect.LAYER_SET,
+            Effect.LOGITS,
+            Effect.FUNCTIONS,
+            Effect.SEGMENTS,
+        }
     )
 
     def run(self, program: Program) -> Outcome:

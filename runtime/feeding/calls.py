@@ -1,6 +1,9 @@
-"""Calls of a function that come again on the same tensors, by what they fetch."""
+"""Calls of a step that come again on the same tensors, by what they fetch."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from operator import is_not
 
 import torch
 
@@ -24,17 +27,72 @@ class Call:
         return self._outputs
 
 
+class CallInTurn:
+    """Held calls of several functions that make up a step, one after the other."""
+
+    def __init__(self, calls: Sequence[HeldCall]) -> None:
+        self._calls = calls
+        self._raw: list[dict[str, torch.Tensor]] = []
+        self._outputs = Outputs({})
+
+    def __call__(self) -> Outputs:
+        """The outputs of all, for what lies in the inputs now."""
+        raw = [call() for call in self._calls]
+        if len(raw) != len(self._raw) or any(map(is_not, raw, self._raw)):
+            merged = {name: value for part in raw for name, value in part.items()}
+            self._raw, self._outputs = raw, Outputs(merged)
+        return self._outputs
+
+
 class Calls:
-    """Calls of a function on the same inputs, whose memory is written in between."""
+    """Calls of a step on the same inputs, whose memory is written in between.
 
-    def __init__(self, function: str, inputs: dict[str, torch.Tensor]) -> None:
-        self.function, self.inputs = function, inputs
-        self._held: dict[tuple[str, ...], Call] = {}
+    functions: those that make it up, in order; each takes those of the inputs that it needs.
+    """
 
-    def fetching(self, executable: Executable, fetch: tuple[str, ...]) -> Call:
+    def __init__(self, functions: tuple[str, ...], inputs: dict[str, torch.Tensor]) -> None:
+        self.functions, self.inputs = functions, inputs
+        self._held: dict[tuple[str, ...], Call | CallInTurn] = {}
+
+    def fetching(self, executable: Executable, fetch: tuple[str, ...]) -> Call | CallInTurn:
         """The call that returns these outputs."""
         call = self._held.get(fetch)
         if call is None:
-            held = executable.hold(self.function, self.inputs, fetch)
-            call = self._held[fetch] = Call(held)
+            shares = list(shared_out(executable, self.functions, self.inputs, fetch))
+            held = [executable.hold(*share) for share in shares]
+            call = Call(held[0]) if len(held) == 1 else CallInTurn(held)
+            self._held[fetch] = call
         return call
+
+
+def run_in_turn(
+    executable: Executable,
+    functions: Sequence[str],
+    inputs: Mapping[str, torch.Tensor],
+    fetch: tuple[str, ...],
+) -> dict[str, torch.Tensor]:
+    """Outputs of functions that make up a step, which is not to come again on these tensors."""
+    outputs: dict[str, torch.Tensor] = {}
+    for share in shared_out(executable, functions, inputs, fetch):
+        outputs |= executable.run(*share)
+    return outputs
+
+
+def shared_out(
+    executable: Executable,
+    functions: Sequence[str],
+    inputs: Mapping[str, torch.Tensor],
+    fetch: tuple[str, ...],
+) -> Iterator[tuple[str, dict[str, torch.Tensor], tuple[str, ...]]]:
+    """Of each function what it is fed and what is fetched of it; those of which nothing is wanted,
+    and that leave no state behind, are left out."""
+    if len(functions) == 1:
+        yield functions[0], dict(inputs), fetch
+        return
+    program = executable.program
+    for name in functions:
+        fn = program.function(name)
+        wanted = tuple(output for output in fetch if output in fn.outputs)
+        if wanted or any(output in program.states for output in fn.outputs):
+            fed = {given: value for given, value in inputs.items() if fn.has_input(given)}
+            yield name, fed, wanted

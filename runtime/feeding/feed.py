@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 
 import torch
@@ -11,6 +11,7 @@ from ...ir import UnsupportedError
 from ...ir.executable import Executable
 from ...ir.protocol import INPUTS, OPTIONAL
 from ..speculate.draft import Draft
+from .calls import run_in_turn
 from .outputs import Outputs
 from .step_inputs import StepInputs
 
@@ -29,11 +30,19 @@ class Feeder:
     """Runs the step function of an executable on a batch of ragged chunks.
 
     function: the step function, or one that does more. spare: rows that it makes for itself behind
-    those of what it is fed. seconds: time spent in the executable so far. context: positions that
-    the model knows.
+    those of what it is fed. parts: the functions that are called instead of it, one after the
+    other, if it was cut. seconds: time spent in the executable so far. context: positions that the
+    model knows.
     """
 
-    def __init__(self, executable: Executable, batch: int, function: str, spare: int = 0) -> None:
+    def __init__(
+        self,
+        executable: Executable,
+        batch: int,
+        function: str,
+        spare: int = 0,
+        parts: tuple[str, ...] = (),
+    ) -> None:
         program = executable.program
         step = program.function(function)
         if not step.has_input("past"):
@@ -42,7 +51,7 @@ class Feeder:
                 f"insert_kv_cache before generating"
             )
         self.executable, self.batch = executable, batch
-        self.function, self.spare = function, spare
+        self.function, self.spare, self.parts = function, spare, parts or (function,)
         self.context = program.info.context
         # Prompt tokens have ids above the vocabulary's.
         prompts = [getattr(part, "prompts", 0) for part in program.plan.draft.every]
@@ -50,9 +59,11 @@ class Feeder:
         self.names = frozenset(n for n in INPUTS if n not in OPTIONAL and step.has_input(n))
         self.selects = "select" in self.names
         self.widths = executable.widths(function)
-        self.states = program.states_of(function)
+        read = [program.states_of(part) for part in self.parts]
+        self.states = tuple(dict.fromkeys(name for names in read for name in names))
         # They outlive a generation, because making them takes as long as a few steps.
-        self._buffers: dict[tuple[str, int, int], StepInputs] = executable.scratch(Feeder)
+        kept: dict[tuple[tuple[str, ...], int, int], StepInputs] = executable.scratch(Feeder)
+        self._buffers = kept
         self.seconds = 0.0
         self.rows = 0
 
@@ -122,10 +133,8 @@ class Feeder:
         buffers = self.buffers(width)
         buffers.fill(rows, past)
         inputs = buffers.picked(starts, column)
-        start = perf_counter()
         # Not held: prompts come in all lengths, and few of them again.
-        outputs = self.executable.run(self.function, inputs, fetch)
-        self.seconds += perf_counter() - start
+        outputs = self.call(inputs, fetch)
         if self.selects:
             return outputs
         sequences, columns = torch.arange(self.batch)[:, None], torch.tensor(column)[:, None]
@@ -134,9 +143,18 @@ class Feeder:
             for name, value in outputs.items()
         }
 
+    def call(
+        self, inputs: Mapping[str, torch.Tensor], fetch: tuple[str, ...]
+    ) -> dict[str, torch.Tensor]:
+        """Run the step on these inputs, as deep as it goes."""
+        start = perf_counter()
+        outputs = run_in_turn(self.executable, self.parts, inputs, fetch)
+        self.seconds += perf_counter() - start
+        return outputs
+
     def buffers(self, width: int) -> StepInputs:
         """What steps of a width are fed from."""
-        key = (self.function, self.batch, width)
+        key = (self.parts, self.batch, width)
         buffers = self._buffers.get(key)
         if buffers is None:
             buffers = self._buffers[key] = StepInputs(*key, self.names, self.ids, self.context)

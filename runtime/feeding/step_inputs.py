@@ -32,20 +32,20 @@ class StepInputs:
 
     A step's lists are short: writing them number by number through memoryviews costs a fraction of
     what numpy, or an array, does right after a model has run through the processor's caches.
-    ids: the model has those below. Drafts may come from tables that came with a file. context: the
-    positions that there are.
+    functions: see `Calls`. ids: the model has those below. Drafts may come from tables that came
+    with a file. context: the positions that there are.
     """
 
     def __init__(
         self,
-        function: str,
+        functions: tuple[str, ...],
         batch: int,
         width: int,
         names: frozenset[str],
         ids: int,
         context: int,
     ) -> None:
-        self.function, self.batch, self.width, self.ids = function, batch, width, ids
+        self.functions, self.batch, self.width, self.ids = functions, batch, width, ids
         self.last = context - 1
         every = torch.arange(width).repeat(batch, 1)
         tensors = {"tokens": every.clone(), "positions": every.clone(), "select": every}
@@ -55,7 +55,7 @@ class StepInputs:
         self.past, self.column = memory(tensors["past"]), memory(column)
         self.garbage = memoryview(array("q", [0] * width))
         inputs = {name: tensor for name, tensor in tensors.items() if name in names}
-        self.chain, self.tree = Calls(function, inputs), Calls(function, {})
+        self.chain, self.tree = Calls(functions, inputs), Calls(functions, {})
         self.one_row = {**inputs, "select": column} if "select" in names else inputs
         self.shapes: list[Topology | None] = [None] * batch
 
@@ -103,7 +103,7 @@ class StepInputs:
         """
         if not self.tree.inputs:
             ancestors = torch.empty(self.batch, self.width, self.width, dtype=torch.bool)
-            self.tree = Calls(self.function, {**self.chain.inputs, "ancestors": ancestors})
+            self.tree = Calls(self.functions, {**self.chain.inputs, "ancestors": ancestors})
             self.seen, self.alone = ancestors.numpy(), np.eye(self.width, dtype=np.bool_)
         for index, (start, draft) in enumerate(zip(starts, drafts, strict=True)):
             shape = draft.shape

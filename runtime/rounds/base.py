@@ -43,7 +43,7 @@ class Decoding:
         self.length = LENGTHS.find(plan.length)(plan.length, executable, batch)
         self.drafter = drafter_for(plan.draft, Setting(executable, options, self.length))
         fed, read = plan.step.fed(options.by_argmax), plan.step.read(options.by_argmax)
-        self.feeder = Feeder(executable, batch, *fed)
+        self.feeder = Feeder(executable, batch, *fed, parts=plan.step.parts)
         self.reader = self.feeder if read == fed else Feeder(executable, batch, *read)
         trait = SAMPLING if options.do_sample else GREEDY
         verifier = VERIFIERS.find(plan.verify, trait)

@@ -40,7 +40,7 @@ class DraftInputs:
                 bound = bound.bind(sizes)
                 self.inputs[name] = torch.zeros(bound.shape, dtype=bound.dtype)
         self.ids = {n: t.numpy() for n, t in self.inputs.items() if n != "hidden"}
-        self.calls = Calls(function, self.inputs)
+        self.calls = Calls((function,), self.inputs)
 
     def fill(
         self,

@@ -1,0 +1,234 @@
+"""Cut the step into segments that run one after the other, so that a step may stop between them.
+
+Before::
+
+    func step(tokens, positions, past, select, kv.0.key, ...) -> logits, argmax, kv.0.key, ... {
+      ... layers 0 to 2 -> %h2 = graftwork.hidden(%x2, layer=2, point="block") ...
+      ... layers 3 to 7 -> %h7 = graftwork.hidden(%x7, layer=7, point="block") ...
+      %p: f32[B,S,H] = graftwork.pick_rows(%h7, %select)
+      ... final norm and head on %p ...
+
+After (exits=[3])::
+
+    state stream: f32[B,1,C,H]
+    func step: as it was
+    func step.0(tokens, positions, past, kv.0.key, ..., stream) -> kv.0.key, ..., stream {
+      ... layers 0 to 2 -> %h2 ...
+      %w: f32[B,1,C,H] = graftwork.cache_write(%stream, %h2 as rows, %past)
+    func step.1(positions, past, kv.3.key, ..., stream) -> kv.3.key, ..., stream {
+      %h2: f32[B,T,H] = graftwork.cache_read(%stream, %past, 0 .. T-1)
+      ... layers 3 to 7 -> %h7, written to the stream ...
+    func step.head(past, select, stream) -> logits, argmax {
+      %p: f32[B,S,H] = graftwork.cache_read(%stream, %past, %select)
+      ... final norm and head on %p ...
+    decode {
+      step = segments(functions=("step.0", "step.1"), head="step.head", exits=(3,), layers=8)
+
+An exit E is after E layers. The stream holds, of every token, the residual stream as deep as the
+token has been: a segment takes it up where the one before has left it, whenever that was, and the
+head reads it at any depth. So segments may be left out, or made up for later, for rows of their
+choice. What the step returns beside the logits comes from the segment that computes it.
+
+`step` stays for training and for the validator; the decode loop runs the segments alone. This
+changes no result. Runs when everything else is done to the step, but before `fuse_residual_norm`,
+which pulls a layer's first norm into the layer before. Refuses exits where there is no layer, or
+none behind them; steps that choose no logits (`pick_logits`), that do more than the target's work
+(`fuse_draft`) or are cut already; and, naming it, whatever reads states on both sides of a cut,
+such as attention that shares another layer's keys, or an output made of several layers' states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, ClassVar
+
+import torch
+import torch.fx
+from pydantic import Field
+
+from ...ir import Function, PassError, Program, State, Sym, TensorType, cone, site_of, type_of
+from ...ir.plan import Segments, Whole
+from ...ir.protocol import INPUTS
+from ..engine.base import Effect, Outcome, Pass, register
+from ..fusing.dce import sweep
+
+A, G = torch.ops.aten, torch.ops.graftwork
+STREAM = "stream"
+
+Exits = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, max_length=512)]
+
+
+@register
+class CutDepth(Pass):
+    """exits: numbers of layers, counted from the first, after which the step is cut."""
+
+    exits: Exits
+
+    name: ClassVar[str] = "cut_depth"
+    requires: ClassVar[frozenset[str]] = frozenset({"cached", "picked"})
+    provides: ClassVar[frozenset[str]] = frozenset({"segments"})
+    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.SEGMENTS})
+    reads: ClassVar[frozenset[Effect]] = frozenset(Effect) - {Effect.SEGMENTS}
+
+    def run(self, program: Program) -> Outcome:
+        """Add the segments. See the module docstring."""
+        plan, step = program.plan, program.step
+        if plan.step != Whole(step.name) or STREAM in program.states:
+            raise PassError(
+                f"{self.name}: expected a plan whose step is one function that is not cut yet, got "
+                f"step={plan.step.brief}: leave the other pass out that changes it, such as "
+                f"fuse_draft, or skip_layers with prefill='full'"
+            )
+        cutter = _Cutter(step.copy(), self.name)
+        exits = tuple(sorted(set(self.exits)))
+        if len(exits) < len(self.exits):
+            raise PassError(f"{self.name}: exits={list(self.exits)} names an exit twice")
+        parts = cutter.parts(exits)
+        *segments, head = parts
+        record = Segments(
+            functions=tuple(part.name for part in segments),
+            plain=step.name,
+            head=head.name,
+            exits=exits,
+            layers=len(cutter.blocks),
+        )
+        functions = {**program.functions, **{part.name: part for part in parts}}
+        states = {**program.states, STREAM: cutter.state}
+        cut = program.replace(functions=functions, states=states, plan=replace(plan, step=record))
+        return Outcome(cut, len(exits))
+
+
+class _Cutter:
+    """Takes a step to pieces. blocks: the values behind its layers, by the layer's number."""
+
+    def __init__(self, fn: Function, owner: str) -> None:
+        self.fn, self.owner = fn, owner
+        sweep(fn)
+        self.markers = fn.calls(G.hidden.default)
+        found = [node for node in self.markers if node.kwargs["point"] == "block"]
+        self.blocks = {int(node.kwargs["layer"]): node for node in found}  # type: ignore[arg-type]
+        if not found:
+            raise PassError(f"{owner}: {fn.name} has no graftwork.hidden marker of a block")
+        last = type_of(self.markers[-1])
+        dims = (Sym("B"), 1, Sym("C"), last.dims[-1])
+        self.state = State(STREAM, TensorType(last.dtype, dims), 0, "hidden")
+
+    def parts(self, exits: Sequence[int]) -> list[Function]:
+        """The segments in order, and the head."""
+        cuts = [self._cut(exit) for exit in exits]
+        cuts.append(self.markers[-1])
+        picks = [node for node in cuts[-1].users if node.target is G.pick_rows.default]
+        outputs = self._shared_out(cuts)
+        parts = []
+        for index, cut in enumerate(cuts):
+            name = f"{self.fn.name}.{index}"
+            given = {cuts[index - 1]: _fed_rows} if index else {}
+            part = _piece(self.fn, name, {**outputs[index], STREAM: cut}, given, self.state)
+            self._check_apart(part, cuts[:index], cut)
+            parts.append(_writing(part, self.state))
+        given = dict.fromkeys(picks, _chosen_rows)
+        head = _piece(self.fn, f"{self.fn.name}.head", outputs[-1], given, self.state)
+        self._check_apart(head, cuts, None)
+        return [*parts, head]
+
+    def _cut(self, exit: int) -> torch.fx.Node:
+        """The state after so many layers. Errors: `PassError` for an exit that there is not."""
+        layers = sorted(self.blocks)
+        possible = [layer + 1 for layer in layers[:-1]]
+        if exit not in possible:
+            raise PassError(
+                f"{self.owner}: there is no exit after {exit} layers; expected one of "
+                f"{', '.join(map(str, possible)) or 'none: there is one layer'} (the step has the "
+                f"layers {', '.join(map(str, layers))}, and one must be left behind the exit)"
+            )
+        return self.blocks[exit - 1]
+
+    def _shared_out(self, cuts: Sequence[torch.fx.Node]) -> list[dict[str, torch.fx.Node]]:
+        """The step's outputs by who makes them: a segment each, and the head."""
+        shares: list[dict[str, torch.fx.Node]] = [{} for _ in range(len(cuts) + 1)]
+        select = self.fn.input("select")
+        for name, node in self.fn.outputs.items():
+            needed = cone([node])
+            behind = sum(cut in needed for cut in cuts) - (node in cuts)
+            if behind == len(cuts) and select not in needed:
+                behind -= 1  # of every token: the last segment has them
+            shares[behind][name] = node
+        return shares
+
+    def _check_apart(
+        self, part: Function, before: Sequence[torch.fx.Node], cut: torch.fx.Node | None
+    ) -> None:
+        """That a part reads nothing that an earlier one makes, but the stream."""
+        first = self.markers.index(before[-1]) + 1 if before else 0
+        last = len(self.markers) if cut is None else self.markers.index(cut) + 1
+        known = {_place(node) for node in self.markers[first:last]}
+        for node in part.calls(G.hidden.default):
+            if _place(node) not in known:
+                guilty = [name for name, value in part.outputs.items() if node in cone([value])]
+                raise PassError(
+                    f"{self.owner}: {', '.join(guilty)} of {part.name} also need the state of "
+                    f"layer {node.kwargs['layer']} ({node.kwargs['point']}), which is before the "
+                    f"cut: cut elsewhere, or leave out the pass that reads it"
+                )
+
+
+def _place(marker: torch.fx.Node) -> tuple[object, object]:
+    return marker.kwargs["layer"], marker.kwargs["point"]
+
+
+Known = Callable[[Function, torch.fx.Node], torch.fx.Node]
+"""Makes, in a part, what stands there for a value of the step."""
+
+
+def _piece(
+    fn: Function,
+    name: str,
+    outputs: Mapping[str, torch.fx.Node],
+    given: Mapping[torch.fx.Node, Known],
+    state: State,
+) -> Function:
+    """A function that computes these values of `fn`, some of its other values being known."""
+    needed = cone(outputs.values(), given) - given.keys()
+    part = Function(name, role=fn.role)
+    values: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in fn.inputs:
+        wanted = node in needed or node.target == "past"
+        if wanted or (node.target == "select" and _chosen_rows in given.values()):
+            values[node] = part.graph.node_copy(node)
+    stream = part.add_input(state.name, state.type)
+    for node, known in given.items():
+        values[node] = known(part, stream)
+    for node in fn:
+        if node in needed and node not in values:
+            values[node] = part.graph.node_copy(node, lambda n: values[n])
+    part.set_outputs({name: values[node] for name, node in outputs.items()})
+    return part
+
+
+def _fed_rows(part: Function, stream: torch.fx.Node) -> torch.fx.Node:
+    """The rows of a step's tokens, f[B,T,H]."""
+    if not part.has_input("positions"):
+        part.add_input("positions", INPUTS["positions"].type)  # it says how many there are
+    count = part.call(A.arange.start_step, 0, Sym("T"), 1, dtype=torch.int64)
+    row = part.call(A.unsqueeze.default, count, 0)
+    columns = part.call(A.expand.default, row, [Sym("B"), Sym("T")])
+    return part.call(G.cache_read.default, stream, part.input("past"), columns)
+
+
+def _chosen_rows(part: Function, stream: torch.fx.Node) -> torch.fx.Node:
+    """The rows of the chosen tokens, f[B,S,H]."""
+    past, select = part.input("past"), part.input("select")
+    return part.call(G.cache_read.default, stream, past, select)
+
+
+def _writing(part: Function, state: State) -> Function:
+    """The segment, with the values that it returns as the stream written into it."""
+    outputs = part.outputs
+    rows = outputs[STREAM]
+    with part.graph.inserting_before(part.output_node):
+        column = part.call(A.unsqueeze.default, rows, 1, site=site_of(rows))
+        past = part.input("past")
+        written = part.call(G.cache_write.default, part.input(STREAM), column, past)
+    part.set_outputs({**outputs, STREAM: written})
+    return part

@@ -1,0 +1,178 @@
+"""A step in segments: the same tokens as in one piece, and no trace of the whole step."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import MASK, PROMPTS, named, tiny_llama
+
+from graftwork.artifact import load, save
+from graftwork.backends import compile
+from graftwork.backends.onnxruntime.executable import OnnxExecutable
+from graftwork.backends.target import Target
+from graftwork.ir import PassError, Program, VerifyError, parse_program, program_text, verify
+from graftwork.ir.errors import InputError
+from graftwork.ir.executable import Executable
+from graftwork.ir.plan import Segments
+from graftwork.ir.protocol import chain_inputs
+from graftwork.passes import Pass
+from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.depth.cut_depth import CutDepth
+from graftwork.passes.drafting.draft_eagle import DraftEagle
+from graftwork.passes.drafting.draft_eagle3 import DraftEagle3
+from graftwork.passes.drafting.draft_medusa import DraftMedusa
+from graftwork.passes.drafting.fuse_draft import FuseDraft
+from graftwork.passes.drafting.unroll_draft import UnrollDraft
+from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.fusing.fuse_qkv import FuseQkv
+from graftwork.passes.fusing.fuse_residual_norm import FuseResidualNorm
+from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
+from graftwork.passes.stepping.accept_trees import AcceptTrees
+from graftwork.passes.stepping.add_argmax import AddArgmax
+from graftwork.passes.stepping.add_top_tokens import AddTopTokens
+from graftwork.passes.stepping.pick_logits import PickLogits
+from graftwork.runtime import generate
+from graftwork.runtime.feeding.calls import run_in_turn
+from graftwork.runtime.scoring import score
+
+CUT = CutDepth(exits=(1, 3))
+ASKED = {"max_new_tokens": 16, "eos_token_id": []}
+TREES = (AcceptTrees(), AddTopTokens(), named("draft_recycling", successors=4))
+WITH: dict[str, tuple[Pass, ...]] = {
+    "nothing": (),
+    "copies": (named("draft_suffix", shortest=1),),
+    "trees": TREES,
+    "heads": (DraftMedusa(heads=2, candidates=4),),
+    "eagle": (DraftEagle(levels=2), AcceptTrees(), named("tree_chain", depth=2)),
+    "int8": (QuantizeInt8(),),
+    "int8 copies": (QuantizeInt8(), named("draft_suffix", shortest=1)),
+}
+
+
+def made(*passes: Pass, **shape: int) -> Program:
+    """A program of four layers that backends compile."""
+    every = (*passes, FuseQkv(), InsertKvCache(), PickLogits(), FuseResidualNorm(), AddArgmax())
+    return run_passes(tiny_llama(4, **shape), [Step(p) for p in every])[0]
+
+
+@cache
+def compiled(backend: str, which: str, cut: bool) -> Executable:
+    return compile(made(*WITH[which], *[CUT] * cut), Target(backend, "cpu"))
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+@pytest.mark.parametrize("which", WITH)
+def test_the_text_is_that_of_the_whole_step(which: str, backend: str) -> None:
+    whole, cut = compiled(backend, which, False), compiled(backend, which, True)
+    for rows in (slice(0, 4), slice(2, 3)):
+        ids, mask = PROMPTS[rows], MASK[rows]
+        expected = generate(whole, ids, attention_mask=mask, **ASKED)
+        assert torch.equal(generate(cut, ids, attention_mask=mask, **ASKED), expected)
+
+
+def test_compiled_steps_are_cut_too() -> None:
+    program = run_passes(
+        tiny_llama(2),
+        [Step(p) for p in (InsertKvCache(), PickLogits(), CutDepth(exits=(1,)), AddArgmax())],
+    )[0]
+    said = []
+    for backend in ("eager", "torch"):
+        executable = compile(program, Target(backend, "cpu"))
+        executable.begin(1, 8)
+        tokens = [5]
+        for past in range(6):
+            given = chain_inputs(torch.tensor([tokens[-1:]]), past)
+            outputs = run_in_turn(executable, program.plan.step.parts, given, ("argmax",))
+            tokens.append(int(outputs["argmax"]))
+        said.append(tokens)
+    assert said[0] == said[1] and len(set(said[0])) > 2
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+def test_prompts_longer_than_a_piece(backend: str) -> None:
+    ids = torch.randint(1, 32, (2, 700), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :150] = 0
+    texts = [
+        generate(
+            compile(made(*cut, context=1024), Target(backend, "cpu")),
+            ids,
+            attention_mask=mask,
+            **ASKED,
+        )
+        for cut in ((), (CUT,))
+    ]
+    assert torch.equal(*texts)
+
+
+def test_sampled_texts_are_the_same() -> None:
+    asked: dict[str, Any] = {**ASKED, "do_sample": True, "seed": 3}
+    for which in ("nothing", "copies"):
+        whole, cut = compiled("eager", which, False), compiled("eager", which, True)
+        assert torch.equal(generate(cut, PROMPTS, **asked), generate(whole, PROMPTS, **asked))
+
+
+def test_logits_of_texts_are_those_of_the_whole_step() -> None:
+    for backend in ("eager", "onnxruntime"):
+        whole, cut = compiled(backend, "nothing", False), compiled(backend, "nothing", True)
+        torch.testing.assert_close(score(cut, PROMPTS), score(whole, PROMPTS))
+
+
+def test_nothing_runs_or_holds_the_whole_step() -> None:
+    executables = []
+    for cut in (False, True):
+        executable = compile(made(*WITH["copies"], *[CUT] * cut), Target("onnxruntime", "cpu"))
+        generate(executable, PROMPTS, attention_mask=MASK, **ASKED)
+        score(executable, PROMPTS)
+        assert isinstance(executable, OnnxExecutable)
+        executables.append(executable)
+    whole, cut = executables
+    opened = {name for name, variants in cut._made.items() if variants}
+    assert opened == {"step.0", "step.1", "step.2", "step.head"}
+    assert cut.memory().weights <= 1.1 * whole.memory().weights
+    of_parts = [cut.program.function(name).weights for name in sorted(opened)]
+    shared = {"cos", "sin"}
+    assert sum(len(names - shared) for names in of_parts) == len(set().union(*of_parts) - shared)
+
+
+def test_an_artifact_and_its_text_keep_the_cut(tmp_path: Path) -> None:
+    program = made(CUT)
+    text = program_text(program)
+    assert program_text(parse_program(text, program.weights)) == text
+    step = Segments(("step.0", "step.1", "step.2"), exits=(1, 3), layers=4)
+    assert program.plan.step == step
+    save(program, tmp_path / "out", target=Target(), recipe={})
+    loaded = load(tmp_path / "out").program
+    assert loaded.plan == program.plan
+    found = generate(compile(loaded, Target("eager", "cpu")), PROMPTS[2:3], **ASKED)
+    assert torch.equal(found, generate(compiled("eager", "nothing", False), PROMPTS[2:3], **ASKED))
+
+
+def test_a_plan_of_segments_that_do_not_fit_is_refused() -> None:
+    program = made(CUT)
+    text = program_text(program)
+    for old, new, error in [
+        ('head="step.head"', 'head="step.tail"', "refers to the head"),
+        ('head="step.head"', 'head="step.0"', "reads 'logits', which step.0 does not return"),
+        ('functions=("step.0", "step.1", "step.2")', 'functions=("step.0",)', "rising exits"),
+        ("exits=(1, 3)", "exits=(3, 1)", "rising exits"),
+        ('state="stream"', 'state="kv.0.key"', "reads kv.0.key of step.0 as"),
+        ('functions=("step.0"', 'functions=("step.1"', "different functions"),
+    ]:
+        assert old in text
+        with pytest.raises((VerifyError, InputError), match=error):
+            verify(parse_program(text.replace(old, new), program.weights))
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(PassError, match=r"joined of step.2 also need the state .* before the cut"):
+        made(CUT, DraftEagle3(layers=(1, 3, 4)))
+    with pytest.raises(PassError, match="not cut yet"):
+        made(CUT, DraftEagle(), UnrollDraft(levels=2), FuseDraft())
+    for exits in ((4,), (7,)):
+        with pytest.raises(PassError, match=f"no exit after {exits[0]} layers; expected one of"):
+            made(CutDepth(exits=exits))
