@@ -108,7 +108,15 @@ def optimize(
     set_: SetOption = [],  # noqa: B006  (typer copies it)
     target: TargetOption = None,
     data: Annotated[
-        Path | None, typer.Option(help="Prompts: .txt (one a line) or .jsonl (ids or text).")
+        Path | None,
+        typer.Option(
+            help="Prompts to validate on: .txt (one a line) or .jsonl (ids or text). For recipes "
+            "that calibrate: a text file, a folder of them, .jsonl or .npy of token ids."
+        ),
+    ] = None,
+    work: Annotated[
+        Path | None,
+        typer.Option(help="Keep what calibration works out here, so that a killed run goes on."),
     ] = None,
     folder: Annotated[Path | None, typer.Option("--out", help="Where to save the result.")] = None,
     validate: Annotated[bool, typer.Option(help="Check every pass's contract.")] = False,
@@ -130,6 +138,7 @@ def optimize(
             data=data,
             validate=validate,
             seed=seed,
+            work=work,
             progress=show,
         )
         if folder is not None:

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .backends.target import Target
+from .calibration import check_documents, evidence_of, read_documents
 from .guests import check_guests, with_guests
 from .ir import GraftworkError, InputError, Program, Weight, WeightStore
 from .ir.executable import Memory
 from .ir.files import plain_path
 from .ir.threads import traces
+from .passes.engine.evidence import Evidence
 from .passes.engine.manager import arrange, facts_of, run_passes
 from .passes.engine.validate import Validator
 from .prompts import (
@@ -77,14 +79,18 @@ def transform(
     target: Target,
     *,
     prompts: torch.Tensor | None = None,
+    evidence: Evidence | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Model:
-    """Run a recipe's passes over a traced model. prompts: i64[B,T] to check contracts on."""
+    """Run a recipe's passes over a traced model. prompts: i64[B,T] to check contracts on. evidence:
+    for passes that read text."""
     validator = None if prompts is None else Validator(prompts)
     program = traced.program
     check_defaults(program.info)
     start = with_guests(program, recipe, target.dtype, progress)
-    result, reports = run_passes(start, recipe.steps, validator=validator, progress=progress)
+    result, reports = run_passes(
+        start, recipe.steps, validator=validator, progress=progress, evidence=evidence
+    )
     report = Report(
         source=traced.source,
         model_type=program.info.model_type,
@@ -108,6 +114,7 @@ def optimize(
     data: Prompts | None = None,
     validate: bool = False,
     seed: int = 0,
+    work: str | Path | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Model:
     """Trace a model, run a recipe's passes over it, and give something that generates.
@@ -115,8 +122,11 @@ def optimize(
     recipe: a name (`recipes()` lists them), a .yaml path, a dict or a `Recipe`. target:
     ``backend[:device[:dtype]]``; by default onnxruntime:cpu:float32 without a GPU and
     torch:cuda:bfloat16 with one. data: prompts (texts, lists of token ids, or a .txt / .jsonl path)
-    for validation and for recipes that need them. validate: run the program before and after every
-    pass on prompts and check its contract. seed: of the random prompts that stand in for `data`.
+    to validate on; for recipes that calibrate, text (a file, a folder of them, texts or token ids,
+    see `training.corpus.read_corpus`), of which prompts to validate on are taken, too. validate:
+    run the program before and after every pass on prompts and check its contract. seed: of the
+    random prompts that stand in for `data`. work: a folder where calibration keeps what it has
+    worked out, so that a run that was killed goes on there; remove it when the result is saved.
 
     Nothing is compiled yet; `Model.generate` does that on first use. Errors: `GraftworkError` that
     names the model, recipe, pass or option at fault and what to do.
@@ -125,10 +135,18 @@ def optimize(
     _check_data(chosen, data, validate)
     check_seed(seed)
     check_guests(chosen)
+    if work is not None and not chosen.reads_text:
+        raise InputError(
+            f"work= is given, but recipe {chosen.name!r} calibrates on no text; leave it out"
+        )
     progress("trace")
     traced = Traced.of(model, where.dtype)
+    evidence = None
+    if chosen.reads_text and data is not None:
+        data = read_documents(data, traced.program)
+        evidence = evidence_of(data, work, progress)
     prompts = _validation_prompts(traced.program, data, seed) if validate else None
-    return transform(traced, chosen, where, prompts=prompts, progress=progress)
+    return transform(traced, chosen, where, prompts=prompts, evidence=evidence, progress=progress)
 
 
 def trace(
@@ -351,17 +369,18 @@ def _target(target: Target | str | None, dtype: torch.dtype | None = None) -> Ta
 
 def _check_data(recipe: Recipe, data: Prompts | None, validate: bool) -> None:
     """Before a model is traced, which takes a while."""
-    if "data" in recipe.needs and data is None:
+    if recipe.reads_text and data is None:
         raise InputError(
-            f"recipe {recipe.name!r} needs data= (texts, token ids, or a file of them)"
+            f"recipe {recipe.name!r} needs data= (texts, token ids, or a file or folder of texts, "
+            f"like those that the model will see)"
         )
-    if data is not None and not validate and "data" not in recipe.needs:
+    if data is not None and not validate and not recipe.reads_text:
         raise InputError(
             f"data= is given, but recipe {recipe.name!r} uses none; "
             f"add validate=True to check the passes' contracts on it, or leave it out"
         )
     if data is not None:
-        check_file(data)
+        (check_documents if recipe.reads_text else check_file)(data)
 
 
 def _validation_prompts(program: Program, data: Prompts | None, seed: int) -> torch.Tensor:

@@ -45,6 +45,7 @@ from .yamlfile import Document, parse, parse_value
 
 KEYS = ("title", "paper", "differs", "contract", "extends", "needs", "passes")
 NEEDS = {"data": "sample text or prompts, given as data="}
+TEXT = "calibration text"
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,15 @@ class Recipe:
         return weakest(step.pass_.contract for step in self.steps).value
 
     @property
+    def reads_text(self) -> bool:
+        """Whether it looks at text that the user brings."""
+        return "data" in self.needs or any(step.pass_.text for step in self.steps)
+
+    @property
     def brought(self) -> tuple[str, ...]:
         """What the user must bring or make besides the model, in a few words each."""
-        needs = [step.pass_.needs() for step in self.steps]
+        passes = [step.pass_ for step in self.steps]
+        needs = [TEXT if pass_.text else pass_.needs() for pass_ in passes]
         return tuple(dict.fromkeys([*self.needs, *filter(None, needs)]))
 
     @property

@@ -120,30 +120,45 @@ class Numeric:
         rows, columns = weight.shape
         self.types(rows, columns)
         grouped = weight.float().reshape(rows, columns // self.group, self.group)
-        offset = None
-        if self.kind == "affine":
-            scale, offset = self._spread(grouped)
-            steps = torch.round((grouped - _last(offset)) / _last(scale))
-        elif codebook is None:
-            scale = self._scale(grouped.abs().amax(-1) / (2 ** (self.bits - 1) - 1))
-            steps = torch.round(grouped / _last(scale)) + 2 ** (self.bits - 1)
-        else:
+        if codebook is not None:
             scale = self._scale(grouped.abs().amax(-1) / codebook.abs().max())
-            steps = nearest(grouped / _last(scale), codebook)
-        values = steps.clamp(0, 2**self.bits - 1).to(torch.uint8)
-        return Quantized(pack(values.reshape(rows, columns), self.bits), scale, offset)
+            places = nearest(grouped / _last(scale), codebook).to(torch.uint8)
+            return Quantized(pack(places.reshape(rows, columns), self.bits), scale)
+        scale, offset = self.scales(grouped)
+        steps = self.steps(grouped, _last(scale), None if offset is None else _last(offset))
+        return Quantized(
+            pack(steps.reshape(rows, columns).to(torch.uint8), self.bits), scale, offset
+        )
 
-    def _spread(self, grouped: Tensor) -> tuple[Tensor, Tensor]:
-        low, high = grouped.amin(-1), grouped.amax(-1)
-        offset = self._stored(low)
-        return self._scale((high - offset.float()) / (2**self.bits - 1)), offset
+    def scales(self, grouped: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The scales and offsets [...] of groups of values f32[...,group] that `quantize` takes,
+        unless there is a codebook."""
+        if self.kind == "affine":
+            low, high = grouped.amin(-1), grouped.amax(-1)
+            offset = self.stored(low)
+            return self._scale((high - offset.float()) / (2**self.bits - 1)), offset
+        return self._scale(grouped.abs().amax(-1) / (2 ** (self.bits - 1) - 1)), None
+
+    def steps(self, values: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+        """The stored values nearest to some, as float32: whole numbers in 0..2^bits-1."""
+        moved = values if offset is None else values - offset.float()
+        steps: Tensor = torch.round(moved / scale.float())
+        middle = 2 ** (self.bits - 1) if offset is None else 0
+        return (steps + middle).clamp(0, 2**self.bits - 1)
+
+    def values(self, steps: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+        """What stored values stand for, unless there is a codebook; the reverse of `steps`."""
+        middle = 2 ** (self.bits - 1) if offset is None else 0
+        found: Tensor = (steps - middle) * scale.float()
+        return found if offset is None else found + offset.float()
 
     def _scale(self, scale: Tensor) -> Tensor:
         """Scales as they are stored; 1 for a group that needs none."""
-        stored = self._stored(scale)
+        stored = self.stored(scale)
         return torch.where(stored > 0, stored, torch.ones_like(stored))
 
-    def _stored(self, values: Tensor) -> Tensor:
+    def stored(self, values: Tensor) -> Tensor:
+        """Scales or offsets as they are stored. Errors: `InputError` for what is too large."""
         stored = values.to(self.scale)
         if torch.isinf(stored).any():
             raise InputError(

@@ -35,7 +35,7 @@ pass leaves as it was is not written out again::
       func step: unchanged
     }
 
-Comments before the first case stay.
+Passes that read text are given some. Comments before the first case stay.
 ``pytest tests/test_cases.py --update`` rewrites what is expected: write the before text and the
 options, run it, and read the result before committing it.
 
@@ -54,6 +54,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from evidence import evidence_for
 from feeds import assert_close, random_weights, step_inputs
 from pydantic import ValidationError
 
@@ -127,7 +128,8 @@ def apply(kind: type[Pass], case: Case) -> tuple[Program | None, str]:
     assert program_text(parse_program(text)) == text
     try:
         options = json.dumps(yaml.safe_load(case.options))  # as recipes do: lists become tuples
-        outcome = kind.model_validate_json(options).run(program)
+        pass_ = kind.model_validate_json(options)
+        outcome = pass_.apply(program, evidence_for(program) if pass_.text else None)
     except (GraftworkError, ValidationError) as error:
         return None, str(error)
     assert program_text(program) == text, "the pass edited its argument"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from evidence import evidence_for
 from tiny import MASK, PROMPTS, cached_llama, tiny_llama
 
 from graftwork.artifact import load, save
@@ -149,7 +150,8 @@ def test_every_recipe_makes_a_plan_whose_parts_all_act(name: str, tmp_path: Path
     uses = {use.name for use in recipe.passes}
     given = [f"{key}={value}" for key, value in brought.items() if key.split(".")[0] in uses]
     start = tiny_llama(4).replace(guests={"other": tiny_llama(seed=1)})
-    program, _ = run_passes(start, recipe.with_options(given).steps)
+    evidence = evidence_for(start) if recipe.reads_text else None
+    program, _ = run_passes(start, recipe.with_options(given).steps, evidence=evidence)
     assert unmet(program) is None and misfit(program.plan) is None and idle(program.plan) is None
 
 

@@ -194,6 +194,7 @@ def test_every_bundled_recipe_says_what_it_is() -> None:
     ("name", "brought"),
     [
         ("baseline", ()),
+        ("gptq", ("calibration text",)),
         ("copyspec", ()),
         ("medusa", ("trained heads",)),
         ("eagle2", ("trained heads",)),

@@ -9,18 +9,21 @@ from typing import ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from ...ir import InputError, Program
+from ...ir import InputError, PassError, Program
 from ...ir.contract import Contract
 from ...ir.discovery import import_all, import_brought
+from .evidence import Evidence, TextSample
 from .facts import Predicate
 
 __all__ = [
     "STATES",
     "Contract",
     "Effect",
+    "Evidence",
     "Outcome",
     "Pass",
     "PassDefinitionError",
+    "TextSample",
     "all_passes",
     "derives",
     "register",
@@ -91,6 +94,11 @@ class Pass(BaseModel):
         return cls.brings or next((told[f] for f in cls.model_fields if f in told), "")
 
     @property
+    def text(self) -> TextSample | None:
+        """The text that the pass must see; None for none."""
+        return None
+
+    @property
     def models(self) -> tuple[str, ...]:
         """Paths of other models that must be guests of the program, canonical, when `run` is
         called; "" for one that the user has yet to name."""
@@ -104,6 +112,33 @@ class Pass(BaseModel):
     def run(self, program: Program) -> Outcome:
         """Transform a program. Pure: the argument is not edited, nothing is kept."""
         raise PassDefinitionError(f"pass {type(self).__name__} does not define run()")
+
+    def learn(self, program: Program, evidence: Evidence) -> Outcome:
+        """Transform a program by what its text shows. Pure in the same way."""
+        raise PassDefinitionError(f"pass {type(self).__name__} does not define learn()")
+
+    def apply(self, program: Program, evidence: Evidence | None = None) -> Outcome:
+        """Transform a program. Errors: `PassError` if the pass needs evidence that is not there,
+        and whatever the pass raises."""
+        if self.text is None:
+            return self.run(program)
+        self.check_evidence(program, evidence)
+        assert evidence is not None
+        return self.learn(program, evidence)
+
+    def check_evidence(self, program: Program, evidence: Evidence | None) -> None:
+        """Errors: `PassError` or `InputError` if the pass must see text and there is none, or too
+        little of it."""
+        if self.text is None:
+            return
+        if evidence is None:
+            width = self.text.width(program)
+            raise PassError(
+                f"pass {self.name!r} needs text to calibrate on, {self.text.windows} windows of "
+                f"{width} tokens: give data= (--data), a file or folder of texts like those that "
+                f"the model will see"
+            )
+        evidence.check(self.text, program, f"pass {self.name!r}")
 
 
 class PassDefinitionError(InputError):

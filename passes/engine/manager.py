@@ -18,7 +18,7 @@ from ...ir import PassError, PassRecord, Program, VerifyError
 from ...ir.legality import idle, unmet
 from ...ir.threads import traces
 from ...ir.verify import verify
-from .base import Contract, Outcome, Pass, all_passes
+from .base import Contract, Evidence, Outcome, Pass, all_passes
 from .facts import PREDICATES, broken, shown
 from .validate import Check, Validator
 
@@ -131,10 +131,12 @@ def run_passes(
     validator: Validator | None = None,
     progress: Callable[[str], None] | None = None,
     after: str | None = None,
+    evidence: Evidence | None = None,
 ) -> tuple[Program, list[PassReport]]:
     """Run the steps in a legal order; every intermediate program is verified, and the last plan.
 
-    after: the name of the pass to stop after, whatever the plan then lacks. Errors: `PassError`
+    after: the name of the pass to stop after, whatever the plan then lacks. evidence: for passes
+    that learn from text; its progress is told under the pass's name. Errors: `PassError`
     naming the pass that refused, matched nothing or made an invalid program, and the pass before
     it; or the part of the plan that cannot be carried out, or never acts.
     """
@@ -144,9 +146,11 @@ def run_passes(
     names = [step.pass_.name for step in ordered]
     end = len(names) if after is None else len(names) - names[::-1].index(after)
     for step in ordered[:end]:
+        step.pass_.check_evidence(program, evidence)  # before any of them has taken its time
+    for step in ordered[:end]:
         if progress is not None:
             progress(step.pass_.name)
-        program, report = _run_one(program, step, previous, validator)
+        program, report = _run_one(program, step, previous, validator, evidence)
         reports.append(report)
         previous = step.pass_.name
     if after is None:
@@ -167,13 +171,17 @@ def check_plan(program: Program) -> None:
 
 
 def _run_one(
-    program: Program, step: Step, previous: str, validator: Validator | None
+    program: Program,
+    step: Step,
+    previous: str,
+    validator: Validator | None,
+    evidence: Evidence | None,
 ) -> tuple[Program, PassReport]:
     pass_, start = step.pass_, time.perf_counter()
     if lacking := broken(program, pass_.requires):
         raise PassError(f"pass {pass_.name!r} (after {previous!r}) requires {lacking}")
     try:
-        outcome = pass_.run(program)
+        outcome = pass_.apply(program, evidence)
     except VerifyError as error:
         raise PassError(f"pass {pass_.name!r} (after {previous!r}) failed: {error}") from error
     if outcome.matches == 0 and not step.optional:

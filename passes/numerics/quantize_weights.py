@@ -17,22 +17,27 @@ shares its step, and speculation on a quantized model stays lossless with respec
 the bits lie, `ir.numerics` says. Functions that only draft follow the same options; `role` gives
 them their own. A recipe may have the pass several times: each takes what is still float.
 
-Refuses a program without float weights to take, a pattern that names no weight, and rows that the
-group does not divide.
+How values are chosen, a method says (`methods`). One that reads text sees the target's step run
+over it (`engine.calibrate`), with products in float: activations that are rounded come later. The
+embedding and the head are rounded to nearest whatever the method is.
+
+Refuses a program without float weights to take, a pattern that names no weight, rows that the
+group does not divide, and, with a method that reads text, weights that the step does not multiply.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.fx
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ...ir import (
     Function,
+    InputError,
     PassError,
     Program,
     Role,
@@ -44,11 +49,14 @@ from ...ir import (
     type_of,
 )
 from ...ir.numerics import Numeric
-from ..engine.base import STATES, Contract, Effect, Outcome, Pass, register
+from ..engine.base import STATES, Contract, Effect, Evidence, Outcome, Pass, TextSample, register
+from ..engine.calibrate import calibrate
 from ..engine.functions import EVERY, edit_with_weights
 from ..engine.subgraph import fresh_name
 from ..fusing.dce import sweep
 from ..fusing.products import product_of, source_product
+from .methods.base import method_of
+from .solver import WeightSolver, part_names
 
 A, G = torch.ops.aten, torch.ops.graftwork
 TOKENS = "tokens"
@@ -58,18 +66,23 @@ SCALES = {"f16": torch.float16, "f32": torch.float32}
 @register
 class QuantizeWeights(Pass):
     """bits: of a value. group: values of a row that share a scale; 0: all of it. symmetric: zero is
-    stored exactly, and groups have no offset. method: how values are chosen; rtn rounds to nearest.
-    scales: what scales and offsets are stored as. embedding: whether the table that tokens are
-    looked up in and the head that gives logits are quantized, tied or not; or in how many bits.
-    select, exclude: of these, only, or not, the weights with these names (shell patterns).
-    rounded: activations are rounded to int8 by row; if not, products are float. role: only weights
-    of functions whose results count (target), or are verified (draft).
+    stored exactly, and groups have no offset. method: how values are chosen, by name; rtn rounds to
+    nearest. tuning: the method's own options. windows, length: windows of text, and tokens of each
+    (at most the model's context), for a method that reads some. scales: what scales and offsets are
+    stored as. embedding: whether the table that tokens are looked up in and the head that gives
+    logits are quantized, tied or not; or in how many bits. select, exclude: of these, only, or not,
+    the weights with these names (shell patterns). rounded: activations are rounded to int8 by row;
+    if not, products are float. role: only weights of functions whose results count (target), or are
+    verified (draft).
     """
 
     bits: Literal[2, 3, 4, 6, 8] = 4
     group: Annotated[int, Field(ge=0)] = 32
     symmetric: bool = False
-    method: Literal["rtn"] = "rtn"
+    method: str = "rtn"
+    tuning: dict[str, bool | int | float] = Field(default_factory=dict)
+    windows: Annotated[int, Field(ge=1)] = 64
+    length: Annotated[int, Field(ge=2)] = 512
     scales: Literal["f16", "f32"] = "f16"
     embedding: bool | Literal[2, 3, 4, 6, 8] = False
     select: tuple[str, ...] = ()
@@ -85,34 +98,103 @@ class QuantizeWeights(Pass):
     reads: ClassVar[frozenset[Effect]] = STATES | {Effect.FUNCTIONS}
     repeatable: ClassVar[bool] = True
 
+    @model_validator(mode="after")
+    def _has_a_method(self) -> QuantizeWeights:
+        try:
+            method_of(self.method, self.tuning)
+        except InputError as error:  # options are refused as what is wrong with a value
+            raise ValueError(str(error)) from error
+        return self
+
+    @property
+    def text(self) -> TextSample | None:
+        """What the method must see."""
+        reads = method_of(self.method, self.tuning).reads_text
+        return TextSample(self.windows, self.length) if reads else None
+
     def run(self, program: Program) -> Outcome:
         """Quantize every float weight that is chosen, wherever it is multiplied or looked up."""
+        return self._edited(program, {})
+
+    def learn(self, program: Program, evidence: Evidence) -> Outcome:
+        """The same, by a method that sees what the weights are multiplied with."""
         self._check_patterns(program)
         vocabulary = frozenset(_vocabulary(program))
-        roles = EVERY if self.role == "any" else frozenset({Role(self.role)})
+        chosen = self._chosen(program.step, program.weights, vocabulary)
+        layers = [(node, weight) for node, weight in chosen if weight.name not in vocabulary]
+        numerics = {node: self._numeric(weight, False) for node, weight in layers}
+        names = [weight.name for _, weight in layers]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise PassError(
+                f"quantize_weights: {twice[0]} is multiplied in several places, which see other "
+                f"values: {self.method} takes weights that are multiplied once "
+                f"(exclude: [{twice[0]!r}])"
+            )
+        if not numerics or Role.TARGET not in self._roles:
+            return Outcome(program, 0, f"{program.step.name} has no layer that {self.method} takes")
+        assert self.text is not None
+        method = method_of(self.method, self.tuning)
+        solver = WeightSolver(method, {_weight_name(n): f for n, f in numerics.items()})
+        mark = f"{self.method} {method!r} {numerics}"
+        found = calibrate(program, list(numerics), evidence, self.text, solver, mark)
+        named = {name: w.renamed(fresh_name(program.weights, name)) for name, w in found.items()}
+        return self._edited(program, named)
+
+    @property
+    def _roles(self) -> frozenset[Role]:
+        return EVERY if self.role == "any" else frozenset({Role(self.role)})
+
+    def _edited(self, program: Program, learned: Mapping[str, Weight]) -> Outcome:
+        """learned: the parts of weights that a method has chosen."""
+        self._check_patterns(program)
+        vocabulary = frozenset(_vocabulary(program))
 
         def edit(fn: Function, weights: WeightStore) -> tuple[int | str, WeightStore]:
-            return self._quantize(fn, weights, vocabulary)
+            return self._quantize(fn, weights, vocabulary, learned)
 
-        return edit_with_weights(program, edit, roles)
+        return edit_with_weights(program, edit, self._roles)
 
-    def _quantize(
+    def _chosen(
         self, fn: Function, weights: WeightStore, vocabulary: frozenset[str]
-    ) -> tuple[int | str, WeightStore]:
+    ) -> list[tuple[torch.fx.Node, Weight]]:
         calls = fn.calls(A.linear.default, A.embedding.default)
         given = [(node, weight) for node in calls if (weight := _weight_of(node, weights))]
-        found = [(n, weight) for n, weight in given if self._takes(n, weight, vocabulary)]
+        return [(n, weight) for n, weight in given if self._takes(n, weight, vocabulary)]
+
+    def _quantize(
+        self,
+        fn: Function,
+        weights: WeightStore,
+        vocabulary: frozenset[str],
+        learned: Mapping[str, Weight],
+    ) -> tuple[int | str, WeightStore]:
+        found = self._chosen(fn, weights, vocabulary)
         if not found:
-            return (
-                f"{len(given)} float weights are multiplied or looked up, none is chosen",
-                weights,
-            )
+            return "float weights are multiplied or looked up, none is chosen", weights
+        reads_text = self.text is not None
         for node, weight in found:
-            numeric = self._numeric(weight, weight.name in vocabulary)
-            stored, weights = _stored(weight, numeric, weights)
+            known = weight.name in vocabulary
+            numeric = self._numeric(weight, known)
+            if reads_text and not known:
+                stored = self._learned(fn, weight, numeric, learned)
+            else:
+                stored = _rounded(weight, numeric, weights)
+            weights = weights.adding(*stored)
             self._replace(fn, node, stored, numeric)
         sweep(fn)
         return len(found), weights
+
+    def _learned(
+        self, fn: Function, weight: Weight, numeric: Numeric, learned: Mapping[str, Weight]
+    ) -> tuple[Weight, ...]:
+        names = part_names(weight.name, numeric)
+        if names[0] not in learned:
+            raise PassError(
+                f"quantize_weights: {self.method} sees what the target's step multiplies, and "
+                f"{weight.name} of {fn.name} ({fn.role.value}) is not among it: give this pass "
+                f"role: target, and quantize drafts with another, method: rtn and role: draft"
+            )
+        return tuple(learned[name] for name in names)
 
     def _takes(self, node: torch.fx.Node, weight: Weight, vocabulary: frozenset[str]) -> bool:
         known = weight.name in vocabulary
@@ -191,22 +273,16 @@ def _weight_of(node: torch.fx.Node, weights: WeightStore) -> Weight | None:
     return weights[name] if plain else None
 
 
-def _stored(
-    weight: Weight, numeric: Numeric, weights: WeightStore
-) -> tuple[tuple[Weight, ...], WeightStore]:
-    """A weight's bits, scales and offsets, computed when loaded, and the store with them."""
+def _rounded(weight: Weight, numeric: Numeric, weights: WeightStore) -> tuple[Weight, ...]:
+    """A weight's bits, scales and offsets, computed when loaded."""
     rows, columns = (int(str(dim)) for dim in weight.type.dims)
     packed, scale = numeric.types(rows, columns)
-    name = f"{weight.name}.q{numeric.bits}"
-    kinds = [("", packed), (".scale", scale)]
-    kinds += [(".offset", scale)] if numeric.kind == "affine" else []
     parts = []
-    for place, (suffix, type) in enumerate(kinds):
-        part = _part(fresh_name(weights, name + suffix), type, weight, numeric, place)
-        part = weights.alike(part)
-        weights = weights.adding(part)
-        parts.append(part)
-    return tuple(parts), weights
+    for place, name in enumerate(part_names(weight.name, numeric)):
+        type = scale if place else packed
+        part = _part(fresh_name(weights, name), type, weight, numeric, place)
+        parts.append(weights.alike(part))
+    return tuple(parts)
 
 
 def _part(name: str, type: TensorType, weight: Weight, numeric: Numeric, place: int) -> Weight:

@@ -1,0 +1,67 @@
+"""Text that recipes calibrate on, and how far that is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from .ir import InputError, Program
+from .ir.files import plain_path
+from .passes.engine.evidence import Evidence, WorkFolder
+from .prompts import Prompts, check_file
+
+CELLS = 20
+"""Characters of a bar."""
+
+
+class TimeLeft:
+    """Says how far a piece of work is, and how long the rest will take at the speed so far."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.began: tuple[float, float] | None = None
+
+    def __call__(self, what: str, share: float) -> str:
+        """``block 3 of 8 [=====>              ] 25%, 0:42 left``"""
+        now = self.clock()
+        if self.began is None or share < self.began[1]:
+            self.began = now, share  # some of it may have been done before
+        start, first = self.began
+        bar = ("=" * round(share * CELLS) + ">")[:CELLS].ljust(CELLS)
+        said = f"{what} [{bar}] {share:.0%}"
+        if share <= first:
+            return said
+        left = round((now - start) / (share - first) * (1 - share))
+        hours, minutes = divmod(left // 60, 60)
+        return f"{said}, {f'{hours}:{minutes:02}' if hours else minutes}:{left % 60:02} left"
+
+
+def check_documents(data: Prompts) -> None:
+    """Before a model is traced. Errors: `InputError` for a path where nothing is, or no texts."""
+    if not isinstance(data, (str, Path)):
+        check_file(data)
+    elif not plain_path("data", data).exists():
+        raise InputError(f"data: there is no {data}: expected a text file, or a folder of them")
+
+
+def read_documents(data: Prompts, program: Program) -> list[list[int]]:
+    """Texts as token ids. Errors: as `training.corpus.read_corpus`."""
+    from .training.corpus import read_corpus
+
+    return read_corpus(data, program)
+
+
+def evidence_of(
+    documents: Sequence[Sequence[int]],
+    work: str | Path | None = None,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Evidence:
+    """Documents of token ids as text to calibrate on. work: the folder to work in; a temporary one
+    by default."""
+    said = TimeLeft()
+    tokens = torch.tensor([token for document in documents for token in document])
+    folder = WorkFolder(None if work is None else plain_path("work", work))
+    return Evidence(tokens, folder, lambda what, share: progress(said(what, share)))

@@ -1,0 +1,334 @@
+"""Replays a program over text, block by block, for passes that choose weights by what they see.
+
+A block's weights are in memory, and a matrix of moments for each value that its products read; what
+stands between two blocks lies in files, a few windows each. The blocks after it see the weights
+that were chosen for a block, not those that they replace (the order of Frantar et al., "GPTQ"
+(2022)); products of one block all see its inputs as they come, and its own weights as they were.
+
+What is chosen for a block is written before the next begins, under a name that says what it depends
+on: program, options, text and the weights so far. A run that was killed goes on where it was, and
+makes the same bits as one that was not: both read from the files what they go on with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.fx
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ...ir import Function, PassError, Program, Weight, WeightStore, run
+from ...ir.printer import function_lines
+from ...ir.protocol import chain_inputs
+from ...ir.weights import from_safetensors
+from .blocks import Block, blocks_of, weight_of
+from .evidence import Evidence, TextSample
+
+FORMAT = "1"
+"""Of the files; those of another are made anew."""
+
+CHUNK_TOKENS = 2048
+"""Tokens that run through a block at once."""
+
+STRIP = 256
+"""Columns of a matrix of moments that are summed at once: only its lower half is."""
+
+
+@dataclass
+class Moments:
+    """What products read at one place, over all tokens of the text.
+
+    hessian: f32[K,K], 2/N sum of x x^T over N tokens, which is the second derivative of a product's
+    mean squared error by each row of its weight. magnitude: f32[K], mean |x|.
+    """
+
+    hessian: Tensor
+    magnitude: Tensor
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A block as a solver is given it.
+
+    name: for people. products: of the step, by the name of the value that they read. moments: of
+    these values; a solver removes those that it has done with. weights: the block's, by name.
+    progress: told which share of the solver's work is done.
+    """
+
+    name: str
+    products: Mapping[str, Sequence[torch.fx.Node]]
+    moments: dict[str, Moments]
+    weights: Mapping[str, Tensor]
+    progress: Callable[[float], None]
+
+
+class Solver(Protocol):
+    """What is to be found out of each block."""
+
+    def solve(self, seen: Seen) -> dict[str, Tensor]:
+        """Tensors to keep of a block, by names that no other block's have."""
+
+    def replaced(self, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights that the blocks after it see in the place of those of these names, made of
+        what is kept alone."""
+
+
+def calibrate(
+    program: Program,
+    products: Sequence[torch.fx.Node],
+    evidence: Evidence,
+    sample: TextSample,
+    solver: Solver,
+    mark: str,
+) -> dict[str, Weight]:
+    """What a solver keeps of each block that leads to products of the step, by name: in the work
+    folder, and read when it is loaded.
+
+    mark: names the solver and its options. Errors: `PassError` for activations that are not finite,
+    and what the solver raises.
+    """
+    windows = evidence.sampled(sample, program)
+    text = "\n".join(line.text for line in function_lines(program.step))
+    chosen = " ".join(node.name for node in products)
+    digest = hashlib.sha256(f"{FORMAT} {mark} {sample} {chosen} {text}".encode())
+    digest.update(_bytes(windows))
+    replay = _Replay(program, products, windows, evidence, digest)
+    done = replay.done()
+    for number in range(len(replay.blocks)):
+        replay.run(number, solver, number < done)
+    return replay.results()
+
+
+class _Replay:
+    """A folder of results for one program, text and solver; `digest` knows them but for weights."""
+
+    def __init__(
+        self,
+        program: Program,
+        products: Sequence[torch.fx.Node],
+        windows: Tensor,
+        evidence: Evidence,
+        digest: hashlib._Hash,
+    ) -> None:
+        self.program, self.evidence, self.digest = program, evidence, digest
+        self.blocks = blocks_of(program.step, products)
+        self.chunks = windows.split(max(1, CHUNK_TOKENS // windows.shape[1]))
+        self.marks: list[str] = []
+        self.folder = evidence.work.path / digest.hexdigest()[:24]
+        self.folder.mkdir(exist_ok=True)
+
+    def done(self) -> int:
+        """How many blocks need not be run any more."""
+        for number in range(len(self.blocks), 0, -1):
+            if self._is_done(number):
+                return number
+        return 0
+
+    def _is_done(self, count: int) -> bool:
+        """Whether the results of the first blocks are there, and what stands behind them."""
+        between = [self._between(count, i) for i in range(len(self.chunks))]
+        needed = between if count < len(self.blocks) else []
+        kept = [self._kept(i) for i in range(count) if self.blocks[i].products]
+        if not all(path.exists() for path in (*kept, *needed)):
+            return False  # without reading weights
+        marks = [self._mark(i) for i in range(count)]
+        marked = [marks[i] for i in range(count) if self.blocks[i].products]
+        return all(map(_is_whole, kept, marked)) and all(_is_whole(p, marks[-1]) for p in needed)
+
+    def results(self) -> dict[str, Weight]:
+        """What is kept of all blocks, by name."""
+        paths = [self._kept(i) for i, block in enumerate(self.blocks) if block.products]
+        return {name: self._weight(path, name) for path in paths for name in _names(path)}
+
+    def run(self, number: int, solver: Solver, done: bool) -> None:
+        """Solve a block, and run the text through it; what is there already is used."""
+        block, count = self.blocks[number], len(self.blocks)
+
+        def said(share: float) -> None:
+            self.evidence.progress(block.name, (number + share) / count)
+
+        if not done:
+            self._run(number, solver, said)
+        for i in range(len(self.chunks)):
+            self._between(number, i).unlink(missing_ok=True)  # nobody reads it any more
+        said(1.0)
+
+    def _run(self, number: int, solver: Solver, said: Callable[[float], None]) -> None:
+        block = self.blocks[number]
+        weights = self._weights(block)
+        mark = self._mark(number, weights)
+        if block.products and not _is_whole(self._kept(number), mark):
+            moments = self._moments(number, weights, lambda share: said(share * 0.4))
+            report = partial(_later, said)
+            seen = Seen(block.name, block.products, moments, weights, report)
+            _write(self._kept(number), solver.solve(seen), mark)
+        if block.passed.outputs:
+            kept = _read(self._kept(number)) if block.products else {}
+            for name, tensor in solver.replaced(kept).items():
+                weights[name] = tensor.to(weights[name].dtype)
+            self._pass_on(number, weights, mark, said)
+
+    def _weights(self, block: Block) -> dict[str, Tensor]:
+        multiplied = {weight_of(node) for nodes in block.products.values() for node in nodes}
+        names = block.read.weights | block.passed.weights | multiplied
+        return {name: self.program.weights[name].load() for name in sorted(names)}
+
+    def _mark(self, number: int, weights: Mapping[str, Tensor] | None = None) -> str:
+        """What a block's results depend on: all that the digest knows, and weights so far."""
+        while len(self.marks) <= number:
+            at = len(self.marks)
+            given = weights if at == number and weights else self._weights(self.blocks[at])
+            for name, tensor in given.items():
+                self.digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                self.digest.update(_bytes(tensor))
+            self.marks.append(self.digest.hexdigest())
+        return self.marks[number]
+
+    def _kept(self, number: int) -> Path:
+        return self.folder / f"block-{number:04d}.safetensors"
+
+    def _weight(self, path: Path, name: str) -> Weight:
+        weight, work = from_safetensors(path, name), self.evidence.work
+
+        def load() -> Tensor:
+            assert work is not None  # a folder of its own is there while this function is
+            return weight.load()
+
+        return Weight(name, weight.type, load)
+
+    def _moments(
+        self,
+        number: int,
+        weights: Mapping[str, Tensor],
+        said: Callable[[float], None],
+    ) -> dict[str, Moments]:
+        """Of every value that the block's products read."""
+        block = self.blocks[number]
+        sums: dict[str, _Sums] = {}
+        step = self._runner(block.read, weights)
+        for i, tokens in enumerate(self.chunks):
+            out = step(tokens, self._given(number, i))
+            for tap in block.products:
+                sums.setdefault(tap, _Sums(out[tap].shape[-1])).add(out[tap])
+            said((i + 1) / len(self.chunks))
+        return {tap: sums.pop(tap).moments(block.name, tap) for tap in block.products}
+
+    def _pass_on(
+        self,
+        number: int,
+        weights: Mapping[str, Tensor],
+        mark: str,
+        said: Callable[[float], None],
+    ) -> None:
+        """Write what stands behind the block, unless it is there."""
+        step = self._runner(self.blocks[number].passed, weights)
+        for i, tokens in enumerate(self.chunks):
+            path = self._between(number + 1, i)
+            if not _is_whole(path, mark):
+                _write(path, step(tokens, self._given(number, i)), mark)
+            said(0.7 + 0.3 * (i + 1) / len(self.chunks))
+
+    def _between(self, number: int, chunk: int) -> Path:
+        return self.folder / f"before-{number:04d}-{chunk:05d}.safetensors"
+
+    def _given(self, number: int, chunk: int) -> dict[str, Tensor]:
+        return _read(self._between(number, chunk)) if number else {}
+
+    def _runner(
+        self, fn: Function, weights: Mapping[str, Tensor]
+    ) -> Callable[[Tensor, Mapping[str, Tensor]], dict[str, Tensor]]:
+        """What runs a part of the step on windows i64[B,T] that begin their texts."""
+        held = WeightStore({n: Weight.of(n, weights[n]) for n in sorted(fn.weights)})
+        program = self.program.replace(functions={fn.name: fn}, weights=held)
+        states = {name for name in self.program.states if fn.has_input(name)}
+
+        def step(tokens: Tensor, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            sizes = {"B": tokens.shape[0], "C": tokens.shape[1]}
+            types = {name: self.program.states[name].type.bind(sizes) for name in states}
+            empty = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in types.items()}
+            return run(program, fn.name, chain_inputs(tokens) | empty | dict(given))
+
+        return step
+
+
+class _Sums:
+    """Sums over tokens, as they come."""
+
+    def __init__(self, columns: int) -> None:
+        self.hessian = torch.zeros(columns, columns)
+        self.magnitude = torch.zeros(columns)
+        self.count = 0
+
+    def add(self, x: Tensor) -> None:
+        """Values [...,K]."""
+        rows = x.reshape(-1, x.shape[-1]).float()
+        self.count += len(rows)
+        self.magnitude += rows.abs().sum(0)
+        for start in range(0, rows.shape[1], STRIP):
+            strip = slice(start, start + STRIP)
+            self.hessian[start:, strip].addmm_(rows[:, start:].T, rows[:, strip])
+
+    def moments(self, block: str, tap: str) -> Moments:
+        """Errors: `PassError` for values that are not finite."""
+        hessian = self.hessian.mul_(2 / self.count)
+        if not (torch.isfinite(hessian.diagonal()).all() and torch.isfinite(self.magnitude).all()):
+            raise PassError(
+                f"{block}: what %{tap} holds on the calibration text is not finite (NaN, or too "
+                f"large for float32): expected a model that can read this text; run it in float32, "
+                f"and check its weights"
+            )
+        for start in range(0, len(hessian), STRIP):
+            end = start + STRIP
+            corner = hessian[start:end, start:end].tril(-1)
+            hessian[start:end, start:end] = hessian[start:end, start:end].tril() + corner.T
+            hessian[start:end, end:] = hessian[end:, start:end].T
+        return Moments(hessian, self.magnitude / self.count)
+
+
+def loss(error: Tensor, hessian: Tensor) -> Tensor:
+    """What each row of a weight's error f32[N,K] adds to the squared error of its product, f32[N],
+    up to a factor: e H e^T."""
+    return ((error @ hessian) * error).sum(-1)
+
+
+def _later(said: Callable[[float], None], share: float) -> None:
+    said(0.4 + 0.3 * share)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).contiguous().view(torch.uint8).numpy().data
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], mark: str) -> None:
+    part = path.with_suffix(".part")
+    apart = {n: t.clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
+    save_file(apart, part, metadata={"mark": mark})
+    os.replace(part, path)
+
+
+def _is_whole(path: Path, mark: str) -> bool:
+    """Whether a file is there, whole, and made of what `mark` stands for."""
+    try:
+        with safe_open(path, "pt") as file:
+            return (file.metadata() or {}).get("mark") == mark
+    except (OSError, SafetensorError):
+        return False
+
+
+def _names(path: Path) -> list[str]:
+    with safe_open(path, "pt") as file:
+        return list(file.keys())
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118

@@ -1,0 +1,1 @@
+"""How the values of a weight of few bits are chosen: a file a method. See `base`."""

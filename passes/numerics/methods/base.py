@@ -1,0 +1,68 @@
+"""What a method is that chooses the values of quantized weights.
+
+A method is a class in a file of this folder, registered by its decorator; `quantize_weights` finds
+it by name. Its fields are its own options.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
+
+from ....ir import InputError
+from ....ir.discovery import import_all
+from ....ir.numerics import Numeric, Quantized
+from ...engine.calibrate import Moments
+
+
+class Method(BaseModel):
+    """Base of all methods. reads_text: whether it looks at what products read (`Moments`); one that
+    does not is asked weight by weight when weights are loaded."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: ClassVar[str] = ""
+    reads_text: ClassVar[bool] = True
+
+    def prepared(self, moments: Moments) -> Any:
+        """What `quantize` needs of the values that products read; worked out once for all of them,
+        and the moments are let go. Errors: `PassError` for moments that it cannot use."""
+        return moments
+
+    def quantize(self, weight: Tensor, numeric: Numeric, prepared: Any) -> Quantized:
+        """A weight f32[N,K] in a format; may write into `weight`."""
+        raise NotImplementedError
+
+
+_METHODS: dict[str, type[Method]] = {}
+M = TypeVar("M", bound=type[Method])
+
+
+def method(cls: M) -> M:
+    """Class decorator: make a method known under its name."""
+    _METHODS[cls.name] = cls
+    return cls
+
+
+def known_methods() -> dict[str, type[Method]]:
+    """Every method by name."""
+    import_all(__package__)
+    return dict(sorted(_METHODS.items()))
+
+
+def method_of(name: str, options: dict[str, Any]) -> Method:
+    """A method with its options. Errors: `InputError` naming the methods or options there are."""
+    known = known_methods()
+    if name not in known:
+        raise InputError(f"method: no method is called {name!r}; there are {', '.join(known)}")
+    fields = known[name].model_fields
+    try:
+        return known[name](**options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InputError(
+            f"tuning: {name} takes {', '.join(sorted(fields)) or 'no options'}; "
+            f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        ) from error

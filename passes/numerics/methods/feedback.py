@@ -1,0 +1,111 @@
+"""Rounding column by column, each error carried over to the columns that are still to come.
+
+For a row w of a weight and the second derivatives H of its product's error, column i is rounded,
+and what is left of the row moves against the error along row i of U, the upper Cholesky factor of
+the inverse of H: e = (w_i - q_i) / U_ii, w_j -= e U_ij for j > i. Columns of a block are brought up
+to date one by one, those behind it once a block. Rows of a weight do not touch each other, so all
+of them go through it together, and the weight is held transposed: a column then lies in one piece.
+
+Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
+Transformers" (2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....ir import PassError
+from ....ir.numerics import Numeric, Quantized, pack
+from ...engine.calibrate import Moments
+
+BLOCK = 128
+"""Columns of a block, unless groups make it more."""
+
+Scales = tuple[Tensor, Tensor | None]
+"""Scales and offsets of a group: one a row, [N]."""
+
+
+class Factor(NamedTuple):
+    """The upper Cholesky factor f32[K,K] of the inverse of H, and the columns bool[K] of which the
+    text never makes use."""
+
+    upper: Tensor
+    dead: Tensor
+
+
+def inverse_factor(moments: Moments, damp: float) -> Factor:
+    """Of a matrix of moments, which is used up, with `damp` times the mean of its diagonal added to
+    it. A column that is zero on all of the text gets 1 on its diagonal.
+
+    Errors: `PassError` for a matrix that is not positive definite all the same.
+    """
+    hessian = moments.hessian
+    diagonal = hessian.diagonal()
+    dead = diagonal == 0
+    diagonal[dead] = 1
+    diagonal += damp * diagonal.mean()
+    lower, failed = torch.linalg.cholesky_ex(hessian)
+    if not failed:
+        hessian = torch.cholesky_inverse(lower, out=hessian)
+        upper, failed = torch.linalg.cholesky_ex(hessian, upper=True, out=(lower, failed))
+    if failed:
+        raise PassError(
+            f"the second derivatives of a product's error are not positive definite: its inputs "
+            f"on the calibration text depend on each other too closely, or it is too short; give "
+            f"more text of other kinds, or set tuning: {{damp: {max(damp, 0.005) * 2}}}"
+        )
+    return Factor(upper, dead)
+
+
+def round_with_feedback(
+    weight: Tensor, factor: Factor, numeric: Numeric, fixed: Scales | None = None
+) -> Quantized:
+    """A weight f32[N,K] in a format.
+
+    fixed: scales and offsets [N,K/group] to use; else those of a group are taken when its first
+    column is reached, of its values as they are then.
+    """
+    left = weight.T.float().clone(memory_format=torch.contiguous_format)
+    left[factor.dead] = 0
+    columns, group = left.shape[0], numeric.group
+    steps = torch.empty(left.shape, dtype=torch.uint8)
+    scales: list[Scales] = []
+    take = _taken(fixed, numeric, left)
+    for start in range(0, columns, width := _block(columns, group)):
+        end = min(start + width, columns)
+        errors = torch.empty(end - start, left.shape[1])
+        for i in range(start, end):
+            if i % group == 0:
+                scales.append(take(i))
+            found = numeric.steps(left[i], *scales[-1])
+            steps[i] = found.to(torch.uint8)
+            error = (left[i] - numeric.values(found, *scales[-1])) / factor.upper[i, i]
+            left[i:end].addr_(factor.upper[i, i:end], error, alpha=-1)
+            errors[i - start] = error
+        left[end:].addmm_(factor.upper[start:end, end:].T, errors, alpha=-1)
+    scale = torch.stack([scale for scale, _ in scales], 1)
+    offsets = [offset for _, offset in scales if offset is not None]
+    packed = pack(steps.T.contiguous(), numeric.bits)
+    return Quantized(packed, scale, torch.stack(offsets, 1) if offsets else None)
+
+
+def _taken(fixed: Scales | None, numeric: Numeric, left: Tensor) -> Callable[[int], Scales]:
+    """The scales of the group that begins at a column."""
+    if fixed is None:
+        return lambda i: numeric.scales(left[i : i + numeric.group].T)
+    scale, offset = fixed
+    return lambda i: (
+        scale[:, i // numeric.group],
+        None if offset is None else offset[:, i // numeric.group],
+    )
+
+
+def _block(columns: int, group: int) -> int:
+    """Columns of a block: a group begins where all columns are up to date."""
+    if group <= BLOCK:
+        return BLOCK // group * group
+    return BLOCK if group % BLOCK == 0 or group == columns else group

@@ -1,0 +1,22 @@
+"""Round to nearest."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ....ir.numerics import Numeric, Quantized
+from .base import Method, method
+
+
+@method
+class RoundToNearest(Method):
+    """Every value becomes the nearest that its group's scale allows; no text is needed."""
+
+    name: ClassVar[str] = "rtn"
+    reads_text: ClassVar[bool] = False
+
+    def quantize(self, weight: Tensor, numeric: Numeric, prepared: Any) -> Quantized:
+        """See `Numeric.quantize`."""
+        return numeric.quantize(weight)

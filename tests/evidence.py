@@ -1,0 +1,33 @@
+"""Text for passes that learn from it: token ids that follow each other by a rule, with noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from graftwork.ir import Program
+from graftwork.passes.engine.evidence import Evidence, WorkFolder
+
+
+def tokens(vocab: int, count: int, seed: int = 0) -> torch.Tensor:
+    """Ids i64[count]: each is what follows from the one before, or any."""
+    generator = torch.Generator().manual_seed(seed)
+    jump = torch.randint(vocab, (count,), generator=generator)
+    strays = torch.rand(count, generator=generator) < 0.4
+    ids = [0]
+    for i in range(1, count):
+        ids.append(int(jump[i]) if strays[i] else (3 * ids[-1] + 1) % vocab)
+    return torch.tensor(ids)
+
+
+def evidence_for(
+    program: Program,
+    count: int = 64 * 512,
+    *,
+    work: Path | None = None,
+    progress: Callable[[str, float], None] = lambda what, share: None,
+) -> Evidence:
+    """Text of a program's vocabulary."""
+    return Evidence(tokens(program.info.vocab_size, count), WorkFolder(work), progress)
