@@ -40,9 +40,11 @@ err = Console(stderr=True, highlight=False)
 _GREEDY = {"do_sample": False}
 _NEED_TEMPERATURE = "--top-k and --top-p need --temperature above 0"
 
-ModelArg = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder.")]
+ModelArg = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A checkpoint folder or .gguf file.")
+]
 AnyModel = Annotated[
-    str, typer.Argument(metavar="MODEL_OR_DIR", help="A checkpoint folder, or a saved artifact.")
+    str, typer.Argument(metavar="MODEL_OR_DIR", help="A checkpoint, .gguf file or saved artifact.")
 ]
 RecipeOption = Annotated[str, typer.Option("--recipe", help="A recipe's name, or a .yaml path.")]
 MaybeRecipe = Annotated[
@@ -284,7 +286,7 @@ def train(
 def export(
     model: AnyModel,
     format_: Annotated[
-        Literal["onnx", "genai", "vllm-medusa", "speculators"],
+        Literal["onnx", "genai", "compressed-tensors", "vllm-medusa", "speculators"],
         typer.Option("--format", help="For whom."),
     ],
     folder: Annotated[Path, typer.Option("--out", help="Where to write.")],
@@ -295,7 +297,7 @@ def export(
         bool, typer.Option("--plain", help="onnx, genai: leave out what the recipe drafts with.")
     ] = False,
 ) -> None:
-    """Write an ONNX model for ONNX Runtime, a folder for onnxruntime-genai, or drafts for vLLM."""
+    """Write a model for ONNX Runtime, onnxruntime-genai or transformers, or drafts for vLLM."""
     from .opening import open_model
 
     _require(not plain or format_ in ("onnx", "genai"), "--plain is for onnx and genai")
@@ -305,6 +307,7 @@ def export(
         writers: dict[str, Callable[[Path], Path]] = {
             "onnx": partial(opened.export_onnx, plain=plain),
             "genai": partial(opened.export_genai, plain=plain),
+            "compressed-tensors": opened.export_compressed_tensors,
             "vllm-medusa": opened.export_vllm_medusa,
             "speculators": opened.export_speculators,
         }

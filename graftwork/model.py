@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _COMPILED = "compiled"
 
 Source = str | Path | torch.nn.Module
-"""A local checkpoint folder, or a model in memory."""
+"""A local checkpoint folder or .gguf file, or a model in memory."""
 
 
 @dataclass(frozen=True)
@@ -343,6 +343,17 @@ class Model:
         from .export_speculators import export_speculators
 
         return export_speculators(self.program, plain_path("export", folder), target)
+
+    def export_compressed_tensors(self, folder: str | Path) -> Path:
+        """Write a checkpoint of compressed-tensors, which transformers and vLLM load, of the
+        weights of few bits as they are. What the recipe drafts with is left out.
+
+        Errors: as `graftwork.export_compressed.export_compressed_tensors`, and `InputError` if a
+        weight holds NaN.
+        """
+        from .export_compressed import export_compressed_tensors
+
+        return export_compressed_tensors(self.program, plain_path("export", folder))
 
     def __str__(self) -> str:
         size = megabytes(weight_bytes(self.program))

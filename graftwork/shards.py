@@ -73,16 +73,18 @@ def write_weights(
     weights: Sequence[Weight],
     limit: int = SHARD_BYTES,
     progress: Callable[[str], None] = lambda name: None,
+    stem: str = "weights",
 ) -> list[Written]:
-    """Write all weights as ``weights.safetensors``, or ``weights-00001-of-0000N.safetensors``.
+    """Write all weights as ``weights.safetensors``, or ``weights-00001-of-0000N.safetensors``, or
+    by another stem; as many files as `plan_shards` says, in its order.
 
     Holds one tensor at a time. Errors: `InputError` naming a weight with NaN values.
     """
     shards = plan_shards(weights, limit)
     count = len(shards)
-    names = [f"weights-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    names = [f"{stem}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
     if count == 1:
-        names = ["weights.safetensors"]
+        names = [f"{stem}.safetensors"]
     written = []
     for name, shard in zip(names, shards, strict=True):
         written.append(_write_shard(folder / name, shard, progress))

@@ -114,13 +114,20 @@ class SafetensorsFile:
 
     def type_of(self, key: str) -> TensorType:
         """A tensor's type. Errors: `InputError` for a dtype that is not supported."""
-        view = self._handle.get_slice(key)
-        dtype = _SAFETENSORS_DTYPES.get(view.get_dtype())
+        dtype = _SAFETENSORS_DTYPES.get(self.dtype_name(key))
         if dtype is None:
             raise InputError(
-                f"{self.path}: tensor {key!r} has dtype {view.get_dtype()}, not supported"
+                f"{self.path}: tensor {key!r} has dtype {self.dtype_name(key)}, not supported"
             )
-        return TensorType(dtype, tuple(view.get_shape()))
+        return TensorType(dtype, self.shape(key))
+
+    def dtype_name(self, key: str) -> str:
+        """What safetensors calls a tensor's dtype."""
+        return str(self._handle.get_slice(key).get_dtype())
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """A tensor's dims."""
+        return tuple(self._handle.get_slice(key).get_shape())
 
     def tensor(self, key: str) -> torch.Tensor:
         """A tensor, mapped: its pages are read when it is, and shared with other processes."""

@@ -160,3 +160,94 @@ def awq_config(group: int = 16, **more: Any) -> dict[str, Any]:
     """What AutoAWQ says in config.json."""
     said = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True}
     return {**said, "version": "gemm", **more}
+
+
+_LOWER = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453)
+_MIDDLE = (-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0)
+_ABOVE = (0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224)
+_UPPER = (0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
+NF4 = (*_LOWER, *_MIDDLE, *_ABOVE, *_UPPER)
+"""The values that QLoRA gives its sixteen codes."""
+
+
+def nf4_layer(block: int = 64, *, nested: int = 0) -> Callable[[int, int], Written]:
+    """bitsandbytes' layout. nested: the size of the blocks in which absmax is quantized; 0: it is
+    not."""
+
+    def layer(rows: int, columns: int) -> Written:
+        made = torch.Generator().manual_seed(rows * 1000 + columns)
+        codes = torch.randint(16, (rows * columns,), generator=made)
+        blocks = -(-rows * columns // block)
+        book = torch.tensor(NF4)
+        state = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16"}
+        state["shape"] = [rows, columns]
+        parts = {
+            "weight": (codes[0::2] * 16 + codes[1::2]).to(torch.uint8).unsqueeze(1),
+            "weight.quant_map": book,
+        }
+        if nested:
+            small = torch.randint(256, (blocks,), generator=made).to(torch.uint8)
+            known = torch.linspace(-1, 1, 256)
+            outer = 0.01 + 0.02 * torch.rand(-(-blocks // nested), generator=made)
+            parts |= {"weight.absmax": small, "weight.nested_absmax": outer}
+            parts["weight.nested_quant_map"] = known
+            state |= {"nested_blocksize": nested, "nested_dtype": "float32", "nested_offset": 0.05}
+            largest = torch.stack(
+                [known[int(code)] * outer[place // nested] for place, code in enumerate(small)]
+            )
+            largest = largest + 0.05
+        else:
+            largest = 0.02 + 0.1 * torch.rand(blocks, generator=made)
+            parts["weight.absmax"] = largest
+        said = json.dumps(state).encode()
+        parts["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(said), dtype=torch.uint8)
+        weight = book[codes] * largest[torch.arange(rows * columns) // block]
+        return parts, weight.reshape(rows, columns)
+
+    return layer
+
+
+def nf4_config(**more: Any) -> dict[str, Any]:
+    """What transformers says in config.json."""
+    said = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}
+    return {**said, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "uint8", **more}
+
+
+def compressed_layer(
+    format: str, arguments: dict[str, Any], scales: torch.dtype = torch.float16
+) -> Callable[[int, int], Written]:
+    """What the package itself compresses random weights to, and takes them for."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    compressor = BaseCompressor.get_value_from_registry(format)
+    args = QuantizationArgs(**arguments)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+
+    def layer(rows: int, columns: int) -> Written:
+        made = torch.Generator().manual_seed(rows * 1000 + columns)
+        group = args.group_size or columns
+        weight = torch.randn(rows, columns, generator=made)
+        largest = weight.reshape(rows, -1, group).abs().amax(-1)
+        top = 448 if args.type == "float" else 2 ** (args.num_bits - 1)
+        if args.strategy == "tensor":
+            largest = largest.max().reshape(1)
+        state = {"weight": weight, "weight_scale": (largest / top).to(scales)}
+        if not args.symmetric:
+            low = -(2 ** (args.num_bits - 1))
+            zeros = torch.randint(low, -low, largest.shape, generator=made)
+            state["weight_zero_point"] = zeros.to(torch.int8)
+        parts = compressor.compress(state, scheme)
+        values = compressor.decompress(parts, scheme)["weight"]
+        return {name: tensor.contiguous() for name, tensor in parts.items()}, values
+
+    return layer
+
+
+def compressed_config(
+    format: str, arguments: dict[str, Any], inputs: dict[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
+    """What llm-compressor says in config.json."""
+    group = {"targets": ["Linear"], "weights": arguments, "input_activations": inputs}
+    said = {"quant_method": "compressed-tensors", "format": format, "config_groups": {"g": group}}
+    return {**said, "ignore": ["lm_head"], "quantization_status": "compressed", **more}

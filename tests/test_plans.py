@@ -141,7 +141,11 @@ def test_errors_name_a_tree_without_listing_it() -> None:
     assert len(str(tree)) > 300
 
 
-@pytest.mark.parametrize("name", [recipe.name for recipe in recipes()])
+QUANTIZED = {"round_activations"}
+"""Recipes for checkpoints that are quantized already."""
+
+
+@pytest.mark.parametrize("name", [r.name for r in recipes() if r.name not in QUANTIZED])
 def test_every_recipe_makes_a_plan_whose_parts_all_act(name: str, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.json"
     corpus.write_text("[[1, 2, 3]]")

@@ -10,21 +10,26 @@ from typing import Any
 
 import pytest
 import torch
+from archs import error, logits_of, tokens_and_positions
 from quantized_checkpoints import (
     Written,
     awq_config,
     awq_layer,
     gptq_config,
     gptq_layer,
+    nf4_config,
+    nf4_layer,
     write,
 )
 from safetensors.torch import load_file, save_file
 
 import graftwork as gw
+from graftwork.backends.torch.dequantized import with_values
 from graftwork.frontends import import_model
 from graftwork.frontends.huggingface.checkpoint import tensors_of
 from graftwork.frontends.huggingface.formats import format_of, read
 from graftwork.ir import GraftworkWarning, InputError, UnsupportedError, arguments
+from graftwork.ir.legality import idle, unmet
 
 G = torch.ops.graftwork
 Layer = Callable[[int, int], Written]
@@ -44,6 +49,9 @@ CASES: dict[str, tuple[dict[str, Any], Layer, dict[str, int]]] = {
     "gptq-act-order": (gptq_config(desc_act=True), gptq_layer(ordered=False), {}),
     "gptq-3-bits-act-order": (gptq_config(3, 32), gptq_layer(3, 32, ordered=False), WIDE),
     "awq": (awq_config(), awq_layer(), {}),
+    "nf4": (nf4_config(), nf4_layer(), {"hidden_size": 64, "intermediate_size": 128}),
+    "nf4-nested": (nf4_config(), nf4_layer(nested=16), {}),
+    "nf4-across-rows": (nf4_config(), nf4_layer(256, nested=4), WIDE),
 }
 
 
@@ -71,6 +79,7 @@ def test_values(case: str, tmp_path: Path) -> None:
 TARGETS = {
     "gptq-act-order": ("eager:cpu:float32", "torch:cpu:float32", "onnxruntime:cpu:float32"),
     "awq": ("onnxruntime:cpu:float32",),
+    "nf4-nested": ("eager:cpu:float32", "onnxruntime:cpu:float32"),
 }
 
 
@@ -195,8 +204,72 @@ def test_lies(case: str, tmp_path: Path) -> None:
         import_model(quantized)
 
 
+STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+def _json(text: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+NF4_LIES: dict[str, tuple[Any, str]] = {
+    "no json": (_tensor(STATE, _json("{")), r"down_proj\.weight\.quant_state.*: expected JSON"),
+    "no state": (_tensor(STATE, lambda t: None), r"no tensor .*quant_state\.bitsandbytes__nf4"),
+    "shape": (
+        _tensor(STATE, _json('{"quant_type": "nf4", "blocksize": 64, "shape": [32, 46]}')),
+        r"down_proj\.weight: expected \[736,1\], got u8\[768,1\]",
+    ),
+    "block": (
+        _tensor(STATE, _json('{"quant_type": "nf4", "blocksize": 0, "shape": [32, 48]}')),
+        "blocksize",
+    ),
+    "absmax": (_tensor("weight.absmax", lambda t: t[1:]), r"absmax: expected \[24\], got u8\[23\]"),
+    "infinite": (_tensor("weight.nested_absmax", _first(float("inf"))), "expected finite numbers"),
+    "codebook": (_tensor("weight.quant_map", _first(float("nan"))), "expected finite numbers"),
+    "8 bits": (_says(load_in_4bit=False), "load_in_4bit: only 4 bits are supported"),
+    "storage": (_says(bnb_4bit_quant_storage="bfloat16"), "quant_storage: expected uint8"),
+}
+
+
+@pytest.mark.parametrize("case", NF4_LIES)
+def test_lies_about_nf4(case: str, tmp_path: Path) -> None:
+    """The same of bitsandbytes' JSON and codebooks."""
+    tamper, message = NF4_LIES[case]
+    quantized, _ = write(tmp_path, nf4_config(), nf4_layer(nested=16))
+    tamper(quantized)
+    with pytest.raises((InputError, UnsupportedError), match=message):
+        import_model(quantized)
+
+
 def test_awq_layouts(tmp_path: Path) -> None:
     """Another layout of the same method is refused by name."""
     quantized, _ = write(tmp_path, awq_config(version="gemv"), awq_layer())
     with pytest.raises(UnsupportedError, match="version: expected gemm, got 'gemv'"):
         import_model(quantized)
+
+
+def test_activations_are_rounded_where_that_is_asked_for(tmp_path: Path) -> None:
+    """The recipe keeps the bits; native kernels then run on them, with the op's own meaning."""
+    quantized, _ = write(tmp_path, awq_config(), awq_layer(), num_hidden_layers=1)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": []}
+    found = []
+    for target in ("eager:cpu:float32", "onnxruntime:cpu:float32"):
+        fast = gw.optimize(quantized, "round_activations", target=target)
+        calls = fast.program.step.calls(G.quantized_linear.default)
+        assert len(calls) == 4 and all(arguments(call)["rounded"] for call in calls)
+        assert unmet(fast.program) is None and idle(fast.program.plan) is None
+        found.append(fast.generate([[1, 5, 9, 30]], **options))
+    assert torch.equal(*found)
+
+
+def test_float_products_have_values_once_on_torch(tmp_path: Path) -> None:
+    """Compiled for torch, a weight of few bits whose products are float is its values, and what it
+    was stored as is gone."""
+    quantized, _ = write(tmp_path, awq_config(), awq_layer(), num_hidden_layers=1)
+    program = gw.optimize(quantized, target="torch:cpu:float32").program
+    spelled = with_values(program)
+    assert not spelled.step.calls(G.quantized_linear.default)
+    assert not any(weight.type.dtype == torch.uint8 for weight in spelled.weights.values())
+    ids, positions = tokens_and_positions()
+    traced = import_model(quantized, torch.float32)
+    wanted = logits_of(traced, ids, positions)
+    assert error(logits_of(with_values(traced), ids, positions), wanted) < 1e-6

@@ -21,6 +21,7 @@ from ..pages import Trimmer
 from ..target import Target
 from .compiled import Compiled, any_size, cuda_graphs, inductor
 from .cpu import CPU_ROWS
+from .dequantized import with_values
 from .emit import emit
 from .repeated import RepeatedCall
 from .replay import Recording, Replay, record
@@ -50,7 +51,8 @@ class TorchExecutable(StatefulExecutable):
         super().__init__(program, target, limit, rounded, together=False)
         self.device = torch.device(target.device)
         # What is compiled; the program itself stays as others see it.
-        self.lowered = with_tiles(program) if self.how == "inductor" else program
+        laid_out = self.how == "inductor"
+        self.lowered = with_values(with_tiles(program)) if laid_out else program
         self.weights = self._load()
         self.tensors = {weight.data_ptr(): weight.nbytes for weight in self.weights.values()}
         self.code = 0

@@ -14,8 +14,8 @@ After::
 
 Weights are laid out once for a program, before anything is compiled and in place of what is stored,
 so that each is in memory once whatever functions, outputs and widths are compiled, a table that is
-a head's weight, too. What kernels do not take stays: products of activations that are not rounded,
-and weights that a program computes.
+a head's weight, too. What kernels do not take stays: products of activations that are not rounded
+(see `dequantized`), and weights that a program computes.
 """
 
 from __future__ import annotations

@@ -76,10 +76,12 @@ def import_tensors(
     *,
     generation: Any,
     assets: dict[str, Path],
+    prepare: Callable[[Any], None] = lambda twin: None,
 ) -> Program:
     """A configuration of transformers and the tensors for it, as a program.
 
-    kept: tensors that the source holds in few bits. dtype and errors: as `import_folder`.
+    kept: tensors that the source holds in few bits. prepare: changes the model that is traced, once
+    it is made. dtype and errors: as `import_folder`.
     """
     mode = fake_mode()
     wanted = dtype or getattr(config, "dtype", None) or torch.float32
@@ -90,6 +92,7 @@ def import_tensors(
         twin = _instantiate(config, wanted, mode)
         checkpoint = Checkpoint(source, twin, tensors, kept)
     _keep_float32(twin, mode, wanted)
+    prepare(twin)
     buffers, first = dict(twin.named_buffers()), first_names(twin)
 
     def weight_of(name: str) -> Weight:
@@ -166,6 +169,17 @@ def _read_config(folder: Path) -> Any:
             f"{folder}: transformers cannot read config.json: {error}"
         ) from error
     return config
+
+
+def without_data(folder: Path, dtype: torch.dtype) -> Any:
+    """The model that a folder's config.json describes, its parameters without data.
+
+    Errors: `UnsupportedError` if transformers does not know it.
+    """
+    config = _read_config(folder)
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    return _instantiate(config, dtype, fake_mode())
 
 
 def _instantiate(config: Any, dtype: torch.dtype, mode: FakeTensorMode) -> Any:

@@ -15,9 +15,22 @@ from typing import Any
 import torch
 import torch.fx
 
-from ...ir import Function, PassError, Program, Role, TensorType, Weight, cone, derive, type_of
+from ...ir import (
+    Function,
+    PassError,
+    Program,
+    Role,
+    TensorType,
+    Weight,
+    arguments,
+    cone,
+    derive,
+    site_of,
+    type_of,
+)
 from ...ir.plan import DraftRecord
 from ..fusing.dce import sweep
+from ..numerics.values import values_of
 from ..stepping.pick_logits import pick_after
 from .plan_edits import with_draft
 from .trained import Published, TrainedWeights, as_published
@@ -99,14 +112,17 @@ class Graft:
 
     def embed(self, tokens: torch.fx.Node) -> torch.fx.Node:
         """The target's embedding of tokens i64[B,T]: [B,T,H], without positions."""
-        for node in self.step.calls(A.embedding.default):
-            if node.args[1] is self.step.input("tokens"):
-                return self.copy({node.args[1]: tokens}, node)
+        mine = self.step.input("tokens")
+        for node in self.step.calls(A.embedding.default, G.quantized_embedding.default):
+            if mine in node.all_input_nodes:
+                return self.copy({mine: tokens}, _cast_of(node))
         raise PassError(f"{self.owner}: step does not look its tokens up in an embedding table")
 
     def check_embedding(self, embedded: torch.fx.Node) -> None:
         """That a file of published weights has the table that `embed` looked tokens up in, if any.
         Errors: `PassError`, see `TrainedWeights.check_embedding`."""
+        if embedded.target is not A.embedding.default:
+            return  # of few bits: near the table that the heads were trained with, not equal to it
         table = embedded.args[0]
         assert isinstance(table, torch.fx.Node)
         self.trained.check_embedding(self.program.weights[str(table.target)])
@@ -119,19 +135,28 @@ class Graft:
         """The target's logits [B,T,V] of normed states; own: with a weight of that name, which
         starts as the target's, on the first H channels of x where x has more. rows: i64[D], tokens
         that an own head knows; logits are [B,T,D]."""
-        weight, *bias = self.product.args[1:]
-        assert isinstance(weight, torch.fx.Node)
         given: dict[Any, torch.fx.Node] = {self.product.args[0]: x}
         if own:
-            source = self.program.weights[str(weight.target)]
-            wide = int(str(type_of(x).dims[-1]))
-            given[weight] = self.weight_of(_widened(_rows(own, source, rows), wide))
-        if rows is not None and bias and isinstance(bias[0], torch.fx.Node):
-            source = self.program.weights[str(bias[0].target)]
-            given[bias[0]] = self.constant(_rows(f"{own}.{source.name}", source, rows))
+            given = {self.product: self._own_product(x, own, rows)}
         logits = self.copy(given, self.step.outputs["logits"])
         self.fn.retype()  # copies have the types that they had in the step
         return logits
+
+    def _own_product(self, x: torch.fx.Node, own: str, rows: Weight | None) -> torch.fx.Node:
+        """The head's product with a float weight of its own, whatever the head's is; see `head`."""
+        product = arguments(self.product)
+        if self.product.target is A.linear.default:
+            source = self.program.weights[str(product["weight"].target)]
+        else:
+            source = values_of(self.product, self.program.weights).cast(self.dtype)
+        wide = int(str(type_of(x).dims[-1]))
+        parts = [self.weight_of(_widened(_rows(own, source, rows), wide))]
+        if product["bias"] is not None:
+            bias = self.program.weights[str(product["bias"].target)]
+            some = bias if rows is None else _rows(f"{own}.{bias.name}", bias, rows)
+            parts.append(self.constant(some))
+        site, name = site_of(self.product), self.product.name
+        return self.fn.call(A.linear.default, x, *parts, site=site, name=name)
 
     def copy(self, given: Mapping[Any, torch.fx.Node], wanted: Any) -> torch.fx.Node:
         """The step's node `wanted` computed here, with values here for some of its ancestors."""
@@ -142,7 +167,7 @@ class Graft:
         logits = self.step.outputs.get("logits")
         found = [
             node
-            for node in self.step.calls(A.linear.default)
+            for node in self.step.calls(A.linear.default, G.quantized_linear.default)
             if logits is not None
             and node in cone([logits])
             and type_of(node).dims[-1] == self.vocab
@@ -261,6 +286,12 @@ def _copied(
         is_input = node.op == "placeholder"
         copies[node] = node if is_input else fn.graph.node_copy(node, lambda n: copies[n])
     return copies[wanted]
+
+
+def _cast_of(node: torch.fx.Node) -> torch.fx.Node:
+    """What a look-up gives in the model's dtype, which one in few bits gives as float32."""
+    (user, *others) = node.users
+    return user if user.target is A._to_copy.default and not others else node
 
 
 def _rows(name: str, source: Weight, rows: Weight | None) -> Weight:

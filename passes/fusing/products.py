@@ -120,6 +120,8 @@ class Merger:
             split = self.fn.call(A.split_with_sizes.default, merged, sizes, -1, site=site)
             pieces = [self.fn.item(split, index) for index in range(len(group))]
         for node, piece in zip(group, pieces, strict=True):
+            piece.meta["site"] = site_of(node)  # whose rows they are, exports want to know
+        for node, piece in zip(group, pieces, strict=True):
             node.replace_all_uses_with(piece)
             self.fn.graph.erase_node(node)
 

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ....ir import InputError, UnsupportedError, Weight
 from ....ir.numerics import Numeric
-from ....ir.weights import from_safetensors
+from ....ir.weights import from_safetensors, open_safetensors
 from ...stored_weights import StoredWeight
 
 
@@ -45,11 +45,7 @@ class Module:
 
     def tensor(self, part: str, dtypes: tuple[torch.dtype, ...], rank: int = 2) -> Weight:
         """A tensor of the module. Errors: `InputError` if it is missing or no such tensor."""
-        if part not in self.files:
-            raise InputError(
-                f"{self.folder}: {self.name} has {', '.join(sorted(self.files))}, but no tensor "
-                f"{self.name}.{part}; fetch the checkpoint again"
-            )
+        self._known(part)
         weight = from_safetensors(self.files[part], f"{self.name}.{part}")
         if weight.type.dtype not in dtypes or len(weight.type.dims) != rank:
             wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -64,6 +60,16 @@ class Module:
             raise self.error(part, f"expected [{shape}], got {weight.type}")
         return weight
 
+    def type_name(self, part: str) -> str:
+        """What the file calls a tensor's dtype, which may be none that programs have."""
+        self._known(part)
+        return open_safetensors(self.files[part]).dtype_name(f"{self.name}.{part}")
+
+    def rank(self, part: str) -> int:
+        """How many axes a tensor has."""
+        self._known(part)
+        return len(open_safetensors(self.files[part]).shape(f"{self.name}.{part}"))
+
     def scales(self, part: str, dtypes: tuple[torch.dtype, ...], rank: int = 2) -> Weight:
         """Scales f16 or f32 (bfloat16 becomes f32), all of them finite."""
         weight = self.tensor(part, dtypes, rank)
@@ -75,6 +81,13 @@ class Module:
         """Errors: `UnsupportedError` for rows that the op cannot store so."""
         if why := numeric.refusal(columns):
             raise UnsupportedError(f"{self.folder}: {self.name} cannot be kept in its bits: {why}")
+
+    def _known(self, part: str) -> None:
+        if part not in self.files:
+            raise InputError(
+                f"{self.folder}: {self.name} has {', '.join(sorted(self.files))}, but no tensor "
+                f"{self.name}.{part}; fetch the checkpoint again"
+            )
 
     def error(self, part: str, what: str) -> InputError:
         """What is wrong with a tensor, with its file."""

@@ -1,0 +1,191 @@
+"""Block types of GGUF: what bits a block has, and what they stand for.
+
+A row of a tensor is a row of blocks, each of so many values. All types come to one of the kinds
+that `ir.numerics` knows, with the values that llama.cpp and the `gguf` package compute in float32,
+bit for bit:
+
+    scale * (q - 2^(bits-1))    Q4_0, Q5_0, Q8_0, Q3_K, Q6_K
+    scale * q + offset          Q4_1, Q5_1, Q2_K, Q4_K, Q5_K
+    scale * codebook[q]         IQ4_NL, IQ4_XS
+
+Five bits are stored in six. In K types scales are themselves quantized: d * s, with d in float16
+for 256 values and s of a few bits for 16 or 32, which float32 holds exactly.
+Source: the format's description and package (ggml).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...ir.numerics import Kind, Numeric
+
+Part = Callable[[Tensor], Tensor]
+
+SIGNED4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""The codebook of IQ4 types."""
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """A type of blocks. values, size: how many values and bytes a block has. bits, group, kind: how
+    they are kept. codes, scales, offsets: of blocks u8[R,size], q u8[R,values], and scales and
+    offsets [R,values/group]."""
+
+    name: str
+    values: int
+    size: int
+    bits: int
+    group: int
+    kind: Kind
+    codes: Part
+    scales: Part
+    offsets: Part | None = None
+    codebook: tuple[int, ...] = ()
+    half: bool = False
+
+    @property
+    def numeric(self) -> Numeric:
+        """How weights of this type are kept."""
+        scale = torch.float16 if self.half else torch.float32
+        return Numeric(self.bits, self.group, self.kind, scale)
+
+
+def _half(blocks: Tensor, start: int) -> Tensor:
+    """The float16 at a byte of each block, f16[R,1]."""
+    return blocks[:, start : start + 2].contiguous().view(torch.float16)
+
+
+def _shifted(part: Tensor, run: int, shifts: tuple[int, ...], bits: int) -> Tensor:
+    """Fields of bytes [R,W]: of each run of bytes the fields at the first shift, then those at the
+    next, ..., u8[R,W*shifts]."""
+    runs = part.reshape(len(part), -1, 1, run)
+    places = torch.tensor(shifts, dtype=torch.uint8).reshape(-1, 1)
+    found: Tensor = (runs >> places) & (2**bits - 1)
+    return found.flatten(1)
+
+
+def _nibbles(blocks: Tensor, start: int, run: int = 16) -> Tensor:
+    """Lower nibbles of each run of bytes, then the upper ones."""
+    return _shifted(blocks[:, start:], run, (0, 4), 4)
+
+
+def _fifth(blocks: Tensor, start: int) -> Tensor:
+    """Bits 0 to 31 of a word, as 0 or 16."""
+    word = blocks[:, start : start + 4].contiguous().view(torch.int32).long()
+    return ((word >> torch.arange(32)) & 1).to(torch.uint8) * 16
+
+
+def _eights(part: Tensor, worth: int) -> Tensor:
+    """Bit i // 32 of byte i % 32, for 256 values, as 0 or `worth`."""
+    return _shifted(part, 32, (0, 1, 2, 3, 4, 5, 6, 7), 1) * worth
+
+
+def _six_bits(blocks: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """Scales and minima f32[R,8] of Q4_K and Q5_K: six bits each, in 12 bytes."""
+    low, high, rest = blocks[:, start : start + 12].split(4, 1)
+    scales = torch.cat([low & 63, (rest & 15) | (low >> 2 & 48)], 1)
+    minima = torch.cat([high & 63, (rest >> 4) | (high >> 2 & 48)], 1)
+    return scales.float(), minima.float()
+
+
+def _q3_scales(blocks: Tensor) -> Tensor:
+    low, high = blocks[:, 96:104], blocks[:, 104:108]
+    six = _shifted(low, 8, (0, 4), 4) | (_shifted(high, 4, (0, 2, 4, 6), 2) << 4)
+    return _half(blocks, 108).float() * (six.float() - 32)
+
+
+def _xs_scales(blocks: Tensor) -> Tensor:
+    word = blocks[:, 2:4].contiguous().view(torch.int16).long()
+    high = (word >> torch.arange(0, 16, 2)) & 3
+    low = _shifted(blocks[:, 4:8], 1, (0, 4), 4)
+    return _half(blocks, 0).float() * ((low.long() | high << 4).float() - 32)
+
+
+def _q6_codes(blocks: Tensor) -> Tensor:
+    low = _shifted(blocks[:, :128], 64, (0, 4), 4)
+    return low | (_shifted(blocks[:, 128:192], 32, (0, 2, 4, 6), 2) << 4)
+
+
+TYPES: dict[int, BlockType] = {
+    2: BlockType(
+        *("Q4_0", 32, 18, 4, 32, "symmetric"),
+        lambda b: _nibbles(b, 2),
+        lambda b: _half(b, 0),
+        half=True,
+    ),
+    3: BlockType(
+        *("Q4_1", 32, 20, 4, 32, "affine"),
+        lambda b: _nibbles(b, 4),
+        lambda b: _half(b, 0),
+        lambda b: _half(b, 2),
+        half=True,
+    ),
+    6: BlockType(
+        *("Q5_0", 32, 22, 6, 32, "symmetric"),
+        lambda b: _nibbles(b, 6) + _fifth(b, 2) + 16,
+        lambda b: _half(b, 0),
+        half=True,
+    ),
+    7: BlockType(
+        *("Q5_1", 32, 24, 6, 32, "affine"),
+        lambda b: _nibbles(b, 8) + _fifth(b, 4),
+        lambda b: _half(b, 0),
+        lambda b: _half(b, 2),
+        half=True,
+    ),
+    8: BlockType(
+        *("Q8_0", 32, 34, 8, 32, "symmetric"),
+        lambda b: b[:, 2:] ^ 128,
+        lambda b: _half(b, 0),
+        half=True,
+    ),
+    10: BlockType(
+        *("Q2_K", 256, 84, 2, 16, "affine"),
+        lambda b: _shifted(b[:, 16:80], 32, (0, 2, 4, 6), 2),
+        lambda b: _half(b, 80).float() * (b[:, :16] & 15).float(),
+        lambda b: -(_half(b, 82).float() * (b[:, :16] >> 4).float()),
+    ),
+    11: BlockType(
+        *("Q3_K", 256, 110, 3, 16, "symmetric"),
+        lambda b: _shifted(b[:, 32:96], 32, (0, 2, 4, 6), 2) + _eights(b[:, :32], 4),
+        _q3_scales,
+    ),
+    12: BlockType(
+        *("Q4_K", 256, 144, 4, 32, "affine"),
+        lambda b: _nibbles(b, 16, 32),
+        lambda b: _half(b, 0).float() * _six_bits(b, 4)[0],
+        lambda b: -(_half(b, 2).float() * _six_bits(b, 4)[1]),
+    ),
+    13: BlockType(
+        *("Q5_K", 256, 176, 6, 32, "affine"),
+        lambda b: _nibbles(b, 48, 32) + _eights(b[:, 16:48], 16),
+        lambda b: _half(b, 0).float() * _six_bits(b, 4)[0],
+        lambda b: -(_half(b, 2).float() * _six_bits(b, 4)[1]),
+    ),
+    14: BlockType(
+        *("Q6_K", 256, 210, 6, 16, "symmetric"),
+        _q6_codes,
+        lambda b: _half(b, 208).float() * b[:, 192:208].contiguous().view(torch.int8).float(),
+    ),
+    20: BlockType(
+        *("IQ4_NL", 32, 18, 4, 32, "codebook"),
+        lambda b: _nibbles(b, 2),
+        lambda b: _half(b, 0),
+        codebook=SIGNED4,
+        half=True,
+    ),
+    23: BlockType(
+        *("IQ4_XS", 256, 136, 4, 32, "codebook"),
+        lambda b: _nibbles(b, 8),
+        _xs_scales,
+        codebook=SIGNED4,
+    ),
+}
+"""Types of few bits by their numbers."""
+
+FLOATS: dict[int, torch.dtype] = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+"""Types of one float a value."""

@@ -1,0 +1,170 @@
+"""What a GGUF file holds: its metadata, and where its tensors lie.
+
+    u32 magic, u32 version, u64 tensors, u64 entries
+    each entry:  string key, u32 type, value
+    each tensor: string name, u32 axes, u64 size of each (the fastest first), u32 type, u64 offset
+    padding, and then the tensors' blocks
+
+Files come from outside: every count, length and offset is held against the file's size before it is
+followed, and nothing but the header is read. Arrays (of which tokenizers have long ones) are passed
+over.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...ir import InputError
+from ...ir.files import open_regular
+
+MAGIC, VERSIONS = 0x46554747, (2, 3)
+_STRING, _ARRAY = 8, 9
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"} | {
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+_AXES, _LONGEST = 4, 2**16
+
+Value = int | float | bool | str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file. dims: as torch has them. kind: the number of its block type. start: the
+    byte at which it starts."""
+
+    name: str
+    dims: tuple[int, ...]
+    kind: int
+    start: int
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A file's metadata (arrays left out) and tensors."""
+
+    path: Path
+    metadata: dict[str, Value]
+    tensors: dict[str, Entry]
+    size: int
+
+    @classmethod
+    def open(cls, path: Path) -> GgufFile:
+        """Errors: `InputError` for what is no GGUF file, or a damaged one."""
+        try:
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size == 0:
+                    raise InputError(f"{path} is empty; expected a GGUF file")
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                    return _Header(path, mapped, size).read()
+        except (OSError, struct.error, UnicodeDecodeError) as error:
+            raise InputError(f"cannot read {path}: {error}; fetch it again") from error
+
+    def rows(self, entry: Entry, width: int) -> torch.Tensor:
+        """A tensor's bytes u8[R,width], a row of its values each. Errors: `InputError` if the file
+        ends before it does."""
+        count = width
+        for dim in entry.dims[:-1]:
+            count *= dim
+        if entry.start + count > self.size:
+            raise InputError(
+                f"{self.path}: tensor {entry.name} ends {entry.start + count - self.size} bytes "
+                f"after the file; fetch it again"
+            )
+        with open_regular(self.path) as file:
+            file.seek(entry.start)
+            data = np.frombuffer(bytearray(file.read(count)), np.uint8)
+        if len(data) != count:
+            raise InputError(f"{self.path} became shorter while it was read")
+        return torch.from_numpy(data).reshape(-1, width)
+
+
+class _Header:
+    def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
+        self.path, self.data, self.size, self.place = path, data, size, 0
+
+    def read(self) -> GgufFile:
+        magic, version = self.scalars("II")
+        if magic != MAGIC:
+            raise InputError(f"{self.path} is no GGUF file: it does not start with GGUF")
+        if version not in VERSIONS:
+            raise InputError(f"{self.path} has GGUF version {version}; expected 2 or 3")
+        tensors, entries = self.scalars("QQ")
+        metadata: dict[str, Value] = {}
+        for _ in range(self.at_most(entries, 12, "entries")):
+            key, value = self.text(), self.value(*self.scalars("I"))
+            if value is not None:
+                metadata[key] = value
+        found = [self.entry() for _ in range(self.at_most(tensors, 24, "tensors"))]
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise self.error(f"general.alignment: expected a power of two, got {alignment}")
+        base = -(-self.place // alignment) * alignment
+        named = {e.name: Entry(e.name, e.dims, e.kind, base + e.start) for e in found}
+        if len(named) != len(found):
+            raise self.error("two tensors have one name")
+        return GgufFile(self.path, metadata, named, self.size)
+
+    def entry(self) -> Entry:
+        name = self.text()
+        (axes,) = self.scalars("I")
+        if not 1 <= axes <= _AXES:
+            raise self.error(f"tensor {name} has {axes} axes; expected 1 to {_AXES}")
+        dims = self.scalars("Q" * axes)
+        kind, start = self.scalars("IQ")
+        if not all(0 < dim < 2**40 for dim in dims) or start >= self.size:
+            raise self.error(f"tensor {name} has the size {dims} at byte {start}")
+        return Entry(name, tuple(int(dim) for dim in reversed(dims)), int(kind), int(start))
+
+    def value(self, kind: int) -> Value | None:
+        """A value of the metadata; None for an array, which is passed over."""
+        if kind in _SCALARS:
+            found: Value = self.scalars(_SCALARS[kind])[0]
+            return found
+        if kind == _STRING:
+            return self.text()
+        if kind != _ARRAY:
+            raise self.error(f"an entry has the type {kind}, which does not exist")
+        of, count = self.scalars("IQ")
+        if of == _STRING:
+            for _ in range(self.at_most(count, 8, "texts of an array")):
+                self.skip(self.scalars("Q")[0], 1)
+        elif of in _SCALARS:
+            self.skip(count, struct.calcsize("<" + _SCALARS[of]))
+        else:
+            raise self.error(f"an array of the type {of} is not supported")
+        return None
+
+    def text(self) -> str:
+        (length,) = self.scalars("Q")
+        start = self.place
+        self.skip(length, 1)
+        if length > _LONGEST:  # chat templates are long, names are not
+            return ""
+        return self.data[start : self.place].decode()
+
+    def scalars(self, code: str) -> tuple[int, ...]:
+        found: tuple[int, ...] = struct.unpack_from("<" + code, self.data, self.place)
+        self.place += struct.calcsize("<" + code)
+        return found
+
+    def skip(self, count: int, size: int) -> None:
+        self.place += self.at_most(count, size, "values") * size
+
+    def at_most(self, count: int, size: int, what: str) -> int:
+        """The count, if so many things of at least `size` bytes can follow."""
+        if count > (self.size - self.place) // size:
+            raise self.error(f"{count} {what} are announced, more than the file has bytes for")
+        return count
+
+    def error(self, what: str) -> InputError:
+        return InputError(f"{self.path}: {what}, before byte {self.place}; fetch it again")

@@ -1,0 +1,386 @@
+"""Writes a program's weights as a checkpoint of compressed-tensors, for transformers and vLLM.
+
+    config.json          the model's own, with a quantization_config
+    model.safetensors    <module>.weight_packed, .weight_scale, .weight_shape, ... of layers in few
+                         bits, and the other parameters under their names
+    tokenizer.json, ...  files that came with the model
+
+Bits, scales and whole zero points are written as the program holds them, so that whoever reads them
+has its weights bit for bit (see `frontends.huggingface.formats.compressed_tensors` for the layout).
+Products that were merged are taken apart: their pieces know which module they came from. Where a
+product rounds its activations, the configuration says so.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+
+from .ir import (
+    GraftworkWarning,
+    InputError,
+    Program,
+    TensorType,
+    UnsupportedError,
+    Weight,
+    arguments,
+    cone,
+    derive,
+    site_of,
+    type_of,
+)
+from .ir.files import LARGE, read_bytes, read_json
+from .ir.numerics import pack
+from .ir.scratch import replacing
+from .passes.numerics.values import are_constant, values_of
+from .shards import SHARD_BYTES, plan_shards, write_weights
+
+A, G = torch.ops.aten, torch.ops.graftwork
+PRODUCTS = (A.linear.default, G.quantized_linear.default)
+TABLES = (A.embedding.default, G.quantized_embedding.default)
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+PACKED, BYTES = "pack-quantized", "int-quantized"
+
+
+def export_compressed_tensors(program: Program, folder: Path) -> Path:
+    """Write the folder, which must not exist or be empty; returns it.
+
+    What the program drafts with is left out. Errors: `UnsupportedError` for weights that the format
+    cannot say (codebooks, offsets that are no whole steps, channels in another order), `InputError`
+    for a program that came without config.json or has no weights of few bits.
+    """
+    from .frontends.huggingface import without_data
+
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder} exists and is not an empty folder")
+    if CONFIG not in program.assets:
+        raise InputError(
+            f"{program.name} came without a config.json, which the export needs: optimize the "
+            f"folder of a checkpoint instead of a model in memory"
+        )
+    hidden = type_of(program.step.calls(G.hidden.default)[0]).dtype
+    twin = without_data(program.assets[CONFIG].parent, hidden)
+    writer = _Checkpoint(program, twin)
+    weights = writer.weights()
+    config = {**read_json(program.assets[CONFIG]), **writer.config(hidden)}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(folder) as new:
+        (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        _write(new, weights)
+        for name, source in program.assets.items():
+            if name != CONFIG:
+                (new / name).write_bytes(read_bytes(source, LARGE))
+    return folder
+
+
+def _write(folder: Path, weights: list[Weight]) -> None:
+    files = write_weights(folder, weights, stem="model")
+    if len(files) == 1:
+        return
+    shards = zip(files, plan_shards(weights, SHARD_BYTES), strict=True)
+    where = {weight.name: file.name for file, shard in shards for weight in shard}
+    index = {"metadata": {"total_size": sum(w.type.nbytes for w in weights)}, "weight_map": where}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A module's part of a product, or its table: rows `start` to `stop` of the node's weight."""
+
+    node: torch.fx.Node
+    start: int
+    stop: int
+
+    def of(self, weight: Weight, name: str) -> Weight:
+        """These rows of a weight."""
+        dims = (self.stop - self.start, *weight.type.dims[1:])
+        if dims == weight.type.dims:
+            return weight.renamed(name)
+        start, stop = self.start, self.stop
+        type = TensorType(weight.type.dtype, dims)
+        return derive(name, type, lambda tensor: tensor[start:stop].clone(), weight)
+
+
+@dataclass(frozen=True)
+class _Scheme:
+    """What the format says of weights. format: how they are written. rounded: activations are
+    int8 by token."""
+
+    bits: int
+    group: int
+    symmetric: bool
+    by_channel: bool
+    rounded: bool
+
+    @property
+    def format(self) -> str:
+        return BYTES if self.bits == 8 and self.rounded and self.by_channel else PACKED
+
+    def described(self, targets: list[str]) -> dict[str, Any]:
+        """The scheme as one of `config_groups`."""
+        weights: dict[str, Any] = {"num_bits": self.bits, "type": "int", "dynamic": False}
+        weights["symmetric"] = self.symmetric
+        weights["strategy"] = "channel" if self.by_channel else "group"
+        weights["group_size"] = None if self.by_channel else self.group
+        token = {"num_bits": 8, "type": "int", "dynamic": True, "symmetric": True}
+        inputs = {**token, "strategy": "token"} if self.rounded else None
+        return {
+            "targets": targets,
+            "weights": weights,
+            "input_activations": inputs,
+            "output_activations": None,
+            "format": self.format,
+        }
+
+
+@dataclass
+class _Checkpoint:
+    """Finds a model's parameters in a program. twin: the model, without data."""
+
+    program: Program
+    twin: nn.Module
+    schemes: dict[str, _Scheme] = field(default_factory=dict)
+    floats: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        step = self.program.step
+        if step.calls(G.moe.default):
+            raise UnsupportedError(
+                "mixtures of experts cannot be exported in this format yet: their experts are one "
+                "stack here"
+            )
+        self.held = dict(_modules(self.program))
+        self.known = dict(_reachable(self.program.weights))
+
+    def weights(self) -> list[Weight]:
+        """All tensors of the checkpoint. Errors: see `export_compressed_tensors`."""
+        found: list[Weight] = []
+        done: set[int] = set()
+        parameters = self.twin.state_dict(keep_vars=True)
+        for name, tensor in parameters.items():
+            owner, _, part = name.rpartition(".")
+            if id(tensor) in done and owner not in self.held:
+                continue  # tied to one that is there
+            made = list(self._parameter(owner, part, name, TensorType.of(tensor)))
+            found += made
+            done.add(id(tensor))
+        if not self.schemes:
+            raise InputError(
+                f"{self.program.name} has no layer of few bits, which the format is for; choose a "
+                f"recipe that quantizes (int4 with quantize_weights.symmetric=true)"
+            )
+        if self.floats:
+            warnings.warn(
+                f"the format has no tables in few bits: {', '.join(self.floats)} become floats",
+                GraftworkWarning,
+                stacklevel=3,
+            )
+        return found
+
+    def config(self, dtype: torch.dtype) -> dict[str, Any]:
+        """What config.json says besides the model's own."""
+        groups: dict[_Scheme, list[str]] = {}
+        for module, scheme in self.schemes.items():
+            groups.setdefault(scheme, []).append(module)
+        linear = [n for n, module in self.twin.named_modules() if isinstance(module, nn.Linear)]
+        if len(groups) == 1:
+            groups = {scheme: ["Linear"] for scheme in groups}
+        formats = {scheme.format for scheme in groups}
+        said = {
+            "quant_method": "compressed-tensors",
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "config_groups": {
+                f"group_{i}": scheme.described(names)
+                for i, (scheme, names) in enumerate(groups.items())
+            },
+            "ignore": [name for name in linear if name not in self.schemes],
+        }
+        tied = {"tie_word_embeddings": False} if self._head_differs() else {}
+        return {"quantization_config": said, "dtype": str(dtype).removeprefix("torch."), **tied}
+
+    def _head_differs(self) -> bool:
+        """Whether a head that the model ties to its table is stored in few bits."""
+        head = self.twin.get_output_embeddings()  # type: ignore[operator]
+        names = {id(module): name for name, module in self.twin.named_modules()}
+        return names.get(id(head)) in self.schemes
+
+    def _parameter(self, owner: str, part: str, name: str, type: TensorType) -> Iterator[Weight]:
+        rows = self.held.get(owner)
+        if rows is not None and part == "bias":
+            yield self._bias(rows, name)
+        elif rows is not None and part == "weight" and rows.node.target in TABLES:
+            yield self._table(rows, name, type)
+        elif rows is not None and part == "weight":
+            yield from self._product(rows, owner, type)
+        else:
+            yield self._plain(name, type)
+
+    def _plain(self, name: str, type: TensorType) -> Weight:
+        weight = self.known.get(name)
+        if weight is None or weight.type.dims != type.dims:
+            got = "nothing of that name" if weight is None else str(weight.type)
+            raise UnsupportedError(
+                f"the parameter {name} {type} cannot be found in the program ({got}): a pass has "
+                f"made it part of another weight; export a recipe without that pass"
+            )
+        return weight
+
+    def _bias(self, rows: _Rows, name: str) -> Weight:
+        bias = arguments(rows.node)["bias"]
+        if bias is None or bias.op != "get_attr":
+            raise UnsupportedError(f"the bias {name} cannot be found in the program")
+        return rows.of(self.program.weights[str(bias.target)], name)
+
+    def _table(self, rows: _Rows, name: str, type: TensorType) -> Weight:
+        if rows.node.target is A.embedding.default:
+            return self._plain(name, type)
+        self.floats.append(name)
+        return values_of(rows.node, self.program.weights).cast(type.dtype).renamed(name)
+
+    def _product(self, rows: _Rows, owner: str, type: TensorType) -> Iterator[Weight]:
+        given = arguments(rows.node)
+        if rows.node.target is A.linear.default:
+            weight = rows.of(self.program.weights[str(given["weight"].target)], f"{owner}.weight")
+            if weight.type.dims != type.dims:
+                raise UnsupportedError(f"{owner}.weight: expected {type}, got {weight.type}")
+            yield weight
+            return
+        self._check(rows, owner, type)
+        parts = {
+            key: None if given[key] is None else self.program.weights[str(given[key].target)]
+            for key in ("weight", "scale", "offset")
+        }
+        packed, scale, offset = (
+            None if weight is None else rows.of(weight, f"{owner}.{key}")
+            for key, weight in parts.items()
+        )
+        assert packed is not None and scale is not None
+        columns, bits = int(str(type.dims[1])), int(given["bits"])
+        channel = given["group"] == columns
+        scheme = _Scheme(bits, given["group"], offset is None, channel, bool(given["rounded"]))
+        self.schemes[owner] = scheme
+        yield scale.renamed(f"{owner}.weight_scale")
+        zeros = None if offset is None else _zeros(owner, scale, offset, bits)
+        if scheme.format == BYTES:
+            yield _made(f"{owner}.weight", torch.int8, type.shape, _signed, packed)
+            if zeros is not None:
+                dims = zeros.type.shape
+                yield _made(f"{owner}.weight_zero_point", torch.int8, dims, _around(128), zeros)
+            return
+        words = -(-columns * bits // 32)
+        dims = (rows.stop - rows.start, words)
+        yield _made(f"{owner}.weight_packed", torch.int32, dims, _words, packed)
+        yield Weight.of(f"{owner}.weight_shape", torch.tensor([dims[0], columns]))
+        if zeros is not None:
+            count, groups = zeros.type.shape
+            dims = (-(-count * bits // 32), groups)
+            name = f"{owner}.weight_zero_point"
+            yield _made(name, torch.int32, dims, lambda z: _down(z, bits), zeros)
+
+    def _check(self, rows: _Rows, owner: str, type: TensorType) -> None:
+        """Errors: `UnsupportedError` for what the format cannot say."""
+        node, given = rows.node, arguments(rows.node)
+        module = self.twin.get_submodule(owner)
+        have = (rows.stop - rows.start, int(str(given["scale"].meta["type"].dims[1])))
+        have = (have[0], have[1] * given["group"])
+        source = given["x"]
+        reason = ""
+        if not isinstance(module, nn.Linear) or have != type.dims:
+            reason = f"it is [{have[0]},{have[1]}], and its {module.__class__.__name__} {type}"
+        elif not are_constant(node):
+            reason = "the program computes it"
+        elif given["codebook"] is not None:
+            reason = "it has a codebook"
+        elif source.target is A.index_select.default and source.args[2].op == "get_attr":
+            reason = "its input channels are in the order of their groups (GPTQ's activation order)"
+        if reason:
+            raise UnsupportedError(
+                f"{owner}.weight cannot be said in compressed-tensors: {reason}; export another "
+                f"recipe, or quantize the original"
+            )
+
+
+def _modules(program: Program) -> Iterator[tuple[str, _Rows]]:
+    """Whose rows the weights of products and tables are that logits are made of, by module."""
+    logits = program.step.outputs["logits"]
+    for node in sorted(cone([logits])):
+        if node.target in TABLES:
+            count = int(str(arguments(node)["weight"].meta["type"].dims[0]))
+            yield site_of(node).module, _Rows(node, 0, count)
+        elif node.target in PRODUCTS:
+            yield from _pieces(node)
+
+
+def _pieces(node: torch.fx.Node) -> Iterator[tuple[str, _Rows]]:
+    """A product's rows, or those of the modules whose products were merged into it."""
+    count = int(str(type_of(node).dims[-1]))
+    splits = [user for user in node.users if user.target is A.split_with_sizes.default]
+    if len(splits) != 1 or len(node.users) != 1:
+        yield site_of(node).module, _Rows(node, 0, count)
+        return
+    sizes: Any = splits[0].args[1]
+    for piece in splits[0].users:
+        index: Any = piece.args[1]
+        start = sum(sizes[:index])
+        yield site_of(piece).module, _Rows(node, start, start + sizes[index])
+
+
+def _reachable(weights: Mapping[str, Weight]) -> Iterator[tuple[str, Weight]]:
+    """The program's weights by name, after those that they were made from."""
+    for weight in weights.values():
+        if weight.made is not None:
+            yield from _reachable({part.name: part for part in weight.made[1]})
+    yield from weights.items()
+
+
+def _zeros(owner: str, scale: Weight, offset: Weight, bits: int) -> Weight:
+    """Zero points u8[N,G] in 0..2^bits-1. Errors: `UnsupportedError` for offsets between steps."""
+
+    def whole(scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+        zeros = (-offset.float() / scale.float()).round()
+        same = (-scale.float() * zeros).to(offset.dtype) == offset
+        if not bool(same.all()) or zeros.min() < 0 or zeros.max() >= 2**bits:
+            raise UnsupportedError(
+                f"{owner}.weight has offsets that are no whole numbers of steps, which "
+                f"compressed-tensors cannot say: quantize symmetrically "
+                f"(quantize_weights.symmetric=true)"
+            )
+        return zeros.to(torch.uint8)
+
+    whole(scale.load(), offset.load())
+    type = scale.type.with_dtype(torch.uint8)
+    return derive(f"{owner}.zeros", type, whole, scale, offset)
+
+
+def _made(name: str, dtype: torch.dtype, dims: Any, function: Any, *inputs: Weight) -> Weight:
+    return derive(name, TensorType(dtype, tuple(dims)), function, *inputs)
+
+
+def _signed(codes: torch.Tensor) -> torch.Tensor:
+    """Unsigned bytes around 128 as signed ones."""
+    return (codes ^ 128).view(torch.int8)
+
+
+def _around(middle: int) -> Any:
+    return lambda zeros: (zeros.to(torch.int16) - middle).to(torch.int8)
+
+
+def _words(packed: torch.Tensor) -> torch.Tensor:
+    """A bitstream of bytes along each row as int32, the last one filled with zeros."""
+    return nn.functional.pad(packed, (0, -packed.shape[1] % 4)).contiguous().view(torch.int32)
+
+
+def _down(zeros: torch.Tensor, bits: int) -> torch.Tensor:
+    """Values u8[N,G] as a bitstream down each column i32[N*bits/32,G]."""
+    count = zeros.shape[0]
+    across = nn.functional.pad(zeros.T, (0, -count % 32))
+    return _words(pack(across, bits))[:, : -(-count * bits // 32)].T.contiguous()

@@ -1,0 +1,68 @@
+"""Round the activations of products with weights of few bits to int8, by token.
+
+Before, as a quantized checkpoint is read::
+
+    %y: f32[B,T,96] = graftwork.quantized_linear(%x, @up.q4, @up.q4.scale, bits=4, group=32,
+      rounded=False)
+
+After::
+
+    %y: f32[B,T,96] = graftwork.quantized_linear(%x, @up.q4, @up.q4.scale, bits=4, group=32)
+
+Weights stay as they are. Formats mean float products, so a checkpoint's are float until somebody
+asks for this; with rounded activations native kernels run on the bits themselves.
+
+Refuses a program without such products, and codebooks of other than whole numbers (nf4's), whose
+products are float.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.fx
+
+from ...ir import Function, PassError, Program, arguments
+from ..engine.base import STATES, Contract, Effect, Outcome, Pass, register
+from ..engine.functions import edit_each
+
+G = torch.ops.graftwork
+LARGEST = 127
+
+
+@register
+class RoundActivations(Pass):
+    """No options."""
+
+    name: ClassVar[str] = "round_activations"
+    contract: ClassVar[Contract] = Contract.APPROXIMATE
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical", "quantized"})
+    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.WEIGHT_NUMERICS})
+    reads: ClassVar[frozenset[Effect]] = STATES | {Effect.FUNCTIONS}
+
+    def run(self, program: Program) -> Outcome:
+        """Round them in every function."""
+
+        def edit(fn: Function) -> int | str:
+            calls = fn.calls(G.quantized_linear.default)
+            plain = [node for node in calls if not arguments(node)["rounded"]]
+            for node in plain:
+                self._check(program, node)
+                node.kwargs = {k: v for k, v in node.kwargs.items() if k != "rounded"}
+            return len(plain) or f"{len(calls)} products have weights of few bits, all rounded"
+
+        return edit_each(program, edit)
+
+    def _check(self, program: Program, node: torch.fx.Node) -> None:
+        """Errors: `PassError` for a codebook that sums of whole numbers cannot have."""
+        codebook = arguments(node)["codebook"]
+        if codebook is None:
+            return
+        values = program.weights[str(codebook.target)].load()
+        if (values != values.round()).any() or values.abs().max() > LARGEST:
+            raise PassError(
+                f"round_activations: {arguments(node)['weight'].target} has a codebook of other "
+                f"than whole numbers up to {LARGEST}, so its products are float; leave the pass "
+                f"out, or quantize the original (recipe int4)"
+            )

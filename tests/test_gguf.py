@@ -1,0 +1,263 @@
+"""GGUF files: blocks kept in their bits, values and tokens those of the `gguf` package."""
+
+from __future__ import annotations
+
+import builtins
+import struct
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+
+from gguf_files import write  # noqa: E402
+
+import graftwork as gw  # noqa: E402
+from graftwork.frontends import import_model  # noqa: E402
+from graftwork.frontends.gguf.blocks import TYPES, BlockType  # noqa: E402
+from graftwork.frontends.gguf.reader import GgufFile  # noqa: E402
+from graftwork.ir import (  # noqa: E402
+    GraftworkWarning,
+    InputError,
+    UnsupportedError,
+    arguments,
+)
+from graftwork.ir.numerics import Quantized, pack  # noqa: E402
+
+G = torch.ops.graftwork
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": []}
+PROMPTS = [[1, 5, 9, 30], [7, 3, 77, 2]]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_dequantized() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", GraftworkWarning)
+        yield
+
+
+@pytest.mark.parametrize("number", TYPES, ids=[kind.name for kind in TYPES.values()])
+def test_blocks(number: int) -> None:
+    """Random blocks stand for the values that the package makes of them, bit for bit."""
+    kind: BlockType = TYPES[number]
+    which = gguf.GGMLQuantizationType(number)
+    assert (kind.name, kind.values, kind.size) == (which.name, *gguf.GGML_QUANT_SIZES[which])
+    rng = np.random.default_rng(number)
+    blocks = rng.integers(0, 256, (64, kind.size), dtype=np.uint8)
+    scale = rng.normal(size=(64, 2)).astype(np.float16).view(np.uint8)
+    for start in _floats_at(kind):
+        blocks[:, start : start + 2] = scale[:, start % 4 : start % 4 + 2]
+    given = torch.from_numpy(blocks.copy())
+    numeric = kind.numeric
+    stored = Quantized(
+        pack(kind.codes(given), kind.bits),
+        kind.scales(given),
+        None if kind.offsets is None else kind.offsets(given),
+    )
+    assert stored.scale.dtype == numeric.scale and int(kind.codes(given).max()) < 2**kind.bits
+    book = torch.tensor(kind.codebook).float() if kind.codebook else None
+    expected = torch.from_numpy(gguf.dequantize(blocks, which).copy())
+    assert torch.equal(numeric.dequantize(stored, book), expected)
+
+
+def _floats_at(kind: BlockType) -> tuple[int, ...]:
+    """The bytes at which blocks hold float16, which random bytes would make NaN."""
+    held = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
+    return held.get(kind.name, (0, 2) if kind.name in ("Q4_K", "Q5_K") else (0,))
+
+
+CASES: dict[str, tuple[str, dict[str, str], dict[str, int], tuple[str, ...]]] = {
+    "llama": (
+        "llama",
+        {"": "Q4_0", "embed_tokens.weight": "Q8_0", "lm_head.weight": "Q8_0"},
+        SIZES,
+        ("eager:cpu:float32", "onnxruntime:cpu:float32"),
+    ),
+    "qwen2": ("qwen2", {"": "Q5_1", "lm_head.weight": "F16"}, SIZES, ("eager:cpu:float32",)),
+    "qwen3": (
+        "qwen3",
+        {"": "Q8_0", "down_proj.weight": "Q5_0", "embed_tokens.weight": "F32"},
+        SIZES,
+        ("eager:cpu:float32",),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens(case: str, tmp_path: Path) -> None:
+    """A file made with the package gives the tokens of its dequantized model; weights stay in their
+    bits, tables and heads too."""
+    arch, kinds, sizes, targets = CASES[case]
+    path = tmp_path / "tiny.gguf"
+    model = write(path, kinds, arch, **sizes)
+    wanted = gw.optimize(model, target="eager:cpu:float32").generate(PROMPTS, **OPTIONS)
+    for target in targets:
+        fast = gw.optimize(path, target=target)
+        calls = fast.program.step.calls(G.quantized_linear.default)
+        assert len(calls) >= 4 and not any(arguments(call)["rounded"] for call in calls)
+        assert torch.equal(fast.generate(PROMPTS, **OPTIONS), wanted), target
+    assert fast.program.info.eos == (2,) and fast.program.info.bos == 1
+
+
+def test_weights_are_the_package_s_values(tmp_path: Path) -> None:
+    """Every product's bits stand for the values that the package dequantizes, rows of queries and
+    keys in transformers' order; and on torch the tokens are the same."""
+    path = tmp_path / "tiny.gguf"
+    model = write(path, {"": "Q4_1"}, **SIZES)
+    program = import_model(path)
+    values = dict(model.named_parameters())
+    calls = program.step.calls(G.quantized_linear.default, G.quantized_embedding.default)
+    assert len(calls) == 9
+    for call in calls:
+        given = arguments(call)
+        name = str(given["weight"].target).removesuffix(".q4")
+        parts = [program.weights[given[p].target].load() for p in ("weight", "scale", "offset")]
+        numeric = TYPES[3].numeric
+        assert torch.equal(numeric.dequantize(Quantized(*parts)), values[name].detach()), name
+
+
+def test_rounded_activations(tmp_path: Path) -> None:
+    """Native kernels run on the file's bits, scales of either sign, where that is asked for."""
+    path = tmp_path / "tiny.gguf"
+    write(path, {"": "Q4_0", "down_proj.weight": "Q8_0"}, **SIZES)
+    found = [
+        gw.optimize(path, "round_activations", target=target).generate(PROMPTS, **OPTIONS)
+        for target in ("eager:cpu:float32", "onnxruntime:cpu:float32")
+    ]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("recipe", ["eagle_chain", "medusa"])
+def test_heads_grow_on_a_head_of_few_bits(recipe: str, tmp_path: Path) -> None:
+    """Drafts read the file's table and head, or float copies to be trained; texts stay the same."""
+    path = tmp_path / "tiny.gguf"
+    write(path, {"": "Q4_0"}, **SIZES)
+    plain, drafting = (
+        gw.optimize(path, r, target="eager:cpu:float32") for r in ("baseline", recipe)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GraftworkWarning)  # the heads are untrained
+        found = drafting.generate(PROMPTS, **OPTIONS)
+    assert torch.equal(found, plain.generate(PROMPTS, **OPTIONS))
+
+
+def test_the_tokenizer_comes_with_it(tmp_path: Path) -> None:
+    """Texts are encoded with the file's vocabulary, and an artifact carries it and its bits."""
+    path = tmp_path / "tiny.gguf"
+    write(path, {"": "Q4_0"}, **SIZES)
+    made = gw.optimize(path, target="eager:cpu:float32")
+    assert made.tokenizer.encode("!", add_special_tokens=False).ids == [3]
+    made.save(tmp_path / "out")
+    loaded = gw.load(tmp_path / "out")
+    assert loaded.tokenizer.encode("!", add_special_tokens=False).ids == [3]
+    for name, weight in made.program.weights.items():
+        assert torch.equal(weight.load(), loaded.program.weights[name].load()), name
+
+
+def test_frequencies(tmp_path: Path) -> None:
+    """What a file divides the rotary embedding's frequencies by is heeded (the tiny llama has
+    llama 3's), and checked."""
+    path = tmp_path / "tiny.gguf"
+    model = write(path, {"": "F16"}, **SIZES)
+    found = next(w for w in import_model(path).weights.values() if "inv_freq" in w.name).load()
+    assert torch.allclose(found.flatten(), model.model.rotary_emb.inv_freq, rtol=1e-6)
+    start = GgufFile.open(path).tensors["rope_freqs.weight"].start
+    raw = bytearray(path.read_bytes())
+    raw[start : start + 4] = bytes(4)
+    path.write_bytes(raw)
+    with pytest.raises(InputError, match=r"rope_freqs\.weight: expected positive numbers"):
+        import_model(path)
+
+
+def test_without_the_package_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message says what to install."""
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(b"GGUF")
+    known = builtins.__import__
+
+    def without(name: str, given: Any = None, local: Any = None, of: Any = (), up: int = 0) -> Any:
+        if name == "gguf" and up == 0:
+            raise ModuleNotFoundError("No module named 'gguf'", name="gguf")
+        return known(name, given, local, of, up)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(InputError, match=r"pip install 'graftwork\[gguf\]'"):
+        import_model(path)
+
+
+LIES: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": ({"general.architecture": "mamba"}, "expected one of llama, .*got 'mamba'"),
+    "experts": ({"llama.expert_count": 8}, "mixtures of experts are not supported"),
+    "text": ({"llama.embedding_length": "64"}, "embedding_length: expected a number, got '64'"),
+    "no heads": ({"llama.attention.head_count": 0}, "0 heads of 64 channels"),
+    "rotary": ({"llama.rope.dimension_count": 8}, "rope.dimension_count=8: expected 16"),
+    "scaling": ({"llama.rope.scaling.type": "yarn"}, "expected none or linear, got 'yarn'"),
+    "no layers": ({"llama.block_count": 0}, "tensors are none that a LlamaForCausalLM has"),
+    "layers": ({"llama.block_count": 3}, r"lacks 32 of the .* model\.layers\.1"),
+    "width": ({"llama.feed_forward_length": 128}, "mlp.* the configuration asks for"),
+    "heads": ({"llama.attention.head_count_kv": 3}, "self_attn|no pairs in 3 heads"),
+}
+
+
+@pytest.mark.parametrize("case", LIES)
+def test_metadata_that_lies(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the metadata says is held against the tensors, and refused by name."""
+    changes, message = LIES[case]
+    path = tmp_path / "tiny.gguf"
+    write(path, {"": "Q4_0"}, **SIZES)
+    opened = GgufFile.open(path)
+    opened.metadata.update(changes)
+    monkeypatch.setattr(GgufFile, "open", lambda path: opened)
+    with pytest.raises((InputError, UnsupportedError), match=message):
+        import_model(path)
+
+
+def test_files_that_are_cut_or_no_gguf(tmp_path: Path) -> None:
+    """A file that ends early, announces more than it has, or is something else."""
+    path = tmp_path / "tiny.gguf"
+    write(path, {"": "Q4_0"}, **SIZES)
+    whole = path.read_bytes()
+    for size in (0, 3, 20, 200, len(whole) // 3, len(whole) - 100):
+        path.write_bytes(whole[:size])
+        with pytest.raises(InputError, match=r"tiny\.gguf"):
+            import_model(path)
+    many = struct.pack("<Q", 2**60)
+    for start, data in (
+        (0, b"PK\3\4"),
+        (4, struct.pack("<I", 9)),
+        (8, many),
+        (16, many),
+        (24, many),
+    ):
+        path.write_bytes(whole[:start] + data + whole[start + len(data) :])
+        with pytest.raises(InputError, match=r"no GGUF file|version 9|are announced"):
+            import_model(path)
+
+
+def test_scales_must_be_finite(tmp_path: Path) -> None:
+    """A block whose scale is NaN is found when the file is opened."""
+    path = tmp_path / "tiny.gguf"
+    write(path, {"": "Q4_0"}, **SIZES)
+    start = GgufFile.open(path).tensors["blk.0.ffn_up.weight"].start
+    raw = bytearray(path.read_bytes())
+    raw[start : start + 2] = b"\xff\x7f"
+    path.write_bytes(raw)
+    with pytest.raises(InputError, match=r"blk\.0\.ffn_up\.weight has scales that are not finite"):
+        import_model(path)
+
+
+def test_other_types_are_dequantized_aloud(tmp_path: Path) -> None:
+    """The package makes floats of what is not kept, and a warning says so."""
+    path = tmp_path / "tiny.gguf"
+    model = write(path, {"": "Q4_0", "v_proj.weight": "TQ1_0"}, **{**SIZES, "hidden_size": 256})
+    with pytest.warns(GraftworkWarning, match=r"1 tensors of other block types .*blk\.0\.attn_v"):
+        program = import_model(path)
+    name = "model.layers.0.self_attn.v_proj.weight"
+    assert torch.equal(program.weights[name].load(), dict(model.named_parameters())[name].detach())
