@@ -30,6 +30,7 @@ class StatefulExecutable:
             program, torch.device(target.device), limit, rounded, together=together
         )
         self.preparing = 0.0
+        self.begun = 0
         self.turn = Turn()
         self._kept: dict[Hashable, dict[Any, Any]] = {}
 

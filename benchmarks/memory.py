@@ -39,6 +39,7 @@ def measure(folder: Path, recipe: str, target: str, length: int, threads: int) -
     vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
     ids = torch.tensor(read_prompts(None, 1, length, vocab))
     for stage in ("generate", "again"):
+        model.forget()
         model.generate(ids, max_new_tokens=32, do_sample=False, eos_token_id=[], pad_token_id=0)
         print(f"{stage:<12} {json.dumps(resident())}", flush=True)
 

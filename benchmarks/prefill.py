@@ -43,6 +43,7 @@ def main() -> None:
     for turn in range(WARM_UP + args.rounds):
         for name, model in models.items():
             settle()
+            model.forget()
             result = model.generate(
                 ids,
                 max_new_tokens=1,

@@ -78,6 +78,7 @@ def decoder(model: gw.Model) -> System:
     """The model as what continues prompts."""
 
     def run(prompts: Any, count: int) -> Any:
+        model.forget()
         result = model.generate(
             torch.tensor(prompts),
             max_new_tokens=count,

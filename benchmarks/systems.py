@@ -113,6 +113,7 @@ def optimized(folder: Path, recipe: Any, target: str, threads: int) -> System:
 
     def run(prompts: Batch, count: int) -> Result:
         ids, mask = padded(prompts)
+        model.forget()
         result = model.generate(
             ids,
             attention_mask=mask,

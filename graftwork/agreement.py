@@ -19,7 +19,7 @@ from .ir.plan import Chain, DecodePlan, FixedLength, Lossless, NoDraft
 from .passes.engine.base import Contract, Effect, all_passes
 from .planned import Planned
 from .runtime.asking.options import BEST
-from .runtime.generate import generate
+from .runtime.generate import forget, generate
 
 PLANNED = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
 """Effects that leave what the step computes as it is."""
@@ -106,7 +106,9 @@ def own_text(executable: Executable, prompts: Iterable[Sequence[int]], tokens: i
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])
         mask = torch.ones_like(ids)
-        own, got = (generate(e, ids, attention_mask=mask, **asked) for e in (plain, executable))
+        own = generate(plain, ids, attention_mask=mask, **asked)
+        forget(executable)  # two texts of which neither takes anything from the other
+        got = generate(executable, ids, attention_mask=mask, **asked)
         assert isinstance(own, torch.Tensor) and isinstance(got, torch.Tensor)
         pairs.append((own[0, ids.shape[1] :].tolist(), got[0, ids.shape[1] :].tolist()))
     return OwnText.of(pairs)

@@ -217,7 +217,12 @@ class Model:
 
     def _memory(self) -> Memory:
         made: Executable | None = self.__dict__.get(_COMPILED)
-        return Memory(weight_bytes(self.program), 0, 0) if made is None else made.memory()
+        if made is None:
+            return Memory(weight_bytes(self.program), 0, 0)
+        from .runtime.cache.conversations import Conversations
+
+        memory = made.memory()
+        return memory._replace(caches=memory.caches + Conversations.of(made).nbytes)
 
     @property
     def executable(self) -> Executable:
@@ -289,6 +294,53 @@ class Model:
         ids = as_ids(input_ids)
         check_ids(ids, self.program.info)  # compiling takes a while
         return score(self.executable, ids)
+
+    def cache_bytes(self) -> int:
+        """Bytes that the state buffers take now; 0 before anything was generated."""
+        made: Executable | None = self.__dict__.get(_COMPILED)
+        return 0 if made is None else made.state_bytes()
+
+    def forget(self) -> None:
+        """Drop what is held of earlier calls: no prompt goes on from it any more.
+
+        The last call's texts, and copies of earlier ones up to a bound (see `keep`), are held by
+        default, and a prompt that begins with one of them feeds only the rest.
+        """
+        from .runtime.generate import forget
+
+        if _COMPILED in self.__dict__:
+            forget(self.executable)
+
+    def keep(self, megabytes: float) -> None:
+        """Memory for copies of what earlier calls left in the caches, those that `load_prefix` read
+        besides; 256 unless it is set. 0: only the last call's texts, where they lie.
+
+        Errors: `InputError` for less than nothing.
+        """
+        from .runtime.cache.conversations import Conversations
+
+        if not 0 <= megabytes < float("inf"):
+            raise InputError(f"keep: expected megabytes, 0 or more, got {megabytes!r}")
+        executable = self.executable
+        with executable.turn:
+            Conversations.of(executable).limit(int(megabytes * 2**20))
+
+    def save_prefix(
+        self, input_ids: torch.Tensor | Sequence[Sequence[int]], path: str | Path
+    ) -> int:
+        """Run a text i64[1,S] and write what the caches hold of it to a file (safetensors); its
+        length in tokens. Errors: as `graftwork.runtime.prefix.save_prefix`."""
+        from .runtime.prefix import save_prefix
+
+        return save_prefix(self.executable, as_ids(input_ids), plain_path("save_prefix", path))
+
+    def load_prefix(self, path: str | Path) -> torch.Tensor:
+        """Hold what `save_prefix` wrote, until `forget`: prompts that begin with its text, which is
+        returned, i64[1,S], feed only the rest. Errors: `InputError` for a file that is damaged,
+        or that another program wrote."""
+        from .runtime.prefix import load_prefix
+
+        return load_prefix(self.executable, plain_path("load_prefix", path))
 
     def save(
         self, folder: str | Path, *, progress: Callable[[str], None] = lambda name: None

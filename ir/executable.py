@@ -51,11 +51,17 @@ class Executable(Protocol):
     tree, may reach beyond it."""
     preparing: float
     """Seconds spent so far on what is done once: compiling and loading what was first asked for."""
+    begun: int
+    """Times that `begin` was called: what rows hold of a text is gone when it changes."""
     turn: Turn
     """Held by whoever calls what follows, from `begin` to the last step of a generation."""
 
     def begin(self, batch: int, rows: int) -> None:
         """Start `batch` new sequences; make room for `rows` cache rows in each at once if cheap."""
+
+    def resume(self, rows: int) -> None:
+        """Go on with as many sequences as before, and with what their rows hold; make room for
+        `rows` rows at once if cheap."""
 
     def reserve(self, rows: int, symbol: str | None = None) -> None:
         """Grow the caches to at least `rows` rows a sequence, keeping what they hold: those with

@@ -18,6 +18,8 @@ What holds throughout:
 - **Garbage comes last.** Sequences with shorter drafts, and widths larger than asked for, leave
   columns that nobody needs. They stand after the valid ones, which a causal step cannot see.
 - **Finished sequences** keep their place in the batch, feed garbage from row 0 and draft nothing.
+- **Rows outlive a call** (`cache/conversations.py`): a prompt that begins as an earlier text feeds
+  the rest only. Every part of a plan says from where it can go on (`memo.Resumes`).
 - **Host work is small**: token lists, written into memory that is bound to the model
   (`Executable.hold`) and read from where it puts its outputs; a greedy step fetches
   `argmax` and moves no logits. `Stats.host_overhead` says what a step costs outside the
@@ -36,7 +38,7 @@ A new drafter: a record in `ir/plan/` and a class in `speculate/drafters/` with
 """
 
 from .asking.options import GenerationOptions
-from .generate import Generated, generate
+from .generate import Generated, forget, generate
 from .stats import Stats
 
-__all__ = ["Generated", "GenerationOptions", "Stats", "generate"]
+__all__ = ["Generated", "GenerationOptions", "Stats", "forget", "generate"]

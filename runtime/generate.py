@@ -13,6 +13,7 @@ from ..ir import GraftworkWarning, ModelInfo
 from ..ir.executable import Executable
 from ..ir.plan import DecodePlan, untrained
 from .asking.request import read_request
+from .cache.conversations import Conversations
 from .loop import decode
 from .stats import Stats
 
@@ -23,6 +24,12 @@ class Generated:
 
     sequences: torch.Tensor
     stats: Stats
+
+
+def forget(executable: Executable) -> None:
+    """Nothing is held of earlier calls any more: the next ones feed their prompts whole."""
+    with executable.turn:
+        Conversations.of(executable).forget()
 
 
 def check_request(input_ids: torch.Tensor, options: Mapping[str, Any], info: ModelInfo) -> None:

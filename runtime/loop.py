@@ -21,8 +21,7 @@ def decode(executable: Executable, request: Request) -> Stats:
     _check_plan(executable.program)
     decoding = Decoding(executable, request)
     run(decoding)
-    if decoding.emitter is not None:
-        decoding.emitter.end()
+    decoding.finish()
     return decoding.stats
 
 
@@ -34,6 +33,7 @@ def run(decoding: Decoding) -> None:
     start, inside = perf_counter(), feeder.seconds
     rounds = [round_(decoding) for round_ in ROUNDS if round_.fits(decoding)]
     while decoding.live:
+        decoding.retire()
         decoding.cache.settle(texts)
         chosen, most = next((r, n) for r in rounds if (n := r.wants()) != 0)
         chosen.run(most)

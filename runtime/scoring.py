@@ -8,6 +8,7 @@ from ..ir import InputError
 from ..ir.executable import Executable
 from ..ir.protocol import chain_inputs
 from .asking.prompts import check_ids
+from .cache.conversations import Conversations
 from .feeding.feed import Feeder
 
 
@@ -30,6 +31,7 @@ def score(executable: Executable, input_ids: torch.Tensor) -> torch.Tensor:
         )
     with executable.turn:
         feeder = Feeder(executable, batch, program.step.name, parts=program.plan.step.parts)
+        Conversations.of(executable).clear_buffers(executable)
         feeder.begin(length, 0)
         parts = []
         for fed in _starts(feeder, length):

@@ -11,7 +11,8 @@ class Stats:
 
     steps: decode steps (the prefill, which yields each sequence's first token, is none).
     sequence_steps: steps times the sequences that were unfinished in them. new_tokens: tokens
-    generated, first ones included. draft_tokens: proposed and verified. accepted_tokens: of those,
+    generated, first ones included. reused_tokens: of the prompts, those that an earlier call had
+    fed. draft_tokens: proposed and verified. accepted_tokens: of those,
     the ones kept. prefill_seconds, decode_seconds: wall time; decode_seconds covers
     executable_seconds, the time spent inside the executable during decode steps.
     """
@@ -22,6 +23,7 @@ class Stats:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     decoded_tokens: int = 0
+    reused_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     executable_seconds: float = 0.0

@@ -30,6 +30,7 @@ from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
+from graftwork.runtime import forget
 from graftwork.runtime.rounds.chained import ChainedRound
 from graftwork.runtime.rounds.general import GeneralRound
 from graftwork.training import fit
@@ -152,6 +153,7 @@ def test_its_own_steps_are_those_of_the_general_loop(
                 if not itself:
                     patch.setattr(ChainedRound, "fits", lambda *_: False)
                 before = len(taken)
+                forget(executable)
                 options = {"eos_token_id": eos, "streamer": recorder}
                 result = decode(executable, prompts, count, **options)
                 assert (len(taken) > before) == itself

@@ -47,7 +47,12 @@ class OnnxExecutable(StatefulExecutable):
 
     def begin(self, batch: int, rows: int) -> None:
         """Start `batch` sequences; room for `rows` rows takes memory only once it is written."""
+        self.begun += 1
         self.buffers.begin(batch, min(rows, self.buffers.limit), anew=False)
+
+    def resume(self, rows: int) -> None:
+        """Go on with the sequences there are."""
+        self.buffers.reserve(min(rows, self.buffers.limit))
 
     def reserve(self, rows: int, symbol: str | None = None) -> None:
         """Grow the caches by half at least, keeping their rows."""

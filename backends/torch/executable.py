@@ -81,11 +81,19 @@ class TorchExecutable(StatefulExecutable):
 
     def begin(self, batch: int, rows: int) -> None:
         """Start `batch` sequences with small empty caches; attention reads all of the capacity."""
-        if self.target.threads is not None:
-            # Torch's number is its thread's, and another executable may have set it since.
-            torch.set_num_threads(self.target.threads)
+        self.begun += 1
+        self._set_threads()
         self.buffers.begin(batch, min(rows, self.bucket), anew=True)
         self._mark()
+
+    def resume(self, rows: int) -> None:
+        """Go on with the sequences there are; caches grow when there is need."""
+        self._set_threads()
+
+    def _set_threads(self) -> None:
+        # Torch's number is its thread's, and another executable may have set it since.
+        if self.target.threads is not None:
+            torch.set_num_threads(self.target.threads)
 
     def reserve(self, rows: int, symbol: str | None = None) -> None:
         """Grow the state buffers, keeping their rows."""

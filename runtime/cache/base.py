@@ -32,6 +32,11 @@ class CachePolicy:
         """
         return None
 
+    def back_to(self, fed: int, count: int) -> int:
+        """Of a text of which `fed` tokens were fed, how many of the first `count` a new text that
+        begins with those may go on from. A state that lost rows cannot go back to before it did."""
+        return count if count == fed else 0
+
     def settle(self, texts: Sequence[Text]) -> None:
         """Its turn, before each step and each piece of a prompt: drop rows where the time has come,
         and set `rows` and `position` of the texts accordingly."""

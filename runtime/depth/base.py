@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ...ir.executable import Executable
+from ..memo import Resumes
 from ..registry import Registry
 
 
-class DepthPolicy:
+class DepthPolicy(Resumes):
     """Says how deep the steps of a generation go.
 
     Register a subclass with ``@DEPTHS.register(ItsRecord)`` in its own file of this folder.

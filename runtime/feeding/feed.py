@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 
 import torch
@@ -67,11 +67,17 @@ class Feeder:
         self.seconds = 0.0
         self.rows = 0
 
-    def begin(self, limit: int, draft: int) -> None:
-        """Start new sequences of at most `limit` tokens, fed up to `draft` + 1 at once."""
+    def begin(self, limit: int, draft: int, start: Callable[[int], None] | None = None) -> None:
+        """Start sequences of at most `limit` tokens, fed up to `draft` + 1 at once.
+
+        start: begins with room for so many rows; None: with nothing in them.
+        """
         widest = self.width(draft + 1, 0)
         self.rows = min(limit + widest + self.spare, self.executable.limit)
-        self.executable.begin(self.batch, self.rows)
+        if start is None:
+            self.executable.begin(self.batch, self.rows)
+        else:
+            start(self.rows)
 
     def chunk(self, need: int, most: int | None = None) -> int:
         """Width of a prefill step when the longest sequence has `need` tokens left: that of which

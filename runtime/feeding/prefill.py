@@ -18,8 +18,10 @@ def prefill(
     fetch: tuple[str, ...],
     cache: CachePolicy,
     read: Callable[[UnverifiedStep], None] | None = None,
+    begun: Sequence[int] | None = None,
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """Feed texts of which nothing was fed yet; the outputs after each one's last token.
+    """Feed texts of which `begun[b]` tokens were fed (None: nothing); the outputs after each one's
+    last token.
 
     Values a chosen token (dim S) have one column; in values a fed token (dim T) a text's last token
     is where the second result says. read: told of every piece that was fed, and then everything is
@@ -29,7 +31,7 @@ def prefill(
     it, where the next step overwrites it.
     """
     sizes = [len(text.tokens) for text in texts]
-    fed = [0] * len(texts)
+    fed = [0] * len(texts) if begun is None else list(begun)
     result: dict[str, torch.Tensor] = {}
     columns = [0] * len(texts)
     while left := max(size - count for size, count in zip(sizes, fed, strict=True)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import TypeAlias
 
@@ -12,6 +13,7 @@ import torch
 from ...ir.executable import Executable
 from ..asking.request import Request
 from ..cache.base import CACHES
+from ..cache.conversations import Conversations, Start, memo_of
 from ..depth.base import DEPTHS
 from ..feeding.feed import Feeder
 from ..feeding.prefill import prefill
@@ -29,9 +31,10 @@ StepOutputs: TypeAlias = Mapping[str, torch.Tensor]
 class Decoding:
     """One generation: what the plan's parts are, and what every round does in the same way.
 
-    texts: the sequences, which grow in place. feeder: runs steps; reader: prompts. fetch: outputs
-    that a general step must return. read: told of each step before it is verified; None if nobody
-    wants to know. Errors: `UnsupportedError` for a plan that cannot be carried out.
+    texts: the sequences, which grow in place. feeder: runs steps; reader: prompts. kept: what
+    earlier calls left in the caches. retired: texts of which nothing lies there any more. fetch:
+    outputs that a general step must return. read: told of each step before it is verified; None if
+    nobody wants to know. Errors: `UnsupportedError` for a plan that cannot be carried out.
     """
 
     def __init__(self, executable: Executable, request: Request) -> None:
@@ -54,11 +57,19 @@ class Decoding:
         self.emitter = request.emitter()
         self.no_drafts = [NO_DRAFT] * batch
         self.stats = Stats()
+        # A step without states is none of a model's.
+        self.kept = Conversations.of(executable) if program.states else None
+        self.retired: set[int] = set()
 
     @property
     def live(self) -> list[int]:
         """The sequences that go on."""
         return [index for index, text in enumerate(self.texts) if not text.done]
+
+    @property
+    def reads_as_it_steps(self) -> bool:
+        """Whether prompts and steps run alike, so that a token's rows do not depend on which."""
+        return self.reader is self.feeder
 
     @property
     def argmax_decides(self) -> bool:
@@ -72,17 +83,57 @@ class Decoding:
         rows = max(text.limit for text in texts)
         if self.cache.most is not None:
             rows = min(rows, self.cache.most)
-        self.feeder.begin(rows, self.program.plan.columns)
+        starts = self._starts(rows)
         self.reader.rows = self.feeder.rows
         self.depth.begin(batch)
         self.cache.begin(batch)
         self.drafter.begin([text.tokens for text in texts])
+        fed = [self._resume(index, start) for index, start in enumerate(starts)]
         # Always the logits: the same compiled prefill serves every option, and one look at real
         # logits tells a broken model at once.
         fetch = tuple(dict.fromkeys(("logits", *self.drafter.wants)))
-        outputs, columns = prefill(self.reader, texts, fetch, self.cache, self.read)
+        outputs, columns = prefill(self.reader, texts, fetch, self.cache, self.read, fed)
         self.verify(outputs, self.no_drafts, columns)
         self.stats.prefill_seconds = perf_counter() - begun
+
+    def _starts(self, rows: int) -> Sequence[Start | None]:
+        """Begin; which conversation each text goes on from."""
+        executable, columns = self.feeder.executable, self.program.plan.columns
+        if self.kept is None:
+            self.feeder.begin(rows, columns)
+            return [None] * len(self.texts)
+        starts = self.kept.find(executable, self)
+        self.feeder.begin(rows, columns, partial(self.kept.place, executable, starts))
+        return starts
+
+    def _resume(self, index: int, start: Start | None) -> int:
+        """Tokens of a text that need not be fed."""
+        if start is None:
+            return 0
+        conversation, count, text = start.conversation, start.count, self.texts[index]
+        missing = len(conversation.tokens) - count
+        text.rows, text.position = conversation.rows - missing, conversation.position - missing
+        memo = memo_of(self, conversation)
+        self.drafter.resume(index, memo, count)
+        self.depth.resume(index, memo, count)
+        self.stats.reused_tokens += count
+        return count
+
+    def retire(self) -> None:
+        """Keep what the caches hold of texts that are done, while others go on."""
+        if self.kept is None:
+            return
+        for index, text in enumerate(self.texts):
+            if text.done and index not in self.retired:
+                self.kept.retire(self.feeder.executable, index, self)
+                self.retired.add(index)
+
+    def finish(self) -> None:
+        """Every text is done."""
+        if self.kept is not None:
+            self.kept.leave(self.feeder.executable, self, self.retired)
+        if self.emitter is not None:
+            self.emitter.end()
 
     def room(self) -> int | None:
         """Tokens that every sequence may grow by before the cache policy must have its turn; None:

@@ -113,7 +113,8 @@ class RestingRound(PlainRound):
     def run(self, most: int | None) -> int:
         """See `Round.run`."""
         texts, wanted, made = self.decoding.texts, self.wants() if most is None else most, 0
-        while made < wanted and self.decoding.live:
+        live = len(self.decoding.live)
+        while made < wanted and len(self.decoding.live) == live > 0:
             starts = [0 if text.done else len(text.tokens) for text in texts]
             steps = super().run(min(MISSED, wanted - made))
             self.missed.tell(texts, starts, steps)

@@ -14,6 +14,7 @@ import torch
 
 from ...ir.executable import Executable
 from ..feeding.gather import rows_of
+from ..memo import Memo
 from .draft_cache import DraftCache
 from .drafters.base import UnverifiedStep, VerifiedStep
 
@@ -78,6 +79,27 @@ class CommittedRows:
             self.texts[index].extend(tokens)
             known = len(self.texts[index]) - self.shift
             self._learn(index, taken.outputs, path, known)
+
+    def keep(self, index: int, fed: int) -> Memo:
+        """rows: i64, how many are made. features: f[N,H], of the positions after those; fewer than
+        are known where the sequence's were dropped."""
+        memo = {"rows": torch.tensor(self.rows[index])}
+        if self.features[index]:
+            memo["features"] = torch.cat(self.features[index])
+        return memo
+
+    def reach(self, memo: Memo, count: int) -> int:
+        """See `Resumes.reach`. The row of a feature also holds the token after it."""
+        if not self.shift or count == 0:
+            return count
+        rows, features = _kept(memo)
+        return min(count, rows + len(features)) if rows < count else count - 1
+
+    def resume(self, index: int, memo: Memo, count: int) -> None:
+        """See `Resumes.resume`."""
+        rows, features = _kept(memo)
+        self.rows[index], self.known[index] = min(rows, count), count
+        self.features[index] = [features[: count - rows]] if self.shift and count > rows else []
 
     def catch_up(self) -> dict[str, torch.Tensor]:
         """Bring the cache up to the text; the outputs of each sequence's last row, [B,1,...]."""
@@ -146,3 +168,10 @@ class CommittedRows:
         if self.entry is None:
             return blank
         return self.executable.run(self.entry, {"hidden": blank}, ("hidden",))["hidden"]
+
+
+def _kept(memo: Memo) -> tuple[int, torch.Tensor]:
+    """Rows, and the features of the positions after them; of nothing, none."""
+    if not memo:
+        return 0, torch.empty(0, 0)
+    return int(memo["rows"]), memo.get("features", torch.empty(0, 0))

@@ -10,6 +10,7 @@ import torch
 
 from ....ir import UnsupportedError
 from ...feeding.outputs import integers
+from ...memo import Memo, Resumes
 from ...registry import Registry
 from ..draft import NO_DRAFT, Draft
 from ..setting import Setting
@@ -54,11 +55,12 @@ class VerifiedStep(NamedTuple):
     outputs: Mapping[str, torch.Tensor]
 
 
-class Drafter(ABC):
+class Drafter(Resumes, ABC):
     """Proposes tokens for every unfinished sequence of a batch before each step.
 
     wants: outputs of the step function that `observe` or `read` need. reads: whether `read` has
-    anything to do. Register a subclass with ``@DRAFTERS.register(ItsRecord)`` in its own file of
+    anything to do; one that reads and says nothing else must see every text from its start (see
+    `Resumes`). Register a subclass with ``@DRAFTERS.register(ItsRecord)`` in its own file of
     this folder.
     """
 
@@ -87,12 +89,16 @@ class Drafter(ABC):
             f"committed text; drafters that copy can, such as suffix"
         )
 
-    def read(self, fed: UnverifiedStep) -> None:  # noqa: B027  (most drafters need only `observe`)
+    def read(self, fed: UnverifiedStep) -> None:
         """After each step, pieces of prompts included, before it is verified."""
 
     @abstractmethod
     def observe(self, taken: VerifiedStep) -> None:
         """After each verification; the last piece of the prompts counts as a step."""
+
+    def reach(self, memo: Memo, count: int) -> int:
+        """See `Resumes.reach`."""
+        return 0 if self.reads else count
 
 
 class ChainDrafter(Drafter):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....ir.plan import FirstDraft, MergedDraft
+from ...memo import Memo
 from ..setting import Setting
 from .base import Drafter, UnverifiedStep, VerifiedStep
 from .grown import drafter_for
@@ -33,3 +34,23 @@ class CombiningDrafter(Drafter):
         """See `Drafter.observe`."""
         for part in self.parts:
             part.observe(taken)
+
+    def keep(self, index: int, fed: int) -> Memo:
+        """What each part keeps, numbered."""
+        memos = [part.keep(index, fed) for part in self.parts]
+        return {f"{n}.{name}": t for n, memo in enumerate(memos) for name, t in memo.items()}
+
+    def reach(self, memo: Memo, count: int) -> int:
+        """What every part reaches."""
+        return min(part.reach(_own(memo, n), count) for n, part in enumerate(self.parts))
+
+    def resume(self, index: int, memo: Memo, count: int) -> None:
+        """See `Resumes.resume`."""
+        for number, part in enumerate(self.parts):
+            part.resume(index, _own(memo, number), count)
+
+
+def _own(memo: Memo, number: int) -> Memo:
+    """What the part of that number kept."""
+    start = f"{number}."
+    return {n.removeprefix(start): t for n, t in memo.items() if n.startswith(start)}

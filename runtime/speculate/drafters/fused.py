@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from ....ir.plan import FusedDraft
 from ...feeding.outputs import integers
+from ...memo import Memo
 from ..setting import Setting
 from .base import DRAFTERS, ChainDrafter, Draft, UnverifiedStep, VerifiedStep
 from .grown import GrownDrafter
@@ -56,6 +59,23 @@ class FusedDrafter(ChainDrafter):
             place = taken.columns[index] + len(taken.paths[index])
             # A prompt's last piece is verified like a chain, which it is not.
             self.chains[index] = row[1:] if tokens and row[0] == place else []
+
+    def keep(self, index: int, fed: int) -> Memo:
+        """rows: i64, those that the step made and that hold the token after them for certain."""
+        if self.apart is not None:
+            return self.apart.keep(index, fed)
+        return {"rows": torch.tensor(fed - 1)}
+
+    def reach(self, memo: Memo, count: int) -> int:
+        """See `Resumes.reach`."""
+        if self.apart is not None:
+            return self.apart.reach(memo, count)
+        return min(count - 1, int(memo["rows"])) if memo and count else 0
+
+    def resume(self, index: int, memo: Memo, count: int) -> None:
+        """See `Resumes.resume`."""
+        if self.apart is not None:
+            self.apart.resume(index, memo, count)
 
     def learn(self, index: int, new: Sequence[int], row: Sequence[int]) -> None:
         """Keep the chain that starts where the text now ends."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....ir.plan import DraftRecord
+from ...memo import Memo
 from ..proposers.base import PROPOSERS
 from ..setting import Setting
 from ..trees.base import TREES
@@ -39,6 +40,18 @@ class GrownDrafter(Drafter):
     def observe(self, taken: VerifiedStep) -> None:
         """See `Drafter.observe`."""
         self.proposer.observe(taken)
+
+    def keep(self, index: int, fed: int) -> Memo:
+        """See `Resumes.keep`."""
+        return self.proposer.keep(index, fed)
+
+    def reach(self, memo: Memo, count: int) -> int:
+        """See `Resumes.reach`."""
+        return self.proposer.reach(memo, count)
+
+    def resume(self, index: int, memo: Memo, count: int) -> None:
+        """See `Resumes.resume`."""
+        self.proposer.resume(index, memo, count)
 
 
 def drafter_for(record: DraftRecord, setting: Setting) -> Drafter:

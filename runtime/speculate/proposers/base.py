@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ...memo import Memo, Resumes
 from ...registry import Registry
 from ..drafters.base import Draft, UnverifiedStep, VerifiedStep
 from ..setting import Setting
@@ -31,7 +32,7 @@ class Level:
     logits: Scores | None = None
 
 
-class Proposer(ABC):
+class Proposer(Resumes, ABC):
     """Predicts successors of draft nodes. A tree policy decides which of them become the draft.
 
     wants: outputs of the step function that `observe` or `read` need. reads: whether `read` has
@@ -50,12 +51,16 @@ class Proposer(ABC):
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """New sequences, one prompt each."""
 
-    def read(self, fed: UnverifiedStep) -> None:  # noqa: B027  (most proposers need only `observe`)
+    def read(self, fed: UnverifiedStep) -> None:
         """See `Drafter.read`."""
 
     @abstractmethod
     def observe(self, taken: VerifiedStep) -> None:
         """See `Drafter.observe`."""
+
+    def reach(self, memo: Memo, count: int) -> int:
+        """See `Drafter.reach`."""
+        return 0 if self.reads else count
 
     @abstractmethod
     def root(self, count: int) -> Level:

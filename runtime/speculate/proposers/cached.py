@@ -22,6 +22,7 @@ import torch
 
 from ....ir.plan import CachedDraft
 from ...feeding.gather import gathered
+from ...memo import Memo
 from ..committed import CommittedRows
 from ..draft_cache import Flags
 from ..drafters.base import UnverifiedStep, VerifiedStep
@@ -106,6 +107,18 @@ class CachedProposer(Proposer):
     def observe(self, taken: VerifiedStep) -> None:
         """Take what the target made of the accepted tokens."""
         self.committed.observe(taken)
+
+    def keep(self, index: int, fed: int) -> Memo:
+        """See `Resumes.keep`."""
+        return self.committed.keep(index, fed)
+
+    def reach(self, memo: Memo, count: int) -> int:
+        """See `Resumes.reach`."""
+        return self.committed.reach(memo, count)
+
+    def resume(self, index: int, memo: Memo, count: int) -> None:
+        """See `Resumes.resume`."""
+        self.committed.resume(index, memo, count)
 
     def root(self, count: int) -> Level:
         """Bring the cache up to the text; what may follow its last token."""

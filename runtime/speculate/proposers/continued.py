@@ -18,6 +18,7 @@ import torch
 from ....ir import UnsupportedError
 from ....ir.plan import ContinuedDraft
 from ...feeding.gather import gathered
+from ...memo import Memo
 from ..drafters.base import UnverifiedStep, VerifiedStep
 from ..setting import Setting
 from .base import PROPOSERS, Ids, Level, Proposer
@@ -72,6 +73,18 @@ class ContinuedProposer(Proposer):
     def observe(self, taken: VerifiedStep) -> None:
         """See `Drafter.observe`."""
         self.first.observe(taken)
+
+    def keep(self, index: int, fed: int) -> Memo:
+        """See `Resumes.keep`."""
+        return self.first.keep(index, fed)
+
+    def reach(self, memo: Memo, count: int) -> int:
+        """See `Resumes.reach`."""
+        return self.first.reach(memo, count)
+
+    def resume(self, index: int, memo: Memo, count: int) -> None:
+        """See `Resumes.resume`."""
+        self.first.resume(index, memo, count)
 
     def root(self, count: int) -> Level:
         """What the cached drafter says after the text."""

@@ -15,6 +15,7 @@ import torch
 
 from ....ir.plan import RecurrentDraft
 from ...feeding.gather import gathered
+from ...memo import Memo
 from ..committed import CommittedRows
 from ..drafters.base import UnverifiedStep, VerifiedStep
 from ..setting import Setting
@@ -52,6 +53,19 @@ class RecurrentProposer(HiddenProposer):
         super().observe(taken)
         if self.committed is not None:
             self.committed.observe(taken)
+
+    def keep(self, index: int, fed: int) -> Memo:
+        """See `Resumes.keep`."""
+        return {} if self.committed is None else self.committed.keep(index, fed)
+
+    def reach(self, memo: Memo, count: int) -> int:
+        """See `Resumes.reach`."""
+        return count if self.committed is None else self.committed.reach(memo, count)
+
+    def resume(self, index: int, memo: Memo, count: int) -> None:
+        """See `Resumes.resume`."""
+        if self.committed is not None:
+            self.committed.resume(index, memo, count)
 
     def root(self, count: int) -> Level:
         """What may follow the last committed token."""

@@ -22,6 +22,7 @@ import torch
 
 from ....ir import UnsupportedError
 from ....ir.plan import StagedDraft
+from ...memo import Memo
 from ..draft_cache import DraftCache
 from ..drafters.base import UnverifiedStep, VerifiedStep
 from ..drafters.grown import drafter_for
@@ -127,6 +128,21 @@ class StagedProposer(Proposer):
             sequence.alive = sequence.alive and bool(tokens)
             if tokens:
                 sequence.commit(tokens)
+
+    def keep(self, index: int, fed: int) -> Memo:
+        """rows: i64, how many are made; and what the model's own drafter keeps."""
+        inner = self.inner.keep(index, fed)
+        return {**inner, "staged": torch.tensor(self.sequences[index].rows)}
+
+    def reach(self, memo: Memo, count: int) -> int:
+        """See `Resumes.reach`: rows are made of tokens alone."""
+        return self.inner.reach(memo, count)
+
+    def resume(self, index: int, memo: Memo, count: int) -> None:
+        """See `Resumes.resume`."""
+        if memo:
+            self.sequences[index].rows = min(int(memo["staged"]), count)
+        self.inner.resume(index, memo, count)
 
     def root(self, count: int) -> Level:
         """What may follow each text."""

@@ -1,0 +1,272 @@
+"""Conversations: what the caches hold of the texts of earlier calls, for prompts that go on.
+
+The last call's rows stay where they are. A prompt that begins as one of its texts feeds the rest
+only, and so does one that begins as a text of an earlier call: before other sequences take the
+place of rows, those are copied away, as many as `most` bytes allow, the longest unused going first.
+While a call runs nothing counts as held: one that fails leaves nothing behind but those copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ...ir import Program, State
+from ...ir.executable import Executable
+from ..asking.text import Text
+from ..memo import Memo, Resumes
+from .base import CachePolicy
+
+LEAST = 16
+"""Tokens that a prompt must share with a text: fewer are fed as fast as they are looked for."""
+
+MOST = 256 * 2**20
+"""Bytes that copies take at most, unless `Conversations.most` says otherwise."""
+
+
+@dataclass(eq=False)
+class Conversation:
+    """A text of an earlier call.
+
+    tokens: those that were fed. rows, position: of the `Text` after them. plan: what decided what
+    its rows hold. draft: whose `memo` is. states: copies of its rows; None: they lie in the
+    buffers. pinned: it stays until it is forgotten.
+    """
+
+    tokens: list[int]
+    rows: int
+    position: int
+    plan: tuple[Any, ...]
+    draft: Any
+    memo: Memo
+    states: Mapping[str, torch.Tensor] | None = None
+    pinned: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its copies."""
+        held = [*(self.states or {}).values(), *self.memo.values()]
+        return sum(tensor.nbytes for tensor in held)
+
+    def rows_at(self, count: int) -> int:
+        """Rows of its first `count` tokens."""
+        return self.rows - len(self.tokens) + count
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """A new text begins with the first `count` tokens of a conversation."""
+
+    conversation: Conversation
+    count: int
+
+
+class Going(Protocol):
+    """The generation that goes on from conversations; see `Decoding`."""
+
+    program: Program
+    texts: Sequence[Text]
+    cache: CachePolicy
+
+    @property
+    def drafter(self) -> Resumes:
+        """Its drafter."""
+
+    @property
+    def depth(self) -> Resumes:
+        """Its depth policy."""
+
+    @property
+    def reads_as_it_steps(self) -> bool:
+        """Whether a token's rows are the same in a prompt and in what was generated."""
+
+
+@dataclass(eq=False)
+class Conversations:
+    """Those of one executable. See the module docstring.
+
+    most: bytes that copies take at most. stored: conversations that were copied away, the one that
+    was used last at the end. lying: by sequence, those whose rows lie in the buffers, as long as
+    the executable's `begun` is what it was.
+    """
+
+    most: int = MOST
+    stored: list[Conversation] = field(default_factory=list)
+    lying: list[Conversation | None] = field(default_factory=list)
+    begun: int = -1
+
+    @classmethod
+    def of(cls, executable: Executable) -> Conversations:
+        """The executable's own."""
+        kept: dict[str, Conversations] = executable.scratch("conversations")
+        return kept.setdefault("all", cls())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies."""
+        return sum(conversation.nbytes for conversation in self.stored)
+
+    def forget(self) -> None:
+        """Nothing is held any more."""
+        self.stored, self.lying = [], []
+
+    def find(self, executable: Executable, going: Going) -> list[Start | None]:
+        """Which conversation each text goes on from."""
+        if self.begun != executable.begun:
+            self.lying = []
+        return [self._find(going, slot, text) for slot, text in enumerate(going.texts)]
+
+    def _find(self, going: Going, slot: int, text: Text) -> Start | None:
+        # The sequence's own place first: where it goes on, nothing is copied.
+        own, best, most = self.lying[slot : slot + 1], None, LEAST - 1
+        for conversation in (*own, *self.lying, *reversed(self.stored)):
+            if conversation is None or conversation.plan != deciding(going.program):
+                continue
+            # Something must be fed: only a step says what follows.
+            same = _common(conversation.tokens, text.tokens, len(text.tokens) - 1)
+            count = _reach(going, conversation, same) if same > most else 0
+            if count > most:
+                best, most = conversation, count
+        return None if best is None else Start(best, most)
+
+    def place(self, executable: Executable, starts: Sequence[Start | None], rows: int) -> None:
+        """Begin with the rows of the conversations that texts go on from; `rows` is room to make.
+
+        Until `leave`, nothing counts as lying in the buffers.
+        """
+        lying, self.lying = self.lying, []
+        stay = _stays(lying, starts)
+        for slot, conversation in enumerate(lying):
+            if conversation is None:
+                continue
+            start = starts[slot] if stay else None
+            goes_on = start is not None and start.conversation is conversation
+            if start is None or not goes_on or len(conversation.tokens) - start.count > LEAST:
+                self.put_away(executable, slot, conversation)
+        if stay:
+            executable.resume(rows)
+        else:
+            executable.begin(len(starts), rows)
+        for slot, start in enumerate(starts):
+            if start is not None and not (stay and start.conversation is lying[slot]):
+                self._write(executable, slot, start)
+
+    def _write(self, executable: Executable, slot: int, start: Start) -> None:
+        conversation = start.conversation
+        assert conversation.states is not None  # put away, if it lay elsewhere
+        if conversation in self.stored:
+            self.stored.remove(conversation)
+            self.stored.append(conversation)
+        rows, states = conversation.rows_at(start.count), executable.program.states
+        executable.reserve(max(rows, 1))
+        held = conversation.states.items()
+        executable.write_rows(slot, 0, {n: first_rows(states[n], t, rows) for n, t in held})
+
+    def put_away(self, executable: Executable, slot: int, conversation: Conversation) -> None:
+        """Copy a conversation's rows out of the buffers, and keep them as long as there is room."""
+        if len(conversation.tokens) < LEAST:
+            return
+        states = list(executable.program.states)
+        conversation.states = executable.read_rows(states, slot, 0, conversation.rows)
+        self.store(conversation)
+
+    def store(self, conversation: Conversation) -> None:
+        """Keep copies; those that they go on from are not needed beside them."""
+        self.stored = [known for known in self.stored if not _within(known, conversation)]
+        self.stored.append(conversation)
+        self.limit(self.most)
+
+    def limit(self, most: int) -> None:
+        """Copies take no more than so many bytes from now on, pinned ones besides."""
+        self.most = most
+        over = sum(known.nbytes for known in self.stored if not known.pinned) - most
+        for known in [known for known in self.stored if not known.pinned]:
+            if over > 0:
+                self.stored.remove(known)
+                over -= known.nbytes
+
+    def retire(self, executable: Executable, slot: int, going: Going) -> None:
+        """A text is finished and others go on: steps write over its first rows from now on."""
+        self.put_away(executable, slot, _left(going, slot))
+
+    def leave(self, executable: Executable, going: Going, retired: set[int]) -> None:
+        """The generation is over; the rows of its texts lie in the buffers, but for those of
+        `retired` ones."""
+        slots = range(len(going.texts))
+        self.lying = [None if slot in retired else _left(going, slot) for slot in slots]
+        self.begun = executable.begun
+
+    def clear_buffers(self, executable: Executable) -> None:
+        """Somebody else is about to use the buffers."""
+        if self.begun == executable.begun:
+            for slot, conversation in enumerate(self.lying):
+                if conversation is not None:
+                    self.put_away(executable, slot, conversation)
+        self.lying = []
+
+
+def deciding(program: Program) -> tuple[Any, ...]:
+    """What decides what a text's rows hold; executables of one program differ in nothing else."""
+    return program.plan.cache, program.plan.depth
+
+
+def first_rows(state: State, held: torch.Tensor, rows: int) -> torch.Tensor:
+    """The first rows of what `Executable.read_rows` gave of a state."""
+    names = [str(dim) for dim in state.type.dims if str(dim) != "B"]
+    return held.narrow(names.index(str(state.capacity)), 0, rows)
+
+
+def memo_of(going: Going, conversation: Conversation) -> Memo:
+    """What the drafter kept of it; nothing if that was another one."""
+    return conversation.memo if conversation.draft == going.program.plan.draft else {}
+
+
+def _reach(going: Going, conversation: Conversation, same: int) -> int:
+    fed, memo = len(conversation.tokens), memo_of(going, conversation)
+    count = min(going.drafter.reach(memo, same), going.depth.reach(memo, same))
+    return going.cache.back_to(fed, count) if count > 0 else 0
+
+
+def _left(going: Going, slot: int) -> Conversation:
+    text, plan = going.texts[slot], going.program.plan
+    memo = going.drafter.keep(slot, text.fed)
+    fed = text.fed
+    if not going.reads_as_it_steps:  # what it made itself, it would have read otherwise
+        fed = going.cache.back_to(fed, min(fed, text.prompt))
+    tokens, over = text.tokens[:fed], text.fed - fed
+    decided = deciding(going.program)
+    return Conversation(tokens, text.rows - over, text.position - over, decided, plan.draft, memo)
+
+
+def _stays(lying: Sequence[Conversation | None], starts: Sequence[Start | None]) -> bool:
+    """Whether every text that goes on from one in the buffers has its place there."""
+    if len(lying) != len(starts):
+        return False
+    held = [one for one in lying if one is not None]
+    own = [s is not None and s.conversation is one for s, one in zip(starts, lying, strict=True)]
+    moved = any(
+        s is not None and not here and any(s.conversation is one for one in held)
+        for s, here in zip(starts, own, strict=True)
+    )
+    return any(own) and not moved
+
+
+def _within(known: Conversation, longer: Conversation) -> bool:
+    count = len(known.tokens)
+    same = known.plan == longer.plan and known.draft == longer.draft and not known.pinned
+    return same and known.tokens == longer.tokens[:count]
+
+
+def _common(one: Sequence[int], other: Sequence[int], most: int) -> int:
+    """Tokens that both begin with, up to `most`."""
+    low, high = 0, min(len(one), len(other), most)
+    while low < high:  # whole pieces are compared at once
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

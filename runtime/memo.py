@@ -1,0 +1,31 @@
+"""What a part of a generation keeps of a text, so that a later call may go on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import torch
+
+Memo: TypeAlias = Mapping[str, torch.Tensor]
+"""Tensors by name, plain data: they may be written to a file."""
+
+
+class Resumes:
+    """A part that has to do with what an earlier call left of a text.
+
+    The target's caches hold a row for each of the text's first tokens. A later text that begins
+    with them need not feed them again, as far as every part can go on without having seen them.
+    """
+
+    def keep(self, index: int, fed: int) -> Memo:
+        """What the part knows of sequence `index`, of which `fed` tokens have rows."""
+        return {}
+
+    def reach(self, memo: Memo, count: int) -> int:
+        """Of `count` tokens that a new text shares with the one that `memo` (maybe empty) was kept
+        of: how many of them the part need not see again. It then takes that number, or less."""
+        return count
+
+    def resume(self, index: int, memo: Memo, count: int) -> None:
+        """Sequence `index`, of which `begin` was told, goes on after its first `count` tokens."""

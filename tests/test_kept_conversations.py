@@ -1,0 +1,184 @@
+"""What the caches hold of earlier calls: prompts that go on from it give a fresh program's texts.
+
+Random sequences of calls are compared with programs that were just compiled, tokens and accepted
+drafts alike: rows that are wrong change the target's text, and rows of a draft's cache the drafts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_runtime_cached import padded, with_itself
+from tiny import named, tiny_llama
+
+from graftwork.backends import compile
+from graftwork.backends.target import Target
+from graftwork.ir import Program
+from graftwork.ir.plan import RecyclingDraft, SuffixDraft
+from graftwork.passes import Pass
+from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.depth.skip_layers import SkipLayers
+from graftwork.passes.drafting.draft_eagle import DraftEagle
+from graftwork.passes.drafting.draft_model import DraftModel
+from graftwork.passes.drafting.fuse_draft import FuseDraft
+from graftwork.passes.drafting.plan_edits import with_plan
+from graftwork.passes.drafting.unroll_draft import UnrollDraft
+from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.stepping.accept_trees import AcceptTrees
+from graftwork.passes.stepping.add_argmax import AddArgmax
+from graftwork.passes.stepping.add_top_tokens import AddTopTokens
+from graftwork.passes.stepping.pick_logits import PickLogits
+from graftwork.runtime import generate
+from graftwork.runtime.cache.conversations import Conversations
+
+CONTEXT = 192
+ASKED: dict[str, Any] = {"return_dict_in_generate": True, "pad_token_id": 0}
+
+
+def drafting(*passes: Pass, levels: int = 3, **shape: int) -> Program:
+    tail = (InsertKvCache(), AcceptTrees(), PickLogits(), AddArgmax(), AddTopTokens())
+    start = with_itself(context=CONTEXT, **shape)
+    every = (*passes, *tail, named("tree_chain", depth=levels))
+    return run_passes(start, [Step(p) for p in every])[0]
+
+
+def plain() -> Program:
+    tail = (InsertKvCache(), AcceptTrees(), PickLogits(), AddArgmax(), AddTopTokens())
+    return run_passes(tiny_llama(context=CONTEXT), [Step(p) for p in tail])[0]
+
+
+def skipping() -> Program:
+    """Prompts run through more layers than what is generated, whose rows are then others."""
+    tail = (InsertKvCache(), AcceptTrees(), PickLogits(), AddArgmax())
+    every = (SkipLayers(layers=(1,), prefill="full"), *tail)
+    return run_passes(tiny_llama(3, context=CONTEXT), [Step(p) for p in every])[0]
+
+
+MODELS: dict[str, Callable[[], Program]] = {
+    "plain": plain,
+    "skipping": skipping,
+    "suffix": lambda: with_plan(plain(), draft=SuffixDraft(tokens=5)),
+    "recycling": lambda: with_plan(plain(), draft=RecyclingDraft(nodes=7)),
+    "eagle": lambda: drafting(DraftEagle()),
+    "eagle chain": lambda: drafting(DraftEagle(), UnrollDraft(), FuseDraft()),
+    "model": lambda: drafting(DraftModel(model="same")),
+    "staged": lambda: drafting(DraftModel(model="same", drafter="suffix(tokens=4)")),
+}
+
+
+class Failing:
+    """A streamer that has enough after some tokens."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def put(self, value: torch.Tensor) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+
+    def end(self) -> None: ...
+
+
+class Calls:
+    """A user who makes calls of all kinds, and remembers the texts that came of them."""
+
+    def __init__(self, program: Program, backend: str, seed: int) -> None:
+        self.program, self.backend, self.random = program, backend, random.Random(seed)
+        self.executable = compile(program, Target(backend, threads=1))
+        self.texts: list[list[int]] = []
+        self.reused = 0
+
+    def prompt(self) -> list[int]:
+        """A new text, or one that goes on from an earlier one, whole or from the middle of it."""
+        draw = self.random
+        new = [draw.randrange(1, 12) for _ in range(draw.choice([1, 2, 7, 25]))]
+        if not self.texts or draw.random() < 0.25:
+            return [draw.randrange(1, 12) for _ in range(draw.choice([3, 20, 40]))] + new
+        text = draw.choice(self.texts[-6:])
+        kept = len(text) if draw.random() < 0.6 else draw.randrange(1, len(text) + 1)
+        return text[: min(kept, CONTEXT - 80)] + new[: draw.choice([0, 25])]
+
+    def options(self) -> dict[str, Any]:
+        draw = self.random
+        found: dict[str, Any] = {"max_new_tokens": draw.choice([1, 8, 30])}
+        # An end token that some sequences of a batch come to before others.
+        found["eos_token_id"] = draw.choice([[], [5, 9, 17]])
+        # A table that has learned drafts otherwise, and so other draws decide.
+        learns = isinstance(self.program.plan.draft, RecyclingDraft)
+        if draw.random() < 0.2 and not learns:
+            found |= {"do_sample": True, "seed": draw.randrange(9)}
+        return found
+
+    def call(self) -> None:
+        prompts = [self.prompt() for _ in range(self.random.choice([1, 1, 1, 2, 3]))]
+        options = self.options()
+        ids, mask = padded(prompts)
+        if self.random.random() < 0.15:
+            failing = Failing(self.random.randrange(4))
+            try:
+                generate(self.executable, ids[:1], attention_mask=mask[:1], streamer=failing)
+            except KeyboardInterrupt:
+                return
+        found = generate(self.executable, ids, attention_mask=mask, **ASKED, **options)
+        fresh = compile(self.program, Target(self.backend, threads=1))
+        wanted = generate(fresh, ids, attention_mask=mask, **ASKED, **options)
+        assert found.sequences.tolist() == wanted.sequences.tolist(), (prompts, options)
+        if not isinstance(self.program.plan.draft, RecyclingDraft):  # whose table learns
+            for name in ("steps", "draft_tokens", "accepted_tokens"):
+                assert getattr(found.stats, name) == getattr(wanted.stats, name), (name, prompts)
+        assert not wanted.stats.reused_tokens
+        self.reused += found.stats.reused_tokens
+        for row, prompt in zip(found.sequences.tolist(), prompts, strict=True):
+            self.texts.append([t for t in row[ids.shape[1] - len(prompt) :] if t])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_random_calls_give_what_a_fresh_program_gives(name: str) -> None:
+    calls = Calls(MODELS[name](), "eager", seed=len(name))
+    Conversations.of(calls.executable).most = 60_000  # some have to go
+    for _ in range(30):
+        calls.call()
+    assert calls.reused > 200
+
+
+def rows_held(executable: Any) -> dict[str, torch.Tensor]:
+    """Of the one text that lies in the buffers, the rows that a drafter takes for good."""
+    conversation = Conversations.of(executable).lying[0]
+    assert conversation is not None
+    made = next((int(n) for name, n in conversation.memo.items() if n.dim() == 0), 0)
+    rows = executable.read_rows(list(executable.program.states), 0, 0, conversation.rows)
+    own = [name for name in rows if not name.startswith("kv.")]
+    assert 20 < made <= conversation.rows and own
+    return {name: t[:, :made] if name in own else t for name, t in rows.items()}
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle chain", "model", "staged"])
+def test_rows_are_those_of_a_fresh_program(name: str) -> None:
+    """Drafts that nobody accepts cannot be told by the text: here their rows are looked at."""
+    program, target = MODELS[name](), Target("eager", threads=1)
+    executable, draw = compile(program, target), random.Random(1)
+    text, asked = [draw.randrange(1, 12) for _ in range(40)], {"max_new_tokens": 9} | ASKED
+    for cut, more in ((0, 0), (0, 3), (0, 1), (5, 2), (12, 9), (0, 20)):
+        text = text[: len(text) - cut] + [draw.randrange(1, 12) for _ in range(more)]
+        fresh, ids = compile(program, target), torch.tensor([text])
+        found, wanted = (generate(e, ids, eos_token_id=[], **asked) for e in (executable, fresh))
+        assert found.sequences.tolist() == wanted.sequences.tolist()
+        assert found.stats.reused_tokens > 0 or len(text) == 40
+        # Rows of the last draft are made when the next one is asked for.
+        for state, rows in rows_held(fresh).items():
+            held = rows_held(executable)[state]
+            assert held.shape == rows.shape and torch.allclose(held, rows, atol=1e-5), state
+        text = found.sequences[0].tolist()
+
+
+@pytest.mark.parametrize("name", ["plain", "eagle chain"])
+def test_random_calls_on_onnxruntime(name: str) -> None:
+    calls = Calls(MODELS[name](), "onnxruntime", seed=3)
+    for _ in range(8):
+        calls.call()
+    assert calls.reused > 50
