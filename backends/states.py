@@ -80,11 +80,18 @@ class StateBuffers:
             nothing = torch.empty(0, dtype=state.type.dtype)
             self.groups.append(_Group(state.type, state.capacity, names, nothing))
         self.capacities = {group.symbol: 0 for group in self.groups if group.symbol}
+        # Classes that hold the last rows only, which a plan's cache policy may want.
+        self.windows = program.plan.cache.windows
 
     @property
     def capacity(self) -> int:
-        """Rows that every class of states has room for."""
-        return min(self.capacities.values(), default=self.limit if self.batch else 0)
+        """Rows that every class of states has room for, but for those that hold the last ones."""
+        sizes = [n for symbol, n in self.capacities.items() if symbol not in self.windows]
+        return min(sizes, default=self.limit if self.batch else 0)
+
+    def _wanted(self, rows: int, symbol: str) -> int:
+        """The capacity of a class for so many rows of a sequence."""
+        return min(self.rounded(min(rows, self.windows.get(symbol, rows))), self.limit)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -98,14 +105,15 @@ class StateBuffers:
         """
         anew = anew or batch != self.batch
         self.batch = batch
-        capacity = min(self.rounded(rows), self.limit)
-        if anew or min(self.capacities.values(), default=0) < capacity:
-            kept = dict.fromkeys(self.capacities, 0) if anew else self.capacities
-            self.capacities = {symbol: max(n, capacity) for symbol, n in kept.items()}
+        kept = dict.fromkeys(self.capacities, 0) if anew else self.capacities
+        wanted = {symbol: max(n, self._wanted(rows, symbol)) for symbol, n in kept.items()}
+        if anew or wanted != self.capacities:
+            self.capacities = wanted
             self._allocate(self.groups, {})
 
     def reserve(self, rows: int, symbol: str | None = None) -> None:
-        """Grow to at least `rows` rows, keeping contents: one class of states, or every one."""
+        """Grow to at least `rows` rows, keeping contents: one class of states, or every one (those
+        of the last rows no further than to all that they hold)."""
         if symbol is not None and symbol not in self.capacities:
             raise InputError(f"no state has the capacity {symbol}; there are {self.capacities}")
         if rows > self.limit:
@@ -113,11 +121,12 @@ class StateBuffers:
                 f"{rows} cache rows asked for; with a context of {self.context} tokens a cache has "
                 f"{self.limit} rows at most"
             )
-        wanted = list(self.capacities) if symbol is None else [symbol]
-        small = {s: n for s, n in self.capacities.items() if s in wanted and n < rows}
+        wanted = {s: self._wanted(rows, s) for s in self.capacities}
+        if symbol is not None:
+            wanted = {symbol: min(self.rounded(rows), self.limit)}
+        small = {s: self.capacities[s] for s, n in wanted.items() if self.capacities[s] < n}
         if small:
-            grown = dict.fromkeys(small, min(self.rounded(rows), self.limit))
-            self.capacities = {**self.capacities, **grown}
+            self.capacities = {**self.capacities, **{s: wanted[s] for s in small}}
             self._allocate([g for g in self.groups if g.symbol in small], small)
 
     def _allocate(self, groups: Collection[_Group], kept: Mapping[str, int]) -> None:

@@ -198,7 +198,7 @@ def generate(
         if info.defaults.supported.keys().isdisjoint(("max_new_tokens", "max_length")):
             keywords.setdefault("max_new_tokens", max(1, min(128, info.context - len(ids))))
         keywords["return_dict_in_generate"] = True
-        check_request(as_ids([ids]), keywords, info)
+        check_request(as_ids([ids]), keywords, opened.program)
         show("compile")
         _ = opened.executable
     printer = None if json_ else TextPrinter(opened.tokenizer)

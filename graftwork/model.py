@@ -279,7 +279,7 @@ class Model:
             )
         ids = as_ids(named if input_ids is None else input_ids)
         if _COMPILED not in self.__dict__:
-            check_request(ids, options, self.program.info)  # compiling takes a while
+            check_request(ids, options, self.program)  # compiling takes a while
         return generate(self.executable, ids, **options)
 
     def __call__(self, input_ids: torch.Tensor | Sequence[Sequence[int]], /) -> torch.Tensor:

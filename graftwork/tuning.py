@@ -236,7 +236,7 @@ def measure_rates(
         truth = ids[0].tolist()
         with torch.no_grad(), executable.turn:
             keywords = {**asked, "attention_mask": torch.ones_like(start)}
-            request = read_request(start, keywords, program.info)
+            request = read_request(start, keywords, program)
             decoding = Decoding(executable, request)
             if not isinstance(decoding.drafter, GrownDrafter):
                 raise InputError(

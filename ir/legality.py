@@ -79,6 +79,13 @@ def _misfits(plan: DecodePlan) -> Iterator[str]:
             )
     if any(leaf.in_step for leaf in draft.leaves):
         yield from _unchained(plan)
+    for leaf in draft.leaves:
+        if plan.cache.most is not None and leaf.cached and not leaf.in_step:
+            yield (
+                f"draft={leaf.brief} has a cache with a row for every token of the text, and "
+                f"cache={plan.cache.brief} keeps {plan.cache.most} rows at most: draft inside the "
+                f"step (unroll_draft, fuse_draft), or with a drafter without a cache"
+            )
     if verify.told and not _is_told(plan):
         yield (
             f"verify={verify.brief}: draft={draft.brief} under tree={tree.brief} has no "

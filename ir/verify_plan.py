@@ -11,14 +11,18 @@ from collections.abc import Collection
 from dataclasses import fields
 
 import torch
+import torch.fx
 
 from .errors import InputError, VerifyError
+from .function import Role, type_of
 from .names import shown
 from .plan import DraftRecord, Record
 from .plan.base import Returned, Size
 from .plan.bounds import MOST_NODES, MOST_PARTS
 from .program import Program
 from .types import TensorType
+
+A, G = torch.ops.aten, torch.ops.graftwork
 
 
 def verify_plan(program: Program) -> None:
@@ -42,11 +46,59 @@ def verify_plan(program: Program) -> None:
                     _check_returns(program, part, function, returned)
             for name, ids, sizes in part.looks_up():
                 _check_weight(program, part, name, ids, sizes)
+    _check_windows(program)
+    _check_upkeep(program)
     if program.plan.columns > MOST_NODES:
         raise VerifyError(
             f"plan: a step verifies up to {program.plan.columns} tokens; expected at most "
             f"{MOST_NODES}: make drafts or trees smaller"
         )
+
+
+def _check_windows(program: Program) -> None:
+    """States that hold the last rows only are written where those belong, and nothing takes them
+    for a cache of all rows: that would read and write beyond their memory."""
+    for symbol, block in program.plan.cache.windows.items():
+        names = {name for name, state in program.states.items() if state.capacity == symbol}
+        for function in program.functions.values():
+            for node in function.inputs:
+                if node.target not in names:
+                    continue
+                for user in node.users:
+                    if not _keeps_window(user, block):
+                        raise VerifyError(
+                            f"plan: {program.plan.cache.brief} says that {node.target} holds the "
+                            f"last {block} rows, and {function.name} uses it in %{user.name}; "
+                            f"expected cache_write at past modulo {block}, or row_attention"
+                        )
+
+
+def _check_upkeep(program: Program) -> None:
+    """What moves rows writes them to the front, and no more than the policy keeps there."""
+    most = program.plan.cache.most or 0
+    for function in program.functions.values():
+        if function.role is not Role.UPKEEP:
+            continue
+        for node in function.calls(G.cache_write.default):
+            rows, place = type_of(node.args[1]).dims[2], node.args[2]  # type: ignore[arg-type]
+            zero = isinstance(place, torch.fx.Node) and place.target is A.full_like.default
+            front = zero and place.args[1:] == (0,)  # type: ignore[union-attr]
+            if not (front and isinstance(rows, int) and rows <= most):
+                raise VerifyError(
+                    f"{function.name}: %{node.name} writes {rows} rows; expected at most {most}, "
+                    f"as cache={program.plan.cache.brief} keeps, at row full_like(%past, 0)"
+                )
+
+
+def _keeps_window(user: torch.fx.Node, block: int) -> bool:
+    if user.op == "output" or user.target is G.row_attention.default:
+        return True
+    place = user.args[2] if user.target is G.cache_write.default else None
+    if not isinstance(place, torch.fx.Node) or place.target is not A.remainder.Scalar:
+        return False
+    past = place.args[0]
+    named = isinstance(past, torch.fx.Node) and past.op == "placeholder" and past.target == "past"
+    return named and place.args[1:] == (block,)
 
 
 def _check_info(program: Program) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..ir import GraftworkWarning, ModelInfo
+from ..ir import GraftworkWarning, Program
 from ..ir.executable import Executable
 from ..ir.plan import DecodePlan, untrained
 from .asking.request import read_request
@@ -32,9 +32,9 @@ def forget(executable: Executable) -> None:
         Conversations.of(executable).forget()
 
 
-def check_request(input_ids: torch.Tensor, options: Mapping[str, Any], info: ModelInfo) -> None:
+def check_request(input_ids: torch.Tensor, options: Mapping[str, Any], program: Program) -> None:
     """Errors: those of `generate` for bad input and options."""
-    read_request(input_ids, options, info)
+    read_request(input_ids, options, program)
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ def generate(
     are NaN; `UnsupportedError` for a program or plan that the runtime cannot carry out. Warns
     (`GraftworkWarning`) of drafters that nobody trained.
     """
-    request = read_request(input_ids, options, executable.program.info)
+    request = read_request(input_ids, options, executable.program)
     _remark(executable.program.plan)
     with executable.turn:
         stats = decode(executable, request)

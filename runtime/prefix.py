@@ -15,7 +15,14 @@ from ..ir import InputError, Program, State, TensorType, function_text
 from ..ir.executable import Executable
 from ..ir.weights import SafetensorsFile, open_safetensors
 from .asking.request import read_request
-from .cache.conversations import LEAST, Conversation, Conversations, deciding
+from .cache.conversations import (
+    LEAST,
+    Conversation,
+    Conversations,
+    deciding,
+    read_text,
+    rows_of,
+)
 from .loop import decode
 
 FORMAT = "graftwork-prefix"
@@ -38,12 +45,12 @@ def save_prefix(executable: Executable, ids: torch.Tensor, path: Path) -> int:
         )
     program = executable.program
     asked = {"max_new_tokens": 1, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    request = read_request(ids, asked, program.info)
+    request = read_request(ids, asked, program)
     with executable.turn:
         decode(executable, request)
         held = Conversations.of(executable).lying[0]
         assert held is not None
-        states = executable.read_rows(list(program.states), 0, 0, held.rows)
+        states = read_text(executable, 0, held.rows)
     tensors = {"tokens": torch.tensor(held.tokens)}
     tensors |= {f"state.{name}": rows.contiguous() for name, rows in states.items()}
     tensors |= {f"memo.{name}": kept.contiguous() for name, kept in held.memo.items()}
@@ -120,7 +127,7 @@ class _Reader:
         return int(text)
 
     def _state(self, state: State, rows: int) -> torch.Tensor:
-        held = self._tensor(f"state.{state.name}")
+        held, rows = self._tensor(f"state.{state.name}"), rows_of(self.program, state.name, rows)
         sizes = {"B": 1, **({state.capacity: rows} if state.capacity else {})}
         whole = state.type.bind(sizes)
         batch = [str(dim) for dim in state.type.dims].index("B")

@@ -20,6 +20,7 @@ from graftwork.backends.target import Target
 from graftwork.ir import Program
 from graftwork.ir.plan import RecyclingDraft, SuffixDraft
 from graftwork.passes import Pass
+from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.depth.skip_layers import SkipLayers
 from graftwork.passes.drafting.draft_eagle import DraftEagle
@@ -58,9 +59,18 @@ def skipping() -> Program:
     return run_passes(tiny_llama(3, context=CONTEXT), [Step(p) for p in every])[0]
 
 
+def losing(method: str, **options: Any) -> Program:
+    """Rows are dropped; where a text was is not all there any more."""
+    program = EvictCache(method=method, budget=32, block=8, **options).run(plain()).program
+    return with_plan(program, draft=SuffixDraft(tokens=4))
+
+
 MODELS: dict[str, Callable[[], Program]] = {
     "plain": plain,
     "skipping": skipping,
+    "window": lambda: losing("window", positions="cache"),
+    "snapkv": lambda: losing("snapkv", recent=8),
+    "h2o": lambda: losing("h2o"),
     "suffix": lambda: with_plan(plain(), draft=SuffixDraft(tokens=5)),
     "recycling": lambda: with_plan(plain(), draft=RecyclingDraft(nodes=7)),
     "eagle": lambda: drafting(DraftEagle()),

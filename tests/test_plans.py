@@ -150,6 +150,7 @@ def test_every_recipe_makes_a_plan_whose_parts_all_act(name: str, tmp_path: Path
     corpus = tmp_path / "corpus.json"
     corpus.write_text("[[1, 2, 3]]")
     brought = {"draft_model.model": "other", "draft_corpus.path": str(corpus)}
+    brought |= {"evict_cache.budget": "64", "evict_cache.block": "32"}  # of a context of 128
     recipe = Recipe.load(name)
     uses = {use.name for use in recipe.passes}
     given = [f"{key}={value}" for key, value in brought.items() if key.split(".")[0] in uses]

@@ -73,6 +73,8 @@ class Router:
         """
         if not self.cached:
             return Route("chain", inputs)
+        if not self.tokenwise:
+            return Route("batch", inputs)  # it moves rows and has no attention to lower
         rows = inputs.get("past")
         if missing := [name for name in ("past", *self.tokenwise) if name not in inputs]:
             raise InputError(f"{self.name} needs the input {missing[0]!r}")
@@ -100,10 +102,9 @@ class Router:
         return Route(variant, feeds, asked, int(alone), widened)
 
     def _columns(self, inputs: Inputs) -> int:
-        """Tokens of a step. Errors: `InputError` for a function that is fed none."""
-        for name, axis in self.tokenwise.items():
-            return inputs[name].shape[axis]
-        raise InputError(f"{self.name} reads a cache and is fed nothing that has a value a token")
+        """Tokens of a step."""
+        name, axis = next(iter(self.tokenwise.items()))
+        return inputs[name].shape[axis]
 
     def _variant(
         self, tree: bool, batch: int, width: int, longest: int, made: Collection[Variant]

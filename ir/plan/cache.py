@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ..contract import Contract
-from .base import Record, record
+from ..errors import InputError
+from .base import Record, Returned, record
+from .bounds import Context, Nodes
+
+if TYPE_CHECKING:
+    from .decode import DecodePlan
+
+_OWN = re.compile(r"C\.[0-9]+", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -18,6 +27,26 @@ class CacheRecord(Record):
     contract: ClassVar[Contract] = Contract.APPROXIMATE
     requires: ClassVar[frozenset[str]] = frozenset({"cached"})
 
+    @property
+    def most(self) -> int | None:
+        """Rows that states hold of a sequence at most; None: one for every token of its text."""
+        return None
+
+    @property
+    def windows(self) -> Mapping[str, int]:
+        """By capacity: states that hold the last rows only, row r of a text at r modulo this."""
+        return {}
+
+    @property
+    def endless(self) -> bool:
+        """Whether positions end before texts do: no text is too long for the model."""
+        return False
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns that pieces of prompts often have."""
+        return ()
+
 
 @record
 @dataclass(frozen=True)
@@ -25,3 +54,59 @@ class KeepAll(CacheRecord):
     """The cache keeps every committed token's rows."""
 
     kind: ClassVar[str] = "all"
+
+
+@record
+@dataclass(frozen=True)
+class Evict(CacheRecord):
+    """A sequence that has `budget` + `block` rows is left `budget` of them by `function`.
+
+    So a sequence loses rows where its text reaches certain lengths, however it got there, and no
+    step goes beyond such a place. function: moves the kept rows to the front; of a sequence that
+    holds fewer, or for which past is 0, it changes nothing. turned: the keys are rotated for the
+    rows where they end up, so that a row's position is its place and texts may be endless. window:
+    the capacity of states that hold the queries of the last `block` rows ("": none). always: the
+    function runs after every `block` rows, also before there are enough.
+    """
+
+    function: str = "evict"
+    budget: Context = 1024
+    block: Nodes = 64
+    turned: bool = False
+    window: str = ""
+    always: bool = False
+    kind: ClassVar[str] = "evict"
+
+    def check(self) -> None:
+        """See `Record.check`."""
+        if self.budget % self.block:
+            raise InputError(
+                f"evict: budget={self.budget} must be a multiple of block={self.block}, because "
+                f"rows are dropped a block at a time"
+            )
+        if self.window and not _OWN.fullmatch(self.window):
+            raise InputError(f"evict: window={self.window!r}, expected a capacity such as C.1")
+
+    @property
+    def most(self) -> int:
+        """See `CacheRecord.most`."""
+        return self.budget + self.block
+
+    @property
+    def windows(self) -> Mapping[str, int]:
+        """See `CacheRecord.windows`."""
+        return {self.window: self.block} if self.window else {}
+
+    @property
+    def endless(self) -> bool:
+        """See `CacheRecord.endless`."""
+        return self.turned
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """See `CacheRecord.widths`."""
+        return (self.block,)
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`."""
+        yield self.function, {}

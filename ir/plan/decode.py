@@ -42,7 +42,8 @@ class DecodePlan:
     def widths(self) -> tuple[int, ...]:
         """Columns that steps often have: without a draft, with one drafter's, with all of them."""
         sizes = self.draft.sizes(self.tree.most)
-        return tuple(sorted({1, *(1 + size + self.draft.riders(size) for size in sizes)}))
+        drafted = (1 + size + self.draft.riders(size) for size in sizes)
+        return tuple(sorted({1, *drafted, *self.cache.widths}))
 
     @property
     def columns(self) -> int:

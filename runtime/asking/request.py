@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ...ir import InputError, ModelInfo
+from ...ir import InputError, Program
 from .options import GenerationOptions, read_options
 from .prompts import read_prompts
 from .stopping import Stopping
 from .streaming import Emitter
 from .text import Text
+
+ENDLESS = 2**31 - 1
+"""Tokens that a text may have whose rows are dropped and turned."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,11 @@ class Request:
         return torch.cat([self.prompts, new], dim=1)
 
 
-def read_request(input_ids: torch.Tensor, keywords: Mapping[str, Any], info: ModelInfo) -> Request:
+def read_request(input_ids: torch.Tensor, keywords: Mapping[str, Any], program: Program) -> Request:
     """What `generate` is asked for. Errors: `InputError` for bad input or options."""
+    info = program.info
+    if program.plan.cache.endless:  # positions stay in the caches, so texts may leave the context
+        info = replace(info, context=ENDLESS)
     options = read_options(keywords, info)
     texts = read_prompts(input_ids, options, info)
     stopping = Stopping(options, info)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...ir import Program, State
+from ...ir import Program
 from ...ir.executable import Executable
 from ..asking.text import Text
 from ..memo import Memo, Resumes
@@ -160,17 +160,16 @@ class Conversations:
         if conversation in self.stored:
             self.stored.remove(conversation)
             self.stored.append(conversation)
-        rows, states = conversation.rows_at(start.count), executable.program.states
+        rows, program = conversation.rows_at(start.count), executable.program
         executable.reserve(max(rows, 1))
-        held = conversation.states.items()
-        executable.write_rows(slot, 0, {n: first_rows(states[n], t, rows) for n, t in held})
+        held = {n: _first_rows(program, n, t, rows) for n, t in conversation.states.items()}
+        executable.write_rows(slot, 0, held)
 
     def put_away(self, executable: Executable, slot: int, conversation: Conversation) -> None:
         """Copy a conversation's rows out of the buffers, and keep them as long as there is room."""
         if len(conversation.tokens) < LEAST:
             return
-        states = list(executable.program.states)
-        conversation.states = executable.read_rows(states, slot, 0, conversation.rows)
+        conversation.states = read_text(executable, slot, conversation.rows)
         self.store(conversation)
 
     def store(self, conversation: Conversation) -> None:
@@ -213,10 +212,28 @@ def deciding(program: Program) -> tuple[Any, ...]:
     return program.plan.cache, program.plan.depth
 
 
-def first_rows(state: State, held: torch.Tensor, rows: int) -> torch.Tensor:
-    """The first rows of what `Executable.read_rows` gave of a state."""
-    names = [str(dim) for dim in state.type.dims if str(dim) != "B"]
-    return held.narrow(names.index(str(state.capacity)), 0, rows)
+def rows_of(program: Program, state: str, rows: int) -> int:
+    """Rows that a state holds of a text for which others hold `rows`."""
+    symbol = program.states[state].capacity or ""
+    return min(rows, program.plan.cache.windows.get(symbol, rows))
+
+
+def read_text(executable: Executable, slot: int, rows: int) -> dict[str, torch.Tensor]:
+    """All that the states hold of a sequence."""
+    program = executable.program
+    counts = {name: rows_of(program, name, rows) for name in program.states}
+    found: dict[str, torch.Tensor] = {}
+    for count in set(counts.values()):
+        names = [name for name, n in counts.items() if n == count]
+        found |= executable.read_rows(names, slot, 0, count)
+    return found
+
+
+def _first_rows(program: Program, name: str, held: torch.Tensor, rows: int) -> torch.Tensor:
+    """The first rows of what `read_text` gave of a state."""
+    state = program.states[name]
+    axis = [str(dim) for dim in state.type.dims if str(dim) != "B"].index(str(state.capacity))
+    return held.narrow(axis, 0, rows_of(program, name, rows))
 
 
 def memo_of(going: Going, conversation: Conversation) -> Memo:

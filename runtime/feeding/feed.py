@@ -7,7 +7,7 @@ from time import perf_counter
 
 import torch
 
-from ...ir import UnsupportedError
+from ...ir import Program, UnsupportedError
 from ...ir.executable import Executable
 from ...ir.protocol import INPUTS, OPTIONAL
 from ..speculate.draft import Draft
@@ -59,8 +59,8 @@ class Feeder:
         self.names = frozenset(n for n in INPUTS if n not in OPTIONAL and step.has_input(n))
         self.selects = "select" in self.names
         self.widths = executable.widths(function)
-        read = [program.states_of(part) for part in self.parts]
-        self.states = tuple(dict.fromkeys(name for names in read for name in names))
+        self.windows = program.plan.cache.windows
+        self.states, self.held = self._by_window(program)
         # They outlive a generation, because making them takes as long as a few steps.
         kept: dict[tuple[tuple[str, ...], int, int], StepInputs] = executable.scratch(Feeder)
         self._buffers = kept
@@ -78,6 +78,9 @@ class Feeder:
             self.executable.begin(self.batch, self.rows)
         else:
             start(self.rows)
+        for symbol, block in self.windows.items():
+            # A step that is fed alone may take one column more than was asked for.
+            self.executable.reserve(block + max(widest, self.chunk(block, block)) + 1, symbol)
 
     def chunk(self, need: int, most: int | None = None) -> int:
         """Width of a prefill step when the longest sequence has `need` tokens left: that of which
@@ -175,9 +178,24 @@ class Feeder:
         ]
         if all(row == list(range(longest + 1)) for row in source):
             return
-        start = perf_counter()
-        self.executable.commit(self.states, torch.tensor(list(past)), torch.tensor(source))
+        start, first, moved = perf_counter(), torch.tensor(list(past)), torch.tensor(source)
+        self.executable.commit(self.states, first, moved)
+        for block, states in self.held:
+            self.executable.commit(states, first % block, moved)
         self.seconds += perf_counter() - start
+
+    def _by_window(
+        self, program: Program
+    ) -> tuple[tuple[str, ...], list[tuple[int, tuple[str, ...]]]]:
+        """The states with a row for every row of the text, and those with the last ones."""
+        read = [program.states_of(part) for part in self.parts]
+        names, kept = dict.fromkeys(name for some in read for name in some), self.windows
+        symbols = {name: program.states[name].capacity or "" for name in names}
+        whole = tuple(name for name in names if symbols[name] not in kept)
+        return whole, [
+            (block, tuple(name for name in names if symbols[name] == symbol))
+            for symbol, block in kept.items()
+        ]
 
     def make_room(self, rows: int) -> None:
         """Let the caches hold so many rows of each sequence, and the spare ones."""

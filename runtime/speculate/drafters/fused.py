@@ -18,7 +18,9 @@ from .grown import GrownDrafter
 class FusedDrafter(ChainDrafter):
     """The chain that follows the text if the argmax decides what the text is.
 
-    Where it does not (sampling, penalties), `apart` makes the chain in a call of its own.
+    Where it does not (sampling, penalties), `apart` makes the chain in a call of its own; nothing
+    is drafted if the caches lose rows, because then only the step knows which of the draft's are
+    whose.
     """
 
     record: FusedDraft
@@ -26,10 +28,11 @@ class FusedDrafter(ChainDrafter):
     def __init__(self, record: FusedDraft, setting: Setting) -> None:
         super().__init__(record, setting)
         self.apart: GrownDrafter | None = None
-        if not self.options.by_argmax:
+        loses = self.executable.program.plan.cache.most is not None
+        if not self.options.by_argmax and not loses:
             self.apart = GrownDrafter(record.draft, setting)
             self.wants, self.reads = self.apart.wants, self.apart.reads
-        else:
+        elif self.options.by_argmax:
             self.wants, self.levels = ("drafted",), record.levels
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -54,6 +57,8 @@ class FusedDrafter(ChainDrafter):
         if self.apart is not None:
             self.apart.observe(taken)
             return
+        if not self.wants:
+            return
         rows = integers(taken.outputs, "drafted")
         for index, (row, tokens) in enumerate(zip(rows, taken.tokens, strict=True)):
             place = taken.columns[index] + len(taken.paths[index])
@@ -64,12 +69,14 @@ class FusedDrafter(ChainDrafter):
         """rows: i64, those that the step made and that hold the token after them for certain."""
         if self.apart is not None:
             return self.apart.keep(index, fed)
-        return {"rows": torch.tensor(fed - 1)}
+        return {"rows": torch.tensor(fed - 1 if self.wants else 0)}
 
     def reach(self, memo: Memo, count: int) -> int:
         """See `Resumes.reach`."""
         if self.apart is not None:
             return self.apart.reach(memo, count)
+        if not self.wants:
+            return count
         return min(count - 1, int(memo["rows"])) if memo and count else 0
 
     def resume(self, index: int, memo: Memo, count: int) -> None:

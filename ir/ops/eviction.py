@@ -1,0 +1,404 @@
+"""Which rows of a cache are kept when it is full, and what becomes of them.
+
+A method is a score of every row; `keep_top` turns scores into rows. Scores are rounded, because
+equal tokens have equal scores but for float noise, and of rows with one score the later is kept: so
+every backend keeps the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from . import Sample, define
+from .operands import Operands
+
+I64 = torch.int64
+STEPS = 1024.0
+"""Scores are multiples of 1 / STEPS, those that are compared by their ratio so in their logarithm:
+two that differ by less than a thousandth may count as equal."""
+
+LEAST = 1e-30
+"""What a score is at least before its logarithm is taken."""
+
+
+def _rounded(scores: Tensor) -> Tensor:
+    """Scores as whole numbers of steps, which float32 holds exactly."""
+    return torch.round(scores.float() * STEPS)
+
+
+def _age_fake(keys: Tensor) -> Tensor:
+    given = Operands("row_scores_age")
+    given.fit("keys", keys, "BGCD")
+    return keys.new_empty(keys.shape[:3], dtype=torch.float32)
+
+
+@define("row_scores_age(Tensor keys) -> Tensor", samples=lambda: _norm_samples(), fake=_age_fake)
+def row_scores_age(keys: Tensor) -> Tensor:
+    """Nothing but its age tells a row from another: all scores are 0, and the latest rows count.
+
+    ``%s: f32[B,G,C] = graftwork.row_scores_age(%kv.0.key)``
+
+    keys [B,G,C,D].
+    """
+    _age_fake(keys)
+    return torch.zeros_like(keys[..., 0], dtype=torch.float32)
+
+
+def _norm_samples() -> Iterator[Sample]:
+    yield (torch.randn(2, 2, 7, 4),), {}
+
+
+def _norm_fake(keys: Tensor) -> Tensor:
+    given = Operands("row_scores_norm")
+    given.fit("keys", keys, "BGCD")
+    return keys.new_empty(keys.shape[:3], dtype=torch.float32)
+
+
+@define("row_scores_norm(Tensor keys) -> Tensor", samples=_norm_samples, fake=_norm_fake)
+def row_scores_norm(keys: Tensor) -> Tensor:
+    """The smaller a key is, the more its row counts: minus the logarithm of its length.
+
+    ``%s: f32[B,G,C] = graftwork.row_scores_norm(%kv.0.key)``
+
+    keys [B,G,C,D]. Scores are whole numbers, 1,024 of them to a factor of e. Source: Devoto et al.,
+    "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression" (2024).
+    """
+    _norm_fake(keys)
+    squares = keys.float().pow(2).sum(-1)
+    return -_rounded(squares.clamp(min=LEAST).log() * 0.5)
+
+
+def _keydiff_samples() -> Iterator[Sample]:
+    yield (torch.randn(2, 2, 7, 4), torch.tensor([3, 7])), {}
+
+
+def _keydiff_fake(keys: Tensor, past: Tensor) -> Tensor:
+    given = Operands("row_scores_keydiff")
+    given.fit("keys", keys, "BGCD")
+    given.fit("past", past, "B", I64)
+    return keys.new_empty(keys.shape[:3], dtype=torch.float32)
+
+
+@define(
+    "row_scores_keydiff(Tensor keys, Tensor past) -> Tensor",
+    samples=_keydiff_samples,
+    fake=_keydiff_fake,
+)
+def row_scores_keydiff(keys: Tensor, past: Tensor) -> Tensor:
+    """The less a key resembles the others, the more its row counts.
+
+    ``%s: f32[B,G,C] = graftwork.row_scores_keydiff(%kv.0.key, %past)``
+
+    keys [B,G,C,D]; past i64[B] rows are valid. The score is minus the cosine between a key and the
+    mean of all valid keys, each of length 1, in whole numbers of 1/1024. Source: Park et al.,
+    "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
+    Resource-Constrained Environments" (2025).
+    """
+    _keydiff_fake(keys, past)
+    lengths = keys.float().pow(2).sum(-1, keepdim=True).clamp(min=LEAST).sqrt()
+    directions = keys.float() / lengths
+    valid = torch.arange(keys.shape[2], device=past.device)[None] < past[:, None]
+    anchor = directions.masked_fill(~valid[:, None, :, None], 0.0).sum(2, keepdim=True)
+    size = anchor.pow(2).sum(-1, keepdim=True).clamp(min=LEAST).sqrt()
+    return -_rounded((directions * (anchor / size)).sum(-1))
+
+
+def _attention_samples() -> Iterator[Sample]:
+    keys, past = torch.randn(2, 2, 9, 4), torch.tensor([8, 4])
+    yield (torch.randn(2, 4, 5, 4), keys, past), {"block": 4, "last": 2, "scale": 0.5}
+    yield (
+        (torch.randn(2, 2, 4, 4), keys, past),
+        {"block": 4, "last": 4, "scale": 1.0, "softcap": 2.0},
+    )
+
+
+def _check_queries(
+    op: str, queries: Tensor, keys: Tensor, past: Tensor, block: int, last: int
+) -> None:
+    given = Operands(op)
+    given.fit("queries", queries, "BHWD")
+    given.fit("keys", keys, "BGCD")
+    given.fit("past", past, "B", I64)
+    given.multiple("H", of="G")
+    if not 1 <= last <= block:
+        raise InputError(f"{op}: expected 1 <= last <= block, got last={last}, block={block}")
+
+
+def _attention_fake(
+    queries: Tensor,
+    keys: Tensor,
+    past: Tensor,
+    *,
+    block: int,
+    last: int,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    _check_queries("row_attention", queries, keys, past, block, last)
+    return keys.new_empty(keys.shape[:3], dtype=torch.float32)
+
+
+@define(
+    "row_attention(Tensor queries, Tensor keys, Tensor past, *, int block, int last, float scale, "
+    "float? softcap=None) -> Tensor",
+    samples=_attention_samples,
+    fake=_attention_fake,
+)
+def row_attention(
+    queries: Tensor,
+    keys: Tensor,
+    past: Tensor,
+    *,
+    block: int,
+    last: int,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """The attention that rows got of the last queries: the mean over queries and a group's heads.
+
+    ``%a: f32[B,G,C] = graftwork.row_attention(%q, %keys, %past, block=64, last=1, scale=0.5)``
+
+    queries [B,H,W,D], W >= block, of which row i is the query of the cache's row past - block + i;
+    the last `last` of the `block` count. keys [B,G,C,D] as attention reads them; past i64[B], a
+    multiple of block, rows are valid. scale, softcap as in `attend`. A query sees the rows up to
+    its own. Rows at and after past get 0.
+    """
+    _check_queries("row_attention", queries, keys, past, block, last)
+    batch, groups, rows, dim = keys.shape
+    heads = queries.shape[1]
+    latest = torch.arange(block - last, block, device=past.device)
+    asked = queries.index_select(2, latest).float()
+    grouped = asked.reshape(batch, groups, heads // groups * last, dim)
+    scores = torch.matmul(grouped, keys.float().transpose(2, 3)) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.reshape(batch, groups, heads // groups, last, rows)
+    own = past[:, None] - last + torch.arange(last, device=past.device)
+    seen = torch.arange(rows, device=past.device)[None, None] <= own[:, :, None]
+    scores = scores.masked_fill(~seen[:, None, None], -1e30)
+    weights = torch.softmax(scores, dim=-1).masked_fill(~seen[:, None, None], 0.0)
+    return weights.sum((2, 3)) / (heads // groups * last)
+
+
+def _ranked_samples() -> Iterator[Sample]:
+    yield (torch.rand(2, 2, 9), torch.tensor([8, 4])), {}
+    yield (torch.rand(2, 2, 9), torch.tensor([8, 4])), {"pool": 5, "recent": 2}
+
+
+def _ranked_fake(attention: Tensor, past: Tensor, *, pool: int = 1, recent: int = 0) -> Tensor:
+    given = Operands("row_scores_attention")
+    given.fit("attention", attention, "BGC")
+    given.fit("past", past, "B", I64)
+    if pool < 1 or pool % 2 == 0 or recent < 0:
+        raise InputError(
+            f"row_scores_attention: expected an odd pool and recent >= 0, got pool={pool}, "
+            f"recent={recent}"
+        )
+    return torch.empty_like(attention, dtype=torch.float32)
+
+
+@define(
+    "row_scores_attention(Tensor attention, Tensor past, *, int pool=1, int recent=0) -> Tensor",
+    samples=_ranked_samples,
+    fake=_ranked_fake,
+)
+def row_scores_attention(
+    attention: Tensor, past: Tensor, *, pool: int = 1, recent: int = 0
+) -> Tensor:
+    """The more attention a row and its neighbours got, the more it counts: the logarithm of it.
+
+    ``%s: f32[B,G,C] = graftwork.row_scores_attention(%a, %past, pool=5, recent=32)``
+
+    attention f32[B,G,C] as `row_attention` gives it, or sums of it; past i64[B] rows are valid.
+    Averaged over `pool` rows around each, the last `recent` rows and what is outside counting 0.
+    Scores are whole numbers, 1,024 of them to a factor of e.
+    """
+    _ranked_fake(attention, past, pool=pool, recent=recent)
+    rows = attention.shape[2]
+    counted = torch.arange(rows, device=past.device)[None] < past[:, None] - recent
+    score = attention.float().masked_fill(~counted[:, None], 0.0)
+    place = torch.arange(rows, device=past.device)
+    total = score
+    for offset in range(1, pool // 2 + 1):
+        before = score.index_select(2, (place - offset).clamp(min=0))
+        after = score.index_select(2, (place + offset).clamp(max=rows - 1))
+        total = total + before.masked_fill(place < offset, 0.0)
+        total = total + after.masked_fill(place >= rows - offset, 0.0)
+    score = total / pool
+    return _rounded(score.clamp(min=LEAST).log())
+
+
+def _sums_samples() -> Iterator[Sample]:
+    yield (torch.rand(3, 2, 9, 1), torch.rand(3, 2, 9), torch.tensor([8, 4, 0])), {"count": 4}
+
+
+def _sums_fake(sums: Tensor, attention: Tensor, past: Tensor, *, count: int) -> Tensor:
+    given = Operands("row_sums")
+    given.fit("sums", sums, "BGC1", torch.float32)
+    given.fit("attention", attention, "BGC")
+    given.fit("past", past, "B", I64)
+    return torch.empty_like(sums)
+
+
+@define(
+    "row_sums(Tensor sums, Tensor attention, Tensor past, *, int count) -> Tensor",
+    samples=_sums_samples,
+    fake=_sums_fake,
+)
+def row_sums(sums: Tensor, attention: Tensor, past: Tensor, *, count: int) -> Tensor:
+    """All the attention that rows got: what they had, and that of the last `count` queries.
+
+    ``%t: f32[B,G,C,1] = graftwork.row_sums(%kv.0.sums, %a, %past, count=64)``
+
+    sums f32[B,G,C,1]; attention f32[B,G,C], the mean over the last `count` queries; past i64[B]
+    rows are valid, of which the last `count` are new: they had nothing. A sequence with past 0
+    stays as it is.
+    """
+    _sums_fake(sums, attention, past, count=count)
+    place = torch.arange(sums.shape[2], device=past.device)
+    known = place[None] < past[:, None] - count
+    before = sums.masked_fill(~known[:, None, :, None], 0.0)
+    total = before + attention.float()[..., None] * count
+    return torch.where((past > 0)[:, None, None, None], total, sums)
+
+
+def _top_samples() -> Iterator[Sample]:
+    scores = torch.randint(-3, 3, (2, 2, 9)).float()
+    yield (scores, torch.tensor([8, 5])), {"rows": 5, "full": 8, "sinks": 1, "recent": 2}
+    yield (scores, torch.tensor([8, 9])), {"rows": 4, "full": 8, "sinks": 0, "recent": 0}
+
+
+def _check_top(scores: Tensor, past: Tensor, rows: int, full: int, sinks: int, recent: int) -> None:
+    given = Operands("keep_top")
+    given.fit("scores", scores, "BGC", torch.float32)
+    given.fit("past", past, "B", I64)
+    if not (sinks >= 0 and recent >= 0 and 1 <= rows < full and sinks + recent <= rows):
+        raise InputError(
+            f"keep_top: expected sinks + recent <= rows < full, got sinks={sinks}, "
+            f"recent={recent}, rows={rows}, full={full}"
+        )
+
+
+def _top_fake(
+    scores: Tensor, past: Tensor, *, rows: int, full: int, sinks: int, recent: int
+) -> Tensor:
+    _check_top(scores, past, rows, full, sinks, recent)
+    return past.new_empty((*scores.shape[:2], rows))
+
+
+@define(
+    "keep_top(Tensor scores, Tensor past, *, int rows, int full, int sinks, int recent) -> Tensor",
+    samples=_top_samples,
+    fake=_top_fake,
+)
+def keep_top(
+    scores: Tensor, past: Tensor, *, rows: int, full: int, sinks: int, recent: int
+) -> Tensor:
+    """The rows that a full cache keeps, in their order: i64[B,G,rows], ascending.
+
+    ``%k: i64[B,G,1024] = graftwork.keep_top(%s, %past, rows=1024, full=1088, sinks=4, recent=64)``
+
+    scores f32[B,G,C], whole numbers below 2^23, with C >= rows; past i64[B] rows are valid. A
+    sequence with `full` rows or more keeps its first `sinks` and last `recent` rows and, of the
+    others, those with the highest scores, of equal ones the later. One with fewer keeps its first
+    `rows` rows as they are.
+    """
+    _check_top(scores, past, rows, full, sinks, recent)
+    count = scores.shape[2]
+    place = torch.arange(count, device=past.device)
+    valid = place[None] < past[:, None]
+    kept = (place[None] < sinks) | (place[None] >= past[:, None] - recent)
+    # One whole number tells scores apart, and rows of one score by their age.
+    order = (scores.clamp(-(2.0**23), 2.0**23).to(I64) + 2**24) * count + place
+    order = torch.where(kept[:, None], order + 2**26 * count, order)
+    order = torch.where(valid[:, None], order, place - count)
+    best = torch.topk(order, rows, dim=-1).indices
+    ascending = torch.sort(best, dim=-1).values
+    first = torch.arange(rows, device=past.device).expand(ascending.shape)
+    return torch.where((past >= full)[:, None, None], ascending, first)
+
+
+def _take_samples() -> Iterator[Sample]:
+    yield (torch.randn(2, 2, 5, 3), torch.tensor([[[0, 4], [1, 2]], [[2, 3], [0, 1]]])), {}
+
+
+def _take_fake(cache: Tensor, rows: Tensor) -> Tensor:
+    given = Operands("take_rows")
+    given.fit("cache", cache, "BGCD")
+    given.fit("rows", rows, "BGK", I64)
+    return cache.new_empty((*rows.shape, cache.shape[3]))
+
+
+@define("take_rows(Tensor cache, Tensor rows) -> Tensor", samples=_take_samples, fake=_take_fake)
+def take_rows(cache: Tensor, rows: Tensor) -> Tensor:
+    """Some rows of a cache, each head's own.
+
+    ``%y: f32[B,G,K,D] = graftwork.take_rows(%kv.0.value, %k)``
+
+    cache [B,G,C,D]; rows i64[B,G,K], each below C.
+    """
+    _take_fake(cache, rows)
+    return cache.gather(2, rows[..., None].expand(*rows.shape, cache.shape[3]))
+
+
+def _turn_samples() -> Iterator[Sample]:
+    angle = torch.arange(9)[:, None] * torch.tensor([1.0, 0.1])
+    rows = torch.tensor([[[0, 1, 8], [2, 4, 5]]])
+    for interleaved in (False, True):
+        keys = torch.randn(1, 2, 3, 6)
+        yield (keys, rows, angle.cos() * 1.2, angle.sin() * 1.2), {"interleaved": interleaved}
+
+
+def _turn_fake(
+    keys: Tensor, rows: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
+) -> Tensor:
+    given = Operands("turn_rows")
+    given.fit("keys", keys, "BGKD")
+    given.fit("rows", rows, "BGK", I64)
+    given.fit("cos", cos, "PR")
+    given.fit("sin", sin, "PR")
+    if 2 * cos.shape[1] > keys.shape[3]:
+        raise InputError(
+            f"turn_rows: expected tables [P,R] with 2R <= D={keys.shape[3]}, got {list(cos.shape)}"
+        )
+    return torch.empty_like(keys)
+
+
+@define(
+    "turn_rows(Tensor keys, Tensor rows, Tensor cos, Tensor sin, *, bool interleaved=False) "
+    "-> Tensor",
+    samples=_turn_samples,
+    fake=_turn_fake,
+)
+def turn_rows(
+    keys: Tensor, rows: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
+) -> Tensor:
+    """Keys that were rotated for the positions `rows`, rotated for positions 0, 1, 2, ... instead.
+
+    ``%y: f32[B,G,K,D] = graftwork.turn_rows(%x, %k, @cos, @sin)``
+
+    keys [B,G,K,D] after `rotary` with row p of the tables cos, sin [P,R] for position p; rows
+    i64[B,G,K], each below P, as is K. Tables may be scaled: what is turned keeps its length, and a
+    key that stays where it was is not changed at all.
+    """
+    _turn_fake(keys, rows, cos, sin, interleaved=interleaved)
+    half, count = cos.shape[1], keys.shape[2]
+    cos, sin = cos.float(), sin.float()
+    before_cos, before_sin = cos[rows], sin[rows]
+    after_cos, after_sin = cos[:count], sin[:count]
+    size = before_cos * before_cos + before_sin * before_sin
+    turn_cos = (after_cos * before_cos + after_sin * before_sin) / size
+    turn_sin = (after_sin * before_cos - after_cos * before_sin) / size
+    turned, rest = keys[..., : 2 * half].float(), keys[..., 2 * half :]
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        parts = (a * turn_cos - b * turn_sin, b * turn_cos + a * turn_sin)
+        out = torch.stack(parts, dim=-1).flatten(-2)
+    else:
+        a, b = turned[..., :half], turned[..., half:]
+        out = torch.cat((a * turn_cos - b * turn_sin, b * turn_cos + a * turn_sin), dim=-1)
+    return torch.cat((out.to(keys.dtype), rest), dim=-1)

@@ -1,0 +1,356 @@
+"""Give a cache a budget: when it is full, a function of its own keeps the rows that count most.
+
+Before::
+
+    func step(tokens: i64[B,T], positions: i64[B,T], past: i64[B], kv.0.key: f32[B,G,C,D], ...)
+
+After (method "window", budget 1024, block 64, positions "cache")::
+
+    upkeep func evict(past: i64[B], kv.0.key: f32[B,G,C,D], kv.0.value: f32[B,G,C,D], ...) {
+      %zero: i64[B] = aten.full_like(%past, 0)
+      %s: f32[B,G,C] = graftwork.row_scores_age(%kv.0.key)
+      %k: i64[B,G,1024] = graftwork.keep_top(%s, %past, rows=1024, full=1088, sinks=4, recent=0)
+      %x: f32[B,G,1024,D] = graftwork.take_rows(%kv.0.key, %k)
+      %y: f32[B,G,1024,D] = graftwork.turn_rows(%x, %k, @positions.cos, @positions.sin)
+      %kw: f32[B,G,C,D] = graftwork.cache_write(%kv.0.key, %y, %zero)
+      ...
+    decode {
+      cache = evict(function="evict", budget=1024, block=64, turned=true)
+
+A cache of `budget` + `block` rows is full. Each head of a layer's keys chooses for itself (methods
+that look at all heads say so). Methods that weigh attention keep the queries of the last `block`
+rows, which the step writes, and h2o a sum a row. A draft's own cache, where the step makes the
+draft, keeps its first rows and its latest.
+
+positions: "absolute", rows keep the positions of the text, which ends at the model's context; or
+"cache", a row's position is its place, so that texts may be endless: the kept keys are turned to
+where they end up, and nothing sees further than the budget. Turning again and again adds rounding
+errors, in half precision some percent over a long text; the sinks are never turned.
+
+Refuses attention that looks back a fixed distance (sliding windows, ALiBi), because what it should
+see depends on positions that are gone; keys that a rotation did not make last (positions "cache");
+a budget that is no multiple of the block, too small for what is always kept and one draft, or never
+full within the model's context; a cache that loses rows already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+import torch.fx
+from pydantic import Field
+
+from ...ir import Function, PassError, Program, Role, State, Sym, TensorType, type_of
+from ...ir.contract import Contract
+from ...ir.plan import Evict, KeepAll
+from ...ir.protocol import INPUTS
+from ..engine.base import Effect, Outcome, Pass, register
+from .row_scores import SCORES, Layer, RowScores, sum_type
+
+A, G = torch.ops.aten, torch.ops.graftwork
+WINDOW = "C.1"
+
+Rows = Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+
+@register
+class EvictCache(Pass):
+    """method: which rows count (see `row_scores`). budget: rows that are kept. block: rows that
+    come before some are dropped. sinks, recent: of the kept ones, those that always stay, at the
+    start and at the end; -1: as the method has it. positions: "absolute" or "cache", see above."""
+
+    method: Literal["window", "norm", "keydiff", "tova", "snapkv", "h2o"] = "window"
+    budget: Rows = 1024
+    block: Rows = 64
+    sinks: Annotated[int, Field(ge=-1)] = -1
+    recent: Annotated[int, Field(ge=-1)] = -1
+    positions: Literal["absolute", "cache"] = "absolute"
+
+    name: ClassVar[str] = "evict_cache"
+    contract: ClassVar[Contract] = Contract.APPROXIMATE
+    requires: ClassVar[frozenset[str]] = frozenset({"cached"})
+    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.CACHE_CONTENTS})
+    reads: ClassVar[frozenset[Effect]] = frozenset(
+        {Effect.CACHE_LAYOUT, Effect.DECODE_PLAN, Effect.FUNCTIONS, Effect.LAYER_SET}
+    )
+
+    def run(self, program: Program) -> Outcome:
+        """Add the function, and what it needs of the step. See the module docstring."""
+        scores = SCORES[self.method]
+        settings = _Settings.of(self, scores, program)
+        functions = {name: fn.copy() for name, fn in program.functions.items()}
+        writes = list(_writes(functions, program))
+        if not writes:
+            return Outcome(program, 0, "no function writes keys and values into caches")
+        states = dict(program.states)
+        builder = _Builder(settings, scores, program, functions, states)
+        for write in writes:
+            builder.add(write)
+        evict = builder.finish()
+        functions[evict.name] = evict
+        record = Evict(
+            evict.name,
+            self.budget,
+            self.block,
+            turned=self.positions == "cache",
+            window=WINDOW if scores.queries else "",
+            always=scores.sums,
+        )
+        plan = replace(program.plan, cache=record)
+        made = program.replace(functions=functions, states=states, plan=plan)
+        return Outcome(made, len(writes))
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What the options come to for a program."""
+
+    budget: int
+    block: int
+    sinks: int
+    recent: int
+    turned: bool
+
+    @property
+    def full(self) -> int:
+        """Rows of a full cache."""
+        return self.budget + self.block
+
+    @classmethod
+    def of(cls, options: EvictCache, scores: RowScores, program: Program) -> _Settings:
+        """Errors: `PassError` for a budget that cannot be kept to."""
+        budget, block = options.budget, options.block
+        share = scores.recent if scores.recent >= 1 else scores.recent * budget
+        sinks = scores.sinks if options.sinks < 0 else options.sinks
+        recent = int(share) if options.recent < 0 else options.recent
+        _refuse(
+            budget % block != 0,
+            f"budget={budget} is no multiple of block={block}: rows are dropped a block at a time",
+        )
+        _refuse(
+            sinks + recent >= budget,
+            f"budget={budget} leaves no row to choose beside sinks={sinks} and recent={recent}",
+        )
+        draft = program.plan.columns + 1
+        _refuse(
+            block < draft,
+            f"block={block} is smaller than a step with a draft, {draft} tokens, which may not go "
+            f"beyond the end of a block",
+        )
+        _refuse(
+            options.method == "snapkv" and recent > block,
+            f"recent={recent}: snapkv asks the queries of these rows, and those of the last "
+            f"block={block} are kept",
+        )
+        context = program.info.context
+        _refuse(
+            budget + block > context,
+            f"budget={budget} and a block of {block} are more than the model's context of "
+            f"{context}: the cache would never be full",
+        )
+        _refuse(
+            not isinstance(program.plan.cache, KeepAll),
+            f"the plan has cache={program.plan.cache.brief} already",
+        )
+        return cls(budget, block, sinks, recent, options.positions == "cache")
+
+
+@dataclass(frozen=True)
+class _Write:
+    """A layer's rows as a function makes them: the calls that write keys and values, and the
+    attention that reads them."""
+
+    function: Function
+    key: torch.fx.Node
+    value: torch.fx.Node
+    attend: torch.fx.Node
+
+    @property
+    def what(self) -> str:
+        """For messages."""
+        return f"{self.function.name} ({self.key.args[0].target})"  # type: ignore[union-attr]
+
+
+def _writes(functions: dict[str, Function], program: Program) -> Iterator[_Write]:
+    """Of each layer with a cache the first write; of the target's, from its plain step."""
+    for fn in functions.values():
+        for mask in fn.calls(G.step_mask.default):
+            _refuse(
+                mask.kwargs.get("window") is not None,
+                f"{fn.name} looks back over a sliding window of {mask.kwargs.get('window')} "
+                f"positions, which rows that were dropped would shift",
+            )
+        _refuse(
+            bool(fn.calls(G.alibi.default)),
+            f"{fn.name} weighs rows by their distance (ALiBi), and dropped rows would shift it",
+        )
+    seen: set[str] = set()
+    step = program.step.name
+    first = sorted(functions.values(), key=lambda fn: (fn.name != step, fn.role is not Role.TARGET))
+    for fn in first:
+        for attend in fn.calls(G.attend.default):
+            key, value = attend.args[1], attend.args[2]
+            own = [node for node in (key, value) if _writes_state(node, program)]
+            names = {str(node.args[0].target) for node in own}  # type: ignore[union-attr]
+            if names & seen or not own:
+                continue
+            _refuse(
+                len(own) < 2,
+                f"{fn.name}: attention of {', '.join(names)} reads what is not a cache's rows",
+            )
+            seen |= names
+            yield _Write(fn, key, value, attend)  # type: ignore[arg-type]
+    lost = [n for n, s in program.states.items() if s.capacity and n not in seen]
+    _refuse(bool(lost), f"no attention reads {', '.join(lost)} as keys and values")
+
+
+def _writes_state(node: Any, program: Program) -> bool:
+    made = isinstance(node, torch.fx.Node) and node.target is G.cache_write.default
+    return made and str(node.args[0].target) in program.states
+
+
+class _Builder:
+    """Makes the function that evicts, layer by layer."""
+
+    def __init__(
+        self,
+        settings: _Settings,
+        scores: RowScores,
+        program: Program,
+        functions: dict[str, Function],
+        states: dict[str, State],
+    ) -> None:
+        self.settings, self.scores = settings, scores
+        self.weights, self.step = program.weights, program.step
+        self.functions, self.states = functions, states
+        name = "evict"
+        while name in functions:
+            name += "_"
+        self.fn = Function(name, role=Role.UPKEEP)
+        self.past = self.fn.add_input("past", INPUTS["past"].type)
+        self.tables: dict[str, torch.fx.Node] = {}
+        self.taken: list[tuple[str, torch.fx.Node]] = []
+
+    def add(self, write: _Write) -> None:
+        """Keep a layer's rows."""
+        fn, settings = self.fn, self.settings
+        key, value = (str(node.args[0].target) for node in (write.key, write.value))  # type: ignore[union-attr]
+        keys, values = (self._state(self.states[name]) for name in (key, value))
+        drafts = not self.step.has_input(key)
+        scores = SCORES["window"] if drafts else self.scores
+        options = {
+            name: n for name, n in write.attend.kwargs.items() if name in ("scale", "softcap")
+        }
+        layer = Layer(fn, keys, self.past, settings.block, settings.recent, options=options)
+        if scores.queries:
+            layer.queries = self._queries(write, key)
+        if scores.sums:
+            layer.sums = self._sums(key)
+        sinks, recent = settings.sinks, settings.recent
+        if drafts and self.scores is not scores:
+            sinks, recent = scores.sinks, 0
+        rows = fn.call(
+            G.keep_top.default,
+            scores.scores(layer),
+            self.past,
+            rows=settings.budget,
+            full=settings.full,
+            sinks=sinks,
+            recent=recent,
+        )
+        taken = fn.call(G.take_rows.default, keys, rows)
+        if settings.turned:
+            taken = self._turned(write, taken, rows)
+        self.taken += [(key, taken), (value, fn.call(G.take_rows.default, values, rows))]
+        if layer.summed is not None:
+            sums = str(layer.sums.target)  # type: ignore[union-attr]
+            self.taken.append((sums, fn.call(G.take_rows.default, layer.summed, rows)))
+
+    def _state(self, state: State) -> torch.fx.Node:
+        if self.fn.has_input(state.name):
+            return self.fn.input(state.name)
+        return self.fn.add_input(state.name, state.type)
+
+    def _new(self, key: str, part: str, type: TensorType) -> State:
+        """A state beside a layer's keys."""
+        name = f"{key.removesuffix('.key')}.{part}"
+        state = State(name, type, self.states[key].layer, part)
+        self.states[name] = state
+        return state
+
+    def _sums(self, key: str) -> torch.fx.Node:
+        return self._state(self._new(key, "sums", sum_type(self.states[key].type)))
+
+    def _queries(self, write: _Write, key: str) -> torch.fx.Node:
+        """A state with the queries of the last block, written by every function of the target."""
+        batch, heads, _, dim = type_of(write.attend.args[0]).dims  # type: ignore[arg-type]
+        dtype = self.states[key].type.dtype
+        state = self._new(key, "query", TensorType(dtype, (batch, heads, Sym(WINDOW), dim)))
+        for fn in self.functions.values():
+            self._keep_queries(fn, key, state)
+        return self._state(state)
+
+    def _keep_queries(self, fn: Function, key: str, state: State) -> None:
+        if fn.role is not Role.TARGET or not fn.has_input(key):
+            return
+        written = fn.outputs[key]
+        attends = [n for n in fn.calls(G.attend.default) if n.args[1] is written]
+        _refuse(
+            len(attends) != 1,
+            f"{fn.name}: {len(attends)} attentions read {key}; expected one, whose queries weigh "
+            f"its rows",
+        )
+        place = fn.add_input(state.name, state.type)
+        with fn.graph.inserting_before(attends[0]):
+            past = fn.call(A.remainder.Scalar, fn.input("past"), self.settings.block)
+            kept = fn.call(G.cache_write.default, place, attends[0].args[0], past)
+        fn.set_outputs({**fn.outputs, state.name: kept})
+
+    def _turned(self, write: _Write, taken: torch.fx.Node, rows: torch.fx.Node) -> torch.fx.Node:
+        """Keys as the rotation would have made them at their new places."""
+        made = write.key.args[1]
+        rotated = isinstance(made, torch.fx.Node) and made.target is G.rotary.default
+        _refuse(
+            not rotated,
+            f"positions='cache' turns keys to their new places, and those of {write.what} are not "
+            f"what a rotation gives: use positions='absolute'",
+        )
+        assert isinstance(made, torch.fx.Node)
+        cos, sin = (self._table(write, node) for node in made.args[1:3])
+        inner = bool(made.kwargs.get("interleaved", False))
+        return self.fn.call(G.turn_rows.default, taken, rows, cos, sin, interleaved=inner)
+
+    def _table(self, write: _Write, node: Any) -> torch.fx.Node:
+        """A table of a rotation's angles, one row a position."""
+        while node.target in (A.reshape.default, A.view.default, A.unsqueeze.default):
+            node = node.args[0]
+        looked_up = node.target is A.embedding.default and node.args[0].op == "get_attr"
+        _refuse(
+            not looked_up,
+            f"positions='cache' needs the angles of {write.what} as tables: run the pass "
+            f"tabulate_positions before, or use positions='absolute'",
+        )
+        table = node.args[0]
+        name = str(table.target)
+        if name not in self.tables:
+            self.tables[name] = self.fn.weight(self.weights[name])
+        return self.tables[name]
+
+    def finish(self) -> Function:
+        """Write what is kept over the first rows, when all of it was read."""
+        fn = self.fn
+        zero = fn.call(A.full_like.default, self.past, 0)
+        written = {
+            name: fn.call(G.cache_write.default, fn.input(name), rows, zero)
+            for name, rows in self.taken
+        }
+        fn.set_outputs(written)
+        return fn
+
+
+def _refuse(wrong: bool, why: str) -> None:
+    if wrong:
+        raise PassError(f"evict_cache: {why}")

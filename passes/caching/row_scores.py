@@ -1,0 +1,170 @@
+"""What tells rows of a cache apart: the scores by which `evict_cache` keeps some of them.
+
+A method is a class: what it must know beyond keys, and the nodes that make a layer's scores.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.fx
+
+from ...ir import Function, TensorType, type_of
+
+A, G = torch.ops.aten, torch.ops.graftwork
+
+
+@dataclass
+class Layer:
+    """One layer in the function that evicts.
+
+    keys: f[B,G,C,D], the rows; past: i64[B] of them are valid. queries: f[B,H,W,D] of the last
+    `block` rows, and sums f32[B,G,C,1], where the method wants them. kept: `recent` rows are kept
+    in any case. options: `scale` and `softcap` of the layer's attention. summed: what the sums have
+    become.
+    """
+
+    fn: Function
+    keys: torch.fx.Node
+    past: torch.fx.Node
+    block: int
+    recent: int
+    queries: torch.fx.Node | None = None
+    sums: torch.fx.Node | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    summed: torch.fx.Node | None = None
+
+    def attention(self, last: int) -> torch.fx.Node:
+        """What the last `last` queries gave to each row: f32[B,G,C], their mean."""
+        return self.fn.call(
+            G.row_attention.default,
+            self.queries,
+            self.keys,
+            self.past,
+            block=self.block,
+            last=last,
+            **self.options,
+        )
+
+    def ranked(self, attention: torch.fx.Node, pool: int = 1, recent: int = 0) -> torch.fx.Node:
+        """Scores of attention."""
+        call = G.row_scores_attention.default
+        return self.fn.call(call, attention, self.past, pool=pool, recent=recent)
+
+
+class RowScores(ABC):
+    """A way to score rows.
+
+    queries: whether it needs those of the last block. sums: whether it adds up over the whole text
+    what rows were worth. sinks, recent: rows at the start and the end that are kept in any case; a
+    share of the budget below 1.
+    """
+
+    queries: ClassVar[bool] = False
+    sums: ClassVar[bool] = False
+    sinks: ClassVar[int] = 0
+    recent: ClassVar[float] = 0
+
+    @abstractmethod
+    def scores(self, layer: Layer) -> torch.fx.Node:
+        """f32[B,G,C], whole numbers: the higher, the more a row counts."""
+
+
+SCORES: dict[str, RowScores] = {}
+R = TypeVar("R", bound=type[RowScores])
+
+
+def method(name: str) -> Any:
+    """Decorator: the class is the method of that name."""
+
+    def enter(cls: R) -> R:
+        SCORES[name] = cls()
+        return cls
+
+    return enter
+
+
+@method("window")
+class Window(RowScores):
+    """The first rows and the latest. Source: Xiao et al., "Efficient Streaming Language Models with
+    Attention Sinks" (2024): 4 sinks."""
+
+    sinks = 4
+
+    def scores(self, layer: Layer) -> torch.fx.Node:
+        """See `RowScores.scores`."""
+        return layer.fn.call(G.row_scores_age.default, layer.keys)
+
+
+@method("norm")
+class Norm(RowScores):
+    """Rows with small keys. Source: Devoto et al. (2024), see `row_scores_norm`."""
+
+    def scores(self, layer: Layer) -> torch.fx.Node:
+        """See `RowScores.scores`."""
+        return layer.fn.call(G.row_scores_norm.default, layer.keys)
+
+
+@method("keydiff")
+class KeyDiff(RowScores):
+    """Rows whose keys are unlike the others. Source: Park et al. (2025), `row_scores_keydiff`."""
+
+    def scores(self, layer: Layer) -> torch.fx.Node:
+        """See `RowScores.scores`."""
+        return layer.fn.call(G.row_scores_keydiff.default, layer.keys, layer.past)
+
+
+@method("tova")
+class Tova(RowScores):
+    """Rows that the last query looks at, all heads of a layer alike. Source: Oren et al.,
+    "Transformers are Multi-State RNNs" (2024)."""
+
+    queries = True
+
+    def scores(self, layer: Layer) -> torch.fx.Node:
+        """See `RowScores.scores`: the mean over all heads is that over the groups' means."""
+        attention = layer.attention(last=1)
+        mean = layer.fn.call(A.mean.dim, attention, [1], True)
+        same = layer.fn.call(A.expand.default, mean, list(type_of(attention).dims))
+        return layer.ranked(same)
+
+
+@method("snapkv")
+class SnapKv(RowScores):
+    """Rows that the last queries look at, or near which they do; those queries' own rows stay.
+    Source: Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation" (2024): pooled
+    over 5 rows."""
+
+    queries = True
+    recent = 32
+
+    def scores(self, layer: Layer) -> torch.fx.Node:
+        """See `RowScores.scores`."""
+        return layer.ranked(layer.attention(last=layer.recent), pool=5, recent=layer.recent)
+
+
+@method("h2o")
+class HeavyHitters(RowScores):
+    """Rows that all queries so far looked at, half of the budget; the latest rows are the rest.
+    Source: Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large
+    Language Models" (2023)."""
+
+    queries = True
+    sums = True
+    recent = 0.5
+
+    def scores(self, layer: Layer) -> torch.fx.Node:
+        """See `RowScores.scores`: the block's queries add to what rows were given before."""
+        fn, attention = layer.fn, layer.attention(last=layer.block)
+        sums = fn.call(G.row_sums.default, layer.sums, attention, layer.past, count=layer.block)
+        layer.summed = sums
+        return layer.ranked(fn.call(A.squeeze.dim, sums, -1))
+
+
+def sum_type(keys: TensorType) -> TensorType:
+    """The type of the sums of a layer with such keys."""
+    return TensorType(torch.float32, (*keys.dims[:3], 1))

@@ -1,0 +1,426 @@
+"""Caches that lose rows: every method keeps what the paper's own rule keeps, on every backend.
+
+The reference keeps every row of the text for good, chooses by loops over rows written from the
+papers, and hides what was dropped from each head by a bias. It shares no op with the program.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from handmade import Shape, cached_llama
+from test_runtime_cached import padded, with_itself
+from tiny import named, tiny_llama
+
+from graftwork.backends import compile
+from graftwork.backends.target import Target
+from graftwork.ir import (
+    GraftworkError,
+    InputError,
+    PassError,
+    Program,
+    TensorType,
+    parse_program,
+    program_text,
+    verify,
+)
+from graftwork.ir.plan import DraftRecord, NoDraft, RecyclingDraft, SuffixDraft
+from graftwork.passes.caching.evict_cache import EvictCache
+from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.drafting.draft_eagle import DraftEagle
+from graftwork.passes.drafting.draft_model import DraftModel
+from graftwork.passes.drafting.fuse_draft import FuseDraft
+from graftwork.passes.drafting.plan_edits import with_plan
+from graftwork.passes.drafting.unroll_draft import UnrollDraft
+from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.stepping.add_argmax import AddArgmax
+from graftwork.passes.stepping.add_top_tokens import AddTopTokens
+from graftwork.passes.stepping.pick_logits import PickLogits
+from graftwork.runtime import forget, generate
+from graftwork.runtime.cache.conversations import Conversations
+from graftwork.runtime.scoring import score
+from graftwork.runtime.speculate.drafters.fused import FusedDrafter
+
+G = torch.ops.graftwork
+LAYERS, BUDGET, BLOCK = 2, 24, 8
+SHAPE = Shape(layers=LAYERS, context=256)
+METHODS: dict[str, dict[str, Any]] = {
+    "window": {"method": "window", "sinks": 4},
+    "norm": {"method": "norm"},
+    "norm with sinks": {"method": "norm", "sinks": 2, "recent": 5},
+    "keydiff": {"method": "keydiff"},
+    "tova": {"method": "tova"},
+    "snapkv": {"method": "snapkv", "recent": 6},
+    "h2o": {"method": "h2o"},
+}
+TEXT = torch.randint(2, 9, (1, 75), generator=torch.Generator().manual_seed(5))
+"""Few different tokens: equal ones have equal keys in the first layer, and scores are tied."""
+
+
+def evicting(
+    name: str, budget: int = BUDGET, draft: DraftRecord | None = None, **more: Any
+) -> Program:
+    program = AddTopTokens().run(cached_llama(SHAPE)).program
+    program = with_plan(program, draft=draft or NoDraft())
+    options = {"budget": budget, "block": BLOCK, **METHODS[name], **more}
+    made = EvictCache(**options).run(program).program
+    verify(made)
+    return made
+
+
+def executable_of(program: Program, backend: str = "eager") -> Any:
+    return compile(program, Target(backend, threads=1))
+
+
+class Reference:
+    """Every row for good, what each head of each layer still holds, and the rules of the papers."""
+
+    def __init__(self, name: str, budget: int = BUDGET) -> None:
+        self.rule = {"sinks": 0, "recent": 0} | METHODS[name]
+        if self.rule["method"] == "h2o":
+            self.rule["recent"] = budget // 2
+        self.budget = budget
+        program = cached_llama(SHAPE)
+        fn = program.function("step").copy()
+        self.attends = fn.calls(G.attend.default)
+        outputs = dict(fn.outputs)
+        for layer, attend in enumerate(self.attends):
+            hidden = fn.add_input(f"hidden.{layer}", TensorType.parse("f32[B,4,T,C]"))
+            attend.args = (*attend.args[:4], hidden)
+            outputs[f"query.{layer}"] = attend.args[0]
+        fn.set_outputs(outputs)
+        self.executable = executable_of(program.with_function(fn))
+        self.executable.begin(1, 256)
+        self.executable.reserve(256)
+        self.scale = float(self.attends[0].kwargs["scale"])
+        self.heads, self.groups = 4, 2
+        self.held = [[[] for _ in range(self.groups)] for _ in range(LAYERS)]
+        self.sums = [[dict[int, float]() for _ in range(self.groups)] for _ in range(LAYERS)]
+        self.queries: list[list[torch.Tensor]] = [[] for _ in range(LAYERS)]
+        self.fed = 0
+
+    def feed(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Logits [T,V] of tokens that end in one block; at its end rows are dropped."""
+        width, capacity = len(tokens), self.executable.capacity
+        new = range(self.fed, self.fed + width)
+        inputs: dict[str, torch.Tensor] = {
+            "tokens": torch.tensor([tokens]),
+            "positions": torch.tensor([list(new)]),
+            "past": torch.tensor([self.fed]),
+            "select": torch.arange(width)[None],
+        }
+        for layer in range(LAYERS):
+            hidden = torch.full((1, self.heads, width, capacity), -1e9)
+            for head in range(self.heads):
+                group = head // (self.heads // self.groups)
+                hidden[0, head, :, [*self.held[layer][group], *new]] = 0
+            inputs[f"hidden.{layer}"] = hidden
+        fetch = ("logits", *(f"query.{n}" for n in range(LAYERS)))
+        found = self.executable.run("step", inputs, fetch)
+        for layer in range(LAYERS):
+            self.queries[layer] += list(found[f"query.{layer}"][0].unbind(1))
+            for group in self.held[layer]:
+                group += new
+        self.fed += width
+        if self.fed % BLOCK == 0:
+            self.end_block()
+        logits: torch.Tensor = found["logits"][0].clone()
+        return logits
+
+    def end_block(self) -> None:
+        for layer in range(LAYERS):
+            keys = self.executable.states[f"kv.{layer}.key"][0].double()
+            scores = [self.scores(layer, g, keys[g]) for g in range(self.groups)]
+            if self.rule["method"] == "tova":
+                mean = {r: sum(s[r] for s in scores) / self.groups for r in scores[0]}
+                scores = [mean] * self.groups
+            for group, found in enumerate(scores):
+                if len(self.held[layer][group]) == self.budget + BLOCK:
+                    self.held[layer][group] = self.kept(self.held[layer][group], found)
+
+    def kept(self, held: list[int], score: dict[int, float]) -> list[int]:
+        """Sinks, the latest, and the best of the others; of equal ones the latest."""
+        sinks, recent = self.rule["sinks"], self.rule["recent"]
+        always = held[:sinks] + held[len(held) - recent :]
+        others = [row for row in held if row not in always]
+        others.sort(key=lambda row: (self.rounded(score[row]), row), reverse=True)
+        return sorted(always + others[: self.budget - len(always)])
+
+    def rounded(self, score: float) -> float:
+        if self.rule["method"] in ("tova", "snapkv", "h2o"):
+            score = math.log(max(score, 1e-30))
+        return round(score * 1024)
+
+    def scores(self, layer: int, group: int, keys: torch.Tensor) -> dict[int, float]:
+        held, method = self.held[layer][group], self.rule["method"]
+        if method == "window":
+            return dict.fromkeys(held, 0.0)
+        if method == "norm":
+            return {row: -math.log(float(keys[row].norm())) for row in held}
+        if method == "keydiff":
+            units = {row: keys[row] / keys[row].norm() for row in held}
+            anchor = sum(units.values()) / len(held)
+            return {r: -float(torch.dot(u, anchor / anchor.norm())) for r, u in units.items()}
+        if method == "tova":
+            return self.attention(layer, group, keys, 1)
+        if method == "h2o":
+            sums = self.sums[layer][group]
+            for row, given in self.attention(layer, group, keys, BLOCK).items():
+                sums[row] = sums.get(row, 0.0) + given * BLOCK
+            return {row: sums[row] for row in held}
+        recent = self.rule["recent"]
+        given = self.attention(layer, group, keys, recent)
+        line = [0.0 if row in held[-recent:] else given[row] for row in held]
+        line = [0.0, 0.0, *line, 0.0, 0.0]
+        return {row: sum(line[n : n + 5]) / 5 for n, row in enumerate(held)}
+
+    def attention(self, layer: int, group: int, keys: torch.Tensor, last: int) -> dict[int, float]:
+        """The mean of what the last queries of the group's heads gave each row they see."""
+        held, each = self.held[layer][group], self.heads // self.groups
+        total = dict.fromkeys(held, 0.0)
+        for place in range(self.fed - last, self.fed):
+            seen = [row for row in held if row <= place]
+            for head in range(group * each, group * each + each):
+                query = self.queries[layer][place][head].double()
+                weights = torch.softmax(keys[seen] @ query * self.scale, 0)
+                for row, weight in zip(seen, weights.tolist(), strict=True):
+                    total[row] += weight / (last * each)
+        return total
+
+    def decode(self, prompt: Sequence[int], count: int) -> list[int]:
+        """Greedy decoding, token by token."""
+        text = list(prompt)
+        for place in range(len(prompt) + count - 1):
+            logits = self.feed([text[place]])
+            if place + 1 == len(text):
+                text.append(int(logits[0].argmax()))
+        return text[len(prompt) :]
+
+
+def asked(count: int, **more: Any) -> dict[str, Any]:
+    return {"max_new_tokens": count, "eos_token_id": [], "pad_token_id": 0, **more}
+
+
+def held_rows(executable: Any, layer: int) -> torch.Tensor:
+    """The values that lie in the buffers, [G,rows,D]."""
+    conversation = Conversations.of(executable).lying[0]
+    assert conversation is not None
+    name = f"kv.{layer}.value"
+    rows: torch.Tensor = executable.read_rows([name], 0, 0, conversation.rows)[name]
+    return rows
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+@pytest.mark.parametrize("name", METHODS)
+def test_it_keeps_what_the_papers_rule_keeps(name: str, backend: str) -> None:
+    """Rows and tokens, through a prompt of several blocks and in decoding."""
+    reference, prompt = Reference(name), TEXT[0].tolist()
+    wanted = reference.decode(prompt, 33)
+    executable = executable_of(evicting(name), backend)
+    found = generate(executable, TEXT, **asked(33))[0, len(prompt) :].tolist()
+    assert found == wanted
+    for layer in range(LAYERS):
+        values = reference.executable.states[f"kv.{layer}.value"][0]
+        rows = held_rows(executable, layer)
+        for group, held in enumerate(reference.held[layer]):
+            assert BUDGET <= len(held) < BUDGET + BLOCK and held != list(range(len(held)))
+            torch.testing.assert_close(rows[group], values[group][held], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_budget_that_is_never_full_changes_nothing(name: str) -> None:
+    plain = executable_of(cached_llama(SHAPE))
+    wide = executable_of(evicting(name, budget=160))
+    assert torch.equal(generate(wide, TEXT, **asked(40)), generate(plain, TEXT, **asked(40)))
+
+
+@pytest.mark.parametrize("draft", [SuffixDraft(tokens=5), RecyclingDraft(nodes=7)])
+@pytest.mark.parametrize("name", METHODS)
+def test_drafts_and_batches_change_nothing(name: str, draft: DraftRecord) -> None:
+    """Speculation, alone and in ragged batches, gives what the same evicted target says plainly."""
+    prompts = [TEXT[0].tolist(), TEXT[0, 9:20].tolist(), TEXT[0, 3:53].tolist()]
+    plain, fast = executable_of(evicting(name)), executable_of(evicting(name, draft=draft))
+    ids, mask = padded(prompts)
+    found = generate(fast, ids, attention_mask=mask, return_dict_in_generate=True, **asked(50))
+    assert found.stats.accepted_tokens > 10
+    for row, prompt in zip(found.sequences.tolist(), prompts, strict=True):
+        wanted = generate(plain, torch.tensor([prompt]), **asked(50))[0].tolist()
+        assert row[len(row) - len(wanted) :] == wanted
+    one = generate(fast, TEXT, **asked(50))
+    assert torch.equal(one, generate(plain, TEXT, **asked(50)))
+
+
+@pytest.mark.parametrize("name", ["window", "snapkv", "h2o"])
+def test_it_runs_compiled(name: str) -> None:
+    plain = generate(executable_of(evicting(name)), TEXT, **asked(20))
+    assert torch.equal(generate(executable_of(evicting(name), "torch"), TEXT, **asked(20)), plain)
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+@pytest.mark.parametrize("name", METHODS)
+def test_buffers_stay_within_the_budget(name: str, backend: str) -> None:
+    """Through prompt and decoding; rounded up to what each backend reserves at once."""
+    executable = executable_of(evicting(name), backend)
+    generate(executable, TEXT.repeat(1, 2), **asked(60))
+    grain = 64 if backend == "onnxruntime" else 256
+    assert set(executable.buffers.capacities.values()) == {grain}
+
+
+class Streamed:
+    """StreamingLLM by hand: keys are kept as they were before their rotation, and rotated for where
+    they stand in the cache each time that this changes (Xiao et al. 2024)."""
+
+    def __init__(self, sinks: int = 4) -> None:
+        self.sinks, program = sinks, cached_llama(SHAPE)
+        fn = program.function("step").copy()
+        outputs = dict(fn.outputs)
+        for layer, attend in enumerate(fn.calls(G.attend.default)):
+            rotation = attend.args[1].args[1]  # of what is written
+            outputs[f"raw.{layer}"] = rotation.args[0]
+        fn.set_outputs(outputs)
+        cos, sin = rotation.args[1:3]
+        self.tables = [program.weights[str(node.args[0].target)].load() for node in (cos, sin)]
+        self.executable = executable_of(program.with_function(fn))
+        self.executable.begin(1, 64)
+        self.raw: list[list[torch.Tensor]] = [[] for _ in range(LAYERS)]
+
+    def feed(self, token: int) -> int:
+        rows = len(self.raw[0])
+        inputs = {
+            "tokens": torch.tensor([[token]]),
+            "positions": torch.tensor([[rows]]),
+            "past": torch.tensor([rows]),
+            "select": torch.tensor([[0]]),
+        }
+        fetch = ("argmax", *(f"raw.{n}" for n in range(LAYERS)))
+        found = self.executable.run("step", inputs, fetch)
+        best = int(found["argmax"])
+        for layer, kept in enumerate(self.raw):
+            kept.append(found[f"raw.{layer}"][0, :, 0].clone())
+        if rows + 1 == BUDGET + BLOCK:
+            self.drop()
+        return best
+
+    def drop(self) -> None:
+        end = BUDGET + BLOCK
+        stay = [*range(self.sinks), *range(end - BUDGET + self.sinks, end)]
+        self.executable.compact(list(self.executable.program.states), torch.tensor([stay]))
+        cos, sin = (table[:BUDGET][None] for table in self.tables)
+        for layer in range(LAYERS):
+            self.raw[layer] = [self.raw[layer][row] for row in stay]
+            keys = G.rotary(torch.stack(self.raw[layer], 1)[None], cos, sin)[0]
+            self.executable.write_rows(0, 0, {f"kv.{layer}.key": keys})
+
+    def decode(self, prompt: Sequence[int], count: int) -> list[int]:
+        text = list(prompt)
+        for place in range(len(prompt) + count - 1):
+            best = self.feed(text[place])
+            if place + 1 == len(text):
+                text.append(best)
+        return text
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+def test_texts_are_endless_in_constant_memory(backend: str) -> None:
+    """Twice as long as the model's context, and token for token what the method by hand gives."""
+    program = evicting("window", positions="cache")
+    executable = executable_of(program, backend)
+    count = 2 * SHAPE.context - TEXT.shape[1]
+    wanted = Streamed().decode(TEXT[0].tolist(), count)
+    assert generate(executable, TEXT, **asked(count))[0].tolist() == wanted
+    assert max(executable.buffers.capacities.values()) == (64 if backend == "onnxruntime" else 256)
+    # A long text is scored, too, and is a prompt as good as any.
+    fast = executable_of(program, backend)
+    whole = torch.tensor([wanted])
+    scored = score(fast, whole)
+    best = scored[0, TEXT.shape[1] - 1 : -1].argmax(-1)
+    assert best.tolist() == wanted[TEXT.shape[1] :]
+    more = generate(fast, whole[:, :400], **asked(len(wanted) - 400))
+    assert more[0].tolist() == wanted
+    with pytest.raises(InputError, match="the model's context is 256"):
+        score(executable_of(evicting("window"), backend), whole)
+
+
+@pytest.mark.parametrize("positions", ["absolute", "cache"])
+@pytest.mark.parametrize("name", ["window", "norm", "snapkv", "h2o"])
+def test_rows_turned_or_not_are_the_same_on_every_backend(name: str, positions: str) -> None:
+    program = evicting(name, positions=positions, draft=RecyclingDraft(nodes=6))
+    plain = evicting(name, positions=positions)
+    wanted = generate(executable_of(plain), TEXT, **asked(80))
+    for backend in ("eager", "onnxruntime"):
+        assert torch.equal(generate(executable_of(program, backend), TEXT, **asked(80)), wanted)
+
+
+def fused(name: str) -> Program:
+    """A model that drafts inside the step, and loses rows."""
+    tail = (UnrollDraft(), InsertKvCache(), PickLogits(), AddArgmax(), FuseDraft())
+    options = {"budget": BUDGET, "block": BLOCK, **METHODS[name]}
+    passes = (DraftEagle(), *tail, EvictCache(**options), named("tree_chain", depth=3))
+    return run_passes(tiny_llama(context=256), [Step(p) for p in passes])[0]
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+@pytest.mark.parametrize("name", ["window", "snapkv"])
+def test_a_step_that_drafts_loses_rows_too(name: str, backend: str) -> None:
+    program = fused(name)
+    fast = executable_of(program, backend)
+    found = generate(fast, TEXT, return_dict_in_generate=True, **asked(60))
+    assert found.stats.draft_tokens > 100
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FusedDrafter, "chain", lambda *_: [])
+        assert torch.equal(generate(executable_of(program), TEXT, **asked(60)), found.sequences)
+    # Where the argmax does not decide nothing is drafted, and nothing goes wrong.
+    sampled = asked(30, do_sample=True, seed=1, return_dict_in_generate=True)
+    again = generate(fast, TEXT, **sampled)
+    assert again.stats.draft_tokens == 0
+    forget(fast)
+    assert torch.equal(generate(fast, TEXT, **sampled).sequences, again.sequences)
+
+
+def test_what_would_go_wrong_is_refused() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"budget": 20}, "budget=20 is no multiple of block=8"),
+        ({"budget": 8, "sinks": 4, "recent": 4}, "budget=8 leaves no row to choose beside sinks"),
+        ({"budget": 256}, "more than the model's context of 256"),
+        (
+            {"block": 4, "draft": SuffixDraft(tokens=5)},
+            "block=4 is smaller than a step with a draft",
+        ),
+    ]
+    for options, message in cases:
+        with pytest.raises(PassError, match=message):
+            evicting("window", **options)
+    with pytest.raises(PassError, match="recent=9: snapkv asks the queries"):
+        evicting("snapkv", **{"recent": 9} | {"budget": 24})
+    with pytest.raises(PassError, match="the plan has cache=evict"):
+        EvictCache(budget=24, block=8).run(evicting("norm"))
+    with pytest.raises(PassError, match="looks back over a sliding window of 6"):
+        EvictCache(budget=24, block=8).run(cached_llama(Shape(layers=2, context=256, window=6)))
+    passes = (DraftModel(model="same"), InsertKvCache(), EvictCache(budget=64))
+    with pytest.raises(PassError, match=r"draft inside the step \(unroll_draft, fuse_draft\)"):
+        run_passes(with_itself(context=256), [Step(p) for p in passes])
+
+
+def test_a_window_that_is_taken_for_a_whole_cache_is_refused() -> None:
+    """A text that says so would have attention read beyond the memory there is."""
+    text, weights = program_text(evicting("snapkv")), evicting("snapkv").weights
+    keys = program_text(evicting("norm")).replace('window=""', 'window="C.1"')
+    place = f"aten.remainder.Scalar(%past, {BLOCK})"
+    for wrong in (
+        re.sub(r"(?<![\w.])C(?![\w.])", "C.1", keys),
+        text.replace(place, "aten.remainder.Scalar(%past, 64)"),
+        text.replace(place, "aten.abs(%past)"),
+    ):
+        assert wrong not in (text, keys)
+        with pytest.raises(GraftworkError, match=r"says that kv\.0\.\w+ holds the last 8 rows"):
+            verify(parse_program(wrong, weights=weights))
+    moved = text.replace("aten.full_like(%past, 0)", "aten.full_like(%past, 9)")
+    with pytest.raises(GraftworkError, match="writes 24 rows; expected at most 32"):
+        verify(parse_program(moved, weights=weights))
+    with pytest.raises(GraftworkError, match="expected a capacity such as"):
+        parse_program(text.replace('window="C.1"', 'window="C"'), weights=weights)
