@@ -2,6 +2,7 @@
 
     python benchmarks/quality.py MODEL --text FOLDER [--files FILES.json] [--recipes int8,int4]
         [--target onnxruntime:cpu:float32] [--windows 48] [--length 512] [--json F]
+        [--calibration FOLDER] [--methods rtn,gptq --bits 4:32,3:32,2:64] [--work FOLDER]
 
 The files (those of a JSON list, or of its field ``files``, relative to the folder; without it all
 below the folder, by path; or one file) are joined in order and cut into windows; window i is tokens
@@ -10,6 +11,11 @@ window's first counts. `windows` says which they were, with a hash of their toke
 perplexities is over ``baseline`` on the same target in float32; its error is the standard error of
 the windows' paired differences. Bytes of weights are those that run, tokens/s those of plain greedy
 decoding after each window's first half, recipes in turns.
+
+Recipes that calibrate do so on the .py and .txt files below `calibration` (or on that one file)
+that are not among the files to score, in an order that is shuffled once, as many as make
+`calibration-tokens`. `methods` and `bits` add a table: `quantize_weights` by each method in each
+number of bits and group, embedding and head in float.
 """
 
 from __future__ import annotations
@@ -19,30 +25,75 @@ import hashlib
 import json
 import math
 import os
+import random
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from systems import System, optimized_model, take_turns, with_settings
+from systems import System, take_turns, with_settings
 
 import graftwork as gw
+from graftwork.backends import Target
+from graftwork.recipe import Recipe
 
 REFERENCE = "baseline"
+SHUFFLE = 0
+"""The order of calibration files follows from it."""
+
+
+def text_paths(folder: Path, files: Path | None) -> list[Path]:
+    """The files to score, in order."""
+    if folder.is_file():
+        return [folder]
+    if files is None:
+        return sorted(path for path in folder.rglob("*") if path.is_file())
+    listed = json.loads(files.read_text())
+    names = listed["files"] if isinstance(listed, dict) else listed
+    return [folder / name for name in names]
 
 
 def read_texts(folder: Path, files: Path | None) -> list[str]:
     """The texts to score, in order."""
-    if folder.is_file():
-        return [folder.read_text(encoding="utf-8")]
-    if files is None:
-        paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    else:
-        listed = json.loads(files.read_text())
-        names = listed["files"] if isinstance(listed, dict) else listed
-        paths = [folder / name for name in names]
+    paths = text_paths(folder, files)
     return [path.read_text(encoding="utf-8", errors="replace") for path in paths]
+
+
+def calibration_ids(
+    model: gw.Model, source: Path, held: frozenset[Path], wanted: int
+) -> list[list[int]]:
+    """Documents of token ids, so many as make `wanted` tokens, of files that are not `held`.
+
+    Errors: `SystemExit` if there are not so many.
+    """
+    paths = [source]
+    if source.is_dir():
+        kinds = (".py", ".txt")
+        paths = sorted(path for path in source.rglob("*") if path.suffix in kinds)
+        random.Random(SHUFFLE).shuffle(paths)
+    documents: list[list[int]] = []
+    for path in paths:
+        if path.resolve() in held or not path.is_file():
+            continue
+        documents.append(model.tokenizer.encode(path.read_text(errors="replace")).ids)
+        if sum(map(len, documents)) >= wanted:
+            return documents
+    raise SystemExit(f"--calibration: {sum(map(len, documents))} tokens, expected {wanted}")
+
+
+def table_recipes(methods: Sequence[str], bits: Sequence[str]) -> dict[str, Recipe]:
+    """`quantize_weights` by each method, in each ``bits:group``, layers alone."""
+    made = {}
+    for pair in bits:
+        width, _, group = pair.partition(":")
+        for method in methods:
+            options = {"bits": int(width), "group": int(group), "method": method}
+            passes = [{"quantize_weights": {**options, "embedding": False}}]
+            name = f"{method} {width} bits g{group}"
+            made[name] = Recipe.load({"name": name, "extends": "int4", "passes": passes})
+    return made
 
 
 def cut(model: gw.Model, texts: Sequence[str], length: int, most: int) -> torch.Tensor:
@@ -72,6 +123,24 @@ def compared(own: Sequence[float], reference: Sequence[float]) -> tuple[float, f
     differences = [a - b for a, b in zip(own, reference, strict=True)]
     ratio = math.exp(statistics.mean(differences))
     return ratio, ratio * statistics.stdev(differences) / math.sqrt(len(differences))
+
+
+def named(windows: torch.Tensor) -> str:
+    """Which windows i64[N,T] these are."""
+    digest = hashlib.sha256(windows.numpy().tobytes()).hexdigest()[:12]
+    return f"0..{len(windows) - 1} of {windows.shape[1]} tokens, sha256 {digest}"
+
+
+def table(rows: dict[str, dict[str, Any]], methods: Sequence[str], bits: Sequence[str]) -> str:
+    """Ratios of perplexities by bits and method, in Markdown; bytes of the weights by bits."""
+    lines = [f"| bits, group | MB | {' | '.join(methods)} |", "|---" * (len(methods) + 2) + "|"]
+    for pair in bits:
+        width, _, group = pair.partition(":")
+        found = [rows[f"{method} {width} bits g{group}"] for method in methods]
+        cells = [f"{row['ratio']:.4f}" for row in found]
+        size = f"{found[0]['weight_bytes'] / 1e6:.2f}"
+        lines.append(f"| {width} g{group} | {size} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def decoder(model: gw.Model) -> System:
@@ -110,30 +179,51 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--set", action="append", default=[], metavar="RECIPE.PASS.OPTION=VALUE")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--calibration", type=Path, help="a folder of texts, or a file")
+    parser.add_argument("--calibration-tokens", type=int, default=131072)
+    parser.add_argument("--work", type=Path, help="keeps what calibration works out")
+    parser.add_argument("--methods", default="", help="of the table, comma-separated")
+    parser.add_argument("--bits", default="4:32,3:32,2:64", help="of the table, bits:group")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    names = list(dict.fromkeys([REFERENCE, *args.recipes.split(",")]))
-    models = {
-        name: optimized_model(args.model, with_settings(name, args.set), args.target, args.threads)
-        for name in names
-    }
+    names = [name for name in args.recipes.split(",") if name and name != REFERENCE]
+    recipes = {name: with_settings(name, args.set) for name in names}
+    methods = [name for name in args.methods.split(",") if name]
+    recipes |= table_recipes(methods, args.bits.split(","))
+    where = Target.parse(args.target, threads=args.threads)
+    models = {REFERENCE: gw.optimize(args.model, REFERENCE, target=where)}
     texts = read_texts(args.text, args.files)
     windows = cut(models[REFERENCE], texts, args.length, args.windows)
-    digest = hashlib.sha256(windows.numpy().tobytes()).hexdigest()[:12]
-    which = f"0..{len(windows) - 1} of {args.length} tokens, sha256 {digest}"
-    print(f"{args.model.name} on {args.target}, windows {which}")
+    print(f"{args.model.name} on {args.target}, windows {named(windows)}", flush=True)
+    documents = None
+    if any(recipe.reads_text for recipe in recipes.values()):
+        if args.calibration is None:
+            raise SystemExit("--calibration: a recipe or method calibrates: say on which texts")
+        held = frozenset(path.resolve() for path in text_paths(args.text, args.files))
+        asked = args.calibration, held, args.calibration_tokens
+        documents = calibration_ids(models[REFERENCE], *asked)
     rows: dict[str, dict[str, Any]] = {}
-    scored: dict[str, list[float]] = {}
-    for name, model in models.items():
-        scored[name] = losses(model, windows)
+    scored = {REFERENCE: losses(models[REFERENCE], windows)}
+    for name, recipe in {REFERENCE: None, **recipes}.items():
+        start = time.perf_counter()
+        if recipe is not None:
+            given = {"data": documents, "work": args.work} if recipe.reads_text else {}
+            models[name] = gw.optimize(args.model, recipe, target=where, **given)
+        made = time.perf_counter() - start
+        scored[name] = scored.get(name) or losses(models[name], windows)
         ratio, error = compared(scored[name], scored[REFERENCE])
-        memory = model.report.memory() if model.report is not None else None
+        report = models[name].report
         rows[name] = {
             "nats": round(statistics.mean(scored[name]), 4),
             "ratio": round(ratio, 5),
             "error": round(error, 5),
-            "weight_bytes": memory.weights if memory is not None else None,
+            "weight_bytes": report.memory().weights if report is not None else None,
+            "seconds": round(made, 1),
         }
+        if not args.tokens:
+            print(f"{name:<24} {json.dumps(rows[name])}", flush=True)
+            if recipe is not None:
+                del models[name]  # one at a time
     if args.tokens:
         prompts = [[window[: args.length // 2].tolist()] for window in windows[: args.count]]
         systems = {name: decoder(model) for name, model in models.items()}
@@ -141,11 +231,13 @@ def main() -> None:
         for name, run in runs.items():
             rows[name]["tokens_per_second"] = round(run.rate, 1)
             rows[name]["over"] = round(run.over(runs[REFERENCE]), 3)
-    for name, row in rows.items():
-        print(f"{name:<24} {json.dumps(row)}")
+        for name, row in rows.items():
+            print(f"{name:<24} {json.dumps(row)}")
+    if methods:
+        print(table(rows, methods, args.bits.split(",")))
     if args.json:
-        report = {"model": args.model.name, "target": args.target, "windows": which, "rows": rows}
-        args.json.write_text(json.dumps(report, indent=1))
+        head = {"model": args.model.name, "target": args.target, "windows": named(windows)}
+        args.json.write_text(json.dumps({**head, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ from ..engine.subgraph import fresh_name
 from ..fusing.dce import sweep
 from ..fusing.products import product_of, source_product
 from .methods.base import method_of
-from .solver import WeightSolver, part_names
+from .solver import WeightSolver, part_names, scaled_name
 
 A, G = torch.ops.aten, torch.ops.graftwork
 TOKENS = "tokens"
@@ -134,8 +134,10 @@ class QuantizeWeights(Pass):
             return Outcome(program, 0, f"{program.step.name} has no layer that {self.method} takes")
         assert self.text is not None
         method = method_of(self.method, self.tuning)
-        solver = WeightSolver(method, {_weight_name(n): f for n, f in numerics.items()})
-        mark = f"{self.method} {method!r} {numerics}"
+        formats = {_weight_name(node): numeric for node, numeric in numerics.items()}
+        fixed = _read_by_others(program)
+        solver = WeightSolver(method, formats, fixed)
+        mark = f"{self.method} {method!r} {formats} {sorted(fixed)}"
         found = calibrate(program, list(numerics), evidence, self.text, solver, mark)
         named = {name: w.renamed(fresh_name(program.weights, name)) for name, w in found.items()}
         return self._edited(program, named)
@@ -181,6 +183,7 @@ class QuantizeWeights(Pass):
                 stored = _rounded(weight, numeric, weights)
             weights = weights.adding(*stored)
             self._replace(fn, node, stored, numeric)
+        weights = _with_factors(fn, weights, learned)
         sweep(fn)
         return len(found), weights
 
@@ -240,6 +243,25 @@ class QuantizeWeights(Pass):
                 new = fn.call(A._to_copy.default, new, dtype=type_of(node).dtype)
         node.replace_all_uses_with(new)
         fn.graph.erase_node(node)
+
+
+def _with_factors(fn: Function, weights: WeightStore, learned: Mapping[str, Weight]) -> WeightStore:
+    """The store with the weights that took over factors of quantized ones, which read them now."""
+    for node in fn.graph.find_nodes(op="get_attr"):
+        scaled = learned.get(scaled_name(str(node.target)))
+        if scaled is not None:
+            weights = weights.adding(scaled)
+            with fn.graph.inserting_before(node):
+                node.replace_all_uses_with(fn.weight(scaled))
+            fn.graph.erase_node(node)
+    return weights
+
+
+def _read_by_others(program: Program) -> frozenset[str]:
+    """Names of weights and states that functions read which are none of the target's."""
+    others = [fn for fn in program.functions.values() if fn.role is not Role.TARGET]
+    inputs = {str(node.target) for fn in others for node in fn.inputs}
+    return frozenset(inputs.union(*(fn.weights for fn in others)))
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

@@ -20,17 +20,32 @@ def part_names(weight: str, numeric: Numeric) -> tuple[str, ...]:
     return tuple(name + suffix for suffix in suffixes)
 
 
-class WeightSolver:
-    """Chooses values for the weights of these names, block by block. See `calibrate.Solver`."""
+def scaled_name(weight: str) -> str:
+    """The name of a weight that took over factors of others and is not quantized itself."""
+    return f"{weight}.scaled"
 
-    def __init__(self, method: Method, numerics: Mapping[str, Numeric]) -> None:
-        self.method, self.numerics = method, numerics
+
+class WeightSolver:
+    """Chooses values for the weights of these names, block by block. See `calibrate.Solver`.
+
+    fixed: names of weights and states that other functions read as they are.
+    """
+
+    def __init__(
+        self, method: Method, numerics: Mapping[str, Numeric], fixed: frozenset[str] = frozenset()
+    ) -> None:
+        self.method, self.numerics, self.fixed = method, numerics, fixed
 
     def solve(self, seen: Seen) -> dict[str, Tensor]:
         """The parts of the block's weights. Errors: `PassError` naming the block and the value that
         the method cannot use."""
-        kept: dict[str, Tensor] = {}
-        count = sum(map(len, seen.products.values()))
+        changed = self.method.balanced(seen, self.numerics, self.fixed)
+        kept = {
+            scaled_name(name): tensor.to(seen.weights[name].dtype)
+            for name, tensor in changed.items()
+            if name not in self.numerics
+        }
+        count, done = sum(map(len, seen.products.values())), 0
         for tap, nodes in seen.products.items():
             try:
                 prepared = self.method.prepared(seen.moments.pop(tap))
@@ -38,18 +53,27 @@ class WeightSolver:
                 raise PassError(f"quantize_weights: {seen.name}, %{tap}: {error}") from error
             for node in nodes:
                 name = weight_of(node)
-                numeric = self.numerics[name]
-                stored = self.method.quantize(seen.weights[name].float(), numeric, prepared)
-                parts = [part for part in stored if part is not None]
-                kept |= dict(zip(part_names(name, numeric), parts, strict=True))
-                seen.progress(len(kept) / (count * len(parts)))
+                weight = changed.get(name, seen.weights[name]).float()
+                kept |= self._parts(
+                    name, self.method.quantize(weight, self.numerics[name], prepared)
+                )
+                done += 1
+                seen.progress(done / count)
         return kept
 
+    def _parts(self, name: str, stored: Quantized) -> dict[str, Tensor]:
+        parts = [part for part in stored if part is not None]
+        return dict(zip(part_names(name, self.numerics[name]), parts, strict=True))
+
     def replaced(self, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the stored weights stand for, f32."""
-        found = {}
+        """What the stored weights stand for, f32, and those with factors of others."""
+        found = {name.removesuffix(".scaled"): t for name, t in kept.items() if _is_scaled(name)}
         for weight, numeric in self.numerics.items():
             names = part_names(weight, numeric)
             if names[0] in kept:
                 found[weight] = numeric.dequantize(Quantized(*(kept[name] for name in names)))
         return found
+
+
+def _is_scaled(name: str) -> bool:
+    return name == scaled_name(name.removesuffix(".scaled"))

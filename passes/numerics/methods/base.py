@@ -6,6 +6,7 @@ it by name. Its fields are its own options.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -14,7 +15,7 @@ from torch import Tensor
 from ....ir import InputError
 from ....ir.discovery import import_all
 from ....ir.numerics import Numeric, Quantized
-from ...engine.calibrate import Moments
+from ...engine.calibrate import Moments, Seen
 
 
 class Method(BaseModel):
@@ -25,6 +26,14 @@ class Method(BaseModel):
 
     name: ClassVar[str] = ""
     reads_text: ClassVar[bool] = True
+
+    def balanced(
+        self, seen: Seen, numerics: Mapping[str, Numeric], fixed: frozenset[str]
+    ) -> dict[str, Tensor]:
+        """Weights of a block to put in the place of its own, before any is quantized: together they
+        compute the same. Those of `numerics` are quantized next, in these formats; `seen.moments`
+        follow what changes. fixed: names of weights and states that others read as they are."""
+        return {}
 
     def prepared(self, moments: Moments) -> Any:
         """What `quantize` needs of the values that products read; worked out once for all of them,
