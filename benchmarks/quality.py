@@ -28,7 +28,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +83,16 @@ def calibration_ids(
     raise SystemExit(f"--calibration: {sum(map(len, documents))} tokens, expected {wanted}")
 
 
-def table_recipes(methods: Sequence[str], bits: Sequence[str]) -> dict[str, Recipe]:
-    """`quantize_weights` by each method, in each ``bits:group``, layers alone."""
+def table_recipes(
+    methods: Sequence[str], bits: Sequence[str], sample: Mapping[str, int]
+) -> dict[str, Recipe]:
+    """`quantize_weights` by each method, in each ``bits:group``, layers alone. sample: how much
+    text is read."""
     made = {}
     for pair in bits:
         width, _, group = pair.partition(":")
         for method in methods:
-            options = {"bits": int(width), "group": int(group), "method": method}
+            options = {"bits": int(width), "group": int(group), "method": method, **sample}
             passes = [{"quantize_weights": {**options, "embedding": False}}]
             name = f"{method} {width} bits g{group}"
             made[name] = Recipe.load({"name": name, "extends": "int4", "passes": passes})
@@ -181,6 +184,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--calibration", type=Path, help="a folder of texts, or a file")
     parser.add_argument("--calibration-tokens", type=int, default=131072)
+    parser.add_argument("--calibration-windows", type=int, default=64, help="of the table")
+    parser.add_argument("--calibration-length", type=int, default=512, help="of the table")
     parser.add_argument("--work", type=Path, help="keeps what calibration works out")
     parser.add_argument("--methods", default="", help="of the table, comma-separated")
     parser.add_argument("--bits", default="4:32,3:32,2:64", help="of the table, bits:group")
@@ -189,7 +194,8 @@ def main() -> None:
     names = [name for name in args.recipes.split(",") if name and name != REFERENCE]
     recipes = {name: with_settings(name, args.set) for name in names}
     methods = [name for name in args.methods.split(",") if name]
-    recipes |= table_recipes(methods, args.bits.split(","))
+    sample = {"windows": args.calibration_windows, "length": args.calibration_length}
+    recipes |= table_recipes(methods, args.bits.split(","), sample)
     where = Target.parse(args.target, threads=args.threads)
     models = {REFERENCE: gw.optimize(args.model, REFERENCE, target=where)}
     texts = read_texts(args.text, args.files)

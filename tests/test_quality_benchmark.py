@@ -75,3 +75,23 @@ def test_too_little_text_is_refused(
     (texts / "short.txt").write_text("short")
     with pytest.raises(SystemExit, match="tokens make no two windows of 24"):
         measured(monkeypatch, tmp_path / "out.json", "--text", str(texts / "short.txt"))
+
+
+def test_a_table_of_methods_calibrates_on_other_text_than_it_scores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = ("--text", str(texts), "--files", str(tmp_path / "files.json"), "--windows", "4")
+    little = ("--calibration-tokens", "200", "--calibration-windows", "4")
+    asked = (*held, "--recipes", "", "--tokens", "0", "--methods", "rtn,gptq", "--bits", "2:64")
+    more = ("--calibration", str(texts), *little, "--calibration-length", "24")
+    report = measured(monkeypatch, tmp_path / "out.json", *asked, *more)
+    rows = report["rows"]
+    assert list(rows) == ["baseline", "rtn 2 bits g64", "gptq 2 bits g64"]
+    assert rows["rtn 2 bits g64"]["weight_bytes"] == rows["gptq 2 bits g64"]["weight_bytes"]
+    assert rows["rtn 2 bits g64"]["ratio"] != rows["gptq 2 bits g64"]["ratio"]
+    assert "| 2 g64 |" in capsys.readouterr().out
+    (texts / "a.txt").unlink()
+    with pytest.raises(SystemExit, match="--calibration: 0 tokens, expected 200"):
+        measured(monkeypatch, tmp_path / "out.json", *asked, *more)
+    with pytest.raises(SystemExit, match="say on which texts"):
+        measured(monkeypatch, tmp_path / "out.json", *asked)
