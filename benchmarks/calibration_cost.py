@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -39,7 +40,8 @@ from graftwork.passes.engine.calibrate import CHUNK_TOKENS, Seen
 from graftwork.passes.engine.evidence import Evidence, WorkFolder
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.engine.validate import reference_logits
-from graftwork.passes.numerics import quantize_weights
+from graftwork.passes.fusing.products import source_product
+from graftwork.passes.numerics.quantize_weights import QuantizeWeights
 from graftwork.passes.numerics.solver import WeightSolver
 from graftwork.recipe import Recipe
 
@@ -82,11 +84,9 @@ def traced(folder: Path) -> Program:
 
 def sizes(program: Program) -> tuple[int, int]:
     """Bytes of the two largest layers in a row, and of the largest block's second derivatives."""
-    products = [
-        node
-        for node in program.step.calls(torch.ops.aten.linear.default)
-        if weight_of(node) not in vocabulary(program)
-    ]
+    head = source_product(program.step.outputs["logits"])
+    calls = program.step.calls(torch.ops.aten.linear.default)
+    products = [node for node in calls if node is not head]
     weights, moments = [], []
     for block in blocks_of(program.step, products):
         nodes = [node for nodes in block.products.values() for node in nodes]
@@ -94,12 +94,6 @@ def sizes(program: Program) -> tuple[int, int]:
         first = [nodes[0] for nodes in block.products.values()]
         moments.append(sum(4 * columns(program, weight_of(node)) ** 2 for node in first))
     return max(a + b for a, b in itertools.pairwise(weights)), max(moments)
-
-
-def vocabulary(program: Program) -> set[str]:
-    """Weights with a row a token."""
-    size = program.info.vocab_size
-    return {name for name, w in program.weights.items() if w.type.dims[:1] == (size,)}
 
 
 def columns(program: Program, name: str) -> int:
@@ -137,19 +131,19 @@ def one(args: argparse.Namespace) -> dict[str, Any]:
         figures["forward_seconds"] = time.perf_counter() - start
         figures["two_layers"], figures["derivatives"] = sizes(program)
     solving: list[float] = []
-    quantize_weights.WeightSolver.solve = timed(solving)  # type: ignore[method-assign]
 
     def progress(what: str, share: float) -> None:
         if args.die and share > args.die:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    pass_ = quantize_weights.QuantizeWeights(
+    pass_ = QuantizeWeights(
         method=args.method, bits=args.bits, group=args.group, windows=args.windows,
         length=args.length,
     )  # fmt: skip
     memory, start = Memory(), time.perf_counter()
     evidence = Evidence(ids, WorkFolder(args.work), progress)
-    made = run_passes(program, [Step(pass_)], evidence=evidence)[0]
+    with mock.patch.object(WeightSolver, "solve", timed(solving)):
+        made = run_passes(program, [Step(pass_)], evidence=evidence)[0]
     figures["seconds"] = time.perf_counter() - start
     figures["anonymous"], figures["resident"] = memory.end()
     figures["solve_seconds"] = sum(solving)
