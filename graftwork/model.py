@@ -176,11 +176,15 @@ def trace(
     return run_passes(program, recipe.steps, progress=progress, after=after)[0]
 
 
-def load(folder: str | Path, *, target: Target | str | None = None) -> Model:
+def load(
+    folder: str | Path, *, target: Target | str | None = None, bits: int | None = None
+) -> Model:
     """Read back what `Model.save` wrote. Needs neither transformers nor the original model.
 
-    target: where to run it, if not where it was made for; the dtype is part of the artifact.
-    Errors: `InputError` naming the file that is missing or damaged, or the dtype that differs.
+    target: where to run it, if not where it was made for; the dtype is part of the artifact. bits:
+    read weights that are stored in more bits as so many (2, 3, 4 or 6), by a shift (the pass
+    `shift_weights`). Errors: `InputError` naming the file that is missing or damaged, or the dtype
+    that differs; `PassError` where no weight has more bits.
     """
     from .artifact import load as load_artifact
 
@@ -193,7 +197,17 @@ def load(folder: str | Path, *, target: Target | str | None = None) -> Model:
             f"{folder} was made for {made_for}; its dtype cannot become {where}. "
             f"Optimize the model again for that target"
         )
-    return Model(saved.program, where, saved.manifest.recipe, saved.manifest.report)
+    made = Model(saved.program, where, saved.manifest.recipe, saved.manifest.report)
+    return made if bits is None else _shifted(made, bits)
+
+
+def _shifted(model: Model, bits: int) -> Model:
+    """A model with its weights read as fewer bits."""
+    shift = {"pass": "shift_weights", "options": {"bits": bits}}
+    (step,) = Recipe.load({"name": "load", "passes": [shift]}).steps
+    program, _ = run_passes(model.program, [step])
+    recipe = {**model.recipe, "passes": [*model.recipe["passes"], {**shift, "optional": False}]}
+    return Model(program, model.target, recipe, model.report)
 
 
 @dataclass(frozen=True)

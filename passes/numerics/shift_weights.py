@@ -1,0 +1,124 @@
+"""Read weights that are stored in many bits as fewer, by a shift: one store serves several.
+
+Before::
+
+    %y: f32[B,T,96] = graftwork.quantized_linear(%h, @up.q8, @up.q8.scale, @up.q8.offset, bits=8,
+      group=32)
+
+After, with 4 bits::
+
+    %y: f32[B,T,96] = graftwork.quantized_linear(%h, @up.q8.as4, @up.q8.scale.as4, @up.q8.offset,
+      bits=4, group=32)
+
+A stored value q becomes min((q + 2^(d-1)) >> d, 2^bits - 1) for d bits less, its scale 2^d times as
+much, and offsets stay: nothing is quantized anew, and nothing but the store is needed. Weights of
+no more bits stay as they are. `graftwork.load` does this to an artifact (``bits=``).
+
+Refuses a program without stored weights of more bits, with a codebook, or where rows would not fill
+whole bytes. Source: Huang et al., "Nearly Lossless Adaptive Bit Switching" (2025).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.fx
+
+from ...ir import (
+    Function,
+    PassError,
+    TensorType,
+    Weight,
+    WeightStore,
+    arguments,
+    derive,
+    site_of,
+)
+from ...ir.numerics import Numeric, pack, unpack
+from ...ir.program import Program
+from ..engine.base import Contract, Effect, Outcome, Pass, register
+from ..engine.functions import edit_with_weights
+from ..engine.subgraph import fresh_name
+from ..fusing.dce import sweep
+
+G = torch.ops.graftwork
+STORED = (G.quantized_linear.default, G.quantized_embedding.default)
+
+
+@register
+class ShiftWeights(Pass):
+    """bits: to read a weight as, where it has more."""
+
+    bits: Literal[2, 3, 4, 6] = 4
+
+    name: ClassVar[str] = "shift_weights"
+    contract: ClassVar[Contract] = Contract.APPROXIMATE
+    requires: ClassVar[frozenset[str]] = frozenset({"quantized"})
+    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.WEIGHT_NUMERICS})
+
+    def run(self, program: Program) -> Outcome:
+        """Shift every stored weight of more bits, wherever it is multiplied or looked up."""
+        return edit_with_weights(program, self._shift)
+
+    def _shift(self, fn: Function, weights: WeightStore) -> tuple[int | str, WeightStore]:
+        calls = fn.calls(*STORED)
+        found = [node for node in calls if int(arguments(node)["bits"]) > self.bits]
+        if not found:
+            known = sorted({int(arguments(node)["bits"]) for node in calls})
+            return f"weights of {', '.join(map(str, known)) or 'no'} bits are stored", weights
+        for node in found:
+            weights = self._replace(fn, node, weights)
+        sweep(fn)
+        return len(found), weights
+
+    def _replace(self, fn: Function, node: torch.fx.Node, weights: WeightStore) -> WeightStore:
+        given = arguments(node)
+        packed, scale = (weights[str(given[name].target)] for name in ("weight", "scale"))
+        self._check(packed, given)
+        made = _shifted(packed, scale, int(given["bits"]), self.bits, weights)
+        weights = weights.adding(*made)
+        with fn.graph.inserting_before(node):
+            nodes = {"weight": fn.weight(made[0]), "scale": fn.weight(made[1])}
+            target: Any = node.target
+            places = [a.name for a in target._schema.arguments if not a.kwarg_only]
+            parts = [nodes.get(name, value) for name, value in zip(places, node.args, strict=False)]
+            options: dict[str, Any] = {**node.kwargs, "bits": self.bits}
+            new_node = fn.call(target, *parts, site=site_of(node), **options)
+        node.replace_all_uses_with(new_node)
+        fn.graph.erase_node(node)
+        return weights
+
+    def _check(self, packed: Weight, given: dict[str, Any]) -> None:
+        """Errors: `PassError` for a weight that cannot be shifted."""
+        if given["codebook"] is not None:
+            raise PassError(
+                f"shift_weights: {packed.name} is stored by a codebook, whose entries have no "
+                f"order to shift in"
+            )
+        columns = int(str(packed.type.dims[1])) * 8 // int(given["bits"])
+        if why := Numeric(self.bits, int(given["group"])).refusal(columns):
+            raise PassError(f"shift_weights: {packed.name}: {why}")
+
+
+def _shifted(
+    packed: Weight, scale: Weight, before: int, bits: int, weights: WeightStore
+) -> tuple[Weight, Weight]:
+    """A weight's bits and scales as fewer bits, computed when loaded."""
+    down = before - bits
+    rows, width = (int(str(dim)) for dim in packed.type.dims)
+
+    def fewer(tensor: torch.Tensor) -> torch.Tensor:
+        steps = (unpack(tensor, before) + 2 ** (down - 1)) // 2**down
+        return pack(steps.clamp(max=2**bits - 1), bits)
+
+    def larger(tensor: torch.Tensor) -> torch.Tensor:
+        return Numeric(bits, 1, scale=tensor.dtype).stored(tensor.float() * 2**down)
+
+    type = TensorType(torch.uint8, (rows, width * bits // before))
+    names = (fresh_name(weights, f"{weight.name}.as{bits}") for weight in (packed, scale))
+    made = (
+        derive(next(names), type, fewer, packed, key=("shifted", before, bits)),
+        derive(next(names), scale.type, larger, scale, key=("scaled", down)),
+    )
+    return weights.alike(made[0]), weights.alike(made[1])
