@@ -36,7 +36,7 @@ from .evidence import Evidence, TextSample
 FORMAT = "1"
 """Of the files; those of another are made anew."""
 
-CHUNK_TOKENS = 2048
+CHUNK_TOKENS = 512
 """Tokens that run through a block at once."""
 
 STRIP = 256
