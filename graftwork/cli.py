@@ -296,22 +296,20 @@ def export(
     plain: Annotated[
         bool, typer.Option("--plain", help="onnx, genai: leave out what the recipe drafts with.")
     ] = False,
+    qdq: Annotated[
+        bool, typer.Option("--qdq", help="onnx: DequantizeLinear for few bits, not MatMulNBits.")
+    ] = False,
 ) -> None:
     """Write a model for ONNX Runtime, onnxruntime-genai or transformers, or drafts for vLLM."""
     from .opening import open_model
 
     _require(not plain or format_ in ("onnx", "genai"), "--plain is for onnx and genai")
+    _require(not qdq or format_ == "onnx", "--qdq is for onnx")
+    asked = {name: True for name, on in (("plain", plain), ("qdq", qdq)) if on}
     with progress() as show:
         opened = open_model(model, recipe, set_, target, show)
         show(f"export {format_}")
-        writers: dict[str, Callable[[Path], Path]] = {
-            "onnx": partial(opened.export_onnx, plain=plain),
-            "genai": partial(opened.export_genai, plain=plain),
-            "compressed-tensors": opened.export_compressed_tensors,
-            "vllm-medusa": opened.export_vllm_medusa,
-            "speculators": opened.export_speculators,
-        }
-        writers[format_](folder)
+        getattr(opened, "export_" + format_.replace("-", "_"))(folder, **asked)
     out.print(f"written to {folder}", markup=False)
 
 

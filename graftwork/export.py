@@ -42,14 +42,16 @@ _DIMS = {
 }
 
 
-def export_onnx(program: Program, folder: Path, *, plain: bool = False) -> Path:
+def export_onnx(program: Program, folder: Path, *, plain: bool = False, qdq: bool = False) -> Path:
     """Write the plain decode graph of a cached program; returns the folder.
 
-    plain: leave out what the program drafts with. Errors: `UnsupportedError` if it drafts and that
+    plain: leave out what the program drafts with. qdq: weights of few bits go through ONNX's own
+    DequantizeLinear (in 4 or 8 bits), which other runtimes know, too, instead of ONNX Runtime's
+    MatMulNBits (2, 4 or 8), which is faster there. Errors: `UnsupportedError` if it drafts and that
     is not asked for, or if its step is more than a plain decode step (see
     `backends.onnxruntime.portable`); `InputError` if the folder holds something else.
     """
-    return _write(program, portable(program, plain=plain), folder, {})
+    return _write(program, portable(program, plain=plain), folder, {}, qdq=qdq)
 
 
 def export_genai(program: Program, folder: Path, *, plain: bool = False) -> Path:
@@ -147,14 +149,21 @@ def _uniform(program: Program, graph: Portable) -> Layer:
     return layer
 
 
-def _write(program: Program, graph: Portable, folder: Path, extra: Mapping[str, Any]) -> Path:
+def _write(
+    program: Program,
+    graph: Portable,
+    folder: Path,
+    extra: Mapping[str, Any],
+    *,
+    qdq: bool = False,
+) -> Path:
     _check_destination(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot write to {folder}: {error}") from error
     with replacing(folder) as new:
-        _write_model(graph, new)
+        _write_model(graph, new, qdq)
         for name, content in extra.items():
             _write_json(new / name, content)
         for name, source in program.assets.items():
@@ -173,8 +182,8 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_model(graph: Portable, folder: Path) -> None:
-    emitted = emit(graph.function, graph.weights, standard=True)
+def _write_model(graph: Portable, folder: Path, qdq: bool) -> None:
+    emitted = emit(graph.function, graph.weights, standard=True, qdq=qdq)
     shapes = {f"present.{name}": value for name, value in _pasts(emitted.model)}
     for value in (*emitted.model.graph.inputs, *emitted.model.graph.outputs):
         present = shapes.get(value.name or "")

@@ -273,3 +273,16 @@ def test_float_products_have_values_once_on_torch(tmp_path: Path) -> None:
     traced = import_model(quantized, torch.float32)
     wanted = logits_of(traced, ids, positions)
     assert error(logits_of(with_values(traced), ids, positions), wanted) < 1e-6
+
+
+def test_what_no_product_reads_is_dequantized_aloud(tmp_path: Path) -> None:
+    """Experts that become one stack are floats, a warning names them; the rest keeps its bits."""
+    quantized, plain = write(tmp_path, gptq_config(4, 8), gptq_layer(4, 8), arch="qwen2_moe")
+    with pytest.warns(
+        GraftworkWarning, match=r"12 weights of few bits are dequantized.*experts\.0"
+    ):
+        program = import_model(quantized, torch.float32)
+    assert len(program.step.calls(G.quantized_linear.default)) == 14
+    ids, positions = tokens_and_positions()
+    wanted = logits_of(import_model(plain, torch.float32), ids, positions)
+    assert error(logits_of(program, ids, positions), wanted) < 1e-5

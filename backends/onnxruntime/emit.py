@@ -114,15 +114,17 @@ def emit(
     paired: bool = False,
     standard: bool = False,
     native: bool = False,
+    qdq: bool = False,
 ) -> Emitted:
     """Emit a function whose every call has a row.
 
     paired: attention takes a lone token twice, see `pairs`. standard: of what ONNX has a schema
     for, its own ops, so that its checker and other tools know them. native: graftwork's own kernels
-    may run what they are faster at, see `probe.quantized_ops_available`.
+    may run what they are faster at, see `probe.quantized_ops_available`. qdq: weights of few bits
+    go through DequantizeLinear, which is ONNX's own, not a kernel of ONNX Runtime's domain.
     Errors: `UnsupportedError` naming an op without a row and where it comes from.
     """
-    return Emitter(function, weights, paired, standard, native).run()
+    return Emitter(function, weights, paired, standard, native, qdq).run()
 
 
 @dataclass
@@ -134,6 +136,7 @@ class Emitter:
     paired: bool = False
     standard: bool = False
     native: bool = False
+    qdq: bool = False
     result: ValueType = ()
     memo: dict[Any, Any] = field(default_factory=dict)
 
@@ -276,6 +279,12 @@ class Emitter:
             self.memo[key] = value
         found: oir.Value = self.memo[key]
         return found
+
+    def nibbles(self, weight: Weight, *dims: int) -> oir.Value:
+        """A weight of bytes as a tensor of 4-bit numbers with these dims, two a byte."""
+        value = self.weight(weight)
+        value.dtype, value.shape = oir.DataType.UINT4, oir.Shape(dims)
+        return value
 
     def _use(self, value: oir.Value | None) -> None:
         weight = weight_of(value)

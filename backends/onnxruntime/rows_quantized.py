@@ -111,6 +111,45 @@ class _Stored:
         type = TensorType(F32, (self.rows, self.groups * times))
         return derive(f"{self.scale.name}.x{block}", type, make, self.scale)
 
+    def across(self, bits: int) -> Weight:
+        """The stored values as unsigned numbers of 4 or 8 bits, in the order [K,N]: u8[K,N], or two
+        a byte u8[K*N/2]."""
+
+        def make(weight: torch.Tensor) -> torch.Tensor:
+            return pack(unpack(weight, self.bits).T.flatten(), bits).reshape(dims)
+
+        columns = self.groups * self.group
+        dims = (columns, self.rows) if bits == 8 else (columns * self.rows // 2,)
+        return derive(f"{self.weight.name}.{bits}.kn", TensorType(U8, dims), make, self.weight)
+
+    def scales_across(self) -> Weight:
+        """Scales f32[K/group,N]."""
+        type = TensorType(F32, (self.groups, self.rows))
+        return derive(f"{self.scale.name}.gn", type, lambda s: s.float().T, self.scale)
+
+    def offsets_across(self) -> Weight:
+        """Offsets f32[K/group,1,N]."""
+        assert self.offset is not None
+        type = TensorType(F32, (self.groups, 1, self.rows))
+        return derive(
+            f"{self.offset.name}.gn", type, lambda o: o.float().T.unsqueeze(1), self.offset
+        )
+
+    def whole_zeros(self, bits: int) -> Weight | None:
+        """Zero points of 4 or 8 bits in the order [K/group,N], packed as `across` packs; None if
+        offsets are no whole steps."""
+        dims = (self.groups, self.rows) if bits == 8 else (self.groups * self.rows // 2,)
+        type, name = TensorType(U8, dims), f"{self.weight.name}.{bits}.zeros"
+        if self.offset is None:
+            middle = torch.full((self.groups * self.rows,), 2 ** (self.bits - 1))
+            return derive(name, type, lambda s: pack(middle, bits).reshape(dims), self.scale)
+        scale, offset = self.scale.load().float(), self.offset.load()
+        zeros = (-offset.float() / scale).round()
+        whole = bool(((-scale * zeros).to(offset.dtype) == offset).all())
+        if not whole or zeros.min() < 0 or zeros.max() >= 2**bits:
+            return None
+        return derive(name, type, lambda s: pack(zeros.T.flatten(), bits).reshape(dims), self.scale)
+
     def shifts(self) -> Weight:
         """What the sum of a group's activations counts f32[K/group,N], besides the values around
         the middle."""
@@ -178,18 +217,19 @@ def quantized_linear(
         return e.cast(result, e.dtype(), F32)
     stored = _Stored(given[0], given[1], given[2], given[3], bits, group)
     dims = type_of(x).dims
-    chosen = next(_fitting(e, stored, rounded), None)
+    chosen = None if e.qdq else next(_fitting(e, stored, rounded), None)
     if chosen is not None:
         result = _few_bits(e, wide, stored, *chosen, rounded)
         if offset is not None:
             sums = _group_sums(e, wide, dims, group)
-            result = e.op("Add", result, _float(e, sums, dims, stored.shifts(), rounded))
+            shifts = e.weight(stored.shifts())
+            result = e.op("Add", result, _float(e, sums, dims, shifts, rounded))
     elif rounded:
         values, row_scale = quantized_rows(e, wide)
         steps = e.op("Sub", e.cast(values, F32, U8), e.const(float(ZERO), F32))
-        result = e.op("Mul", _float(e, steps, dims, stored.values(), rounded), row_scale)
+        result = e.op("Mul", _float(e, steps, dims, _values(e, stored), rounded), row_scale)
     else:
-        result = _float(e, wide, dims, stored.values(), rounded)
+        result = _float(e, wide, dims, _values(e, stored), rounded)
     if bias is not None:
         result = e.op("Add", result, e.cast(bias, F32))
     return e.cast(result, e.dtype(), F32)
@@ -200,7 +240,8 @@ def _fitting(e: Emitter, stored: _Stored, rounded: bool) -> Iterator[tuple[int, 
     least = stored.bits if stored.codebook is None else 8
     if stored.codebook is not None and not rounded:
         return  # its entries need not be whole
-    for bits in (b for b in (ROUNDED if rounded else FLOAT) if b >= least):
+    # A model for others is to be small; here float products of 2 and 8 bits are faster as floats.
+    for bits in (b for b in (ROUNDED if rounded or e.standard else FLOAT) if b >= least):
         for block in (b for b in BLOCKS if stored.group % b == 0):
             # A model for others to run cannot know their processors.
             if not rounded or e.standard or rows_of_few_bits_are_exact(bits, block):
@@ -241,10 +282,31 @@ def _group_sums(e: Emitter, x: oir.Value, dims: Sequence[Dim], group: int) -> An
     return found
 
 
-def _float(e: Emitter, x: oir.Value, dims: Sequence[Dim], weight: Weight, rounded: bool) -> Any:
-    """x [...,K] times a weight f32[K,N]; if what is rounded depends on it, a lone row's sums are in
+def _values(e: Emitter, stored: _Stored) -> oir.Value:
+    """The weight's values f32[K,N]: worked out when the model is stored or, with `qdq`, by its
+    nodes, of codes of 4 or 8 bits. Codebooks are no codes that ONNX knows."""
+    if not e.qdq or stored.codebook is not None:
+        return e.weight(stored.values())
+    bits = 4 if stored.bits <= 4 and stored.rows % 2 == 0 else 8
+    codes, dims = stored.across(bits), (stored.groups * stored.group, stored.rows)
+    known = e.weight(codes) if bits == 8 else e.nibbles(codes, *dims)
+    zeros = stored.whole_zeros(bits)
+    laid = None
+    if zeros is not None:
+        laid = e.weight(zeros) if bits == 8 else e.nibbles(zeros, stored.groups, stored.rows)
+    scale = e.weight(stored.scales_across())
+    found = e.op("DequantizeLinear", known, scale, laid, axis=0, block_size=stored.group)
+    if zeros is None:
+        grouped = e.op("Reshape", found, e.const([stored.groups, stored.group, -1], torch.int64))
+        added = e.op("Add", grouped, e.weight(stored.offsets_across()))
+        found = e.op("Reshape", added, e.const(list(dims), torch.int64))
+    return found  # type: ignore[no-any-return]
+
+
+def _float(e: Emitter, x: oir.Value, dims: Sequence[Dim], columns: oir.Value, rounded: bool) -> Any:
+    """x [...,K] times values f32[K,N]; if what is rounded depends on it, a lone row's sums are in
     the order of several's. dims: those of x, whatever its last one is."""
-    columns, axis = e.weight(weight), len(dims) - 2
+    axis = len(dims) - 2
     if not (rounded and e.paired) or axis < 0 or dims[axis] == 1:
         return e.op("MatMul", x, columns)
     pairs = Pairs(e, dims[axis])

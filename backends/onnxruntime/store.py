@@ -68,10 +68,12 @@ def _tensor(
     weight: Weight, value: oir.Value, path: Path, weights: WeightFile
 ) -> oir.TensorProtocol:
     name = value.name or weight.name
-    if weight.type.nbytes <= INLINE:
+    dtype, shape = DTYPES[weight.type.dtype], oir.Shape(weight.type.shape)
+    if value.dtype == oir.DataType.UINT4 and value.shape is not None:
+        dtype, shape = value.dtype, value.shape  # two of a byte's nibbles each
+    elif weight.type.nbytes <= INLINE:
         return oir.tensor_adapters.TorchTensor(weight.load(), name=name)
     offset, length = weights.place(weight)
-    dtype, shape = DTYPES[weight.type.dtype], oir.Shape(weight.type.shape)
     location = weights.path.relative_to(path.parent)
     return oir.ExternalTensor(
         location, offset, length, dtype, shape=shape, name=name, base_dir=path.parent

@@ -59,17 +59,10 @@ class Group(Settings):
     def rounds(self) -> bool:
         """Whether activations are rounded as `graftwork.quantized_linear` does it."""
         given = self.input_activations
-        return (
-            given is not None
-            and (given.num_bits, given.type, given.symmetric)
-            == (
-                8,
-                "int",
-                True,
-            )
-            and given.strategy == "token"
-            and given.dynamic is True
-        )
+        if given is None:
+            return False
+        by_token = given.strategy == "token" and given.dynamic is True
+        return by_token and (given.num_bits, given.type, given.symmetric) == (8, "int", True)
 
 
 class CompressedSettings(Settings):
