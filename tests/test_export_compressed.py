@@ -120,9 +120,11 @@ def test_transformers_loads_it(name: str, tmp_path: Path) -> None:
         made = gw.optimize(saved(tmp_path / "model"), recipe(name), target=EAGER)
     out = made.export_compressed_tensors(tmp_path / "out")
     # Kept in its bits, transformers 5.23 expects zero points as the package has them in memory.
-    whole = CompressedTensorsConfig(dequantize=True) if name in ("gptq", "awq") else None
-    model = AutoModelForCausalLM.from_pretrained(out, quantization_config=whole)
-    assert type(model.hf_quantizer).__name__ == "CompressedTensorsHfQuantizer"
+    options: dict[str, Any] = {"output_loading_info": True}
+    if name in ("gptq", "awq"):
+        options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    model, loaded = AutoModelForCausalLM.from_pretrained(out, **options)
+    assert not loaded["missing_keys"] and not loaded["unexpected_keys"]
     ids, positions = tokens_and_positions()
     with torch.no_grad():
         theirs = model(input_ids=ids).logits
