@@ -18,6 +18,7 @@ from test_runtime_cached import padded, with_itself
 from tiny import named, tiny_llama
 
 from graftwork.backends import compile
+from graftwork.backends.onnxruntime.portable import portable
 from graftwork.backends.target import Target
 from graftwork.ir import (
     GraftworkError,
@@ -25,6 +26,7 @@ from graftwork.ir import (
     PassError,
     Program,
     TensorType,
+    UnsupportedError,
     parse_program,
     program_text,
     verify,
@@ -424,3 +426,8 @@ def test_a_window_that_is_taken_for_a_whole_cache_is_refused() -> None:
         verify(parse_program(moved, weights=weights))
     with pytest.raises(GraftworkError, match="expected a capacity such as"):
         parse_program(text.replace('window="C.1"', 'window="C"'), weights=weights)
+
+
+def test_a_graph_for_other_loaders_would_keep_every_row() -> None:
+    with pytest.raises(UnsupportedError, match=r"drops rows of its caches \(cache=evict"):
+        portable(evicting("norm"), plain=True)

@@ -70,11 +70,18 @@ class Portable:
 def portable(program: Program, *, plain: bool = False) -> Portable:
     """See the module docstring. plain: leave out what the program drafts with.
 
-    Errors: `UnsupportedError` for a program that drafts, unless `plain`, and for one without logits
+    Errors: `UnsupportedError` for a program that drafts, unless `plain`, for one whose caches lose
+    rows, and for one without logits
     or caches, with states that are not keys and values, or with attention that reads them through
     something else than a step mask.
     """
     step = program.step
+    if program.plan.cache.most is not None:
+        raise UnsupportedError(
+            f"{program.name} drops rows of its caches (cache={program.plan.cache.brief}), and the "
+            f"graph that other loaders run has no place for it: they would keep every row. Export "
+            f"another recipe, such as baseline"
+        )
     if program.plan.speculates:
         _refuse_drafts(program, plain)
         # Their own caches are nothing of the step's.
