@@ -63,6 +63,7 @@ def main() -> None:
     seconds: dict[str, list[float]] = {"held": [], "fed again": []}
     fed, same = {}, True
     for _ in range(args.rounds + 1):
+        model.forget()
         ask(model, [*text, 1], 1)  # what the turn before left
         held = ask(model, text + asked[-1], args.reply)
         model.forget()
