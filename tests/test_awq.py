@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
@@ -40,8 +40,8 @@ class Balancer:
     def solve(self, seen: Seen) -> dict[str, Tensor]:
         return Awq(grid=4).balanced(seen, self.numerics, self.fixed)
 
-    def replaced(self, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return dict(kept)
+    def replaced(self, kept: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        yield from kept.items()
 
 
 def scaled(program: Program, fixed: frozenset[str] = frozenset()) -> dict[str, Weight]:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -43,8 +43,8 @@ class Watcher:
                 self.blocks[-1][weight_of(node)] = seen.moments[tap]
         return {name: torch.ones(1) for name in self.blocks[-1]}
 
-    def replaced(self, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self.given[name] / 2 for name in kept if name == self.halved}
+    def replaced(self, kept: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        yield from ((name, self.given[name] / 2) for name in kept if name == self.halved)
 
     given: Mapping[str, Tensor] = {}
 

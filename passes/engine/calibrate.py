@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -77,9 +77,9 @@ class Solver(Protocol):
     def solve(self, seen: Seen) -> dict[str, Tensor]:
         """Tensors to keep of a block, by names that no other block's have."""
 
-    def replaced(self, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def replaced(self, kept: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """The weights that the blocks after it see in the place of those of these names, made of
-        what is kept alone."""
+        what is kept alone; one by one, because each takes the memory of the one it replaces."""
 
 
 def calibrate(
@@ -173,7 +173,7 @@ class _Replay:
             _write(self._kept(number), solver.solve(seen), mark)
         if block.passed.outputs:
             kept = _read(self._kept(number)) if block.products else {}
-            for name, tensor in solver.replaced(kept).items():
+            for name, tensor in solver.replaced(kept):
                 weights[name] = tensor.to(weights[name].dtype)
             self._pass_on(number, weights, mark, said)
 

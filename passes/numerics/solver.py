@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
@@ -65,14 +65,15 @@ class WeightSolver:
         parts = [part for part in stored if part is not None]
         return dict(zip(part_names(name, self.numerics[name]), parts, strict=True))
 
-    def replaced(self, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the stored weights stand for, f32, and those with factors of others."""
-        found = {name.removesuffix(".scaled"): t for name, t in kept.items() if _is_scaled(name)}
+    def replaced(self, kept: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Those with factors of others, and what the stored weights stand for, f32."""
+        for name, tensor in kept.items():
+            if _is_scaled(name):
+                yield name.removesuffix(".scaled"), tensor
         for weight, numeric in self.numerics.items():
             names = part_names(weight, numeric)
             if names[0] in kept:
-                found[weight] = numeric.dequantize(Quantized(*(kept[name] for name in names)))
-        return found
+                yield weight, numeric.dequantize(Quantized(*(kept[name] for name in names)))
 
 
 def _is_scaled(name: str) -> bool:

@@ -25,6 +25,9 @@ from ...engine.calibrate import Moments
 BLOCK = 128
 """Columns of a block, unless groups make it more."""
 
+ROWS = 512
+"""Rows that are packed at once."""
+
 Scales = tuple[Tensor, Tensor | None]
 """Scales and offsets of a group: one a row, [N]."""
 
@@ -89,7 +92,8 @@ def round_with_feedback(
         left[end:].addmm_(factor.upper[start:end, end:].T, errors, alpha=-1)
     scale = torch.stack([scale for scale, _ in scales], 1)
     offsets = [offset for _, offset in scales if offset is not None]
-    packed = pack(steps.T.contiguous(), numeric.bits)
+    del left, take  # packing takes memory of its own
+    packed = torch.cat([pack(rows.contiguous(), numeric.bits) for rows in steps.T.split(ROWS)])
     return Quantized(packed, scale, torch.stack(offsets, 1) if offsets else None)
 
 
