@@ -1,6 +1,6 @@
 # make demo      the bundled model, before and after, on this machine (about two minutes)
 # make test      the test suite
-# make check     format, lint, strict types, tests and doctests, line totals
+# make check     format, lint, strict types, tests and doctests, line totals; without the long tests
 #
 # Each prepares .venv by itself, from constraints.txt; it needs Python 3.11-3.13 and make, no more.
 # PYTHON=/path/to/python chooses the interpreter; ARGS="..." goes to pytest or to the demo; WORKERS=0
@@ -17,6 +17,8 @@ PYTHON_FILES := $(wildcard $(PACKAGES) tests examples benchmarks docs .ci)
 # Test files are shared out among processes of one thread each: most of the time is Python's. A file
 # stays whole, because its tests share what is slow to make.
 WORKERS := 2
+# What `make check` leaves out; .ci/run leaves out nothing.
+SELECT := -m "not long"
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile
 
 .PHONY: demo test check format types totals clean
@@ -31,7 +33,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check $(PYTHON_FILES)
 	$(BIN)/ruff check $(PYTHON_FILES)
 	$(MAKE) --no-print-directory types
-	$(PYTEST) $(ARGS)
+	$(PYTEST) $(SELECT) $(ARGS)
 	$(MAKE) --no-print-directory totals
 
 format: $(INSTALLED)

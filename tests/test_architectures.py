@@ -41,7 +41,18 @@ TIE = 1e-5
 FOUND: dict[str, dict[str, str]] = {}
 
 
-@pytest.mark.parametrize("name", sorted(ARCHS))
+FAMILIES = (
+    *("bloom", "cohere", "deepseek_v3", "diffllama", "falcon", "gemma2", "gemma3_text"),
+    *("gpt2", "gpt_oss", "gptj", "llama", "mixtral"),
+)
+"""Of each way in which models differ, one."""
+
+NAMES = [
+    pytest.param(name, marks=() if name in FAMILIES else pytest.mark.long) for name in sorted(ARCHS)
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_import(name: str) -> None:
     """Logits, dynamic sizes, one attention a layer, experts, markers and sites."""
     model, program = imported(name)
@@ -181,7 +192,7 @@ def check(name: str, target: str) -> None:
     assert same_tokens(model, short, expected[1]), (short, expected[1])
 
 
-@pytest.mark.parametrize("name", sorted(ARCHS))
+@pytest.mark.parametrize("name", NAMES)
 def test_architecture(name: str) -> None:
     """Logits in the interpreter, then 32 greedy tokens on eager torch and on ONNX Runtime."""
     model, program, prompts, _ = prepared(name)

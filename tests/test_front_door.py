@@ -33,7 +33,7 @@ def python(code: str, folder: Path, *flags: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("command", ["optimize", "generate"])
+@pytest.mark.parametrize("command", ["optimize", pytest.param("generate", marks=pytest.mark.long)])
 def test_without_transformers_the_extra_is_named(command: str, tmp_path: Path) -> None:
     """On the command line and in Python; what needs no transformers works."""
     model = ROOT / "graftwork" / "demo_model"

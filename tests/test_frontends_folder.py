@@ -51,6 +51,7 @@ def test_base_model_checkpoint(tmp_path: Path) -> None:
     assert torch.equal(logits_of(import_model(folder), ids, positions), expected)
 
 
+@pytest.mark.long
 def test_dtype(tmp_path: Path) -> None:
     """Weights come in the checkpoint's dtype or the one asked for; frequencies stay float32."""
     build(ARCHS["qwen3"]).to(torch.bfloat16).save_pretrained(tmp_path)

@@ -153,6 +153,7 @@ def imported(name: str, dtype: torch.dtype) -> Function:
     return import_exported(exported, "", lambda key: Weight.of(key, held[key].detach())).fn
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CODE)
 def test_patterns_are_found_in_what_frontends_give(name: str, dtype: torch.dtype) -> None:

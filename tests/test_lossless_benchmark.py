@@ -24,6 +24,7 @@ def proved(monkeypatch: pytest.MonkeyPatch, out: Path, asked: str = ASKED) -> in
     return int(ended.value.code or 0)
 
 
+@pytest.mark.long
 def test_rows_are_written_once_and_a_wrong_text_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

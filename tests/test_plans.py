@@ -247,6 +247,7 @@ def combinations() -> list[tuple[str, ...]]:
     return [*rng.sample(pairs, 45), *rng.sample(several, 30), *mixed, *bare]
 
 
+@pytest.mark.long
 def test_what_is_not_refused_decodes_and_keeps_its_promise() -> None:
     """No recipe crashes, none is refused once it was optimized, none that is lossless differs."""
     legal = 0

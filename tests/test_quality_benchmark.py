@@ -35,6 +35,7 @@ def texts(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_fewer_bits_cost_more_and_take_less(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, texts: Path
 ) -> None:

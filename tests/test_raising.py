@@ -69,6 +69,7 @@ def test_everything_is_recognised(name: str) -> None:
     assert error(logits(after), logits(before)) < 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "gemma", "gpt_neox"])
 def test_half_precision(name: str) -> None:
     """Casts to float32 and back are taken in; the result is as near to float32 as it was."""

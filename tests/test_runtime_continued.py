@@ -141,6 +141,7 @@ def test_predictions_are_those_of_whole_sequences(
 # -- training
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_trained_heads_are_accepted_and_the_target_stays(drafter: str, tmp_path: Path) -> None:
     model = Model(

@@ -189,6 +189,7 @@ def test_compiled_widths(more: tuple[Pass, ...], monkeypatch: pytest.MonkeyPatch
     assert same_drafts(seen, chains)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("more", [(UnrollDraft(),), (UnrollDraft(), FuseDraft())])
 def test_up_to_the_end_of_the_context(backend: str, more: tuple[Pass, ...]) -> None:

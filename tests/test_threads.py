@@ -36,7 +36,7 @@ def made(recipe: str, target: str) -> gw.Model:
         ("onnxruntime", ["baseline"]),
         ("onnxruntime", ["copyspec"]),
         ("onnxruntime", ["baseline", "copyspec"]),
-        ("torch", ["baseline"]),
+        pytest.param("torch", ["baseline"], marks=pytest.mark.long),
     ],
 )
 def test_threads_that_share_models_get_right_tokens(target: str, recipes: list[str]) -> None:
@@ -102,6 +102,7 @@ def test_a_model_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(compiled) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["eager", "torch"])
 def test_one_thread_generates_while_another_traces(target: str) -> None:
     """Torch refuses to run compiled code while anybody traces, unless they take turns."""

@@ -165,6 +165,7 @@ def logits_of(program: Program, target: str) -> torch.Tensor:
     return torch.cat(parts, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_strided_operands_mean_the_same_everywhere(case, programs):
     kind, *how = CASES[case]

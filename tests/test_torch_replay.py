@@ -43,6 +43,7 @@ def write(into: dict[str, torch.Tensor], past: int) -> None:
     into["past"].fill_(past)
 
 
+@pytest.mark.long
 def test_steps_are_replayed_through_growth_new_generations_and_other_threads(program):
     threads = torch.get_num_threads()
     held, fresh = (compile(program, Target.parse("torch")) for _ in range(2))

@@ -62,7 +62,11 @@ def weights(model: Model) -> dict[str, torch.Tensor]:
     return {name: weight.load() for name, weight in model.program.weights.items()}
 
 
-@pytest.mark.parametrize("drafter", [DraftMedusa(heads=3), DraftHydra(heads=3)], ids=str)
+@pytest.mark.parametrize(
+    "drafter",
+    [DraftMedusa(heads=3), pytest.param(DraftHydra(heads=3), marks=pytest.mark.long)],
+    ids=str,
+)
 def test_trained_heads_are_accepted_and_the_target_stays(drafter: Pass, tmp_path: Path) -> None:
     model = drafted(drafter)
     ids = torch.tensor([TEXT[0][:9], TEXT[3][4:13]])
@@ -252,6 +256,7 @@ fit(drafted(DraftMedusa()), TEXT, out={out!r}, **{{**FEW, "own": 0.0}})
 """
 
 
+@pytest.mark.long
 def test_two_processes_average_their_gradients(tmp_path: Path) -> None:
     """Two processes of one window each do what one process does with both."""
     script = tmp_path / "two.py"
