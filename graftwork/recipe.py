@@ -12,7 +12,7 @@ A recipe file::
       - insert_kv_cache                              # a pass
       - draft_suffix: {tokens: 8}                    # with options
       - {pass: fuse_gate_up, optional: true}         # may match nothing
-      - {pass: quantize_int8, options: {head: true}, optional: true}
+      - {pass: quantize_weights, options: {embedding: true}, optional: true}
 
 A pass that the extended recipe has already keeps its place; the options given here are laid over
 its own. A pass that may be there several times (`Pass.repeatable`) is another one each time that a

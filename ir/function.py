@@ -58,8 +58,7 @@ class Role(Enum):
     """What a function's results are for.
 
     target: they count, so their numerics are the model's. draft: they are verified before they
-    count, so they may be coarse, and leave the cores to the target. upkeep: it moves what states
-    hold.
+    count, and leave the cores to the target. upkeep: it moves what states hold.
     """
 
     TARGET = "target"

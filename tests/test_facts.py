@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import pytest
-from tiny import cached_llama, drafting_llama, tiny_llama
+from tiny import cached_llama, tiny_llama
 
 from graftwork.ir import InputError, PassError, PassRecord, Program
 from graftwork.passes import Outcome, Pass
@@ -14,7 +14,6 @@ from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.engine.base import all_passes
 from graftwork.passes.engine.facts import PREDICATES, Predicate, fact, shown
 from graftwork.passes.engine.manager import Step, facts_of, run_passes
-from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights
 from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
@@ -28,7 +27,6 @@ MAKES = {
     "argmax": AddArgmax(),
     "top_tokens": AddTopTokens(count=4),
     "drafts": DraftMedusa(),
-    "int8": QuantizeInt8(),
     "quantized": QuantizeWeights(group=0),
 }
 
@@ -95,15 +93,6 @@ def test_what_a_pass_requires_is_looked_at_before_it_runs() -> None:
 def test_what_else_a_pass_ensures_is_checked() -> None:
     with pytest.raises(PassError, match=r"'same'.* breaks what it ensures: the moon is no cheese"):
         run_passes(tiny_llama(), [claiming(rules=(never,))])
-
-
-def test_coarse_numerics_are_for_drafts_alone() -> None:
-    program = drafting_llama(DraftMedusa(), QuantizeInt8())
-    (rule,) = QuantizeInt8.ensures
-    assert not rule(program)
-    heads = program.function("medusa").copy()
-    heads.role = program.step.role
-    assert "of medusa is coarse" in rule(program.with_function(heads))
 
 
 def test_a_loaded_program_has_the_facts_that_it_shows() -> None:

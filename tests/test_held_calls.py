@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from handmade import Shape, cached_llama
+from tiny import in_int8
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError
 from graftwork.ir.executable import Executable
-from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 
 BACKENDS = ["onnxruntime", "eager"]
 
@@ -190,7 +190,7 @@ def test_tensors_that_are_not_contiguous_are_copied() -> None:
 )
 def test_a_lone_token_that_takes_two_columns(shape: Shape, widened: bool) -> None:
     """In attention only, then a row behind the step's own is written; or all through the step."""
-    program = QuantizeInt8().run(cached_llama(shape)).program
+    program = in_int8().run(cached_llama(shape)).program
     executable, twin = (compile(program, Target(threads=1)) for _ in range(2))
     given = inputs(1, 1)
     call = executable.hold("step", given, ("logits", "argmax"))

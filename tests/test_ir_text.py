@@ -44,7 +44,7 @@ A, G = torch.ops.aten, torch.ops.graftwork
 GOLDEN = """\
 program "every-kind" stage=cached {
   info(model_type="tiny", vocab_size=7, context=16, eos=(2, 5), bos=None, pad=None)
-  pass quantize_int8(head=False) contract=exact matches=1 seconds=0.25
+  pass quantize_weights(head=False) contract=exact matches=1 seconds=0.25
   pass quantize(parts=("head",), table={"a": [1, -2.5]}) contract=lossless matches=2 seconds=0.5
   state kv.0.key: f32[B,1,C,4] layer=0 part="key"
   weight emb: f32[7,4]
@@ -115,7 +115,7 @@ def every_kind() -> Program:
         plan=DecodePlan(draft=SuffixDraft(tokens=4)),
         stage="cached",
         provenance=(
-            PassRecord("quantize_int8", (("head", False),), "exact", 1, 0.25),
+            PassRecord("quantize_weights", (("head", False),), "exact", 1, 0.25),
             PassRecord(
                 "quantize", (("parts", ("head",)), ("table", {"a": [1, -2.5]})), "lossless", 2, 0.5
             ),

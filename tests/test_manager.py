@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from tiny import cached_llama, tiny_llama
+from tiny import cached_llama, in_int8, tiny_llama
 
 from graftwork.ir import Function, PassError, Program
 from graftwork.ir.fingerprint import fingerprint
@@ -26,7 +26,6 @@ from graftwork.passes.fusing.dce import sweep
 from graftwork.passes.fusing.fuse_gate_up import FuseGateUp
 from graftwork.passes.fusing.fuse_qkv import FuseQkv
 from graftwork.passes.fusing.fuse_residual_norm import FuseResidualNorm
-from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
@@ -199,7 +198,7 @@ class SkipLayers(Pass):
 
 
 SKIPPING = [
-    *(Step(kind()) for kind in (FuseQkv, FuseGateUp, InsertKvCache, QuantizeInt8, PickLogits)),
+    *(Step(kind()) for kind in (FuseQkv, FuseGateUp, InsertKvCache, in_int8, PickLogits)),
     *(Step(kind()) for kind in (AddArgmax, FuseResidualNorm)),
 ]
 

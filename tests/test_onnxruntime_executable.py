@@ -10,13 +10,13 @@ import pytest
 import torch
 from handmade import Shape, cached_llama
 from test_onnxruntime_lowering import KERNEL, PLAIN, TREE, name_of
+from tiny import in_int8
 
 from graftwork.backends import Target, compile
 from graftwork.backends.onnxruntime.executable import GRAIN, OnnxExecutable
 from graftwork.backends.onnxruntime.probe import attention_kernel_works
 from graftwork.ir import InputError, Program, UnsupportedError, run
 from graftwork.passes.engine.validate import empty_states, reference_logits
-from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 
 TARGET = Target(threads=1)
 CHAIN = "chain"
@@ -177,7 +177,7 @@ def int8_llama(
     shape: Shape | None = None, *, trees: bool = True, exclude: tuple[str, ...] = ()
 ) -> Program:
     """A cached llama whose linear layers are int8."""
-    return QuantizeInt8(exclude=exclude).run(cached_llama(shape, trees=trees)).program
+    return in_int8(exclude=exclude).run(cached_llama(shape, trees=trees)).program
 
 
 def logits_by_widths(program: Program, batch: int, widths: list[int]) -> torch.Tensor:

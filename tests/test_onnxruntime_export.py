@@ -14,7 +14,7 @@ import pytest
 import torch
 from handmade import Shape, cached_llama, llama
 from test_onnxruntime_lowering import KERNEL, PLAIN, name_of
-from tiny import drafting_llama, named, tiny_llama
+from tiny import drafting_llama, in_int8, named, tiny_llama
 
 from graftwork.backends import Target, compile
 from graftwork.backends.onnxruntime.emit import emit
@@ -25,7 +25,6 @@ from graftwork.ir import InputError, Program, State, TensorType, UnsupportedErro
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.engine.base import Pass
-from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 
 genai = pytest.importorskip("onnxruntime_genai")
 
@@ -147,7 +146,7 @@ def test_the_checker_of_onnx_passes(shape: Shape, write: Any, tmp_path: Path) ->
 
 
 def quantized(shape: Shape) -> Program:
-    return QuantizeInt8().run(cached_llama(shape)).program
+    return in_int8().run(cached_llama(shape)).program
 
 
 def test_portable_norms_are_bit_for_bit_our_own(tmp_path: Path) -> None:
@@ -189,7 +188,7 @@ def test_drafts_are_left_out_by_name_only(drafter: Pass, write: Any, tmp_path: P
 
 
 def test_int8_export(tmp_path: Path) -> None:
-    program = QuantizeInt8().run(cached_llama()).program
+    program = in_int8().run(cached_llama()).program
     tokens = tokens_of(1, 6)
     loop = Loop(export_onnx(program, tmp_path / "out"), 1)
     exact = expected(Shape(), tokens)

@@ -375,28 +375,6 @@ def test_experts_that_are_weights_take_one_kernel(sample: int, tmp_path: Path) -
     close(run_session(fn, feeds, tmp_path, weights)["y"], want)
 
 
-@pytest.mark.parametrize("sample", [0, 1, 2])
-def test_int8_weights_are_multiplied_exactly(sample: int, tmp_path: Path) -> None:
-    fn, feeds, weights, want = with_weights("linear_int8", sample, 1)
-    close(run_session(fn, feeds, tmp_path, weights)["y"], want)
-
-
-def test_int8_rows_do_not_depend_on_each_other(tmp_path: Path) -> None:
-    weight = Weight.of("w", torch.randint(-127, 128, (48, 96), dtype=torch.int8))
-    scale = Weight.of("s", torch.rand(48))
-    fn = Function("call")
-    node = fn.add_input("a", TensorType.parse("f32[1,T,96]"))
-    product = fn.call(G.linear_int8.default, node, fn.weight(weight), fn.weight(scale))
-    fn.set_outputs({"y": product})
-    weights = {"w": weight, "s": scale}
-    rows = x(1, 8, 96) * torch.logspace(-3, 3, 8)[:, None]
-    rows[0, 5] = 0
-    whole = run_session(fn, {"a": rows}, tmp_path, weights)["y"]
-    assert torch.equal(whole[0, 5], torch.zeros(48))
-    alone = [run_session(fn, {"a": r[None, None]}, tmp_path, weights)["y"][0] for r in rows[0]]
-    assert torch.equal(whole[0], torch.cat(alone))
-
-
 def test_unknown_op_is_named() -> None:
     fn, _ = function_of(A.lgamma.default, (x(3),), {})
     with pytest.raises(UnsupportedError, match=r"aten\.lgamma"):

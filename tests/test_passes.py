@@ -11,6 +11,7 @@ from graphs import programs
 from handmade import Shape, llama
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import in_int8
 
 from graftwork.ir import (
     Function,
@@ -26,7 +27,6 @@ from graftwork.ir import (
     type_of,
     verify,
 )
-from graftwork.ir.ops.quant import quantize_rows
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.engine.base import Contract, Outcome, Pass
 from graftwork.passes.fusing.cse import Cse
@@ -36,7 +36,6 @@ from graftwork.passes.fusing.fuse_gate_up import FuseGateUp
 from graftwork.passes.fusing.fuse_qkv import FuseQkv
 from graftwork.passes.fusing.fuse_residual_norm import FuseResidualNorm
 from graftwork.passes.fusing.tabulate_positions import TabulatePositions
-from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights
 from graftwork.passes.raising.canonicalize import Canonicalize
 from graftwork.passes.raising.raise_activations import RaiseActivations
@@ -199,41 +198,13 @@ def test_fused_weights_stack_in_order() -> None:
 # -- int8
 
 
-def test_int8_is_exact_and_rows_are_independent() -> None:
-    """The integer part is exact for wide layers; a row's result does not depend on its company."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randint(-127, 128, (5, 3000), dtype=torch.int8, generator=generator)
-    x = torch.randn(1, 8, 3000, generator=generator)
-    x[0, 3] = 0
-    scale = torch.ones(5)
-    together = G.linear_int8(x, weight, scale)
-    values, rows = quantize_rows(x)
-    exact = values.double() @ weight.double().T * rows.double()
-    assert torch.allclose(together.double(), exact, rtol=1e-6, atol=0)
-    assert torch.equal(together[0, 3], torch.zeros(5))
-    for index in range(8):
-        assert torch.equal(
-            G.linear_int8(x[:, index : index + 1], weight, scale)[:, 0], together[:, index]
-        )
-
-
-def test_int8_error_is_that_of_eight_bits() -> None:
-    """Close to the float product, and different from it."""
-    x, weight = torch.randn(1, 4, 256), torch.randn(64, 256)
-    values, scale = quantize_rows(weight)
-    found = G.linear_int8(x, values, scale[:, 0])
-    expected = x @ weight.T
-    error = float((found - expected).abs().max() / expected.abs().max())
-    assert 1e-5 < error < 0.03
-
-
-def test_int8_keeps_the_embedding_of_a_tied_head() -> None:
-    program = QuantizeInt8().run(llama(Shape(tied=True))).program
-    assert {"embed", "embed.int8", "embed.scale"} <= set(program.weights)
-    assert program.weights["embed"].type.dtype == torch.float32
-    kept = QuantizeInt8(exclude=("embed",)).run(llama(Shape(tied=True))).program
+def test_int8_has_one_table_for_a_tied_head() -> None:
+    program = in_int8().run(llama(Shape(tied=True))).program
+    assert {"embed.q8", "embed.q8.scale"} <= set(program.weights)
+    assert "embed" not in program.weights
+    kept = in_int8(exclude=("embed",)).run(llama(Shape(tied=True))).program
     assert (
-        "embed.int8" not in kept.weights and len(kept.function("step").calls(A.linear.default)) == 1
+        "embed.q8" not in kept.weights and len(kept.function("step").calls(A.linear.default)) == 1
     )
 
 
@@ -250,10 +221,10 @@ def test_no_pass_loads_weights() -> None:
     store = {name: Weight(name, w.type, absent) for name, w in program.weights.items()}
     program = program.replace(weights=WeightStore(store))
     few = QuantizeWeights(group=0, select=("*.down.weight",))
-    fusing = (FuseQkv(), FuseGateUp(), FuseResidualNorm(), few, QuantizeInt8())
+    fusing = (FuseQkv(), FuseGateUp(), FuseResidualNorm(), few, in_int8())
     for pass_ in (*TIDYING, *RAISING, *fusing):
         program = pass_.run(program).program
-    for end in ("int8", "q4", "q4.scale", "q4.offset"):
+    for end in ("q8", "q4", "q4.scale", "q4.offset"):
         with pytest.raises(InputError, match="a pass loaded"):
             next(w for name, w in program.weights.items() if name.endswith(f".{end}")).load()
 

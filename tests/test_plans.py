@@ -241,7 +241,7 @@ def combinations() -> list[tuple[str, ...]]:
     for _ in range(90):
         drafters = rng.sample(list(DRAFTERS), rng.choice((1, 2)))
         others = [rng.choice(list(kind)) for kind in kinds if rng.random() < 0.5]
-        extras = ("draft_merged", "unroll_draft", "fuse_draft", "quantize_int8")
+        extras = ("draft_merged", "unroll_draft", "fuse_draft", "quantize_weights")
         mixed.append((*drafters, *others, *(e for e in extras if rng.random() < 0.3), *BOTH))
     bare = [(d, *x) for d in DRAFTERS for x in ((), ("unroll_draft",), ("draft_merged", *BOTH))]
     return [*rng.sample(pairs, 45), *rng.sample(several, 30), *mixed, *bare]

@@ -11,11 +11,11 @@ import torch
 
 from graftwork.ir import InputError
 from graftwork.ir.numerics import WIDTHS, Numeric, unpack
-from graftwork.ir.ops.quant import linear_int8, quantize_rows
 from graftwork.ir.ops.quantized import (
     fused_multiply_add,
     quantized_embedding,
     quantized_linear,
+    round_rows,
 )
 
 BOOK = {bits: torch.linspace(-127, 127, 2**bits).round() for bits in WIDTHS}
@@ -135,14 +135,25 @@ def test_what_is_not_rounded_is_the_product_with_the_values(bits: int, kind: Any
     assert 0 < (rounded - found).abs().max() < 0.03 * found.abs().max()
 
 
-def test_eight_bits_with_a_scale_a_row_are_linear_int8() -> None:
-    weight, x = random(6, 64), random(2, 3, 64, seed=1)
-    values, scale = quantize_rows(weight)
-    operands, options = stored(weight, 8, 64, "symmetric")
+def test_eight_bits_with_a_scale_a_row() -> None:
+    """The integer part is exact for wide layers; a row's result does not depend on its company."""
+    weight, x = random(6, 3000), random(1, 8, 3000, seed=1)
+    x[0, 3] = 0
+    operands, options = stored(weight, 8, 3000, "symmetric")
+    scale = weight.abs().amax(-1, keepdim=True) / 127
+    values = torch.round(weight / scale)
     assert torch.equal(unpack(operands["weight"], 8) - 128, values.int())
     assert torch.equal(operands["scale"], scale)
     found = quantized_linear(x, **operands, **options)
-    torch.testing.assert_close(found, linear_int8(x, values, scale[:, 0]), rtol=1e-6, atol=1e-6)
+    steps, rows = round_rows(x)
+    exact = (steps.double() @ values.double().T) * rows.double() * scale[:, 0].double()
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
+    assert torch.equal(found[0, 3], torch.zeros(6))
+    for index in range(8):
+        alone = quantized_linear(x[:, index : index + 1], **operands, **options)
+        assert torch.equal(alone[:, 0], found[:, index])
+    error = (found - x @ weight.T).abs().max() / found.abs().max()
+    assert 1e-5 < error < 0.03
 
 
 def test_offsets_may_be_finer_than_scales() -> None:

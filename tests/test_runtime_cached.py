@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from recorded import Recorded, whole
-from tiny import named, tiny_llama
+from tiny import in_int8, named, tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
@@ -22,7 +22,6 @@ from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_model import DraftModel
 from graftwork.passes.drafting.plan_edits import with_plan
 from graftwork.passes.engine.manager import Step, run_passes
-from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
@@ -83,7 +82,7 @@ def test_eagle_gives_the_targets_own_text(backend: str, tree: Pass) -> None:
 @pytest.mark.parametrize("exclude", [(), ("*mlp.down_proj*",)])
 def test_eagle_in_int8_gives_the_text_of_int8(exclude: tuple[str, ...]) -> None:
     """Also where float products are left, which take a lone token, its state with it, twice."""
-    quantized = QuantizeInt8(exclude=exclude)
+    quantized = in_int8(exclude=exclude)
     executable = compile(drafting(DraftEagle(), LATE, None, quantized), Target("onnxruntime"))
     result = decode(executable, PROMPTS[:1], 24)
     assert torch.equal(result.sequences, plainly(executable, PROMPTS[:1], 24))

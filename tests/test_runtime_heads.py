@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from tiny import MASK, PROMPTS, drafting_llama, named
+from tiny import MASK, PROMPTS, drafting_llama, in_int8, named
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
@@ -15,7 +15,6 @@ from graftwork.passes.drafting.draft_hydra import DraftHydra
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.drafting.draft_mlp_speculator import DraftMlpSpeculator
 from graftwork.passes.drafting.draft_redrafter import DraftRedrafter
-from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 from graftwork.runtime.generate import generate
 from graftwork.runtime.speculate.last_state import LastState
 from graftwork.runtime.speculate.verifiers.greedy import GreedyVerifier
@@ -38,7 +37,7 @@ TREES = {
 @cache
 def compiled(backend: str, drafter: str = "", tree: str = "", int8: bool = False) -> Executable:
     passes = [DRAFTERS[drafter], TREES[tree]] if drafter else []
-    return compile(drafting_llama(*passes, *[QuantizeInt8()] * int8), Target(backend, "cpu"))
+    return compile(drafting_llama(*passes, *[in_int8()] * int8), Target(backend, "cpu"))
 
 
 @pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
@@ -59,8 +58,8 @@ def test_text_of_a_quantized_target_is_its_own() -> None:
     asked = {"max_new_tokens": 20, "eos_token_id": []}
     plain = generate(compiled("onnxruntime", int8=True), PROMPTS[2:3], **asked)
     fast = compiled("onnxruntime", "hydra", "static", int8=True)
-    assert "graftwork.linear_int8" in str(fast.program.function("hydra_0").graph) or any(
-        name.endswith(".int8") for name in fast.program.function("hydra_0").weights
+    assert "graftwork.quantized_linear" in str(fast.program.function("hydra_0").graph) or any(
+        name.endswith(".q8") for name in fast.program.function("hydra_0").weights
     )
     assert torch.equal(generate(fast, PROMPTS[2:3], **asked), plain)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from runtime_models import Recorder
 from test_runtime_cached import PROMPTS, Widths, decode, plainly, with_itself
-from tiny import named, tiny_llama
+from tiny import in_int8, named, tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
@@ -26,7 +26,6 @@ from graftwork.passes.drafting.fuse_draft import FuseDraft
 from graftwork.passes.drafting.plan_edits import with_plan
 from graftwork.passes.drafting.unroll_draft import UnrollDraft
 from graftwork.passes.engine.manager import Step, run_passes
-from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
@@ -169,7 +168,7 @@ def test_its_own_steps_are_those_of_the_general_loop(
 @pytest.mark.parametrize("more", [(UnrollDraft(),), (UnrollDraft(), FuseDraft())])
 def test_in_int8_the_text_is_that_of_int8(exclude: tuple[str, ...], more: tuple[Pass, ...]) -> None:
     """Also where float products are left, which take a lone token twice."""
-    quantized = QuantizeInt8(exclude=exclude)
+    quantized = in_int8(exclude=exclude)
     executable = compile(drafting(DraftEagle(), quantized, *more), Target("onnxruntime"))
     alone = compile(drafting(quantized, grows=False), Target("onnxruntime"))
     for prompts in (PROMPTS[:1], LONG):

@@ -6,14 +6,13 @@ import re
 
 import pytest
 import torch
-from tiny import cached_llama
+from tiny import cached_llama, in_int8
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 from graftwork.backends import Target, compile
 from graftwork.ir import InputError
 from graftwork.passes.engine.validate import reference_logits
-from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights
 
 TOKENS = torch.randint(0, 32, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -167,10 +166,10 @@ def test_other_threads_are_compiled_for():
 FEW_BITS = QuantizeWeights(bits=4, group=8, embedding=True)
 
 
-@pytest.mark.parametrize("pass_", [QuantizeInt8(), FEW_BITS], ids=["int8", "int4"])
+@pytest.mark.parametrize("pass_", [in_int8(), FEW_BITS], ids=["int8", "int4"])
 def test_quantized_weights_stay_bytes_and_give_the_same_logits(pass_):
     program = pass_.run(cached_llama(layers=1, context=1024)).program
-    quantized = {name for name in program.weights if name.endswith((".int8", ".q4"))}
+    quantized = {name for name in program.weights if name.endswith((".q8", ".q4"))}
     assert quantized
     eager = compile(program, Target.parse("eager"))
     compiled = compile(program, Target.parse("torch"))
@@ -186,7 +185,7 @@ def test_quantized_weights_stay_bytes_and_give_the_same_logits(pass_):
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("pass_", [QuantizeInt8(), FEW_BITS], ids=["int8", "int4"])
+@pytest.mark.parametrize("pass_", [in_int8(), FEW_BITS], ids=["int8", "int4"])
 def test_a_token_has_the_same_bits_alone_and_among_others(pass_):
     # Wide enough that a sum over a row of one would be shared out among threads.
     program = pass_.run(cached_llama(layers=1, dim=256, context=64)).program

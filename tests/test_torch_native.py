@@ -16,47 +16,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from graftwork.backends import cached_library
+from graftwork.backends import cached_library, tiles
 from graftwork.backends.torch import cpu, native
-from graftwork.backends.torch.emit import emit
-from graftwork.backends.torch.rows import Prepared
-from graftwork.ir import Function, InputError, TensorType, UnsupportedError, Weight
+from graftwork.ir import InputError, UnsupportedError
 from graftwork.ir.ops import norm
 from graftwork.ir.ops.attention import attend as attend_meaning
-from graftwork.ir.ops.quant import linear_int8
 
 INTEL = platform.machine() == "x86_64"
-
-
-def int8_case(rows: tuple[int, ...], columns: int, most: int) -> tuple[torch.Tensor, ...]:
-    """Rows, weights and scales, extreme sums among them."""
-    generator = torch.Generator().manual_seed(columns)
-    weight = torch.randint(-most, most + 1, (41, columns), generator=generator).to(torch.int8)
-    weight[0], weight[1] = most, -most
-    x = torch.randn(*rows, columns, generator=generator)
-    x[0, 0] = 1
-    return x, weight, torch.rand(41, generator=generator)
-
-
-@pytest.mark.parametrize("coarse", [False, True])
-@pytest.mark.parametrize("columns", [5, 8, 128, 1300])
-def test_int8_has_the_bits_of_its_meaning(columns, coarse, processor):
-    for rows in ((1, 1), (1, 3), (2, 4), (1, 9), (3, 7), (1, 32), (1, 33), (5, 21)):
-        x, weight, scale = int8_case(rows, columns, 63 if coarse else 127)
-        sums, bias = cpu.row_sums(weight), torch.arange(41.0)
-        result = cpu.linear_int8(x, weight, scale, bias, coarse=coarse, sums=sums)
-        assert torch.equal(result, linear_int8(x, weight, scale, bias, coarse=coarse)), rows
-
-
-def test_rows_of_zeros_and_halves_round_as_they_should(processor):
-    x = torch.zeros(1, 3, 8)
-    x[0, 1] = torch.arange(8) + 0.5
-    x[0, 1, 7] = 127
-    weight = torch.eye(8, dtype=torch.int8)
-    sums, scale = cpu.row_sums(weight), torch.ones(8)
-    result = cpu.linear_int8(x, weight, scale, sums=sums)
-    assert result[0, 0].eq(0).all() and result[0, 2].eq(0).all()
-    assert result[0, 1].tolist() == [0, 2, 2, 4, 4, 6, 6, 127]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -179,7 +145,7 @@ def test_a_prompts_rows_do_not_depend_on_the_others(columns, processor):
 
 
 def test_threads_do_not_change_bits():
-    x, weight, scale = int8_case((1, 5), 100, 127)
+    x, weight = torch.randn(1, 5, 100), torch.randn(41, 100)
     q, k, v, mask = attention_case(5, 16, 16)
     found = []
     threads = torch.get_num_threads()
@@ -188,9 +154,8 @@ def test_threads_do_not_change_bits():
             torch.set_num_threads(number)
             found.append(
                 (
-                    cpu.linear(x, weight.float()),
-                    cpu.linear(x.repeat(1, 20, 1), weight.float()),
-                    cpu.linear_int8(x, weight, scale, sums=cpu.row_sums(weight)),
+                    cpu.linear(x, weight),
+                    cpu.linear(x.repeat(1, 20, 1), weight),
                     cpu.attend(q, k, v, mask, scale=0.3),
                     cpu.rms_norm(x, x[0, 0], eps=1e-5),
                 )
@@ -238,28 +203,6 @@ def test_a_run_makes_calls_in_order_and_says_what_they_throw(tmp_path):
     with pytest.raises(RuntimeError, match="no more"):
         native.Run([(add, (whole, 3)), (fail, ()), (add, (whole, 4))])()
     assert whole.item() == 12123
-
-
-def test_what_a_row_wants_of_a_weight_is_made_once():
-    fn = Function("step")
-    x = fn.add_input("x", TensorType.of(torch.zeros(1, 2, 8)))
-    weight = torch.randint(-127, 128, (6, 8), dtype=torch.int8)
-    given = {"w": weight, "scale": torch.rand(6)}
-    nodes = [fn.weight(Weight.of(name, tensor)) for name, tensor in given.items()]
-    op = torch.ops.graftwork.linear_int8.default
-    fn.set_outputs({"y": fn.call(op, x, *nodes)})
-    made: list[torch.Tensor] = []
-
-    def sums(tensor: torch.Tensor) -> torch.Tensor:
-        made.append(tensor)
-        return cpu.row_sums(tensor)
-
-    module = emit(fn, given, [], ["y"], rows={op: Prepared(cpu.linear_int8, {"sums": (1, sums)})})
-    for seed in range(2):
-        values = torch.randn(1, 2, 8, generator=torch.Generator().manual_seed(seed))
-        want = linear_int8(values, weight, given["scale"])
-        assert torch.equal(module(values)[0], want)
-    assert len(made) == 1 and made[0] is weight
 
 
 @pytest.fixture
@@ -313,29 +256,13 @@ def test_without_a_compiler_the_error_says_what_to_do(compiler, says, no_library
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists() or not INTEL, reason="asks Linux and x86")
 def test_kernels_use_what_the_processor_has():
     able = set(Path("/proc/cpuinfo").read_text().split())
-    loaded = native.library()._name.replace("self", str(os.getpid()))
-    command = ["objdump", "--disassemble", "--no-show-raw-insn", loaded]
-    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    code = ""
+    for library in (native.library(), cached_library.library(tiles.QUANTIZED)):
+        loaded = library._name.replace("self", str(os.getpid()))
+        command = ["objdump", "--disassemble", "--no-show-raw-insn", loaded]
+        code += subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "prefetcht1" in code
     if {"avx512_vnni", "avx512bw"} <= able:
         assert "vpdpbusd" in code and "zmm" in code
     elif "avx2" in able:
         assert "vpmaddwd" in code
-
-
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
-def test_rows_that_are_not_finite_have_no_result(wrong: float) -> None:
-    """Rounded to whole numbers they would become some, and a broken model look like a sound one."""
-    x, weight, scale = torch.randn(3, 40), torch.ones(5, 40, dtype=torch.int8), torch.ones(5)
-    x[1, 33] = wrong
-    found = (
-        torch.ops.graftwork.linear_int8(x, weight, scale),
-        native.linear_int8(x, weight, scale, weight.sum(-1, dtype=torch.int32), False),
-    )
-    for result in found:
-        assert result.isnan().tolist() == [[False] * 5, [True] * 5, [False] * 5]
-    coarse = (
-        torch.ops.graftwork.linear_int8(x, weight, scale, coarse=True),
-        native.linear_int8(x, weight, scale, weight.sum(-1, dtype=torch.int32), True),
-    )
-    assert all(result.isnan().all() for result in coarse)

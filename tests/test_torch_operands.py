@@ -8,13 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.fx
-from tiny import cached_llama
+from tiny import cached_llama, in_int8
 
 from graftwork.backends import Target, compile
 from graftwork.ir import Function, Program, Sym, TensorType, VerifyError, parse_program, verify
 from graftwork.passes.engine.validate import reference_logits
 from graftwork.passes.fusing.fuse_residual_norm import FuseResidualNorm
-from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 
 A, G = torch.ops.aten, torch.ops.graftwork
 STEPS = 6
@@ -55,6 +54,15 @@ def one_for_all(fn: Function, w: torch.fx.Node) -> torch.fx.Node:
     return fn.call(A.expand.default, fn.call(A.slice.Tensor, w, 0, 2, 3), [w.meta["type"].dims[0]])
 
 
+def one_of_three_columns(fn: Function, w: torch.fx.Node) -> torch.fx.Node:
+    both = fn.call(A.cat.default, [w, fn.call(A.mul.Tensor, w, 0.5), w], 1)
+    return fn.call(A.slice.Tensor, both, 1, 1, 2)
+
+
+def one_row_of_one(fn: Function, w: torch.fx.Node) -> torch.fx.Node:
+    return fn.call(A.expand.default, fn.call(A.slice.Tensor, w, 0, 2, 3), w.meta["type"].dims)
+
+
 def a_single_one(fn: Function, w: torch.fx.Node) -> torch.fx.Node:
     return fn.call(A.slice.Tensor, w, 0, 2, 3)
 
@@ -74,6 +82,8 @@ def first_group(fn: Function, k: torch.fx.Node) -> torch.fx.Node:
     return fn.call(A.expand.default, fn.call(A.slice.Tensor, k, 1, 0, 1), k.meta["type"].dims)
 
 
+QUANTIZED = "graftwork.quantized_linear.default"
+
 CASES: dict[str, tuple[str, Edit, str, int]] = {
     "transposed": ("plain", turned, "aten.linear.default", 1),
     "permuted": ("plain", permuted, "aten.linear.default", 1),
@@ -85,10 +95,15 @@ CASES: dict[str, tuple[str, Edit, str, int]] = {
     "norm, a step of two": ("plain", every_second, "graftwork.rms_norm.default", 1),
     "sum and norm, a column": ("fused", a_column, "graftwork.add_rms_norm.default", 2),
     "sum and norm, one number": ("fused", a_single_one, "graftwork.add_rms_norm.default", 2),
-    "int8, transposed": ("int8", turned, "graftwork.linear_int8.default", 1),
-    "int8, expanded": ("int8", one_row_for_all, "graftwork.linear_int8.default", 1),
-    "int8, a column of scales": ("int8", a_column, "graftwork.linear_int8.default", 2),
-    "int8, one scale for all": ("int8", one_for_all, "graftwork.linear_int8.default", 2),
+    "int8, transposed": ("int8", turned, QUANTIZED, 1),
+    "int8, expanded": ("int8", one_row_for_all, QUANTIZED, 1),
+    "int8, a column of scales": (
+        "int8",
+        one_of_three_columns,
+        QUANTIZED,
+        2,
+    ),
+    "int8, one scale for all": ("int8", one_row_of_one, QUANTIZED, 2),
     "viewed": ("plain", viewed, "aten.linear.default", 1),
     "keys of one group for all": ("plain", first_group, "graftwork.attend.default", 1),
     "values of one group for all": ("plain", first_group, "graftwork.attend.default", 2),
@@ -99,7 +114,7 @@ CASES: dict[str, tuple[str, Edit, str, int]] = {
 def programs() -> dict[str, Program]:
     plain = cached_llama()
     fused = FuseResidualNorm().run(plain).program
-    return {"plain": plain, "fused": fused, "int8": QuantizeInt8().run(plain).program}
+    return {"plain": plain, "fused": fused, "int8": in_int8().run(plain).program}
 
 
 NAMED = {
@@ -108,7 +123,7 @@ NAMED = {
         (r"rms_norm\((\S+), (\S+), eps", r"rms_norm(weight=\2, x=\1, eps"),
         (r"embedding\((\S+), (\S+)\)", r"embedding(\1, indices=\2)"),
     ],
-    "int8": [(r"int8\((\S+), (\S+), (\S+)\)", r"int8(\1, scale=\3, weight=\2)")],
+    "int8": [(r"r\((\S+), (\S+), (\S+), bits", r"r(\1, scale=\3, weight=\2, bits")],
     "fused": [(r"norm\((%\S+), (%\S+), (\S+), eps", r"norm(\1, weight=\3, residual=\2, eps")],
 }
 
@@ -133,7 +148,7 @@ def edited(program: Program, edit: Edit, target: str, place: int) -> Program:
     for node in fn.calls():
         operand = node.args[place] if str(node.target) == target else None
         dims = operand.meta["type"].dims if isinstance(operand, torch.fx.Node) else ()
-        if len(dims) == 2 and dims[0] != dims[1]:
+        if len(dims) == 2 and dims[1] not in (1, dims[0]):
             continue
         if operand is None:
             continue
@@ -179,16 +194,16 @@ def test_strided_operands_mean_the_same_everywhere(case, programs):
         )
 
 
-X, W8, ROWS = "f32[B,T,8]", "i8[6,8]", "f32[6]"
+X, W8, ROWS, BYTES = "f32[B,T,8]", "u8[6,8]", "f32[6,1]", {"bits": 8, "group": 8}
 Q, K, MASK = "f32[B,4,T,8]", "f32[B,2,C,8]", "bool[B,1,T,C]"
 
 MISFITS = {
-    "K of the weight": (G.linear_int8, [X, "i8[6,9]", ROWS], {}),
-    "scales": (G.linear_int8, [X, W8, "f32[5]"], {}),
-    "a scale for all": (G.linear_int8, [X, W8, "f32[1]"], {}),
-    "bias": (G.linear_int8, [X, W8, ROWS, "f32[8]"], {}),
-    "weight's dtype": (G.linear_int8, [X, "f32[6,8]", ROWS], {}),
-    "no columns": (G.linear_int8, ["f32[B,T,0]", "i8[6,0]", ROWS], {}),
+    "K of the weight": (G.quantized_linear, [X, "u8[6,9]", ROWS], BYTES),
+    "scales": (G.quantized_linear, [X, W8, "f32[5,1]"], BYTES),
+    "a scale for all": (G.quantized_linear, [X, W8, "f32[1,1]"], BYTES),
+    "bias": (G.quantized_linear, [X, W8, ROWS, None, None, "f32[8]"], BYTES),
+    "weight's dtype": (G.quantized_linear, [X, "f32[6,8]", ROWS], BYTES),
+    "no columns": (G.quantized_linear, ["f32[B,T,0]", "u8[6,0]", "f32[6,0]"], BYTES),
     "key width": (G.attend, [Q, "f32[B,2,C,9]", K, MASK], {"scale": 1.0}),
     "value rows": (G.attend, [Q, K, "f32[B,2,T,8]", MASK], {"scale": 1.0}),
     "groups": (G.attend, [Q, "f32[B,3,C,8]", "f32[B,3,C,8]", MASK], {"scale": 1.0}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.fx
 
@@ -18,6 +20,7 @@ from graftwork.ir import (
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.engine.base import Pass, all_passes
 from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.numerics.quantize_weights import QuantizeWeights
 from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
@@ -33,6 +36,11 @@ MASK = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0
 def named(name: str, **options: object) -> Pass:
     """A pass as recipes call it, which is how those that are derived from records are found."""
     return all_passes()[name](**options)
+
+
+def in_int8(**options: Any) -> QuantizeWeights:
+    """What the recipe int8 does to weights."""
+    return QuantizeWeights(bits=8, group=0, symmetric=True, scales="f32", embedding=True, **options)
 
 
 class _Builder:

@@ -4,13 +4,15 @@ With activations rounded, graftwork's own kernels run them where a session may h
 `rows_tiles`): that is the op's meaning bit for bit, and fastest. In models for others, and where
 there is no compiler, kernels of ONNX Runtime do.
 
-What MatMulNBits takes, it multiplies; everything else is a float product with the weight's values,
-worked out when the model is stored. Rounded activations: MatMulNBits rounds them to int8 by row and
-block of the weight, the op's meaning by row, so the two differ by what rounding costs; sums are
-exact in both. A row must have the same bits whatever is beside it, and not every block size of the
-kernel sees to that: the largest that does is used, with scales repeated (see `probe`). The kernel
-is slow with zero points that are not whole, so offsets are a float product of their own, with the
-sums of each group's activations; that, and float products of rounded rows, take a lone row twice.
+Eight bits with one scale a row are a product of bytes (see `byte_products`), which is the meaning
+but for the order of its factors. What else MatMulNBits takes, it multiplies; everything else is a
+float product with the weight's values, worked out when the model is stored. Rounded activations:
+MatMulNBits rounds them to int8 by row and block of the weight, the op's meaning by row, so the two
+differ by what rounding costs; sums are exact in both. A row must have the same bits whatever is
+beside it, and not every block size of the kernel sees to that: the largest that does is used, with
+scales repeated (see `probe`). The kernel is slow with zero points that are not whole, so offsets
+are a float product of their own, with the sums of each group's activations; that, and float
+products of rounded rows, take a lone row twice.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from ...ir import Dim, TensorType, Weight, derive
 from ...ir import arguments as arguments_of
 from ...ir.numerics import dequantize, pack, unpack
 from . import rows_tiles
+from .byte_products import ZERO, byte_product, quantized_rows
 from .emit import Emitter, row, type_of, weight_of
 from .pairs import Pairs
 from .probe import quantized_ops_available, rows_of_few_bits_are_exact
-from .rows_quant import ZERO, quantized_rows
 
 G = torch.ops.graftwork
 F32, U8 = torch.float32, torch.uint8
@@ -62,6 +64,11 @@ class _Stored:
     @property
     def groups(self) -> int:
         return int(str(self.scale.type.dims[1]))
+
+    @property
+    def is_bytes_by_row(self) -> bool:
+        """Whether values are bytes around 128 with one scale a row, and no more."""
+        return self.bits == 8 and self.groups == 1 and self.offset is None and self.codebook is None
 
     @property
     def parts(self) -> list[Weight]:
@@ -218,7 +225,9 @@ def quantized_linear(
     stored = _Stored(given[0], given[1], given[2], given[3], bits, group)
     dims = type_of(x).dims
     chosen = None if e.qdq else next(_fitting(e, stored, rounded), None)
-    if chosen is not None:
+    if rounded and stored.is_bytes_by_row and not e.qdq:
+        result = byte_product(e, wide, stored.weight, stored.scale)
+    elif chosen is not None:
         result = _few_bits(e, wide, stored, *chosen, rounded)
         if offset is not None:
             sums = _group_sums(e, wide, dims, group)

@@ -1,14 +1,14 @@
 """What inductor runs steps with on the CPU: native kernels.
 
 A step of decoding has few rows and reads every weight once. Library products are made for many
-rows: in float32 two rows can take three times as long as one, and for int8 none is exact, per row
-and fast. The kernels read weights at the speed of memory. Of many rows, such as a prompt's, the
-library that torch comes with multiplies fast on its maker's processors, and on another at a quarter
-of ONNX Runtime's speed; what the kernels need is wide vectors, whoever made them.
+rows: in float32 two rows can take three times as long as one. The kernels read weights at the speed
+of memory. Of many rows, such as a prompt's, the library that torch comes with multiplies fast on its
+maker's processors, and on another at a quarter of ONNX Runtime's speed; what the kernels need is
+wide vectors, whoever made them.
 
 They take sums over a row, in norms and attention, too, in one order whatever rows share the step:
-a token's results have the same bits alone and among drafted ones. In int8 a last bit matters,
-because rounding to whole numbers makes a step of it.
+a token's results have the same bits alone and among drafted ones. Before a product of bytes a last
+bit matters, because rounding to whole numbers makes a step of it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from torch import Tensor
 
 from ...ir.ops import norm
 from ...ir.ops.attention import check_attend
-from ...ir.ops.quant import check_linear_int8
 from . import native, native_quantized
-from .rows import Prepared, Row
+from .rows import Row
 from .rows import attend as library_attend
 
 A = torch.ops.aten
@@ -40,28 +39,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     result: Tensor = native.linear_float32(x, weight)
     return result if bias is None else result + bias
-
-
-def linear_int8(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    coarse: bool = False,
-    sums: Tensor | None = None,
-) -> Tensor:
-    """`graftwork.linear_int8`, the same bits. sums i32[N]: each output's weights added up, None to
-    do so at every step."""
-    check_linear_int8(x, weight, scale, bias, coarse)
-    sums = row_sums(weight) if sums is None else sums
-    result: Tensor = native.linear_int8(x.float(), weight, scale.float(), sums, coarse)
-    return (result if bias is None else result + bias.float()).to(x.dtype)
-
-
-def row_sums(weight: Tensor) -> Tensor:
-    """Each row's whole numbers i8[N,K] added up, i32[N]."""
-    return weight.sum(-1, dtype=torch.int32)
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -203,7 +180,6 @@ CPU_ROWS: dict[Any, Row] = {
             A.scatter_reduce.two,
         )
     },
-    torch.ops.graftwork.linear_int8.default: Prepared(linear_int8, {"sums": (1, row_sums)}),
     native_quantized.LINEAR: native_quantized.quantized_linear,
     native_quantized.EMBEDDING: native_quantized.quantized_embedding,
     torch.ops.graftwork.attend.default: attend,

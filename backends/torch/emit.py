@@ -12,7 +12,7 @@ from torch.fx.node import map_aggregate
 
 from ...ir import Function, Sym, UnsupportedError, cone, type_of
 from ...ir.ops import op_of
-from .rows import ROWS, Prepared, Row, cache_write_
+from .rows import ROWS, Row, cache_write_
 
 G = torch.ops.graftwork
 
@@ -88,24 +88,12 @@ class _Builder:
             return marked
         args = map_aggregate(node.args, self._value)
         kwargs = map_aggregate(node.kwargs, self._value)
-        how = self._how(node)
-        if isinstance(how, Prepared):
-            kwargs = {**kwargs, **self._prepared(how, args)}
-            how = how.run
-        return self.graph.call_function(how, args, kwargs)
+        return self.graph.call_function(self._how(node), args, kwargs)
 
     def _constant(self, value: torch.Tensor) -> torch.fx.Node:
         key = f"w{len(self.attributes)}"
         self.attributes[key] = value
         return self.graph.get_attr(key)
-
-    def _prepared(self, how: Prepared, args: Any) -> dict[str, torch.fx.Node]:
-        """What the function wants made of those of its arguments that are weights."""
-        return {
-            name: self._constant(make(self.attributes[str(args[place].target)]))
-            for name, (place, make) in how.made.items()
-            if args[place].op == "get_attr"
-        }
 
     def _value(self, arg: Any) -> Any:
         if isinstance(arg, torch.fx.Node):

@@ -18,7 +18,6 @@ from torch import Tensor
 from ...ir import InputError
 from ...ir.ops.attention import check_attend
 from ...ir.ops.operands import Operands
-from ...ir.ops.quant import check_linear_int8
 from ..cached_library import Sources
 from ..cached_library import library as library_of
 from ..faults import EXPECTED
@@ -108,7 +107,6 @@ def address_in(library: ctypes.CDLL, name: str) -> int:
 
 
 float32_kernel = Kernel("linear_float32")
-int8_kernel = Kernel("linear_int8")
 attend_kernel = Kernel("attend")
 norm_kernel = Kernel("norm")
 indices_kernel = Kernel("indices")
@@ -192,29 +190,6 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     """Products of rows f32[..., K] and weights f32[N,K], f32[..., N]."""
     result = _linear_like(x, weight)
     float32_kernel(x, weight, result, *_sizes(x, weight), torch.get_num_threads())
-    return result
-
-
-def _check_int8(x: Tensor, weight: Tensor, scale: Tensor, sums: Tensor, coarse: bool) -> None:
-    check_linear_int8(x, weight, scale, None, coarse)
-    given = Operands("linear_int8")
-    given.fit_rows("x", x, "K", F32)
-    given.fit("weight", weight, "NK", torch.int8)
-    given.fit("scale", scale, "N", F32)
-    given.fit("sums", sums, "N", torch.int32)
-
-
-@native_op(
-    "linear_int8(Tensor x, Tensor weight, Tensor scale, Tensor sums, bool coarse) -> Tensor",
-    _check_int8,
-    _linear_like,
-)
-def linear_int8(x: Tensor, weight: Tensor, scale: Tensor, sums: Tensor, coarse: bool) -> Tensor:
-    """`graftwork.linear_int8` of rows f32[..., K], its scale in float32; sums i32[N]: each row of
-    the weight added up."""
-    result = _linear_like(x, weight)
-    sizes = _sizes(x, weight)
-    int8_kernel(x, weight, scale, sums, result, *sizes, coarse, torch.get_num_threads())
     return result
 
 

@@ -5,8 +5,8 @@ Every other graftwork op is inlined as its meaning, which torch.compile traces t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +18,7 @@ from ...ir.ops.attention import check_attend
 G = torch.ops.graftwork
 
 
-class Prepared(NamedTuple):
-    """A function that is faster with something made of a weight once, before any step."""
-
-    run: Callable[..., Any]
-    made: Mapping[str, tuple[int, Callable[[Tensor], Tensor]]]
-    """Names of its arguments: the place of the weight's argument, and how each is made of it."""
-
-
-Row = Callable[..., Any] | Prepared
+Row = Callable[..., Any]
 
 
 def cache_write_(cache: Tensor, new: Tensor, past: Tensor) -> Tensor:

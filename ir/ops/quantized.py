@@ -15,11 +15,25 @@ from ..errors import InputError
 from ..numerics import Numeric, check_bits, dequantize, levels
 from . import Product, Sample, define
 from .operands import Operands
-from .quant import round_rows
+
+MOST = 127
+"""The largest whole number of a rounded activation."""
 
 _EXACT = 512
 """Products of an activation below 2^7 and a level below 2^8 stay below 2^15, so float32 (24 bits)
 sums this many of them exactly."""
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(whole float32 values, float32 scale [..., 1]) with x ~ values * scale, over the last axis.
+
+    Symmetric, -127..127, half to even; a row of zeros has scale 1, one that is not finite NaN, so
+    that what is made of it is NaN, too, and not what whole numbers become of it.
+    """
+    wide = x.float()
+    scale = wide.abs().amax(-1, keepdim=True) / float(MOST)
+    scale = torch.where(scale == 0, 1.0, scale + (scale - scale))
+    return torch.round(wide / scale), scale
 
 
 def _stored(rows: int, columns: int, bits: int, group: int, affine: bool) -> tuple[Tensor, ...]:

@@ -105,13 +105,6 @@ def _sampled(program: Program) -> str:
     return "" if isinstance(tree, SampledTree) else f"the plan has tree={tree.brief}"
 
 
-@fact("int8")
-def _int8(program: Program) -> str:
-    op = torch.ops.graftwork.linear_int8.default
-    some = any(fn.calls(op) for fn in program.functions.values())
-    return "" if some else "no function calls graftwork.linear_int8"
-
-
 @fact("quantized")
 def _quantized(program: Program) -> str:
     ops = (

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from mutations import mutate
-from tiny import cached_llama, drafting_llama, named
+from tiny import cached_llama, drafting_llama, in_int8, named
 
 from graftwork import artifact
 from graftwork.backends import compile
@@ -42,7 +42,6 @@ from graftwork.ir.executable import Executable
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_hydra import DraftHydra
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
-from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights
 from graftwork.runtime.generate import generate
 
@@ -66,7 +65,7 @@ def programs() -> dict[str, Program]:
         "medusa": drafting_llama(DraftMedusa(heads=2)),
         "hydra": drafting_llama(DraftHydra(heads=2)),
         "eagle": drafting_llama(DraftEagle(levels=2)),
-        "int8": QuantizeInt8().run(plain).program,
+        "int8": in_int8().run(plain).program,
         "int4": QuantizeWeights(group=16, embedding=8).run(plain).program,
     }
     assets = {"tokenizer.json": demo_folder() / "tokenizer.json"}

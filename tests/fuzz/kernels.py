@@ -25,11 +25,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graftwork.backends.torch import cpu, native, native_quantized
-from graftwork.ir.ops import attention, norm, quant
+from graftwork.ir.ops import attention, norm
 
 sys.path.append(str(Path(__file__).parents[1]))
 import quantized  # the tests' own
-from operands import F32, I8, I32, Case, Maker, want
+from operands import F32, I8, Case, Maker, want
 
 
 def _int8_sums(weight: Tensor) -> Tensor | None:
@@ -53,42 +53,6 @@ def native_linear(make: Maker) -> Case:
         return F.linear(x, weight)
 
     return Case("linear_float32", native.linear_float32, meaning, case.operands, {}, fake=True)
-
-
-def linear_int8(make: Maker) -> Case:
-    columns, outputs, coarse = make.size(), make.size(), make.random.random() < 0.5
-    most = quant.COARSE if coarse else 127
-    operands = {
-        "x": make.numbers(*make.rows(), columns),
-        "weight": make.bytes(outputs, columns, most=most),
-        "scale": make.numbers(outputs).abs(),
-        "bias": make.maybe(make.numbers(outputs)),
-    }
-    prepared = make.random.random() < 0.5
-
-    def call(x: Tensor, weight: Tensor, scale: Tensor, bias: Any, coarse: bool) -> Tensor:
-        sums = _int8_sums(weight) if prepared else None
-        return cpu.linear_int8(x, weight, scale, bias, coarse=coarse, sums=sums)
-
-    return Case("int8 row", call, quant.linear_int8, operands, {"coarse": coarse})
-
-
-def native_int8(make: Maker) -> Case:
-    case = linear_int8(make)
-    del case.operands["bias"]
-    case.operands["sums"] = cpu.row_sums(case.operands["weight"])
-
-    def meaning(x: Tensor, weight: Tensor, scale: Tensor, sums: Tensor, coarse: bool) -> Tensor:
-        want(x.dtype == scale.dtype == F32 and sums.dtype == I32 and sums.shape == scale.shape)
-        return quant.linear_int8(x, weight, scale, coarse=coarse)
-
-    def call(x: Tensor, weight: Tensor, scale: Tensor, sums: Tensor, coarse: bool) -> Any:
-        fits = sums.shape == weight.shape[:1] and sums.dtype == I32 and weight.dim() == 2
-        # That they are the sums is their maker's word.
-        sums = cpu.row_sums(weight) if fits and not weight.is_floating_point() else sums
-        return native.linear_int8(x, weight, scale, sums, coarse)
-
-    return Case("linear_int8", call, meaning, case.operands, case.options, fake=True)
 
 
 def _norm_operands(make: Maker) -> dict[str, Any]:
@@ -268,8 +232,6 @@ def native_quantized_embedding(make: Maker) -> Case:
 MAKERS: list[Callable[[Maker], Case]] = [
     linear,
     native_linear,
-    linear_int8,
-    native_int8,
     attend,
     native_attend,
     native_indices,
