@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import MASK, PROMPTS, named, tiny_llama
+from tiny import MASK, PROMPTS, in_int8, named, tiny_llama
 
 from graftwork.artifact import load, save
 from graftwork.backends import compile
@@ -30,7 +30,6 @@ from graftwork.passes.drafting.unroll_draft import UnrollDraft
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.fusing.fuse_qkv import FuseQkv
 from graftwork.passes.fusing.fuse_residual_norm import FuseResidualNorm
-from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.add_top_tokens import AddTopTokens
@@ -48,8 +47,8 @@ WITH: dict[str, tuple[Pass, ...]] = {
     "trees": TREES,
     "heads": (DraftMedusa(heads=2, candidates=4),),
     "eagle": (DraftEagle(levels=2), AcceptTrees(), named("tree_chain", depth=2)),
-    "int8": (QuantizeInt8(),),
-    "int8 copies": (QuantizeInt8(), named("draft_suffix", shortest=1)),
+    "int8": (in_int8(),),
+    "int8 copies": (in_int8(), named("draft_suffix", shortest=1)),
 }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import MASK, PROMPTS, named, tiny_llama
+from tiny import MASK, PROMPTS, in_int8, named, tiny_llama
 
 from graftwork.artifact import load, save
 from graftwork.backends import compile
@@ -20,7 +20,6 @@ from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.depth.skip_layers import SkipLayers, unified
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.fusing.fuse_residual_norm import FuseResidualNorm
-from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import generate
@@ -140,7 +139,7 @@ def test_prompts_may_run_through_the_full_model(backend: str) -> None:
 @pytest.mark.parametrize("prefill", ["same", "full"])
 def test_it_composes_with_copies_and_int8(prefill: str) -> None:
     skip = SkipLayers(layers=(1,), prefill=prefill)
-    for more in ((), (QuantizeInt8(),)):
+    for more in ((), (in_int8(),)):
         plain = compile(made(skip, *more), Target("onnxruntime", "cpu"))
         fast = compile(made(skip, *more, named("draft_suffix")), Target("onnxruntime", "cpu"))
         ids = torch.tensor([[3, 4, 5, 3, 4, 5, 3, 4]])

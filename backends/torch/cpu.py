@@ -2,9 +2,9 @@
 
 A step of decoding has few rows and reads every weight once. Library products are made for many
 rows: in float32 two rows can take three times as long as one. The kernels read weights at the speed
-of memory. Of many rows, such as a prompt's, the library that torch comes with multiplies fast on its
-maker's processors, and on another at a quarter of ONNX Runtime's speed; what the kernels need is
-wide vectors, whoever made them.
+of memory. Of many rows, such as a prompt's, the library that torch comes with multiplies fast on
+its maker's processors, and on another at a quarter of ONNX Runtime's speed; what the kernels need
+is wide vectors, whoever made them.
 
 They take sums over a row, in norms and attention, too, in one order whatever rows share the step:
 a token's results have the same bits alone and among drafted ones. Before a product of bytes a last
