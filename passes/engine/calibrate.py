@@ -99,7 +99,8 @@ def calibrate(
     windows = evidence.sampled(sample, program)
     text = "\n".join(line.text for line in function_lines(program.step))
     chosen = " ".join(node.name for node in products)
-    digest = hashlib.sha256(f"{FORMAT} {mark} {sample} {chosen} {text}".encode())
+    how = f"{FORMAT} {CHUNK_TOKENS} {STRIP}"  # sums in another order have other bits
+    digest = hashlib.sha256(f"{how} {mark} {sample} {chosen} {text}".encode())
     digest.update(_bytes(windows))
     replay = _Replay(program, products, windows, evidence, digest)
     done = replay.done()
