@@ -47,6 +47,14 @@ def _unmet(program: Program) -> Iterator[tuple[str, str]]:
         if record.branches and not step.has_input(ANCESTORS):
             yield f"{record.slot}={record.brief} needs a step that takes ancestors", "trees"
     for leaf in leaves:
+        for exit in leaf.exits:
+            if exit not in plan.step.cuts:
+                there = ", ".join(map(str, plan.step.cuts)) or "nowhere"
+                fault = (
+                    f"draft={leaf.brief} needs a step that is cut after {exit} layers; it is cut "
+                    f"after {there}: set cut_depth.exits"
+                )
+                yield fault, "" if plan.step.in_parts else "segments"
         for name in leaf.cached:
             function = program.functions.get(name)
             if function is not None and cached and not function.has_input("past"):

@@ -24,6 +24,7 @@ from .iterated import *
 from .joined import *
 from .length import *
 from .prompted import *
+from .shallow import *
 from .step import *
 from .trained import *
 from .tree import *

@@ -56,6 +56,11 @@ class DraftRecord(Record):
         return ()
 
     @property
+    def exits(self) -> tuple[int, ...]:
+        """Numbers of layers after which it needs the step to be cut."""
+        return ()
+
+    @property
     def always(self) -> bool:
         """Whether it has a draft wherever there is room for one."""
         return any(part.always for part in self.parts)

@@ -51,6 +51,11 @@ class StepRecord(Record):
         """The functions that are called, in order; () where one does it all."""
         return ()
 
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Layers up to the end of each part but the last that has some."""
+        return ()
+
 
 @record
 @dataclass(frozen=True)
@@ -151,6 +156,11 @@ class Segments(StepRecord):
     def parts(self) -> tuple[str, ...]:
         """See `StepRecord.parts`."""
         return (*self.functions, self.head)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """`exits`."""
+        return self.exits
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         """See `Record.calls`."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
+from operator import eq
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 
@@ -26,13 +29,22 @@ CHOSEN = frozenset({"logits", "argmax", "top_tokens"})
 """Outputs that are wanted of chosen tokens only, whether the step can choose or not."""
 
 
+class Ahead(NamedTuple):
+    """Tokens that have been through the first `count` parts of the step, and through no others:
+    `rows[b]` behind `past[b]` rows."""
+
+    count: int
+    past: list[int]
+    rows: list[list[int]]
+
+
 class Feeder:
     """Runs the step function of an executable on a batch of ragged chunks.
 
     function: the step function, or one that does more. spare: rows that it makes for itself behind
     those of what it is fed. parts: the functions that are called instead of it, one after the
     other, if it was cut. seconds: time spent in the executable so far. context: positions that the
-    model knows.
+    model knows. ahead: what drafts have made of the step's first parts.
     """
 
     def __init__(
@@ -66,6 +78,7 @@ class Feeder:
         self._buffers = kept
         self.seconds = 0.0
         self.rows = 0
+        self.ahead: Ahead | None = None
 
     def begin(self, limit: int, draft: int, start: Callable[[int], None] | None = None) -> None:
         """Start sequences of at most `limit` tokens, fed up to `draft` + 1 at once.
@@ -73,6 +86,7 @@ class Feeder:
         start: begins with room for so many rows; None: with nothing in them.
         """
         widest = self.width(draft + 1, 0)
+        self.ahead = None
         self.rows = min(limit + widest + self.spare, self.executable.limit)
         if start is None:
             self.executable.begin(self.batch, self.rows)
@@ -113,8 +127,73 @@ class Feeder:
         Every output has `width` columns. trees: the drafts of which `rows` are the last committed
         token and the nodes, if one of them branches.
         """
+        done = 0 if trees is not None else self._led(rows, past, starts, fetch)
+        self.ahead = None
+        return self._fed(self.parts[done:], rows, past, starts, width, fetch, trees)
+
+    def lead(
+        self,
+        count: int,
+        rows: Sequence[Sequence[int]],
+        past: Sequence[int],
+        starts: Sequence[int],
+        fetch: tuple[str, ...],
+    ) -> Outputs:
+        """As `run`, through the first `count` parts alone. A step on the same tokens goes on from
+        there, and so does another call with tokens behind them: only those are fed, and what is
+        returned is theirs."""
+        if self.ahead is not None and self.ahead.count != count:
+            self.ahead = None
+        known = self._known(rows, past)
+        rest = [row[n:] for row, n in zip(rows, known, strict=True)]
+        behind = [place + n for place, n in zip(past, known, strict=True)]
+        begun = [start + n for start, n in zip(starts, known, strict=True)]
+        self.ahead = Ahead(count, list(past), [list(row) for row in rows])
+        width = self.width(max(1, *map(len, rest)), max(behind))
+        return self._fed(self.parts[:count], rest, behind, begun, width, fetch)
+
+    def _known(self, rows: Sequence[Sequence[int]], past: Sequence[int]) -> list[int]:
+        """Tokens at the front of each row that were led already."""
+        if self.ahead is None:
+            return [0] * len(rows)
+        return [
+            _alike(row, led) if place == was else 0
+            for row, place, led, was in zip(
+                rows, past, self.ahead.rows, self.ahead.past, strict=True
+            )
+        ]
+
+    def _led(
+        self,
+        rows: Sequence[Sequence[int]],
+        past: Sequence[int],
+        starts: Sequence[int],
+        fetch: tuple[str, ...],
+    ) -> int:
+        """Parts that the rows have been through, now that the last ones are brought up."""
+        ahead = self.ahead
+        if ahead is None or not any(self._known(rows, past)):
+            return 0
+        functions = map(self.executable.program.function, self.parts[: ahead.count])
+        if any(name in fn.outputs for fn in functions for name in fetch):
+            return 0  # what was led is not at hand any more
+        if self._known(rows, past) != list(map(len, rows)):
+            self.lead(ahead.count, rows, past, starts, ())
+        return ahead.count
+
+    def _fed(
+        self,
+        parts: tuple[str, ...],
+        rows: Sequence[Sequence[int]],
+        past: Sequence[int],
+        starts: Sequence[int],
+        width: int,
+        fetch: tuple[str, ...],
+        trees: Sequence[Draft] | None = None,
+    ) -> Outputs:
+        """Run some of the parts."""
         self.make_room(max(past) + width)
-        buffers = self.buffers(width)
+        buffers = self.buffers(width, parts)
         buffers.fill(rows, past)
         calls = buffers.chains(starts) if trees is None else buffers.trees(starts, trees)
         call = calls.fetching(self.executable, fetch)
@@ -161,9 +240,9 @@ class Feeder:
         self.seconds += perf_counter() - start
         return outputs
 
-    def buffers(self, width: int) -> StepInputs:
-        """What steps of a width are fed from."""
-        key = (self.parts, self.batch, width)
+    def buffers(self, width: int, parts: tuple[str, ...] = ()) -> StepInputs:
+        """What steps of a width are fed from; parts: of the step, all unless said."""
+        key = (parts or self.parts, self.batch, width)
         buffers = self._buffers.get(key)
         if buffers is None:
             buffers = self._buffers[key] = StepInputs(*key, self.names, self.ids, self.context)
@@ -208,3 +287,8 @@ class Feeder:
         start = perf_counter()
         self.executable.reserve(max(rows, min(2 * capacity, self.rows)))
         self.seconds += perf_counter() - start
+
+
+def _alike(row: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens at the front that two rows have in common."""
+    return sum(1 for _ in takewhile(bool, map(eq, row, other)))

@@ -44,10 +44,11 @@ class Decoding:
         self.depth = DEPTHS.find(plan.depth)(plan.depth, executable)
         self.cache = CACHES.find(plan.cache)(plan.cache, executable)
         self.length = LENGTHS.find(plan.length)(plan.length, executable, batch)
-        self.drafter = drafter_for(plan.draft, Setting(executable, options, self.length))
         fed, read = plan.step.fed(options.by_argmax), plan.step.read(options.by_argmax)
         self.feeder = Feeder(executable, batch, *fed, parts=plan.step.parts)
         self.reader = self.feeder if read == fed else Feeder(executable, batch, *read)
+        setting = Setting(executable, options, self.length, self.feeder, self.texts)
+        self.drafter = drafter_for(plan.draft, setting)
         trait = SAMPLING if options.do_sample else GREEDY
         verifier = VERIFIERS.find(plan.verify, trait)
         self.verifier = verifier(plan.verify, program, options, batch)

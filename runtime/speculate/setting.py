@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...ir.executable import Executable
 from ..asking.options import GenerationOptions
+from ..asking.text import Text
 from .lengths.base import LengthPolicy
+
+if TYPE_CHECKING:
+    from ..feeding.feed import Feeder
 
 
 class Setting(NamedTuple):
-    """One generation. length: asked while a draft grows how deep it should."""
+    """One generation. length: asked while a draft grows how deep it should. feeder, texts: of the
+    target, for those who draft with its own layers."""
 
     executable: Executable
     options: GenerationOptions
     length: LengthPolicy
+    feeder: Feeder | None = None
+    texts: Sequence[Text] = ()

@@ -1,0 +1,22 @@
+"""Exit heads: what the target says after a token, from the state of its first layers.
+
+Source: Elhoushi et al., "LayerSkip" (2024), with the teacher's distribution in the text's place and
+the target as it is.
+"""
+
+from __future__ import annotations
+
+from ...ir.plan import ExitDraft
+from .base import Batch, Loss, Run, distilled, hit_rate, mean_loss, objective
+
+
+@objective(ExitDraft)
+def exit_loss(record: ExitDraft, run: Run, batch: Batch) -> Loss:
+    """See the module docstring."""
+    return mean_loss((one, _window_loss(record, run, one)) for one in batch.alone())
+
+
+def _window_loss(record: ExitDraft, run: Run, batch: Batch) -> Loss:
+    student = run(record.function, hidden=batch.hidden[record.output])["draft_logits"]
+    total = distilled(student, batch.target, 0)
+    return Loss(total, [hit_rate(student, batch.best, 0)])

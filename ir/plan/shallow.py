@@ -1,0 +1,55 @@
+"""Draft records of the target's own first layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from .base import Returned, record
+from .bounds import Levels
+from .draft import DraftRecord, candidates
+
+if TYPE_CHECKING:
+    from .decode import DecodePlan
+
+
+@record
+@dataclass(frozen=True)
+class ExitDraft(DraftRecord):
+    """The first layers of a step that is cut, and a head on what they make (LayerSkip).
+
+    exit: how many layers; the step is cut after them. output: what the step returns of their state,
+    [B,T,H]. function: takes it as ``hidden``; returns ``draft_logits`` [B,T,V], ``draft_tokens``,
+    ``draft_scores`` [B,T,K]. Verification takes the drafted tokens up where the draft has left
+    them, and runs the remaining layers only. levels: tokens drafted at most. trained: whether the
+    head knows anything.
+    """
+
+    function: str = "exit_head"
+    output: str = "hidden.2"
+    exit: Levels = 3
+    levels: Levels = 4
+    trained: bool = False
+    kind: ClassVar[str] = "exit"
+    grows: ClassVar[bool] = True
+    narrow: ClassVar[bool] = True
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`."""
+        yield self.function, candidates()
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """`output`."""
+        return (self.output,)
+
+    @property
+    def exits(self) -> tuple[int, ...]:
+        """`exit`."""
+        return (self.exit,)
+
+    @property
+    def always(self) -> bool:
+        """True."""
+        return True

@@ -1,0 +1,70 @@
+"""The target's own first layers draft, and verification goes on where they stopped.
+
+Source: Elhoushi et al., "LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding"
+(2024). A drafted token's rows in the first layers' caches, and its state behind them, are those
+that verification needs; `Feeder.lead` makes them and `Feeder.run` goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ....ir.executable import HeldCall
+from ....ir.plan import ExitDraft
+from ..drafters.base import VerifiedStep
+from ..setting import Setting
+from .base import PROPOSERS, Ids, Level, Proposer
+from .hidden import level_of
+
+
+@PROPOSERS.register(ExitDraft)
+class ExitProposer(Proposer):
+    """Feeds a chain token by token through the first segments of the step."""
+
+    record: ExitDraft
+
+    def __init__(self, record: ExitDraft, setting: Setting) -> None:
+        super().__init__(record, setting)
+        assert setting.feeder is not None, "whoever drafts with the target's layers is told of them"
+        program = self.executable.program
+        self.feeder, self.texts = setting.feeder, setting.texts
+        self.parts = program.plan.step.cuts.index(record.exit) + 1
+        self.fetch = tuple(program.function(record.function).outputs)
+        self.chains: list[list[int]] = []
+        self.state = torch.empty(0)
+        self.held: HeldCall | None = None
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Nothing is kept of what is committed: the target's caches hold it."""
+
+    def observe(self, taken: VerifiedStep) -> None:
+        """See `begin`."""
+
+    def root(self, count: int) -> Level:
+        """What may follow each text's last token."""
+        self.chains = [[] if text.done else [text.tokens[-1]] for text in self.texts]
+        self.past = [0 if text.done else text.rows for text in self.texts]
+        self.starts = [0 if text.done else text.position for text in self.texts]
+        return self._level(count)
+
+    def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
+        """What may follow the chain's last tokens."""
+        for chain, (token,) in zip(self.chains, tokens.tolist(), strict=True):
+            if chain and token >= 0:
+                chain.append(token)
+        return self._level(count)
+
+    def _level(self, count: int) -> Level:
+        wanted = (self.record.output,)
+        outputs = self.feeder.lead(self.parts, self.chains, self.past, self.starts, wanted)
+        state = outputs[self.record.output][:, :1]
+        if self.state.shape != state.shape:
+            self.state = torch.empty_like(state)
+            self.held = self.executable.hold(
+                self.record.function, {"hidden": self.state}, self.fetch
+            )
+        assert self.held is not None
+        self.state.copy_(state)
+        return level_of(self.held(), count)
