@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .plan import DecodePlan, DraftRecord, TreeRecord
+from .plan import DecodePlan, DepthRecord, DraftRecord, TreeRecord
 from .program import Program
 from .protocol import ANCESTORS
 
@@ -42,25 +42,43 @@ def _unmet(program: Program) -> Iterator[tuple[str, str]]:
                 if output not in returned:
                     fault = f"draft={leaf.brief} reads {output!r}, which {name} does not return"
                     yield fault, output
+    if plan.depth.stops and not plan.step.in_parts:
+        yield f"depth={plan.depth.brief} needs a step that is cut into segments", "segments"
+    elif plan.depth.stops:
+        head = program.function(plan.step.parts[-1]).outputs
+        for leaf in leaves:
+            if missing := [output for output in leaf.reads if output not in head]:
+                fault = (
+                    f"draft={leaf.brief} reads {missing[0]!r}, which deeper layers make, and depth="
+                    f"{plan.depth.brief} leaves some out: leave one of the two out"
+                )
+                yield fault, ""
+    exiting: tuple[DraftRecord | DepthRecord, ...] = (*leaves, plan.depth)
+    for part in exiting:
+        yield from _uncut(plan, part)
     records: tuple[TreeRecord | DraftRecord, ...] = (plan.tree, *leaves, plan.draft)
     for record in records:
         if record.branches and not step.has_input(ANCESTORS):
             yield f"{record.slot}={record.brief} needs a step that takes ancestors", "trees"
     for leaf in leaves:
-        for exit in leaf.exits:
-            if exit not in plan.step.cuts:
-                there = ", ".join(map(str, plan.step.cuts)) or "nowhere"
-                fault = (
-                    f"draft={leaf.brief} needs a step that is cut after {exit} layers; it is cut "
-                    f"after {there}: set cut_depth.exits"
-                )
-                yield fault, "" if plan.step.in_parts else "segments"
         for name in leaf.cached:
             function = program.functions.get(name)
             if function is not None and cached and not function.has_input("past"):
                 what = f"draft={leaf.brief}: its function {name} has no KV cache"
                 yield f"{what}: it has no attention that insert_kv_cache could give one", ""
     yield from ((fault, "") for fault in _misfits(plan))
+
+
+def _uncut(plan: DecodePlan, part: DraftRecord | DepthRecord) -> Iterator[tuple[str, str]]:
+    """Exits that a part needs and the step has not."""
+    for exit in part.exits:
+        if exit not in plan.step.cuts:
+            there = ", ".join(map(str, plan.step.cuts)) or "nowhere"
+            fault = (
+                f"{part.slot}={part.brief} needs a step that is cut after {exit} layers; it is cut "
+                f"after {there}: set cut_depth.exits"
+            )
+            yield fault, "" if plan.step.in_parts else "segments"
 
 
 def _misfits(plan: DecodePlan) -> Iterator[str]:
@@ -85,6 +103,13 @@ def _misfits(plan: DecodePlan) -> Iterator[str]:
                 f"{what} makes all levels of a draft at once, and length={length.brief} looks at "
                 f"each of them before the next is made"
             )
+    if plan.depth.stops:
+        yield from _undecided(plan)
+    if plan.step.in_parts and plan.cache != DEFAULT.cache:
+        yield (
+            f"cache={plan.cache.brief} drops rows after each step, and step={plan.step.brief} hands "
+            f"rows on from call to call: leave one of the two out"
+        )
     if any(leaf.in_step for leaf in draft.leaves):
         yield from _unchained(plan)
     for leaf in draft.leaves:
@@ -100,6 +125,16 @@ def _misfits(plan: DecodePlan) -> Iterator[str]:
             f"distributions to weigh against: draft by one pass that predicts, such as draft_model "
             f"or draft_hydra, and draw the tree by tree_sampled"
         )
+
+
+def _undecided(plan: DecodePlan) -> Iterator[str]:
+    """Parts that rely on rows which a depth policy may leave out."""
+    for leaf in plan.draft.leaves:
+        if leaf.exits:
+            yield (
+                f"draft={leaf.brief} verifies by all layers, and depth={plan.depth.brief} leaves "
+                f"some out: leave one of the two out"
+            )
 
 
 def _unchained(plan: DecodePlan) -> Iterator[str]:

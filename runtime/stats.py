@@ -14,7 +14,9 @@ class Stats:
     generated, first ones included. reused_tokens: of the prompts, those that an earlier call had
     fed. draft_tokens: proposed and verified. accepted_tokens: of those,
     the ones kept. prefill_seconds, decode_seconds: wall time; decode_seconds covers
-    executable_seconds, the time spent inside the executable during decode steps.
+    executable_seconds, the time spent inside the executable during decode steps. target_layers:
+    layers of the step; skipped_layers: of those, what decoded tokens did not run through before
+    they were continued, summed over tokens.
     """
 
     steps: int = 0
@@ -27,6 +29,8 @@ class Stats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     executable_seconds: float = 0.0
+    target_layers: int = 0
+    skipped_layers: int = 0
 
     def count(self, steps: int, live: int, drafted: int = 0, accepted: int = 0) -> None:
         """So many steps were made, in which `live` sequences were unfinished."""
@@ -52,6 +56,12 @@ class Stats:
         return spent / self.steps if self.steps else 0.0
 
     @property
+    def layers(self) -> float:
+        """Layers that a decoded token's logits were made of, a mean."""
+        skipped = self.skipped_layers / self.decoded_tokens if self.decoded_tokens else 0.0
+        return self.target_layers - skipped
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens a second that decode steps yield, over all sequences."""
         return self.decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0
@@ -59,5 +69,8 @@ class Stats:
     def to_dict(self) -> dict[str, float | int]:
         """Every figure by name, for reports and JSON."""
         counts = {name: getattr(self, name) for name in self.__slots__}
-        rates = ("accepted_per_step", "acceptance_rate", "host_overhead", "tokens_per_second")
+        rates = (
+            *("accepted_per_step", "acceptance_rate", "host_overhead", "tokens_per_second"),
+            "layers",
+        )
         return {**counts, **{name: getattr(self, name) for name in rates}}

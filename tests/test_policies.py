@@ -37,6 +37,7 @@ from graftwork.passes.policies import derived
 from graftwork.recipe import Recipe
 from graftwork.runtime.cache import CACHES
 from graftwork.runtime.depth import DEPTHS
+from graftwork.runtime.feeding.feed import Feeder
 from graftwork.training.net import _marked
 
 CASES = Path(__file__).parent / "cases"
@@ -68,10 +69,11 @@ def test_two_records_of_one_kind_are_refused_by_name() -> None:
 
 def test_the_defaults_of_depth_and_cache_are_policies() -> None:
     executable = compile(cached_llama(), Target.parse("eager"))
-    for registry, kept in ((DEPTHS, FullDepth()), (CACHES, KeepAll())):
-        policy = registry.find(kept)(kept, executable)
-        policy.begin(2)
-        assert policy.record == kept
+    cache, depth = KeepAll(), FullDepth()
+    CACHES.find(cache)(cache, executable).begin(2)
+    whole = DEPTHS.find(depth)(depth, executable)
+    whole.begin(Feeder(executable, 2, "step"), [])
+    assert whole.record == depth and whole.ran == whole.total == 2
     assert CACHES.find(KeepAll())(KeepAll(), executable).room([3, 5]) is None
 
 

@@ -120,7 +120,7 @@ def test_sampled_texts_keep_their_distribution() -> None:
 
 
 def test_the_step_must_be_cut_where_the_draft_ends() -> None:
-    with pytest.raises(PassError, match="needs a step that is cut after 3 layers.*cut_depth"):
+    with pytest.raises(PassError, match=r"needs a step that is cut after 3 layers.*cut_depth"):
         made(DraftExit(exit=3))
     with pytest.raises(PassError, match=r"cut after 2 layers; it is cut after 1, 3"):
         made(DraftExit(exit=2), CUT)

@@ -43,7 +43,7 @@ class DecodePlan:
         """Columns that steps often have: without a draft, with one drafter's, with all of them."""
         sizes = self.draft.sizes(self.tree.most)
         drafted = (1 + size + self.draft.riders(size) for size in sizes)
-        return tuple(sorted({1, *drafted, *self.cache.widths}))
+        return tuple(sorted({1, *drafted, *self.cache.widths, *self.depth.widths}))
 
     @property
     def columns(self) -> int:

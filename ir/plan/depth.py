@@ -6,16 +6,35 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..contract import Contract
-from .base import Record, record
+from ..errors import InputError
+from .base import Record, policy, record
+from .bounds import Amount, Levels, Nodes, Part, Rollout, Share
 
 
 @dataclass(frozen=True)
 class DepthRecord(Record):
-    """Base of depth records."""
+    """Base of depth records.
+
+    stops: not every token runs through every layer, so the step must be cut. gaps: what a token
+    leaves out is never made up for, so every later one leaves it out, too.
+    """
 
     slot: ClassVar[str] = "depth"
     noun: ClassVar[str] = "depth policy"
     contract: ClassVar[Contract] = Contract.APPROXIMATE
+    requires: ClassVar[frozenset[str]] = frozenset({"segments"})
+    stops: ClassVar[bool] = True
+    gaps: ClassVar[bool] = False
+
+    @property
+    def exits(self) -> tuple[int, ...]:
+        """Numbers of layers after which it needs the step to be cut."""
+        return ()
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns that calls of deeper layers often have, besides those of steps."""
+        return ()
 
 
 @record
@@ -24,3 +43,83 @@ class FullDepth(DepthRecord):
     """Every token runs through every layer."""
 
     kind: ClassVar[str] = "full"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    stops: ClassVar[bool] = False
+
+
+@policy
+@dataclass(frozen=True)
+class LinearBudget(DepthRecord):
+    """Layers fall linearly with a token's place behind the prompt (SkipDecode, Del Corro 2023).
+
+    The first segment runs for every token, and of the others the last ones, as many as the budget
+    allows: the middle is left out. A batch shares one budget, that of its shallowest place. Prompts
+    run through all layers. most, least: layers of the first token and of those from `tokens` on;
+    most=0: all there are.
+    """
+
+    most: Rollout = 0
+    least: Levels = 2
+    tokens: Nodes = 256
+    kind: ClassVar[str] = "linear"
+    gaps: ClassVar[bool] = True
+
+    def check(self) -> None:
+        """See `Record.check`."""
+        if self.most and self.most < self.least:
+            raise InputError(f"least={self.least} is more than most={self.most}")
+
+    def layers(self, place: int, total: int) -> int:
+        """Layers of the token at a place, of `total`."""
+        most, along = self.most or total, min(place / self.tokens, 1.0)
+        return int(most - (most - self.least) * along)
+
+
+@policy
+@dataclass(frozen=True)
+class DecayBudget(DepthRecord):
+    """Of L layers floor(L alpha^i) for the i-th token behind the prompt (D3, Fan et al. 2025).
+
+    alpha: at most 1. least: layers that always run. Which ones, and what batches and prompts do: as
+    in `LinearBudget`.
+    """
+
+    alpha: Part = 0.998
+    least: Levels = 2
+    kind: ClassVar[str] = "decay"
+    gaps: ClassVar[bool] = True
+
+    def layers(self, place: int, total: int) -> int:
+        """Layers of the token at a place, of `total`."""
+        return max(int(total * self.alpha**place), self.least)
+
+
+@policy
+@dataclass(frozen=True)
+class DeferredDepth(DepthRecord):
+    """Leave after the first layers where they are sure, and make up for it later (FREE).
+
+    A token whose likeliest successor, by the target's own head on the state after `exit` layers, is
+    more probable than the second by more than the threshold is continued from there. The rows that
+    it lacks in the deeper layers' caches are made with the next token that goes deep, in one call
+    (synchronised parallel decoding; Bae et al. 2023). A batch leaves together, or goes on together.
+    threshold: of that difference, at the first place; at place t of N it is 0.9 threshold + 0.1
+    threshold exp(-decay t / N) (CALM, Schuster et al. 2022), so with decay=0 the same everywhere.
+    pending: tokens that may lack rows before all go deep.
+    """
+
+    exit: Levels = 3
+    threshold: Share = 0.9
+    decay: Amount = 0.0
+    pending: Nodes = 7
+    kind: ClassVar[str] = "deferred"
+
+    @property
+    def exits(self) -> tuple[int, ...]:
+        """`exit`."""
+        return (self.exit,)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """All pending tokens and one more."""
+        return (self.pending + 1,)

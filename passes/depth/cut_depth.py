@@ -56,20 +56,25 @@ from ..fusing.dce import sweep
 A, G = torch.ops.aten, torch.ops.graftwork
 STREAM = "stream"
 
-Exits = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, max_length=512)]
+Exits = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(max_length=512)]
 
 
 @register
 class CutDepth(Pass):
-    """exits: numbers of layers, counted from the first, after which the step is cut."""
+    """exits: numbers of layers, counted from the first, after which the step is cut. every: cut it
+    behind every so many layers instead."""
 
-    exits: Exits
+    exits: Exits = ()
+    every: int = Field(default=0, ge=0)
 
     name: ClassVar[str] = "cut_depth"
     requires: ClassVar[frozenset[str]] = frozenset({"cached", "picked"})
     provides: ClassVar[frozenset[str]] = frozenset({"segments"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.SEGMENTS})
-    reads: ClassVar[frozenset[Effect]] = frozenset(Effect) - {Effect.SEGMENTS}
+    reads: ClassVar[frozenset[Effect]] = frozenset(Effect) - {
+        Effect.SEGMENTS,
+        Effect.DECODE_PLAN,
+    }
 
     def run(self, program: Program) -> Outcome:
         """Add the segments. See the module docstring."""
@@ -81,9 +86,7 @@ class CutDepth(Pass):
                 f"fuse_draft, or skip_layers with prefill='full'"
             )
         cutter = _Cutter(step.copy(), self.name)
-        exits = tuple(sorted(set(self.exits)))
-        if len(exits) < len(self.exits):
-            raise PassError(f"{self.name}: exits={list(self.exits)} names an exit twice")
+        exits = self._exits(cutter)
         parts = cutter.parts(exits)
         *segments, head = parts
         record = Segments(
@@ -97,6 +100,22 @@ class CutDepth(Pass):
         states = {**program.states, STREAM: cutter.state}
         cut = program.replace(functions=functions, states=states, plan=replace(plan, step=record))
         return Outcome(cut, len(exits))
+
+    def _exits(self, cutter: _Cutter) -> tuple[int, ...]:
+        """Where to cut. Errors: `PassError` for exits that are named twice, and for none."""
+        if bool(self.exits) == bool(self.every):
+            raise PassError(f"{self.name}: say where to cut: set exits or every, one of the two")
+        layers = sorted(cutter.blocks)
+        exits = (
+            self.exits or tuple(layer + 1 for layer in layers[:-1])[self.every - 1 :: self.every]
+        )
+        if not exits:
+            raise PassError(
+                f"{self.name}: every={self.every} leaves {len(layers)} layers in one piece"
+            )
+        if len(set(exits)) < len(exits):
+            raise PassError(f"{self.name}: exits={list(exits)} names an exit twice")
+        return tuple(sorted(exits))
 
 
 class _Cutter:

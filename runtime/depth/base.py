@@ -2,24 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ...ir.executable import Executable
+from ..asking.text import Text
+from ..feeding.feed import Feeder
+from ..feeding.outputs import Outputs
 from ..memo import Resumes
 from ..registry import Registry
+from ..speculate.draft import Draft
+
+G = torch.ops.graftwork
+
+
+@dataclass(frozen=True)
+class StepFeed:
+    """What a step is fed: see `Feeder.run`."""
+
+    rows: Sequence[Sequence[int]]
+    past: Sequence[int]
+    starts: Sequence[int]
+    width: int
+    fetch: tuple[str, ...]
+    trees: Sequence[Draft] | None = None
 
 
 class DepthPolicy(Resumes):
-    """Says how deep the steps of a generation go.
+    """Says how deep the steps of a generation go, and runs them.
 
+    total: layers that there are. parts: of the step, in order, the head aside; sizes: layers of
+    each. ran: layers that the last step's tokens ran through before the head.
     Register a subclass with ``@DEPTHS.register(ItsRecord)`` in its own file of this folder.
     """
 
     def __init__(self, record: Any, executable: Executable) -> None:
         self.record, self.executable = record, executable
+        program = executable.program
+        self.total = self.ran = layers_of(executable, program.step.name)
+        *self.parts, self.head = program.plan.step.parts or (program.step.name, "")
+        self.sizes = [layers_of(executable, part) for part in self.parts]
 
-    def begin(self, batch: int) -> None:
-        """A generation of so many new sequences starts."""
+    def begin(self, feeder: Feeder, texts: Sequence[Text]) -> None:
+        """A generation of new sequences starts, whose prompts run through all layers."""
+        self.feeder, self.texts = feeder, texts
+
+    def feed(self, step: StepFeed) -> Outputs:
+        """Run a step; every output has its columns."""
+        return self.feeder.run(
+            step.rows, step.past, step.starts, step.width, step.fetch, trees=step.trees
+        )
+
+
+def layers_of(executable: Executable, function: str) -> int:
+    """Layers that a function has: the states behind them are marked."""
+    markers = executable.program.function(function).calls(G.hidden.default)
+    return sum(marker.kwargs["point"] == "block" for marker in markers)
 
 
 DEPTHS: Registry[DepthPolicy] = Registry(__package__)

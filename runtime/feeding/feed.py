@@ -30,10 +30,10 @@ CHOSEN = frozenset({"logits", "argmax", "top_tokens"})
 
 
 class Ahead(NamedTuple):
-    """Tokens that have been through the first `count` parts of the step, and through no others:
+    """Tokens that have been through the first `parts` parts of the step, and through no others:
     `rows[b]` behind `past[b]` rows."""
 
-    count: int
+    parts: int
     past: list[int]
     rows: list[list[int]]
 
@@ -129,7 +129,7 @@ class Feeder:
         """
         done = 0 if trees is not None else self._led(rows, past, starts, fetch)
         self.ahead = None
-        return self._fed(self.parts[done:], rows, past, starts, width, fetch, trees)
+        return self.run_parts(self.parts[done:], rows, past, starts, width, fetch, trees)
 
     def lead(
         self,
@@ -142,7 +142,7 @@ class Feeder:
         """As `run`, through the first `count` parts alone. A step on the same tokens goes on from
         there, and so does another call with tokens behind them: only those are fed, and what is
         returned is theirs."""
-        if self.ahead is not None and self.ahead.count != count:
+        if self.ahead is not None and self.ahead.parts != count:
             self.ahead = None
         known = self._known(rows, past)
         rest = [row[n:] for row, n in zip(rows, known, strict=True)]
@@ -150,7 +150,7 @@ class Feeder:
         begun = [start + n for start, n in zip(starts, known, strict=True)]
         self.ahead = Ahead(count, list(past), [list(row) for row in rows])
         width = self.width(max(1, *map(len, rest)), max(behind))
-        return self._fed(self.parts[:count], rest, behind, begun, width, fetch)
+        return self.run_parts(self.parts[:count], rest, behind, begun, width, fetch)
 
     def _known(self, rows: Sequence[Sequence[int]], past: Sequence[int]) -> list[int]:
         """Tokens at the front of each row that were led already."""
@@ -174,14 +174,14 @@ class Feeder:
         ahead = self.ahead
         if ahead is None or not any(self._known(rows, past)):
             return 0
-        functions = map(self.executable.program.function, self.parts[: ahead.count])
+        functions = map(self.executable.program.function, self.parts[: ahead.parts])
         if any(name in fn.outputs for fn in functions for name in fetch):
             return 0  # what was led is not at hand any more
         if self._known(rows, past) != list(map(len, rows)):
-            self.lead(ahead.count, rows, past, starts, ())
-        return ahead.count
+            self.lead(ahead.parts, rows, past, starts, ())
+        return ahead.parts
 
-    def _fed(
+    def run_parts(
         self,
         parts: tuple[str, ...],
         rows: Sequence[Sequence[int]],
@@ -191,7 +191,7 @@ class Feeder:
         fetch: tuple[str, ...],
         trees: Sequence[Draft] | None = None,
     ) -> Outputs:
-        """Run some of the parts."""
+        """As `run`, through some of the step's parts, whatever the others have done."""
         self.make_room(max(past) + width)
         buffers = self.buffers(width, parts)
         buffers.fill(rows, past)

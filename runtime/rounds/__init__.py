@@ -4,8 +4,15 @@ from .base import Decoding, Round
 from .chained import ChainedRound
 from .general import GeneralRound
 from .plain import PlainRound, RestingRound
+from .staged import StagedRound
 
-ROUNDS: tuple[type[Round], ...] = (PlainRound, ChainedRound, RestingRound, GeneralRound)
+ROUNDS: tuple[type[Round], ...] = (
+    StagedRound,
+    PlainRound,
+    ChainedRound,
+    RestingRound,
+    GeneralRound,
+)
 """Those that touch least come first: of the rounds that fit a generation, the first that wants to
 make steps does. The last always can."""
 

@@ -57,7 +57,7 @@ class Decoding:
         self.read = self.drafter.read if self.drafter.reads else None
         self.emitter = request.emitter()
         self.no_drafts = [NO_DRAFT] * batch
-        self.stats = Stats()
+        self.stats = Stats(target_layers=self.depth.total)
         # A step without states is none of a model's.
         self.kept = Conversations.of(executable) if program.states else None
         self.retired: set[int] = set()
@@ -70,7 +70,7 @@ class Decoding:
     @property
     def reads_as_it_steps(self) -> bool:
         """Whether prompts and steps run alike, so that a token's rows do not depend on which."""
-        return self.reader is self.feeder
+        return self.reader is self.feeder and not self.program.plan.depth.stops
 
     @property
     def argmax_decides(self) -> bool:
@@ -86,7 +86,7 @@ class Decoding:
             rows = min(rows, self.cache.most)
         starts = self._starts(rows)
         self.reader.rows = self.feeder.rows
-        self.depth.begin(batch)
+        self.depth.begin(self.feeder, texts)
         self.cache.begin(batch)
         self.drafter.begin([text.tokens for text in texts])
         fed = [self._resume(index, start) for index, start in enumerate(starts)]

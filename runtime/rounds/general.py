@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
+from ..depth.base import StepFeed
 from ..speculate.draft import Draft
 from ..speculate.drafters.base import UnverifiedStep, VerifiedStep
 from .base import Decoding, Round
@@ -28,7 +29,10 @@ class GeneralRound(Round):
         before = self._clock()
         drafts = self.propose()
         between = self._clock()
+        made = sum(text.generated for text in decoding.texts)
         step = self.step(drafts)
+        made = sum(text.generated for text in decoding.texts) - made
+        decoding.stats.skipped_layers += (decoding.depth.total - decoding.depth.ran) * made
         decoding.length.observe(step, between - before, self._clock() - between)
         decoding.stats.count(1, live)
         return 1
@@ -63,7 +67,8 @@ class GeneralRound(Round):
             for text, draft in zip(texts, drafts, strict=True)
         ]
         trees = drafts if any(draft.branches for draft in drafts) else None
-        outputs = decoding.feeder.run(rows, past, starts, width, decoding.fetch, trees=trees)
+        feed = StepFeed(rows, past, starts, width, decoding.fetch, trees)
+        outputs = decoding.depth.feed(feed)
         if decoding.read is not None:
             fed = [0 if text.done else text.fed for text in texts]
             decoding.read(UnverifiedStep(rows, fed, outputs))

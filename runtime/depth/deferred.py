@@ -1,0 +1,88 @@
+"""Leave early where the first layers are sure; the rows that are lacking are made later.
+
+Source: Bae et al., "Fast and Robust Early-Exiting Framework for Autoregressive Language Models with
+Synchronized Parallel Decoding" (FREE, 2023); the falling threshold: Schuster et al., "Confident
+Adaptive Language Modeling" (CALM, 2022).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from ...ir.plan import DeferredDepth
+from ..asking.text import Text
+from ..feeding.feed import Feeder
+from ..feeding.outputs import Outputs
+from .base import DEPTHS, DepthPolicy, StepFeed
+
+
+@DEPTHS.register(DeferredDepth)
+class DeferredPolicy(DepthPolicy):
+    """lacking: by sequence, the rows before its next one that the deeper layers have not made."""
+
+    record: DeferredDepth
+
+    def begin(self, feeder: Feeder, texts: Sequence[Text]) -> None:
+        """See `DepthPolicy.begin`."""
+        super().begin(feeder, texts)
+        self.lacking = [0] * len(texts)
+        self.count = self.executable.program.plan.step.cuts.index(self.record.exit) + 1
+
+    def feed(self, step: StepFeed) -> Outputs:
+        """See `DepthPolicy.feed`."""
+        self.ran = self.total
+        if any(len(row) > 1 for row in step.rows):  # drafts are verified by all layers
+            self._make_up()
+            return super().feed(step)
+        shallow, deep = tuple(self.parts[: self.count]), tuple(self.parts[self.count :])
+        feeder, place = self.feeder, (step.rows, step.past, step.starts)
+        feeder.run_parts(shallow, *place, step.width, ())
+        if max(self.lacking) < self.record.pending:
+            wanted = tuple(dict.fromkeys(("logits", *step.fetch)))
+            outputs = feeder.run_parts((self.head,), *place, step.width, wanted)
+            if self._sure(outputs["logits"]):
+                self.ran = sum(self.sizes[: self.count])
+                for index, text in enumerate(self.texts):
+                    self.lacking[index] += not text.done
+                return outputs
+        self._deepen(deep, step, 1)
+        return feeder.run_parts((self.head,), *place, step.width, step.fetch)
+
+    def _sure(self, logits: torch.Tensor) -> bool:
+        """Whether every unfinished sequence may leave, by the first column of f[B,S,V]."""
+        live = [index for index, text in enumerate(self.texts) if not text.done]
+        best = logits[live, 0].float().softmax(-1).topk(2).values.cpu()
+        sure = (best[:, 0] - best[:, 1]).tolist()
+        return all(
+            confidence > self._threshold(self.texts[index])
+            for confidence, index in zip(sure, live, strict=True)
+        )
+
+    def _threshold(self, text: Text) -> float:
+        """Of a sequence's next token."""
+        record, along = self.record, text.generated / max(text.limit - text.prompt, 1)
+        return record.threshold * (0.9 + 0.1 * math.exp(-record.decay * along))
+
+    def _make_up(self) -> None:
+        """Make all rows that are lacking."""
+        if any(self.lacking):
+            past = [0 if text.done else text.rows for text in self.texts]
+            starts = [0 if text.done else text.position for text in self.texts]
+            step = StepFeed([[] for _ in past], past, starts, 1, ())
+            self._deepen(tuple(self.parts[self.count :]), step, 0)
+
+    def _deepen(self, deep: tuple[str, ...], step: StepFeed, more: int) -> None:
+        """Run the deeper layers on what is lacking and `more` tokens behind it."""
+        lacking = [
+            0 if text.done else count for text, count in zip(self.texts, self.lacking, strict=True)
+        ]
+        past = [place - count for place, count in zip(step.past, lacking, strict=True)]
+        starts = [place - count for place, count in zip(step.starts, lacking, strict=True)]
+        # Deeper layers take up states and are fed no tokens: these only say how many there are.
+        rows = [[0] * (count + more) for count in lacking]
+        width = self.feeder.width(max(map(len, rows)), max(past))
+        self.feeder.run_parts(deep, rows, past, starts, width, ())
+        self.lacking = [0] * len(lacking)
