@@ -1,0 +1,151 @@
+"""Which layers a model misses least, by evidence: a set for the recipe skip_layers under a budget.
+
+    python benchmarks/layer_importance.py MODEL --text FOLDER [--files FILES.json] [--budget 2]
+        [--by loss|cosine] [--parts layers|sublayers] [--windows 8] [--length 256] [--json F]
+
+For every part (a layer, or with --parts sublayers its attention and its MLP) it shows the mean
+cosine of the state before it and behind it, over all tokens (1: the part changes nothing), and how
+many nats a token the text costs more without it, the others being there. Then it chooses `budget`
+parts: by loss one after the other, each time the part that is missed least beside those that are
+gone already; by cosine those with the largest at once. What is printed last is what to set, and
+what the text costs then. The text is cut into windows as in quality.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from quality import cut, read_texts
+
+import graftwork as gw
+from graftwork.ir import Program
+from graftwork.model import trace
+from graftwork.passes.depth.skip_layers import SkipLayers
+from graftwork.prompts import read_tokenizer
+from graftwork.training.net import Net
+
+G = torch.ops.graftwork
+Part = tuple[str, int]
+"""An option of skip_layers, and a layer's number."""
+
+
+def canonical(source: Path) -> Program:
+    """The model before it has a cache."""
+    return trace(source, gw.Recipe.load("baseline"), target="eager", after="canonicalize")
+
+
+def loss(program: Program, windows: torch.Tensor, gone: Sequence[Part] = ()) -> float:
+    """Nats a token of windows i64[N,T] without some parts, each window's first token aside."""
+    if gone:
+        program = SkipLayers(**options(gone)).run(program).program
+    net, step = Net(program, [], torch.device("cpu")), program.step.name
+    found = []
+    with torch.no_grad():
+        for window in windows:
+            logits = net.outputs(step, ("logits",), {"tokens": window[None]})["logits"][0, :-1]
+            found.append(torch.nn.functional.cross_entropy(logits.float(), window[1:]).item())
+    return statistics.mean(found)
+
+
+def options(gone: Sequence[Part]) -> dict[str, tuple[int, ...]]:
+    """The parts as options of skip_layers; a layer that loses both its parts goes whole."""
+    sets: dict[str, set[int]] = {"layers": set(), "attention": set(), "mlp": set()}
+    for name, layer in gone:
+        sets[name].add(layer)
+    whole = sets["attention"] & sets["mlp"]
+    sets["layers"] |= whole
+    given = {"layers": sets["layers"]}
+    given |= {name: sets[name] - whole for name in ("attention", "mlp")}
+    return {name: tuple(sorted(layers)) for name, layers in given.items() if layers}
+
+
+def cosines(program: Program, windows: torch.Tensor, sublayers: bool) -> dict[Part, float]:
+    """The mean cosine of the states before and behind every part."""
+    fn = program.step.copy()
+    markers = fn.calls(G.hidden.default)
+    fn.set_outputs({f"state.{index}": node for index, node in enumerate(markers)})
+    pairs: dict[Part, tuple[int, int]] = {}
+    before = 0
+    for index, node in enumerate(markers):
+        layer, point = int(str(node.kwargs["layer"])), node.kwargs["point"]
+        if point == "block":
+            if sublayers and index - before > 1:
+                pairs["attention", layer] = (before, index - 1)
+                pairs["mlp", layer] = (index - 1, index)
+            elif not sublayers:
+                pairs["layers", layer] = (before, index)
+            before = index
+    net, names = Net(program, [], torch.device("cpu")), tuple(fn.outputs)
+    sums = dict.fromkeys(pairs, 0.0)
+    with torch.no_grad():
+        for window in windows:
+            states = list(net.outputs(fn, names, {"tokens": window[None]}).values())
+            for part, (first, last) in pairs.items():
+                alike = torch.cosine_similarity(states[first], states[last], dim=-1)
+                sums[part] += float(alike.mean()) / len(windows)
+    return sums
+
+
+def by_loss(
+    costs: Callable[[Sequence[Part]], float], parts: Sequence[Part], budget: int
+) -> list[Part]:
+    """`budget` parts, one after the other: each time the one that is missed least."""
+    gone: list[Part] = []
+    for _ in range(budget):
+        left = [part for part in parts if part not in gone]
+        gone.append(min(left, key=lambda part: costs([*gone, part])))
+    return gone
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("model", type=Path, help="checkpoint folder")
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--files", type=Path)
+    parser.add_argument("--budget", type=int, default=2, help="parts to leave out")
+    parser.add_argument("--by", choices=("loss", "cosine"), default="loss")
+    parser.add_argument("--parts", choices=("layers", "sublayers"), default="layers")
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    program = canonical(args.model)
+    tokenizer = SimpleNamespace(tokenizer=read_tokenizer(program.assets["tokenizer.json"]))
+    windows = cut(tokenizer, read_texts(args.text, args.files), args.length, args.windows)
+    alike = cosines(program, windows, args.parts == "sublayers")
+    if not 0 < args.budget < len(alike):
+        raise SystemExit(f"--budget {args.budget}: expected 1 to {len(alike) - 1} parts")
+    whole = loss(program, windows)
+    print(f"{args.model.name}: {whole:.4f} nats a token of {len(windows)} windows")
+    rows: dict[str, Any] = {}
+    for part, cosine in alike.items():
+        more = loss(program, windows, [part]) - whole
+        rows[f"{part[0]} {part[1]}"] = {"cosine": round(cosine, 4), "nats": round(more, 4)}
+        print(f"{part[0]:<10} {part[1]:>3}  cosine {cosine:.4f}  without it {more:+.4f} nats")
+    if args.by == "cosine":
+        gone = sorted(alike, key=lambda part: -alike[part])[: args.budget]
+    else:
+        gone = by_loss(lambda some: loss(program, windows, some), list(alike), args.budget)
+    then = loss(program, windows, gone)
+    chosen = {name: list(layers) for name, layers in options(gone).items()}
+    said = " ".join(f"--set skip_layers.{name}={layers}" for name, layers in chosen.items())
+    print(f"{said}   ({then - whole:+.4f} nats)")
+    if args.json:
+        report = {"nats": round(whole, 4), "parts": rows, "chosen": chosen, "then": round(then, 4)}
+        args.json.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
