@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import MASK, PROMPTS, named, tiny_llama
+from tiny import MASK, PROMPTS, in_int8, named, tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
@@ -23,7 +23,6 @@ from graftwork.passes.depth.cut_depth import CutDepth
 from graftwork.passes.drafting.draft_exit import DraftExit
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.engine.manager import Step, run_passes
-from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import generate
@@ -171,9 +170,9 @@ def test_drafts_are_verified_by_all_layers() -> None:
 
 
 def test_int8_leaves_early_too() -> None:
-    passes = (QuantizeInt8(), CutDepth(exits=(2,)), named("depth_deferred", exit=2, threshold=1.0))
+    passes = (in_int8(), CutDepth(exits=(2,)), named("depth_deferred", exit=2, threshold=1.0))
     fast = compile(made(*passes), Target("onnxruntime", "cpu"))
-    whole = compile(made(QuantizeInt8()), Target("onnxruntime", "cpu"))
+    whole = compile(made(in_int8()), Target("onnxruntime", "cpu"))
     assert torch.equal(generated(fast).sequences, generated(whole).sequences)
 
 

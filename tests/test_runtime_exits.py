@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import MASK, PROMPTS, named, tiny_llama
+from tiny import MASK, PROMPTS, in_int8, named, tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
@@ -19,7 +19,6 @@ from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.depth.cut_depth import CutDepth
 from graftwork.passes.drafting.draft_exit import DraftExit
 from graftwork.passes.engine.manager import Step, run_passes
-from graftwork.passes.numerics.quantize_int8 import QuantizeInt8
 from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
@@ -33,7 +32,7 @@ DRAFTS: dict[str, tuple[Pass, ...]] = {
     "confidence": (DraftExit(exit=3), CUT, named("length_confidence", threshold=0.1)),
     "goodput": (DraftExit(exit=1), CUT, named("length_goodput")),
     "after copies": (named("draft_suffix", shortest=1), DraftExit(exit=3, levels=3), CUT),
-    "int8": (DraftExit(exit=3, levels=3), CUT, QuantizeInt8()),
+    "int8": (DraftExit(exit=3, levels=3), CUT, in_int8()),
 }
 
 
@@ -44,7 +43,7 @@ def made(*passes: Pass, start: Program | None = None) -> Program:
 
 @cache
 def compiled(backend: str, which: str = "", int8: bool = False) -> Executable:
-    passes = DRAFTS[which] if which else [QuantizeInt8()] * int8
+    passes = DRAFTS[which] if which else [in_int8()] * int8
     return compile(made(*passes), Target(backend, "cpu"))
 
 
