@@ -3,11 +3,13 @@
     python benchmarks/lossless.py MODEL --prompts FILE.jsonl --recipes copyspec,recycling
         [--targets eager:cpu:float32,torch:cpu:float32,onnxruntime:cpu:float32] [--batches 1,4]
         [--count 24] [--tokens 128] [--set medusa.draft_medusa.weights=FOLDER] [--json FILE.jsonl]
+        [--reference int4]
 
 MODEL is a checkpoint folder; prompts are lines with a field ``ids``. transformers' greedy texts,
 made in float32 one prompt at a time, are the measure; each recipe runs on each target, alone and in
 batches of prompts as they come, so that their lengths and what is accepted differ. tokens/step
-counts the token that the target adds itself.
+counts the token that the target adds itself. With --reference the measure is what that recipe says
+on the same target, one prompt at a time: drafts must not change what an approximate model says.
 
 With --json each row is written as soon as it is known, and rows that the file holds already are not
 run again: a long proof can be interrupted. The exit status is 1 if any text differs.
@@ -45,6 +47,16 @@ def known(path: Path | None) -> list[Row]:
     if path is None or not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def measure(args: argparse.Namespace, target: str, prompts: Batch) -> list[list[int]]:
+    """The texts that others are compared with: the reference's on a target, or transformers'."""
+    if args.reference:
+        recipe = with_settings(args.reference, args.set)
+        system = optimized(args.model, recipe, target, args.threads)
+    else:
+        system = transformers_eager(args.model)
+    return [system([prompt], args.tokens)[0][0] for prompt in prompts]
 
 
 def prove(
@@ -102,10 +114,15 @@ def main() -> None:
     add_arguments(parser, targets="eager:cpu:float32,torch:cpu:float32,onnxruntime:cpu:float32")
     parser.add_argument("--batches", default="1,4", help="numbers of prompts at a time")
     parser.add_argument("--json", type=Path, help="append a line a row; skip those it holds")
+    parser.add_argument("--reference", help="the recipe whose texts are the measure")
     args = parser.parse_args()
     for name in args.recipes.split(","):
-        if with_settings(name, args.set).contract == "approximate":
-            parser.error(f"{name} is approximate: it promises no equal texts; leave it out")
+        approximate = with_settings(name, args.set).contract == "approximate"
+        if approximate and not args.reference:
+            parser.error(
+                f"{name} is approximate: it does not promise transformers' texts; leave it out, or "
+                f"name the recipe whose texts it promises (--reference)"
+            )
     torch.set_num_threads(args.threads)
     vocab = json.loads((args.model / "config.json").read_text())["vocab_size"]
     prompts = read_prompts(args.prompts, args.count, args.length, vocab)
@@ -117,11 +134,12 @@ def main() -> None:
         for target in args.targets.split(",")
         for size in args.batches.split(",")
     ]
-    if keys := [key for key in keys if key not in done]:
-        reference = transformers_eager(args.model)
-        wanted = [reference([prompt], args.tokens)[0][0] for prompt in prompts]
-    for key in keys:
-        row = prove(args, wanted, prompts, key)
+    wanted: dict[str, list[list[int]]] = {}
+    for key in (key for key in keys if key not in done):
+        target = key[1] if args.reference else ""
+        if target not in wanted:
+            wanted[target] = measure(args, target, prompts)
+        row = prove(args, wanted[target], prompts, key)
         rows.append(row)
         print(
             f"{row['recipe']} on {row['target']}, batch {row['batch']}: {row['same']}/"
@@ -133,7 +151,8 @@ def main() -> None:
             with args.json.open("a") as file:
                 file.write(json.dumps(row) + "\n")
         gc.collect()
-    title = f"{args.model.name}: texts equal to transformers' (tokens a step)"
+    whose = args.reference or "transformers"
+    title = f"{args.model.name}: texts equal to {whose}'s (tokens a step)"
     console = Console()
     # What is piped somewhere shall not be cut to a terminal's width.
     console.width = max(console.width, 0 if console.is_terminal else 160)

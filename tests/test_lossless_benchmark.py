@@ -49,3 +49,14 @@ def test_recipes_that_promise_no_equal_texts_are_refused(
     assert proved(monkeypatch, out, ASKED.replace("copyspec", "copyspec,int8")) == 2
     assert "int8 is approximate" in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.long
+def test_texts_of_another_recipe_may_be_the_measure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ASKED.replace("copyspec", "int8_copyspec").replace("eager", "onnxruntime")
+    assert proved(monkeypatch, tmp_path / "rows.jsonl", f"{asked} --reference int8") == 0
+    said = capsys.readouterr()
+    assert said.err.count("3/3 the same") == 2
+    assert "texts equal to int8's" in said.out
