@@ -23,6 +23,14 @@ from rich.console import Console
 from rich.text import Text
 
 from . import __version__
+from .cli_options import (
+    AnyModel,
+    MaybeRecipe,
+    ModelArg,
+    RecipeOption,
+    SetOption,
+    TargetOption,
+)
 
 if TYPE_CHECKING:
     from .model import Model
@@ -39,23 +47,6 @@ err = Console(stderr=True, highlight=False)
 
 _GREEDY = {"do_sample": False}
 _NEED_TEMPERATURE = "--top-k and --top-p need --temperature above 0"
-
-ModelArg = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A checkpoint folder or .gguf file.")
-]
-AnyModel = Annotated[
-    str, typer.Argument(metavar="MODEL_OR_DIR", help="A checkpoint, .gguf file or saved artifact.")
-]
-RecipeOption = Annotated[str, typer.Option("--recipe", help="A recipe's name, or a .yaml path.")]
-MaybeRecipe = Annotated[
-    str | None, typer.Option("--recipe", help="A recipe's name, or a .yaml path.")
-]
-SetOption = Annotated[
-    list[str], typer.Option("--set", metavar="PASS.OPTION=VALUE", help="Override an option.")
-]
-TargetOption = Annotated[
-    str | None, typer.Option("--target", metavar="BACKEND[:DEVICE[:DTYPE]]", help="Where it runs.")
-]
 
 
 def main(args: Sequence[str] | None = None) -> None:

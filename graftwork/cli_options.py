@@ -1,0 +1,24 @@
+"""Arguments and options that several commands take."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+ModelArg = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A checkpoint folder or .gguf file.")
+]
+AnyModel = Annotated[
+    str, typer.Argument(metavar="MODEL_OR_DIR", help="A checkpoint, .gguf file or saved artifact.")
+]
+RecipeOption = Annotated[str, typer.Option("--recipe", help="A recipe's name, or a .yaml path.")]
+MaybeRecipe = Annotated[
+    str | None, typer.Option("--recipe", help="A recipe's name, or a .yaml path.")
+]
+SetOption = Annotated[
+    list[str], typer.Option("--set", metavar="PASS.OPTION=VALUE", help="Override an option.")
+]
+TargetOption = Annotated[
+    str | None, typer.Option("--target", metavar="BACKEND[:DEVICE[:DTYPE]]", help="Where it runs.")
+]
