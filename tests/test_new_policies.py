@@ -28,6 +28,7 @@ from graftwork.runtime import generate
 from graftwork.runtime.asking.text import Text
 from graftwork.runtime.cache import CACHES, CachePolicy
 from graftwork.runtime.depth import DEPTHS, DepthPolicy
+from graftwork.runtime.feeding.feed import Feeder
 from graftwork.runtime.speculate.drafters.base import DRAFTERS, ChainDrafter
 from graftwork.runtime.speculate.lengths import LENGTHS, LengthPolicy
 
@@ -124,11 +125,15 @@ def test_a_depth_policy_and_a_cache_policy() -> None:
 
         share: Share = 0.5
         kind: ClassVar[str] = "half"
+        # It leaves no layer out, and so needs no step that is cut.
+        requires: ClassVar[frozenset[str]] = frozenset()
+        stops: ClassVar[bool] = False
 
     @DEPTHS.register(HalfDepth)
     class HalfPolicy(DepthPolicy):
-        def begin(self, batch: int) -> None:
-            asked.append(f"{self.record.share} of {batch}")
+        def begin(self, feeder: Feeder, texts: Sequence[Text]) -> None:
+            super().begin(feeder, texts)
+            asked.append(f"{self.record.share} of {len(texts)}")
 
     @policy
     @dataclass(frozen=True)

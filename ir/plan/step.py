@@ -133,12 +133,12 @@ class Segments(StepRecord):
     to the end of each function but the last, counted from the first. layers: there are in all.
     """
 
-    functions: tuple[str, ...] = ()
+    functions: tuple[str, ...] = ("step.0", "step.1")
     plain: str = "step"
     head: str = "step.head"
     state: str = "stream"
-    exits: tuple[Place, ...] = ()
-    layers: Place = 0
+    exits: tuple[Place, ...] = (1,)
+    layers: Place = 2
     kind: ClassVar[str] = "segments"
     in_parts: ClassVar[bool] = True
 

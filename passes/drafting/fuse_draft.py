@@ -37,7 +37,7 @@ import torch
 import torch.fx
 
 from ...ir import Function, PassError, Program, type_of
-from ...ir.plan import Fused, FusedDraft, UnrolledDraft
+from ...ir.plan import Fused, FusedDraft, UnrolledDraft, Whole
 from ..engine.base import Contract, Effect, Outcome, Pass, register
 from ..engine.subgraph import inlined
 from .plan_edits import fitting, with_plan
@@ -77,6 +77,11 @@ class FuseDraft(Pass):
             raise PassError("fuse_draft: the plan has several unrolled drafters; a step makes one")
         if NAME in program.functions:
             raise PassError(f"fuse_draft: the program has a function {NAME!r} already")
+        if program.plan.step != Whole(program.step.name):
+            raise PassError(
+                f"fuse_draft: expected a plan whose step is one function, got "
+                f"step={program.plan.step.brief}: leave the pass out that cuts or changes the step"
+            )
         step, fused = Fused(NAME, program.step.name, found[0].levels - 1), FusedDraft(found[0])
         draft = program.plan.draft.with_leaves(lambda leaf: fused if leaf == found[0] else leaf)
         planned = fitting(with_plan(program, step=step, draft=draft), self.name)
