@@ -76,7 +76,7 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, int], tuple[str, ...]]] = 
         "llama",
         {"": "Q4_0", "embed_tokens.weight": "Q8_0", "lm_head.weight": "Q8_0"},
         SIZES,
-        ("eager:cpu:float32", "onnxruntime:cpu:float32"),
+        ("eager:cpu:float32", "torch:cpu:float32", "onnxruntime:cpu:float32"),
     ),
     "qwen2": ("qwen2", {"": "Q5_1", "lm_head.weight": "F16"}, SIZES, ("eager:cpu:float32",)),
     "qwen3": (

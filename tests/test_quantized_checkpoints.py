@@ -76,14 +76,10 @@ def test_values(case: str, tmp_path: Path) -> None:
         assert weight.weight.load().shape == packed.dims
 
 
-TARGETS = {
-    "gptq-act-order": ("eager:cpu:float32", "torch:cpu:float32", "onnxruntime:cpu:float32"),
-    "awq": ("onnxruntime:cpu:float32",),
-    "nf4-nested": ("eager:cpu:float32", "onnxruntime:cpu:float32"),
-}
+TARGETS = ("eager:cpu:float32", "torch:cpu:float32", "onnxruntime:cpu:float32")
 
 
-@pytest.mark.parametrize("case", TARGETS)
+@pytest.mark.parametrize("case", ["gptq-act-order", "awq", "nf4-nested"])
 def test_tokens(case: str, tmp_path: Path) -> None:
     """Generated tokens are those of the dequantized model on every target; bits are kept, and
     products that read one value are merged."""
@@ -92,7 +88,7 @@ def test_tokens(case: str, tmp_path: Path) -> None:
     prompts = [[1, 5, 9, 30], [7, 3, 77, 2]]
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": []}
     wanted = gw.optimize(plain, target="eager:cpu:float32").generate(prompts, **options)
-    for target in TARGETS[case]:
+    for target in TARGETS:
         fast = gw.optimize(quantized, target=target)
         calls = fast.program.step.calls(G.quantized_linear.default)
         assert len(calls) == 4 and not any(arguments(call)["rounded"] for call in calls)
