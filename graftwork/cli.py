@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from . import __version__
+from .cli_export import export
 from .cli_options import (
     AnyModel,
     MaybeRecipe,
@@ -273,35 +274,7 @@ def train(
     )
 
 
-@app.command()
-def export(
-    model: AnyModel,
-    format_: Annotated[
-        Literal["onnx", "genai", "compressed-tensors", "vllm-medusa", "speculators"],
-        typer.Option("--format", help="For whom."),
-    ],
-    folder: Annotated[Path, typer.Option("--out", help="Where to write.")],
-    recipe: MaybeRecipe = None,
-    set_: SetOption = [],  # noqa: B006  (typer copies it)
-    target: TargetOption = "onnxruntime",
-    plain: Annotated[
-        bool, typer.Option("--plain", help="onnx, genai: leave out what the recipe drafts with.")
-    ] = False,
-    qdq: Annotated[
-        bool, typer.Option("--qdq", help="onnx: DequantizeLinear for few bits, not MatMulNBits.")
-    ] = False,
-) -> None:
-    """Write a model for ONNX Runtime, onnxruntime-genai or transformers, or drafts for vLLM."""
-    from .opening import open_model
-
-    _require(not plain or format_ in ("onnx", "genai"), "--plain is for onnx and genai")
-    _require(not qdq or format_ == "onnx", "--qdq is for onnx")
-    asked = {name: True for name, on in (("plain", plain), ("qdq", qdq)) if on}
-    with progress() as show:
-        opened = open_model(model, recipe, set_, target, show)
-        show(f"export {format_}")
-        getattr(opened, "export_" + format_.replace("-", "_"))(folder, **asked)
-    out.print(f"written to {folder}", markup=False)
+app.command()(export)
 
 
 @app.command()

@@ -7,30 +7,27 @@
     genai_config.json   (export_genai)
     generation_config.json, tokenizer.json, ... files that came with the model
 
-Kernels are ONNX's and ONNX Runtime's own; nothing of graftwork is needed to run it. Both functions
-write beside the destination and rename, so that whoever looks sees the old folder, the new one, or
-none.
+Kernels are ONNX's and ONNX Runtime's own; nothing of graftwork is needed to run it. How folders are
+written, and what else is in them, `export_folder` says.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import onnx_ir as oir
 
-from .backends.onnxruntime.emit import emit
+from .backends.onnxruntime.emit import OPSETS, emit
 from .backends.onnxruntime.portable import Layer, Portable, portable
 from .backends.onnxruntime.store import WeightFile, store
+from .export_folder import CARD, Card, describe, write_folder, write_json
 from .ir import InputError, ModelInfo, Program, UnsupportedError
-from .ir.files import LARGE, read_bytes
-from .ir.scratch import replacing
 from .runtime.asking.options import SAMPLING
 
 MODEL, DATA, CONFIG = "model.onnx", "model.onnx.data", "genai_config.json"
-GENERATION = "generation_config.json"
+LEAST_OPSET = 23
 
 # What our symbols are called in decode graphs elsewhere.
 _DIMS = {
@@ -42,16 +39,57 @@ _DIMS = {
 }
 
 
-def export_onnx(program: Program, folder: Path, *, plain: bool = False, qdq: bool = False) -> Path:
+Ops = Literal["contrib", "standard"]
+
+_USAGE = """
+import numpy as np, onnxruntime
+session = onnxruntime.InferenceSession("model.onnx")
+ids = np.array([[1, 2, 3]])  # the prompt's token ids, from tokenizer.json
+feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+for value in session.get_inputs()[2:]:  # empty caches
+    feeds[value.name] = np.zeros((1, value.shape[1], 0, value.shape[3]), np.float32)
+logits, *present = session.run(None, feeds)  # feed present.* back as past_key_values.*
+"""
+_FILES = {
+    MODEL: "the decode graph: input_ids, attention_mask and past_key_values.* to logits, present.*",
+    DATA: "its weights, which the graph names by place",
+}
+_CARD = Card("decode graph in ONNX", _FILES, _USAGE)
+
+
+def export_onnx(
+    program: Program,
+    folder: Path,
+    *,
+    plain: bool = False,
+    qdq: bool = False,
+    ops: Ops = "contrib",
+    opset: int = OPSETS[""],
+) -> Path:
     """Write the plain decode graph of a cached program; returns the folder.
 
     plain: leave out what the program drafts with. qdq: weights of few bits go through ONNX's own
     DequantizeLinear (in 4 or 8 bits), which other runtimes know, too, instead of ONNX Runtime's
-    MatMulNBits (2, 4 or 8), which is faster there. Errors: `UnsupportedError` if it drafts and that
-    is not asked for, or if its step is more than a plain decode step (see
-    `backends.onnxruntime.portable`); `InputError` if the folder holds something else.
+    MatMulNBits (2, 4 or 8), which is faster there. ops: "contrib" uses ONNX Runtime's own ops, such
+    as GroupQueryAttention, too; "standard" only those that ONNX has a schema for, and caches that
+    concatenate. opset: the version of those. Errors: `UnsupportedError` if it drafts and that is
+    not asked for, if its step is more than a plain decode step (see
+    `backends.onnxruntime.portable`), or for what the ops asked for cannot say; `InputError` if the
+    folder holds something else, or for an opset that there is not.
     """
-    return _write(program, portable(program, plain=plain), folder, {}, qdq=qdq)
+    _check_ops(ops, opset)
+    graph = portable(program, plain=plain, contrib=ops == "contrib")
+    return _write(program, graph, folder, {}, _CARD, qdq=qdq, ops=ops, opset=opset)
+
+
+def _check_ops(ops: str, opset: int) -> None:
+    if ops not in get_args(Ops):
+        raise InputError(f"ops: expected contrib or standard, got {ops!r}")
+    if not LEAST_OPSET <= opset <= OPSETS[""]:
+        raise InputError(
+            f"opset: expected {LEAST_OPSET} (the first with RMSNormalization and Attention) to "
+            f"{OPSETS['']}, got {opset}"
+        )
 
 
 def export_genai(program: Program, folder: Path, *, plain: bool = False) -> Path:
@@ -61,7 +99,10 @@ def export_genai(program: Program, folder: Path, *, plain: bool = False) -> Path
     widths, or for defaults of the checkpoint, which its configuration cannot say.
     """
     graph = portable(program, plain=plain)
-    return _write(program, graph, folder, {CONFIG: genai_config(program, graph)})
+    usage = "import onnxruntime_genai as og\nmodel = og.Model('.')  # see its documentation"
+    files = {**_FILES, CONFIG: "what onnxruntime-genai reads first"}
+    card = Card("folder for onnxruntime-genai", files, usage)
+    return _write(program, graph, folder, {CONFIG: genai_config(program, graph)}, card)
 
 
 def genai_config(program: Program, graph: Portable) -> dict[str, Any]:
@@ -125,18 +166,6 @@ def _search(info: ModelInfo) -> dict[str, Any]:
     return {**said, "max_length": min(said.get("max_length", info.context), info.context)}
 
 
-def generation_config(info: ModelInfo) -> dict[str, Any]:
-    """generation_config.json as transformers has it, for models that came without one."""
-    eos = list(info.eos)
-    tokens = {
-        "bos_token_id": info.bos,
-        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-        "pad_token_id": info.pad,
-    }
-    known = {name: value for name, value in tokens.items() if value is not None}
-    return {**known, **info.defaults.supported}
-
-
 def _uniform(program: Program, graph: Portable) -> Layer:
     kinds = set(graph.layers)
     layer = graph.layers[0]
@@ -154,41 +183,37 @@ def _write(
     graph: Portable,
     folder: Path,
     extra: Mapping[str, Any],
+    card: Card,
     *,
     qdq: bool = False,
+    ops: str = "contrib",
+    opset: int = OPSETS[""],
 ) -> Path:
-    _check_destination(folder)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot write to {folder}: {error}") from error
-    with replacing(folder) as new:
-        _write_model(graph, new, qdq)
+    # Before anything is written: what the ops cannot say is refused here.
+    emitted = emit(
+        graph.function,
+        graph.weights,
+        standard=True,
+        qdq=qdq,
+        contrib=ops == "contrib",
+        opset=opset,
+    )
+    describe(program, emitted.model, f"One decode step of {program.name}; see {CARD}.")
+
+    def fill(new: Path) -> None:
+        _name_dims(emitted.model)
+        store(emitted, new / MODEL, WeightFile(new / DATA))
         for name, content in extra.items():
-            _write_json(new / name, content)
-        for name, source in program.assets.items():
-            if (new / name).exists():
-                raise InputError(
-                    f"the model brings a file {name!r}, which the export writes itself; "
-                    f"rename it in the model's folder"
-                )
-            (new / name).write_bytes(read_bytes(source, LARGE))
-        if GENERATION not in program.assets and program.info.defaults.supported:
-            _write_json(new / GENERATION, generation_config(program.info))
-    return folder
+            write_json(new / name, content)
+
+    return write_folder(program, folder, fill, card, ours=MODEL)
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_model(graph: Portable, folder: Path, qdq: bool) -> None:
-    emitted = emit(graph.function, graph.weights, standard=True, qdq=qdq)
-    shapes = {f"present.{name}": value for name, value in _pasts(emitted.model)}
-    for value in (*emitted.model.graph.inputs, *emitted.model.graph.outputs):
+def _name_dims(model: oir.Model) -> None:
+    shapes = {f"present.{name}": value for name, value in _pasts(model)}
+    for value in (*model.graph.inputs, *model.graph.outputs):
         present = shapes.get(value.name or "")
         value.shape = _renamed(value.shape if present is None else present, present is not None)
-    store(emitted, folder / MODEL, WeightFile(folder / DATA))
 
 
 def _pasts(model: oir.Model) -> list[tuple[str, oir.Shape | None]]:
@@ -204,10 +229,3 @@ def _renamed(shape: oir.Shape | None, present: bool) -> oir.Shape:
         text = "P" if present and str(dim) == "C" else str(dim)
         dims.append(dim if isinstance(dim, int) else _DIMS.get(text, text))
     return oir.Shape(dims)
-
-
-def _check_destination(folder: Path) -> None:
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / MODEL).exists():
-        raise InputError(f"{folder} holds something else than an export; give an empty folder")
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder} is a file; give a folder")

@@ -375,17 +375,15 @@ class Model:
             progress=progress,
         )
 
-    def export_onnx(self, folder: str | Path, *, plain: bool = False, qdq: bool = False) -> Path:
+    def export_onnx(self, folder: str | Path, **options: Any) -> Path:
         """Write ``model.onnx`` with its weights and tokenizer, for ONNX Runtime.
 
-        plain: the graph without what a recipe drafts with, which no other loader would run. qdq:
-        weights of few bits by ONNX's DequantizeLinear, not ONNX Runtime's MatMulNBits.
-        Errors: as `graftwork.export.export_onnx`, and `InputError` if a weight holds NaN.
+        Options (``plain``, ``qdq``, ``ops``, ``opset``) and errors: as
+        `graftwork.export.export_onnx`, and `InputError` if a weight holds NaN.
         """
         from .export import export_onnx
 
-        path = plain_path("export", folder)
-        return export_onnx(_checked(self.program), path, plain=plain, qdq=qdq)
+        return export_onnx(_checked(self.program), plain_path("export", folder), **options)
 
     def export_genai(self, folder: str | Path, *, plain: bool = False) -> Path:
         """Write a folder that onnxruntime-genai runs: the graph and ``genai_config.json``.

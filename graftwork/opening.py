@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from .artifact import is_saved
@@ -18,7 +19,7 @@ def with_settings(recipe: str, settings: Sequence[str]) -> Recipe:
 
 def open_model(
     source: str,
-    recipe: str | None,
+    recipe: str | Recipe | None,
     settings: Sequence[str],
     target: str | None,
     show: Callable[[str], None],
@@ -29,6 +30,29 @@ def open_model(
             raise InputError(f"{source} is a saved artifact; its recipe cannot be changed any more")
         show("check and read")
         return load(source, target=target)
-    return optimize(
-        source, with_settings(recipe or "baseline", settings), target=target, progress=show
-    )
+    if not isinstance(recipe, Recipe):
+        recipe = with_settings(recipe or "baseline", settings)
+    return optimize(source, recipe, target=target, progress=show)
+
+
+def stored_as(
+    dtype: str | None, recipe: str | None, settings: Sequence[str], target: str | None
+) -> tuple[str | Recipe | None, Sequence[str], str | None]:
+    """What `open_model` takes so that weights have a dtype: float32 and float16 are the target's,
+    int8 and int4 what the recipes of these names do to weights, after everything else of `recipe`.
+
+    Errors: `InputError` for a recipe that quantizes weights itself.
+    """
+    if dtype is None:
+        return recipe, settings, target or "onnxruntime"
+    if dtype.startswith("float"):
+        return recipe, settings, f"onnxruntime:cpu:{dtype}"
+    chosen, model = with_settings(recipe or "baseline", settings), Recipe.load(dtype)
+    base = {use.name for use in Recipe.load(model.extends).passes}
+    added = tuple(use for use in model.passes if use.name not in base)
+    if taken := {use.name for use in added} & {use.name for use in chosen.passes}:
+        raise InputError(
+            f"--dtype {dtype}: recipe {chosen.name!r} quantizes weights itself ({', '.join(taken)})"
+            f"; leave --dtype out, or set the pass's options"
+        )
+    return replace(chosen, passes=(*chosen.passes, *added)), (), None

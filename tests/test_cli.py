@@ -270,3 +270,24 @@ def test_export_of_a_recipe_that_drafts(
     assert (tmp_path / "out" / "model.onnx").is_file()
     heads = ("export", checkpoint, "--format", "speculators", "--out", tmp_path / "x", "--plain")
     assert "--plain is for onnx and genai" in run(capsys, *heads)[2]
+
+
+def test_export_in_another_dtype(
+    checkpoint: Path, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {}
+    for dtype in ("float32", "float16", "int8", "int4"):
+        args = ("--format", "onnx", "--dtype", dtype, "--out", tmp_path / dtype)
+        code, _, errors = run(capsys, "export", checkpoint, *args)
+        assert code == 0, errors
+        sizes[dtype] = (tmp_path / dtype / "model.onnx.data").stat().st_size
+    assert sizes["float32"] > 1.6 * sizes["float16"] and sizes["float16"] > sizes["int4"], sizes
+    int8 = ("--recipe", "int8", "--format", "onnx", "--dtype", "int8", "--out", tmp_path / "no")
+    assert "quantizes weights itself" in run(capsys, "export", checkpoint, *int8)[2]
+    assert "cannot be changed" in run(capsys, "export", saved, *int8[2:])[2]
+    assert "--dtype is for" in run(capsys, "export", checkpoint, *heads_of(tmp_path))[2]
+    assert not (tmp_path / "no").exists()
+
+
+def heads_of(folder: Path) -> tuple[object, ...]:
+    return "--format", "vllm-medusa", "--dtype", "int8", "--out", folder / "no"

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import tiny
 import torch
 from handmade import Shape, cached_llama, llama
 from test_onnxruntime_lowering import KERNEL, PLAIN, name_of
@@ -25,8 +26,11 @@ from graftwork.ir import InputError, Program, State, TensorType, UnsupportedErro
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.engine.base import Pass
+from graftwork.passes.numerics.quantize_weights import QuantizeWeights
 
 genai = pytest.importorskip("onnxruntime_genai")
+
+FILES = ["README.md", "generation_config.json", "model.onnx", "model.onnx.data"]
 
 
 def open_plain(folder: Path) -> onnxruntime.InferenceSession:
@@ -116,7 +120,7 @@ def test_padding_on_the_right_changes_nothing(tmp_path: Path) -> None:
 
 def test_what_the_graph_says_of_itself(tmp_path: Path) -> None:
     folder = export_onnx(cached_llama(), tmp_path / "out")
-    assert sorted(path.name for path in folder.iterdir()) == ["model.onnx", "model.onnx.data"]
+    assert sorted(path.name for path in folder.iterdir()) == FILES
     model = onnx.load(folder / "model.onnx", load_external_data=False)
     assert {node.domain for node in model.graph.node} <= {"", "com.microsoft"}
 
@@ -147,6 +151,60 @@ def test_the_checker_of_onnx_passes(shape: Shape, write: Any, tmp_path: Path) ->
 
 def quantized(shape: Shape) -> Program:
     return in_int8().run(cached_llama(shape)).program
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(dim=12, slopes=True)], ids=name_of)
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_ops_of_onnx_alone(shape: Shape, bits: int | None, tmp_path: Path) -> None:
+    """No domain but ONNX's, the checker knows every op, and the logits are the model's."""
+    made = cached_llama(shape)
+    if bits is not None:
+        made = (in_int8() if bits == 8 else QuantizeWeights(bits=4, group=4)).run(made).program
+    folder = export_onnx(made, tmp_path / "out", ops="standard")
+    onnx.checker.check_model(str(folder / "model.onnx"), full_check=True)
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    assert {node.domain for node in model.graph.node} == {""}
+    assert [entry.domain for entry in model.opset_import] == [""]
+    tokens = tokens_of(2, 6)
+    both = Loop(folder, 2), Loop(export_onnx(made, tmp_path / "contrib"), 2)
+    ours, theirs = (
+        torch.cat([loop.step(tokens[:, :5]), loop.step(tokens[:, 5:])], 1) for loop in both
+    )
+    if bits is None:
+        torch.testing.assert_close(ours, expected(shape, tokens), rtol=1e-4, atol=1e-4)
+    error = (ours - theirs).abs().max() / theirs.abs().max()
+    assert float(error) < (1e-4 if bits is None else 0.05)
+
+
+def test_an_older_opset(tmp_path: Path) -> None:
+    """What the ops asked for do not have is refused by name before anything is written."""
+    folder = export_onnx(cached_llama(), tmp_path / "out", opset=23)
+    onnx.checker.check_model(str(folder / "model.onnx"), full_check=True)
+    assert onnx.load(folder / "model.onnx", load_external_data=False).opset_import[0].version == 23
+    for opset in (22, 99):
+        with pytest.raises(InputError, match=f"RMSNormalization.*got {opset}"):
+            export_onnx(cached_llama(), tmp_path / "no", opset=opset)
+    with pytest.raises(InputError, match="contrib or standard"):
+        export_onnx(cached_llama(), tmp_path / "no", ops="plain")  # type: ignore[arg-type]
+    fn = portable(cached_llama()).function
+    with pytest.raises(UnsupportedError, match="no RMSNormalization in opset 17"):
+        emit(fn, portable(cached_llama()).weights, standard=True, opset=17)
+    with pytest.raises(UnsupportedError, match=r"own op.*ops=contrib"):
+        emit(fn, portable(cached_llama()).weights, standard=True, contrib=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_model_says_where_it_comes_from(tmp_path: Path) -> None:
+    folder = export_onnx(tiny.cached_llama(), tmp_path / "out")
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    said = {entry.key: entry.value for entry in model.metadata_props}
+    assert said["graftwork.contract"] == "exact" and said["eos_token_id"] == "[0]"
+    assert "licen" not in said["model_type"] and said["license"].startswith("the source model's")
+    assert model.doc_string and model.producer_version
+    assert {node.doc_string for node in model.graph.node} >= {"layers.0", "layers.1"}
+    card = (folder / "README.md").read_text()
+    assert "model.onnx.data" in card and "Licence: the source model's" in card
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 0
 
 
 def test_portable_norms_are_bit_for_bit_our_own(tmp_path: Path) -> None:
@@ -294,7 +352,7 @@ def test_refusals_leave_nothing_behind(tmp_path: Path) -> None:
 def test_an_export_replaces_an_older_one_whole(tmp_path: Path) -> None:
     folder = export_genai(cached_llama(), tmp_path / "out")
     export_onnx(cached_llama(Shape(layers=1)), folder)
-    assert sorted(p.name for p in folder.iterdir()) == ["model.onnx", "model.onnx.data"]
+    assert sorted(p.name for p in folder.iterdir()) == FILES
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 

@@ -48,6 +48,8 @@ def byte_product(e: Emitter, x: oir.Value, weight: Weight, scale: Weight) -> Any
     """f32[...,N] of f32 x [...,K] and a weight of eight bits u8[N,K] around 128, scale [N,1]."""
     signed = signed_weights_are_exact()
     values, row_scale = quantized_rows(e, x)
+    if not e.contrib:
+        return _standard_product(e, values, row_scale, weight, scale)
     total = e.fused(
         "MatMulIntegerToFloat",
         values,
@@ -58,6 +60,17 @@ def byte_product(e: Emitter, x: oir.Value, weight: Weight, scale: Weight) -> Any
         e.const(0, I8) if signed else e.const(ZERO, U8),
     )
     return e.op("Mul", total, row_scale)
+
+
+def _standard_product(
+    e: Emitter, values: oir.Value, row_scale: oir.Value, weight: Weight, scale: Weight
+) -> Any:
+    """The same by ONNX's MatMulInteger."""
+    columns = e.weight(_columns(weight, signed=False))
+    zero = e.const(ZERO, U8)
+    total = e.op("MatMulInteger", values, columns, zero, zero)
+    scaled = e.op("Mul", e.cast(total, F32, torch.int32), e.weight(_flat(scale)))
+    return e.op("Mul", scaled, row_scale)
 
 
 def _columns(weight: Weight, signed: bool) -> Weight:

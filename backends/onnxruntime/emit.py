@@ -11,15 +11,19 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
+import onnx
 import onnx_ir as oir
 import torch
 import torch.fx
 
 from ...ir import (
+    NOWHERE,
     Dim,
     Function,
+    Site,
     Sym,
     TensorType,
     UnsupportedError,
@@ -115,6 +119,8 @@ def emit(
     standard: bool = False,
     native: bool = False,
     qdq: bool = False,
+    contrib: bool = True,
+    opset: int = OPSETS[""],
 ) -> Emitted:
     """Emit a function whose every call has a row.
 
@@ -122,9 +128,11 @@ def emit(
     for, its own ops, so that its checker and other tools know them. native: graftwork's own kernels
     may run what they are faster at, see `probe.quantized_ops_available`. qdq: weights of few bits
     go through DequantizeLinear, which is ONNX's own, not a kernel of ONNX Runtime's domain.
-    Errors: `UnsupportedError` naming an op without a row and where it comes from.
+    contrib: ops of that domain may be used at all. opset: the version of ONNX's own ops.
+    Errors: `UnsupportedError` naming an op without a row and where it comes from, or one that
+    needs ONNX Runtime's domain, or a later opset.
     """
-    return Emitter(function, weights, paired, standard, native, qdq).run()
+    return Emitter(function, weights, paired, standard, native, qdq, contrib, opset).run()
 
 
 @dataclass
@@ -137,13 +145,15 @@ class Emitter:
     standard: bool = False
     native: bool = False
     qdq: bool = False
+    contrib: bool = True
+    opset: int = OPSETS[""]
     result: ValueType = ()
     memo: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.graph = oir.Graph(
-            [], [], nodes=[], opset_imports=dict(OPSETS), name=self.function.name
-        )
+        used = {"": self.opset} | ({MICROSOFT: OPSETS[MICROSOFT]} if self.contrib else {})
+        self.graph = oir.Graph([], [], nodes=[], opset_imports=used, name=self.function.name)
+        self.site = NOWHERE
         self.values: dict[torch.fx.Node, Any] = {}
         self.inputs: dict[str, oir.Value] = {}
         self.pending: dict[str, tuple[oir.Value, Weight]] = {}
@@ -193,7 +203,7 @@ class Emitter:
                 f"onnxruntime: no row for {node.target} at %{node.name}"
                 f"{_where(node)} and nothing to decompose it with"
             )
-        self.result, self.prefix = node.meta["type"], node.name
+        self.result, self.prefix, self.site = node.meta["type"], node.name, site_of(node)
         self.values[node] = self._mark(function(self, *self._arguments(node)), self.result)
 
     def _arguments(self, node: torch.fx.Node) -> list[Any]:
@@ -240,16 +250,41 @@ class Emitter:
         while trimmed and trimmed[-1] is None:
             trimmed.pop()
         given = {k: v for k, v in attributes.items() if v is not None}
+        if not domain:
+            self._check_known(op_type)
         self.counter += 1
         name = f"{self.prefix}.{op_type}.{self.counter}"
-        node = oir.node(op_type, trimmed, given, domain=domain, num_outputs=outputs or 1, name=name)
+        node = oir.node(
+            op_type,
+            trimmed,
+            given,
+            domain=domain,
+            num_outputs=outputs or 1,
+            name=name,
+            doc_string=_where_at(self.site).strip(" ()") or None,
+        )
         for index, value in enumerate(node.outputs):
             value.name = "" if index in unwanted else f"{name}.{index}"
         self.graph.append(node)
         return node.outputs[0] if outputs is None else tuple(node.outputs)
 
+    def _check_known(self, op_type: str) -> None:
+        """Errors: `UnsupportedError` for an op that the opset, or ONNX, does not have."""
+        known, later = schema_since(op_type, self.opset), schema_since(op_type, OPSETS[""])
+        if known is None and (later is not None or not self.contrib):
+            raise UnsupportedError(
+                f"ONNX has no {op_type} in opset {self.opset}{_where_at(self.site)}; take opset "
+                f"{OPSETS['']}, and the ops of ONNX Runtime, too (ops=contrib)"
+            )
+
     def fused(self, op_type: str, *inputs: oir.Value | None, **options: Any) -> Any:
-        """A node of ONNX Runtime's own domain, com.microsoft."""
+        """A node of ONNX Runtime's own domain, com.microsoft. Errors: `UnsupportedError` where only
+        ONNX's own ops are wanted."""
+        if not self.contrib:
+            raise UnsupportedError(
+                f"{op_type} is ONNX Runtime's own op, and ONNX has none for it"
+                f"{_where_at(self.site)}; export with the ops of ONNX Runtime, too (ops=contrib)"
+            )
         return self.op(op_type, *inputs, domain=MICROSOFT, **options)
 
     def own(self, op_type: str, *inputs: oir.Value | None, **options: Any) -> Any:
@@ -262,7 +297,8 @@ class Emitter:
         tensor = torch.as_tensor(data, dtype=dtype).contiguous()
         key = ("const", dtype, tuple(tensor.shape), raw_view(tensor).tobytes())
         if key not in self.memo:
-            name = f"const.{len(self.memo)}"
+            # Functions may meet in one graph.
+            name = f"{self.function.name}.const.{len(self.memo)}"
             value = self._typed(name, TensorType.of(tensor))
             value.const_value = oir.tensor_adapters.TorchTensor(tensor, name=name)
             self.graph.register_initializer(value)
@@ -416,6 +452,18 @@ def _looked_up(function: Function) -> frozenset[str]:
     return frozenset(str(t.target) for t in tables if isinstance(t, torch.fx.Node))
 
 
+@cache
+def schema_since(op_type: str, opset: int) -> int | None:
+    """The opset that gave one of ONNX's own ops the form that it has in `opset`; None if it is
+    not there."""
+    if not onnx.defs.has(op_type, max_inclusive_version=opset):
+        return None
+    return int(onnx.defs.get_schema(op_type, max_inclusive_version=opset).since_version)
+
+
 def _where(node: torch.fx.Node) -> str:
-    site = site_of(node)
-    return f" ({site.module or site.line})" if site else ""
+    return _where_at(site_of(node))
+
+
+def _where_at(site: Site) -> str:
+    return f" ({site.module or site.line})" if site.module or site.line else ""

@@ -67,8 +67,9 @@ class Portable:
     layers: tuple[Layer, ...]
 
 
-def portable(program: Program, *, plain: bool = False) -> Portable:
-    """See the module docstring. plain: leave out what the program drafts with.
+def portable(program: Program, *, plain: bool = False, contrib: bool = True) -> Portable:
+    """See the module docstring. plain: leave out what the program drafts with. contrib: the graph
+    may have ops of ONNX Runtime's own domain; without them all attention concatenates.
 
     Errors: `UnsupportedError` for a program that drafts, unless `plain`, for one whose caches lose
     rows, and for one without logits
@@ -96,11 +97,14 @@ def portable(program: Program, *, plain: bool = False) -> Portable:
     sweep(fn)
     merge_equal(fn)
     simplify_views(fn)
-    weights = lower_attention(fn, program.weights, counted=True)
+    weights = program.weights
+    if contrib:
+        weights = lower_attention(fn, weights, counted=True)
     shapes = _layers(fn)
     concatenates = bool(fn.calls(G.attend.default))
     _Counter(fn, concatenates).run()
-    fuse_norms(fn)
+    if contrib:
+        fuse_norms(fn)
     simplify_views(fn)
     decompose(fn)
     simplify_views(fn)

@@ -104,6 +104,9 @@ def square(e: Emitter, x: oir.Value) -> Any:
 
 @row(A.silu.default)
 def silu(e: Emitter, x: oir.Value) -> Any:
+    """x times its own sigmoid."""
+    if not e.contrib:
+        return e.op("Mul", x, e.op("Sigmoid", x))
     return e.fused("QuickGelu", x, alpha=1.0)
 
 

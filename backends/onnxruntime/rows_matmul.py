@@ -29,6 +29,8 @@ def linear_product(e: Emitter, x: oir.Value, w: oir.Value) -> Any:
         return e.op("MatMul", x, e.op("Transpose", w, perm=[1, 0]))
     if weight.name in e.looked_up:
         # An embedding table that is also the head: one copy on disk serves both.
+        if not e.contrib:
+            return e.op("MatMul", x, e.op("Transpose", w, perm=[1, 0]))
         return e.fused("FusedMatMul", x, w, transB=1)
     return e.op("MatMul", x, e.weight(transposed(weight)))
 

@@ -11,6 +11,7 @@ import torch
 from ...ir import type_of as type_of_node
 from . import ops  # noqa: F401  (defines ort_add_layer_norm)
 from .emit import Emitter, row, type_of
+from .rows_elementwise import silu
 
 A = torch.ops.aten
 G = torch.ops.graftwork
@@ -112,7 +113,7 @@ def group_norm(
 def activated(e: Emitter, x: oir.Value, activation: str) -> Any:
     """A named activation of `ir.ops.mlp`."""
     if activation == "silu":
-        return e.fused("QuickGelu", x, alpha=1.0)
+        return silu(e, x)
     if activation in ("gelu", "gelu_tanh"):
         return e.op("Gelu", x, approximate="tanh" if activation == "gelu_tanh" else "none")
     return e.op({"relu": "Relu", "sigmoid": "Sigmoid"}[activation], x)

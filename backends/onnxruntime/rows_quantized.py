@@ -224,7 +224,7 @@ def quantized_linear(
         return e.cast(result, e.dtype(), F32)
     stored = _Stored(given[0], given[1], given[2], given[3], bits, group)
     dims = type_of(x).dims
-    chosen = None if e.qdq else next(_fitting(e, stored, rounded), None)
+    chosen = None if e.qdq or not e.contrib else next(_fitting(e, stored, rounded), None)
     if rounded and stored.is_bytes_by_row and not e.qdq:
         result = byte_product(e, wide, stored.weight, stored.scale)
     elif chosen is not None:
@@ -294,7 +294,7 @@ def _group_sums(e: Emitter, x: oir.Value, dims: Sequence[Dim], group: int) -> An
 def _values(e: Emitter, stored: _Stored) -> oir.Value:
     """The weight's values f32[K,N]: worked out when the model is stored or, with `qdq`, by its
     nodes, of codes of 4 or 8 bits. Codebooks are no codes that ONNX knows."""
-    if not e.qdq or stored.codebook is not None:
+    if (e.contrib and not e.qdq) or stored.codebook is not None:
         return e.weight(stored.values())
     bits = 4 if stored.bits <= 4 and stored.rows % 2 == 0 else 8
     codes, dims = stored.across(bits), (stored.groups * stored.group, stored.rows)

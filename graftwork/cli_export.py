@@ -1,0 +1,63 @@
+"""The command that writes models for others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from .cli_options import AnyModel, MaybeRecipe, SetOption, TargetOption
+
+Format = Literal["onnx", "genai", "compressed-tensors", "vllm-medusa", "speculators"]
+
+TAKES: dict[str, tuple[str, ...]] = {
+    "plain": ("onnx", "genai"),
+    "qdq": ("onnx",),
+    "ops": ("onnx",),
+    "opset": ("onnx",),
+    "dtype": ("onnx", "genai"),
+}
+"""Which formats an option is for."""
+
+
+def export(
+    model: AnyModel,
+    format_: Annotated[Format, typer.Option("--format", help="For whom.")],
+    folder: Annotated[Path, typer.Option("--out", help="Where to write.")],
+    recipe: MaybeRecipe = None,
+    set_: SetOption = [],  # noqa: B006  (typer copies it)
+    target: TargetOption = None,
+    dtype: Annotated[
+        Literal["float32", "float16", "int8", "int4"] | None,
+        typer.Option(help="Of the weights: floats, or as the recipes int8 and int4 store them."),
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="onnx, genai: leave out what the recipe drafts with.")
+    ] = False,
+    qdq: Annotated[
+        bool, typer.Option("--qdq", help="onnx: DequantizeLinear for few bits, not MatMulNBits.")
+    ] = False,
+    ops: Annotated[
+        Literal["contrib", "standard"] | None,
+        typer.Option(help="onnx: with ONNX Runtime's own ops (the default), or ONNX's alone."),
+    ] = None,
+    opset: Annotated[int | None, typer.Option(help="onnx: the version of ONNX's ops.")] = None,
+) -> None:
+    """Write a model for ONNX Runtime, onnxruntime-genai or transformers, or drafts for vLLM."""
+    from .cli import out, progress
+    from .ir.errors import InputError
+    from .opening import open_model, stored_as
+
+    given: dict[str, Any] = {"plain": plain, "qdq": qdq, "ops": ops, "opset": opset}
+    asked = {name: value for name, value in given.items() if value not in (None, False)}
+    for name in [*asked, *(["dtype"] if dtype else [])]:
+        if format_ not in TAKES[name]:
+            raise InputError(f"--{name} is for {' and '.join(TAKES[name])}")
+    if dtype is not None and target is not None:
+        raise InputError("give --dtype or --target, not both: a target says its dtype, too")
+    with progress() as show:
+        opened = open_model(model, *stored_as(dtype, recipe, set_, target), show)
+        show(f"export {format_}")
+        getattr(opened, "export_" + format_.replace("-", "_"))(folder, **asked)
+    out.print(f"written to {folder}", markup=False)

@@ -1,0 +1,162 @@
+"""Folders that exports write: beside the destination, then renamed; with what a model brings along.
+
+README.md                a card: what the files are, how to run them, which passes made them
+generation_config.json   as the model brought it, or written from what is known of the model
+tokenizer.json, chat_template.jinja, LICENSE, ... files that came with the model
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as oir
+
+from . import __version__
+from .ir import InputError, ModelInfo, Program
+from .ir.contract import Contract
+from .ir.files import LARGE, read_bytes
+from .ir.printer import call_text
+from .ir.scratch import replacing
+from .passes.engine.manager import weakest
+
+GENERATION, CARD = "generation_config.json", "README.md"
+LICENCE = "LICENSE"
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a folder's README.md says besides provenance. title: what the folder is. files: by name,
+    what is in them. usage: lines of Python that run it."""
+
+    title: str
+    files: Mapping[str, str]
+    usage: str
+
+
+def write_folder(
+    program: Program, folder: Path, fill: Callable[[Path], None], card: Card, *, ours: str
+) -> Path:
+    """Write a folder by `fill`, add the model's own files and the card; returns the folder.
+
+    ours: a file by which an older export is known, which is replaced whole. Errors: `InputError`
+    if the folder holds something else, cannot be written, or if a file of the model's takes a name
+    that the export writes; whoever looks sees the old folder, the new one, or none.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file; give a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / ours).exists():
+        raise InputError(f"{folder} holds something else than an export; give an empty folder")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write to {folder}: {error}") from error
+    with replacing(folder) as new:
+        fill(new)
+        for name, source in program.assets.items():
+            if (new / name).exists():
+                raise InputError(
+                    f"the model brings a file {name!r}, which the export writes itself; "
+                    f"rename it in the model's folder"
+                )
+            (new / name).write_bytes(read_bytes(source, LARGE))
+        if GENERATION not in program.assets:
+            write_json(new / GENERATION, generation_config(program.info))
+        if CARD not in program.assets:
+            (new / CARD).write_text(card_text(program, card), encoding="utf-8")
+    return folder
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """A file of JSON for people and programs."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def generation_config(info: ModelInfo) -> dict[str, Any]:
+    """generation_config.json as transformers has it, for models that came without one."""
+    eos = list(info.eos)
+    tokens = {
+        "bos_token_id": info.bos,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        "pad_token_id": info.pad,
+    }
+    known = {name: value for name, value in tokens.items() if value is not None}
+    return {**known, **info.defaults.supported}
+
+
+def describe(program: Program, model: oir.Model, doc: str) -> None:
+    """Say in an ONNX model what it is and where it comes from. doc: one or two sentences."""
+    model.producer_name, model.producer_version = "graftwork", __version__
+    model.doc_string = model.graph.doc_string = doc
+    model.metadata_props.update(metadata(program))
+
+
+def metadata(program: Program) -> dict[str, str]:
+    """What metadata_props of exported models say, all of it text."""
+    info = program.info
+    return {
+        "graftwork.version": __version__,
+        "graftwork.program": program.name,
+        "graftwork.contract": contract(program),
+        "graftwork.passes": json.dumps([_pass(r) for r in program.provenance]),
+        "model_type": info.model_type,
+        "context_length": str(info.context),
+        "vocab_size": str(info.vocab_size),
+        "eos_token_id": json.dumps(list(info.eos)),
+        "bos_token_id": json.dumps(info.bos),
+        "pad_token_id": json.dumps(info.pad),
+        "license": licence(program),
+        "tools": f"onnx {onnx.__version__}, onnx-ir {oir.__version__}",
+    }
+
+
+def contract(program: Program) -> str:
+    """The weakest of the passes' contracts; exact where none ran."""
+    return weakest(Contract(record.contract) for record in program.provenance).value
+
+
+def licence(program: Program) -> str:
+    """Whose terms hold."""
+    if LICENCE in program.assets:
+        return f"the source model's, in {LICENCE} beside this file"
+    return "the source model's, which came without a file of it"
+
+
+def _pass(record: Any) -> str:
+    return call_text(record.name, dict(record.options))
+
+
+def card_text(program: Program, card: Card) -> str:
+    """README.md of an exported folder."""
+    passes = [f"- `{_pass(record)}` ({record.contract})" for record in program.provenance]
+    files = [f"- `{name}`: {what}" for name, what in card.files.items()]
+    lines = [
+        "---",
+        "library_name: onnxruntime",
+        "license: other",
+        "license_name: source-model",
+        *([f"license_link: {LICENCE}"] if LICENCE in program.assets else []),
+        "tags: [onnx, graftwork, text-generation]",
+        "---",
+        "",
+        f"# {program.name}: {card.title}",
+        "",
+        f"Written by graftwork {__version__}. Contract: {contract(program)}. Licence: "
+        f"{licence(program)}.",
+        "",
+        *files,
+        "",
+        "```python",
+        card.usage.strip(),
+        "```",
+        "",
+        "Passes that made it:",
+        "",
+        *(passes or ["- none"]),
+        "",
+    ]
+    return "\n".join(lines)
