@@ -157,6 +157,19 @@ def vector_norm(c: Call) -> Any:
     raise UnsupportedError(f"the norm of order {order} is not supported; expected 1 or 2")
 
 
+@lowers(A.index_put.default)
+def index_put(c: Call) -> Any:
+    """A number put where a mask of the value's own shape holds; what else the op can do is refused
+    at the end."""
+    x, places, value = c.args[:3]
+    mask = places[0] if len(places) == 1 else None
+    if mask is None or type_of(mask).dtype != torch.bool or c.arg(3, "accumulate"):
+        return c.b.call(c.target, *c.args, **c.kwargs)
+    if c.b.shape(mask) != c.b.shape(x) or c.b.shape(value) != []:
+        return c.b.call(c.target, *c.args, **c.kwargs)
+    return c.b.call(A.where.self, mask, c.b.cast(value, type_of(x).dtype), x)
+
+
 @lowers(A.where.self, A.where.ScalarOther, A.where.ScalarSelf, A.where.Scalar)
 def where(c: Call) -> Any:
     condition, left, right = c.args

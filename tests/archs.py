@@ -91,6 +91,11 @@ def _base(**changes: Any) -> dict[str, Any]:
     return {**_BASE, **changes}
 
 
+def text_config(**changes: Any) -> dict[str, Any]:
+    """A small text model's part of a configuration."""
+    return _base(**changes)
+
+
 def _without_groups(**changes: Any) -> dict[str, Any]:
     """For models that have no grouped-query attention, and no such option."""
     return {k: v for k, v in _base(**changes).items() if k != "num_key_value_heads"}

@@ -28,14 +28,16 @@ def emit(
     """A module that takes the function's inputs in order and returns the `fetch` outputs.
 
     Inputs called in `absent` must be optional arguments of the ops that use them; they become None
-    and are no longer taken. States are updated in place. Symbolic sizes are read off the inputs.
+    and are no longer taken. States are updated in place: by the op that writes them where nothing
+    else needs what they held, and by a copy at the end otherwise. Symbolic sizes are read off the
+    inputs.
     Ops with an entry in `rows` run as it says, all others as their meaning.
     Errors: `UnsupportedError` naming an op that torch cannot run.
     """
     builder = _Builder(function, weights, frozenset(states), absent, rows)
     outputs = function.outputs
     wanted = [outputs[name] for name in fetch]
-    return builder.build(wanted, [outputs[name] for name in states if name in outputs])
+    return builder.build(wanted, {name: outputs[name] for name in states if name in outputs})
 
 
 class _Builder:
@@ -53,18 +55,22 @@ class _Builder:
         self.values: dict[torch.fx.Node, Any] = {}
         self.sizes: dict[str, torch.fx.Node] = {}
         self.attributes: dict[str, torch.Tensor] = {}
+        self.in_place: set[torch.fx.Node] = set()
 
     def build(
-        self, wanted: list[torch.fx.Node], written: list[torch.fx.Node]
+        self, wanted: list[torch.fx.Node], written: Mapping[str, torch.fx.Node]
     ) -> torch.fx.GraphModule:
         """Emit what the wanted outputs and the state updates need, and nothing else."""
-        needed = cone([*wanted, *written])
+        needed = cone([*wanted, *written.values()])
+        owned = {name for name, node in written.items() if self._owns_state(name, node)}
+        self.in_place = {written[name] for name in owned}
         for node in self.function.inputs:
             self._input(node)
         for node in self.function:
             if node in needed and node.op != "placeholder":
                 self.values[node] = self._emit(node)
-        self.graph.output(tuple(self.values[node] for node in wanted))
+        copied = {name: node for name, node in written.items() if name not in owned}
+        self.graph.output(self._copy(copied, wanted))
         self.graph.lint()
         return torch.fx.GraphModule(self.attributes, self.graph)
 
@@ -104,8 +110,23 @@ class _Builder:
             return result.node if isinstance(result, torch.fx.Proxy) else result
         return arg
 
+    def _copy(
+        self, written: Mapping[str, torch.fx.Node], wanted: list[torch.fx.Node]
+    ) -> tuple[Any, ...]:
+        """Copy values into states, after all that reads the old ones; the wanted values."""
+        states = {str(n.target): n for n in self.function.inputs if str(n.target) in self.states}
+        changed = {name: node for name, node in written.items() if states.get(name) is not node}
+        # What lies in a state's memory is taken out before anything is written over.
+        lying = {n for n in [*wanted, *changed.values()] if changed and _source(n) in states}
+        clone, copy_ = torch.ops.aten.clone.default, torch.ops.aten.copy_.default
+        out = {n: self.graph.call_function(clone, (self.values[n],)) for n in lying}
+        for name, node in changed.items():
+            value = out.get(node, self.values[node])
+            self.graph.call_function(copy_, (self.values[states[name]], value))
+        return tuple(out.get(node, self.values[node]) for node in wanted)
+
     def _how(self, node: torch.fx.Node) -> Any:
-        if node.target is G.cache_write.default and self._owns_state(node):
+        if node in self.in_place:
             return cache_write_
         if node.target in self.rows:
             return self.rows[node.target]
@@ -116,11 +137,24 @@ class _Builder:
             return node.target
         raise UnsupportedError(f"the torch backend has no way to run {node.target}")
 
-    def _owns_state(self, write: torch.fx.Node) -> bool:
-        """Whether a write may go into the state itself: whoever else reads the old rows has done
-        so before, because the new ones follow from what it read."""
+    def _owns_state(self, name: str, write: torch.fx.Node) -> bool:
+        """Whether a state's new value may be written into the state itself: whoever else reads the
+        old rows has done so before, because the new ones follow from what it read."""
+        if write.target is not G.cache_write.default:
+            return False
         cache: Any = write.args[0]
-        if str(cache.target) not in self.states:
+        if cache.op != "placeholder" or str(cache.target) != name:
             return False
         others = set(cache.users) - {write}
         return not others or others <= cone([write.args[1]])  # type: ignore[list-item]
+
+
+def _source(node: torch.fx.Node) -> str | None:
+    """The input in whose memory a value may lie."""
+    while node.op == "call_function":
+        schema = getattr(node.target, "_schema", None)
+        views = schema is None or any(r.alias_info is not None for r in schema.returns)
+        if not (views or node.target is G.hidden.default) or not node.all_input_nodes:
+            return None
+        node = node.all_input_nodes[0]
+    return str(node.target) if node.op == "placeholder" else None

@@ -183,15 +183,25 @@ def without_data(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def _instantiate(config: Any, dtype: torch.dtype, mode: FakeTensorMode) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.initialization import no_init_weights
 
+    made: Any = AutoModelForCausalLM
+    if _is_in(AutoModelForImageTextToText, config) and not _is_in(made, config):
+        made = AutoModelForImageTextToText  # its text path is what is traced
     try:
-        with parameters_without_data(mode):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        with parameters_without_data(mode), no_init_weights():
+            model = made.from_config(config, dtype=dtype).eval()
     except ValueError as error:
         raise UnsupportedError(
             f"{config.model_type} is no causal language model of transformers: {error}"
         ) from error
+    model.tie_weights()  # a part of what was left out
+    return model
+
+
+def _is_in(family: Any, config: Any) -> bool:
+    return type(config) in family._model_mapping
 
 
 def _keep_float32(twin: Any, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
@@ -284,20 +294,39 @@ def _refuse_recurrence(twin: nn.Module, model_type: str) -> None:
 
 
 def _info(config: Any, generation: Any) -> ModelInfo:
+    text = _text_config(config)
+
     def token(name: str) -> Any:
-        chosen = getattr(generation, name, None)
-        return getattr(config, name, None) if chosen is None else chosen
+        said = (getattr(source, name, None) for source in (generation, config, text))
+        return next((token for token in said if token is not None), None)
 
     eos = token("eos_token_id")
     return ModelInfo(
         model_type=config.model_type,
-        vocab_size=int(config.vocab_size),
-        context=_context(config),
+        vocab_size=int(text.vocab_size),
+        context=_context(text),
         eos=tuple(eos) if isinstance(eos, (list, tuple)) else (() if eos is None else (int(eos),)),
         bos=token("bos_token_id"),
         pad=token("pad_token_id"),
         defaults=_defaults(generation),
     )
+
+
+def _text_config(config: Any) -> Any:
+    """The configuration of the model that writes text, which others may hold inside theirs.
+
+    Errors: `UnsupportedError` where there is none, or more than one.
+    """
+    try:
+        text = config.get_text_config(decoder=True)
+    except ValueError as error:
+        raise UnsupportedError(f"cannot import {config.model_type}: {error}") from error
+    if getattr(text, "vocab_size", None) is None:
+        raise UnsupportedError(
+            f"cannot import {config.model_type}: expected a configuration with vocab_size, got a "
+            f"{type(text).__name__} without one"
+        )
+    return text
 
 
 def _defaults(generation: Any) -> Defaults:
