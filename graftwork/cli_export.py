@@ -9,14 +9,14 @@ import typer
 
 from .cli_options import AnyModel, MaybeRecipe, SetOption, TargetOption
 
-Format = Literal["onnx", "genai", "compressed-tensors", "vllm-medusa", "speculators"]
+Format = Literal["onnx", "onnx-plan", "genai", "compressed-tensors", "vllm-medusa", "speculators"]
 
 TAKES: dict[str, tuple[str, ...]] = {
     "plain": ("onnx", "genai"),
     "qdq": ("onnx",),
     "ops": ("onnx",),
     "opset": ("onnx",),
-    "dtype": ("onnx", "genai"),
+    "dtype": ("onnx", "onnx-plan", "genai"),
 }
 """Which formats an option is for."""
 

@@ -395,6 +395,13 @@ class Model:
 
         return export_genai(_checked(self.program), plain_path("export", folder), plain=plain)
 
+    def export_onnx_plan(self, folder: str | Path) -> Path:
+        """Write every function as ONNX files over one file of weights, and what the plan says of
+        them, with runners. Errors: as `graftwork.export_plan.export_onnx_plan`."""
+        from .export_plan import export_onnx_plan
+
+        return export_onnx_plan(_checked(self.program), plain_path("export", folder))
+
     def export_vllm_medusa(self, folder: str | Path) -> Path:
         """Write trained Medusa heads as vLLM reads them. Errors: as `export_heads` states."""
         from .export_heads import export_vllm_medusa

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -78,3 +80,12 @@ def call_in_session(
     fn, feeds = function_of(target, args, kwargs, symbols)
     decompose(fn)
     return list(run_session(fn, feeds, folder).values())
+
+
+def module_at(path: Path) -> ModuleType:
+    """A file of Python as a module, under no name."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

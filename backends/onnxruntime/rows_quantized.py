@@ -252,8 +252,13 @@ def _fitting(e: Emitter, stored: _Stored, rounded: bool) -> Iterator[tuple[int, 
     # A model for others is to be small; here float products of 2 and 8 bits are faster as floats.
     for bits in (b for b in (ROUNDED if rounded or e.standard else FLOAT) if b >= least):
         for block in (b for b in BLOCKS if stored.group % b == 0):
-            # A model for others to run cannot know their processors.
-            if not rounded or e.standard or rows_of_few_bits_are_exact(bits, block):
+            # A model for others to run cannot know their processors; one that is to verify drafts
+            # is at least exact on this one.
+            if (
+                not rounded
+                or (e.standard and not e.paired)
+                or rows_of_few_bits_are_exact(bits, block)
+            ):
                 yield bits, block
 
 

@@ -1,0 +1,1 @@
+"""What plan folders are run with; copied into them."""
