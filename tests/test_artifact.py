@@ -166,6 +166,7 @@ def test_saving_over_the_artifact_a_program_came_from(program: Program, tmp_path
     assert entries(tmp_path) == ["model", "out"]
 
 
+@pytest.mark.long
 def test_loading_needs_no_transformers(program: Program, tmp_path: Path) -> None:
     folder = keep(program, tmp_path / "out")
     code = (
@@ -255,6 +256,7 @@ def test_a_failed_swap_puts_the_old_artifact_back(
     assert entries(tmp_path) == ["model", "out"]
 
 
+@pytest.mark.long
 def test_a_killed_save_leaves_the_old_artifact(program: Program, tmp_path: Path) -> None:
     folder = keep(program, tmp_path / "out")
     code = (

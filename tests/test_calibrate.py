@@ -145,6 +145,7 @@ gptq(program, evidence_for(program, work=Path(sys.argv[1]), progress=progress))
 """
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_and_makes_the_same_bits(tmp_path: Path) -> None:
     """Killed when the second of three blocks is solved, and the text has yet to run through it."""
     here = str(Path(__file__).parent)

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TOUR = Path(__file__).parent.parent / "docs" / "tour.py"
 
 
+@pytest.mark.long
 def test_the_tour_runs() -> None:
     done = subprocess.run(
         [sys.executable, str(TOUR)], capture_output=True, text=True, timeout=900, check=False

@@ -257,6 +257,7 @@ def test_drafts_and_batches_change_nothing(name: str, draft: DraftRecord) -> Non
     assert torch.equal(one, generate(plain, TEXT, **asked(50)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["window", "snapkv", "h2o"])
 def test_it_runs_compiled(name: str) -> None:
     plain = generate(executable_of(evicting(name)), TEXT, **asked(20))

@@ -20,6 +20,7 @@ from quantized_checkpoints import (
     nf4_layer,
     write,
 )
+from selection import mostly_long
 from typer.testing import CliRunner
 
 import graftwork as gw
@@ -86,7 +87,7 @@ def codes(program: Program) -> dict[str, tuple[torch.Tensor, ...]]:
     return {str(place): parts for place, parts in enumerate(found)}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", mostly_long(RECIPES, keep=("mixed",)))
 def test_what_is_read_back_is_what_was_written(name: str, tmp_path: Path) -> None:
     """A program exported, from memory or from an artifact, and optimized again: the same codes,
     scales and tokens."""
@@ -106,6 +107,7 @@ FROM: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["4 bits", "8 bits by channel", *FROM])
 def test_transformers_loads_it(name: str, tmp_path: Path) -> None:
     """The package and transformers read the values that the program has: the same logits. GPTQ and
@@ -134,6 +136,7 @@ def test_transformers_loads_it(name: str, tmp_path: Path) -> None:
     assert error(theirs, logits_of(import_model(out, torch.float32), ids, positions)) < allowed
 
 
+@pytest.mark.long
 def test_words_are_the_package_s(tmp_path: Path) -> None:
     """Codes and zero points are packed as `pack_to_int32` packs them."""
     helpers = pytest.importorskip("compressed_tensors.compressors", reason="not installed")
@@ -155,6 +158,7 @@ def test_words_are_the_package_s(tmp_path: Path) -> None:
     assert tensors[f"{name}.weight_shape"].tolist() == [96, 64]
 
 
+@pytest.mark.long
 def test_what_the_format_cannot_say(tmp_path: Path) -> None:
     """Offsets between steps, codebooks, scattered channels and programs without few bits."""
     folder = saved(tmp_path / "model")
@@ -182,6 +186,7 @@ def test_what_the_format_cannot_say(tmp_path: Path) -> None:
         made.export_compressed_tensors(tmp_path / "out")
 
 
+@pytest.mark.long
 def test_tied_tables_and_heads(tmp_path: Path) -> None:
     """A head in few bits is no longer tied to a table, which becomes floats, aloud."""
     folder = saved(tmp_path / "model", "llama-tied-yarn")

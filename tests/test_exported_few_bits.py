@@ -82,6 +82,7 @@ def test_rounded_activations(bits: int, tmp_path: Path) -> None:
         assert float(error) < allowed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layer", ["gptq", "awq"])
 def test_a_checkpoint_s_zero_points_are_dequantize_linear_s(layer: str, tmp_path: Path) -> None:
     """Whole zero points need no further node, and MatMulNBits folders run in onnxruntime-genai."""

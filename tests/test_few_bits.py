@@ -48,7 +48,11 @@ def step_model(program: Program) -> Emitted:
 
 @pytest.mark.parametrize(
     "options",
-    [{"bits": 4}, {"bits": 3, "symmetric": True}, {"bits": 8, "scales": "f32", "embedding": True}],
+    [
+        {"bits": 4},
+        pytest.param({"bits": 3, "symmetric": True}, marks=pytest.mark.long),
+        pytest.param({"bits": 8, "scales": "f32", "embedding": True}, marks=pytest.mark.long),
+    ],
 )
 def test_backends_generate_what_the_meaning_says(options: dict[str, Any]) -> None:
     program = quantized(**options)
@@ -57,6 +61,7 @@ def test_backends_generate_what_the_meaning_says(options: dict[str, Any]) -> Non
     assert torch.equal(text(program, "onnxruntime"), wanted)
 
 
+@pytest.mark.long
 def test_drafts_change_no_token() -> None:
     program = quantized({"draft_suffix": {"tokens": 4, "shortest": 1}}, bits=4)
     for backend in ("torch", "onnxruntime"):

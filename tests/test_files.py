@@ -145,6 +145,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_a_checkpoint_may_be_of_links(checkpoint: Path) -> None:
     program = gw.optimize(checkpoint).program
     assert program.assets["config.json"].is_symlink()

@@ -33,7 +33,8 @@ def python(code: str, folder: Path, *flags: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("command", ["optimize", pytest.param("generate", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("command", ["optimize", "generate"])
 def test_without_transformers_the_extra_is_named(command: str, tmp_path: Path) -> None:
     """On the command line and in Python; what needs no transformers works."""
     model = ROOT / "graftwork" / "demo_model"
@@ -133,6 +134,7 @@ def test_what_the_system_refuses_is_one_line(
     assert "error: " in errors and str(file) in errors
 
 
+@pytest.mark.long
 def test_the_folder_above_a_clone_has_the_package(tmp_path: Path) -> None:
     """A clone called graftwork is, to Python above it, a package without an __init__.py."""
     (tmp_path / "graftwork").symlink_to(ROOT)

@@ -39,6 +39,7 @@ def test_experts_are_split_on_disk(tmp_path: Path) -> None:
     assert any(".experts.3." in name for name in names)
 
 
+@pytest.mark.long
 def test_base_model_checkpoint(tmp_path: Path) -> None:
     """Checkpoints of a model without its head have no prefix in their names."""
     folder = saved("gpt2", tmp_path)

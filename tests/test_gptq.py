@@ -155,6 +155,7 @@ def calibrated(name: str, *more: Any, **options: Any) -> Program:
     return run_passes(start, recipe.steps, evidence=evidence_for(start))[0]
 
 
+@pytest.mark.long
 def test_backends_run_the_same_bits() -> None:
     program = calibrated("gptq", bits=3, embedding=8)
     text = program_text(program)

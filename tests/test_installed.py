@@ -119,6 +119,7 @@ def run(site: Path, *args: object) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_its_recipes_are_listed_and_shown(stub: Path) -> None:
     listed = run(stub, "-m", "graftwork", "recipes")
     assert "Repeat the last token" in listed and "repeat_once" in listed and "medusa" in listed
@@ -126,6 +127,7 @@ def test_its_recipes_are_listed_and_shown(stub: Path) -> None:
     assert "tokens=1" in shown and "extends: repeat" in shown
 
 
+@pytest.mark.long
 def test_its_recipe_runs_and_its_artifact_loads(
     stub: Path,
     tmp_path: Path,

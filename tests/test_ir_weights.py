@@ -39,6 +39,7 @@ def big(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_nothing_is_read_before_load(big: Path) -> None:
     """In a process of its own: what other tests free would be counted here."""
     code = f"import pathlib, test_ir_weights as t; t.check_laziness(pathlib.Path({str(big)!r}))"

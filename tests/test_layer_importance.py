@@ -27,6 +27,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *asked: str) -> di
     return found
 
 
+@pytest.mark.long
 def test_the_set_is_the_one_that_is_missed_least(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -47,6 +48,7 @@ def test_the_set_is_the_one_that_is_missed_least(
     assert len(alike["parts"]) == 2 * len(rows)
 
 
+@pytest.mark.long
 def test_a_budget_that_leaves_nothing_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -185,6 +185,7 @@ def test_prompts_that_cannot_be_read(tmp_path: Path, text: str, message: str) ->
     assert message in str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", "torch", "onnxruntime"])
 def test_the_report_tells_the_memory_by_part(source: str, backend: str) -> None:
     model = gw.optimize(source, PASSES, target=Target(backend, "cpu"))

@@ -110,6 +110,7 @@ def test_runs_of_several_threads_at_once_do_not_disturb_each_other(tmp_path):
     assert not wrong
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux what memory is what")
 def test_weights_stay_in_the_mapped_file(tmp_path):
     w = quantized.weight(0, 4096, 128, 32, 4, "symmetric", half=True)

@@ -35,6 +35,7 @@ def test_text_up_to_the_first_other_token_counts() -> None:
     )
 
 
+@pytest.mark.long
 def test_bench_tells_it_of_approximate_recipes(
     checkpoint: Path,  # noqa: F811
     tmp_path: Path,
@@ -82,6 +83,7 @@ def test_training_tells_it_of_approximate_recipes(
     assert fitted.own_text is None
 
 
+@pytest.mark.long
 def test_tuning_reports_and_generate_tell_it(
     checkpoint: Path,  # noqa: F811
     tmp_path: Path,

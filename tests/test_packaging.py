@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
@@ -54,6 +55,7 @@ def test_only_one_onnxruntime_is_installed() -> None:
     assert len(names & {"onnxruntime", "onnxruntime-gpu"}) == 1
 
 
+@pytest.mark.long
 def test_a_wheel_builds_and_works_where_it_is_installed(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from evidence import evidence_for
+from every_recipe import NAMES, program_of
 from tiny import MASK, PROMPTS, cached_llama, tiny_llama
 
 from graftwork.artifact import load, save
@@ -30,7 +30,7 @@ from graftwork.ir.plan import (
 )
 from graftwork.passes import Contract, Pass, all_passes
 from graftwork.passes.engine.manager import Step, run_passes
-from graftwork.recipe import Recipe, recipes
+from graftwork.recipe import Recipe
 from graftwork.runtime import generate
 
 BASE = ("fuse_qkv", "fuse_gate_up", "insert_kv_cache", "pick_logits", "add_argmax")
@@ -141,22 +141,9 @@ def test_errors_name_a_tree_without_listing_it() -> None:
     assert len(str(tree)) > 300
 
 
-QUANTIZED = {"round_activations"}
-"""Recipes for checkpoints that are quantized already."""
-
-
-@pytest.mark.parametrize("name", [r.name for r in recipes() if r.name not in QUANTIZED])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_makes_a_plan_whose_parts_all_act(name: str, tmp_path: Path) -> None:
-    corpus = tmp_path / "corpus.json"
-    corpus.write_text("[[1, 2, 3]]")
-    brought = {"draft_model.model": "other", "draft_corpus.path": str(corpus)}
-    brought |= {"evict_cache.budget": "64", "evict_cache.block": "32"}  # of a context of 128
-    recipe = Recipe.load(name)
-    uses = {use.name for use in recipe.passes}
-    given = [f"{key}={value}" for key, value in brought.items() if key.split(".")[0] in uses]
-    start = tiny_llama(4).replace(guests={"other": tiny_llama(seed=1)})
-    evidence = evidence_for(start) if recipe.reads_text else None
-    program, _ = run_passes(start, recipe.with_options(given).steps, evidence=evidence)
+    program = program_of(name, tmp_path)
     assert unmet(program) is None and misfit(program.plan) is None and idle(program.plan) is None
 
 

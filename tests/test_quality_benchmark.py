@@ -70,6 +70,7 @@ def test_ratios_are_of_paired_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error == pytest.approx(math.exp(0.5) * 0.5)
 
 
+@pytest.mark.long
 def test_too_little_text_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, texts: Path
 ) -> None:
@@ -78,6 +79,7 @@ def test_too_little_text_is_refused(
         measured(monkeypatch, tmp_path / "out.json", "--text", str(texts / "short.txt"))
 
 
+@pytest.mark.long
 def test_a_table_of_methods_calibrates_on_other_text_than_it_scores(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,7 @@ from quantized_checkpoints import (
     write,
 )
 from safetensors.torch import load_file, save_file
+from selection import mostly_long
 
 import graftwork as gw
 from graftwork.backends.torch.dequantized import with_values
@@ -79,7 +80,9 @@ def test_values(case: str, tmp_path: Path) -> None:
 TARGETS = ("eager:cpu:float32", "torch:cpu:float32", "onnxruntime:cpu:float32")
 
 
-@pytest.mark.parametrize("case", ["gptq-act-order", "awq", "nf4-nested"])
+@pytest.mark.parametrize(
+    "case", mostly_long(["gptq-act-order", "awq", "nf4-nested"], keep=("gptq-act-order",))
+)
 def test_tokens(case: str, tmp_path: Path) -> None:
     """Generated tokens are those of the dequantized model on every target; bits are kept, and
     products that read one value are merged."""
@@ -271,6 +274,7 @@ def test_float_products_have_values_once_on_torch(tmp_path: Path) -> None:
     assert error(logits_of(with_values(traced), ids, positions), wanted) < 1e-6
 
 
+@pytest.mark.long
 def test_what_no_product_reads_is_dequantized_aloud(tmp_path: Path) -> None:
     """Experts that become one stack are floats, a warning names them; the rest keeps its bits."""
     quantized, plain = write(tmp_path, gptq_config(4, 8), gptq_layer(4, 8), arch="qwen2_moe")

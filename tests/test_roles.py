@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from archs import Arch, build
+from selection import mostly_long
 
 from graftwork import Recipe
 from graftwork.backends import compile
@@ -68,7 +69,7 @@ def ops(fn: Function) -> list[Any]:
     return [node.target for node in fn.calls()]
 
 
-@pytest.mark.parametrize("recipe", ["baseline", "int8"])
+@pytest.mark.parametrize("recipe", mostly_long(["baseline", "int8"], keep=("int8",)))
 def test_an_exit_is_made_of_what_the_step_is_made_of(recipe: str) -> None:
     program, plain = made(recipe), made(recipe, with_exit=False)
     fn = program.function(EXIT)

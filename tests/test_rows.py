@@ -35,7 +35,7 @@ from graftwork.runtime.cache import CACHES, CachePolicy
 from graftwork.runtime.speculate.lengths.goodput import GoodputPolicy
 
 G = torch.ops.graftwork
-BACKENDS = ["eager", "onnxruntime", "torch"]
+BACKENDS = ["eager", "onnxruntime", pytest.param("torch", marks=pytest.mark.long)]
 SMALL = Shape(layers=2, context=256)
 SINKS, WINDOW, CHUNK = 4, 12, 8
 

@@ -65,6 +65,7 @@ def test_beta_0_and_sure_targets_are_the_exact_text(tree) -> None:
         assert rows == [[*p, *plain(RULE, p, 30)] for p in PROMPTS.tolist()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tree", TREES, ids=["chain", "tree"])
 def test_sampling_follows_the_contrasted_distribution(tree) -> None:
     """The first token is the target's own, the second the root of the first draft."""

@@ -130,6 +130,7 @@ def test_riders_follow_their_nodes() -> None:
     assert union.follows == (3, 4, -1, 6)
 
 
+@pytest.mark.long
 def test_trained_prompts_are_accepted_and_the_target_stays(tmp_path: Path) -> None:
     model = Model(drafting_llama(PPD, TREES["chain"]), Target("eager", "cpu"), {"name": "test"})
     options = {"batch": 4, "window": 32, "own": 1.0, "rate": 0.1, "seed": 1}

@@ -53,6 +53,7 @@ def test_a_draft_equal_to_the_target_is_accepted_whole(name: str, options: dict[
     assert (result.stats.steps, result.stats.accepted_tokens) == (6, 6 * 3 * len(PROMPTS))
 
 
+@pytest.mark.long
 def test_as_much_is_kept_as_the_distributions_overlap() -> None:
     """Of the best token only as much would be as the target gives it."""
     target, draft = markov(6, seed=1), markov(6, seed=2)

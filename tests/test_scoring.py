@@ -15,7 +15,7 @@ from graftwork.model import Model
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights
 
-TARGETS = ("eager", "torch", "onnxruntime")
+TARGETS = ("eager", pytest.param("torch", marks=pytest.mark.long), "onnxruntime")
 
 
 def model(program: Program, backend: str) -> Model:

@@ -52,6 +52,7 @@ def holder(tmp_path: Path) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.long
 def test_folders_of_a_living_process_stay_and_those_of_a_killed_one_go(
     holder: subprocess.Popen[str], tmp_path: Path
 ) -> None:
@@ -68,6 +69,7 @@ def test_folders_of_a_living_process_stay_and_those_of_a_killed_one_go(
     assert entries(tmp_path) == []
 
 
+@pytest.mark.long
 def test_weights_of_a_killed_process_go_with_the_next_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +130,7 @@ def test_folders_of_other_users_stay(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert left.exists()
 
 
+@pytest.mark.long
 def test_a_forked_process_leaves_the_folder_to_its_maker(tmp_path: Path) -> None:
     code = (
         "import os, sys\nfrom pathlib import Path\nfrom graftwork.ir.scratch import Scratch\n"

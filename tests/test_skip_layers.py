@@ -75,6 +75,7 @@ def test_a_skipped_part_adds_nothing(which: str, backend: str) -> None:
     assert not torch.equal(found, expected(()))
 
 
+@pytest.mark.long
 def test_compiled_steps_skip_it_too() -> None:
     pass_, names = SETS["mixed"]
     executable = compile(made(pass_), Target("torch", "cpu"))

@@ -33,8 +33,8 @@ def made(recipe: str, target: str) -> gw.Model:
     ("target", "recipes"),
     [
         ("eager", ["baseline", "copyspec"]),
-        ("onnxruntime", ["baseline"]),
-        ("onnxruntime", ["copyspec"]),
+        pytest.param("onnxruntime", ["baseline"], marks=pytest.mark.long),
+        pytest.param("onnxruntime", ["copyspec"], marks=pytest.mark.long),
         ("onnxruntime", ["baseline", "copyspec"]),
         pytest.param("torch", ["baseline"], marks=pytest.mark.long),
     ],

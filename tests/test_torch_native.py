@@ -215,6 +215,7 @@ def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path
     cached_library.library.cache_clear()
 
 
+@pytest.mark.long
 def test_kernels_are_compiled_once_and_kept_for_this_user(no_library, monkeypatch):
     native.library()
     (kept,) = no_library.iterdir()
@@ -230,6 +231,7 @@ def test_kernels_are_compiled_once_and_kept_for_this_user(no_library, monkeypatc
     assert len(list(no_library.iterdir())) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("made", [False, True])
 def test_kernels_work_where_no_folder_can_be_written(made, no_library, monkeypatch):
     if made:

@@ -83,6 +83,7 @@ def test_without_a_terminal_lines_come_now_and_then() -> None:
     assert lines[-1].startswith("measuring, 100%") and "nan" not in said.getvalue()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kept", [1, 50])
 def test_a_keyboard_interrupt_says_how_to_go_on(
     kept: int,

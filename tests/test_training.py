@@ -62,6 +62,7 @@ def weights(model: Model) -> dict[str, torch.Tensor]:
     return {name: weight.load() for name, weight in model.program.weights.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "drafter",
     [DraftMedusa(heads=3), pytest.param(DraftHydra(heads=3), marks=pytest.mark.long)],

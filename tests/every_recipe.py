@@ -1,0 +1,31 @@
+"""A tiny program of every bundled recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from evidence import evidence_for
+from tiny import tiny_llama
+
+from graftwork.ir import Program
+from graftwork.passes.engine.manager import run_passes
+from graftwork.recipe import Recipe, recipes
+
+QUANTIZED = ("round_activations",)
+"""Recipes for checkpoints that are quantized already."""
+
+NAMES = [recipe.name for recipe in recipes() if recipe.name not in QUANTIZED]
+
+
+def program_of(name: str, folder: Path) -> Program:
+    """A recipe's program, given what it needs: another model, a corpus, calibration text."""
+    corpus = folder / "corpus.json"
+    corpus.write_text("[[1, 2, 3]]")
+    brought = {"draft_model.model": "other", "draft_corpus.path": str(corpus)}
+    brought |= {"evict_cache.budget": "64", "evict_cache.block": "32"}  # of a context of 128
+    recipe = Recipe.load(name)
+    uses = {use.name for use in recipe.passes}
+    given = [f"{key}={value}" for key, value in brought.items() if key.split(".")[0] in uses]
+    start = tiny_llama(4).replace(guests={"other": tiny_llama(seed=1)})
+    evidence = evidence_for(start) if recipe.reads_text else None
+    return run_passes(start, recipe.with_options(given).steps, evidence=evidence)[0]

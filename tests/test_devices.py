@@ -1,0 +1,58 @@
+"""What is known of GPUs without one: on a device that has no data, as on one with data that the CPU
+cannot read, all that a program makes must be where its weights are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from every_recipe import NAMES, program_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from graftwork.backends.torch.emit import emit
+from graftwork.ir import Function, Program, Sym, TensorType, type_of
+
+ELSEWHERE = torch.device("meta")
+
+
+class OneDevice(TorchDispatchMode):
+    """Refuses calls that mix devices as a GPU does: single numbers may come from the CPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, result)):
+            if isinstance(tensor, torch.Tensor) and tensor.dim():
+                assert tensor.device == ELSEWHERE, f"{func} has a tensor on {tensor.device}"
+        return result
+
+
+def sizes_of(fn: Function) -> dict[str, int]:
+    """Sizes for a function's symbols: two texts, three tokens, room for 64 rows."""
+    dims = [dim for node in fn.inputs for dim in type_of(node).dims if isinstance(dim, Sym)]
+    return {d.text: {"B": 2, "T": 3}.get(d.text, 64) for d in dims if d.plain}
+
+
+def empty(type: TensorType) -> torch.Tensor:
+    return torch.empty(type.shape, dtype=type.dtype, device=ELSEWHERE)
+
+
+def run_elsewhere(program: Program, name: str) -> Iterator[torch.Tensor]:
+    """What a function returns where its weights and inputs are on another device."""
+    fn, states = program.function(name), list(program.states)
+    weights = {key: empty(weight.type) for key, weight in program.weights.items()}
+    module = emit(fn, weights, states, tuple(fn.outputs), device=ELSEWHERE)
+    inputs = [empty(type_of(node).bind(sizes_of(fn))) for node in fn.inputs]
+    with OneDevice():
+        yield from module(*inputs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_that_functions_make_is_on_their_device(name: str, tmp_path: Path) -> None:
+    program = program_of(name, tmp_path)
+    for function in program.functions:
+        for result in run_elsewhere(program, function):
+            assert result.device == ELSEWHERE, function
