@@ -24,17 +24,18 @@ def emit(
     fetch: Sequence[str],
     absent: frozenset[str] = frozenset(),
     rows: Mapping[Any, Row] = ROWS,
+    device: torch.device | None = None,
 ) -> torch.fx.GraphModule:
     """A module that takes the function's inputs in order and returns the `fetch` outputs.
 
     Inputs called in `absent` must be optional arguments of the ops that use them; they become None
     and are no longer taken. States are updated in place: by the op that writes them where nothing
     else needs what they held, and by a copy at the end otherwise. Symbolic sizes are read off the
-    inputs.
-    Ops with an entry in `rows` run as it says, all others as their meaning.
+    inputs. Ops with an entry in `rows` run as it says, all others as their meaning. device: where
+    weights and inputs lie, and so all that ops make (the CPU, unless said): programs know none.
     Errors: `UnsupportedError` naming an op that torch cannot run.
     """
-    builder = _Builder(function, weights, frozenset(states), absent, rows)
+    builder = _Builder(function, weights, frozenset(states), absent, rows, device)
     outputs = function.outputs
     wanted = [outputs[name] for name in fetch]
     return builder.build(wanted, {name: outputs[name] for name in states if name in outputs})
@@ -48,9 +49,10 @@ class _Builder:
         states: frozenset[str],
         absent: frozenset[str],
         rows: Mapping[Any, Row],
+        device: torch.device | None,
     ) -> None:
         self.function, self.states, self.absent = function, states, absent
-        self.weights, self.rows = weights, rows
+        self.weights, self.rows, self.device = weights, rows, device or torch.device("cpu")
         self.graph = torch.fx.Graph()
         self.values: dict[torch.fx.Node, Any] = {}
         self.sizes: dict[str, torch.fx.Node] = {}
@@ -94,7 +96,18 @@ class _Builder:
             return marked
         args = map_aggregate(node.args, self._value)
         kwargs = map_aggregate(node.kwargs, self._value)
-        return self.graph.call_function(self._how(node), args, kwargs)
+        return self.graph.call_function(self._how(node), *self._placed(node.target, args, kwargs))
+
+    def _placed(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Arguments with the device where what an op makes belongs, if the op asks for one."""
+        schema = getattr(target, "_schema", None)
+        named = [] if schema is None else [argument.name for argument in schema.arguments]
+        if "device" not in named:
+            return args, kwargs
+        place = named.index("device")
+        if place < len(args):
+            return (*args[:place], self.device, *args[place + 1 :]), kwargs
+        return args, {**kwargs, "device": self.device}
 
     def _constant(self, value: torch.Tensor) -> torch.fx.Node:
         key = f"w{len(self.attributes)}"

@@ -211,7 +211,7 @@ class TorchExecutable(StatefulExecutable):
             raise InputError(f"{function} also needs the inputs {', '.join(sorted(missing))}")
         rows = ROWS | CPU_ROWS if self.how == "inductor" else ROWS
         states = list(self.program.states)
-        module = emit(fn, self.weights, states, fetch, frozenset(missing), rows)
+        module = emit(fn, self.weights, states, fetch, frozenset(missing), rows, device=self.device)
         for node in module.graph.find_nodes(op="get_attr"):
             tensor = getattr(module, str(node.target))
             self.tensors[tensor.data_ptr()] = tensor.nbytes

@@ -122,7 +122,7 @@ class Net:
         absent = frozenset(str(n.target) for n in fn.inputs) - set(given)
         key = (fn.name, wanted, absent)
         if key not in self.modules:
-            self.modules[key] = emit(fn, self.tensors, [], wanted, absent)
+            self.modules[key] = emit(fn, self.tensors, [], wanted, absent, device=self.device)
         names = [str(n.target) for n in fn.inputs if str(n.target) in given]
         return dict(zip(wanted, self.modules[key](*[given[n] for n in names]), strict=True))
 
