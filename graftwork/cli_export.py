@@ -9,14 +9,17 @@ import typer
 
 from .cli_options import AnyModel, MaybeRecipe, SetOption, TargetOption
 
-Format = Literal["onnx", "onnx-plan", "genai", "compressed-tensors", "vllm-medusa", "speculators"]
+Format = Literal[
+    "onnx", "onnx-loop", "onnx-plan", "genai", "compressed-tensors", "vllm-medusa", "speculators"
+]
 
 TAKES: dict[str, tuple[str, ...]] = {
-    "plain": ("onnx", "genai"),
+    "plain": ("onnx", "onnx-loop", "genai"),
     "qdq": ("onnx",),
     "ops": ("onnx",),
     "opset": ("onnx",),
-    "dtype": ("onnx", "onnx-plan", "genai"),
+    "dtype": ("onnx", "onnx-loop", "onnx-plan", "genai"),
+    "sample": ("onnx-loop",),
 }
 """Which formats an option is for."""
 
@@ -33,7 +36,7 @@ def export(
         typer.Option(help="Of the weights: floats, or as the recipes int8 and int4 store them."),
     ] = None,
     plain: Annotated[
-        bool, typer.Option("--plain", help="onnx, genai: leave out what the recipe drafts with.")
+        bool, typer.Option("--plain", help="Leave out what the recipe drafts with.")
     ] = False,
     qdq: Annotated[
         bool, typer.Option("--qdq", help="onnx: DequantizeLinear for few bits, not MatMulNBits.")
@@ -42,6 +45,9 @@ def export(
         Literal["contrib", "standard"] | None,
         typer.Option(help="onnx: with ONNX Runtime's own ops (the default), or ONNX's alone."),
     ] = None,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="onnx-loop: with the inputs that sampling needs.")
+    ] = False,
     opset: Annotated[int | None, typer.Option(help="onnx: the version of ONNX's ops.")] = None,
 ) -> None:
     """Write a model for ONNX Runtime, onnxruntime-genai or transformers, or drafts for vLLM."""
@@ -50,10 +56,11 @@ def export(
     from .opening import open_model, stored_as
 
     given: dict[str, Any] = {"plain": plain, "qdq": qdq, "ops": ops, "opset": opset}
+    given["sample"] = sample
     asked = {name: value for name, value in given.items() if value not in (None, False)}
     for name in [*asked, *(["dtype"] if dtype else [])]:
         if format_ not in TAKES[name]:
-            raise InputError(f"--{name} is for {' and '.join(TAKES[name])}")
+            raise InputError(f"--{name} is for {_listed(TAKES[name])}")
     if dtype is not None and target is not None:
         raise InputError("give --dtype or --target, not both: a target says its dtype, too")
     with progress() as show:
@@ -61,3 +68,7 @@ def export(
         show(f"export {format_}")
         getattr(opened, "export_" + format_.replace("-", "_"))(folder, **asked)
     out.print(f"written to {folder}", markup=False)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

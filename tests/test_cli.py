@@ -269,7 +269,7 @@ def test_export_of_a_recipe_that_drafts(
     assert run(capsys, *args, tmp_path / "out", "--plain")[0] == 0
     assert (tmp_path / "out" / "model.onnx").is_file()
     heads = ("export", checkpoint, "--format", "speculators", "--out", tmp_path / "x", "--plain")
-    assert "--plain is for onnx and genai" in run(capsys, *heads)[2]
+    assert "--plain is for onnx, onnx-loop and genai" in run(capsys, *heads)[2]
 
 
 def test_export_in_another_dtype(

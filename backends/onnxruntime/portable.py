@@ -119,10 +119,10 @@ def _refuse_drafts(program: Program, plain: bool) -> None:
         return
     raise UnsupportedError(
         f"{program.name} drafts (draft={program.plan.draft.kind}), and the decode graph that other "
-        f"loaders run has no place for it: they would decode token by token. The format onnx-plan "
-        f"carries drafts; or export that graph by name (plain=True, --plain on the command line), "
-        f"export another recipe, such as baseline, or give trained heads to vLLM (the formats "
-        f"vllm-medusa and speculators)"
+        f"loaders run has no place for it: they would decode token by token. The formats onnx-loop "
+        f"and onnx-plan carry drafts; or export that graph by name (plain=True, --plain on the "
+        f"command line), export another recipe, such as baseline, or give trained heads to vLLM "
+        f"(the formats vllm-medusa and speculators)"
     )
 
 

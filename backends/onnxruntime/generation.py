@@ -1,0 +1,375 @@
+"""A whole generation as one ONNX graph: the step in a Loop, prompts in, tokens out.
+
+Every pass through the loop feeds what is not in the caches yet: first the prompt, then the last
+token and its draft. So the step, with its weights, stands in the graph once. A Loop copies what it
+carries: caches begin empty and grow by what is fed, where nothing is taken back and all attention
+is GroupQueryAttention; else they have room for everything from the start.
+
+Two forms:
+
+- together: nothing is drafted. A batch's sequences run side by side.
+- in turn: a chain is drafted, and how much of it is kept differs from sequence to sequence; or
+  products round activations, and a token's attention must not depend on what shares its step. An
+  outer Loop takes one sequence after the other.
+
+A token is the step's argmax or, sampling, drawn by the number that `uniforms` has for its place. A
+draft is kept as far as it says what was chosen, so it changes no token, sampled or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import onnx_ir as oir
+import torch
+
+from ...ir import Function, Program, UnsupportedError
+from ...ir.plan import DecodePlan, Whole
+from ..target import Target
+from .attention import SEQLENS, TOTAL
+from .chains_in_graph import CHAINS, Stepped
+from .emit import DTYPES, OPSETS, Emitted, emit, output_name
+from .graph_builder import BOOL, I64, GraphBuilder, splice
+from .lower import lower
+from .routing import Router
+from .sampler import Sampling, sampled
+
+G = torch.ops.graftwork
+I32 = oir.DataType.INT32
+
+
+def generation(program: Program, *, sample: bool = False, plain: bool = False) -> Emitted:
+    """The graph. sample: with the inputs that sampling needs (see `Sampling`). plain: leave out
+    what the program drafts with.
+
+    Inputs: input_ids i64[B,S], padded on the right; lengths i64[B]; max_new i64[]; eos i64[E].
+    Outputs: tokens i64[B,N], after an end of text the pad id; counts i64[B], the end included.
+    Errors: `UnsupportedError` for a program that is more than a step and a chain, naming the format
+    that carries it.
+    """
+    if plain:
+        plan = DecodePlan(step=Whole(program.plan.step.plain), cache=program.plan.cache)
+        program = program.replace(plan=replace(plan, depth=program.plan.depth))
+    _check(program, sample)
+    return _Generation(program, sample).build()
+
+
+def _check(program: Program, sample: bool) -> None:
+    plan, fed = program.plan, program.plan.step.fed(argmax=True)[0]
+    default = DecodePlan()
+    known = {
+        "step": not plan.step.in_parts and plan.step.read(argmax=True)[0] == fed,
+        "draft": type(plan.draft) in CHAINS,
+        "tree": plan.tree.chain,
+        "verify": plan.verify == default.verify,
+        "depth": plan.depth == default.depth,
+        "cache": plan.cache == default.cache,
+    }
+    # Nobody draws a tree where nothing drafts.
+    strange = [s for s, fits in known.items() if not fits and (s != "tree" or plan.speculates)]
+    if strange:
+        said = ", ".join(f"{slot}={getattr(plan, slot).brief}" for slot in strange)
+        raise UnsupportedError(
+            f"{program.name} cannot become one loop: {said} has no form there, which steps whole "
+            f"and drafts chains by copying, by heads or in the step. The format onnx-plan carries "
+            f"it; plain=True (--plain) leaves out what it drafts with"
+        )
+    if "past" not in {str(node.target) for node in program.function(fed).inputs}:
+        raise UnsupportedError(f"{program.name} (stage {program.stage}) has no KV cache")
+    if sample and plan.draft.in_step:
+        raise UnsupportedError(
+            f"{program.name} drafts in the step (draft={plan.draft.kind}), which follows the "
+            f"argmax and not what is sampled: export it without sample, or plain"
+        )
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What a pass through the loop made: tokens chosen at the columns asked for, the step's
+    outputs, and the new states."""
+
+    chosen: oir.Value
+    outputs: Mapping[str, oir.Value]
+    states: list[oir.Value]
+
+
+class _Generation:
+    def __init__(self, program: Program, sample: bool) -> None:
+        self.program = program
+        self.name = program.plan.step.fed(argmax=True)[0]
+        self.router = Router(program, program.function(self.name), Target())
+        lowered = lower(program, self.name, "chain" if self.router.kernel else "batch")
+        self.fn: Function = lowered.function(self.name)
+        self.emitted = emit(self.fn, lowered.weights, paired=self.router.pairs, standard=True)
+        self.states = [n for n in program.states if self.fn.has_input(n)]
+        self.spare = program.plan.step.fed(argmax=True)[1]
+        self.alone = program.plan.speculates or self.router.rounds
+        # A lone token would be added up in another order, see `routing`.
+        self.twice = self.router.rounds and not self.router.pairs
+        opsets = dict(OPSETS)
+        self.g = GraphBuilder("generate", opsets)
+        g = self.g
+        self.ids = g.input("input_ids", I64, ["batch_size", "prompt_length"])
+        self.lengths = g.input("lengths", I64, ["batch_size"])
+        self.most = g.input("max_new", I64, [])
+        self.eos = g.input("eos", I64, ["ends"])
+        self.sampling = Sampling.inputs(g) if sample else None
+
+    def build(self) -> Emitted:
+        """See `generation`."""
+        g = self.g
+        tokens, counts = self.in_turn() if self.alone else self.together()
+        width = g.op("ReduceMax", counts, keepdims=0)
+        g.output("tokens", g.slice(tokens, None, width, 1), I64, ["batch_size", "generated"])
+        g.output("counts", counts, I64, ["batch_size"])
+        model = oir.Model(g.graph, ir_version=self.emitted.model.ir_version)
+        return Emitted(model, tuple(g.weights.values()))
+
+    @property
+    def pad(self) -> int:
+        """What stands behind an end of text."""
+        info = self.program.info
+        return info.pad if info.pad is not None else next(iter(info.eos), 0)
+
+    @cached_property
+    def grows(self) -> bool:
+        """Whether caches may begin empty: GroupQueryAttention makes them as long as it must, as
+        long as no row is taken back."""
+        return not self.alone and not self.fn.calls(G.cache_write.default)
+
+    # -- the step
+
+    def empty(self, g: GraphBuilder, batch: oir.Value, rows: oir.Value) -> list[Any]:
+        """States before anything was fed. rows: room for so many, where they do not grow."""
+        made = []
+        for name in self.states:
+            state = self.program.states[name]
+            room = g.const(0) if self.grows else rows
+            sizes = {"B": batch, state.capacity: room}
+            dims = [
+                sizes[str(d)] if str(d) in sizes else g.const(int(str(d))) for d in state.type.dims
+            ]
+            dtype = torch.zeros(1, dtype=state.type.dtype).numpy().dtype
+            zero = oir.tensor(np.zeros(1, dtype=dtype))
+            made.append(g.op("ConstantOfShape", g.vector(*dims), value=zero))
+        return made
+
+    def carried(self, body: GraphBuilder) -> list[oir.Value]:
+        """The body's inputs for states."""
+        return [
+            body.input(name, DTYPES[self.program.states[name].type.dtype], self.dims(name))
+            for name in self.states
+        ]
+
+    def dims(self, name: str) -> list[int | str]:
+        """A state's dims; its rows may be others every time."""
+        rows = self.program.states[name].capacity
+        dims = self.program.states[name].type.dims
+        return [
+            d if isinstance(d, int) else f"{name}.rows" if str(d) == rows else str(d) for d in dims
+        ]
+
+    def run(
+        self,
+        g: GraphBuilder,
+        tokens: oir.Value,
+        past: oir.Value,
+        select: oir.Value,
+        states: list[oir.Value],
+        draws: Any,
+    ) -> _Made:
+        """Feed tokens i64[B,T] behind `past` i64[B] rows; choose at the columns `select` [B,S].
+
+        draws: f32[B,S], where it samples.
+        """
+        width = g.size(tokens, 1)
+        steps = g.range(g.const(0), width)
+        places = g.op("Add", g.op("Unsqueeze", past, g.const([1])), steps)
+        last = g.const(self.program.info.context - 1)
+        end = g.op("Sub", g.op("Add", past, width), g.const(1))
+        given = {
+            "tokens": tokens,
+            # Sequences that are through, and columns that nobody wants, may stand behind the end.
+            "positions": g.op("Min", places, last),
+            "past": past,
+            "select": select,
+            SEQLENS: g.cast(end, I32),
+            TOTAL: g.cast(g.op("Add", g.op("ReduceMax", end, keepdims=0), g.const(1)), I32),
+            **dict(zip(self.states, states, strict=True)),
+        }
+        outputs = splice(g, self.emitted, given)
+        new = [
+            outputs.get(output_name(self.fn, name), old)
+            for name, old in zip(self.states, states, strict=True)
+        ]
+        return _Made(self.choose(g, outputs, select, draws), outputs, new)
+
+    def choose(
+        self, g: GraphBuilder, outputs: Mapping[str, oir.Value], select: oir.Value, draws: Any
+    ) -> oir.Value:
+        """Tokens i64[B,S]."""
+        if self.sampling is None:
+            best = (
+                outputs["argmax"]
+                if "argmax" in outputs
+                else g.op("ArgMax", outputs["logits"], axis=-1, keepdims=0)
+            )
+            picked = self.fn.has_input("select")
+            found: oir.Value = best if picked else g.op("GatherElements", best, select, axis=1)
+            return found
+        logits = outputs["logits"]
+        if not self.fn.has_input("select"):
+            index = g.op("Unsqueeze", select, g.const([2]))
+            logits = g.op("GatherND", logits, index, batch_dims=1)
+        rows = g.op("Reshape", logits, g.const([-1, self.program.info.vocab_size]))
+        flat = sampled(g, rows, g.op("Reshape", draws, g.const([-1])), self.sampling)
+        chosen: oir.Value = g.op("Reshape", flat, g.op("Shape", select))
+        return chosen
+
+    def ends(self, g: GraphBuilder, tokens: oir.Value) -> Any:
+        """bool, of tokens i64[R]: whether they end a text."""
+        each = g.op("Equal", g.op("Unsqueeze", tokens, g.const([1])), self.eos)
+        return g.op("Greater", g.total(each, 1), g.const(0))
+
+    def uniforms(self, g: GraphBuilder) -> Any:
+        """The draws f32[B,max_new]; any other shape is an error that says so."""
+        assert self.sampling is not None
+        batch, most = g.size(self.ids, 0), self.most
+        shape = g.vector(batch, most)
+        return g.op("Reshape", self.sampling.uniforms, shape, called="uniforms_are_batch_x_max_new")
+
+    # -- the two forms
+
+    def together(self) -> tuple[Any, Any]:
+        """(tokens i64[B,N], counts i64[B]) of a batch side by side."""
+        g, context = self.g, self.program.info.context
+        batch = g.size(self.ids, 0)
+        rows = g.op("Add", g.op("Add", g.size(self.ids, 1), self.most), g.const(1))
+        zeros = g.op("Expand", g.const(0), g.vector(batch))
+        column = g.op("Unsqueeze", g.op("Sub", self.lengths, g.const(1)), g.const([1]))
+        draws = self.uniforms(g) if self.sampling else None
+
+        body = g.body("generate.pass")
+        tokens = body.input("tokens", I64, ["batch_size", "fed"])
+        past = body.input("past", I64, ["batch_size"])
+        chosen = body.input("column", I64, ["batch_size", 1])
+        through = body.input("through", BOOL, ["batch_size"])
+        counts = body.input("counts", I64, ["batch_size"])
+        states = self.carried(body)
+        turn = body.graph.inputs[0]
+        own = None if draws is None else body.op("Gather", draws, body.vector(turn), axis=1)
+        made = self.run(body, tokens, past, chosen, states, own)
+        new = body.op("Squeeze", made.chosen, body.const([1]))
+        token = body.op("Where", through, body.const(self.pad), new)
+        fed = body.op("Add", body.op("Squeeze", chosen, body.const([1])), body.const(1))
+        grown = body.op("Where", through, past, body.op("Add", past, fed))
+        full = body.op("GreaterOrEqual", grown, body.const(context - 1))
+        done = body.op("Or", through, body.op("Or", self.ends(body, token), full))
+        more = body.cast(body.op("Not", through), I64)
+        still = body.op("Greater", body.total(body.op("Not", done), 0), body.const(0))
+        body.output("still", still, BOOL, [])
+        after = body.op("Unsqueeze", token, body.const([1]))
+        body.output("tokens_next", after, I64, None)
+        body.output("past_next", grown, I64, None)
+        body.output("column_next", body.op("Mul", chosen, body.const(0)), I64, None)
+        body.output("through_next", done, BOOL, None)
+        body.output("counts_next", body.op("Add", counts, more), I64, None)
+        for name, value in zip(self.states, made.states, strict=True):
+            body.output(f"{name}_next", value, DTYPES[self.program.states[name].type.dtype], None)
+        body.output("token", token, I64, None)
+        start = [self.ids, zeros, column, g.op("Not", g.op("Equal", zeros, zeros)), zeros]
+        results = g.loop(body, self.most, None, [*start, *self.empty(g, batch, rows)])
+        return g.op("Transpose", results[-1], perm=[1, 0]), results[4]
+
+    def in_turn(self) -> tuple[Any, Any]:
+        """(tokens i64[B,max_new], counts i64[B]), a sequence after the other."""
+        g = self.g
+        draws = self.uniforms(g) if self.sampling else None
+        each = g.body("generate.sequence")
+        index = each.graph.inputs[0]
+        row = each.vector(index)
+        length = each.op("Squeeze", each.op("Gather", self.lengths, row))
+        padded = each.op("Gather", self.ids, index, axis=0)
+        prompt = each.slice(padded, None, length)
+        own = None if draws is None else each.op("Gather", draws, index, axis=0)
+        limit = each.op(
+            "Min", each.op("Add", length, self.most), each.const(self.program.info.context)
+        )
+        body = self.chain_body(each, length, limit, own)
+        step, draft = self.program.plan.columns + 2, each.const([])
+        rows = each.op("Add", limit, each.const(step + self.spare))
+        states = self.empty(each, each.const(1), rows)
+        going = each.op("Less", length, limit)
+        text, *_ = each.loop(body, self.most, going, [prompt, draft, each.const(0), *states])
+        new = each.slice(text, length, None)
+        count = each.size(new, 0)
+        rest = each.op("Sub", self.most, count)
+        fill = each.op("Expand", each.const(self.pad), each.vector(rest))
+        each.output("going_on", each.graph.inputs[1], BOOL, [])
+        each.output("tokens", each.op("Concat", new, fill, axis=0), I64, None)
+        each.output("count", count, I64, [])
+        tokens, counts = g.loop(each, g.size(self.ids, 0), None, [])
+        return tokens, counts
+
+    def chain_body(
+        self, each: GraphBuilder, length: oir.Value, limit: oir.Value, draws: Any
+    ) -> GraphBuilder:
+        """A pass of one sequence: feed what is new and the draft, keep what agrees, draft."""
+        g = each.body("generate.pass")
+        one = g.const(1)
+        text = g.input("text", I64, ["text"])
+        draft = g.input("draft", I64, ["drafted"])
+        past = g.input("past", I64, [])
+        states = self.carried(g)
+        new, count = g.slice(text, past, None), g.size(draft, 0)
+        # Behind all that counts, so that no step has a lone token.
+        again = [g.slice(text, g.const(-1), None)] if self.twice else []
+        fed = g.op("Concat", new, draft, *again, axis=0)
+        first = g.op("Sub", g.size(new, 0), one)
+        select = g.range(first, g.op("Add", g.op("Add", first, count), one))
+        own = None
+        if draws is not None:
+            begun = g.op("Sub", g.size(text, 0), length)
+            own = g.slice(draws, begun, g.op("Add", g.op("Add", begun, count), one))
+        batched = [g.op("Unsqueeze", value, g.const([0])) for value in (fed, select)]
+        made = self.run(g, batched[0], g.vector(past), batched[1], states, own)
+        chosen = g.op("Squeeze", made.chosen, g.const([0]))
+        agreed = g.leading(g.op("Equal", draft, g.slice(chosen, None, count)))
+        accepted = g.total(agreed, 0)
+        gained = g.slice(chosen, None, g.op("Add", accepted, one))
+        ends = self.ends(g, gained)
+        before = g.op("Sub", g.op("CumSum", g.cast(ends, I64), g.const(0)), g.cast(ends, I64))
+        kept = g.total(g.op("Equal", before, g.const(0)), 0)
+        ended = g.op("Greater", g.total(ends, 0), g.const(0))
+        grown = g.op("Concat", text, g.slice(gained, None, kept), axis=0)
+        size = g.size(grown, 0)
+        column = g.op("Add", first, accepted)
+        chain = self.chain(g, Stepped(grown, made.outputs, column, self.caller(g)))
+        room = g.op("Max", g.op("Sub", g.op("Sub", limit, size), one), g.const(0))
+        goes = g.op("And", g.op("Not", ended), g.op("Less", size, limit))
+        g.output("goes", goes, BOOL, [])
+        g.output("text_next", grown, I64, None)
+        g.output("draft_next", g.slice(chain, None, room), I64, None)
+        g.output("past_next", g.op("Sub", size, one), I64, [])
+        for name, value in zip(self.states, made.states, strict=True):
+            g.output(f"{name}_next", value, DTYPES[self.program.states[name].type.dtype], None)
+        return g
+
+    def chain(self, g: GraphBuilder, step: Stepped) -> oir.Value:
+        """The next chain, i64[D]."""
+        draft = self.program.plan.draft
+        return CHAINS[type(draft)](g, draft, self.program, step)
+
+    def caller(self, g: GraphBuilder) -> Any:
+        """See `chains_in_graph.Call`."""
+
+        def call(name: str, inputs: Mapping[str, oir.Value]) -> Mapping[str, oir.Value]:
+            lowered = lower(self.program, name, "chain")
+            emitted = emit(lowered.function(name), lowered.weights, standard=True)
+            return splice(g, emitted, inputs)
+
+        return call

@@ -1,0 +1,159 @@
+"""Builds ONNX graphs by hand, and puts emitted functions into them: what loops are made with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as oir
+
+from ...ir import Weight
+from .emit import Emitted
+
+I64, BOOL, F32 = oir.DataType.INT64, oir.DataType.BOOL, oir.DataType.FLOAT
+
+
+class GraphBuilder:
+    """A graph, and in it a node after the other. Names begin with the graph's.
+
+    inside: the graph that this one is a body in; weights belong to the outermost.
+    """
+
+    def __init__(
+        self, name: str, opsets: Mapping[str, int], inside: GraphBuilder | None = None
+    ) -> None:
+        self.name, self.opsets, self.inside = name, opsets, inside
+        self.graph = oir.Graph([], [], nodes=[], opset_imports=dict(opsets), name=name)
+        self.outermost: GraphBuilder = self if inside is None else inside.outermost
+        self.weights: dict[str, tuple[oir.Value, Weight]] = {}
+        self.count = 0
+
+    def body(self, name: str) -> GraphBuilder:
+        """The builder of a graph inside this one, with the inputs of a Loop's body."""
+        made = GraphBuilder(name, self.opsets, self)
+        made.input("iteration", I64, [])
+        made.input("going", BOOL, [])
+        return made
+
+    def input(self, name: str, dtype: oir.DataType, dims: Sequence[int | str]) -> oir.Value:
+        """An input; that of a body has the body's name before its own."""
+        full = name if self.inside is None else f"{self.name}.{name}"
+        value = oir.val(full, dtype=dtype, shape=dims)
+        self.graph.inputs.append(value)
+        return value
+
+    def output(
+        self, name: str, value: oir.Value, dtype: oir.DataType, dims: Sequence[int | str] | None
+    ) -> None:
+        """An output, always the result of a node of this graph."""
+        made = self.op("Identity", value)
+        made.name = name if self.inside is None else f"{self.name}.{name}"
+        made.dtype, made.shape = dtype, None if dims is None else oir.Shape(dims)
+        self.graph.outputs.append(made)
+
+    def op(
+        self,
+        op_type: str,
+        *inputs: oir.Value | None,
+        outputs: int | None = None,
+        called: str = "",
+        **attributes: Any,
+    ) -> Any:
+        """A node of ONNX's own; its value, or a tuple if `outputs` is given. called: what messages
+        about it are to say."""
+        self.count += 1
+        name = f"{self.name}/{called or op_type}.{self.count}"
+        given = {k: v for k, v in attributes.items() if v is not None}
+        node = oir.node(op_type, list(inputs), given, num_outputs=outputs or 1, name=name)
+        for index, value in enumerate(node.outputs):
+            value.name = f"{name}.{index}"
+        self.graph.append(node)
+        return node.outputs[0] if outputs is None else tuple(node.outputs)
+
+    def const(self, data: Any, dtype: type = np.int64) -> oir.Value:
+        """A small constant."""
+        self.count += 1
+        array: np.ndarray[Any, Any] = np.array(data, dtype=dtype)
+        tensor = oir.tensor(array, name=f"{self.name}/const.{self.count}")
+        value = oir.Value(
+            name=tensor.name,
+            shape=oir.Shape(array.shape),
+            type=oir.TensorType(tensor.dtype),
+            const_value=tensor,
+        )
+        self.graph.register_initializer(value)
+        return value
+
+    # -- what is said often
+
+    def size(self, value: oir.Value, axis: int) -> Any:
+        """How long an axis is, i64[]."""
+        shape = self.op("Shape", value, start=axis, end=axis + 1)
+        return self.op("Squeeze", shape)
+
+    def vector(self, *values: oir.Value) -> Any:
+        """Scalars as a vector."""
+        rows = [self.op("Reshape", value, self.const([1])) for value in values]
+        return rows[0] if len(rows) == 1 else self.op("Concat", *rows, axis=0)
+
+    def range(self, start: oir.Value, end: oir.Value) -> Any:
+        """The numbers from `start` to before `end`."""
+        return self.op("Range", start, end, self.const(1))
+
+    def slice(self, value: oir.Value, start: Any, end: Any, axis: int = 0) -> Any:
+        """Part of a value along an axis; bounds are scalars, or None."""
+        low = self.const([0]) if start is None else self.vector(start)
+        high = self.const([2**62]) if end is None else self.vector(end)
+        return self.op("Slice", value, low, high, self.const([axis]))
+
+    def cast(self, value: oir.Value, dtype: oir.DataType) -> Any:
+        """The value in another dtype."""
+        return self.op("Cast", value, to=int(dtype))
+
+    def total(self, flags: oir.Value, axis: int = -1) -> Any:
+        """How many flags are set along an axis."""
+        return self.op("ReduceSum", self.cast(flags, I64), self.const([axis]), keepdims=0)
+
+    def leading(self, flags: oir.Value, axis: int = 0) -> Any:
+        """bool: those flags before which, and which themselves, all are set."""
+        missing = self.cast(self.op("Not", flags), I64)
+        return self.op("Equal", self.op("CumSum", missing, self.const(axis)), self.const(0))
+
+    def loop(
+        self, body: GraphBuilder, most: oir.Value, going: oir.Value | None, start: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        """A Loop over a finished body; what it carries at the end, and its scans."""
+        count = len(body.graph.outputs) - 1
+        made: tuple[Any, ...] = self.op(
+            "Loop", most, going, *start, outputs=count, called=body.name, body=body.graph
+        )
+        return made
+
+
+def splice(
+    builder: GraphBuilder, emitted: Emitted, inputs: Mapping[str, oir.Value]
+) -> dict[str, oir.Value]:
+    """Put an emitted function's nodes at the end of a graph; its outputs by name.
+
+    Its small constants and its weights become the outermost graph's, which has each weight once.
+    """
+    graph, root = emitted.model.graph, builder.outermost
+    outputs = {str(value.name): value for value in graph.outputs}
+    graph.outputs.clear()
+    for value in list(graph.inputs):
+        oir.convenience.replace_all_uses_with(value, inputs[str(value.name)])
+    for name in list(graph.initializers):
+        root.graph.register_initializer(graph.initializers.pop(name))
+    for value, weight in emitted.pending:
+        kept, _ = root.weights.setdefault(weight.name, (value, weight))
+        if kept is not value:
+            oir.convenience.replace_all_uses_with(value, kept)
+    nodes = list(graph)
+    graph.remove(nodes)
+    for node in nodes:
+        node.name = f"{graph.name}/{node.name}"
+        for value in node.outputs:
+            value.name = f"{graph.name}/{value.name}" if value.name else value.name
+    builder.graph.extend(nodes)
+    return outputs

@@ -1,0 +1,205 @@
+"""Whole generations in one file, in a plain ONNX Runtime session."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from handmade import Shape
+from handmade import cached_llama as handmade_llama
+from tiny import cached_llama, tiny_llama
+
+from graftwork.backends import Target
+from graftwork.backends.onnxruntime.generation import generation
+from graftwork.backends.onnxruntime.store import WeightFile, store
+from graftwork.export_loop import export_onnx_loop
+from graftwork.ir import InputError, Program, UnsupportedError
+from graftwork.model import Model
+from graftwork.passes.engine.manager import run_passes
+from graftwork.recipe import Recipe
+
+PROMPTS = ([1, 2, 3, 4], [5, 6, 7, 5, 6, 7, 5, 6], [9])
+RECIPES: dict[str, Any] = {
+    "baseline": "baseline",
+    "copyspec": "copyspec",
+    "prompt_lookup": "prompt_lookup",
+    "heads": {"extends": "baseline", "passes": ["draft_medusa", {"tree_chain": {"depth": 3}}]},
+    "eagle_chain": "eagle_chain",
+    "int8": "int8",
+    "int8_copyspec": "int8_copyspec",
+    "h2o": {"extends": "h2o", "passes": [{"evict_cache": {"budget": 64, "block": 8}}]},
+    "skip_layers": {"extends": "baseline", "passes": [{"skip_layers": {"layers": [1]}}]},
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*untrained")
+
+
+@cache
+def made(name: str) -> Model:
+    recipe = Recipe.load(RECIPES.get(name, name))
+    program, _ = run_passes(tiny_llama(4), recipe.steps)
+    return Model(program, Target(threads=1), recipe.as_dict())
+
+
+def opened(folder: Path) -> Any:
+    """A session that knows nothing of graftwork."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 4, 1
+    path = str(folder / "generate.onnx")
+    return onnxruntime.InferenceSession(path, options, ["CPUExecutionProvider"])
+
+
+def asked(prompts: Sequence[Sequence[int]], most: int, eos: Sequence[int]) -> dict[str, Any]:
+    ids = np.zeros((len(prompts), max(map(len, prompts)) + 1), np.int64)
+    for row, prompt in zip(ids, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    lengths = np.array([len(prompt) for prompt in prompts])
+    return {
+        "input_ids": ids,
+        "lengths": lengths,
+        "max_new": np.array(most),
+        "eos": np.array(eos, np.int64),
+    }
+
+
+def texts(session: Any, feeds: dict[str, Any]) -> list[list[int]]:
+    """The new tokens of each row; behind them there is nothing but padding."""
+    tokens, counts = session.run(None, feeds)
+    assert tokens.shape[1] == counts.max()
+    assert all((row[n:] == 0).all() for row, n in zip(tokens, counts, strict=True))
+    return [row[:n].tolist() for row, n in zip(tokens, counts, strict=True)]
+
+
+def expected(model: Model, prompt: Sequence[int], most: int, eos: Sequence[int]) -> list[int]:
+    ids = model.generate([prompt], max_new_tokens=most, eos_token_id=list(eos), pad_token_id=0)
+    found: list[int] = ids[0, len(prompt) :].tolist()
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES.keys() - {"h2o"}))
+def test_the_models_tokens(name: str, tmp_path: Path) -> None:
+    """Alone and in a ragged batch, with and without ends of text, up to the context."""
+    model = made(name)
+    folder = model.export_onnx_loop(tmp_path / "out")
+    onnx.checker.check_model(str(folder / "generate.onnx"), full_check=True)
+    session = opened(folder)
+    for eos in ([], [0, 26]):
+        wanted = [expected(model, prompt, 20, eos) for prompt in PROMPTS]
+        assert texts(session, asked(PROMPTS, 20, eos)) == wanted
+        assert texts(session, asked(PROMPTS[1:2], 20, eos)) == wanted[1:2]
+    assert texts(session, asked(PROMPTS, 1, [])) == [
+        expected(model, prompt, 1, []) for prompt in PROMPTS
+    ]
+    context = model.program.info.context
+    long = [[i % 30 for i in range(context - 6)], [3] * (context - 1)]
+    counts = [len(text) for text in texts(session, asked(long, 20, []))]
+    assert counts == [6, 1]
+
+
+@pytest.mark.parametrize("shape", [Shape(dim=12), Shape(window=3), Shape(dim=12, slopes=True)])
+def test_attention_of_other_kinds(shape: Shape, tmp_path: Path) -> None:
+    """Caches with room for everything, windows, ALiBi."""
+    program = handmade_llama(shape)
+    model = Model(program, Target(threads=1), {})
+    session = opened(export_onnx_loop(program, tmp_path / "out"))
+    wanted = [expected(model, prompt, 9, []) for prompt in PROMPTS]
+    assert texts(session, asked(PROMPTS, 9, [])) == wanted
+
+
+def sampling(seed: int, rows: int, most: int, heat: float, k: int, p: float) -> dict[str, Any]:
+    uniforms = np.random.default_rng(seed).random((rows, most), np.float32)
+    values = {"temperature": (heat, np.float32), "top_k": (k, np.int64), "top_p": (p, np.float32)}
+    return {"uniforms": uniforms, **{n: np.array(v, t) for n, (v, t) in values.items()}}
+
+
+def test_sampling_follows_the_numbers_given(tmp_path: Path) -> None:
+    """The same numbers, the same tokens, whatever drafts; without heat, the argmax."""
+    seen = []
+    for name in ("baseline", "copyspec", "heads"):
+        session = opened(made(name).export_onnx_loop(tmp_path / name, sample=True))
+        feeds = asked(PROMPTS, 12, [])
+        cold = texts(session, feeds | sampling(0, 3, 12, 0.0, 0, 1.0))
+        assert cold == [expected(made(name), prompt, 12, []) for prompt in PROMPTS]
+        seen.append(texts(session, feeds | sampling(1, 3, 12, 1.5, 0, 1.0)))
+        assert seen[0] != cold
+        alone = {k: v[1:2] for k, v in sampling(1, 3, 12, 1.5, 0, 1.0).items() if k == "uniforms"}
+        one = asked(PROMPTS[1:2], 12, []) | sampling(1, 1, 12, 1.5, 0, 1.0) | alone
+        assert texts(session, one) == [seen[0][1]]
+        assert texts(session, feeds | sampling(2, 3, 12, 1.5, 1, 1.0)) == cold
+        assert texts(session, feeds | sampling(2, 3, 12, 1.5, 0, 1e-6)) == cold
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_sampled_tokens_have_the_models_chances(tmp_path: Path) -> None:
+    """Drawn by evenly spread numbers, each token comes up as often as its probability says."""
+    model, count = made("baseline"), 4000
+    session = opened(model.export_onnx_loop(tmp_path / "out", sample=True))
+    logits = model([PROMPTS[0]])[0, -1] / 0.7
+    chances = logits.topk(5).values.softmax(-1)
+    ids = logits.topk(5).indices.tolist()
+    before = chances.cumsum(-1) - chances
+    kept = chances * (before < 0.8)
+    kept = kept / kept.sum()
+    feeds = asked([PROMPTS[0]] * count, 1, []) | sampling(0, count, 1, 0.7, 5, 0.8)
+    feeds["uniforms"] = ((np.arange(count, dtype=np.float32) + 0.5) / count)[:, None]
+    drawn = [text[0] for text in texts(session, feeds)]
+    shares = [drawn.count(token) / count for token in ids]
+    np.testing.assert_allclose(shares, kept.numpy(), atol=2 / count)
+
+
+def test_numbers_of_another_shape_are_an_error(tmp_path: Path) -> None:
+    session = opened(made("copyspec").export_onnx_loop(tmp_path / "out", sample=True))
+    feeds = asked(PROMPTS, 12, []) | sampling(0, 3, 11, 1.0, 0, 1.0)
+    with pytest.raises(Exception, match="uniforms_are_batch_x_max_new"):
+        session.run(None, feeds)
+
+
+REFUSED = {
+    "medusa": "tree=static",
+    "eagle2": "draft=cached",
+    "layerskip": "step=segments",
+    "d3": "depth=decay",
+    "recycling": "draft=recycling",
+    "h2o": "cache=evict",
+    "medusa_typical": "verify=typical",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_one_loop_cannot_do_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=rf"{REFUSED[name]}.*onnx-plan.*plain=True"):
+        made(name).export_onnx_loop(tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_plain_leaves_drafts_out(tmp_path: Path) -> None:
+    folder = made("medusa").export_onnx_loop(tmp_path / "out", plain=True)
+    wanted = [expected(made("baseline"), prompt, 12, []) for prompt in PROMPTS]
+    assert texts(opened(folder), asked(PROMPTS, 12, [])) == wanted
+    with pytest.raises(UnsupportedError, match="follows the argmax"):
+        made("eagle_chain").export_onnx_loop(tmp_path / "no", sample=True)
+    with pytest.raises(UnsupportedError, match="KV cache"):
+        export_onnx_loop(tiny_llama(), tmp_path / "no")
+    with pytest.raises(InputError, match="something else"):
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "thesis.tex").write_text("years of work")
+        export_onnx_loop(cached_llama(), tmp_path / "other")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
+
+
+def test_weights_are_there_once(tmp_path: Path) -> None:
+    """Whatever the loops nest, the graph names each weight once, in the outermost graph."""
+    program: Program = made("copyspec").program
+    path = tmp_path / "generate.onnx"
+    store(generation(program), path, WeightFile(tmp_path / "data"))
+    model = onnx.load(path, load_external_data=False)
+    names = [tensor.name for tensor in model.graph.initializer if tensor.name.startswith("weight.")]
+    assert len(names) == len(set(names)) > 10
+    bodies = [a.g for node in model.graph.node for a in node.attribute if a.name == "body"]
+    assert not [t for body in bodies for t in body.initializer if t.name.startswith("weight.")]
