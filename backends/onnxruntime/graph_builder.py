@@ -10,6 +10,7 @@ import onnx_ir as oir
 
 from ...ir import Weight
 from .emit import Emitted
+from .store import OWNER
 
 I64, BOOL, F32 = oir.DataType.INT64, oir.DataType.BOOL, oir.DataType.FLOAT
 
@@ -17,7 +18,7 @@ I64, BOOL, F32 = oir.DataType.INT64, oir.DataType.BOOL, oir.DataType.FLOAT
 class GraphBuilder:
     """A graph, and in it a node after the other. Names begin with the graph's.
 
-    inside: the graph that this one is a body in; weights belong to the outermost.
+    inside: the graph that this one is a body in. weights: of the outermost, all that were put in.
     """
 
     def __init__(
@@ -136,7 +137,8 @@ def splice(
 ) -> dict[str, oir.Value]:
     """Put an emitted function's nodes at the end of a graph; its outputs by name.
 
-    Its small constants and its weights become the outermost graph's, which has each weight once.
+    Weights become that graph's, each once: kernels pack those of their own graph beforehand, and
+    not those of a graph around it. Small constants become the outermost graph's.
     """
     graph, root = emitted.model.graph, builder.outermost
     outputs = {str(value.name): value for value in graph.outputs}
@@ -147,6 +149,7 @@ def splice(
         root.graph.register_initializer(graph.initializers.pop(name))
     for value, weight in emitted.pending:
         kept, _ = root.weights.setdefault(weight.name, (value, weight))
+        kept.meta[OWNER] = builder.graph
         if kept is not value:
             oir.convenience.replace_all_uses_with(value, kept)
     nodes = list(graph)

@@ -18,6 +18,10 @@ from .emit import DTYPES, Emitted, raw_view
 INLINE = 1024
 """Weights up to this many bytes go into the model file, where ONNX Runtime can fold them."""
 
+OWNER = "graph"
+"""Key of a value's meta under which the graph stands that is to hold its weight, if not the
+outermost."""
+
 LARGE = 1 << 20
 """From this size on, tensors start on a boundary that every system can map."""
 
@@ -57,10 +61,10 @@ def store(emitted: Emitted, path: Path, weights: WeightFile) -> None:
 
     Errors: `OSError` if the disk is full.
     """
-    graph = emitted.model.graph
     for value, weight in emitted.pending:
         value.const_value = _tensor(weight, value, path, weights)
-        graph.register_initializer(value)
+        owner: oir.Graph = value.meta.get(OWNER, emitted.model.graph)
+        owner.register_initializer(value)
     oir.save(emitted.model, path)
 
 
