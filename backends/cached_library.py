@@ -45,12 +45,33 @@ class Sources:
     """What a library is made of.
 
     name: of the library, a word. folder: its C++ files and headers. flags: for the compiler, on top
-    of `FLAGS`.
+    of `FLAGS`. shared: a folder whose headers they include.
     """
 
     name: str
     folder: Path
     flags: tuple[str, ...] = ()
+    shared: Path | None = None
+
+    @property
+    def command(self) -> list[str]:
+        """What compiles them, but for where they are."""
+        return [compiler(), *FLAGS, *self.flags]
+
+    @property
+    def files(self) -> list[Path]:
+        """All that is read, in order."""
+        own = [path for path in self.folder.iterdir() if path.suffix in (".cpp", ".h")]
+        return sorted([*own, *(self.shared.glob("*.h") if self.shared else ())])
+
+
+SHARED = Sources(
+    "shared",
+    Path(__file__).with_name("kernels"),
+    # The same bits on every processor: a multiply-add is fused where the kernels say so.
+    ("-ffp-contract=off",),
+)
+"""The kernels that both backends run."""
 
 
 @functools.cache
@@ -60,9 +81,8 @@ def library(sources: Sources) -> ctypes.CDLL:
     Its `_name` is what other loaders may open to get the same one: the file as it was looked at.
     Errors: `UnsupportedError` if it cannot be compiled or loaded.
     """
-    command = [compiler(), *FLAGS, *sources.flags]
+    command, files = sources.command, sources.files
     described = _output([*command, "-x", "c++", "-dM", "-E", os.devnull])
-    files = sorted(path for path in sources.folder.iterdir() if path.suffix in (".cpp", ".h"))
     texts = [path.read_bytes() for path in files]
     key = hashlib.sha256(b"\0".join([*texts, " ".join(command).encode(), described]))
     name = f"{sources.name}-{key.hexdigest()[:32]}"
@@ -71,8 +91,9 @@ def library(sources: Sources) -> ctypes.CDLL:
             found = _loaded(path)
             if found is not None:
                 return found
+        include = [] if sources.shared is None else ["-I", str(sources.shared)]
         compiled = [str(path) for path in files if path.suffix == ".cpp"]
-        made = _loaded(_built(kept, name, [*command, *compiled]))
+        made = _loaded(_built(kept, name, [*command, *include, *compiled]))
     if made is None:
         raise UnsupportedError(
             f"the compiled kernels in {kept} changed before they were loaded; "

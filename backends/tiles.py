@@ -17,21 +17,13 @@ from __future__ import annotations
 
 import ctypes
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ir import InputError, TensorType, Weight, derive
-from .cached_library import Sources, library
-
-QUANTIZED = Sources(
-    "quantized",
-    Path(__file__).with_name("kernels"),
-    # The same bits on every processor: a multiply-add is fused where the kernels say so.
-    ("-ffp-contract=off",),
-)
+from .cached_library import SHARED, library
 
 OUTPUTS = 16
 """Outputs of a tile."""
@@ -202,7 +194,7 @@ def pack(weight: Tensor, *, bits: int, group: int, codebook: Tensor | None = Non
     if codebook is not None and bits > MOST_LOOKED_UP:
         values = (_whole(codebook, bits).to(torch.int16) + 128).to(torch.uint8)
     sizes = (len(rows), columns, group, bits, torch.get_num_threads())
-    library(QUANTIZED).pack_tiles(
+    library(SHARED).pack_tiles(
         *(ctypes.c_void_p(0 if t is None else t.data_ptr()) for t in (rows, values, packed)),
         *map(ctypes.c_int64, sizes),
     )

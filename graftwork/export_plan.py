@@ -173,7 +173,7 @@ def _function(
     program: Program, fn: Function, number: int, folder: Path, weights: WeightFile
 ) -> dict[str, Any]:
     """Write a function's variants; what plan.json says of it."""
-    router = Router(program, fn, Target())
+    router = Router(program, fn, Target(), native=False)
     variants: dict[Variant, Any] = {}
     for variant in _variants(fn, router):
         lowered = lower(program, fn.name, variant)

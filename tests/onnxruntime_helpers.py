@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
+import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -18,6 +19,13 @@ from graftwork.backends.onnxruntime.decompose import decompose
 from graftwork.backends.onnxruntime.emit import emit
 from graftwork.backends.onnxruntime.store import WeightFile, store
 from graftwork.ir import Function, TensorType, Weight, WeightStore
+
+
+def without_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where graftwork's own attention cannot be compiled or loaded."""
+    for module in ("routing", "rows_attention"):
+        name = f"graftwork.backends.onnxruntime.{module}.own_attention_available"
+        monkeypatch.setattr(name, lambda: "not here")
 
 
 def function_of(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from handmade import Shape, cached_llama
+from onnxruntime_helpers import without_own_attention
 from tiny import in_int8
 
 from graftwork.backends import compile
@@ -188,8 +189,9 @@ def test_tensors_that_are_not_contiguous_are_copied() -> None:
 @pytest.mark.parametrize(
     ("shape", "widened"), [(Shape(), False), (Shape(sinks=True), True)], ids=["pairs", "widened"]
 )
-def test_a_lone_token_that_takes_two_columns(shape: Shape, widened: bool) -> None:
+def test_a_lone_token_that_takes_two_columns(shape: Shape, widened: bool, monkeypatch) -> None:
     """In attention only, then a row behind the step's own is written; or all through the step."""
+    without_own_attention(monkeypatch)
     program = in_int8().run(cached_llama(shape)).program
     executable, twin = (compile(program, Target(threads=1)) for _ in range(2))
     given = inputs(1, 1)

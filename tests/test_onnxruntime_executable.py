@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from handmade import Shape, cached_llama
+from onnxruntime_helpers import without_own_attention
 from test_onnxruntime_lowering import KERNEL, PLAIN, TREE, name_of
 from tiny import in_int8
 
@@ -20,6 +21,14 @@ from graftwork.passes.engine.validate import empty_states, reference_logits
 
 TARGET = Target(threads=1)
 CHAIN = "chain"
+
+
+@pytest.fixture(autouse=True, params=["own", "runtime's"])
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """All holds of graftwork's own attention, and of ONNX Runtime's where that is missing."""
+    if request.param != "own":
+        without_own_attention(monkeypatch)
+    return str(request.param)
 
 
 def executable(program: Program) -> OnnxExecutable:
@@ -219,14 +228,14 @@ def test_int8_tokens_are_the_same_bits_in_every_attention(shape: Shape, trees: b
 @pytest.mark.parametrize(
     ("shape", "exclude", "columns"),
     [
-        (Shape(), (), 1),
-        (Shape(dim=12), (), 1),
-        (Shape(), ("*.down.weight",), 2),
-        (Shape(sinks=True), (), 2),
+        (Shape(), (), {"own": 1, "runtime's": 1}),
+        (Shape(dim=12), (), {"own": 1, "runtime's": 1}),
+        (Shape(), ("*.down.weight",), {"own": 2, "runtime's": 2}),
+        (Shape(sinks=True), (), {"own": 1, "runtime's": 2}),
     ],
 )
 def test_a_lone_int8_token_takes_one_row_unless_floats_are_summed(
-    shape: Shape, exclude: tuple[str, ...], columns: int
+    shape: Shape, exclude: tuple[str, ...], columns: dict[str, int], attention: str
 ) -> None:
     program = int8_llama(shape, exclude=exclude)
     whole = logits_by_widths(program, 1, [24])
@@ -237,7 +246,7 @@ def test_a_lone_int8_token_takes_one_row_unless_floats_are_summed(
     (made,) = ort._made["step"].values()
     (bound,) = made.bound.values()
     fed = {feed.name: feed.buffer for feed in bound.feeds}
-    assert fed["tokens"].shape == (1, columns)
+    assert fed["tokens"].shape == (1, columns[attention])
 
 
 def test_int8_means_what_the_interpreter_says() -> None:
@@ -250,14 +259,14 @@ def test_int8_means_what_the_interpreter_says() -> None:
     assert float((got.argmax(-1) == want.argmax(-1)).float().mean()) > 0.9
 
 
-def test_a_single_int8_token_at_the_end_of_the_buffer() -> None:
-    """Its attention takes two columns, for the second of which nobody reserved a row."""
+def test_a_single_int8_token_at_the_end_of_the_buffer(attention: str) -> None:
+    """ONNX Runtime's attention takes two columns, for the second of which nobody reserved a row."""
     program = int8_llama()
     ort = executable(program)
     ort.begin(1, GRAIN)
     for past in (0, GRAIN - 1):
         ort.run("step", step_of(1, past=torch.tensor([past])), ["logits"])
-    assert ort.capacity > GRAIN
+    assert (ort.capacity > GRAIN) == (attention != "own")
 
 
 def test_variants_share_weights_on_disk_and_leave_nothing() -> None:
@@ -360,9 +369,11 @@ def test_missing_device_is_named(bad: str) -> None:
 
 
 def test_without_the_attention_kernel_everything_still_runs(
+    attention: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on a device where GroupQueryAttention lacks the dtype."""
+    without_own_attention(monkeypatch)
     routing = "graftwork.backends.onnxruntime.routing.attention_kernel_works"
     monkeypatch.setattr(routing, lambda device, dtype: False)
     twin = Twin(cached_llama(), 1)

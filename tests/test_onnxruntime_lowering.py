@@ -78,9 +78,9 @@ def only_needed(program: Program, inputs: dict[str, torch.Tensor]) -> dict[str, 
 @pytest.mark.parametrize("shape", KERNEL + PLAIN, ids=name_of)
 def test_lowered_program_means_the_same(shape: Shape, variant: Variant) -> None:
     program = cached_llama(shape)
-    lowered = lower(program, "step", variant)
+    lowered = lower(program, "step", variant, native=variant == "own")
     verify(lowered)
-    batch, past = (2, [5, 2]) if variant == "batch" else (1, [5])
+    batch, past = (2, [5, 2]) if variant in ("batch", "own") else (1, [5])
     inputs = step_inputs(batch, variant, past) | filled_states(program, batch, 12)
     want = run(program, "step", only_needed(program, inputs))
     got = run(lowered, "step", only_needed(lowered, inputs))
@@ -95,6 +95,13 @@ def test_every_attention_becomes_one_kernel(shape: Shape) -> None:
         step = lower(cached_llama(shape), "step", variant).function("step")
         assert len(step.calls(G.ort_gqa.default)) == shape.layers
         assert not step.calls(G.attend.default, G.cache_write.default, G.step_mask.default)
+
+
+@pytest.mark.parametrize("shape", KERNEL + PLAIN, ids=name_of)
+def test_every_attention_becomes_one_kernel_of_our_own(shape: Shape) -> None:
+    step = lower(cached_llama(shape), "step", "own", native=True).function("step")
+    assert len(step.calls(G.ort_attend.default)) == shape.layers
+    assert not step.calls(G.attend.default, G.cache_write.default, G.step_mask.default)
 
 
 @pytest.mark.parametrize("shape", PLAIN, ids=name_of)

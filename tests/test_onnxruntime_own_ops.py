@@ -27,6 +27,7 @@ from graftwork.backends.pages import Trimmer
 from graftwork.backends.target import Target
 from graftwork.backends.torch import native_quantized as native
 from graftwork.ir import Function, Weight, WeightStore
+from graftwork.ir.errors import GraftworkWarning
 
 
 def weights_of(w: quantized.Weight) -> list[Weight | None]:
@@ -235,18 +236,21 @@ def test_here_they_can_be_used():
 
 def test_without_a_compiler_the_reason_says_so(asked_anew, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")}):
-        assert "no-such-compiler" in probe.quantized_ops_available()
+    missing = torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")})
+    with missing, pytest.warns(GraftworkWarning, match="no-such-compiler"):
+        assert probe.quantized_ops_available()
 
 
 def test_a_runtime_that_takes_no_libraries_is_a_reason(asked_anew, monkeypatch):
     monkeypatch.delattr(onnxruntime.SessionOptions, "register_custom_ops_library")
-    assert "does not run ops of other libraries" in probe.quantized_ops_available()
+    with pytest.warns(GraftworkWarning, match="does not run ops of other libraries"):
+        assert probe.quantized_ops_available()
 
 
 def test_wrong_numbers_are_a_reason(asked_anew, monkeypatch):
     monkeypatch.setattr(probe.tiles, "columns", lambda scale: tiles_columns(scale) * 2)
-    assert "wrong numbers" in probe.quantized_ops_available()
+    with pytest.warns(GraftworkWarning, match="wrong numbers"):
+        assert probe.quantized_ops_available()
 
 
 tiles_columns = tiles.columns

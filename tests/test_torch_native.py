@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from graftwork.backends import cached_library, tiles
+from graftwork.backends import cached_library
 from graftwork.backends.torch import cpu, native
 from graftwork.ir import InputError, UnsupportedError
 from graftwork.ir.ops import norm
@@ -259,7 +259,7 @@ def test_without_a_compiler_the_error_says_what_to_do(compiler, says, no_library
 def test_kernels_use_what_the_processor_has():
     able = set(Path("/proc/cpuinfo").read_text().split())
     code = ""
-    for library in (native.library(), cached_library.library(tiles.QUANTIZED)):
+    for library in (native.library(), cached_library.library(cached_library.SHARED)):
         loaded = library._name.replace("self", str(os.getpid()))
         command = ["objdump", "--disassemble", "--no-show-raw-insn", loaded]
         code += subprocess.run(command, capture_output=True, text=True, check=True).stdout

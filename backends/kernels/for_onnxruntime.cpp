@@ -3,49 +3,21 @@
 //
 //   QuantizedLinear(x, packed, scale, offset?, table?, bias?; bits, group, N) -> y
 //   QuantizedEmbedding(ids, weight, scale, offset?, codebook?; bits, group) -> y
+//   CachedAttention, Attention: see ort_attention.h
 
-#include <algorithm>
-#include <climits>
-
-#include "ort_abi.h"
+#include "ort_attention.h"
+#include "ort_op.h"
 #include "quantized.h"
 
 using namespace graftwork;
 
 namespace {
 
-constexpr int64_t PART = 1 << 16;     // bytes that one thread reads at a time, or more
 constexpr int64_t LARGEST = 1 << 16;  // group: products of two bytes add up in 32 bits
-
-// The runtime's threads.
-struct Pool final : Team {
-    const ort::Api& api;
-    ort::Context* context;
-    Pool(const ort::Api& api, ort::Context* context) : api(api), context(context) {}
-
-    struct Share {
-        const Work& work;
-        int64_t count, each;
-    };
-    static void run(void* share, size_t part) {
-        const Share& of = *static_cast<Share*>(share);
-        const int64_t end = std::min(of.count, (int64_t(part) + 1) * of.each);
-        for (int64_t i = int64_t(part) * of.each; i < end; i++) of.work(i);
-    }
-    void each(int64_t count, int64_t bytes, const Work& work) const override {
-        Share share = {work, count, std::max<int64_t>(1, PART / std::max<int64_t>(1, bytes))};
-        const int64_t parts = (count + share.each - 1) / share.each;
-        if (parts > 1) return api.parallel(context, run, size_t(parts), &share);
-        run(&share, 0);
-    }
-};
-
-void want(bool holds, const char* text) {
-    if (!holds) throw std::invalid_argument(text);
-}
 
 // A node's kernel.
 struct Node {
+    static constexpr int REQUIRED = 3, OUTPUTS = 1;
     const ort::Api& api;
     int64_t bits, group, outputs;
 
@@ -61,7 +33,7 @@ struct Node {
     }
     template <class T>
     const T* data(const ort::Tensor& tensor) const {
-        return tensor.value ? api.data<const T>(tensor.value) : nullptr;
+        return tensor.data<T>(api);
     }
 };
 
@@ -134,36 +106,6 @@ struct Embedding : Node {
     }
 };
 
-// An op whose kernel is a `Kernel`. From the third on inputs may be absent.
-template <class Kernel>
-struct Op : ort::CustomOp {
-    Op() {
-        name = [](const CustomOp*) { return Kernel::NAME; };
-        provider = [](const CustomOp*) -> const char* { return nullptr; };
-        input_type = [](const CustomOp*, size_t place) { return Kernel::INPUTS[place]; };
-        input_count = [](const CustomOp*) { return sizeof(Kernel::INPUTS) / sizeof(ort::Element); };
-        input_presence = [](const CustomOp*, size_t place) {
-            return place < 3 ? ort::REQUIRED : ort::OPTIONAL;
-        };
-        output_type = [](const CustomOp*, size_t) { return ort::FLOAT; };
-        output_count = [](const CustomOp*) { return size_t(1); };
-        output_presence = [](const CustomOp*, size_t) { return ort::REQUIRED; };
-        memory = [](const CustomOp*, size_t) { return 0; };
-        least_variadic_inputs = least_variadic_outputs = [](const CustomOp*) { return 1; };
-        alike_variadic_inputs = alike_variadic_outputs = [](const CustomOp*) { return 1; };
-        first_opset = [](const CustomOp*) { return 1; };
-        last_opset = [](const CustomOp*) { return INT_MAX; };
-        create = [](const CustomOp*, const ort::Api* api, const ort::Info* info, void** made) {
-            return ort::guarded(*api, [&] { *made = new Kernel(*api, info); });
-        };
-        compute = [](void* kernel, ort::Context* context) {
-            const Kernel& node = *static_cast<Kernel*>(kernel);
-            return ort::guarded(node.api, [&] { node.run(context); });
-        };
-        destroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
-    }
-};
-
 }  // namespace
 
 // What the runtime calls when the library is registered with a session's options.
@@ -173,10 +115,14 @@ extern "C" ort::Status* RegisterCustomOps(ort::Options* options, const ort::ApiB
     return ort::guarded(*api, [&] {
         static const Op<Linear> linear;
         static const Op<Embedding> embedding;
+        static const Op<CachedAttention> cached;
+        static const Op<MaskedAttention> masked;
         static ort::Domain* const domain = [&] {  // sessions use it as long as they live
             ort::Domain* const made = api->create_domain("graftwork");
             api->add_op(made, &linear);
             api->add_op(made, &embedding);
+            api->add_op(made, &cached);
+            api->add_op(made, &masked);
             return made;
         }();
         api->add_domain(options, domain);

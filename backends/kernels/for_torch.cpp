@@ -1,5 +1,6 @@
 // The kernels for callers in this process, such as torch: addresses and whole numbers.
 
+#include "attention.h"
 #include "quantized.h"
 
 using namespace graftwork;
@@ -9,6 +10,7 @@ namespace {
 struct Threads final : Team {
     int64_t count;
     explicit Threads(int64_t count) : count(count) {}
+    int64_t threads() const override { return count; }
     void each(int64_t number, int64_t, const Work& work) const override {
 #pragma omp parallel for schedule(static) num_threads(count) if (number > 1)
         for (int64_t i = 0; i < number; i++) work(i);
@@ -72,6 +74,30 @@ void quantized_embedding(
     const Table table = {
         tiles, scale, offset, values, V, K, group, bits, half_scale != 0, half_offset != 0};
     rows_of(table, ids, count, y, Threads(threads));
+}
+
+// `graftwork.attend`: q [B,H,T,D], k [B,G,C,D], v [B,G,C,E], mask [B,1,T,C], bias [B,H,T,C] or null,
+// sinks [H] or null; out [B,H,T,E].
+void attend(
+    const float* q,
+    const float* k,
+    const float* v,
+    const uint8_t* mask,
+    const float* bias,
+    const float* sinks,
+    float* out,
+    int64_t B,
+    int64_t H,
+    int64_t G,
+    int64_t T,
+    int64_t C,
+    int64_t D,
+    int64_t E,
+    const float* scale,
+    const float* softcap,
+    int64_t threads) {
+    const Masked given = {q, k, v, mask, bias, sinks, out, B, H, G, T, C, D, E, *scale, *softcap};
+    attend(given, Threads(threads));
 }
 
 }

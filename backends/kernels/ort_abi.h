@@ -25,7 +25,9 @@ struct Shape;    // and type, of a tensor
 
 constexpr uint32_t VERSION = 20;  // of the table, and of `CustomOp`
 
-enum Element : int { ANY = 0, FLOAT = 1, UINT8 = 2, INT8 = 3, INT64 = 7, FLOAT16 = 10 };
+enum Element : int {
+    ANY = 0, FLOAT = 1, UINT8 = 2, INT8 = 3, INT64 = 7, BOOL = 9, FLOAT16 = 10
+};
 enum Presence : int { REQUIRED = 0, OPTIONAL = 1 };
 
 // What the runtime said is wrong, to be handed back to it.
@@ -77,6 +79,11 @@ struct Api {
         Shape* shape = nullptr;
         ask(65, value, &shape);
         return shape;
+    }
+    float number(const Info* info, const char* name) const {
+        float value = 0;
+        ask(85, info, name, &value);
+        return value;
     }
     int64_t whole_number(const Info* info, const char* name) const {
         int64_t value = 0;
@@ -159,6 +166,11 @@ struct Tensor {
         api.release(shape);
     }
 
+    // Where it lies: null if there is none.
+    template <class T>
+    const T* data(const Api& api) const {
+        return value ? api.data<const T>(value) : nullptr;
+    }
     bool is(const std::vector<int64_t>& wanted) const { return !value || sizes == wanted; }
     bool is_float_or_half() const { return !value || type == FLOAT || type == FLOAT16; }
 };

@@ -337,10 +337,7 @@ void products(const Weights& w, const float* x, int64_t count, float* y, const T
 }
 
 void rows_of(const Table& t, const int64_t* ids, int64_t count, float* y, const Team& team) {
-    for (int64_t i = 0; i < count; i++)
-        if (ids[i] < 0 || ids[i] >= t.V)
-            throw std::out_of_range(
-                "index " + std::to_string(ids[i]) + " lies outside 0.." + std::to_string(t.V - 1));
+    for (int64_t i = 0; i < count; i++) check_index(ids[i], t.V);
     team.each(count, t.K * t.bits / 8 * OUTPUTS, [&](int64_t i) { read_row(t, ids[i], y + i * t.K); });
 }
 

@@ -7,19 +7,10 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
+
+#include "team.h"
 
 namespace graftwork {
-
-// Who shares work out: calls work(i) for all i < count, in any order and from any threads, each of
-// which reads about so many bytes.
-struct Team {
-    typedef std::function<void(int64_t)> Work;
-    virtual void each(int64_t count, int64_t bytes, const Work& work) const = 0;
-
-protected:
-    ~Team() = default;
-};
 
 // Weights [N, K] in tiles, see tiles.h. A value is scale * q + offset, scale * table[q], or
 // scale * (q - half of what q may be).

@@ -1,4 +1,4 @@
-"""Turns cached attention into single GroupQueryAttention kernels.
+"""Turns cached attention into single kernels: graftwork's own, or ONNX Runtime's.
 
 Before::
 
@@ -11,12 +11,13 @@ Before::
 
 After, with %qkv f32[B,T,128] the product that query, key and value are pieces of::
 
-    %a: (f32[B,T,64], f32[B,2,C,16], f32[B,2,C,16]) = graftwork.ort_gqa(%qkv, None, None, %kv.0.key,
-        %kv.0.value, %seqlens, %total, %positions, @cos, @sin, heads=4, groups=2, scale=0.25)
+    %a: (f32[B,T,64], f32[B,2,C,16], f32[B,2,C,16]) = graftwork.ort_attend(%qkv, None, None,
+        %kv.0.key, %kv.0.value, %past, %positions, @cos, @sin, heads=4, groups=2, scale=0.25)
 
-The kernel wants equal key and value widths in multiples of 8 (16 where it rotates), caches of the
-query's dtype that nothing else reads before they are written, and a step mask; an attention that is
-otherwise stays as it is and becomes a TensorScatter and an Attention kernel.
+or GroupQueryAttention's `ort_gqa`, with `%seqlens, %total` for `%past`. Both want caches of the
+query's dtype that nothing else reads before they are written, and a step mask whose rows stand for
+the positions of their numbers. graftwork's kernel takes float32; the other one equal key and value
+widths in multiples of 8 (16 where it rotates). An attention that is otherwise stays as it is.
 
 A function may go on after its tokens, one more at a time (an unrolled chain): such an attention
 reads the cache that the one before wrote, and counts its rows from its own `past`.
@@ -24,6 +25,7 @@ reads the cache that the one before wrote, and counts its rows from its own `pas
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +33,7 @@ import torch
 import torch.fx
 
 from ...ir import Function, TensorType, WeightStore, arguments, derive, site_of, type_of
+from . import ops  # noqa: F401  (defines ort_gqa and ort_attend)
 from .calls import source_of
 from .views import TURNS, axis_order
 
@@ -45,14 +48,59 @@ OVERHANG = 128
 """Rows past the context that a step may write: the last columns of a tree are never committed."""
 
 
-def lower_attention(fn: Function, weights: WeightStore, *, counted: bool = False) -> WeightStore:
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel that attention may become.
+
+    op: what stands for it. takes: whether it does, of query, key and value types. turns: whether
+    it rotates heads of a width by angles of half of what they turn. own_tokens: whether a function
+    may feed it several tokens that are none of its inputs. counts: whether it takes counts of rows
+    where others take `past`.
+    """
+
+    op: Any
+    takes: Callable[[TensorType, TensorType, TensorType], bool]
+    turns: Callable[[int, int], bool]
+    own_tokens: bool
+    counts: bool
+
+
+def _takes_alike(query: TensorType, key: TensorType, value: TensorType) -> bool:
+    width = query.dims[3]
+    alike = key.dims == value.dims and key.dims[3] == width
+    return isinstance(width, int) and width % 8 == 0 and alike
+
+
+def _takes_float32(query: TensorType, key: TensorType, value: TensorType) -> bool:
+    return query.dtype == torch.float32
+
+
+GQA = Kernel(
+    G.ort_gqa.default,
+    takes=_takes_alike,
+    turns=lambda width, half: width % 16 == 0 and half % 8 == 0,
+    own_tokens=False,
+    counts=True,
+)
+OWN = Kernel(
+    G.ort_attend.default,
+    takes=_takes_float32,
+    turns=lambda width, half: True,
+    own_tokens=True,
+    counts=False,
+)
+
+
+def lower_attention(
+    fn: Function, weights: WeightStore, kernel: Kernel = GQA, *, counted: bool = False
+) -> WeightStore:
     """Edit in place (hand in a copy); returns the weights with rotary tables in the right dtype.
 
-    counted: let the kernel count positions from `seqlens` instead of reading the input.
+    counted: let the kernel count positions from its rows instead of reading the input.
     """
-    lowering = _Lowering(fn, weights, counted)
+    lowering = _Lowering(fn, weights, kernel, counted)
     for node in fn.calls(G.attend.default):
-        found = _match(fn, node)
+        found = _match(fn, node, kernel)
         if found is not None:
             lowering.replace(found)
     return lowering.weights
@@ -85,7 +133,7 @@ class _Found:
     options: dict[str, Any]
 
 
-def _match(fn: Function, node: torch.fx.Node) -> _Found | None:
+def _match(fn: Function, node: torch.fx.Node, kernel: Kernel) -> _Found | None:
     given = arguments(node)
     keys, values, mask = given["k"], given["v"], given["mask"]
     if any(n.target is not G.cache_write.default for n in (keys, values)):
@@ -95,19 +143,22 @@ def _match(fn: Function, node: torch.fx.Node) -> _Found | None:
     write_k, write_v = arguments(keys), arguments(values)
     masked = arguments(mask)
     past, positions = masked["past"], masked["positions"]
-    if masked["row_positions"] is not None:  # the kernel's windows count rows
+    if masked["row_positions"] is not None:  # kernels take a row's number for its position
         return None
     if {write_k["past"], write_v["past"]} != {past}:
         return None
     fed = past is fn.input("past") and positions is fn.input("positions")
-    if not fed and type_of(given["q"]).dims[2] != 1:
+    if not fed and not kernel.own_tokens and type_of(given["q"]).dims[2] != 1:
         return None
-    if not _fits(given["q"], write_k["cache"], write_v["cache"], (keys, values), node):
+    caches = write_k["cache"], write_v["cache"]
+    if not kernel.takes(*map(type_of, (given["q"], *caches))):
+        return None
+    if not _fits(given["q"], *caches, (keys, values), node):
         return None
     slopes = _slopes(given["bias"], past, positions)
     if given["bias"] is not None and slopes is None:
         return None
-    query, key, tables = _rotation(given["q"], write_k["new"], positions)
+    query, key, tables = _rotation(given["q"], write_k["new"], positions, kernel)
     options = {"scale": given["scale"], "softcap": given["softcap"], "window": masked["window"]}
     return _Found(
         node=node,
@@ -126,11 +177,8 @@ def _match(fn: Function, node: torch.fx.Node) -> _Found | None:
 
 
 def _fits(q: Any, cache_k: Any, cache_v: Any, writes: Any, attend: torch.fx.Node) -> bool:
-    """Whether widths, dtypes and uses of the caches are what the kernel wants."""
+    """Whether dtypes and uses of the caches are what kernels want."""
     query, key, value = type_of(q), type_of(cache_k), type_of(cache_v)
-    width = query.dims[3]
-    if not isinstance(width, int) or width % 8 or key.dims != value.dims or key.dims[3] != width:
-        return False
     if not query.dtype == key.dtype == value.dtype:
         return False
     if any(c.op == "placeholder" and len(c.users) != 1 for c in (cache_k, cache_v)):
@@ -162,7 +210,7 @@ def _slopes(bias: Any, past: Any, positions: Any) -> torch.fx.Node | None:
 
 
 def _rotation(
-    q: torch.fx.Node, k: torch.fx.Node, positions: torch.fx.Node
+    q: torch.fx.Node, k: torch.fx.Node, positions: torch.fx.Node, kernel: Kernel
 ) -> tuple[torch.fx.Node, torch.fx.Node, _Tables | None]:
     """Query and key before their rotary embedding, and its tables, if the kernel can apply it."""
     apart = (q, k, None)
@@ -175,7 +223,7 @@ def _rotation(
     if cos is None or sin is None:
         return apart
     width, half = type_of(q).dims[3], type_of(cos).dims[1]
-    if not isinstance(width, int) or not isinstance(half, int) or width % 16 or half % 8:
+    if not isinstance(width, int) or not isinstance(half, int) or not kernel.turns(width, half):
         return apart
     return of_q["x"], of_k["x"], _Tables(cos, sin, bool(of_q["interleaved"]))
 
@@ -191,17 +239,20 @@ def _table(node: Any, positions: torch.fx.Node) -> torch.fx.Node | None:
 
 
 class _Lowering:
-    def __init__(self, fn: Function, weights: WeightStore, counted: bool) -> None:
-        self.fn, self.weights, self.counted = fn, weights, counted
+    def __init__(self, fn: Function, weights: WeightStore, kernel: Kernel, counted: bool) -> None:
+        self.fn, self.weights, self.kernel, self.counted = fn, weights, kernel, counted
 
     def positions(self, found: _Found) -> torch.fx.Node | None:
         """The input that an attention depends on, None if it does not or is to count itself."""
         needed = found.tables or found.ancestors is not None or found.slopes is not None
+        needed = needed or (not self.kernel.counts and found.options["window"] is not None)
         return found.positions if needed and not self.counted else None
 
     def counts(self, found: _Found) -> list[torch.fx.Node]:
-        """What the kernel takes instead of `past`: two inputs, added when first needed, or for a
+        """`past`, or what the kernel takes instead: two inputs, added when first needed, or for a
         token that the function makes itself, computed from its own."""
+        if not self.kernel.counts:
+            return [found.past]
         if found.past is not self.fn.input("past"):
             rows = self.fn.call(A._to_copy.default, found.past, dtype=torch.int32)
             longest = self.fn.call(A.amax.default, rows, [0], False)
@@ -239,7 +290,7 @@ class _Lowering:
                 tables = [self.table(t, dtype) for t in (found.tables.cos, found.tables.sin)]
                 found.options["interleaved"] = found.tables.interleaved
             result = fn.call(
-                G.ort_gqa.default,
+                self.kernel.op,
                 *(*parts, *caches, *counts, self.positions(found), *tables),
                 *(found.ancestors, found.sinks, found.slopes),
                 site=site,

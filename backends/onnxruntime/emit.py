@@ -57,21 +57,21 @@ DTYPES: dict[torch.dtype, oir.DataType] = {
 
 Row = Callable[..., Any]
 Guard = Callable[[torch.fx.Node], bool]
-_ROWS: dict[Any, tuple[Row, Guard | None, bool]] = {}
+_ROWS: dict[tuple[Any, bool], tuple[Row, Guard | None]] = {}
 
 
 def row(*targets: Any, when: Guard | None = None, native: bool = False) -> Callable[[Row], Row]:
     """Enter the decorated function into the table for these ops.
 
     when: the row serves only calls for which this holds; others are decomposed. native: it serves
-    only models that may have graftwork's own ops.
+    only models that may have graftwork's own ops, and goes before a row that serves all of them.
     """
 
     def enter(function: Row) -> Row:
         for target in targets:
-            if target in _ROWS:
+            if (target, native) in _ROWS:
                 raise UnsupportedError(f"two rows for {target}")
-            _ROWS[target] = (function, when, native)
+            _ROWS[target, native] = (function, when)
         return function
 
     return enter
@@ -79,15 +79,16 @@ def row(*targets: Any, when: Guard | None = None, native: bool = False) -> Calla
 
 def row_of(node: torch.fx.Node, native: bool = False) -> Row | None:
     """The row that emits a call, or None if it has to be decomposed. native: see `emit`."""
-    found, when, needs_native = _ROWS.get(node.target, (None, None, False))
-    if (needs_native and not native) or (when is not None and not when(node)):
-        return None
-    return found
+    for kind in (True, False) if native else (False,):
+        found, when = _ROWS.get((node.target, kind), (None, None))
+        if found is not None and (when is None or when(node)):
+            return found
+    return None
 
 
 def targets_with_rows() -> frozenset[Any]:
     """All ops that have a row (whatever its condition)."""
-    return frozenset(_ROWS)
+    return frozenset(target for target, _ in _ROWS)
 
 
 def output_name(function: Function, name: str) -> str:
@@ -121,18 +122,20 @@ def emit(
     qdq: bool = False,
     contrib: bool = True,
     opset: int = OPSETS[""],
+    threads: int = 1,
 ) -> Emitted:
     """Emit a function whose every call has a row.
 
     paired: attention takes a lone token twice, see `pairs`. standard: of what ONNX has a schema
     for, its own ops, so that its checker and other tools know them. native: graftwork's own kernels
-    may run what they are faster at, see `probe.quantized_ops_available`. qdq: weights of few bits
+    may run what they are faster at, where `probe` finds that they work. qdq: weights of few bits
     go through DequantizeLinear, which is ONNX's own, not a kernel of ONNX Runtime's domain.
-    contrib: ops of that domain may be used at all. opset: the version of ONNX's own ops.
+    contrib: ops of that domain may be used at all. opset: the version of ONNX's own ops. threads:
+    those that own kernels may share work with.
     Errors: `UnsupportedError` naming an op without a row and where it comes from, or one that
     needs ONNX Runtime's domain, or a later opset.
     """
-    return Emitter(function, weights, paired, standard, native, qdq, contrib, opset).run()
+    return Emitter(function, weights, paired, standard, native, qdq, contrib, opset, threads).run()
 
 
 @dataclass
@@ -147,6 +150,7 @@ class Emitter:
     qdq: bool = False
     contrib: bool = True
     opset: int = OPSETS[""]
+    threads: int = 1
     result: ValueType = ()
     memo: dict[Any, Any] = field(default_factory=dict)
 
@@ -288,7 +292,7 @@ class Emitter:
         return self.op(op_type, *inputs, domain=MICROSOFT, **options)
 
     def own(self, op_type: str, *inputs: oir.Value | None, **options: Any) -> Any:
-        """A node of graftwork's own domain; only where `quantized_ops_available` has no reason."""
+        """A node of graftwork's own domain; only where `probe` says that there are kernels."""
         self.graph.opset_imports[OWN] = 1
         return self.op(op_type, *inputs, domain=OWN, **options)
 

@@ -21,7 +21,7 @@ from .lower import Variant, lower
 from .repeated import RepeatedCall
 from .routing import Route, Router
 from .rows_quantized import needs_packing
-from .session import open_session
+from .session import open_session, threads_of
 from .step import Step
 from .store import WeightFile, store
 
@@ -116,18 +116,18 @@ class OnnxExecutable(StatefulExecutable):
         number = list(self.program.functions).index(function)
         path = self._scratch.path / f"{number}.{variant}.onnx"
         size = sum(weight.type.nbytes for weight in lowered.weights.values())
+        # The target's threads spin for a while after its work. Threads of another session would
+        # have to take the cores from them, so what is drafted in between uses one.
+        threads = threads_of(self.target) if fn.role is Role.TARGET else 1
         try:
             pairs = self._routers[function].pairs
-            model = emit(fn, lowered.weights, paired=pairs, native=native)
+            model = emit(fn, lowered.weights, paired=pairs, native=native, threads=threads)
             store(model, path, self._weights)
         except OSError as error:
             raise InputError(
                 f"cannot write {size >> 20} MB of weights to {path.parent}: {error}; "
                 f"set TMPDIR to a folder with room"
             ) from error
-        # The target's threads spin for a while after its work. Threads of another session would
-        # have to take the cores from them, so what is drafted in between uses one.
-        threads = None if fn.role is Role.TARGET else 1
         try:
             copied = 0 if needs_packing(model.model.graph) else size
             own = model.has_own_ops

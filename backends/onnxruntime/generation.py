@@ -101,7 +101,7 @@ class _Generation:
     def __init__(self, program: Program, sample: bool) -> None:
         self.program = program
         self.name = program.plan.step.fed(argmax=True)[0]
-        self.router = Router(program, program.function(self.name), Target())
+        self.router = Router(program, program.function(self.name), Target(), native=False)
         lowered = lower(program, self.name, "chain" if self.router.kernel else "batch")
         self.fn: Function = lowered.function(self.name)
         self.emitted = emit(self.fn, lowered.weights, paired=self.router.pairs, standard=True)

@@ -1,6 +1,10 @@
 """Lowering: from a cached program to the functions that ONNX Runtime runs.
 
-One function is lowered in up to three variants, because no single kernel serves all of them well:
+Where graftwork's own kernels work (see `probe`), one variant serves all steps of a function:
+
+- ``own``: attention, caches and masks are one kernel of its own.
+
+Elsewhere a function is lowered in up to three, because none of ONNX Runtime's serves all of them:
 
 - ``chain``: tokens of a step follow one another; batch 1, or one token a step, or first prompts.
   GroupQueryAttention without a bias.
@@ -30,7 +34,7 @@ from . import (
     rows_reduce,
     rows_shape,
 )
-from .attention import lower_attention
+from .attention import GQA, OWN, lower_attention
 from .calls import source_of
 from .decompose import decompose
 from .emit import targets_with_rows
@@ -52,7 +56,9 @@ FAMILIES = (
 )
 """The files that fill the table of rows."""
 
-Variant = Literal["chain", "tree", "batch"]
+Variant = Literal["chain", "tree", "batch", "own"]
+KERNELS = {"chain": GQA, "tree": GQA, "own": OWN}
+"""What attention becomes, by variant."""
 
 register_lowered("onnxruntime", lambda target: target in targets_with_rows())
 
@@ -71,8 +77,8 @@ def lower(
         drop_ancestors(fn)
     merge_equal(fn)  # one reference to each weight, so that "used once" means what it says
     simplify_views(fn)
-    if variant != "batch":
-        weights = lower_attention(fn, weights)
+    if variant in KERNELS:
+        weights = lower_attention(fn, weights, KERNELS[variant])
     fuse_norms(fn)
     simplify_views(fn)  # attention's output comes back as a transpose of what the next op wants
     decompose(fn, native)

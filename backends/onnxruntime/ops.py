@@ -48,8 +48,7 @@ def _fake(
     heads: int,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch, width = query.shape[:2]
-    out = query.new_empty((batch, width, heads * past_key.shape[3]))
+    out = query.new_empty((*query.shape[:2], heads * past_value.shape[3]))
     return out, torch.empty_like(past_key), torch.empty_like(past_value)
 
 
@@ -97,16 +96,84 @@ def ort_gqa(
     embedding; past, ancestors, sinks, slopes, window, softcap as in `step_mask`, `attend` and
     `alibi`. Returns the attended values and both caches.
     """
+    past = seqlens.long() + 1 - query.shape[1]
+    more = past, positions, cos, sin, ancestors, sinks, slopes
+    options = {"window": window, "softcap": softcap, "interleaved": interleaved}
+    sizes = {"heads": heads, "groups": groups, "scale": scale}
+    whole: tuple[Tensor, Tensor, Tensor] = ort_attend(
+        query, key, value, past_key, past_value, *more, **sizes, **options
+    )
+    return whole
+
+
+def _attend_samples() -> Iterator[Sample]:
+    batch, width, heads, groups, dim, wide, rows = 2, 3, 4, 2, 12, 10, 12
+    query, key = torch.randn(batch, width, heads * dim), torch.randn(batch, width, groups * dim)
+    value = torch.randn(batch, width, groups * wide)
+    caches = [torch.randn(batch, groups, rows, size) for size in (dim, wide)]
+    past, positions = torch.tensor([4, 0]), torch.tensor([[4, 5, 5], [0, 1, 1]])
+    angle = torch.randn(32, 4)
+    tables = (angle.cos(), angle.sin())
+    tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool).expand(2, 3, 3)
+    options = {"heads": heads, "groups": groups, "scale": 0.25}
+    yield (query, key, value, *caches, past), options
+    packed = torch.cat([query, key, value], -1)
+    yield (packed, None, None, *caches, past, None, *tables), options | {"window": 3}
+    whole = (packed, None, None, *caches, past, positions, *tables, tree)
+    yield whole, options | {"window": 3, "softcap": 2.0, "interleaved": True}
+    yield (*whole, torch.randn(heads), torch.rand(heads)), options
+
+
+@define(
+    "ort_attend(Tensor query, Tensor? key, Tensor? value, Tensor past_key, Tensor past_value, "
+    "Tensor past, Tensor? positions=None, Tensor? cos=None, Tensor? sin=None, "
+    "Tensor? ancestors=None, Tensor? sinks=None, Tensor? slopes=None, *, "
+    "int heads, int groups, float scale, int? window=None, float? softcap=None, "
+    "bool interleaved=False) -> (Tensor, Tensor, Tensor)",
+    samples=_attend_samples,
+    fake=_fake,
+)
+def ort_attend(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    past_key: Tensor,
+    past_value: Tensor,
+    past: Tensor,
+    positions: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    ancestors: Tensor | None = None,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    *,
+    heads: int,
+    groups: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """graftwork's own CachedAttention: rotary embedding, two cache writes and attention in one.
+
+    ``%a: (f32[B,T,E*H], f32[B,G,C,D], f32[B,G,C,E]) = graftwork.ort_attend(%qkv, None, None,
+    %kv.0.key, %kv.0.value, %past, %positions, @cos, @sin, heads=8, groups=2, scale=0.125)``
+
+    query [B,T,H*D], key [B,T,G*D], value [B,T,G*E]; or key = value = None and query their
+    concatenation. Caches past_key [B,G,C,D], past_value [B,G,C,E]; past i64[B]. positions i64[B,T],
+    None: past, past + 1, ...; cos, sin tables [context,R/2], or None for no rotary embedding;
+    ancestors, sinks, slopes, window, softcap as in `step_mask`, `attend` and `alibi`. Returns the
+    attended values and both caches.
+    """
     batch, width = query.shape[:2]
-    dim = past_key.shape[3]
-    past = seqlens.long() + 1 - width
+    groups_dims = groups * past_key.shape[3], groups * past_value.shape[3]
     if positions is None:
         positions = past[:, None] + torch.arange(width, device=query.device)
     if key is None or value is None:
-        query, key, value = query.split([heads * dim, groups * dim, groups * dim], dim=-1)
-    q = query.reshape(batch, width, heads, dim).transpose(1, 2)
-    k = key.reshape(batch, width, groups, dim).transpose(1, 2)
-    v = value.reshape(batch, width, groups, dim).transpose(1, 2)
+        query, key, value = query.split([heads * past_key.shape[3], *groups_dims], dim=-1)
+    q = query.reshape(batch, width, heads, past_key.shape[3]).transpose(1, 2)
+    k = key.reshape(batch, width, groups, past_key.shape[3]).transpose(1, 2)
+    v = value.reshape(batch, width, groups, past_value.shape[3]).transpose(1, 2)
     if cos is not None and sin is not None:
         q = rotary(q, cos[positions], sin[positions], interleaved=interleaved)
         k = rotary(k, cos[positions], sin[positions], interleaved=interleaved)
@@ -115,7 +182,7 @@ def ort_gqa(
     mask = step_mask(past, positions, ancestors, rows, window=window)
     bias = None if slopes is None else alibi(slopes, past, positions, rows)
     out = attend(q, keys, values, mask, bias, sinks, scale=scale, softcap=softcap)
-    return out.transpose(1, 2).reshape(batch, width, heads * dim), keys, values
+    return out.transpose(1, 2).reshape(batch, width, heads * past_value.shape[3]), keys, values
 
 
 def _layer_samples() -> Iterator[Sample]:

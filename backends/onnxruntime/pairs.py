@@ -62,14 +62,17 @@ _BY_ROW = frozenset(
 """Ops whose kernels give a row the same bits whatever shares the step (and pointwise ones do)."""
 
 
-def only_attention_needs_pairs(function: Function) -> bool:
-    """Whether a lone token's results are those of wider steps once its attention's are."""
-    return all(_fits(node) for node in function.calls())
+def only_attention_needs_pairs(function: Function, *, own: bool = False) -> bool:
+    """Whether a lone token's results are those of wider steps once its attention's are.
+
+    own: whether attention is graftwork's own.
+    """
+    return all(_fits(node, own) for node in function.calls())
 
 
-def _fits(node: torch.fx.Node) -> bool:
+def _fits(node: torch.fx.Node, own: bool) -> bool:
     if node.target is G.attend.default:
-        return arguments(node)["sinks"] is None  # else it may become float products
+        return own or arguments(node)["sinks"] is None  # else it may become float products
     tags = getattr(node.target, "tags", ())
     by_row = node.target in _BY_ROW or is_exact_by_row(node)
     return by_row or torch.Tag.pointwise in tags

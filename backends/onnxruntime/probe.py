@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import lru_cache
 from typing import Any
 
@@ -10,10 +11,11 @@ import onnx_ir as oir
 import torch
 
 from ...ir import Function, TensorType, UnsupportedError, WeightStore, type_of
+from ...ir.errors import GraftworkWarning
 from .. import tiles
 from ..target import Target
 from .emit import IR_VERSION, MICROSOFT, OPSETS, OWN, emit
-from .ops import ort_gqa
+from .ops import ort_attend, ort_gqa
 from .session import providers, register_own_ops
 
 A = torch.ops.aten
@@ -99,20 +101,69 @@ def attention_kernel_works(device: str, dtype: torch.dtype) -> bool:
     (The CUDA kernel has no float32.)
     """
     args, kwargs = _tree_step()
+    try:
+        got = _ran_alone(G.ort_gqa.default, args, kwargs, Target(device=device), dtype)
+    except Exception:  # the library's errors have no common base
+        return False
+    want = ort_gqa(*args, **kwargs)[0]
+    return bool(torch.allclose(got, want, rtol=3e-2, atol=3e-2))
+
+
+def _ran_alone(
+    op: Any,
+    args: list[Any],
+    kwargs: dict[str, Any],
+    target: Target,
+    dtype: torch.dtype = torch.float32,
+    *,
+    native: bool = False,
+) -> torch.Tensor:
+    """The first result of an op in a graph of its own, whose floats have this dtype."""
     fn = Function("probe")
     tensors = {f"in{i}": a for i, a in enumerate(args) if a is not None}
     nodes = {name: fn.add_input(name, TensorType.of(t)) for name, t in tensors.items()}
     given = [_in_dtype(fn, nodes.get(f"in{i}"), dtype) for i in range(len(args))]
-    out = fn.item(fn.call(G.ort_gqa.default, *given, **kwargs), 0)
+    out = fn.item(fn.call(op, *given, **kwargs), 0)
     fn.set_outputs({"out": fn.call(A._to_copy.default, out, dtype=torch.float32)})
-    model = emit(fn, WeightStore()).model
+    model = emit(fn, WeightStore(), native=native).model
     feeds = {name: tensor.numpy() for name, tensor in tensors.items()}
+    return torch.from_numpy(_run(model, feeds, target, own_ops=native)[0])
+
+
+@lru_cache(maxsize=1)
+def own_attention_available() -> str:
+    """Why graftwork's own attention cannot be used; empty if it can.
+
+    It can if its kernel is compiled and loaded, this runtime takes it as an op, and a tree's step
+    on a cache comes out.
+    """
+    return _told("attention", _no_own_attention())
+
+
+def _told(what: str, reason: str) -> str:
+    """The reason, of which users are told if there is one."""
+    if reason:
+        warnings.warn(
+            f"graftwork's own kernels do not run {what} here, ONNX Runtime's do, which is slower, "
+            f"and last bits may depend on what shares a step: {reason}",
+            GraftworkWarning,
+            stacklevel=3,
+        )
+    return reason
+
+
+def _no_own_attention() -> str:
+    args, kwargs = _tree_step()
+    past = args[5].long() + 1 - args[0].shape[1]
+    own = [*args[:5], past, *args[7:]]
     try:
-        got = _run(model, feeds, Target(device=device))[0]
-    except Exception:  # the library's errors have no common base
-        return False
-    want = ort_gqa(*args, **kwargs)[0]
-    return bool(torch.allclose(torch.from_numpy(got), want, rtol=3e-2, atol=3e-2))
+        got = _ran_alone(G.ort_attend.default, own, kwargs, Target(), native=True)
+    except UnsupportedError as error:
+        return str(error)
+    except Exception as error:  # the library's errors have no common base
+        return f"this onnxruntime does not run ops of other libraries: {error}"
+    right = torch.allclose(got, ort_attend(*own, **kwargs)[0], rtol=1e-4, atol=1e-5)
+    return "" if right else "native kernels give wrong numbers in this onnxruntime"
 
 
 @lru_cache(maxsize=1)
@@ -122,6 +173,10 @@ def quantized_ops_available() -> str:
     They can if their kernels are compiled and loaded, this runtime takes them as ops, and a product
     of known bits comes out.
     """
+    return _told("products with weights of few bits", _no_quantized_ops())
+
+
+def _no_quantized_ops() -> str:
     rows, columns, outputs = 3, 32, 20
     values = torch.arange(columns * outputs) * 7 % 16
     q = values.reshape(outputs, columns)

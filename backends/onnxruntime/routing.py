@@ -13,11 +13,14 @@ from ..target import Target
 from .attention import SEQLENS, TOTAL
 from .lower import Variant, has_attention, rounds_activations
 from .pairs import only_attention_needs_pairs
-from .probe import attention_kernel_works
+from .probe import attention_kernel_works, own_attention_available
 
 WIDTH = Sym("T")
 KEPT_WIDTH = 128
 """Chains up to this many tokens keep their ancestor mask."""
+
+COUNTED: frozenset[Variant] = frozenset(("chain", "tree"))
+"""Variants that take `Counts`."""
 
 Inputs = Mapping[str, torch.Tensor]
 
@@ -39,15 +42,20 @@ class Route(NamedTuple):
 class Router:
     """Routes the steps of one function.
 
-    A token's result must not depend on what shares its step. All kernels see to that bit for bit
-    where a step has two tokens or more; products and attention of a single token add up in another
-    order, and where activations are rounded to integers, a last bit can move a value to the next
-    integer. So a function of the target that rounds takes a lone token as the first of two columns:
-    in attention only, if nothing else needs it (see `pairs`), else all through the step. What other
-    functions make is only proposed: their last bits may differ.
+    A token's result must not depend on what shares its step. graftwork's own kernels see to that
+    bit for bit, all others where a step has two tokens or more; products and attention of a single
+    token add up in another order, and where activations are rounded to integers, a last bit can
+    move a value to the next integer. So a function of the target that rounds takes a lone token as
+    the first of two columns: in attention only, if nothing else needs it (see `pairs`), else all
+    through the step. What other functions make is only proposed: their last bits may differ.
+
+    native: whether graftwork's own ops may run. own: whether attention is one of them, so that one
+    variant takes every step.
     """
 
-    def __init__(self, program: Program, function: Function, target: Target) -> None:
+    def __init__(
+        self, program: Program, function: Function, target: Target, *, native: bool = True
+    ) -> None:
         self.name = function.name
         self.cached = has_attention(function)
         self.trees = function.has_input(ANCESTORS)
@@ -55,9 +63,11 @@ class Router:
         self.rounds = function.role is Role.TARGET and rounds_activations(function)
         # Of a step that also drafts, the plain step's part is what counts.
         counts = program.step if self.name in program.plan.step.variants else function
-        self.pairs = self.rounds and only_attention_needs_pairs(counts)
         dtypes = {state.type.dtype for state in program.states.values()}
-        self.kernel = all(attention_kernel_works(target.device, dtype) for dtype in dtypes)
+        plain = native and target.device == "cpu" and dtypes == {torch.float32}
+        self.own = plain and not own_attention_available()
+        self.kernel = self.own or all(attention_kernel_works(target.device, d) for d in dtypes)
+        self.pairs = self.rounds and only_attention_needs_pairs(counts, own=self.own)
         self.tokenwise = {
             str(node.target): type_of(node).dims.index(WIDTH)
             for node in function.inputs
@@ -96,10 +106,11 @@ class Router:
         variant = self._variant(ancestors is not None, len(past), width, longest, made)
         if ancestors is None and self.trees and variant != "chain":
             feeds[ANCESTORS] = self._chain(len(past), width)
-        if variant != "batch":
+        if variant in COUNTED:
             feeds.update(self.counts.of(past, longest, width, variant))
         asked = longest + (1 if widened else width)
-        return Route(variant, feeds, asked, int(alone), widened)
+        overhang = int(alone and (widened or not self.own))
+        return Route(variant, feeds, asked, overhang, widened)
 
     def _columns(self, inputs: Inputs) -> int:
         """Tokens of a step."""
@@ -109,6 +120,8 @@ class Router:
     def _variant(
         self, tree: bool, batch: int, width: int, longest: int, made: Collection[Variant]
     ) -> Variant:
+        if self.own:
+            return "own"
         if not self.kernel:
             return "batch"
         # Chains cost the same in the tree's session; another would hold the weights once more.

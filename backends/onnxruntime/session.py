@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from ...ir import InputError
-from ..cached_library import library
+from ..cached_library import SHARED, library
 from ..pages import huge_pages
 from ..target import Target
-from ..tiles import QUANTIZED
 
 SPARE = 0.4
 """Share of the free memory that repacked weights may take; above it they stay mapped files."""
@@ -39,7 +38,7 @@ def open_session(
     import onnxruntime as ort
 
     options = ort.SessionOptions()
-    options.intra_op_num_threads = threads or target.threads or default_threads()
+    options.intra_op_num_threads = threads or threads_of(target)
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
     if weight_bytes > SPARE * _free_memory():
@@ -50,12 +49,17 @@ def open_session(
         return ort.InferenceSession(str(path), options, providers=providers(target))
 
 
+def threads_of(target: Target) -> int:
+    """Threads that sessions for a target run with, unless they are told another number."""
+    return target.threads or default_threads()
+
+
 def register_own_ops(options: Any) -> None:
     """Let sessions of these options run ops of graftwork's own domain, on the CPU.
 
     The library is the one that was looked at, see `cached_library`. Errors: `UnsupportedError`.
     """
-    options.register_custom_ops_library(library(QUANTIZED)._name)
+    options.register_custom_ops_library(library(SHARED)._name)
 
 
 def providers(target: Target) -> list[Any]:

@@ -18,11 +18,11 @@ from torch import Tensor
 from ...ir import InputError
 from ...ir.ops.attention import check_attend
 from ...ir.ops.operands import Operands
-from ..cached_library import Sources
+from ..cached_library import SHARED, Sources
 from ..cached_library import library as library_of
 from ..faults import EXPECTED
 
-KERNELS = Sources("kernels", Path(__file__).with_name("kernels"))
+KERNELS = Sources("kernels", Path(__file__).with_name("kernels"), shared=SHARED.folder)
 
 OUTSIDE = "lies outside"
 """What kernels say of an index."""
@@ -107,7 +107,7 @@ def address_in(library: ctypes.CDLL, name: str) -> int:
 
 
 float32_kernel = Kernel("linear_float32")
-attend_kernel = Kernel("attend")
+attend_kernel = Kernel("attend", SHARED)
 norm_kernel = Kernel("norm")
 indices_kernel = Kernel("indices")
 topk_kernel = Kernel("topk")

@@ -10,10 +10,11 @@ from torch import Tensor
 from ...ir import InputError
 from ...ir.ops.operands import Operands
 from .. import tiles
+from ..cached_library import SHARED
 from .native import F32, Kernel, native_op
 
-quantized_linear_kernel = Kernel("quantized_linear", tiles.QUANTIZED)
-quantized_embedding_kernel = Kernel("quantized_embedding", tiles.QUANTIZED)
+quantized_linear_kernel = Kernel("quantized_linear", SHARED)
+quantized_embedding_kernel = Kernel("quantized_embedding", SHARED)
 
 
 def _quantized_linear_like(x: Tensor, *others: Any) -> Tensor:

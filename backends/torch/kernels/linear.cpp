@@ -11,6 +11,8 @@
 
 namespace {
 
+constexpr int TOGETHER = 8;  // rows that share one reading of weights
+
 #ifdef WIDE_DOT_PRODUCTS
 constexpr int PAIR = 2;  // outputs at a time: their sums for `TOGETHER` rows fit in registers
 #else

@@ -24,7 +24,6 @@ constexpr int LANES = 16;
 #else
 constexpr int LANES = 8;
 #endif
-constexpr int TOGETHER = 8;  // rows that share one reading of weights, or of keys and values
 
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef int32_t Whole __attribute__((vector_size(4 * LANES)));
@@ -56,13 +55,18 @@ void store(T* to, V value, int64_t count) {
     std::memcpy(to, &value, std::min(count * sizeof(T), sizeof(V)));
 }
 
-// The lanes of a and b, each with the one `apart` lanes on added to it: a's sums lie where the
-// lane's number has no `apart` in it, b's where it has.
+// Sums of lanes that are `apart` from each other, those of a before those of b: of neighbours in each
+// block of four, first 1 apart and then 2, or of blocks.
 template <int apart, class V, int... lane>
 V add_lanes(V a, V b, std::integer_sequence<int, lane...>) {
-    constexpr int count = sizeof...(lane);
-    return __builtin_shufflevector(a, b, (lane & apart ? count + lane - apart : lane)...) +
-           __builtin_shufflevector(a, b, (lane & apart ? count + lane : lane + apart)...);
+    constexpr int count = sizeof...(lane), size = apart < 4 ? 4 : count, unit = apart < 4 ? 1 : 4;
+    constexpr auto first = [](int at) {  // of the two lanes whose sum becomes this one
+        const int place = at % size / unit, half = size / unit / 2;
+        const int from = at / size * size + place % half * 2 * unit + at % unit;
+        return place < half ? from : count + from;
+    };
+    return __builtin_shufflevector(a, b, first(lane)...) +
+           __builtin_shufflevector(a, b, first(lane) + unit...);
 }
 
 // Lanes of a and b change places: those of a whose number has `apart` in it, with those of b that
@@ -76,12 +80,13 @@ void swap_lanes(V& a, V& b, std::integer_sequence<int, lane...>) {
 }
 
 // The sum of each vector's lanes, in that lane of the result that has the vector's number. The order
-// of additions is the same for each, and for any number of vectors.
-template <int apart = 1, class V, int COUNT>
+// of additions is the same for each, and for any number of vectors. It may be done in two parts:
+// `until` four lanes are added up, of four vectors, and from there on (`apart`) what that gave.
+template <int apart = 1, int until = 0, class V, int COUNT>
 V add_up(const V (&vectors)[COUNT]) {
-    constexpr int lanes = sizeof(V) / sizeof(vectors[0][0]);
-    static_assert(COUNT <= lanes);
-    if constexpr (apart == lanes) {
+    constexpr int lanes = sizeof(V) / sizeof(vectors[0][0]), end = until ? until : lanes;
+    static_assert(COUNT * apart <= end);
+    if constexpr (apart == end) {
         return vectors[0];
     } else {
         V fewer[(COUNT + 1) / 2];
@@ -89,8 +94,33 @@ V add_up(const V (&vectors)[COUNT]) {
         for (int i = 0; i < COUNT; i += 2)
             fewer[i / 2] = add_lanes<apart>(
                 vectors[i], vectors[i + 1 < COUNT ? i + 1 : i], std::make_integer_sequence<int, lanes>());
-        return add_up<2 * apart>(fewer);
+        return add_up<2 * apart, until>(fewer);
     }
+}
+
+// A number in all lanes. (Adding it to zeros would make of -0 another one.)
+inline Lanes splat(float x) { return x - Lanes{}; }
+
+// A vector that compilers hold in a register: they would read it again wherever it is a factor.
+inline Lanes held(Lanes x) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(x));
+#elif defined(__AVX2__)
+    asm("" : "+x"(x));
+#endif
+    return x;
+}
+
+// a b + c, rounded once.
+inline Lanes fused(Lanes a, Lanes b, Lanes c) {
+#if defined(WIDE_DOT_PRODUCTS)
+    return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (Lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    for (int lane = 0; lane < LANES; lane++) c[lane] = std::fma(a[lane], b[lane], c[lane]);
+    return c;
+#endif
 }
 
 // Halves are rounded to even, as long as |x| < 2^22.

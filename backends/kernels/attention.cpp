@@ -1,0 +1,167 @@
+#include "attention.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "query_rows.h"
+
+using namespace graftwork;
+
+namespace {
+
+// Query rows of every group in parts: `attend(group, first, last)`.
+template <class Attend>
+void in_parts(const Team& team, int64_t groups, int64_t rows, int64_t bytes, const Attend& attend) {
+    if (groups * rows == 0) return;
+    const int64_t gangs = (rows + TOGETHER - 1) / TOGETHER;
+    // Every thread is to have some, though its keys are then read more often.
+    const int64_t parts = std::min(rows, std::max(gangs, (team.threads() + groups - 1) / groups));
+    team.each(groups * parts, bytes, [&](int64_t part) {
+        const int64_t at = part % parts;
+        attend(part / parts, rows * at / parts, rows * (at + 1) / parts);
+    });
+}
+
+// Calls `make` for each query row from first to last, and gives them to `attend_rows` in gangs.
+template <class Make>
+void in_gangs(const Attention& of, int64_t first, int64_t last, const Make& make) {
+    Query queries[TOGETHER];
+    for (; first < last; first += TOGETHER) {
+        const int64_t count = std::min(TOGETHER, last - first);
+        for (int64_t i = 0; i < count; i++) queries[i] = make(first + i, i);
+        attend_rows(of, queries, count);
+    }
+}
+
+// A sequence's tokens, and what they see.
+struct Tokens {
+    const Cached& of;
+    std::vector<int64_t> counted;  // [B, T] positions, if none are given
+    std::vector<uint8_t> near;     // [B, T, T] the step's tokens that one sees, if there is a window
+
+    explicit Tokens(const Cached& of) : of(of) {
+        for (int64_t b = 0; b < of.B; b++) {
+            if (of.past[b] < 0 || of.past[b] > of.C - of.T)
+                throw std::out_of_range(
+                    "index " + std::to_string(of.past[b] + of.T - 1) + " of a row lies outside 0.." +
+                    std::to_string(of.C - 1));
+            for (int64_t t = 0; !of.positions && t < of.T; t++) counted.push_back(of.past[b] + t);
+        }
+        for (int64_t i = 0; of.cos && i < of.B * of.T; i++) check_index(positions(0)[i], of.angles);
+        if (of.window) near.resize(of.B * of.T * of.T);
+        for (int64_t i = 0; i < int64_t(near.size()); i++) near[i] = is_near(i);
+    }
+    const int64_t* positions(int64_t b) const {
+        return (of.positions ? of.positions : counted.data()) + b * of.T;
+    }
+    bool is_near(int64_t place) const {
+        const int64_t b = place / of.T / of.T, t = place / of.T % of.T, token = place % of.T;
+        const bool follows = of.ancestors ? of.ancestors[place] != 0 : token <= t;
+        return follows && positions(b)[t] - positions(b)[token] < of.window;
+    }
+    // What token t of a sequence sees, but for the query itself.
+    Query seen(int64_t b, int64_t t) const {
+        const int64_t past = of.past[b];
+        Query query = {};
+        if (of.window)
+            query.first = std::min(past, std::max<int64_t>(0, positions(b)[t] - of.window + 1));
+        query.open = past;
+        query.end = past + of.T;
+        query.marks = (of.window ? near.data() : of.ancestors) + (b * of.T + t) * of.T;
+        if (!of.window && !of.ancestors) {
+            query.open = query.end = past + t + 1;
+            query.marks = nullptr;
+        }
+        while (query.end > query.open && !query.marks[query.end - query.open - 1]) query.end--;
+        return query;
+    }
+    // A row [D] turned by the position of its token, into `to`.
+    void turn(const float* row, int64_t b, int64_t t, float* to) const {
+        const int64_t half = of.cos ? of.half : 0, next = of.interleaved ? 1 : half;
+        const int64_t angle = of.cos ? positions(b)[t] * half : 0;
+        for (int64_t i = 0; i < half; i++) {
+            const int64_t a = of.interleaved ? 2 * i : i;
+            const float x = row[a], y = row[a + next], c = of.cos[angle + i], s = of.sin[angle + i];
+            to[a] = x * c - y * s;
+            to[a + next] = y * c + x * s;
+        }
+        std::copy(row + 2 * half, row + of.D, to + 2 * half);
+    }
+    // A group's new rows into its caches.
+    void write(int64_t group) const {
+        const int64_t b = group / of.G, g = group % of.G, past = of.past[b];
+        float* const keys = of.keys + group * of.C * of.D;
+        float* const values = of.values + group * of.C * of.E;
+        const float* const old_keys = of.past_keys + group * of.C * of.D;
+        const float* const old_values = of.past_values + group * of.C * of.E;
+        if (keys != old_keys) std::copy(old_keys, old_keys + past * of.D, keys);
+        if (values != old_values) std::copy(old_values, old_values + past * of.E, values);
+        for (int64_t t = 0; t < of.T; t++) {
+            turn(of.key + (b * of.T + t) * of.key_step + g * of.D, b, t, keys + (past + t) * of.D);
+            const float* const value = of.value + (b * of.T + t) * of.value_step + g * of.E;
+            std::copy(value, value + of.E, values + (past + t) * of.E);
+        }
+    }
+};
+
+}  // namespace
+
+void graftwork::attend(const Masked& of, const Team& team) {
+    const int64_t each = of.H / of.G, rows = each * of.T;
+    const int64_t bytes = of.C * (of.D + of.E) * sizeof(float);
+    in_parts(team, of.B * of.G, rows, bytes, [&](int64_t group, int64_t first, int64_t last) {
+        const Attention shared = {of.k + group * of.C * of.D, of.v + group * of.C * of.E, of.C,
+                                  of.D, of.E, of.scale, of.softcap};
+        in_gangs(shared, first, last, [&](int64_t row, int64_t) {
+            const int64_t place = group * rows + row;
+            const uint8_t* const mask = of.mask + (group / of.G * of.T + row % of.T) * of.C;
+            const uint8_t* const begin = std::find_if(mask, mask + of.C, [](auto m) { return m; });
+            Query query = {};
+            query.values = of.q + place * of.D;
+            query.first = query.open = begin - mask;
+            query.end = of.C;
+            query.marks = begin;
+            while (query.end > query.open && !mask[query.end - 1]) query.end--;
+            query.bias = of.bias ? of.bias + place * of.C : nullptr;
+            query.sink = of.sinks ? of.sinks + group % of.G * each + row / of.T : nullptr;
+            query.out = of.out + place * of.E;
+            return query;
+        });
+    });
+}
+
+void graftwork::attend(const Cached& of, const Team& team) {
+    const Tokens tokens(of);
+    const int64_t each = of.H / of.G, rows = each * of.T;
+    int64_t most = 0;
+    for (int64_t b = 0; b < of.B; b++) most = std::max(most, of.past[b]);
+    const bool copies = of.keys != of.past_keys || of.values != of.past_values;
+    const int64_t wide = (of.D + of.E) * int64_t(sizeof(float));
+    team.each(of.B * of.G, (of.T + (copies ? most : 0)) * wide, [&](int64_t g) { tokens.write(g); });
+    const int64_t bytes = (most + of.T) * wide;
+    in_parts(team, of.B * of.G, rows, bytes, [&](int64_t group, int64_t first, int64_t last) {
+        static thread_local std::vector<float> space;
+        space.resize(TOGETHER * of.D);
+        float* const turned = space.data();
+        Slope slopes[TOGETHER];
+        const int64_t b = group / of.G;
+        const Attention shared = {of.keys + group * of.C * of.D, of.values + group * of.C * of.E,
+                                  of.C, of.D, of.E, of.scale, of.softcap};
+        in_gangs(shared, first, last, [&](int64_t row, int64_t i) {
+            const int64_t t = row % of.T, head = group % of.G * each + row / of.T;
+            const float* const values = of.query + (b * of.T + t) * of.query_step + head * of.D;
+            Query query = tokens.seen(b, t);
+            if (of.cos) tokens.turn(values, b, t, turned + i * of.D);
+            query.values = of.cos ? turned + i * of.D : values;
+            query.sink = of.sinks ? of.sinks + head : nullptr;
+            query.out = of.out + ((b * of.T + t) * of.H + head) * of.E;
+            if (of.slopes) {
+                const int64_t* const positions = tokens.positions(b);
+                slopes[i] = {of.slopes[head], positions[t], of.past[b], of.T, positions};
+                query.slope = slopes + i;
+            }
+            return query;
+        });
+    });
+}
