@@ -20,9 +20,9 @@ def import_model(source: Any, dtype: torch.dtype | None = None) -> Program:
     """A model as a program at stage "traced".
 
     source: a transformers causal language model, the folder of a checkpoint (config.json and
-    safetensors), a .gguf file, or an `nn.Module` that maps token ids i64[B,T] to logits [B,T,V].
-    dtype: of the floating weights; None keeps the source's. Weights stay where they are until they
-    are used.
+    safetensors), a .gguf file, a .onnx file or a folder with one (see `frontends.onnx`), or an
+    `nn.Module` that maps token ids i64[B,T] to logits [B,T,V]. dtype: of the floating weights; None
+    keeps the source's. Weights stay where they are until they are used.
 
     Errors: `InputError` for files that are missing or wrong, `UnsupportedError` naming the module
     and op of what cannot be imported.
@@ -52,8 +52,16 @@ def _import_path(path: Path, dtype: torch.dtype | None) -> Program:
         raise InputError(
             f"{path} does not exist; expected the folder of a checkpoint (nothing is downloaded)"
         )
+    from .onnx.reader import is_onnx
+
+    if is_onnx(path) and not (path / "model.safetensors").exists():
+        from .onnx import import_onnx
+
+        return import_onnx(path, dtype)
     if not path.is_dir() and path.suffix != ".gguf":
-        raise InputError(f"{path} is a file; expected the folder of a checkpoint, or a .gguf file")
+        raise InputError(
+            f"{path} is a file; expected the folder of a checkpoint, a .gguf or a .onnx file"
+        )
     _require_transformers()
     if not path.is_dir():
         from .gguf import import_gguf

@@ -128,6 +128,7 @@ CORE = frozenset(
         A.relu.default,
         A.repeat.default,
         A.reshape.default,
+        A.round.default,
         A.rsqrt.default,
         A.scatter.src,
         A.scatter.value,

@@ -23,6 +23,7 @@ Refuses, naming the layer, a model with several residual streams.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -98,16 +99,19 @@ def _last(nodes: list[torch.fx.Node], hidden: TensorType) -> torch.fx.Node:
 
 
 def _stream_type(spine: list[torch.fx.Node]) -> TensorType:
-    """The type [B,T,H] of what the last sum of the spine computes.
+    """The type [B,T,H] of what most sums of the spine compute: those of blocks, not of a head.
 
     Errors: `UnsupportedError` if no sum dominates the logits.
     """
-    for node in reversed(spine[1:]):
-        dims = type_of(node).dims
-        if node.target is A.add.Tensor and _is_sum(node, TensorType(type_of(node).dtype, dims)):
-            batch_and_tokens = type_of(spine[0]).dims
-            return TensorType(type_of(node).dtype, (*batch_and_tokens, dims[-1]))
-    raise UnsupportedError("the model has no residual stream: no sum runs through every path")
+    batch_and_tokens = type_of(spine[0]).dims
+    kinds = Counter(
+        TensorType(type_of(node).dtype, (*batch_and_tokens, type_of(node).dims[-1]))
+        for node in spine[1:]
+        if node.target is A.add.Tensor and _is_sum(node, type_of(node))
+    )
+    if not kinds:
+        raise UnsupportedError("the model has no residual stream: no sum runs through every path")
+    return kinds.most_common(1)[0][0]
 
 
 def _segments(

@@ -7,10 +7,13 @@ from typing import Annotated
 import typer
 
 ModelArg = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A checkpoint folder or .gguf file.")
+    str, typer.Argument(metavar="MODEL", help="A checkpoint folder, .gguf or .onnx file.")
 ]
 AnyModel = Annotated[
-    str, typer.Argument(metavar="MODEL_OR_DIR", help="A checkpoint, .gguf file or saved artifact.")
+    str,
+    typer.Argument(
+        metavar="MODEL_OR_DIR", help="A checkpoint, .gguf or .onnx file, or saved artifact."
+    ),
 ]
 RecipeOption = Annotated[str, typer.Option("--recipe", help="A recipe's name, or a .yaml path.")]
 MaybeRecipe = Annotated[

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _COMPILED = "compiled"
 
 Source = str | Path | torch.nn.Module
-"""A local checkpoint folder or .gguf file, or a model in memory."""
+"""A local checkpoint folder, .gguf or .onnx file, or a model in memory."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,9 @@ from graftwork.ir import InputError, Program, State, TensorType, UnsupportedErro
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.engine.base import Pass
+from graftwork.passes.engine.manager import run_passes
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights
+from graftwork.recipe import Recipe
 
 genai = pytest.importorskip("onnxruntime_genai")
 
@@ -174,6 +176,16 @@ def test_ops_of_onnx_alone(shape: Shape, bits: int | None, tmp_path: Path) -> No
         torch.testing.assert_close(ours, expected(shape, tokens), rtol=1e-4, atol=1e-4)
     error = (ours - theirs).abs().max() / theirs.abs().max()
     assert float(error) < (1e-4 if bits is None else 0.05)
+
+
+def test_a_whole_recipe_in_ops_of_onnx_alone(tmp_path: Path) -> None:
+    """Passes fuse what ONNX has in parts."""
+    steps = Recipe.load("baseline").steps
+    folder = export_onnx(run_passes(tiny_llama(), steps)[0], tmp_path / "out", ops="standard")
+    tokens = torch.tensor([[3, 4, 5, 9]])
+    wanted = run(tiny_llama(), "step", {"tokens": tokens, "positions": torch.arange(4)[None]})
+    got = Loop(folder, 1).step(tokens)
+    torch.testing.assert_close(got, wanted["logits"], rtol=1e-4, atol=1e-4)
 
 
 def test_an_older_opset(tmp_path: Path) -> None:

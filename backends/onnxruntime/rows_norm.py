@@ -59,6 +59,9 @@ def add_rms_norm(
     e: Emitter, x: oir.Value, residual: oir.Value, weight: oir.Value, eps: float
 ) -> Any:
     scale = e.cast(weight, e.dtype())
+    if not e.contrib:
+        total = e.op("Add", x, residual)
+        return _rms_norm(e, total, scale, eps), total
     normed, _, _, total = e.fused(
         "SkipSimplifiedLayerNormalization",
         x,

@@ -5,18 +5,16 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ...ir import Defaults, InputError, ModelInfo, Program, TensorType, UnsupportedError, Weight
-from ...ir.defaults import NEUTRAL
+from ...ir import InputError, ModelInfo, Program, TensorType, UnsupportedError, Weight
 from ...ir.files import LARGE, SMALL, open_regular
+from ..generation import ASSETS, defaults_of
 from ..program import Source, build_program
 from ..stored_weights import StoredWeight, keep_stored
 from ..trace import (
@@ -36,18 +34,6 @@ from .registry import NAME, one_sequence_a_row, register
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_ASSETS = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "config.json",
-    "generation_config.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-)
 _DEFAULT_CONTEXT = 2048
 
 
@@ -61,7 +47,7 @@ def import_folder(folder: Path, dtype: torch.dtype | None = None) -> Program:
     _check_files(folder)
     config = _read_config(folder)
     tensors, kept = _contents(folder, config)
-    assets = {name: folder / name for name in _ASSETS if (folder / name).exists()}
+    assets = {name: folder / name for name in ASSETS if (folder / name).exists()}
     return import_tensors(
         folder, config, tensors, kept, dtype, generation=_generation_config(folder), assets=assets
     )
@@ -144,7 +130,7 @@ def import_object(model: PreTrainedModel, dtype: torch.dtype | None = None) -> P
 
 def _check_files(folder: Path) -> None:
     """transformers opens them by itself, and waits for pipes and reads devices without end."""
-    for name in _ASSETS:
+    for name in ASSETS:
         path = folder / name
         try:
             with open_regular(path) as file:
@@ -308,7 +294,7 @@ def _info(config: Any, generation: Any) -> ModelInfo:
         eos=tuple(eos) if isinstance(eos, (list, tuple)) else (() if eos is None else (int(eos),)),
         bos=token("bos_token_id"),
         pad=token("pad_token_id"),
-        defaults=_defaults(generation),
+        defaults=defaults_of(generation),
     )
 
 
@@ -327,22 +313,6 @@ def _text_config(config: Any) -> Any:
             f"{type(text).__name__} without one"
         )
     return text
-
-
-def _defaults(generation: Any) -> Defaults:
-    """What a generation config says of how to generate; None: nothing."""
-    said = {f.name: getattr(generation, f.name, None) for f in fields(Defaults)}
-    other = {name: getattr(generation, name, None) for name in NEUTRAL}
-    wanted = [(n, v) for n, v in other.items() if v is not None and v not in NEUTRAL[n]]
-    said["unsupported"] = tuple(f"{name}={value}" for name, value in wanted)
-    try:
-        return TypeAdapter(Defaults).validate_python(said)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise InputError(
-            f"the model's generation config (generation_config.json): {first['loc'][0]}: "
-            f"{first['msg']}, got {first['input']!r}"
-        ) from error
 
 
 def _context(config: Any) -> int:

@@ -1,0 +1,41 @@
+"""What comes beside a model's weights: its files, and how it generates unless told otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from ..ir import Defaults, InputError
+from ..ir.defaults import NEUTRAL
+
+ASSETS = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+"""Files that travel with programs."""
+
+
+def defaults_of(generation: Any) -> Defaults:
+    """What a generation config says of how to generate; None: nothing."""
+    said = {f.name: getattr(generation, f.name, None) for f in fields(Defaults)}
+    other = {name: getattr(generation, name, None) for name in NEUTRAL}
+    wanted = [(n, v) for n, v in other.items() if v is not None and v not in NEUTRAL[n]]
+    said["unsupported"] = tuple(f"{name}={value}" for name, value in wanted)
+    try:
+        return TypeAdapter(Defaults).validate_python(said)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InputError(
+            f"the model's generation config (generation_config.json): {first['loc'][0]}: "
+            f"{first['msg']}, got {first['input']!r}"
+        ) from error
