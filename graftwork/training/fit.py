@@ -9,7 +9,6 @@ times, and the target's side of it is worked out once (`lessons`).
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from ..agreement import OwnText, is_approximate
 from ..agreement import own_text as own_text_kept
@@ -35,6 +33,7 @@ from . import checkpoint, lessons
 from .corpus import Windows, own_text, read_corpus, split
 from .net import Net, check_chains, chosen, trainable, trained_parts
 from .objectives.base import Batch, Loss, objective_of
+from .processes import Processes
 
 if TYPE_CHECKING:
     from ..model import Model
@@ -162,7 +161,7 @@ class _Fit:
         check_chains(model.program)
         self.chosen = [name for draft in self.drafts for name in chosen(model.program, draft)]
         self.objectives = [objective_of(draft) for draft in self.drafts]
-        self.rank, self.world = _join_processes(model.target.device)
+        self.processes = Processes.join(model.target.device)
         documents = self._documents(data)
         self.train, self.held_out = split(documents)
         width = min(options.window, model.program.info.context)
@@ -235,7 +234,7 @@ class _Fit:
             limit = PREPARING * 60 * options.minutes
         count, start = 0, time.perf_counter()
         while count < wanted:
-            number = count * self.world + self.rank
+            number = count * self.processes.count + self.processes.rank
             spent = time.perf_counter() - start
             if count and spent > limit and not pool.has(number):
                 break
@@ -286,7 +285,7 @@ class _Fit:
             (result.total * share).backward()
             loss += float(result.total.detach()) * share
             hits = result.hits
-        _average(net.parameters, self.world)
+        self.processes.average(net.parameters)
         if not math.isfinite(loss):
             raise InputError(
                 f"the loss became {loss} at step {state.step}; the last checkpoint in {self.out} "
@@ -329,10 +328,7 @@ class _Fit:
 
     def _used_up(self, state: checkpoint.Progress) -> bool:
         """Whether to stop; all processes stop at the same step."""
-        over = torch.tensor(float(self._share(state) >= 1.0))
-        if self.world > 1:
-            dist.all_reduce(over, op=dist.ReduceOp.MAX)
-        return bool(over)
+        return self.processes.any(self._share(state) >= 1.0)
 
     def _schedule(self, state: checkpoint.Progress) -> float:
         share = min(self._share(state), 1.0)
@@ -367,7 +363,7 @@ class _Fit:
         return state
 
     def _save(self, net: Net, optimizer: torch.optim.Optimizer, state: checkpoint.Progress) -> None:
-        if self.rank:
+        if self.processes.rank:
             return
         moments = {
             f"{name}/{key}": value
@@ -410,21 +406,3 @@ def held_out_prompts(model: Model, documents: list[list[int]], count: int = 8) -
 def _room(model: Model, prompt: list[int]) -> int:
     """Tokens that a prompt is continued by."""
     return min(64, model.program.info.context - len(prompt))
-
-
-def _join_processes(device: str) -> tuple[int, int]:
-    """Rank and number of processes, as torchrun says."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return 0, 1
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
-    return dist.get_rank(), dist.get_world_size()
-
-
-def _average(parameters: list[torch.nn.Parameter], world: int) -> None:
-    if world == 1:
-        return
-    for parameter in parameters:
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= world
