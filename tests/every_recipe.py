@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from evidence import evidence_for
 from tiny import tiny_llama
 
@@ -17,7 +18,7 @@ QUANTIZED = ("round_activations",)
 NAMES = [recipe.name for recipe in recipes() if recipe.name not in QUANTIZED]
 
 
-def program_of(name: str, folder: Path) -> Program:
+def program_of(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Program:
     """A recipe's program, given what it needs: another model, a corpus, calibration text."""
     corpus = folder / "corpus.json"
     corpus.write_text("[[1, 2, 3]]")
@@ -26,6 +27,7 @@ def program_of(name: str, folder: Path) -> Program:
     recipe = Recipe.load(name)
     uses = {use.name for use in recipe.passes}
     given = [f"{key}={value}" for key, value in brought.items() if key.split(".")[0] in uses]
-    start = tiny_llama(4).replace(guests={"other": tiny_llama(seed=1)})
+    other = tiny_llama(seed=1, dtype=dtype)
+    start = tiny_llama(4, dtype=dtype).replace(guests={"other": other})
     evidence = evidence_for(start) if recipe.reads_text else None
     return run_passes(start, recipe.with_options(given).steps, evidence=evidence)[0]

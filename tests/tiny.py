@@ -46,8 +46,8 @@ def in_int8(**options: Any) -> QuantizeWeights:
 class _Builder:
     """Llama's forward pass, one `Function.call` an op."""
 
-    def __init__(self, heads: int, groups: int, dim: int, seed: int) -> None:
-        self.heads, self.groups, self.dim = heads, groups, dim
+    def __init__(self, heads: int, groups: int, dim: int, seed: int, dtype: torch.dtype) -> None:
+        self.heads, self.groups, self.dim, self.dtype = heads, groups, dim, dtype
         self.hidden = heads * dim
         self.fn = Function("step")
         self.weights: dict[str, Weight] = {}
@@ -57,7 +57,7 @@ class _Builder:
         scale = shape[-1] ** -0.5 if len(shape) > 1 else 1.0
         if name not in self.weights:
             tensor = torch.randn(shape, generator=self.generator) * scale
-            self.weights[name] = Weight.of(name, tensor)
+            self.weights[name] = Weight.of(name, tensor.to(self.dtype))
         return self.fn.weight(self.weights[name])
 
     def linear(self, x: torch.fx.Node, name: str, rows: int, columns: int) -> torch.fx.Node:
@@ -100,15 +100,16 @@ def tiny_llama(
     vocab: int = 32,
     context: int = 128,
     seed: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> Program:
-    """A canonical-stage program ``step(tokens, positions) -> logits f32[B,T,vocab]``."""
-    build = _Builder(heads, groups, dim, seed)
+    """A canonical-stage program ``step(tokens, positions) -> logits [B,T,vocab]`` in a dtype."""
+    build = _Builder(heads, groups, dim, seed, dtype)
     fn = build.fn
     tokens = fn.add_input("tokens", TensorType.parse("i64[B,T]"))
     positions = fn.add_input("positions", TensorType.parse("i64[B,T]"))
     angle = torch.arange(context)[:, None] * 100.0 ** (-torch.arange(0, dim, 2) / dim)
-    build.weights["cos"] = Weight.of("cos", angle.cos())
-    build.weights["sin"] = Weight.of("sin", angle.sin())
+    build.weights["cos"] = Weight.of("cos", angle.cos().to(dtype))
+    build.weights["sin"] = Weight.of("sin", angle.sin().to(dtype))
     angles = [
         fn.call(A.embedding.default, build.weight(name, context, dim // 2), positions)
         for name in ("cos", "sin")

@@ -24,6 +24,7 @@ from .rows_quantized import needs_packing
 from .session import open_session, threads_of
 from .step import Step
 from .store import WeightFile, store
+from .wide import widen
 
 GRAIN = 64
 """Capacities are multiples of this many rows (or the limit)."""
@@ -122,6 +123,8 @@ class OnnxExecutable(StatefulExecutable):
         try:
             pairs = self._routers[function].pairs
             model = emit(fn, lowered.weights, paired=pairs, native=native, threads=threads)
+            if self.target.device == "cuda":
+                widen(model.model.graph)
             store(model, path, self._weights)
         except OSError as error:
             raise InputError(

@@ -17,6 +17,7 @@ from ..target import Target
 from .emit import IR_VERSION, MICROSOFT, OPSETS, OWN, emit
 from .ops import ort_attend, ort_gqa
 from .session import providers, register_own_ops
+from .wide import widen
 
 A = torch.ops.aten
 G = torch.ops.graftwork
@@ -126,6 +127,8 @@ def _ran_alone(
     out = fn.item(fn.call(op, *given, **kwargs), 0)
     fn.set_outputs({"out": fn.call(A._to_copy.default, out, dtype=torch.float32)})
     model = emit(fn, WeightStore(), native=native).model
+    if target.device == "cuda":
+        widen(model.graph)
     feeds = {name: tensor.numpy() for name, tensor in tensors.items()}
     return torch.from_numpy(_run(model, feeds, target, own_ops=native)[0])
 
