@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,10 +25,12 @@ class StatefulExecutable:
         rounded: Callable[[int], int],
         *,
         together: bool,
+        queued: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.program, self.target = program, target
+        device = torch.device(target.device)
         self.buffers = StateBuffers(
-            program, torch.device(target.device), limit, rounded, together=together
+            program, device, limit, rounded, together=together, queued=queued
         )
         self.preparing = 0.0
         self.begun = 0

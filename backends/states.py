@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,7 +53,8 @@ class StateBuffers:
 
     limit: rows that a sequence may have at most. rounded: the capacity to make for so many rows,
     if the limit allows it (it must not hold the executable).
-    together: whether states that are alike lie in one tensor. epoch: changes whenever addresses or
+    together: whether states that are alike lie in one tensor. queued: where what is done with them
+    is queued, on a device that works by itself. epoch: changes whenever addresses or
     sizes do. capacities: rows that each class of states has room for, by its symbol. tensors: the
     states by name.
     """
@@ -65,7 +67,9 @@ class StateBuffers:
         rounded: Callable[[int], int],
         *,
         together: bool,
+        queued: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        self.queued = queued
         self.device, self.limit, self.rounded, self.together = device, limit, rounded, together
         self.context = program.info.context
         self.batch = self.epoch = 0
@@ -131,6 +135,11 @@ class StateBuffers:
 
     def _allocate(self, groups: Collection[_Group], kept: Mapping[str, int]) -> None:
         """New memory for these groups, with so many rows of the old."""
+        with self.queued():
+            self._take_memory(groups, kept)
+        self.epoch += 1
+
+    def _take_memory(self, groups: Collection[_Group], kept: Mapping[str, int]) -> None:
         for group in groups:
             bound = group.type.bind(self.sizes)
             if self.together:
@@ -143,7 +152,6 @@ class StateBuffers:
             if rows := kept.get(str(group.symbol)):
                 data.narrow(group.row_axis, 0, rows).copy_(group.data)
             group.data = data
-        self.epoch += 1
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeros that take memory only where they are touched (on the CPU)."""
@@ -156,6 +164,10 @@ class StateBuffers:
 
     def commit(self, states: Collection[str], past: torch.Tensor, source: torch.Tensor) -> None:
         """See `Executable.commit`."""
+        with self.queued():
+            self._commit(states, past, source)
+
+    def _commit(self, states: Collection[str], past: torch.Tensor, source: torch.Tensor) -> None:
         for sequence, (start, path) in enumerate(zip(past.tolist(), source.tolist(), strict=True)):
             moved = [step for step, row in enumerate(path) if step != row]
             if moved:  # rows before the first of them stay where they are
@@ -176,12 +188,13 @@ class StateBuffers:
         self, states: Collection[str], sequence: int, start: int, stop: int
     ) -> dict[str, torch.Tensor]:
         """See `Executable.read_rows`."""
-        return {
-            name: self._rows(group, place, sequence, start, stop).cpu().clone()
-            for group in self.groups
-            for place, name in enumerate(group.names)
-            if name in states and group.symbol is not None
-        }
+        with self.queued():
+            return {
+                name: self._rows(group, place, sequence, start, stop).cpu().clone()
+                for group in self.groups
+                for place, name in enumerate(group.names)
+                if name in states and group.symbol is not None
+            }
 
     def write_rows(self, sequence: int, start: int, rows: Mapping[str, torch.Tensor]) -> None:
         """See `Executable.write_rows`."""
@@ -194,7 +207,8 @@ class StateBuffers:
                     stop = start + rows[name].shape[axis]
                     there = self._rows(group, place, sequence, start, stop)
                     _check_alike(name, rows[name], there)
-                    there.copy_(rows[name])
+                    with self.queued():
+                        there.copy_(rows[name])
 
     def _rows(
         self, group: _Group, place: int, sequence: int, start: int, stop: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from time import perf_counter
 
 import torch
@@ -14,6 +15,7 @@ from ...ir.executable import HeldCall, Memory, Outputs
 from ...ir.scratch import Scratch
 from ...ir.threads import traces
 from ..base import StatefulExecutable
+from ..staging import Stream
 from ..target import Target
 from .attention import OVERHANG
 from .emit import emit
@@ -39,7 +41,9 @@ class OnnxExecutable(StatefulExecutable):
     def __init__(self, program: Program, target: Target) -> None:
         _require_dtypes(program, target)
         limit = program.info.context + OVERHANG
-        super().__init__(program, target, limit, _rounded, together=True)
+        self.stream = _stream(target)
+        queued = nullcontext if self.stream is None else self.stream.current
+        super().__init__(program, target, limit, _rounded, together=True, queued=queued)
         self._scratch = _scratch()
         self._weights = WeightFile(self._scratch.path / "weights.data")
         self.buffers.begin(1, 1, anew=True)
@@ -135,13 +139,23 @@ class OnnxExecutable(StatefulExecutable):
             copied = 0 if needs_packing(model.model.graph) else size
             own = model.has_own_ops
             session = open_session(
-                path, self.target, weight_bytes=copied, threads=threads, own_ops=own
+                path,
+                self.target,
+                weight_bytes=copied,
+                threads=threads,
+                own_ops=own,
+                stream=None if self.stream is None else self.stream.handle,
             )
         except GraftworkError:
             raise
         except Exception as error:  # the library's error types are not public
             raise execution_error(function, error) from error
-        return Step(fn, session, self.buffers)
+        return Step(fn, session, self.buffers, self.stream)
+
+
+def _stream(target: Target) -> Stream | None:
+    """What the sessions for a device work in; None where that is the host's memory."""
+    return None if target.device == "cpu" else Stream(torch.device(target.device))
 
 
 def _rounded(rows: int) -> int:

@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ...ir.errors import execution_error
 from ...ir.executable import Outputs
-from ..faults import index_fault
 from ..states import StateBuffers
 from .attention import SEQLENS
 from .routing import Counts, Inputs, Route
@@ -44,8 +42,7 @@ class RepeatedCall:
         binding = self.binding
         if binding is None or binding.epoch != self.states.epoch or not binding.fits():
             return self._anew()
-        binding.run()
-        return binding.results
+        return binding.run()
 
     def _anew(self) -> Outputs:
         routed = self.routed()
@@ -56,19 +53,14 @@ class RepeatedCall:
             results = step.run(route.feeds, self.fetch)
             return step.first_column(results) if route.widened else results
         binding = self.binding = _Binding(step, route, self.fetch)
-        binding.run()
-        return binding.results
+        return binding.run()
 
 
 class _Binding:
-    """A step bound to the tensors of one call.
-
-    results: the outputs that are wanted, in memory that is theirs as long as the binding lives.
-    """
+    """A step bound to the tensors of one call."""
 
     def __init__(self, step: Step, route: Route, fetch: Sequence[str]) -> None:
-        self.session, self.epoch = step.session, step.states.epoch
-        self.function = step.function.name
+        self.step, self.fetch, self.epoch = step, fetch, step.states.epoch
         self.past: memoryview | None = None
         self.counts: Counts | None = None
         feeds = dict(route.feeds)
@@ -79,17 +71,18 @@ class _Binding:
             if SEQLENS in feeds:
                 self.counts = Counts()
                 feeds.update(self.counts.of(past, max(past), self.width, self.variant))
-        self.bound = step.bind(feeds, copy=False)
-        self.results = {name: self.bound.results[name] for name in fetch}
+        self.feeds, self.bound = feeds, step.bind(feeds, copy=False)
+        self.results = self.bound.results(fetch)
 
-    def run(self) -> None:
-        """Run the step. Errors: `ExecutionError` with what the runtime says."""
-        try:
-            self.session.run_with_iobinding(self.bound.binding)
-        except Exception as error:  # the library's error types are not public
-            raise index_fault(error, self.function) or execution_error(
-                self.function, error
-            ) from error
+    def run(self) -> Outputs:
+        """Run the step; its outputs, in memory that is theirs as long as the binding lives.
+
+        Errors: `ExecutionError` with what the runtime says.
+        """
+        self.step.go(self.bound, self.feeds)
+        if self.bound.staging is not None:
+            self.bound.staging.download(self.fetch)
+        return self.results
 
     def fits(self) -> bool:
         """Whether the step may run for the rows that are there now; it is then ready to."""

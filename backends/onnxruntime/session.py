@@ -25,6 +25,7 @@ def open_session(
     weight_bytes: int = 0,
     threads: int | None = None,
     own_ops: bool = False,
+    stream: str | None = None,
 ) -> Any:
     """An `InferenceSession` over the model at `path`.
 
@@ -32,6 +33,7 @@ def open_session(
     weight_bytes: what its weights take; if memory for a second copy of them is short, they are used
     as they lie in the file, which makes steps of several tokens slower but costs no memory.
     own_ops: whether the model has any of graftwork's own domain.
+    stream: the CUDA stream to work in, see `Stream.handle`.
     Errors: `InputError` if the device's provider is missing, `UnsupportedError` if the kernels of
     own ops are.
     """
@@ -46,7 +48,7 @@ def open_session(
     if own_ops:
         register_own_ops(options)
     with huge_pages():
-        return ort.InferenceSession(str(path), options, providers=providers(target))
+        return ort.InferenceSession(str(path), options, providers=providers(target, stream))
 
 
 def threads_of(target: Target) -> int:
@@ -62,8 +64,11 @@ def register_own_ops(options: Any) -> None:
     options.register_custom_ops_library(library(SHARED)._name)
 
 
-def providers(target: Target) -> list[Any]:
-    """ONNX Runtime's providers for a target. Errors: `InputError` if the device has none."""
+def providers(target: Target, stream: str | None = None) -> list[Any]:
+    """ONNX Runtime's providers for a target. stream: see `open_session`.
+
+    Errors: `InputError` if the device has none.
+    """
     import onnxruntime as ort
 
     if target.device == "cpu":
@@ -75,10 +80,10 @@ def providers(target: Target) -> list[Any]:
             f"target {target}: this onnxruntime has no CUDA provider (it has {', '.join(known)}); "
             f"install onnxruntime-gpu, or use onnxruntime:cpu"
         )
-    # torch moves cache rows between steps, so both must run on one stream.
-    stream = str(torch.cuda.current_stream().cuda_stream)
-    cuda = ("CUDAExecutionProvider", {"device_id": "0", "user_compute_stream": stream})
-    return [cuda, "CPUExecutionProvider"]
+    options = {"device_id": str(torch.cuda.current_device())}
+    if stream is not None:
+        options["user_compute_stream"] = stream
+    return [("CUDAExecutionProvider", options), "CPUExecutionProvider"]
 
 
 @lru_cache(maxsize=1)

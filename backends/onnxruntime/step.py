@@ -13,7 +13,9 @@ import torch
 from ...ir import Function, InputError, Sym, TensorType, type_of
 from ...ir.errors import execution_error
 from ..faults import index_fault
+from ..staging import Staging, Stream
 from ..states import StateBuffers
+from .attention import TOTAL
 from .emit import DTYPES, output_name
 
 _WIDTH = Sym("T")
@@ -43,18 +45,32 @@ class _Feed:
 
 @dataclass(frozen=True)
 class Bound:
-    """A binding for inputs of certain shapes. feeds: what must be copied in, or is there."""
+    """A binding for inputs of certain shapes. feeds: what must be copied in, or is there, in the
+    host's memory. staging: what else goes to another device, and what comes back."""
 
     binding: Any
     feeds: tuple[_Feed, ...]
-    results: dict[str, torch.Tensor]
+    outputs: dict[str, torch.Tensor]
+    staging: Staging | None = None
+
+    def results(self, fetch: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Outputs of the last run, in the host's memory."""
+        if self.staging is not None:
+            return self.staging.download(fetch)
+        return {name: self.outputs[name] for name in fetch}
 
 
 class Step:
-    """A session, its buffers for inputs and outputs, and what they are bound to."""
+    """A session, its buffers for inputs and outputs, and what they are bound to.
 
-    def __init__(self, function: Function, session: Any, states: StateBuffers) -> None:
+    stream: where the session's device is another than the host's memory, what it works in.
+    """
+
+    def __init__(
+        self, function: Function, session: Any, states: StateBuffers, stream: Stream | None = None
+    ) -> None:
         self.function, self.session, self.states = function, session, states
+        self.stream = stream
         self.inputs: dict[str, TensorType] = {}
         self.read: list[str] = []
         taken = {value.name for value in session.get_inputs()}
@@ -95,13 +111,22 @@ class Step:
             self.bound[shapes] = bound
         for feed in bound.feeds:
             feed.take(inputs[feed.name])
+        self.go(bound, inputs)
+        return bound.results(fetch)
+
+    def go(self, bound: Bound, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Run on what is in bound memory, and on inputs that have yet to go to the device.
+
+        Errors: `ExecutionError` with what the runtime says.
+        """
+        if bound.staging is not None:
+            bound.staging.upload(inputs)
         try:
             self.session.run_with_iobinding(bound.binding)
         except Exception as error:  # the library's error types are not public
             raise index_fault(error, self.function.name) or execution_error(
                 self.function.name, error
             ) from error
-        return {name: bound.results[name] for name in fetch}
 
     def first_column(self, results: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Results of a step of one token, out of those of a step of two."""
@@ -119,23 +144,31 @@ class Step:
         sizes.update({s: inputs[name].shape[axis] for s, name, axis in self.symbols})
         types = {n: _fitting(n, t, inputs[n], sizes) for n, t in self.inputs.items()}
         results = {f"{n} out": t.bind(sizes) for n, t in self.outputs.items()}
-        self._reserve({**types, **results} if copy else results)
+        staged = {} if self.stream is None else {n: t for n, t in types.items() if n != TOTAL}
+        plain = {name: type for name, type in types.items() if name not in staged}
+        self._reserve({**plain, **results} if copy else results)
         binding, feeds = self.session.io_binding(), []
-        for name, type in types.items():
+        for name, type in plain.items():
             buffer = self._buffer(name, type) if copy else inputs[name]
             feeds.append(_Feed(name, buffer, buffer.data_ptr(), buffer.nbytes))
             _bind(binding.bind_input, name, buffer, "cpu")
         outputs = {
             name: self._buffer(f"{name} out", results[f"{name} out"]) for name in self.outputs
         }
+        where = "cpu" if self.stream is None else self.states.device.type
         for name, buffer in outputs.items():
-            _bind(binding.bind_output, self.targets[name], buffer, "cpu")
+            _bind(binding.bind_output, self.targets[name], buffer, where)
+        staging = None
+        if self.stream is not None:
+            staging = Staging(staged, outputs, self.states.device, self.stream)
+            for name, tensor in staging.bound.items():
+                _bind(binding.bind_input, name, tensor, where)
         for name in self.read:
             _bind(binding.bind_input, name, self.states.tensors[name], self.states.device.type)
         for name in self.written:
             state = self.states.tensors[name]
             _bind(binding.bind_output, self.targets[name], state, self.states.device.type)
-        return Bound(binding, tuple(feeds), outputs)
+        return Bound(binding, tuple(feeds), outputs, staging)
 
     def _reserve(self, types: Mapping[str, TensorType]) -> None:
         """Memory for all of these; what is bound to memory that is too small is forgotten.
@@ -151,7 +184,8 @@ class Step:
             if flat is None or flat.numel() < count:
                 self.bound.clear()
                 grown = 0 if flat is None else 2 * flat.numel()
-                self.memory[name] = torch.empty(max(count, grown), dtype=type.dtype)
+                device = self.states.device if name.endswith(" out") else None
+                self.memory[name] = torch.empty(max(count, grown), dtype=type.dtype, device=device)
 
     def _buffer(self, name: str, type: TensorType) -> torch.Tensor:
         """Memory of a type; the same memory for every shape, because one runs at a time."""

@@ -137,4 +137,4 @@ def _stretched(
 ) -> list[onnx.defs.OpSchema.FormalParameter]:
     """Formal parameters for so many actual ones: the last one may stand for many."""
     wanted = len(actual)
-    return [*formals, *formals[-1:] * wanted][:wanted]
+    return [*formals, *list(formals[-1:]) * wanted][:wanted]
