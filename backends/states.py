@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..ir import InputError, Program, Sym, TensorType
+from ..ir import LOG, InputError, Program, Sym, TensorType
 
 _ALIGN = 64
 _BATCH = Sym("B")
@@ -56,7 +56,7 @@ class StateBuffers:
     together: whether states that are alike lie in one tensor. queued: where what is done with them
     is queued, on a device that works by itself. epoch: changes whenever addresses or
     sizes do. capacities: rows that each class of states has room for, by its symbol. tensors: the
-    states by name.
+    states by name. rewritten: those that a step replaces, instead of adding rows to them.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class StateBuffers:
         self.context = program.info.context
         self.batch = self.epoch = 0
         self.tensors: dict[str, torch.Tensor] = {}
+        self.spares: dict[str, torch.Tensor] = {}
         alike: dict[object, list[str]] = {}
         for name, state in program.states.items():
             readers = tuple(f.name for f in program.functions.values() if f.has_input(name))
@@ -84,17 +85,23 @@ class StateBuffers:
             nothing = torch.empty(0, dtype=state.type.dtype)
             self.groups.append(_Group(state.type, state.capacity, names, nothing))
         self.capacities = {group.symbol: 0 for group in self.groups if group.symbol}
+        if LOG in self.capacities:
+            self.capacities[LOG] = 1
+        self.rewritten = {name for name, state in program.states.items() if state.recurrent}
         # Classes that hold the last rows only, which a plan's cache policy may want.
         self.windows = program.plan.cache.windows
 
     @property
     def capacity(self) -> int:
         """Rows that every class of states has room for, but for those that hold the last ones."""
-        sizes = [n for symbol, n in self.capacities.items() if symbol not in self.windows]
+        few = {LOG, *self.windows}
+        sizes = [n for symbol, n in self.capacities.items() if symbol not in few]
         return min(sizes, default=self.limit if self.batch else 0)
 
     def _wanted(self, rows: int, symbol: str) -> int:
         """The capacity of a class for so many rows of a sequence."""
+        if symbol == LOG:
+            return self.capacities[LOG]
         return min(self.rounded(min(rows, self.windows.get(symbol, rows))), self.limit)
 
     @property
@@ -109,7 +116,7 @@ class StateBuffers:
         """
         anew = anew or batch != self.batch
         self.batch = batch
-        kept = dict.fromkeys(self.capacities, 0) if anew else self.capacities
+        kept = {s: 0 if anew and s != LOG else n for s, n in self.capacities.items()}
         wanted = {symbol: max(n, self._wanted(rows, symbol)) for symbol, n in kept.items()}
         if anew or wanted != self.capacities:
             self.capacities = wanted
@@ -127,7 +134,9 @@ class StateBuffers:
             )
         wanted = {s: self._wanted(rows, s) for s in self.capacities}
         if symbol is not None:
-            wanted = {symbol: min(self.rounded(rows), self.limit)}
+            # All of a log is looked at in every step: no row more than there is need.
+            whole = rows if symbol == LOG else self.rounded(rows)
+            wanted = {symbol: min(whole, self.limit)}
         small = {s: self.capacities[s] for s, n in wanted.items() if self.capacities[s] < n}
         if small:
             self.capacities = {**self.capacities, **{s: wanted[s] for s in small}}
@@ -152,6 +161,13 @@ class StateBuffers:
             if rows := kept.get(str(group.symbol)):
                 data.narrow(group.row_axis, 0, rows).copy_(group.data)
             group.data = data
+        self.spares = {}
+
+    def spare(self, name: str) -> torch.Tensor:
+        """Memory for the next value of a state, for whoever cannot write into it at once."""
+        if name not in self.spares:
+            self.spares[name] = torch.empty_like(self.tensors[name])
+        return self.spares[name]
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeros that take memory only where they are touched (on the CPU)."""

@@ -32,6 +32,7 @@ import torch.fx
 
 from ..ir import Function, Site, TensorType, UnsupportedError, site_of, type_of
 from ..ir.analysis import dominating_chain
+from .number_layers import MIXERS
 
 A, G = torch.ops.aten, torch.ops.graftwork
 
@@ -39,27 +40,27 @@ A, G = torch.ops.aten, torch.ops.graftwork
 def mark_hidden(fn: Function) -> int:
     """Insert the markers in place; returns the number of blocks.
 
-    Errors: `UnsupportedError` if there is no attention, or a block has no boundary.
+    Errors: `UnsupportedError` if no tokens meet anywhere, or a block has no boundary.
     """
     spine = dominating_chain(fn)
-    attentions = fn.calls(G.attention.default)
-    if not attentions:
+    mixers = fn.calls(*MIXERS)
+    if not mixers:
         raise UnsupportedError(
-            "the model has no attention that could be found; graftwork handles causal language "
-            "models made of attention blocks"
+            "the model has no attention and no recurrence that could be found; graftwork handles "
+            "causal language models made of blocks of these"
         )
     order = {node: index for index, node in enumerate(fn)}
     hidden = _stream_type(spine)
     blocks: list[_Block] = []
-    for segment in _segments(spine, attentions, order):
+    for segment in _segments(spine, mixers, order):
         sums = [i for i, node in enumerate(segment) if _is_sum(node, hidden)]
         if not sums:
             raise UnsupportedError(
-                f"block {len(blocks)} ({_place(attentions, len(blocks))}): its output is not one "
+                f"block {len(blocks)} ({_place(mixers, len(blocks))}): its output is not one "
                 "residual stream [B,T,H]; models with several streams are not supported yet"
             )
         blocks.append(_Block(segment, sums))
-    ahead = [n for n in spine if order[n] < order[attentions[0]] and type_of(n) == hidden]
+    ahead = [n for n in spine if order[n] < order[mixers[0]] and type_of(n) == hidden]
     if ahead:
         _insert(fn, ahead[-1], -1, "embedding")
     trail = _trail(blocks, hidden)
@@ -115,14 +116,15 @@ def _stream_type(spine: list[torch.fx.Node]) -> TensorType:
 
 
 def _segments(
-    spine: list[torch.fx.Node], attentions: list[torch.fx.Node], order: dict[torch.fx.Node, int]
+    spine: list[torch.fx.Node], mixers: list[torch.fx.Node], order: dict[torch.fx.Node, int]
 ) -> list[list[torch.fx.Node]]:
-    """The stretch of the spine behind each block's attention, up to the next block's.
+    """The stretch of the spine behind what mixes a block's tokens, up to the next block's.
 
-    Two attentions with no spine between them (differential attention) belong to one block.
+    Two with no spine between them (differential attention, a convolution before a recurrence)
+    belong to one block.
     """
     segments = []
-    for start, stop in pairwise([*(order[node] for node in attentions), len(order)]):
+    for start, stop in pairwise([*(order[node] for node in mixers), len(order)]):
         segment = [node for node in spine if start < order[node] < stop]
         if segment:
             segments.append(segment)
@@ -151,6 +153,6 @@ def _insert(fn: Function, node: torch.fx.Node, layer: int, point: str) -> None:
         user.replace_input_with(node, marker)
 
 
-def _place(attentions: list[torch.fx.Node], index: int) -> str:
-    site = site_of(attentions[min(index, len(attentions) - 1)])
+def _place(mixers: list[torch.fx.Node], index: int) -> str:
+    site = site_of(mixers[min(index, len(mixers) - 1)])
     return site.module or "unknown module"

@@ -1,4 +1,5 @@
-"""Give every attention a layer number of its own: it names the cache that it will own."""
+"""Give every attention, recurrence and convolution a layer number of its own among its kind: it
+names the states that it will own."""
 
 from __future__ import annotations
 
@@ -7,15 +8,18 @@ import torch
 from ..ir import Function, site_of
 
 G = torch.ops.graftwork
+MIXERS = (G.attention.default, G.linear_attention.default, G.causal_conv.default)
+"""The ops in which tokens of a sequence meet."""
 
 
 def number_layers(fn: Function) -> None:
-    """Number attentions in place: by the layer of their module, or, where two attentions share a
-    layer or the path holds no index, in the order of the graph.
+    """Number them in place: by the layer of their module, or, where two of a kind share a layer or
+    the path holds no index, in the order of the graph.
     """
-    attentions = fn.calls(G.attention.default)
-    layers = [site_of(node).layer for node in attentions]
-    if None in layers or len(set(layers)) != len(layers):
-        layers = list(range(len(attentions)))
-    for node, layer in zip(attentions, layers, strict=True):
-        node.kwargs = {**node.kwargs, "layer": layer}
+    for kind in MIXERS:
+        nodes = fn.calls(kind)
+        layers = [site_of(node).layer for node in nodes]
+        if None in layers or len(set(layers)) != len(layers):
+            layers = list(range(len(nodes)))
+        for node, layer in zip(nodes, layers, strict=True):
+            node.kwargs = {**node.kwargs, "layer": layer}

@@ -22,7 +22,7 @@ import onnx_ir as oir
 from .backends.onnxruntime.emit import OPSETS, emit
 from .backends.onnxruntime.portable import Layer, Portable, portable
 from .backends.onnxruntime.store import WeightFile, store
-from .export_folder import CARD, Card, describe, write_folder, write_json
+from .export_folder import CARD, Card, describe, refuse_recurrences, write_folder, write_json
 from .ir import InputError, ModelInfo, Program, UnsupportedError
 from .runtime.asking.options import SAMPLING
 
@@ -78,6 +78,7 @@ def export_onnx(
     folder holds something else, or for an opset that there is not.
     """
     _check_ops(ops, opset)
+    refuse_recurrences(program)
     graph = portable(program, plain=plain, contrib=ops == "contrib")
     return _write(program, graph, folder, {}, _CARD, qdq=qdq, ops=ops, opset=opset)
 
@@ -98,6 +99,7 @@ def export_genai(program: Program, folder: Path, *, plain: bool = False) -> Path
     plain and errors: as `export_onnx`, and `UnsupportedError` if layers differ in their heads or
     widths, or for defaults of the checkpoint, which its configuration cannot say.
     """
+    refuse_recurrences(program)
     graph = portable(program, plain=plain)
     usage = "import onnxruntime_genai as og\nmodel = og.Model('.')  # see its documentation"
     files = {**_FILES, CONFIG: "what onnxruntime-genai reads first"}

@@ -17,7 +17,7 @@ import onnx
 import onnx_ir as oir
 
 from . import __version__
-from .ir import InputError, ModelInfo, Program
+from .ir import InputError, ModelInfo, Program, UnsupportedError
 from .ir.contract import Contract
 from .ir.files import LARGE, read_bytes
 from .ir.printer import call_text
@@ -69,6 +69,15 @@ def write_folder(
         if CARD not in program.assets:
             (new / CARD).write_text(card_text(program, card), encoding="utf-8")
     return folder
+
+
+def refuse_recurrences(program: Program) -> None:
+    """Errors: `UnsupportedError` for a program whose states are more than key-value caches."""
+    if program.recurrent:
+        raise UnsupportedError(
+            f"{program.name} has recurrences, whose states the loops that run exported graphs do "
+            "not keep; save it with `save`, and export models made of attention"
+        )
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .backends.onnxruntime.generation import generation
 from .backends.onnxruntime.store import WeightFile, store
-from .export_folder import Card, describe, write_folder
+from .export_folder import Card, describe, refuse_recurrences, write_folder
 from .ir import Program
 
 LOOP, DATA = "generate.onnx", "generate.onnx.data"
@@ -53,6 +53,7 @@ def export_onnx_loop(
     one loop cannot carry out, naming the format that can, and for an op that ONNX Runtime has
     nothing for; `InputError` if the folder holds something else.
     """
+    refuse_recurrences(program)
     emitted = generation(program, sample=sample, plain=plain)
     describe(program, emitted.model, f"Whole generations of {program.name}; see README.md.")
     card = Card(_CARD.title, _CARD.files, _CARD.usage.replace("EOS", str(list(program.info.eos))))

@@ -23,7 +23,7 @@ import torch
 
 from .backends.onnxruntime.attention import OVERHANG, SEQLENS, TOTAL
 from .backends.onnxruntime.emit import emit, output_name
-from .backends.onnxruntime.lower import Variant, has_attention, lower
+from .backends.onnxruntime.lower import Variant, has_states, lower
 from .backends.onnxruntime.routing import Router
 from .backends.onnxruntime.store import WeightFile, store
 from .backends.target import Target
@@ -33,6 +33,7 @@ from .export_folder import (
     describe,
     generation_config,
     licence,
+    refuse_recurrences,
     write_folder,
     write_json,
 )
@@ -67,6 +68,7 @@ def export_onnx_plan(program: Program, folder: Path) -> Path:
     Errors: `UnsupportedError` for a program without caches, or naming an op that ONNX Runtime has
     nothing for; `InputError` if the folder holds something else.
     """
+    refuse_recurrences(program)
     if not program.step.has_input("past"):
         raise UnsupportedError(
             f"{program.name} (stage {program.stage}) has no KV cache, so there is no step to run "
@@ -196,7 +198,7 @@ def _function(
 def _variants(fn: Function, router: Router) -> tuple[Variant, ...]:
     if not router.cached:
         return ("chain",)
-    if not router.tokenwise or not has_attention(fn):
+    if not router.tokenwise or not has_states(fn):
         return ("batch",)
     kinds: list[Variant] = ["chain"] if router.kernel else []
     kinds += ["tree"] if router.kernel and router.trees else []

@@ -19,7 +19,10 @@ from .printer import call_text, fields_of, function_lines, literal, name_text, r
 from .types import Sym, TensorType
 from .weights import WeightStore
 
-_SYMBOL = re.compile(r"B|C(?:\.[0-9]+)?", re.ASCII)
+_SYMBOL = re.compile(r"B|W|C(?:\.[0-9]+)?", re.ASCII)
+
+LOG = "W"
+"""The capacity of states that hold rows of the last step only, those that may be taken back."""
 
 STAGES = ("traced", "canonical", "cached")
 
@@ -29,8 +32,8 @@ class State:
     """A buffer that lives across steps, such as one layer's keys.
 
     type: with the symbols ``B`` and, if it has rows, the capacity in rows of its class of states:
-    ``C``, ``C.1``, ... part: "key", "value", ... ; layer: whose. Errors: `InputError` for another
-    symbol, of which nobody would know the size.
+    ``C``, ``C.1``, ..., or `LOG` for rows of the last step. part: "key", "value", ... ; layer:
+    whose. Errors: `InputError` for another symbol, of which nobody would know the size.
     """
 
     name: str
@@ -46,13 +49,19 @@ class State:
         if strange or len(set(symbols)) < len(symbols) or len(set(symbols) - {Sym("B")}) > 1:
             raise InputError(
                 f"state {self.name}: expected a type with the symbol B and at most one capacity "
-                f"(C, C.1, C.2, ...), got {self.type}"
+                f"(C, C.1, C.2, ..., or {LOG}), got {self.type}"
             )
 
     @property
     def capacity(self) -> str | None:
         """The symbol of its capacity in rows; None for a state without rows."""
         return next((str(d) for d in self.type.dims if isinstance(d, Sym) and str(d) != "B"), None)
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether it has no rows for the tokens of a text, but what they add up to, or the last
+        step's: a text cannot go on from an earlier place."""
+        return self.capacity in (None, LOG)
 
 
 @dataclass(frozen=True)
@@ -127,6 +136,11 @@ class Program:
     def step(self) -> Function:
         """The function that gives the target's results and does nothing else, as the plan says."""
         return self.function(self.plan.step.plain)
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether it has states from which no text can go on but at its end."""
+        return any(state.recurrent for state in self.states.values())
 
     def with_function(self, function: Function, **changes: Any) -> Program:
         """A copy in which the function of that name is replaced (or added)."""

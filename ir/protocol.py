@@ -37,6 +37,9 @@ INPUTS: Mapping[str, Input] = MappingProxyType(
         "tokens": Input("i64[B,T]", "the tokens: ids of the vocabulary"),
         "positions": Input("i64[B,T]", "where in its text each token stands; the first is 0"),
         "past": Input("i64[B]", "rows of its states that each sequence holds before the step"),
+        "certain": Input(
+            "i64[B]", "how many of a step's first tokens will not be taken back, for recurrences"
+        ),
         "select": Input("i64[B,S]", "the columns whose logits are wanted"),
         "hidden": Input("", "the target's state beside each token, for functions that draft"),
         "ancestors": Input(
@@ -55,13 +58,15 @@ REQUIRED = ("tokens", "positions")
 
 
 def chain_inputs(tokens: torch.Tensor, past: int = 0) -> dict[str, torch.Tensor]:
-    """The inputs by name that feed `tokens` i64[B,T] as chains behind `past` rows, all chosen."""
+    """The inputs by name that feed `tokens` i64[B,T] as chains behind `past` rows, all chosen,
+    none to be taken back."""
     batch, width = tokens.shape
     steps = torch.arange(width)
     return {
         "tokens": tokens,
         "positions": (steps + past).expand(batch, width),
         "past": torch.full((batch,), past),
+        "certain": torch.full((batch,), width),
         "select": steps.expand(batch, width),
         ANCESTORS: torch.ones(width, width, dtype=torch.bool).tril().expand(batch, width, width),
     }

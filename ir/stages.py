@@ -63,14 +63,18 @@ class Stage:
 _RAISED = frozenset({"rms_norm", "layer_norm", "rotary", "glu"})
 # What sources that hold weights of a few bits are read as.
 _STORED = frozenset({"quantized_linear", "quantized_embedding"})
-_CACHE_OPS = frozenset({"attend", "cache_write", "step_mask", "alibi"})
+# What lets tokens of a sequence meet, before and after there are states.
+_MIXERS = frozenset({"attention", "causal_conv", "linear_attention"})
+_CACHE_OPS = frozenset(
+    {"attend", "cache_write", "step_mask", "alibi", "causal_conv_step", "linear_attention_step"}
+)
 
 _STAGES = {
     stage.name: stage
     for stage in (
-        Stage("traced", only=frozenset({"attention", "hidden", "moe"}) | _RAISED | _STORED),
+        Stage("traced", only=_MIXERS | frozenset({"hidden", "moe"}) | _RAISED | _STORED),
         Stage("canonical", without=_CACHE_OPS),
-        Stage("cached", without=frozenset({"attention"}), states=True),
+        Stage("cached", without=_MIXERS, states=True),
     )
 }
 
@@ -81,7 +85,7 @@ def register_lowered(backend: str, accepts: Callable[[Any], bool] | None = None)
     accepts: which ops the backend takes, as a test of a node's target; None: core ATen and every
     graftwork op but markers and cacheless attention.
     """
-    without = frozenset({"attention", "hidden"}) if accepts is None else frozenset()
+    without = _MIXERS | {"hidden"} if accepts is None else frozenset()
     name = f"lowered:{backend}"
     _STAGES[name] = Stage(name, without=without, states=True, accepts=accepts)
 

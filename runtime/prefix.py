@@ -44,6 +44,10 @@ def save_prefix(executable: Executable, ids: torch.Tensor, path: Path) -> int:
             f"a prefix is one text of at least {LEAST} tokens, got ids of shape {list(ids.shape)}"
         )
     program = executable.program
+    if program.recurrent:
+        raise InputError(
+            f"{program.name} has recurrences, whose states have no rows that a prefix could keep"
+        )
     asked = {"max_new_tokens": 1, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     request = read_request(ids, asked, program)
     with executable.turn:

@@ -329,10 +329,6 @@ REFUSED = {
         ),
         r"layers\.0\.self_attention.*depends on the values of tensors",
     ),
-    "lfm2": (
-        Arch("lfm2", _base(layer_types=["conv", "full_attention"])),
-        r"layers\.0\.conv\.conv runs aten\.conv1d over the tokens.* not supported yet",
-    ),
     "llama-dynamic": (
         Arch("llama", _base(rope_parameters={**_YARN, "rope_type": "dynamic"})),
         r"cannot trace llama in module model\.rotary_emb",
@@ -340,10 +336,6 @@ REFUSED = {
     "llama4_text": (
         Arch("llama4_text", _base(head_dim=8, attention_chunk_size=16, no_rope_layers=[1, 0])),
         r"layers\.0\.self_attn.*attention_chunk_size=16.* not supported yet",
-    ),
-    "mamba": (
-        Arch("mamba", {**_IDS, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
-        r"layers\.0\.mixer\.conv1d runs aten\.conv1d over the tokens.* not supported yet",
     ),
 }
 """Models that the frontend refuses, and what it says."""

@@ -26,8 +26,7 @@ from archs import (
 
 import graftwork as gw
 from graftwork.backends import Target, compile
-from graftwork.frontends import import_model
-from graftwork.ir import Program, Sym, TensorType, UnsupportedError, site_of, type_of
+from graftwork.ir import Program, Sym, TensorType, site_of, type_of
 from graftwork.passes.engine.manager import run_passes
 from graftwork.passes.engine.validate import reference_logits
 from graftwork.runtime.generate import generate
@@ -220,16 +219,6 @@ def _raised(program: Program) -> str:
     }
     moe = ["MoE"] if program.function("step").calls(torch.ops.graftwork.moe.default) else []
     return ", ".join([word for name, word in words.items() if name in ran] + moe)
-
-
-def test_state_space_models_are_refused_by_name() -> None:
-    """Mamba is not supported yet, and the error says which op is to blame."""
-    from transformers import MambaConfig, MambaForCausalLM
-
-    config = MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)
-    with pytest.raises(UnsupportedError, match="not supported yet") as error:
-        import_model(MambaForCausalLM(config).eval())
-    assert "mamba" in str(error.value).lower()
 
 
 def test_the_table_in_the_docs_is_what_was_found(update: bool) -> None:

@@ -96,17 +96,19 @@ def erase_markers(fn: Function) -> None:
 
 
 def drop_ancestors(fn: Function) -> None:
-    """Make the step a chain: step masks take no ancestors."""
+    """Make the step a chain: step masks and recurrences take no ancestors."""
     if not fn.has_input(ANCESTORS):
         return
     given = fn.input(ANCESTORS)
-    for node in fn.calls(G.step_mask.default):
-        node.args = tuple(None if arg is given else arg for arg in node.args)
+    for node in list(given.users):
+        if getattr(node.target, "namespace", None) == "graftwork" and node.args:
+            node.args = tuple(None if arg is given else arg for arg in node.args)
 
 
-def has_attention(fn: Function) -> bool:
-    """Whether the function reads caches, so that its variants differ."""
-    return bool(fn.calls(G.attend.default, G.cache_write.default))
+def has_states(fn: Function) -> bool:
+    """Whether the function reads states of a sequence, so that its variants differ."""
+    attention = (G.attend.default, G.cache_write.default)
+    return bool(fn.calls(*attention, G.causal_conv_step.default, G.linear_attention_step.default))
 
 
 def rounds_activations(fn: Function) -> bool:
@@ -114,4 +116,4 @@ def rounds_activations(fn: Function) -> bool:
     return bool(fn.calls(A.round.default)) or any(map(is_exact_by_row, fn.calls()))
 
 
-__all__ = ["STAGE", "Variant", "has_attention", "lower", "rounds_activations"]
+__all__ = ["STAGE", "Variant", "has_states", "lower", "rounds_activations"]

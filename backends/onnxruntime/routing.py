@@ -11,7 +11,7 @@ from ...ir import Function, InputError, Program, Role, Sym, type_of
 from ...ir.protocol import ANCESTORS
 from ..target import Target
 from .attention import SEQLENS, TOTAL
-from .lower import Variant, has_attention, rounds_activations
+from .lower import Variant, has_states, rounds_activations
 from .pairs import only_attention_needs_pairs
 from .probe import attention_kernel_works, own_attention_available
 
@@ -57,13 +57,13 @@ class Router:
         self, program: Program, function: Function, target: Target, *, native: bool = True
     ) -> None:
         self.name = function.name
-        self.cached = has_attention(function)
+        self.cached = has_states(function)
         self.trees = function.has_input(ANCESTORS)
         self.drafts_trees = self.trees and program.plan.tree.branches
         self.rounds = function.role is Role.TARGET and rounds_activations(function)
         # Of a step that also drafts, the plain step's part is what counts.
         counts = program.step if self.name in program.plan.step.variants else function
-        dtypes = {state.type.dtype for state in program.states.values()}
+        dtypes = {s.type.dtype for s in program.states.values() if not s.recurrent}
         plain = native and target.device == "cpu" and dtypes == {torch.float32}
         self.own = plain and not own_attention_available()
         self.kernel = self.own or all(attention_kernel_works(target.device, d) for d in dtypes)

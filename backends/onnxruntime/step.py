@@ -46,12 +46,14 @@ class _Feed:
 @dataclass(frozen=True)
 class Bound:
     """A binding for inputs of certain shapes. feeds: what must be copied in, or is there, in the
-    host's memory. staging: what else goes to another device, and what comes back."""
+    host's memory. staging: what else goes to another device, and what comes back. updates: states,
+    and what they become when all that reads them has done so."""
 
     binding: Any
     feeds: tuple[_Feed, ...]
     outputs: dict[str, torch.Tensor]
     staging: Staging | None = None
+    updates: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
 
     def results(self, fetch: Sequence[str]) -> dict[str, torch.Tensor]:
         """Outputs of the last run, in the host's memory."""
@@ -84,6 +86,7 @@ class Step:
                 self.inputs[name] = type_of(node)
         outputs = function.outputs
         self.written = [name for name in outputs if name in states.tensors]
+        self.beside = {name for name in self.written if name in states.rewritten}
         self.outputs = {n: type_of(v) for n, v in outputs.items() if n not in states.tensors}
         self.targets = {name: output_name(function, name) for name in outputs}
         self.symbols = _symbols(self.inputs)
@@ -127,6 +130,10 @@ class Step:
             raise index_fault(error, self.function.name) or execution_error(
                 self.function.name, error
             ) from error
+        if bound.updates:
+            with self.states.queued():
+                for state, new in bound.updates:
+                    state.copy_(new)
 
     def first_column(self, results: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Results of a step of one token, out of those of a step of two."""
@@ -165,10 +172,14 @@ class Step:
                 _bind(binding.bind_input, name, tensor, where)
         for name in self.read:
             _bind(binding.bind_input, name, self.states.tensors[name], self.states.device.type)
+        updates = []
         for name in self.written:
             state = self.states.tensors[name]
+            if name in self.beside:  # the runtime may write it before all has been read
+                updates.append((state, self.states.spare(name)))
+                state = updates[-1][1]
             _bind(binding.bind_output, self.targets[name], state, self.states.device.type)
-        return Bound(binding, tuple(feeds), outputs, staging)
+        return Bound(binding, tuple(feeds), outputs, staging, tuple(updates))
 
     def _reserve(self, types: Mapping[str, TensorType]) -> None:
         """Memory for all of these; what is bound to memory that is too small is forgotten.

@@ -165,9 +165,11 @@ class _Builder:
 def _source(node: torch.fx.Node) -> str | None:
     """The input in whose memory a value may lie."""
     while node.op == "call_function":
-        schema = getattr(node.target, "_schema", None)
-        views = schema is None or any(r.alias_info is not None for r in schema.returns)
-        if not (views or node.target is G.hidden.default) or not node.all_input_nodes:
+        returns = [] if node.target is operator.getitem else node.target._schema.returns  # type: ignore
+        same = node.target in (operator.getitem, G.hidden.default)
+        if not same and all(result.alias_info is None for result in returns):
+            return None
+        if not node.all_input_nodes:
             return None
         node = node.all_input_nodes[0]
     return str(node.target) if node.op == "placeholder" else None

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...ir import GraftworkError, InputError, Program, Sym
+from ...ir import LOG, GraftworkError, InputError, Program, Sym
 from ...ir.errors import execution_error
 from ...ir.executable import HeldCall, Memory, Outputs
 from ...ir.protocol import OPTIONAL
@@ -105,7 +105,7 @@ class TorchExecutable(StatefulExecutable):
         if self.how != "inductor":
             return
         for name, state in self.program.states.items():
-            if state.capacity is not None:
+            if not state.recurrent and state.capacity is not None:
                 any_size(self.states[name], state.type.dims.index(Sym(state.capacity)))
 
     def memory(self) -> Memory:
@@ -182,7 +182,8 @@ class TorchExecutable(StatefulExecutable):
     ) -> object:
         """What a step is compiled for; an eager one serves all shapes."""
         kinds = tuple((name, value.shape, value.dtype) for name, value in inputs.items())
-        return function, tuple(fetch), kinds if self.how != "eager" else len(kinds)
+        log = self.buffers.capacities.get(LOG)  # of one length in all that is compiled
+        return function, tuple(fetch), (kinds, log) if self.how != "eager" else len(kinds)
 
     def _version(self, key: object) -> object:
         """What is compiled when it is first called: CUDA graphs for each length of the caches,

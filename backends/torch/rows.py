@@ -66,6 +66,7 @@ ROWS: dict[Any, Row] = {
     # Values of programs have no strides.
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
     G.attend.default: attend,
-    # One call: written out, its loop over groups would be thousands of calls for a compiler.
+    # One call: written out, loops over groups or blocks would be thousands of calls for a compiler.
     G.quantized_linear.default: G.quantized_linear.default,
+    G.linear_attention_step.default: G.linear_attention_step.default,
 }

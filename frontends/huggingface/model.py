@@ -29,6 +29,7 @@ from .checkpoint import Checkpoint, Tensors, opened, tensors_of
 from .experts import prepare_experts
 from .formats import format_of
 from .formats import read as read_quantized
+from .recurrences import as_ops, check
 from .registry import NAME, one_sequence_a_row, register
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ def _trace(
     assets: dict[str, Path],
 ) -> Program:
     config = twin.config
-    _refuse_recurrence(twin, config.model_type)
+    check(twin, config.model_type)
     register()
     config.use_cache = False
     config._attn_implementation = _implementation(twin)
@@ -249,7 +250,7 @@ def _trace(
         config._experts_implementation = NAME
     prepare_experts(twin)
     info = _info(config, generation)
-    with one_sequence_a_row():
+    with one_sequence_a_row(), as_ops(twin):
         exported = export(_Wrapper(twin), mode, info.context, config.model_type)
     source = Source(exported, "model", weight_of)
     return build_program(config.model_type, source, info, assets)
@@ -265,18 +266,6 @@ def _implementation(twin: Any) -> str:
     if current in ("eager", "sdpa"):
         return current
     return "sdpa" if getattr(twin, "_supports_sdpa", False) else "eager"
-
-
-def _refuse_recurrence(twin: nn.Module, model_type: str) -> None:
-    """State-space and recurrent models are refused before a long trace fails on their loops."""
-    for path, module in twin.named_modules():
-        if isinstance(module, (nn.Conv1d, nn.RNNBase)):
-            op = "aten.conv1d" if isinstance(module, nn.Conv1d) else "aten.rnn"
-            raise UnsupportedError(
-                f"cannot import {model_type}: module {path} runs {op} over the tokens, a state "
-                "that is no key-value cache; recurrent and convolutional layers are not supported "
-                "yet"
-            )
 
 
 def _info(config: Any, generation: Any) -> ModelInfo:

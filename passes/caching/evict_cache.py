@@ -79,6 +79,11 @@ class EvictCache(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Add the function, and what it needs of the step. See the module docstring."""
+        if program.recurrent:
+            raise PassError(
+                f"{self.name}: {program.name} has recurrences, which hold what all rows add up to: "
+                "none can be dropped from that, and their places count for what comes next"
+            )
         scores = SCORES[self.method]
         settings = _Settings.of(self, scores, program)
         functions = {name: fn.copy() for name, fn in program.functions.items()}

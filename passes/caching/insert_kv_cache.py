@@ -14,11 +14,12 @@ After (stage cached)::
       %vw: f32[B,G,C,D] = graftwork.cache_write(%kv.0.value, %v, %past)
       %y: f32[B,H,T,D] = graftwork.attend(%q, %kw, %vw, %m, scale=0.125)
 
-Layers with the same window share one mask. The target's functions share the caches of their layers,
+Recurrences and convolutions get their states likewise, see `recurrent_states`. Layers with the same
+window share one mask. The target's functions share the caches of their layers,
 because a layer's rows are the same whoever writes them. A function that drafts gets its own: those
-of ``eagle`` are called ``eagle.kv.0.key`` and so on. Refuses a program whose step has no attention
-or a cache already, a function in which two attentions claim one layer, and functions of the target
-that differ in what a layer's rows are.
+of ``eagle`` are called ``eagle.kv.0.key`` and so on. Refuses a program whose step has nothing to
+cache or a cache already, a function in which two attentions claim one layer, and functions of the
+target that differ in what a layer's rows are.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ from ...ir import (
 from ...ir.protocol import INPUTS
 from ..engine.base import Effect, Outcome, Pass, register
 from ..fusing.dce import sweep
+from .recurrent_states import RECURRENT, insert_recurrent_states
 
 G = torch.ops.graftwork
+MIXERS = (G.attention.default, *RECURRENT)
 
 
 @register
@@ -59,14 +62,15 @@ class InsertKvCache(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Add states and cached attention. See the module docstring."""
-        if not program.step.calls(G.attention.default):
+        if not program.step.calls(*MIXERS):
             left = " without a cache" if program.states else ""
             return Outcome(program, 0, f"{program.step.name} has no graftwork.attention{left}")
         functions, states = dict(program.functions), dict(program.states)
+        count = 0
         for name, function in program.functions.items():
-            if function.calls(G.attention.default):
+            if found := len(function.calls(*MIXERS)):
                 functions[name] = _cached(function, states)
-        count = sum(state.part == "key" for state in states.values())
+                count += found
         cached = program.replace(functions=functions, states=states, stage="cached")
         return Outcome(cached, count)
 
@@ -81,10 +85,12 @@ def _cached(function: Function, states: dict[str, State]) -> Function:
             f"insert_kv_cache: two attentions of {fn.name} claim one layer: {sorted(layers)}"
         )
     sweep(fn)  # an attention that nobody reads any more gets no cache
-    inserter = _Inserter(fn, states)
-    for node in fn.calls(G.attention.default):
-        inserter.replace(node)
-    fn.set_outputs({**fn.outputs, **inserter.written})
+    if attentions := fn.calls(G.attention.default):
+        inserter = _Inserter(fn, states)
+        for node in attentions:
+            inserter.replace(node)
+        fn.set_outputs({**fn.outputs, **inserter.written})
+    insert_recurrent_states(fn, states)
     return fn
 
 

@@ -79,6 +79,12 @@ class CutDepth(Pass):
     def run(self, program: Program) -> Outcome:
         """Add the segments. See the module docstring."""
         plan, step = program.plan, program.step
+        if program.recurrent:
+            raise PassError(
+                f"{self.name}: {program.name} has recurrences, whose states cannot go back to "
+                "where a draft of the first layers began, or wait for deeper layers: cut models "
+                "made of attention"
+            )
         if plan.step != Whole(step.name) or STREAM in program.states:
             raise PassError(
                 f"{self.name}: expected a plan whose step is one function that is not cut yet, got "

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...ir import PassError, Program, run, type_of
+from ...ir import LOG, PassError, Program, run, type_of
 from ...ir.protocol import chain_inputs
 from .base import Contract
 
@@ -47,7 +47,7 @@ def step_inputs(
 
 def empty_states(program: Program, batch: int, capacity: int) -> dict[str, torch.Tensor]:
     """Zeroed state tensors for the reference interpreter."""
-    sizes = {"B": batch, "C": capacity}
+    sizes = {"B": batch, "C": capacity, LOG: capacity}
     types = {name: state.type.bind(sizes) for name, state in program.states.items()}
     return {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in types.items()}
 

@@ -12,7 +12,8 @@ After::
 
 Row t of ``ancestors`` marks the tokens of the step that token t continues, itself included;
 positions count depth. Executables leave the input out for chains (Miao et al., SpecInfer, 2024).
-Applies to every function with a cache. Refuses functions whose masks take ancestors already.
+Recurrences of a step take them likewise (Wu et al., STree, 2025). Applies to every function with a
+cache. Refuses functions that take ancestors already.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import ClassVar
 
 import torch
 
-from ...ir import Function, Program
+from ...ir import Function, Program, arguments
 from ...ir.protocol import ANCESTORS, INPUTS
 from ..engine.base import Effect, Outcome, Pass, register
 from ..engine.functions import edit_each
@@ -44,10 +45,17 @@ class AcceptTrees(Pass):
 
 
 def _branch(fn: Function) -> int | str:
-    masks = [node for node in fn.calls(G.step_mask.default) if node.args[2] is None]
-    if not masks or fn.has_input(ANCESTORS):
-        return "no function has a step_mask without ancestors"
+    takers = [node for node in fn.calls() if _takes_none(node)]
+    if not takers or fn.has_input(ANCESTORS):
+        return "no function has a step_mask or a recurrence without ancestors"
     ancestors = fn.add_input(ANCESTORS, INPUTS[ANCESTORS].type)
-    for node in masks:
-        node.update_arg(2, ancestors)
-    return len(masks)
+    for node in takers:
+        node.update_arg(list(arguments(node)).index(ANCESTORS), ancestors)
+    return len(takers)
+
+
+def _takes_none(node: torch.fx.Node) -> bool:
+    """Whether a call could be told who continues whom, and is not."""
+    if getattr(node.target, "namespace", None) != "graftwork":
+        return False
+    return arguments(node).get(ANCESTORS, node) is None

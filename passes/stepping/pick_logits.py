@@ -33,6 +33,13 @@ from ..engine.base import Effect, Outcome, Pass, register
 from ..engine.functions import TARGET, edit_each
 
 G = torch.ops.graftwork
+MIXING = frozenset(
+    {
+        *(G.attention.default, G.attend.default, G.cache_write.default),
+        *(G.linear_attention.default, G.linear_attention_step.default),
+        *(G.causal_conv.default, G.causal_conv_step.default),
+    }
+)
 
 
 @register
@@ -94,7 +101,7 @@ def _descendants(fn: Function, root: torch.fx.Node) -> list[torch.fx.Node]:
 
 
 def _mixes_tokens(node: torch.fx.Node) -> bool:
-    return node.target in (G.attention.default, G.attend.default, G.cache_write.default)
+    return node.target in MIXING
 
 
 def _resize(node: torch.fx.Node) -> None:

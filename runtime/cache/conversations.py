@@ -4,6 +4,7 @@ The last call's rows stay where they are. A prompt that begins as one of its tex
 only, and so does one that begins as a text of an earlier call: before other sequences take the
 place of rows, those are copied away, as many as `most` bytes allow, the longest unused going first.
 While a call runs nothing counts as held: one that fails leaves nothing behind but those copies.
+Of a program with recurrences nothing is held, because no text can go on from inside another one.
 """
 
 from __future__ import annotations
@@ -189,12 +190,14 @@ class Conversations:
 
     def retire(self, executable: Executable, slot: int, going: Going) -> None:
         """A text is finished and others go on: steps write over its first rows from now on."""
+        if going.program.recurrent:
+            return
         self.put_away(executable, slot, _left(going, slot))
 
     def leave(self, executable: Executable, going: Going, retired: set[int]) -> None:
         """The generation is over; the rows of its texts lie in the buffers, but for those of
         `retired` ones."""
-        slots = range(len(going.texts))
+        slots = range(0 if going.program.recurrent else len(going.texts))
         self.lying = [None if slot in retired else _left(going, slot) for slot in slots]
         self.begun = executable.begun
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...ir import Program, UnsupportedError
+from ...ir import LOG, InputError, Program, UnsupportedError
 from ...ir.executable import Executable
 from ...ir.protocol import INPUTS, OPTIONAL
 from ..speculate.draft import Draft
@@ -72,12 +72,13 @@ class Feeder:
         self.selects = "select" in self.names
         self.widths = executable.widths(function)
         self.windows = program.plan.cache.windows
-        self.states, self.held = self._by_window(program)
+        self.states, self.logged, self.held = self._by_window(program)
         # They outlive a generation, because making them takes as long as a few steps.
         kept: dict[tuple[tuple[str, ...], int, int], StepInputs] = executable.scratch(Feeder)
         self._buffers = kept
         self.seconds = 0.0
         self.rows = 0
+        self.folded = [0] * batch
         self.ahead: Ahead | None = None
 
     def begin(self, limit: int, draft: int, start: Callable[[int], None] | None = None) -> None:
@@ -95,6 +96,25 @@ class Feeder:
         for symbol, block in self.windows.items():
             # A step that is fed alone may take one column more than was asked for.
             self.executable.reserve(block + max(widest, self.chunk(block, block)) + 1, symbol)
+        self.log(draft)
+
+    def log(self, rows: int) -> None:
+        """Let recurrences log so many rows that may be taken back."""
+        if self.logged and rows > 0:
+            self.executable.reserve(rows, LOG)
+
+    def fold(self, past: Sequence[int], certain: Sequence[int]) -> None:
+        """Note what recurrences cover after a step. Errors: `InputError` where one would have to go
+        back."""
+        if not self.logged:
+            return
+        for b, (rows, before) in enumerate(zip(past, self.folded, strict=True)):
+            if 0 < rows < before:
+                raise InputError(
+                    f"sequence {b}: its recurrences cover {before} rows and cannot go back to "
+                    f"{rows}"
+                )
+        self.folded = [rows + count for rows, count in zip(past, certain, strict=True)]
 
     def chunk(self, need: int, most: int | None = None) -> int:
         """Width of a prefill step when the longest sequence has `need` tokens left: that of which
@@ -193,6 +213,8 @@ class Feeder:
     ) -> Outputs:
         """As `run`, through some of the step's parts, whatever the others have done."""
         self.make_room(max(past) + width)
+        self.log(max(map(len, rows)) - 1)
+        self.fold(past, [min(len(row), 1) for row in rows])
         buffers = self.buffers(width, parts)
         buffers.fill(rows, past)
         calls = buffers.chains(starts) if trees is None else buffers.trees(starts, trees)
@@ -218,8 +240,9 @@ class Feeder:
         have all.
         """
         self.make_room(max(past) + width)
+        self.fold(past, list(map(len, rows)))
         buffers = self.buffers(width)
-        buffers.fill(rows, past)
+        buffers.fill(rows, past, for_good=True)
         inputs = buffers.picked(starts, column)
         # Not held: prompts come in all lengths, and few of them again.
         outputs = self.call(inputs, fetch)
@@ -259,22 +282,30 @@ class Feeder:
             return
         start, first, moved = perf_counter(), torch.tensor(list(past)), torch.tensor(source)
         self.executable.commit(self.states, first, moved)
+        if self.logged:  # a step's first token is certain: the log begins behind it
+            self.executable.commit(self.logged, torch.zeros_like(first), moved[:, 1:] - 1)
         for block, states in self.held:
             self.executable.commit(states, first % block, moved)
         self.seconds += perf_counter() - start
 
     def _by_window(
         self, program: Program
-    ) -> tuple[tuple[str, ...], list[tuple[int, tuple[str, ...]]]]:
-        """The states with a row for every row of the text, and those with the last ones."""
+    ) -> tuple[tuple[str, ...], tuple[str, ...], list[tuple[int, tuple[str, ...]]]]:
+        """The states with a row for every row of the text, with those of the last step, and with
+        the last ones."""
         read = [program.states_of(part) for part in self.parts]
         names, kept = dict.fromkeys(name for some in read for name in some), self.windows
         symbols = {name: program.states[name].capacity or "" for name in names}
-        whole = tuple(name for name in names if symbols[name] not in kept)
-        return whole, [
-            (block, tuple(name for name in names if symbols[name] == symbol))
-            for symbol, block in kept.items()
-        ]
+        whole = tuple(name for name in names if symbols[name] not in {LOG, "", *kept})
+        logged = tuple(name for name in names if symbols[name] == LOG)
+        return (
+            whole,
+            logged,
+            [
+                (block, tuple(name for name in names if symbols[name] == symbol))
+                for symbol, block in kept.items()
+            ],
+        )
 
     def make_room(self, rows: int) -> None:
         """Let the caches hold so many rows of each sequence, and the spare ones."""

@@ -50,18 +50,23 @@ class StepInputs:
         every = torch.arange(width).repeat(batch, 1)
         tensors = {"tokens": every.clone(), "positions": every.clone(), "select": every}
         tensors["past"] = torch.zeros(batch, dtype=torch.int64)
+        tensors["certain"] = torch.ones(batch, dtype=torch.int64)
         column = torch.zeros(batch, 1, dtype=torch.int64)
         self.tokens, self.positions = memory(tensors["tokens"]), memory(tensors["positions"])
         self.past, self.column = memory(tensors["past"]), memory(column)
+        self.certain = memory(tensors["certain"]) if "certain" in names else None
         self.garbage = memoryview(array("q", [0] * width))
         inputs = {name: tensor for name, tensor in tensors.items() if name in names}
         self.chain, self.tree = Calls(functions, inputs), Calls(functions, {})
         self.one_row = {**inputs, "select": column} if "select" in names else inputs
         self.shapes: list[Topology | None] = [None] * batch
 
-    def fill(self, rows: Sequence[Sequence[int]], past: Sequence[int]) -> None:
+    def fill(
+        self, rows: Sequence[Sequence[int]], past: Sequence[int], *, for_good: bool = False
+    ) -> None:
         """Left-align the rows; what is beyond them is garbage that nobody may see: zeros.
 
+        for_good: no token of them will be taken back; else that is known of each row's first one.
         Errors: `InputError` for ids that the model has not.
         """
         tokens, width, begin = self.tokens, self.width, 0
@@ -76,6 +81,8 @@ class StepInputs:
             if place < begin:
                 tokens[place:begin] = self.garbage[: begin - place]
             self.past[index] = past[index]
+            if self.certain is not None:
+                self.certain[index] = len(row) if for_good else min(len(row), 1)
 
     def chains(self, starts: Sequence[int]) -> Calls:
         """For rows that are chains from these positions on, after `fill`. Positions that there are

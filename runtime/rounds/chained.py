@@ -82,6 +82,7 @@ class ChainedRound(Round):
         starts = [0 if text.done else text.position for text in texts]
         rooms = [text.limit - len(text.tokens) for text in texts]
         steps, seconds, drafted, accepted, ended = 0, 0.0, 0, 0, False
+        feeder.log(self.wide - 1)
         while steps < most and not ended:
             memory, call = (buffers[0], wide) if any(chains) else (buffers[1], narrow)
             memory.fill(rows, past)

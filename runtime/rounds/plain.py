@@ -68,6 +68,8 @@ class PlainRound(Round):
             fed[index] = text.tokens[-1]
             positions[index] = 0 if text.done else text.position
             past[index] = 0 if text.done else text.rows
+            if memory.certain is not None:
+                memory.certain[index] = 1
         growing = [(index, new[index]) for index in live]
         steps, seconds, ended = 0, 0.0, False
         while steps < most and not ended:

@@ -1,0 +1,498 @@
+"""Layers that carry a state from token to token: linear attention of all kinds, and convolutions.
+
+A state covers the rows of a sequence that no later step can take back. The tokens of a step that
+may be taken back, such as drafts, are kept beside it in a log: their keys, values and decays. The
+next step folds those into the state that its `past` counts; the others are forgotten. So a step
+never copies a state, and a path of a tree is committed by moving a few rows of the log, as rows of
+key-value caches are. Within a step the ancestors of each token take the place of the causal mask.
+Source: Wu et al., "STree: Speculative Tree Decoding for Hybrid State-Space Models" (2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from . import Sample, define
+from .operands import Operands
+
+I64, BOOL, F32 = torch.int64, torch.bool, torch.float32
+LEAST = -200.0
+"""What a decay is at least, in its logarithm: less is 0 in float32 just so."""
+
+BLOCK, SHORT_BLOCK = 64, 16
+"""Tokens that are worked out at once where their number is known; fewer where keys decay one by
+one, because then every pair of tokens has a decay for each."""
+
+WIDEST = 1024
+"""Tokens that a step may have where their number is not known."""
+
+
+def _check_sequence(
+    op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None
+) -> Operands:
+    given = Operands(op)
+    given.fit("q", q, "BGTK")
+    given.fit("k", k, "BGTK")
+    given.fit("v", v, "BHTV")
+    given.fit("g", g, "BHTD")
+    given.fit("beta", beta, "BHT")
+    given.multiple("H", of="G")
+    if given.sizes["D"] not in (1, given.sizes["K"]):
+        raise InputError(
+            f"{op}: g must have one decay a head or one a key, D=1 or D=K; "
+            f"here D={given.sizes['D']}, K={given.sizes['K']}"
+        )
+    return given
+
+
+def _cumulative(g: Tensor, ancestors: Tensor | None) -> Tensor:
+    """The logarithm f64[B,H,T,D] of the decay from before a step to after each of its tokens."""
+    logs = g.double().clamp(min=LEAST)
+    if ancestors is None:
+        return logs.cumsum(2)
+    return torch.matmul(ancestors[:, None].double(), logs)
+
+
+def _visible(k: Tensor, ancestors: Tensor | None) -> Tensor:
+    """Which tokens (columns) each token of a step (rows) continues, or is: bool[.,1,T,T]."""
+    if ancestors is not None:
+        return ancestors[:, None]
+    steps = torch.arange(k.shape[2], device=k.device)
+    return (steps[:, None] >= steps[None, :])[None, None]
+
+
+def _pair_scores(rows: Tensor, columns: Tensor, total: Tensor, seen: Tensor) -> Tensor:
+    """Of tokens i and j: the product of row i and column j, what is between them decayed.
+
+    rows, columns f32[B,H,T,K]; total f64[B,H,T,D]; seen bool[.,1,T,T]. 0 where i does not see j.
+    """
+    if total.shape[3] == 1:
+        between = total - total.transpose(2, 3)
+        decay = between.masked_fill(~seen, float("-inf")).exp().float()
+        return torch.matmul(rows, columns.transpose(2, 3)) * decay
+    apart = total[:, :, :, None] - total[:, :, None]
+    decay = apart.masked_fill(~seen[..., None], float("-inf")).exp().float()
+    return (rows[:, :, :, None] * columns[:, :, None] * decay).sum(-1)
+
+
+def _solved(lower: Tensor, right: Tensor) -> Tensor:
+    """x f32[B,H,T,V] with (1 + lower) x = right, lower f32[B,H,T,T] strictly lower triangular.
+
+    The inverse of blocks on the diagonal, then of blocks twice as large: no number on the way is
+    larger than those of the inverse itself.
+    """
+    width = lower.shape[2]
+    steps = torch.arange(width, device=lower.device)
+    inverse = (steps[:, None] == steps[None, :]).float().expand(lower.shape)
+    known = width if isinstance(width, int) else WIDEST
+    size = 1
+    while size < known:
+        block, half = steps // (2 * size), steps // size
+        joined = (block[:, None] == block[None, :]) & (half[:, None] > half[None, :])
+        corner = lower.masked_fill(~joined, 0.0)
+        inverse = inverse - torch.matmul(torch.matmul(inverse, corner), inverse)
+        size *= 2
+    return torch.matmul(inverse, right)
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    """Groups [B,G,T,K] repeated for their heads: f32[B,H,T,K]."""
+    batch, groups, width, size = x.shape
+    if groups == heads:
+        return x.float()
+    each = x.float()[:, :, None].expand(batch, groups, heads // groups, width, size)
+    return each.reshape(batch, heads, width, size)
+
+
+def _block(
+    state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    ancestors: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """What tokens read, and what each adds to the state: two f32[B,H,T,V]; q, k f32[B,H,T,K]."""
+    total = _cumulative(g, ancestors)
+    seen = _visible(k, ancestors)
+    since = total.exp().float()
+    values = v.float()
+    if beta is not None:
+        rate = beta.float()[..., None]
+        known = torch.matmul(k * since, state)
+        steps = torch.arange(k.shape[2], device=k.device)
+        others = seen & (steps[:, None] != steps[None, :])
+        lower = _pair_scores(k, k, total, others) * rate
+        values = _solved(lower, (values - known) * rate)
+    read = torch.matmul(q * since, state)
+    return read + torch.matmul(_pair_scores(q, k, total, seen), values), values
+
+
+def _folded(state: Tensor, k: Tensor, u: Tensor, g: Tensor, count: Tensor) -> Tensor:
+    """The state f32[B,H,K,V] after the first `count` i64[B] of some rows, k f32[B,H,N,K]."""
+    rows = torch.arange(k.shape[2], device=k.device)
+    beyond = (rows[None] >= count[:, None])[:, None, :, None]
+    logs = g.double().clamp(min=LEAST).masked_fill(beyond, 0.0)
+    total = logs.cumsum(2)
+    last = logs.sum(2, keepdim=True)
+    weight = (last - total).exp().float()
+    keys = k.masked_fill(beyond, 0.0) * weight
+    added = torch.matmul(keys.transpose(2, 3), u.masked_fill(beyond, 0.0))
+    return state * last.exp().float().transpose(2, 3) + added
+
+
+def _run(
+    state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    ancestors: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """As `_block`, of as many tokens as there are: a chain block by block, if their number is
+    known."""
+    width = k.shape[2]
+    size = BLOCK if g.shape[3] == 1 else SHORT_BLOCK
+    if ancestors is not None or not isinstance(width, int) or width <= size:
+        return _block(state, q, k, v, g, beta, ancestors)
+    read, added = [], []
+    for start in range(0, width, size):
+        count = min(size, width - start)
+        rate = None if beta is None else beta.narrow(2, start, count)
+        mine, keys, values, decay = (x.narrow(2, start, count) for x in (q, k, v, g))
+        y, u = _block(state, mine, keys, values, decay, rate, None)
+        everything = torch.full((k.shape[0],), count, device=k.device)
+        state = _folded(state, keys, u, decay, everything)
+        read.append(y)
+        added.append(u)
+    return torch.cat(read, 2), torch.cat(added, 2)
+
+
+def _linear_samples() -> Iterator[Sample]:
+    for heads, groups, decays, delta in ((2, 2, 1, True), (4, 2, 1, False), (2, 1, 4, True)):
+        q, k = torch.randn(2, groups, 5, 4), torch.randn(2, groups, 5, 4) * 0.5
+        v, g = torch.randn(2, heads, 5, 3), -torch.rand(2, heads, 5, decays)
+        beta = (torch.rand(2, heads, 5),) if delta else ()
+        yield (q, k, v, g, *beta), {"layer": 0}
+
+
+def _linear_fake(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None, *, layer: int
+) -> Tensor:
+    _check_sequence("linear_attention", q, k, v, g, beta)
+    return v.new_empty(v.shape)
+
+
+@define(
+    "linear_attention(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta=None, *, int layer) "
+    "-> Tensor",
+    samples=_linear_samples,
+    fake=_linear_fake,
+)
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None, *, layer: int
+) -> Tensor:
+    """A recurrence over a whole sequence; what a frontend produces, without a state that lasts.
+
+    ``%y: f32[B,H,T,V] = graftwork.linear_attention(%q, %k, %v, %g, %beta, layer=0)``
+
+    q, k [B,G,T,K]; v [B,H,T,V], H a multiple of G; g [B,H,T,D], D = 1 or K, the logarithm of a
+    decay; beta [B,H,T]. A state S [K,V] of each head begins as 0; token t makes it exp(g) S + k u^T
+    and reads y = q S of that. u is v (Mamba, Mamba-2, RG-LRU), or with `beta` the delta rule's
+    beta (v - k exp(g) S) (gated delta nets, Kimi delta attention). `layer` names the layer that
+    will own the state. Sources: Yang et al., "Gated Delta Networks" (2024); Dao and Gu,
+    "Transformers are SSMs" (2024); Gu and Dao, "Mamba" (2023); De et al., "Griffin" (2024).
+    """
+    _check_sequence("linear_attention", q, k, v, g, beta)
+    heads = v.shape[1]
+    keys = _heads(k, heads)
+    state = keys.new_zeros((k.shape[0], heads, k.shape[3], v.shape[3]))
+    y, _ = _run(state, _heads(q, heads), keys, v, g, beta, None)
+    return y.to(v.dtype)
+
+
+def _step_samples() -> Iterator[Sample]:
+    tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool).expand(2, 3, 3)
+    counts = torch.tensor([4, 0]), torch.tensor([5, 0]), torch.tensor([1, 2])
+    for heads, groups, decays, delta in ((2, 2, 1, True), (4, 2, 1, False), (2, 1, 4, True)):
+        held = (
+            torch.randn(2, heads, 4, 3),
+            torch.randn(2, groups, 2, 4),
+            torch.randn(2, heads, 2, 3),
+            -torch.rand(2, heads, 2, decays),
+        )
+        q, k = torch.randn(2, groups, 3, 4), torch.randn(2, groups, 3, 4) * 0.5
+        v, g = torch.randn(2, heads, 3, 3), -torch.rand(2, heads, 3, decays)
+        beta = torch.rand(2, heads, 3) if delta else None
+        for ancestors in (None, tree):
+            yield (*held, *counts, ancestors, q, k, v, g, beta), {}
+
+
+def _check_step(
+    state: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    decays: Tensor,
+    folded: Tensor,
+    past: Tensor,
+    certain: Tensor,
+    ancestors: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+) -> None:
+    given = _check_sequence("linear_attention_step", q, k, v, g, beta)
+    given.fit("state", state, "BHKV", F32)
+    given.fit("keys", keys, "BGWK", F32)
+    given.fit("values", values, "BHWV", F32)
+    given.fit("decays", decays, "BHWD", F32)
+    _check_counts(given, folded, past, certain, ancestors)
+
+
+def _check_counts(
+    given: Operands, folded: Tensor, past: Tensor, certain: Tensor, ancestors: Tensor | None
+) -> None:
+    given.fit("folded", folded, "B", I64)
+    given.fit("past", past, "B", I64)
+    given.fit("certain", certain, "B", I64)
+    given.fit("ancestors", ancestors, "BTT", BOOL)
+    given.at_least_one("T", "W")
+
+
+def _step_fake(
+    state: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    decays: Tensor,
+    folded: Tensor,
+    past: Tensor,
+    certain: Tensor,
+    ancestors: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    _check_step(state, keys, values, decays, folded, past, certain, ancestors, q, k, v, g, beta)
+    # As they are made: in rows, whatever the operands are views of.
+    return tuple(x.new_empty(x.shape) for x in (v, state, keys, values, decays))
+
+
+@define(
+    "linear_attention_step(Tensor state, Tensor keys, Tensor values, Tensor decays, Tensor folded, "
+    "Tensor past, Tensor certain, Tensor? ancestors, Tensor q, Tensor k, Tensor v, Tensor g, "
+    "Tensor? beta=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    samples=_step_samples,
+    fake=_step_fake,
+)
+def linear_attention_step(
+    state: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    decays: Tensor,
+    folded: Tensor,
+    past: Tensor,
+    certain: Tensor,
+    ancestors: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """One step of `linear_attention`, and the state and log after it.
+
+    ``%y, %s, %lk, %lv, %lg = graftwork.linear_attention_step(%state, %keys, %values, %decays,
+    %folded, %past, %certain, None, %q, %k, %v, %g, %beta)``
+
+    state f32[B,H,K,V] covers `folded` i64[B] rows; the log keys f32[B,G,W,K], values f32[B,H,W,V],
+    decays f32[B,H,W,D] has the rows from there on. `past` i64[B] rows count, folded <= past <=
+    folded + W; a sequence with past 0 begins anew. q, k, v, g, beta of T tokens as in
+    `linear_attention`; ancestors bool[B,T,T] as in `step_mask`. The first `certain` i64[B] tokens
+    of the step will not be taken back: the new state covers past + certain rows, and the new log
+    has the W after those (what is beyond the step has no meaning). Results: y [B,H,T,V], then the
+    new state, keys, values and decays. Errors: `InputError` naming an operand that does not fit.
+    """
+    _check_step(state, keys, values, decays, folded, past, certain, ancestors, q, k, v, g, beta)
+    heads = v.shape[1]
+    begun = (past > 0)[:, None, None, None]
+    before = _folded(state, _heads(keys, heads), values, decays, _pending(folded, past))
+    before = before.masked_fill(~begun, 0.0)
+    new = _heads(k, heads)
+    y, u = _run(before, _heads(q, heads), new, v, g, beta, ancestors)
+    after = _folded(before, new, u, g, certain)
+    rows = keys.shape[2]
+    logged = [_rows_after(x.float(), certain, rows, 2) for x in (k, u, g)]
+    return y.to(v.dtype).contiguous(), after.contiguous(), logged[0], logged[1], logged[2]
+
+
+def _pending(folded: Tensor, past: Tensor) -> Tensor:
+    """Rows of the log that count; of a sequence that begins anew none does."""
+    return (past - folded).clamp(min=0)
+
+
+def _rows_after(x: Tensor, first: Tensor, rows: int, axis: int) -> Tensor:
+    """Rows first, first + 1, ... of x, `rows` of them; the last one there is stands for others."""
+    width = x.shape[axis]
+    index = first[:, None] + torch.arange(rows, device=x.device)
+    index = index.clamp(max=width - 1)
+    shape = [x.shape[0], *[1] * (axis - 1), rows, *[1] * (x.dim() - axis - 1)]
+    wanted = [*x.shape[:axis], rows, *x.shape[axis + 1 :]]
+    return x.gather(axis, index.reshape(shape).expand(wanted))
+
+
+def _conv_samples() -> Iterator[Sample]:
+    yield (torch.randn(2, 5, 3), torch.randn(3, 4)), {"layer": 0}
+    yield (torch.randn(2, 5, 3), torch.randn(3, 2), torch.randn(3)), {"layer": 1}
+
+
+def _check_conv(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Operands:
+    given = Operands(op)
+    given.fit("x", x, "BTD")
+    given.fit("weight", weight, "DN")
+    given.fit("bias", bias, "D")
+    if given.sizes["N"] < 2:
+        raise InputError(f"{op}: weight must span at least 2 tokens, got [D,{given.sizes['N']}]")
+    return given
+
+
+def _conv_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, layer: int) -> Tensor:
+    _check_conv("causal_conv", x, weight, bias)
+    return x.new_empty(x.shape)
+
+
+@define(
+    "causal_conv(Tensor x, Tensor weight, Tensor? bias=None, *, int layer) -> Tensor",
+    samples=_conv_samples,
+    fake=_conv_fake,
+)
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, layer: int) -> Tensor:
+    """Of each channel, the weighted sum of a token's value and those of the tokens before it.
+
+    ``%y: f32[B,T,D] = graftwork.causal_conv(%x, @weight, layer=0)``
+
+    x [B,T,D]; weight [D,N], the last column for the token itself; bias [D]. What is before the
+    sequence counts as 0. `layer` names the layer that will own the last N-1 values.
+    """
+    _check_conv("causal_conv", x, weight, bias)
+    nothing = x.new_zeros((x.shape[0], weight.shape[1] - 1, x.shape[2]))
+    return _convolved(nothing, x, weight, bias, None)
+
+
+def _convolved(
+    history: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, ancestors: Tensor | None
+) -> Tensor:
+    """Sums over a token and its N-1 ancestors; history [B,N-1,D] is what is before the step."""
+    span, width = weight.shape[1], x.shape[1]
+    everything = torch.cat([history, x], 1)
+    total = None
+    for distance in range(span):
+        if ancestors is None:
+            part = everything.narrow(1, span - 1 - distance, width)
+        else:
+            part = torch.matmul(_at(ancestors, distance, span).to(x.dtype), everything)
+        term = part * weight[:, span - 1 - distance]
+        total = term if total is None else total + term
+    assert total is not None
+    return total if bias is None else total + bias
+
+
+def _at(ancestors: Tensor, distance: int, span: int) -> Tensor:
+    """Which row of [history, step] is so far before each token: bool[B,T,N-1+T]."""
+    depth = ancestors.long().sum(2)
+    places = torch.arange(span - 1, device=ancestors.device)
+    wanted = span - 2 - (distance - depth)
+    outside = (places == wanted[:, :, None]) & (depth <= distance)[:, :, None]
+    inside = ancestors & (depth[:, None, :] == (depth - distance)[:, :, None])
+    return torch.cat([outside, inside], 2)
+
+
+def _conv_step_samples() -> Iterator[Sample]:
+    tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool).expand(2, 3, 3)
+    counts = torch.tensor([4, 0]), torch.tensor([6, 0]), torch.tensor([1, 3])
+    for ancestors in (None, tree):
+        history, rows, x = torch.randn(2, 3, 5), torch.randn(2, 2, 5), torch.randn(2, 3, 5)
+        weight, bias = torch.randn(5, 4), torch.randn(5)
+        yield (history, rows, *counts, ancestors, x, weight, bias), {}
+
+
+def _check_conv_step(
+    history: Tensor,
+    rows: Tensor,
+    folded: Tensor,
+    past: Tensor,
+    certain: Tensor,
+    ancestors: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> None:
+    given = _check_conv("causal_conv_step", x, weight, bias)
+    given.sizes["P"] = given.sizes["N"] - 1
+    given.fit("history", history, "BPD")
+    given.fit("rows", rows, "BWD")
+    _check_counts(given, folded, past, certain, ancestors)
+
+
+def _conv_step_fake(
+    history: Tensor,
+    rows: Tensor,
+    folded: Tensor,
+    past: Tensor,
+    certain: Tensor,
+    ancestors: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    _check_conv_step(history, rows, folded, past, certain, ancestors, x, weight, bias)
+    return tuple(made.new_empty(made.shape) for made in (x, history, rows))
+
+
+@define(
+    "causal_conv_step(Tensor history, Tensor rows, Tensor folded, Tensor past, Tensor certain, "
+    "Tensor? ancestors, Tensor x, Tensor weight, Tensor? bias=None) -> (Tensor, Tensor, Tensor)",
+    samples=_conv_step_samples,
+    fake=_conv_step_fake,
+)
+def causal_conv_step(
+    history: Tensor,
+    rows: Tensor,
+    folded: Tensor,
+    past: Tensor,
+    certain: Tensor,
+    ancestors: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One step of `causal_conv`, and the history and log after it.
+
+    ``%y, %h, %r = graftwork.causal_conv_step(%history, %rows, %folded, %past, %certain, None, %x,
+    @weight)``
+
+    history [B,N-1,D] holds the values of the last rows before row `folded` i64[B], the log rows
+    [B,W,D] those from there on. past, certain and ancestors as in `linear_attention_step`; x
+    [B,T,D], weight and bias as in `causal_conv`. Results: y [B,T,D], the new history and log.
+    Errors: `InputError` naming an operand that does not fit.
+    """
+    _check_conv_step(history, rows, folded, past, certain, ancestors, x, weight, bias)
+    span = weight.shape[1]
+    begun = (past > 0)[:, None, None]
+    held = torch.cat([history, rows], 1)
+    before = (
+        _rows_after(held, _pending(folded, past), span - 1, 1).masked_fill(~begun, 0.0).to(x.dtype)
+    )
+    y = _convolved(before, x, weight, bias, ancestors)
+    after = _rows_after(torch.cat([before, x], 1), certain, span - 1, 1)
+    logged = _rows_after(x, certain, rows.shape[1], 1)
+    return y, after.to(history.dtype), logged.to(rows.dtype)
