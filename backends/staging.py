@@ -1,9 +1,9 @@
-"""Inputs and outputs of sessions on another device than the host's memory.
+"""Inputs and outputs on another device than the host's memory.
 
-ONNX Runtime reads what is bound when it is bound, not when a session runs: inputs of host memory
-that are written again later are never seen. So inputs are bound where they will be, in one piece of
-the device's memory, and each run copies one piece of pinned memory over it. Outputs stay on the
-device but for those that are asked for.
+ONNX Runtime reads what is bound when it is bound, not when a session runs, and a CUDA graph knows
+addresses of the device alone: inputs of host memory that are written again later are never seen. So
+inputs have a place in one piece of the device's memory, and each run copies one piece of pinned
+memory over it. Outputs stay on the device but for those that are asked for.
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ ALIGNED = 256
 
 class Stream:
     """What an executable's work on a device is queued in, kernels of sessions and moves of rows
-    alike, so that each sees what the one before has done. On the CPU everything is done at once."""
+    alike, so that each sees what the one before has done. On the CPU everything is done at once.
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    own: whether it is one of its own, not the one that torch uses by itself.
+    """
+
+    def __init__(self, device: torch.device, *, own: bool = True) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if own and device.type == "cuda" else None
 
     @property
     def handle(self) -> str | None:
@@ -45,12 +49,14 @@ class Stream:
         """Return when all that is queued is done."""
         if self._stream is not None:
             self._stream.synchronize()
+        elif self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
 
 class Staging:
     """Pinned memory and a device's for inputs of certain types, and pinned memory for outputs.
 
-    bound: the inputs where a session reads them. results: the outputs that were asked for.
+    bound: the inputs where they are read. results: the outputs that were asked for.
     """
 
     def __init__(
@@ -73,7 +79,7 @@ class Staging:
         self.results: dict[str, torch.Tensor] = {}
 
     def upload(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Put inputs where the session reads them, by one copy."""
+        """Put inputs where they are read, by one copy."""
         for name, place in self.given.items():
             place.copy_(inputs[name])
         with self.stream.current():

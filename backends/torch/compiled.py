@@ -42,11 +42,9 @@ class Compiled:
         return results
 
 
-def cuda_graphs(module: torch.fx.GraphModule) -> Callable[..., Any]:
-    """Compile for a GPU, whose kernels are launched together."""
-    compiled: Callable[..., Any] = torch.compile(
-        module, fullgraph=True, options={"triton.cudagraphs": True}
-    )
+def for_gpu(module: torch.fx.GraphModule) -> Callable[..., Any]:
+    """Compile for a GPU; see `graphs` for how its kernels are launched together."""
+    compiled: Callable[..., Any] = torch.compile(module, fullgraph=True, dynamic=False)
     return traces(compiled)
 
 

@@ -19,10 +19,11 @@ from ..base import StatefulExecutable
 from ..faults import index_fault
 from ..pages import Trimmer
 from ..target import Target
-from .compiled import Compiled, any_size, cuda_graphs, inductor
+from .compiled import Compiled, any_size, for_gpu, inductor
 from .cpu import CPU_ROWS
 from .dequantized import with_values
 from .emit import emit
+from .graphs import CapturedStep
 from .repeated import RepeatedCall
 from .replay import Recording, Replay, record
 from .rows import ROWS
@@ -41,8 +42,7 @@ class TorchExecutable(StatefulExecutable):
     """See `ir.executable.Executable`. Inductor's widths are static: 1, the plan's, prefills'."""
 
     def __init__(self, program: Program, target: Target) -> None:
-        compiled = "inductor" if target.device == "cpu" else "cuda graphs"
-        self.how = "eager" if target.backend == "eager" else compiled
+        self.how = _how(target)
         self.bucket = BUCKETS[self.how]
         widest = max((1, program.plan.columns + 1, *PREFILL))
         # A step may be wider than what is left of the context; what is over is never committed.
@@ -59,6 +59,8 @@ class TorchExecutable(StatefulExecutable):
         self.variants: dict[object, Callable[..., Any]] = {}
         self.compiled: set[object] = set()
         self.recordings: dict[object, Recording | None] = {}
+        self.captured: dict[object, CapturedStep] = {}
+        self.captured_epoch = 0
 
     @property
     def epoch(self) -> int:
@@ -80,10 +82,13 @@ class TorchExecutable(StatefulExecutable):
         return weights
 
     def begin(self, batch: int, rows: int) -> None:
-        """Start `batch` sequences with small empty caches; attention reads all of the capacity."""
+        """Start `batch` sequences with small empty caches; attention reads all of the capacity.
+
+        On a GPU caches stay, and so do the graphs that know where they are.
+        """
         self.begun += 1
         self._set_threads()
-        self.buffers.begin(batch, min(rows, self.bucket), anew=True)
+        self.buffers.begin(batch, min(rows, self.bucket), anew=self.how != "cuda graphs")
         self._mark()
 
     def resume(self, rows: int) -> None:
@@ -150,12 +155,14 @@ class TorchExecutable(StatefulExecutable):
 
     def replayed(
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
-    ) -> tuple[Outputs, Replay | None]:
+    ) -> tuple[Outputs, Callable[[], None] | None]:
         """Run one step; its outputs, and how to run it again on the same tensors, if there is a
         short way.
 
         Once it is compiled, a step is recorded when it first runs with a capacity.
         """
+        if self.how == "cuda graphs":
+            return self._launched(function, inputs, fetch)
         key = self._key(function, inputs, fetch)
         variant, version = self.variants.get(key), self._version(key)
         in_place = all(tensor.is_cpu and tensor.is_contiguous() for tensor in inputs.values())
@@ -176,6 +183,27 @@ class TorchExecutable(StatefulExecutable):
         replay = Replay(found, [*arguments, *variant.weights])
         replay()
         return dict(zip(fetch, replay.results, strict=True)), replay
+
+    def _launched(
+        self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
+    ) -> tuple[Outputs, Callable[[], None] | None]:
+        """Run one step as a graph, once it is compiled."""
+        key = self._key(function, inputs, fetch)
+        if self._version(key) not in self.compiled:
+            return self.run(function, inputs, fetch), None
+        if self.captured_epoch != self.epoch:
+            self.captured.clear()
+            self.captured_epoch = self.epoch
+        step = self.captured.get(key)
+        if step is None:
+            start = perf_counter()
+            names = self._argument_names(function, frozenset(inputs))
+            given = self.variants[key], names, self.states, inputs, fetch, self.device
+            with torch.no_grad():
+                step = self.captured[key] = CapturedStep(*given)
+            self.preparing += perf_counter() - start
+        step(inputs)
+        return step.outputs, partial(step, inputs)
 
     def _key(
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
@@ -220,7 +248,14 @@ class TorchExecutable(StatefulExecutable):
         if self.how == "eager":
             # Not the module itself: calls of modules are what a trace in another thread takes over.
             return module.forward
-        return inductor(module) if self.how == "inductor" else cuda_graphs(module)
+        return inductor(module) if self.how == "inductor" else for_gpu(module)
+
+
+def _how(target: Target) -> str:
+    """How steps run: not compiled, compiled for the CPU, or compiled for a GPU and recorded."""
+    if target.backend == "eager":
+        return "eager"
+    return "inductor" if target.device == "cpu" else "cuda graphs"
 
 
 def _rounded(bucket: int, doubling: bool, rows: int) -> int:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from ...ir.executable import Outputs
-from .replay import Replay
 
 
 class Replaying(Protocol):
@@ -20,7 +19,7 @@ class Replaying(Protocol):
 
     def replayed(
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
-    ) -> tuple[Outputs, Replay | None]:
+    ) -> tuple[Outputs, Callable[[], None] | None]:
         """Run a step; its outputs, and how to run it again on the same tensors, if it can be."""
 
 
@@ -37,7 +36,7 @@ class RepeatedCall:
     ) -> None:
         self.executable = executable
         self.function, self.inputs, self.fetch = function, inputs, fetch
-        self.replay: Replay | None = None
+        self.replay: Callable[[], None] | None = None
         self.outputs: Outputs = {}
         self.when: object = None
 
