@@ -18,6 +18,7 @@ meets the tokens. So a step may begin at any position of each sequence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,6 +61,9 @@ def tabulate_positions(imported: Imported, context: int) -> int:
     fn.graph.eliminate_dead_code()
     return context
 
+
+HEAD = 512
+"""Values a row of a table that may be angles of a head."""
 
 _LOOK_UPS = (A.embedding.default,)
 
@@ -118,8 +122,22 @@ def _table(imported: Imported, node: torch.fx.Node, index: int, context: int) ->
     row = TensorType(type_of(node).dtype, (context, width))
     inputs = [imported.weights[str(source.target)] for source in sources]
     weight = derive(f"position.{index}", row, compute, *inputs)
+    weight = _once(weight)
     imported.weights[weight.name] = weight
     return weight
+
+
+def _once(table: Weight) -> Weight:
+    """A table of angles without its second half, if that is the first again: rotations are known by
+    that."""
+    rows, width = (int(str(dim)) for dim in table.type.dims)
+    if width > HEAD or width % 2:
+        return table
+    values = table.load()
+    if not torch.equal(values[:, : width // 2], values[:, width // 2 :]):
+        return table
+    half = TensorType(table.type.dtype, (rows, width // 2))
+    return derive(table.name, half, lambda t: t[:, : width // 2].contiguous(), table)
 
 
 def _unclear(dim: Dim) -> bool:
@@ -163,6 +181,9 @@ def _look_up(imported: Imported, node: torch.fx.Node, user: torch.fx.Node, table
     between, behind = list(padded[1:axis]), list(padded[axis + 1 :])
     with fn.graph.inserting_before(user):
         rows = fn.call(A.embedding.default, fn.weight(table), fn.input("positions"), site=site)
+        width = math.prod(int(str(dim)) for dim in (*between, *behind))
+        if width == 2 * int(str(table.type.dims[1])):  # see `_once`
+            rows = fn.call(A.cat.default, [rows, rows], -1, site=site)
         value = fn.call(A.reshape.default, rows, [Sym("B"), T, *between, *behind], site=site)
         if between:
             order = [0, *range(2, axis + 1), 1, *range(axis + 1, len(padded))]

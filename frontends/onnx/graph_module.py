@@ -27,7 +27,7 @@ FAMILIES = (ops_attention, ops_math, ops_quantized, ops_shape)
 
 TOKENS = ("input_ids", "tokens", "input_ids.1", "ids")
 MASK, POSITIONS = "attention_mask", ("position_ids", "positions", "pos_ids")
-OUTPUT = "logits"
+OUTPUT, RANK = "logits", 3
 PRODUCTS = ("MatMul", "FusedMatMul")
 LARGE = 1 << 12
 """From so many values on whole numbers are weights, too."""
@@ -205,12 +205,13 @@ def _reader(data: Any, dtype: torch.dtype, turned: bool) -> Callable[[], torch.T
 
 
 def _logits(graph: oir.Graph) -> oir.Value:
-    """The output. Errors: `UnsupportedError` if none is called logits, and there are several."""
+    """The output: that called logits, or the only one [B,T,V]. Errors: `UnsupportedError`."""
     named = {str(value.name): value for value in graph.outputs}
     if OUTPUT in named:
         return named[OUTPUT]
-    if len(named) == 1:
-        return next(iter(named.values()))
+    whole = [value for value in named.values() if len(value.shape or ()) == RANK]
+    if len(named) == 1 or len(whole) == 1:
+        return next(iter(whole or named.values()))
     raise UnsupportedError(f"expected an output called logits, got {', '.join(named)}")
 
 

@@ -11,8 +11,20 @@ import torch
 import torch.nn.functional as F
 
 from ...ir import UnsupportedError
+from .ops_shape import written
 from .table import MICROSOFT, Context, op
-from .values import AllTokens, IsNan, Numbers, Parameter, Value, dims, numbers, operand, tensor
+from .values import (
+    AllTokens,
+    IsNan,
+    Numbers,
+    Parameter,
+    Root,
+    Value,
+    dims,
+    numbers,
+    operand,
+    tensor,
+)
 
 G = torch.ops.graftwork
 
@@ -51,7 +63,7 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "GreaterOrEqual": operator.ge,
     "Less": operator.lt,
     "LessOrEqual": operator.le,
-    "Pow": operator.pow,
+    "Pow": lambda a, b: a ** (int(b) if isinstance(b, float) and b.is_integer() else b),
     "And": lambda a, b: _both(a, b, _tensors(torch.logical_and), lambda x, y: x and y),
     "Or": lambda a, b: _both(a, b, _tensors(torch.logical_or), lambda x, y: x or y),
     "Mod": operator.mod,
@@ -105,22 +117,18 @@ _UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Log": torch.log,
     "Neg": torch.neg,
     "Not": torch.logical_not,
-    "Reciprocal": torch.reciprocal,
     "Relu": F.relu,
     "Round": torch.round,
     "Sigmoid": torch.sigmoid,
     "Sign": torch.sign,
     "Sin": torch.sin,
     "Softplus": F.softplus,
-    "Sqrt": torch.sqrt,
     "Tanh": torch.tanh,
 }
 _NUMBERS: dict[str, Callable[[Any], Any]] = {
     "Abs": abs,
     "Neg": operator.neg,
     "Not": operator.not_,
-    "Reciprocal": lambda x: 1 / x,
-    "Sqrt": math.sqrt,
 }
 
 
@@ -135,6 +143,22 @@ def _unary(name: str) -> None:
 
 for _name in _UNARY:
     _unary(_name)
+
+
+@op("Sqrt")
+def sqrt(c: Context, x: Value) -> Value:
+    if isinstance(x, Numbers):
+        return Numbers(tuple(map(math.sqrt, x.items)), x.scalar)
+    return Root(tensor(x))
+
+
+@op("Reciprocal")
+def reciprocal(c: Context, x: Value) -> Value:
+    if isinstance(x, Root):
+        return x.value.rsqrt()
+    if isinstance(x, Numbers):
+        return Numbers(tuple(1 / item for item in x.items), x.scalar)
+    return tensor(x).reciprocal()
 
 
 @op("IsNaN")
@@ -283,8 +307,7 @@ def rms_norm(c: Context, x: Value, scale: Value, *_: Value) -> Any:
 
 
 def _epsilon(c: Context, default: float) -> float:
-    # What was written in float32 was meant in decimals.
-    return float(f"{c.attribute('epsilon', default):.6g}")
+    return written(c.attribute("epsilon", default))
 
 
 @op("SimplifiedLayerNormalization", domain=MICROSOFT)

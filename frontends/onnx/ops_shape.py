@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...ir import UnsupportedError
@@ -34,10 +35,18 @@ def constant(c: Context) -> Value:
 def known(array: Any) -> Value:
     """A constant: as numbers if it is small and has at most one axis, or has but one value."""
     if array.size == 1 and array.ndim <= 1:
-        return Numbers((array.reshape(-1)[0].item(),), array.ndim == 0)
+        item = array.reshape(-1)[0].item()
+        single = array.dtype == np.float32
+        return Numbers((written(item) if single else item,), array.ndim == 0)
     if array.ndim == 1 and array.size <= 16 and array.dtype.kind in "iub":
         return Numbers(tuple(array.tolist()))
     return torch.from_numpy(array.copy())
+
+
+def written(value: float) -> float:
+    """The shortest decimal that a float32 stands for: 1e-6, not 9.999999974752427e-07."""
+    short = float(str(np.float32(value)))
+    return short if abs(short) <= float(np.finfo(np.float32).max) else value  # a mask's -3.4e38
 
 
 @op("Shape")

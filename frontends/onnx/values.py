@@ -68,7 +68,14 @@ class IsNan:
     value: torch.Tensor
 
 
-Value: TypeAlias = torch.Tensor | Numbers | Parameter | EmptyPast | AllTokens | IsNan | None
+@dataclass(frozen=True)
+class Root:
+    """The square root of a value; one over it is one op."""
+
+    value: torch.Tensor
+
+
+Value: TypeAlias = torch.Tensor | Numbers | Parameter | EmptyPast | AllTokens | IsNan | Root | None
 
 
 def tensor(value: Value) -> torch.Tensor:
@@ -77,6 +84,8 @@ def tensor(value: Value) -> torch.Tensor:
         return value
     if isinstance(value, Parameter):
         return value.tensor.t() if value.turned else value.tensor
+    if isinstance(value, Root):
+        return value.value.sqrt()
     if isinstance(value, AllTokens):
         return torch.ones((value.batch, value.tokens), dtype=torch.int64)
     if isinstance(value, Numbers) and value.scalar:
