@@ -1,4 +1,4 @@
-"""What runtimes throw of an index outside, said in one way, and constant ones found beforehand."""
+"""Faults of a program at a backend, said in one way, and those that are found beforehand."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 import torch
 import torch.fx
 
-from ..ir import InputError, Program, Weight, type_of
+from ..ir import InputError, Program, UnsupportedError, Weight, site_of, type_of
+from .target import Target
 
 A = torch.ops.aten
+
 
 EXPECTED = (
     "expected indices of rows that there are: token ids below the vocabulary's size, positions "
@@ -77,3 +79,24 @@ def _check(where: str, weight: Weight, size: int, counts_back: bool) -> None:
             f"{where} looks up @{weight.name}, which holds the index {strange}; there are {size} "
             f"rows, so expected at most {size - 1}: the program or its weights are damaged"
         )
+
+
+def check_kernels(program: Program, target: Target) -> None:
+    """Whether a target runs a program no slower than what it came from.
+
+    Errors: `UnsupportedError` for weights of few bits on a GPU: their kernels are the CPU's, and
+    the op's meaning, exact as it is, would take longer than the float weights.
+    """
+    if target.device == "cpu":
+        return
+    few = (
+        torch.ops.graftwork.quantized_linear.default,
+        torch.ops.graftwork.quantized_embedding.default,
+    )
+    for function in program.functions.values():
+        for node in function.calls(*few):
+            raise UnsupportedError(
+                f"target {target}: weights of {node.kwargs['bits']} bits ({site_of(node)} of "
+                f"{function.name}) have kernels on the CPU alone; take a recipe that does not "
+                f"quantize weights, in bfloat16 or float16, or {target.backend}:cpu"
+            )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .backends import check_kernels
 from .backends.target import Target
 from .calibration import check_documents, evidence_of, read_documents
 from .guests import check_guests, with_guests
@@ -91,6 +92,7 @@ def transform(
     result, reports = run_passes(
         start, recipe.steps, validator=validator, progress=progress, evidence=evidence
     )
+    check_kernels(result, target)
     report = Report(
         source=traced.source,
         model_type=program.info.model_type,

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from archs import ARCHS, build
 from every_recipe import NAMES, program_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import graftwork as gw
 from graftwork.backends.torch.emit import emit
-from graftwork.ir import Function, Program, Sym, TensorType, type_of
+from graftwork.ir import Function, Program, Sym, TensorType, UnsupportedError, type_of
 
 ELSEWHERE = torch.device("meta")
 
@@ -56,3 +58,14 @@ def test_all_that_functions_make_is_on_their_device(name: str, tmp_path: Path) -
     for function in program.functions:
         for result in run_elsewhere(program, function):
             assert result.device == ELSEWHERE, function
+
+
+@pytest.mark.parametrize("backend", ["torch", "onnxruntime"])
+def test_weights_of_few_bits_are_refused_where_they_have_no_kernels(
+    backend: str, tmp_path: Path
+) -> None:
+    """When a model is optimized, not when it first generates."""
+    model = build(ARCHS["llama"])
+    with pytest.raises(UnsupportedError, match=r"weights of 8 bits .* on the CPU alone; take"):
+        gw.optimize(model, "int8", target=f"{backend}:cuda")
+    gw.optimize(model, "baseline", target=f"{backend}:cuda")
