@@ -83,9 +83,10 @@ def portable(program: Program, *, plain: bool = False, contrib: bool = True) -> 
             f"graph that other loaders run has no place for it: they would keep every row. Export "
             f"another recipe, such as baseline"
         )
-    if program.plan.speculates:
-        _refuse_drafts(program, plain)
-        # Their own caches are nothing of the step's.
+    if not plain:
+        _refuse_more(program)
+    if plain:
+        # What drafts, or runs in parts, has states that are nothing of the step's.
         own = {name: state for name, state in program.states.items() if step.has_input(name)}
         program = program.replace(states=own)
     layers = _numbered(program)
@@ -114,8 +115,16 @@ def portable(program: Program, *, plain: bool = False, contrib: bool = True) -> 
     return Portable(fn, weights.only(fn.weights), not concatenates, shapes)
 
 
-def _refuse_drafts(program: Program, plain: bool) -> None:
-    if plain:
+def _refuse_more(program: Program) -> None:
+    """Errors: `UnsupportedError` for a program that is more than its step."""
+    if program.plan.depth.stops:
+        raise UnsupportedError(
+            f"{program.name} does not run every token through every layer "
+            f"(depth={program.plan.depth.brief}), and the decode graph that other loaders run has "
+            f"no place for that. The format onnx-plan carries it; or export the whole step by name "
+            f"(plain=True, --plain on the command line), or another recipe, such as baseline"
+        )
+    if not program.plan.speculates:
         return
     raise UnsupportedError(
         f"{program.name} drafts (draft={program.plan.draft.kind}), and the decode graph that other "
