@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -97,3 +99,12 @@ def module_at(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def needs_node() -> None:
+    """Skip a test where there is no node, or none that finds onnxruntime-node."""
+    if shutil.which("node") is None:
+        pytest.skip("no node here")
+    known = subprocess.run(["node", "-e", "require('onnxruntime-node')"], capture_output=True)
+    if known.returncode:
+        pytest.skip("node has no onnxruntime-node (npm install it where NODE_PATH looks)")

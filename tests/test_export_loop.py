@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -13,6 +15,7 @@ import onnxruntime
 import pytest
 from handmade import Shape
 from handmade import cached_llama as handmade_llama
+from onnxruntime_helpers import needs_node
 from tiny import cached_llama, tiny_llama
 
 from graftwork.backends import Target
@@ -158,6 +161,37 @@ def test_numbers_of_another_shape_are_an_error(tmp_path: Path) -> None:
     feeds = asked(PROMPTS, 12, []) | sampling(0, 3, 11, 1.0, 0, 1.0)
     with pytest.raises(Exception, match="uniforms_are_batch_x_max_new"):
         session.run(None, feeds)
+
+
+_IN_NODE = """
+const ort = require("onnxruntime-node");
+const given = JSON.parse(process.argv[2]);
+const longs = (values, dims) => new ort.Tensor("int64", BigInt64Array.from(values, BigInt), dims);
+(async () => {
+  const session = await ort.InferenceSession.create(process.argv[1]);
+  const { tokens, counts } = await session.run({
+    input_ids: longs(given.input_ids.flat(), [3, given.input_ids[0].length]),
+    lengths: longs(given.lengths, [3]),
+    max_new: longs([given.max_new], []),
+    eos: longs(given.eos, [given.eos.length]),
+  });
+  const width = tokens.dims[1];
+  const rows = Array.from(counts.data, (count, i) =>
+    Array.from(tokens.data.slice(i * width, i * width + Number(count)), Number));
+  console.log(JSON.stringify(rows));
+})();
+"""
+
+
+def test_the_same_file_in_node(tmp_path: Path) -> None:
+    needs_node()
+    for name in ("baseline", "copyspec", "eagle_chain", "int8_copyspec"):
+        folder = made(name).export_onnx_loop(tmp_path / name)
+        feeds = asked(PROMPTS, 12, [0])
+        said = json.dumps({key: value.tolist() for key, value in feeds.items()})
+        command = ["node", "-e", _IN_NODE, str(folder / "generate.onnx"), said]
+        shown = subprocess.run(command, capture_output=True, text=True)
+        assert json.loads(shown.stdout or "[]") == texts(opened(folder), feeds), shown.stderr
 
 
 REFUSED = {

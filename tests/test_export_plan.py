@@ -14,7 +14,7 @@ from typing import Any
 
 import onnx
 import pytest
-from onnxruntime_helpers import module_at
+from onnxruntime_helpers import module_at, needs_node
 from tiny import cached_llama, tiny_llama
 
 from graftwork.backends import Target
@@ -129,11 +129,7 @@ def test_the_runner_is_short_and_needs_nothing_of_ours(folders: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*untrained")
 def test_the_runner_for_node(folders: Any) -> None:
-    if shutil.which("node") is None:
-        pytest.skip("no node here")
-    known = subprocess.run(["node", "-e", "require('onnxruntime-node')"], capture_output=True)
-    if known.returncode:
-        pytest.skip("node has no onnxruntime-node (npm install it where NODE_PATH looks)")
+    needs_node()
     for recipe in ("copyspec", "medusa", "eagle_chain", "layerskip", "d3", "int8"):
         folder = folders(recipe)
         command = ["node", str(folder / "run.js"), str(folder), "5,6,7,5,6,7,5,6", "20"]

@@ -188,6 +188,19 @@ def test_a_whole_recipe_in_ops_of_onnx_alone(tmp_path: Path) -> None:
     torch.testing.assert_close(got, wanted["logits"], rtol=1e-4, atol=1e-4)
 
 
+def test_ops_of_onnx_alone_in_openvino(tmp_path: Path) -> None:
+    openvino = pytest.importorskip("openvino")
+    folder = export_onnx(cached_llama(), tmp_path / "out", ops="standard")
+    exact = {"INFERENCE_PRECISION_HINT": "f32"}
+    model = openvino.Core().compile_model(str(folder / "model.onnx"), "CPU", exact)
+    tokens = tokens_of(1, 4)
+    feeds = {"input_ids": tokens.numpy(), "attention_mask": np.ones((1, 4), np.int64)}
+    for value in open_plain(folder).get_inputs()[2:]:
+        feeds[value.name] = np.zeros((1, value.shape[1], 0, value.shape[3]), np.float32)
+    got = torch.from_numpy(model(feeds)["logits"])
+    torch.testing.assert_close(got, expected(Shape(), tokens), rtol=1e-4, atol=1e-4)
+
+
 def test_an_older_opset(tmp_path: Path) -> None:
     """What the ops asked for do not have is refused by name before anything is written."""
     folder = export_onnx(cached_llama(), tmp_path / "out", opset=23)
