@@ -30,7 +30,17 @@ PLACES = {
         *("query", "past_key", "past_value", "past", "key", "value"),
         *("positions", "cos", "sin", "ancestors", "sinks", "slopes"),
     ),
+    "CachedQuantizedAttention": (
+        *("query", "past_key", "past_value", "past_key_steps", "past_value_steps", "past"),
+        *("key", "value", "positions", "cos", "sin", "ancestors", "sinks", "slopes"),
+    ),
     "MaskedAttention": ("q", "k", "v", "mask", "bias", "sinks"),
+}
+F32, U8 = oir.DataType.FLOAT, oir.DataType.UINT8
+OUTPUTS = {
+    "CachedAttention": [F32, F32, F32],
+    "CachedQuantizedAttention": [F32, U8, U8, F32, F32],
+    "MaskedAttention": [F32],
 }
 SIZES: dict[str, dict[str, Any]] = {
     "CachedAttention": {
@@ -39,6 +49,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "MaskedAttention": {"scale": 0.25, "softcap": 0.0, "threads": 2},
 }
+SIZES["CachedQuantizedAttention"] = SIZES["CachedAttention"]
 
 
 def node(op: str, operands: dict[str, torch.Tensor | None], **sizes: Any) -> list[torch.Tensor]:
@@ -51,10 +62,10 @@ def node(op: str, operands: dict[str, torch.Tensor | None], **sizes: Any) -> lis
     inputs = [values.get(name) for name in PLACES[op]]
     while inputs[-1] is None:
         inputs.pop()
-    count = 3 if op == "CachedAttention" else 1
-    made = oir.node(op, inputs, {**SIZES[op], **sizes}, domain=OWN, num_outputs=count)
+    kinds = OUTPUTS[op]
+    made = oir.node(op, inputs, {**SIZES[op], **sizes}, domain=OWN, num_outputs=len(kinds))
     for i, value in enumerate(made.outputs):
-        value.name, value.dtype = f"out{i}", oir.DataType.FLOAT
+        value.name, value.dtype = f"out{i}", kinds[i]
     taken = [v for v in inputs if v is not None]
     opsets = {"": 24, OWN: 1}
     graph = oir.Graph(taken, made.outputs, nodes=[made], opset_imports=opsets, name="one")

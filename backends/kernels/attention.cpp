@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "query_rows.h"
+#include "stored_rows.h"
 
 using namespace graftwork;
 
@@ -24,15 +25,66 @@ void in_parts(const Team& team, int64_t groups, int64_t rows, int64_t bytes, con
 }
 
 // Calls `make` for each query row from first to last, and gives them to `attend_rows` in gangs.
+// turned: results are of values that a Hadamard matrix has turned.
 template <class Make>
-void in_gangs(const Attention& of, int64_t first, int64_t last, const Make& make) {
+void in_gangs(const Attention& of, bool turned, int64_t first, int64_t last, const Make& make) {
     Query queries[TOGETHER];
     for (; first < last; first += TOGETHER) {
         const int64_t count = std::min(TOGETHER, last - first);
         for (int64_t i = 0; i < count; i++) queries[i] = make(first + i, i);
         attend_rows(of, queries, count);
+        for (int64_t i = 0; turned && i < count; i++)
+            turn_by_hadamard(queries[i].out, of.values.width);
     }
 }
+
+// Bytes of a row of so many numbers.
+int64_t row_bytes(const Stored& stored, int64_t width) {
+    return stored.bits == 32 ? width * int64_t(sizeof(float)) : stored_bytes(width, stored.bits);
+}
+
+// A group's rows of a cache [groups, rows, width].
+Rows rows_of(
+    const Stored& stored, const void* data, const float* steps, int64_t group, int64_t rows,
+    int64_t width) {
+    const char* const own = static_cast<const char*>(data) + group * rows * row_bytes(stored, width);
+    return {own, stored.bits == 32 ? nullptr : steps + group * rows * 2, width, stored.bits};
+}
+
+// A row of floats as a cache holds it. It is changed on the way.
+void put(const Stored& stored, float* row, int64_t width, void* to, float* steps) {
+    if (stored.bits == 32) {
+        std::memcpy(to, row, width * sizeof(float));
+        return;
+    }
+    if (stored.turned) turn_by_hadamard(row, width);
+    store_row(row, width, stored.bits, static_cast<uint8_t*>(to), steps);
+}
+
+// A cache [groups, rows, width] that a step writes, which may be the old one.
+struct Cache {
+    const Stored& stored;
+    const void* old_data;
+    void* data;
+    const float* old_steps;
+    float* steps;
+    int64_t rows, width;
+
+    bool is_new() const { return data != old_data || (stored.bits != 32 && steps != old_steps); }
+    void keep(int64_t group, int64_t count) const {
+        const int64_t bytes = row_bytes(stored, width), at = group * rows;
+        if (data != old_data)
+            std::memcpy(static_cast<char*>(data) + at * bytes,
+                        static_cast<const char*>(old_data) + at * bytes, count * bytes);
+        if (stored.bits != 32 && steps != old_steps)
+            std::memcpy(steps + at * 2, old_steps + at * 2, count * 2 * sizeof(float));
+    }
+    void write(int64_t group, int64_t row, float* values) const {
+        const int64_t at = group * rows + row;
+        put(stored, values, width, static_cast<char*>(data) + at * row_bytes(stored, width),
+            stored.bits == 32 ? nullptr : steps + at * 2);
+    }
+};
 
 // A sequence's tokens, and what they see.
 struct Tokens {
@@ -88,37 +140,61 @@ struct Tokens {
         }
         std::copy(row + 2 * half, row + of.D, to + 2 * half);
     }
+    Cache keys() const {
+        return {of.stored, of.past_keys, of.keys, of.past_key_steps, of.key_steps, of.C, of.D};
+    }
+    Cache values() const {
+        return {of.stored, of.past_values, of.values, of.past_value_steps, of.value_steps, of.C, of.E};
+    }
     // A group's new rows into its caches.
     void write(int64_t group) const {
+        static thread_local std::vector<float> space;
+        space.resize(std::max(of.D, of.E));
         const int64_t b = group / of.G, g = group % of.G, past = of.past[b];
-        float* const keys = of.keys + group * of.C * of.D;
-        float* const values = of.values + group * of.C * of.E;
-        const float* const old_keys = of.past_keys + group * of.C * of.D;
-        const float* const old_values = of.past_values + group * of.C * of.E;
-        if (keys != old_keys) std::copy(old_keys, old_keys + past * of.D, keys);
-        if (values != old_values) std::copy(old_values, old_values + past * of.E, values);
+        keys().keep(group, past);
+        values().keep(group, past);
         for (int64_t t = 0; t < of.T; t++) {
-            turn(of.key + (b * of.T + t) * of.key_step + g * of.D, b, t, keys + (past + t) * of.D);
+            turn(of.key + (b * of.T + t) * of.key_step + g * of.D, b, t, space.data());
+            keys().write(group, past + t, space.data());
             const float* const value = of.value + (b * of.T + t) * of.value_step + g * of.E;
-            std::copy(value, value + of.E, values + (past + t) * of.E);
+            std::copy(value, value + of.E, space.data());
+            values().write(group, past + t, space.data());
         }
     }
 };
 
 }  // namespace
 
+void graftwork::store_rows(
+    const float* x, int64_t count, int64_t width, const Stored& stored, uint8_t* codes, float* steps) {
+    std::vector<float> row(width);
+    for (int64_t i = 0; i < count; i++) {
+        std::copy(x + i * width, x + (i + 1) * width, row.data());
+        put(stored, row.data(), width, codes + i * row_bytes(stored, width), steps + i * 2);
+    }
+}
+
 void graftwork::attend(const Masked& of, const Team& team) {
     const int64_t each = of.H / of.G, rows = each * of.T;
-    const int64_t bytes = of.C * (of.D + of.E) * sizeof(float);
+    const int64_t bytes = of.C * (row_bytes(of.stored, of.D) + row_bytes(of.stored, of.E));
     in_parts(team, of.B * of.G, rows, bytes, [&](int64_t group, int64_t first, int64_t last) {
-        const Attention shared = {of.k + group * of.C * of.D, of.v + group * of.C * of.E, of.C,
-                                  of.D, of.E, of.scale, of.softcap};
-        in_gangs(shared, first, last, [&](int64_t row, int64_t) {
+        static thread_local std::vector<float> space;
+        space.resize(TOGETHER * of.D);
+        const Attention shared = {rows_of(of.stored, of.k, of.k_steps, group, of.C, of.D),
+                                  rows_of(of.stored, of.v, of.v_steps, group, of.C, of.E),
+                                  of.C, of.scale, of.softcap};
+        in_gangs(shared, of.stored.turned, first, last, [&](int64_t row, int64_t i) {
             const int64_t place = group * rows + row;
             const uint8_t* const mask = of.mask + (group / of.G * of.T + row % of.T) * of.C;
             const uint8_t* const begin = std::find_if(mask, mask + of.C, [](auto m) { return m; });
             Query query = {};
             query.values = of.q + place * of.D;
+            if (of.stored.turned) {
+                float* const turned = space.data() + i * of.D;
+                std::copy(query.values, query.values + of.D, turned);
+                turn_by_hadamard(turned, of.D);
+                query.values = turned;
+            }
             query.first = query.open = begin - mask;
             query.end = of.C;
             query.marks = begin;
@@ -136,24 +212,27 @@ void graftwork::attend(const Cached& of, const Team& team) {
     const int64_t each = of.H / of.G, rows = each * of.T;
     int64_t most = 0;
     for (int64_t b = 0; b < of.B; b++) most = std::max(most, of.past[b]);
-    const bool copies = of.keys != of.past_keys || of.values != of.past_values;
-    const int64_t wide = (of.D + of.E) * int64_t(sizeof(float));
-    team.each(of.B * of.G, (of.T + (copies ? most : 0)) * wide, [&](int64_t g) { tokens.write(g); });
+    const int64_t copied = tokens.keys().is_new() || tokens.values().is_new() ? most : 0;
+    const int64_t wide = row_bytes(of.stored, of.D) + row_bytes(of.stored, of.E);
+    team.each(of.B * of.G, (of.T + copied) * wide, [&](int64_t group) { tokens.write(group); });
     const int64_t bytes = (most + of.T) * wide;
+    const bool turns = of.cos || of.stored.turned;
     in_parts(team, of.B * of.G, rows, bytes, [&](int64_t group, int64_t first, int64_t last) {
         static thread_local std::vector<float> space;
         space.resize(TOGETHER * of.D);
-        float* const turned = space.data();
         Slope slopes[TOGETHER];
         const int64_t b = group / of.G;
-        const Attention shared = {of.keys + group * of.C * of.D, of.values + group * of.C * of.E,
-                                  of.C, of.D, of.E, of.scale, of.softcap};
-        in_gangs(shared, first, last, [&](int64_t row, int64_t i) {
+        const Attention shared = {rows_of(of.stored, of.keys, of.key_steps, group, of.C, of.D),
+                                  rows_of(of.stored, of.values, of.value_steps, group, of.C, of.E),
+                                  of.C, of.scale, of.softcap};
+        in_gangs(shared, of.stored.turned, first, last, [&](int64_t row, int64_t i) {
             const int64_t t = row % of.T, head = group % of.G * each + row / of.T;
             const float* const values = of.query + (b * of.T + t) * of.query_step + head * of.D;
+            float* const turned = space.data() + i * of.D;
             Query query = tokens.seen(b, t);
-            if (of.cos) tokens.turn(values, b, t, turned + i * of.D);
-            query.values = of.cos ? turned + i * of.D : values;
+            if (turns) tokens.turn(values, b, t, turned);
+            if (of.stored.turned) turn_by_hadamard(turned, of.D);
+            query.values = turns ? turned : values;
             query.sink = of.sinks ? of.sinks + head : nullptr;
             query.out = of.out + ((b * of.T + t) * of.H + head) * of.E;
             if (of.slopes) {

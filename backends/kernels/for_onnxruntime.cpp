@@ -3,7 +3,7 @@
 //
 //   QuantizedLinear(x, packed, scale, offset?, table?, bias?; bits, group, N) -> y
 //   QuantizedEmbedding(ids, weight, scale, offset?, codebook?; bits, group) -> y
-//   CachedAttention, Attention: see ort_attention.h
+//   CachedAttention, CachedQuantizedAttention, MaskedAttention: see ort_attention.h
 
 #include "ort_attention.h"
 #include "ort_op.h"
@@ -18,6 +18,7 @@ constexpr int64_t LARGEST = 1 << 16;  // group: products of two bytes add up in 
 // A node's kernel.
 struct Node {
     static constexpr int REQUIRED = 3, OUTPUTS = 1;
+    static ort::Element output(int) { return ort::FLOAT; }
     const ort::Api& api;
     int64_t bits, group, outputs;
 
@@ -39,8 +40,12 @@ struct Node {
 
 struct Linear : Node {
     static constexpr const char* NAME = "QuantizedLinear";
-    static constexpr ort::Element INPUTS[] = {
-        ort::FLOAT, ort::UINT8, ort::ANY, ort::ANY, ort::INT8, ort::FLOAT};
+    static constexpr int INPUTS = 6;
+    static ort::Element input(int place) {
+        constexpr ort::Element kinds[] = {ort::FLOAT, ort::UINT8, ort::ANY,
+                                          ort::ANY,   ort::INT8,  ort::FLOAT};
+        return kinds[place];
+    }
 
     using Node::Node;
 
@@ -74,8 +79,12 @@ struct Linear : Node {
 
 struct Embedding : Node {
     static constexpr const char* NAME = "QuantizedEmbedding";
-    static constexpr ort::Element INPUTS[] = {
-        ort::INT64, ort::UINT8, ort::ANY, ort::ANY, ort::FLOAT};
+    static constexpr int INPUTS = 5;
+    static ort::Element input(int place) {
+        constexpr ort::Element kinds[] = {
+            ort::INT64, ort::UINT8, ort::ANY, ort::ANY, ort::FLOAT};
+        return kinds[place];
+    }
 
     using Node::Node;
 
@@ -115,13 +124,15 @@ extern "C" ort::Status* RegisterCustomOps(ort::Options* options, const ort::ApiB
     return ort::guarded(*api, [&] {
         static const Op<Linear> linear;
         static const Op<Embedding> embedding;
-        static const Op<CachedAttention> cached;
+        static const Op<CachedNode<false>> cached;
+        static const Op<CachedNode<true>> cached_quantized;
         static const Op<MaskedAttention> masked;
         static ort::Domain* const domain = [&] {  // sessions use it as long as they live
             ort::Domain* const made = api->create_domain("graftwork");
             api->add_op(made, &linear);
             api->add_op(made, &embedding);
             api->add_op(made, &cached);
+            api->add_op(made, &cached_quantized);
             api->add_op(made, &masked);
             return made;
         }();

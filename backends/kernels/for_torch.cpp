@@ -76,12 +76,13 @@ void quantized_embedding(
     rows_of(table, ids, count, y, Threads(threads));
 }
 
-// `graftwork.attend`: q [B,H,T,D], k [B,G,C,D], v [B,G,C,E], mask [B,1,T,C], bias [B,H,T,C] or null,
-// sinks [H] or null; out [B,H,T,E].
+// `graftwork.attend`, and with steps `graftwork.attend_quantized`; see attention.h.
 void attend(
     const float* q,
-    const float* k,
-    const float* v,
+    const void* k,
+    const void* v,
+    const float* k_steps,
+    const float* v_steps,
     const uint8_t* mask,
     const float* bias,
     const float* sinks,
@@ -95,9 +96,25 @@ void attend(
     int64_t E,
     const float* scale,
     const float* softcap,
+    int64_t bits,
+    int64_t turned,
     int64_t threads) {
-    const Masked given = {q, k, v, mask, bias, sinks, out, B, H, G, T, C, D, E, *scale, *softcap};
+    const Masked given = {q,   k, v, k_steps, v_steps, mask, bias,   sinks,    out,
+                          B,   H, G, T,       C,       D,    E,      *scale,   *softcap,
+                          {bits, turned != 0}};
     attend(given, Threads(threads));
+}
+
+// `graftwork.quantize_rows` of x [count, width].
+void quantize_rows(
+    const float* x,
+    uint8_t* codes,
+    float* steps,
+    int64_t count,
+    int64_t width,
+    int64_t bits,
+    int64_t turned) {
+    store_rows(x, count, width, {bits, turned != 0}, codes, steps);
 }
 
 }

@@ -3,10 +3,12 @@
 //   CachedAttention(query, past_key, past_value, past, key?, value?, positions?, cos?, sin?,
 //     ancestors?, sinks?, slopes?; heads, groups, scale, softcap, window, interleaved, threads)
 //     -> (out, key, value)
+//   CachedQuantizedAttention(query, past_key, past_value, past_key_steps, past_value_steps, past, ...
+//     as above; bits, turned, ...) -> (out, key, value, key_steps, value_steps)
 //   MaskedAttention(q, k, v, mask, bias?, sinks?; scale, softcap, threads) -> out
 //
-// They are graftwork.ort_attend, of which the last dimension of query, key, value and out is that of
-// all heads, and graftwork.attend. Caches are written where they lie, if key and value are bound to
+// They are graftwork.ort_attend and ort_attend_quantized, where the last dimension of query, key, value
+// and out is that of all heads, and graftwork.attend. Caches are written where they lie, if key and value are bound to
 // the memory of past_key and past_value.
 
 #pragma once
@@ -30,16 +32,25 @@ struct AttentionNode {
     }
 };
 
-struct CachedAttention : AttentionNode {
-    static constexpr const char* NAME = "CachedAttention";
-    static constexpr int REQUIRED = 4, OUTPUTS = 3;
-    static constexpr ort::Element INPUTS[] = {
-        ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::INT64, ort::FLOAT, ort::FLOAT,
-        ort::INT64, ort::FLOAT, ort::FLOAT, ort::BOOL,  ort::FLOAT, ort::FLOAT};
+// STORED: whether caches are codes with steps (see stored_rows.h).
+template <bool STORED>
+struct CachedNode : AttentionNode {
+    static constexpr const char* NAME = STORED ? "CachedQuantizedAttention" : "CachedAttention";
+    static constexpr int STEPS = STORED ? 2 : 0, REQUIRED = 4 + STEPS, OUTPUTS = 3 + STEPS;
+    static constexpr ort::Element ROWS = STORED ? ort::UINT8 : ort::FLOAT;
+    static ort::Element input(int place) {
+        if (place == 1 || place == 2) return ROWS;
+        if (place == REQUIRED - 1 || place == REQUIRED + 2) return ort::INT64;
+        return place == REQUIRED + 5 ? ort::BOOL : ort::FLOAT;
+    }
+    static constexpr int INPUTS = REQUIRED + 8;
+    static ort::Element output(int place) { return place == 1 || place == 2 ? ROWS : ort::FLOAT; }
+
     int64_t heads, groups, window;
     bool interleaved;
+    Stored stored = {32, false};
 
-    CachedAttention(const ort::Api& api, const ort::Info* info)
+    CachedNode(const ort::Api& api, const ort::Info* info)
         : AttentionNode(api, info),
           heads(api.whole_number(info, "heads")),
           groups(api.whole_number(info, "groups")),
@@ -48,21 +59,39 @@ struct CachedAttention : AttentionNode {
         want(groups >= 1 && heads >= groups && heads <= INT_MAX && heads % groups == 0,
              "heads must be a positive multiple of groups");
         want(window >= 0, "window must not be negative");
+        if (!STORED) return;
+        stored = {api.whole_number(info, "bits"), api.whole_number(info, "turned") != 0};
+        want(stored.bits == 4 || stored.bits == 8, "bits must be 4 or 8");
+    }
+
+    // Numbers of a row of a cache.
+    int64_t width(const ort::Tensor& cache) const {
+        const int64_t bytes = cache.sizes[3], count = STORED ? bytes * 8 / stored.bits : bytes;
+        want(!stored.turned || (count & (count - 1)) == 0, "turned rows must be a power of two");
+        want(!STORED || (count >= 2 && count % 2 == 0), "stored rows must be even");
+        return count;
     }
 
     void run(ort::Context* context) const {
-        const auto input = [&](size_t place) { return ort::Tensor(api, context, place); };
-        const ort::Tensor query = input(0), old_keys = input(1), old_values = input(2);
-        const ort::Tensor past = input(3), key = input(4), value = input(5), positions = input(6);
-        const ort::Tensor cos = input(7), sin = input(8), ancestors = input(9);
-        const ort::Tensor sinks = input(10), slopes = input(11);
+        const auto read = [&](size_t place) { return ort::Tensor(api, context, place); };
+        const ort::Tensor query = read(0), old_keys = read(1), old_values = read(2);
+        const ort::Tensor old_key_steps = read(STORED ? 3 : -1);
+        const ort::Tensor old_value_steps = read(STORED ? 4 : -1);
+        const ort::Tensor past = read(REQUIRED - 1), key = read(REQUIRED);
+        const ort::Tensor value = read(REQUIRED + 1), positions = read(REQUIRED + 2);
+        const ort::Tensor cos = read(REQUIRED + 3), sin = read(REQUIRED + 4);
+        const ort::Tensor ancestors = read(REQUIRED + 5), sinks = read(REQUIRED + 6);
+        const ort::Tensor slopes = read(REQUIRED + 7);
         want(query.sizes.size() == 3, "query must be [B, T, heads * D]");
         want(old_keys.sizes.size() == 4, "past_key must be [B, groups, C, D]");
         want(old_values.sizes.size() == 4, "past_value must be [B, groups, C, E]");
         const int64_t B = query.sizes[0], T = query.sizes[1], C = old_keys.sizes[2];
-        const int64_t D = old_keys.sizes[3], E = old_values.sizes[3];
-        want(old_keys.is({B, groups, C, D}), "past_key must be [B, groups, C, D]");
-        want(old_values.is({B, groups, C, E}), "past_value must be [B, groups, C, E]");
+        const int64_t D = width(old_keys), E = width(old_values);
+        want(old_keys.is({B, groups, C, old_keys.sizes[3]}), "past_key must be [B, groups, C, D]");
+        want(old_values.is({B, groups, C, old_values.sizes[3]}),
+             "past_value must be [B, groups, C, E]");
+        want(old_key_steps.is({B, groups, C, 2}), "past_key_steps must be [B, groups, C, 2]");
+        want(old_value_steps.is({B, groups, C, 2}), "past_value_steps must be [B, groups, C, 2]");
         want(past.is({B}), "past must be [B]");
         want(!key.value == !value.value, "key and value go together");
         const int64_t all = heads * D + (key.value ? 0 : groups * (D + E));
@@ -78,6 +107,9 @@ struct CachedAttention : AttentionNode {
         want(sinks.is({heads}), "sinks must be [heads]");
         want(slopes.is({heads}), "slopes must be [heads]");
         const float* const first = query.data<float>(api);
+        const auto output = [&](size_t place, const std::vector<int64_t>& sizes) {
+            return api.data<void>(api.output(context, place, sizes));
+        };
         Cached given = {};
         given.query = first;
         given.key = key.value ? key.data<float>(api) : first + heads * D;
@@ -85,8 +117,10 @@ struct CachedAttention : AttentionNode {
         given.query_step = all;
         given.key_step = key.value ? groups * D : all;
         given.value_step = value.value ? groups * E : all;
-        given.past_keys = old_keys.data<float>(api);
-        given.past_values = old_values.data<float>(api);
+        given.past_keys = old_keys.data<void>(api);
+        given.past_values = old_values.data<void>(api);
+        given.past_key_steps = old_key_steps.data<float>(api);
+        given.past_value_steps = old_value_steps.data<float>(api);
         given.past = past.data<int64_t>(api);
         given.positions = positions.data<int64_t>(api);
         given.cos = cos.data<float>(api);
@@ -94,23 +128,26 @@ struct CachedAttention : AttentionNode {
         given.ancestors = ancestors.data<uint8_t>(api);
         given.sinks = sinks.data<float>(api);
         given.slopes = slopes.data<float>(api);
-        given.out = api.data<float>(api.output(context, 0, {B, T, heads * E}));
-        given.keys = api.data<float>(api.output(context, 1, old_keys.sizes));
-        given.values = api.data<float>(api.output(context, 2, old_values.sizes));
+        given.out = static_cast<float*>(output(0, {B, T, heads * E}));
+        given.keys = output(1, old_keys.sizes);
+        given.values = output(2, old_values.sizes);
+        if (STORED) given.key_steps = static_cast<float*>(output(3, old_key_steps.sizes));
+        if (STORED) given.value_steps = static_cast<float*>(output(4, old_value_steps.sizes));
         given.B = B, given.H = heads, given.G = groups, given.T = T, given.C = C, given.D = D;
         given.E = E, given.window = window, given.scale = scale, given.softcap = softcap;
         given.angles = cos.value ? cos.sizes[0] : 0;
         given.half = cos.value ? cos.sizes[1] : 0;
         given.interleaved = interleaved;
+        given.stored = stored;
         attend(given, Pool(api, context, threads));
     }
 };
 
 struct MaskedAttention : AttentionNode {
     static constexpr const char* NAME = "MaskedAttention";
-    static constexpr int REQUIRED = 4, OUTPUTS = 1;
-    static constexpr ort::Element INPUTS[] = {
-        ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::BOOL, ort::FLOAT, ort::FLOAT};
+    static constexpr int REQUIRED = 4, INPUTS = 6, OUTPUTS = 1;
+    static ort::Element input(int place) { return place == 3 ? ort::BOOL : ort::FLOAT; }
+    static ort::Element output(int) { return ort::FLOAT; }
 
     using AttentionNode::AttentionNode;
 
@@ -131,9 +168,9 @@ struct MaskedAttention : AttentionNode {
         want(sinks.is({H}), "sinks must be [H]");
         float* const out = api.data<float>(api.output(context, 0, {B, H, T, E}));
         const Masked given = {
-            q.data<float>(api),     k.data<float>(api),     v.data<float>(api),
+            q.data<float>(api), k.data<float>(api), v.data<float>(api), nullptr, nullptr,
             mask.data<uint8_t>(api), bias.data<float>(api), sinks.data<float>(api),
-            out, B, H, G, T, C, D, E, scale, softcap};
+            out, B, H, G, T, C, D, E, scale, softcap, {32, false}};
         attend(given, Pool(api, context, threads));
     }
 };

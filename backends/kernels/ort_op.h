@@ -49,12 +49,12 @@ struct Op : ort::CustomOp {
     Op() {
         name = [](const CustomOp*) { return Kernel::NAME; };
         provider = [](const CustomOp*) -> const char* { return nullptr; };
-        input_type = [](const CustomOp*, size_t place) { return Kernel::INPUTS[place]; };
-        input_count = [](const CustomOp*) { return sizeof(Kernel::INPUTS) / sizeof(ort::Element); };
+        input_type = [](const CustomOp*, size_t place) { return Kernel::input(int(place)); };
+        input_count = [](const CustomOp*) { return size_t(Kernel::INPUTS); };
         input_presence = [](const CustomOp*, size_t place) {
             return int(place) < Kernel::REQUIRED ? ort::REQUIRED : ort::OPTIONAL;
         };
-        output_type = [](const CustomOp*, size_t) { return ort::FLOAT; };
+        output_type = [](const CustomOp*, size_t place) { return Kernel::output(int(place)); };
         output_count = [](const CustomOp*) { return size_t(Kernel::OUTPUTS); };
         output_presence = [](const CustomOp*, size_t) { return ort::REQUIRED; };
         memory = [](const CustomOp*, size_t) { return 0; };

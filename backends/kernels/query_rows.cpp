@@ -33,47 +33,128 @@ Lanes exponential(Lanes x) {
 
 float exponential(float x) { return exponential(splat(x))[0]; }
 
-// Lane sums of FEW keys' products with each of ROWS queries [dim], added up as far as FEW vectors
-// make one. Keys are those from `keys` on, of which there are `count`; of more, the last one's.
-template <int ROWS>
+// How rows lie: `row` is where one begins, `read` gives LANES of its numbers from the d-th on, `some`
+// the first few of them.
+struct Floats {
+    typedef float Number;
+    static int64_t bytes(int64_t width) { return width * int64_t(sizeof(float)); }
+    static Lanes read(const float* row, int64_t, int64_t d) { return load<Lanes>(row + d); }
+    static Lanes some(const float* row, int64_t, int64_t d, int64_t count) {
+        return load<Lanes>(row + d, count);
+    }
+};
+
+struct Bytes {
+    typedef uint8_t Number;
+    static int64_t bytes(int64_t width) { return width; }
+    static Lanes read(const uint8_t* row, int64_t, int64_t d) { return floats(load<Marks>(row + d)); }
+    static Lanes some(const uint8_t* row, int64_t, int64_t d, int64_t count) {
+        return floats(load<Marks>(row + d, count));
+    }
+    static Lanes floats(Marks bytes) {
+#if defined(WIDE_DOT_PRODUCTS)
+        return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)bytes));
+#elif defined(__AVX2__)
+        return (Lanes)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((__m128i*)&bytes)));
+#else
+        return __builtin_convertvector(__builtin_convertvector(bytes, Whole), Lanes);
+#endif
+    }
+};
+
+struct Halves {
+    typedef uint8_t Number;
+    static int64_t bytes(int64_t width) { return width / 2; }
+    static Lanes read(const uint8_t* row, int64_t width, int64_t d) {
+        const int64_t half = width / 2;
+        if (d + LANES <= half) return Bytes::floats(load<Marks>(row + d) & 15);
+        if (d >= half) return Bytes::floats(load<Marks>(row + d - half) >> 4);
+        return some(row, width, d, LANES);
+    }
+    static Lanes some(const uint8_t* row, int64_t width, int64_t d, int64_t count) {
+        const int64_t half = width / 2;
+        Lanes found = {};
+        for (int64_t lane = 0; lane < count; lane++)
+            found[lane] = d + lane < half ? row[d + lane] & 15 : row[d + lane - half] >> 4;
+        return found;
+    }
+};
+
+template <class Kind>
+const typename Kind::Number* row_of(const Rows& rows, int64_t row) {
+    return reinterpret_cast<const typename Kind::Number*>(
+        static_cast<const char*>(rows.data) + row * Kind::bytes(rows.width));
+}
+
+// Lane sums of FEW keys' products with each of ROWS queries, added up as far as FEW vectors make one.
+// Keys are those from `first` on, up to `last`; of more, the last one's.
+template <class Kind, int ROWS>
 void few_products(
-    const Query* queries, const float* keys, int64_t count, int64_t dim, Lanes (&sums)[ROWS]) {
-    const float* from[FEW];
-    for (int key = 0; key < FEW; key++) from[key] = keys + std::min<int64_t>(key, count - 1) * dim;
+    const Query* queries, const Rows& keys, int64_t first, int64_t last, Lanes (&sums)[ROWS]) {
+    const typename Kind::Number* from[FEW];
+    for (int key = 0; key < FEW; key++) from[key] = row_of<Kind>(keys, std::min(first + key, last));
+    const int64_t width = keys.width;
     Lanes all[ROWS][FEW] = {};
-    const auto add = [&](int64_t d, auto read) {
+    const auto add = [&](int64_t d, auto key_lanes, auto query_lanes) {
         Lanes few[FEW];
 #pragma GCC unroll 4
-        for (int key = 0; key < FEW; key++) few[key] = held(read(from[key] + d));
+        for (int key = 0; key < FEW; key++) few[key] = held(key_lanes(from[key], d));
 #pragma GCC unroll 4
         for (int row = 0; row < ROWS; row++) {
-            const Lanes query = held(read(queries[row].values + d));
+            const Lanes query = held(query_lanes(queries[row].values + d));
 #pragma GCC unroll 4
             for (int key = 0; key < FEW; key++) all[row][key] = fused(query, few[key], all[row][key]);
         }
     };
     int64_t d = 0;
-    for (; d + LANES <= dim; d += LANES) add(d, [](const float* at) { return load<Lanes>(at); });
-    if (d < dim) add(d, [&](const float* at) { return load<Lanes>(at, dim - d); });
+    for (; d + LANES <= width; d += LANES)
+        add(d, [&](auto row, int64_t at) { return Kind::read(row, width, at); },
+            [](const float* at) { return load<Lanes>(at); });
+    if (const int64_t rest = width - d)
+        add(d, [&](auto row, int64_t at) { return Kind::some(row, width, at, rest); },
+            [&](const float* at) { return load<Lanes>(at, rest); });
 #pragma GCC unroll 4
     for (int row = 0; row < ROWS; row++) sums[row] = add_up<1, FEW>(all[row]);
 }
 
-// Products of ROWS queries with LANES keys, of which there are `count`; what the lanes of others
+// Products of ROWS queries with LANES keys from `first` on, up to `last`; what the lanes of others
 // hold is undefined.
-template <int ROWS>
+template <class Kind, int ROWS>
 void products(
-    const Query* queries, const float* keys, int64_t count, int64_t dim, Lanes (&scores)[ROWS]) {
+    const Query* queries, const Rows& keys, int64_t first, int64_t last, Lanes (&scores)[ROWS]) {
     Lanes parts[LANES / FEW][ROWS];
-    for (int part = 0; part < LANES / FEW; part++) {
-        const int64_t at = std::min<int64_t>(part * FEW, count - 1);
-        few_products(queries, keys + at * dim, count - at, dim, parts[part]);
-    }
+    for (int part = 0; part < LANES / FEW; part++)
+        few_products<Kind>(queries, keys, std::min(first + part * FEW, last), last, parts[part]);
     for (int row = 0; row < ROWS; row++) {
         Lanes own[LANES / FEW];
         for (int part = 0; part < LANES / FEW; part++) own[part] = parts[part][row];
         scores[row] = add_up<FEW, LANES>(own);
     }
+}
+
+template <int... lane>
+void part_steps(const float* from, Lanes& times, Lanes& plus, std::integer_sequence<int, lane...>) {
+    const Lanes low = load<Lanes>(from), high = load<Lanes>(from + LANES);
+    times = __builtin_shufflevector(low, high, (2 * lane)...);
+    plus = __builtin_shufflevector(low, high, (2 * lane + 1)...);
+}
+
+// The steps of LANES rows from the first on, up to `last`: those that whole numbers are times, and
+// those that are added.
+void steps_of(const Rows& rows, int64_t first, int64_t last, Lanes& times, Lanes& plus) {
+    const auto lanes = std::make_integer_sequence<int, LANES>();
+    if (first + LANES - 1 <= last) return part_steps(rows.steps + 2 * first, times, plus, lanes);
+    for (int lane = 0; lane < LANES; lane++) {
+        const float* const own = rows.steps + 2 * std::min<int64_t>(first + lane, last);
+        times[lane] = own[0];
+        plus[lane] = own[1];
+    }
+}
+
+float sum_of(const float* values, int64_t count) {
+    Lanes sums[1] = {};
+    for (int64_t d = 0; d < count; d += LANES) sums[0] += load<Lanes>(values + d, count - d);
+    return add_up(sums)[0];
 }
 
 // Scores of the cache rows c .. c + LANES; those that the query does not see are -infinity.
@@ -121,26 +202,44 @@ float soften(float* scores, int64_t rows, const float* sink) {
     return add_up(sums)[0] + (sink ? exponential(*sink - largest) : 0);
 }
 
-// What rows weigh: weights [ROWS, stride] times values [rows, wide] over totals [ROWS], of COUNT
-// vectors of columns; of the last one, `last` columns.
-template <int ROWS, int COUNT>
+// Weights [rows] of a query row from the first on, made those of values' whole numbers; what is to be
+// added to each sum of them.
+float fold_steps(float* weights, const Rows& values, int64_t first, int64_t rows) {
+    Lanes added[1] = {};
+    for (int64_t c = 0; c < rows; c += LANES) {
+        Lanes times, plus, weight = load<Lanes>(weights + c);
+        steps_of(values, first + c, first + rows - 1, times, plus);
+        added[0] = fused(weight, plus, added[0]);
+        store(weights + c, weight * times);
+    }
+    return add_up(added)[0];
+}
+
+// What rows weigh: weights [ROWS, stride] times values from the first on, plus `added` [ROWS], over
+// totals [ROWS], of COUNT vectors of columns; of the last one, `last` columns.
+template <class Kind, int ROWS, int COUNT>
 void weigh(
-    const float* weights, int64_t stride, const float* totals, const float* values, int64_t rows,
-    int64_t wide, int64_t last, const Query* queries, int64_t e) {
-    Lanes sums[ROWS][COUNT] = {};
-    for (int64_t c = 0; c < rows; c++)
+    const float* weights, int64_t stride, const float* added, const float* totals, const Rows& values,
+    int64_t first, int64_t rows, int64_t last, const Query* queries, int64_t e) {
+    Lanes sums[ROWS][COUNT];
+    for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < COUNT; i++) sums[r][i] = splat(added[r]);
+    const int64_t width = values.width, apart = Kind::bytes(width) / sizeof(typename Kind::Number);
+    const typename Kind::Number* from = row_of<Kind>(values, first);
+    for (int64_t c = 0; c < rows; c++, from += apart)
 #pragma GCC unroll 4
         for (int i = 0; i < COUNT; i++) {
-            const float* from = values + c * wide + e + i * LANES;
-            const Lanes value = held(i + 1 < COUNT ? load<Lanes>(from) : load<Lanes>(from, last));
+            const int64_t at = e + i * LANES;
+            const bool whole = COUNT > 1 || last == LANES;
+            const Lanes value =
+                held(whole ? Kind::read(from, width, at) : Kind::some(from, width, at, last));
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; r++)
                 sums[r][i] = fused(splat(weights[r * stride + c]), value, sums[r][i]);
         }
     for (int r = 0; r < ROWS; r++)
         for (int i = 0; i < COUNT; i++)
-            store(queries[r].out + e + i * LANES, sums[r][i] / totals[r],
-                  i + 1 < COUNT ? LANES : last);
+            store(queries[r].out + e + i * LANES, sums[r][i] / totals[r], COUNT > 1 ? LANES : last);
 }
 
 // Calls one of `what`'s functions, with as many rows at a time as fit, until all `count` are done.
@@ -150,15 +249,18 @@ void by_rows(int64_t count, const What& what, int64_t first = 0) {
     if constexpr (ROWS > 1) by_rows<ROWS - 1>(count, what, first);
 }
 
-}  // namespace
-
-void graftwork::attend_rows(const Attention& of, const Query* queries, int64_t count) {
+// See `attend_rows`.
+template <class Kind>
+void attend_kind(const Attention& of, const Query* queries, int64_t count) {
     static thread_local std::vector<float> space;
     int64_t begin = of.rows, end = 0;
+    float sums[TOGETHER] = {}, added[TOGETHER] = {}, totals[TOGETHER];
+    const Rows &keys = of.keys, &values = of.values;
     for (int64_t row = 0; row < count; row++) {
         const bool open = queries[row].first < queries[row].open;
         begin = std::min(begin, open ? queries[row].first : queries[row].open);
         end = std::max(end, queries[row].end);
+        if (keys.steps) sums[row] = sum_of(queries[row].values, keys.width);
     }
     begin = begin / LANES * LANES;  // a row's place decides the lane that it is added up in
     const int64_t rows = std::max<int64_t>(0, end - begin);
@@ -166,14 +268,17 @@ void graftwork::attend_rows(const Attention& of, const Query* queries, int64_t c
     space.resize(count * stride);
     float* const weights = space.data();
     for (int64_t c = begin; c < end; c += LANES) {
-        const float* const keys = of.keys + c * of.dim;
         const int64_t there = std::min<int64_t>(LANES, of.rows - c);
+        Lanes times = {}, plus = {};
+        if (keys.steps) steps_of(keys, c, of.rows - 1, times, plus);
         by_rows(count, [&](auto rows_at_once, int64_t first) {
             Lanes scores[rows_at_once.value];
-            products(queries + first, keys, there, of.dim, scores);
+            products<Kind>(queries + first, keys, c, of.rows - 1, scores);
             for (int row = 0; row < rows_at_once.value; row++) {
                 const Query& query = queries[first + row];
-                Lanes score = scores[row] * of.scale;
+                Lanes score = scores[row];
+                if (keys.steps) score = fused(score, times, plus * sums[first + row]);
+                score *= of.scale;
                 if (of.softcap != 0)
                     score = of.softcap - 2 * of.softcap / (exponential(score * (2 / of.softcap)) + 1);
                 if (query.bias) score += load<Lanes>(query.bias + c, there);
@@ -182,19 +287,29 @@ void graftwork::attend_rows(const Attention& of, const Query* queries, int64_t c
             }
         });
     }
-    float totals[TOGETHER];
-    for (int64_t row = 0; row < count; row++)
+    for (int64_t row = 0; row < count; row++) {
         totals[row] = soften(weights + row * stride, stride, queries[row].sink);
-    const float* const values = of.values + begin * of.wide;
+        if (values.steps) added[row] = fold_steps(weights + row * stride, values, begin, rows);
+    }
     by_rows(count, [&](auto rows_at_once, int64_t first) {
         constexpr int ROWS = rows_at_once.value;
-        const float* const own = weights + first * stride;
+        const auto columns = [&](auto vectors, int64_t e) {
+            const int64_t last = std::min<int64_t>(LANES, values.width - e);
+            weigh<Kind, ROWS, vectors.value>(
+                weights + first * stride, stride, added + first, totals + first, values, begin, rows,
+                vectors.value > 1 ? LANES : last, queries + first, e);
+        };
         int64_t e = 0;
-        for (; e + FEW * LANES <= of.wide; e += FEW * LANES)
-            weigh<ROWS, FEW>(own, stride, totals + first, values, rows, of.wide, LANES,
-                             queries + first, e);
-        for (; e < of.wide; e += LANES)
-            weigh<ROWS, 1>(own, stride, totals + first, values, rows, of.wide, of.wide - e,
-                           queries + first, e);
+        for (; e + FEW * LANES <= values.width; e += FEW * LANES)
+            columns(std::integral_constant<int, FEW>(), e);
+        for (; e < values.width; e += LANES) columns(std::integral_constant<int, 1>(), e);
     });
+}
+
+}  // namespace
+
+void graftwork::attend_rows(const Attention& of, const Query* queries, int64_t count) {
+    if (of.keys.bits == 4) return attend_kind<Halves>(of, queries, count);
+    if (of.keys.bits == 8) return attend_kind<Bytes>(of, queries, count);
+    attend_kind<Floats>(of, queries, count);
 }

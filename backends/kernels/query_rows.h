@@ -12,12 +12,20 @@ namespace graftwork {
 // Query rows that read keys and values together.
 constexpr int64_t TOGETHER = 8;
 
-// What all rows of an attention have in common: keys [C, dim], values [C, wide].
+// Rows of a cache [C, width], as floats or as whole numbers of 4 or 8 bits without a sign. A row's
+// numbers are `steps`' first number times these, plus its second one. Of 4 bits, the first half of a
+// row's numbers are the lower halves of its bytes.
+struct Rows {
+    const void* data;
+    const float* steps;  // [C, 2], or null for floats
+    int64_t width, bits;  // 32: floats
+};
+
+// What all rows of an attention have in common.
 struct Attention {
-    const float* keys;
-    const float* values;
-    int64_t rows, dim, wide;  // C rows
-    float scale, softcap;     // 0: no cap
+    Rows keys, values;
+    int64_t rows;          // C
+    float scale, softcap;  // 0: no cap
 };
 
 // What ALiBi adds to a score: `slope` times the row's position minus the query's. Rows up to `past`
@@ -32,13 +40,13 @@ struct Slope {
 //
 // It sees those from `first` up to `open`, and of those from there up to `end` the ones with a mark.
 struct Query {
-    const float* values;      // [dim]
+    const float* values;      // as wide as keys
     int64_t first, open, end;
     const uint8_t* marks;     // [end - open], or null if open == end
     const float* bias;        // [C] is added to scores, or null
     const Slope* slope;       // or null
     const float* sink;        // a score that takes weight and adds nothing, or null
-    float* out;               // [wide]
+    float* out;               // as wide as values
 };
 
 // The results of up to TOGETHER rows.

@@ -25,7 +25,8 @@ reads the cache that the one before wrote, and counts its rows from its own `pas
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,13 +53,14 @@ OVERHANG = 128
 class Kernel:
     """A kernel that attention may become.
 
-    op: what stands for it. takes: whether it does, of query, key and value types. turns: whether
+    ops: what stands for it, by the op of the attention that it does. takes: whether it does, of
+    query, key and value types. turns: whether
     it rotates heads of a width by angles of half of what they turn. own_tokens: whether a function
     may feed it several tokens that are none of its inputs. counts: whether it takes counts of rows
     where others take `past`.
     """
 
-    op: Any
+    ops: Mapping[Any, Any]
     takes: Callable[[TensorType, TensorType, TensorType], bool]
     turns: Callable[[int, int], bool]
     own_tokens: bool
@@ -76,14 +78,17 @@ def _takes_float32(query: TensorType, key: TensorType, value: TensorType) -> boo
 
 
 GQA = Kernel(
-    G.ort_gqa.default,
+    {G.attend.default: G.ort_gqa.default},
     takes=_takes_alike,
     turns=lambda width, half: width % 16 == 0 and half % 8 == 0,
     own_tokens=False,
     counts=True,
 )
 OWN = Kernel(
-    G.ort_attend.default,
+    {
+        G.attend.default: G.ort_attend.default,
+        G.attend_quantized.default: G.ort_attend_quantized.default,
+    },
     takes=_takes_float32,
     turns=lambda width, half: True,
     own_tokens=True,
@@ -99,7 +104,7 @@ def lower_attention(
     counted: let the kernel count positions from its rows instead of reading the input.
     """
     lowering = _Lowering(fn, weights, kernel, counted)
-    for node in fn.calls(G.attend.default):
+    for node in fn.calls(*kernel.ops):
         found = _match(fn, node, kernel)
         if found is not None:
             lowering.replace(found)
@@ -123,7 +128,7 @@ class _Found:
     query: torch.fx.Node
     key: torch.fx.Node
     value: torch.fx.Node
-    writes: tuple[torch.fx.Node, torch.fx.Node]
+    writes: tuple[torch.fx.Node, ...]
     past: torch.fx.Node
     positions: torch.fx.Node
     ancestors: torch.fx.Node | None
@@ -135,37 +140,44 @@ class _Found:
 
 def _match(fn: Function, node: torch.fx.Node, kernel: Kernel) -> _Found | None:
     given = arguments(node)
-    keys, values, mask = given["k"], given["v"], given["mask"]
-    if any(n.target is not G.cache_write.default for n in (keys, values)):
+    mask = given["mask"]
+    writes = [given[name] for name in ("k", "v", "k_steps", "v_steps") if name in given]
+    if any(n.target is not G.cache_write.default for n in writes):
         return None
     if mask.target is not G.step_mask.default:
         return None
-    write_k, write_v = arguments(keys), arguments(values)
+    written = [arguments(write) for write in writes]
+    new_key, new_value = (_rows(write["new"], given.get("bits")) for write in written[:2])
+    if [_rows(write["new"], given.get("bits")) for write in written[2:]] not in (
+        [],
+        [new_key, new_value],
+    ):
+        return None
     masked = arguments(mask)
     past, positions = masked["past"], masked["positions"]
     if masked["row_positions"] is not None:  # kernels take a row's number for its position
         return None
-    if {write_k["past"], write_v["past"]} != {past}:
+    if {write["past"] for write in written} != {past}:
         return None
     fed = past is fn.input("past") and positions is fn.input("positions")
     if not fed and not kernel.own_tokens and type_of(given["q"]).dims[2] != 1:
         return None
-    caches = write_k["cache"], write_v["cache"]
-    if not kernel.takes(*map(type_of, (given["q"], *caches))):
+    if not kernel.takes(*map(type_of, (given["q"], new_key, new_value))):
         return None
-    if not _fits(given["q"], *caches, (keys, values), node):
+    if not _fits(given["q"], writes, node):
         return None
     slopes = _slopes(given["bias"], past, positions)
     if given["bias"] is not None and slopes is None:
         return None
-    query, key, tables = _rotation(given["q"], write_k["new"], positions, kernel)
-    options = {"scale": given["scale"], "softcap": given["softcap"], "window": masked["window"]}
+    query, key, tables = _rotation(given["q"], new_key, positions, kernel)
+    how = ("scale", "softcap", "bits", "turned")
+    options = {name: given[name] for name in how if name in given} | {"window": masked["window"]}
     return _Found(
         node=node,
         query=query,
         key=key,
-        value=write_v["new"],
-        writes=(keys, values),
+        value=new_value,
+        writes=tuple(writes),
         past=past,
         positions=positions,
         ancestors=masked["ancestors"],
@@ -176,12 +188,21 @@ def _match(fn: Function, node: torch.fx.Node, kernel: Kernel) -> _Found | None:
     )
 
 
-def _fits(q: Any, cache_k: Any, cache_v: Any, writes: Any, attend: torch.fx.Node) -> bool:
+def _rows(new: torch.fx.Node, bits: int | None) -> torch.fx.Node:
+    """The rows that a write puts into a cache, before they were stored in so many bits."""
+    if bits is None or new.target is not operator.getitem:
+        return new
+    made = source_of(new)
+    return source_of(made) if made.target is G.quantize_rows.default else new
+
+
+def _fits(q: Any, writes: Sequence[torch.fx.Node], attend: torch.fx.Node) -> bool:
     """Whether dtypes and uses of the caches are what kernels want."""
-    query, key, value = type_of(q), type_of(cache_k), type_of(cache_v)
-    if not query.dtype == key.dtype == value.dtype:
+    caches = [source_of(write) for write in writes]
+    floats = [c for c in caches if type_of(c).dtype.is_floating_point]
+    if any(type_of(cache).dtype != type_of(q).dtype for cache in floats):
         return False
-    if any(c.op == "placeholder" and len(c.users) != 1 for c in (cache_k, cache_v)):
+    if any(c.op == "placeholder" and len(c.users) != 1 for c in caches):
         return False
     return all(set(w.users) <= {attend} | _later(w) for w in writes)
 
@@ -275,7 +296,7 @@ class _Lowering:
         return self.fn.weight(self.weights[name])
 
     def replace(self, found: _Found) -> None:
-        """One kernel in the place of an attention and its two cache writes."""
+        """One kernel in the place of an attention and its cache writes."""
         fn, site = self.fn, site_of(found.node)
         dtype = type_of(found.query).dtype
         caches = [w.args[0] for w in found.writes]
@@ -290,7 +311,7 @@ class _Lowering:
                 tables = [self.table(t, dtype) for t in (found.tables.cos, found.tables.sin)]
                 found.options["interleaved"] = found.tables.interleaved
             result = fn.call(
-                self.kernel.op,
+                self.kernel.ops[found.node.target],
                 *(*parts, *caches, *counts, self.positions(found), *tables),
                 *(found.ancestors, found.sinks, found.slopes),
                 site=site,
@@ -298,12 +319,12 @@ class _Lowering:
                 groups=groups,
                 **{k: v for k, v in found.options.items() if v is not None},
             )
-            flat, keys, values = (fn.item(result, index) for index in range(3))
+            flat, *states = (fn.item(result, index) for index in range(1 + len(caches)))
             dims = list(type_of(found.node).dims)
             spread = fn.call(A.view.default, flat, [dims[0], dims[2], dims[1], dims[3]], site=site)
             attended = fn.call(A.transpose.int, spread, 1, 2, site=site)
         found.node.replace_all_uses_with(attended)
-        for write, cache in zip(found.writes, (keys, values), strict=True):
+        for write, cache in zip(found.writes, states, strict=True):
             write.replace_all_uses_with(cache)
         for node in (found.node, *found.writes):
             fn.graph.erase_node(node)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...ir.ops import Sample, define
 from ...ir.ops.attention import alibi, attend, cache_write, step_mask
 from ...ir.ops.norm import layer_norm
+from ...ir.ops.quantized_cache import attend_quantized, quantize_rows
 from ...ir.ops.rotary import rotary
 
 
@@ -165,24 +166,129 @@ def ort_attend(
     ancestors, sinks, slopes, window, softcap as in `step_mask`, `attend` and `alibi`. Returns the
     attended values and both caches.
     """
+    given = query, key, value, past, positions, cos, sin
+    sizes = heads, groups, past_key.shape[3], past_value.shape[3]
+    q, k, v, positions = _turned(*given, sizes, interleaved)
+    keys, values = cache_write(past_key, k, past), cache_write(past_value, v, past)
+    mask = step_mask(past, positions, ancestors, past_key.shape[2], window=window)
+    bias = None if slopes is None else alibi(slopes, past, positions, past_key.shape[2])
+    out = attend(q, keys, values, mask, bias, sinks, scale=scale, softcap=softcap)
+    return out.transpose(1, 2).flatten(2), keys, values
+
+
+def _turned(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    past: Tensor,
+    positions: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    sizes: tuple[int, int, int, int],
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query, key and value by heads, turned by positions, and these. sizes: heads, groups, D, E."""
     batch, width = query.shape[:2]
-    groups_dims = groups * past_key.shape[3], groups * past_value.shape[3]
+    heads, groups, dim, wide = sizes
     if positions is None:
         positions = past[:, None] + torch.arange(width, device=query.device)
     if key is None or value is None:
-        query, key, value = query.split([heads * past_key.shape[3], *groups_dims], dim=-1)
-    q = query.reshape(batch, width, heads, past_key.shape[3]).transpose(1, 2)
-    k = key.reshape(batch, width, groups, past_key.shape[3]).transpose(1, 2)
-    v = value.reshape(batch, width, groups, past_value.shape[3]).transpose(1, 2)
+        query, key, value = query.split([heads * dim, groups * dim, groups * wide], dim=-1)
+    q = query.reshape(batch, width, heads, dim).transpose(1, 2)
+    k = key.reshape(batch, width, groups, dim).transpose(1, 2)
+    v = value.reshape(batch, width, groups, wide).transpose(1, 2)
     if cos is not None and sin is not None:
         q = rotary(q, cos[positions], sin[positions], interleaved=interleaved)
         k = rotary(k, cos[positions], sin[positions], interleaved=interleaved)
-    rows = past_key.shape[2]
-    keys, values = cache_write(past_key, k, past), cache_write(past_value, v, past)
-    mask = step_mask(past, positions, ancestors, rows, window=window)
-    bias = None if slopes is None else alibi(slopes, past, positions, rows)
-    out = attend(q, keys, values, mask, bias, sinks, scale=scale, softcap=softcap)
-    return out.transpose(1, 2).reshape(batch, width, heads * past_value.shape[3]), keys, values
+    return q, k, v, positions
+
+
+def _quantized_samples() -> Iterator[Sample]:
+    for bits, turned in ((8, False), (4, True)):
+        for args, options in _attend_samples():
+            caches = [torch.randn(2, 2, 12, 16) for _ in "kv"]
+            stored = [quantize_rows(cache, bits=bits, turned=turned) for cache in caches]
+            codes, steps = zip(*stored, strict=True)
+            pieces = [torch.randn(2, 3, heads * 16) for heads in (4, 2, 2)]
+            how = {"bits": bits, "turned": turned, **options}
+            yield (*pieces, *codes, *steps, *args[5:]), how
+
+
+def _quantized_fake(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    *caches_and_more: Tensor,
+    heads: int,
+    bits: int,
+    **kwargs: object,
+) -> tuple[Tensor, ...]:
+    caches = caches_and_more[:4]
+    wide = caches[1].shape[3] * 8 // bits
+    out = query.new_empty((*query.shape[:2], heads * wide))
+    return out, *(torch.empty_like(cache) for cache in caches)
+
+
+@define(
+    "ort_attend_quantized(Tensor query, Tensor? key, Tensor? value, Tensor past_key, "
+    "Tensor past_value, Tensor past_key_steps, Tensor past_value_steps, Tensor past, "
+    "Tensor? positions=None, Tensor? cos=None, Tensor? sin=None, "
+    "Tensor? ancestors=None, Tensor? sinks=None, Tensor? slopes=None, *, "
+    "int heads, int groups, int bits, bool turned, float scale, int? window=None, "
+    "float? softcap=None, bool interleaved=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    samples=_quantized_samples,
+    fake=_quantized_fake,
+)
+def ort_attend_quantized(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    past_key: Tensor,
+    past_value: Tensor,
+    past_key_steps: Tensor,
+    past_value_steps: Tensor,
+    past: Tensor,
+    positions: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    ancestors: Tensor | None = None,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    *,
+    heads: int,
+    groups: int,
+    bits: int,
+    turned: bool,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`ort_attend` with caches as `quantize_rows` stores them.
+
+    ``%a: (f32[B,T,512], u8[B,G,C,32], u8[B,G,C,32]) = graftwork.ort_attend_quantized(%qkv, None,
+    None, %kc, %vc, %ks, %vs, %past, %positions, @cos, @sin, heads=8, groups=2, bits=4,
+    turned=True, scale=0.125)``
+
+    query, key, value, past, positions, cos, sin, ancestors, sinks, slopes, window and softcap as
+    there; past_key u8[B,G,C,D*bits/8], past_value u8[B,G,C,E*bits/8], and their steps
+    past_key_steps, past_value_steps f32[B,G,C,2]. Returns the attended values and the caches, in
+    this order.
+    """
+    dim, wide = (cache.shape[3] * 8 // bits for cache in (past_key, past_value))
+    given = query, key, value, past, positions, cos, sin
+    q, k, v, positions = _turned(*given, (heads, groups, dim, wide), interleaved)
+    new = [quantize_rows(rows, bits=bits, turned=turned) for rows in (k, v)]
+    old = (past_key, past_key_steps), (past_value, past_value_steps)
+    keys, values = (
+        [cache_write(cache, part, past) for cache, part in zip(caches, rows, strict=True)]
+        for caches, rows in zip(old, new, strict=True)
+    )
+    mask = step_mask(past, positions, ancestors, past_key.shape[2], window=window)
+    bias = None if slopes is None else alibi(slopes, past, positions, past_key.shape[2])
+    how = {"bits": bits, "turned": turned, "scale": scale, "softcap": softcap}
+    out = attend_quantized(q, *keys, *values, mask, bias, sinks, **how)
+    return out.transpose(1, 2).flatten(2), keys[0], values[0], keys[1], values[1]
 
 
 def _layer_samples() -> Iterator[Sample]:

@@ -38,6 +38,7 @@ _BY_ROW = frozenset(
         G.step_mask.default,
         G.alibi.default,
         G.cache_write.default,
+        G.quantize_rows.default,
         G.quantized_embedding.default,
         A.embedding.default,
         A.argmax.default,
@@ -73,6 +74,8 @@ def only_attention_needs_pairs(function: Function, *, own: bool = False) -> bool
 def _fits(node: torch.fx.Node, own: bool) -> bool:
     if node.target is G.attend.default:
         return own or arguments(node)["sinks"] is None  # else it may become float products
+    if node.target is G.attend_quantized.default:
+        return own
     tags = getattr(node.target, "tags", ())
     by_row = node.target in _BY_ROW or is_exact_by_row(node)
     return by_row or torch.Tag.pointwise in tags

@@ -64,7 +64,9 @@ class Router:
         # Of a step that also drafts, the plain step's part is what counts.
         counts = program.step if self.name in program.plan.step.variants else function
         dtypes = {s.type.dtype for s in program.states.values() if not s.recurrent}
-        plain = native and target.device == "cpu" and dtypes == {torch.float32}
+        # Of few bits are states that only own attention writes and reads in one kernel.
+        known = bool(dtypes) and dtypes <= {torch.float32, torch.uint8}
+        plain = native and target.device == "cpu" and known
         self.own = plain and not own_attention_available()
         self.kernel = self.own or all(attention_kernel_works(target.device, d) for d in dtypes)
         self.pairs = self.rounds and only_attention_needs_pairs(counts, own=self.own)

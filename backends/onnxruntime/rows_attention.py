@@ -94,19 +94,45 @@ def own_attend(
 def cached_attention(e: Emitter, *arguments: Any) -> Any:
     query, key, value, *caches_and_past = arguments[:6]
     given = arguments[6:12]  # positions, tables, ancestors, sinks, slopes
-    heads, groups, scale, window, softcap, interleaved = arguments[12:]
+    heads, groups, *how = arguments[12:]
     return e.own(
         "CachedAttention",
         *(query, *caches_and_past, key, value, *given),
         heads=heads,
         groups=groups,
-        scale=scale,
-        softcap=softcap or 0.0,
-        window=window or 0,
-        interleaved=int(interleaved),
-        threads=e.threads,
+        **_cached_options(e, *how),
         outputs=3,
     )
+
+
+@row(G.ort_attend_quantized.default, native=True)
+def cached_quantized_attention(e: Emitter, *arguments: Any) -> Any:
+    query, key, value, *caches_and_past = arguments[:8]
+    given = arguments[8:14]  # positions, tables, ancestors, sinks, slopes
+    heads, groups, bits, turned, *how = arguments[14:]
+    return e.own(
+        "CachedQuantizedAttention",
+        *(query, *caches_and_past, key, value, *given),
+        heads=heads,
+        groups=groups,
+        bits=bits,
+        turned=int(turned),
+        **_cached_options(e, *how),
+        outputs=5,
+    )
+
+
+def _cached_options(
+    e: Emitter, scale: float, window: int | None, softcap: float | None, interleaved: bool
+) -> dict[str, Any]:
+    """Attributes of both."""
+    return {
+        "scale": scale,
+        "softcap": softcap or 0.0,
+        "window": window or 0,
+        "interleaved": int(interleaved),
+        "threads": e.threads,
+    }
 
 
 @row(G.attend.default, when=_no_sinks)

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ir.ops import norm
+from ...ir.ops import norm, quantized_cache
 from ...ir.ops.attention import check_attend
-from . import native, native_quantized
+from . import native, native_attention, native_quantized
 from .rows import Row
 from .rows import attend as library_attend
 
@@ -93,8 +93,44 @@ def attend(
         return whole
     bias = None if bias is None else bias.float()
     sinks = None if sinks is None else sinks.float()
-    result: Tensor = native.attend(q, k, v, mask, bias, sinks, scale, softcap or 0.0)
+    result: Tensor = native_attention.attend(q, k, v, mask, bias, sinks, scale, softcap or 0.0)
     return result
+
+
+def attend_quantized(
+    q: Tensor,
+    k: Tensor,
+    k_steps: Tensor,
+    v: Tensor,
+    v_steps: Tensor,
+    mask: Tensor,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    bits: int,
+    turned: bool,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """`graftwork.attend_quantized`; native for queries in float32."""
+    stored = q, k, k_steps, v, v_steps, mask
+    if not _float32(q) or softcap == 0:
+        whole: Tensor = quantized_cache.attend_quantized(
+            *stored, bias, sinks, bits=bits, turned=turned, scale=scale, softcap=softcap
+        )
+        return whole
+    bias = None if bias is None else bias.float()
+    sinks = None if sinks is None else sinks.float()
+    result: Tensor = native_attention.attend_quantized(
+        *stored, bias, sinks, bits, turned, scale, softcap or 0.0
+    )
+    return result
+
+
+def quantize_rows(x: Tensor, *, bits: int, turned: bool) -> tuple[Tensor, Tensor]:
+    """`graftwork.quantize_rows`; native."""
+    found: tuple[Tensor, Tensor] = native_attention.quantize_rows(x.float(), bits, turned)
+    return found
 
 
 def topk(
@@ -183,6 +219,8 @@ CPU_ROWS: dict[Any, Row] = {
     native_quantized.LINEAR: native_quantized.quantized_linear,
     native_quantized.EMBEDDING: native_quantized.quantized_embedding,
     torch.ops.graftwork.attend.default: attend,
+    torch.ops.graftwork.attend_quantized.default: attend_quantized,
+    torch.ops.graftwork.quantize_rows.default: quantize_rows,
     torch.ops.graftwork.rms_norm.default: rms_norm,
     torch.ops.graftwork.add_rms_norm.default: add_rms_norm,
     torch.ops.graftwork.layer_norm.default: layer_norm,

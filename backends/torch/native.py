@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ...ir import InputError
-from ...ir.ops.attention import check_attend
 from ...ir.ops.operands import Operands
 from ..cached_library import SHARED, Sources
 from ..cached_library import library as library_of
@@ -107,7 +106,6 @@ def address_in(library: ctypes.CDLL, name: str) -> int:
 
 
 float32_kernel = Kernel("linear_float32")
-attend_kernel = Kernel("attend", SHARED)
 norm_kernel = Kernel("norm")
 indices_kernel = Kernel("indices")
 topk_kernel = Kernel("topk")
@@ -270,53 +268,6 @@ def _norm(
     sizes = x.shape[:-1].numel(), x.shape[-1]
     tensors = x, residual, weight, bias, total, result
     norm_kernel(*tensors, *sizes, centered, eps, torch.get_num_threads())
-    return result
-
-
-def _attend_like(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    return q.new_empty((*q.shape[:3], v.shape[3]))
-
-
-def _check_attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float,
-) -> None:
-    check_attend(q, k, v, mask, bias, sinks)
-    for tensor in (q, k, v, bias, sinks):
-        if tensor is not None and tensor.dtype != F32:
-            raise InputError(f"attend: the kernel takes {F32}, got {tensor.dtype}")
-
-
-@native_op(
-    "attend(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor? bias, Tensor? sinks, float scale, "
-    "float softcap) -> Tensor",
-    _check_attend,
-    _attend_like,
-)
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float,
-) -> Tensor:
-    """`graftwork.attend` in float32, mask bool[B,1,T,C] and bias f32[B,H,T,C] in full; a softcap
-    of 0 is none."""
-    result = _attend_like(q, k, v)
-    batch, heads, width, dim = q.shape
-    groups, rows, wide = v.shape[1:]
-    sizes = batch, heads, groups, width, rows, dim, wide
-    tensors = q, k, v, mask, bias, sinks, result
-    attend_kernel(*tensors, *sizes, scale, softcap, torch.get_num_threads())
     return result
 
 

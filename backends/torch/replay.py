@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...ir.threads import traces
-from . import native, native_quantized
+from . import native, native_attention, native_quantized
 from .compiled import Compiled
 
 ALIGNED = 64
@@ -238,7 +238,7 @@ def kernels() -> list[tuple[ModuleType, str, Kernel]]:
 
     return [
         (module, name, value)
-        for module in (*PyCodeCache.modules, native, native_quantized)
+        for module in (*PyCodeCache.modules, native, native_attention, native_quantized)
         for name, value in vars(module).items()
         if isinstance(value, native.Kernel)
         or (isinstance(value, BuiltinFunctionType) and value.__name__ == "kernel")

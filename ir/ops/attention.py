@@ -117,12 +117,15 @@ def attention(
 
 def _write_samples() -> Iterator[Sample]:
     yield (torch.zeros(2, 2, 9, 4), torch.randn(2, 2, 3, 4), torch.tensor([0, 5])), {}
+    codes = torch.randint(256, (2, 2, 3, 4), dtype=torch.uint8)
+    yield (torch.zeros(2, 2, 9, 4, dtype=torch.uint8), codes, torch.tensor([0, 5])), {}
 
 
 def _check_write(cache: Tensor, new: Tensor, past: Tensor) -> None:
     given = Operands("cache_write")
-    given.fit("cache", cache, "BGCD")
-    given.fit("new", new, "BGTD")
+    stored = None if cache.dtype.is_floating_point else torch.uint8
+    given.fit("cache", cache, "BGCD", stored)
+    given.fit("new", new, "BGTD", stored)
     given.fit("past", past, "B", I64)
 
 
@@ -141,8 +144,8 @@ def cache_write(cache: Tensor, new: Tensor, past: Tensor) -> Tensor:
 
     ``%keys: f32[B,G,C,D] = graftwork.cache_write(%kv.0.key, %k, %past)``
 
-    cache [B,G,C,D]; new [B,G,T,D]; past i64[B], past + T <= C (the caller reserves). Rows at and
-    after past + T are not valid and are never read through a `step_mask`.
+    cache [B,G,C,D]; new [B,G,T,D], both floating or both u8; past i64[B], past + T <= C (the caller
+    reserves). Rows at and after past + T are not valid and are never read through a `step_mask`.
     """
     _check_write(cache, new, past)
     width = new.shape[2]

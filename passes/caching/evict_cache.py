@@ -182,6 +182,11 @@ class _Write:
 def _writes(functions: dict[str, Function], program: Program) -> Iterator[_Write]:
     """Of each layer with a cache the first write; of the target's, from its plain step."""
     for fn in functions.values():
+        _refuse(
+            bool(fn.calls(G.attend_quantized.default)),
+            f"{fn.name} reads rows that are stored in few bits (quantize_cache), and rows are "
+            f"weighed by keys as they are: leave one of the two out",
+        )
         for mask in fn.calls(G.step_mask.default):
             _refuse(
                 mask.kwargs.get("window") is not None,

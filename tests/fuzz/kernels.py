@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graftwork.backends.torch import cpu, native, native_quantized
+from graftwork.backends.torch import cpu, native, native_attention, native_quantized
 from graftwork.ir.ops import attention, norm
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -119,7 +119,7 @@ def native_attend(make: Maker) -> Case:
         return attention.attend(q, k, v, mask, *extra, scale=how["scale"], softcap=how["softcap"])
 
     def call(*tensors: Any, scale: float, softcap: float | None) -> Any:
-        return native.attend(*tensors, scale, softcap or 0.0)
+        return native_attention.attend(*tensors, scale, softcap or 0.0)
 
     case.options["softcap"] = case.options["softcap"] or None
     return Case("attend", call, meaning, case.operands, case.options, fake=True)

@@ -1,0 +1,79 @@
+#include "stored_rows.h"
+
+#include "lanes.h"
+
+namespace {
+
+// Lanes a and b that are `apart` become a + b and a - b.
+template <int apart, int... lane>
+Lanes butterflies(Lanes x, std::integer_sequence<int, lane...>) {
+    const Lanes signs = {(lane & apart ? -1.0f : 1.0f)...};
+    return __builtin_shufflevector(x, x, (lane ^ apart)...) + x * signs;
+}
+
+template <int apart = 1>
+Lanes butterflies(Lanes x) {
+    if constexpr (apart < LANES)
+        return butterflies<2 * apart>(
+            butterflies<apart>(x, std::make_integer_sequence<int, LANES>()));
+    return x;
+}
+
+// A number in 0..most for each lane, the nearest to x.
+Lanes clipped(Lanes x, float most) {
+    const Lanes whole = rounded(x);
+    return whole < 0.0f ? Lanes{} : whole > most ? splat(most) : whole;
+}
+
+}  // namespace
+
+void graftwork::turn_by_hadamard(float* row, int64_t width) {
+    int64_t apart = 1;
+    if (width % LANES == 0) {
+        for (int64_t i = 0; i < width; i += LANES) store(row + i, butterflies(load<Lanes>(row + i)));
+        apart = LANES;
+    }
+    for (; apart < width; apart *= 2)
+        for (int64_t begin = 0; begin < width; begin += 2 * apart)
+            for (int64_t i = begin; i < begin + apart; i++) {
+                const float a = row[i], b = row[i + apart];
+                row[i] = a + b;
+                row[i + apart] = a - b;
+            }
+    const float norm = float(1 / std::sqrt(double(width)));
+    for (int64_t i = 0; i < width; i++) row[i] *= norm;
+}
+
+void graftwork::store_row(
+    const float* row, int64_t width, int64_t bits, uint8_t* codes, float* steps) {
+    Lanes low = splat(row[0]), high = low;
+    for (int64_t i = 0; i < width; i += LANES) {
+        const int64_t at = std::max<int64_t>(0, std::min(i, width - LANES));  // the last ones twice
+        Lanes part = low;
+        const Lanes read = load<Lanes>(row + at, width - at);
+        for (int lane = 0; width < LANES && lane < width; lane++) part[lane] = read[lane];
+        if (width >= LANES) part = read;
+        low = part < low ? part : low;
+        high = part > high ? part : high;
+    }
+    float least = low[0], largest = high[0];
+    for (int lane = 1; lane < LANES; lane++) {
+        least = std::min(least, low[lane]);
+        largest = std::max(largest, high[lane]);
+    }
+    const float most = float((1 << bits) - 1), step = (largest - least) / most;
+    const auto coded = [&](int64_t i, int64_t count) {
+        const Lanes up = (load<Lanes>(row + i, count) - least) / splat(step > 0 ? step : 1.0f);
+        return __builtin_convertvector(
+            __builtin_convertvector(clipped(up, most), Whole), Marks);
+    };
+    const int64_t half = width / 2, bytes = bits == 8 ? width : half;
+    for (int64_t i = 0; i < bytes; i += LANES) {
+        const int64_t count = std::min<int64_t>(LANES, bytes - i);
+        Marks found = coded(i, count);
+        if (bits == 4) found |= coded(half + i, count) << 4;
+        store(codes + i, found, count);
+    }
+    steps[0] = step;
+    steps[1] = least;
+}

@@ -1,0 +1,194 @@
+"""Caches of few bits: rows as whole numbers, with steps of their own, and attention over them.
+
+A row's numbers are ``scale * code + least``: its least number has the code 0, its largest all ones.
+So a row is stored as it comes, whatever is beside it, and never again. What makes few bits hard, a
+channel that is larger than the others by far, a Hadamard matrix spreads over the row beforehand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from . import Sample, define
+from .attention import attend
+from .operands import Operands
+
+BITS = (4, 8)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Rows [..., D], D a power of two, times the orthogonal Hadamard matrix, which is its own
+    inverse."""
+    width = x.shape[-1]
+    apart = 1
+    while apart < width:
+        pairs = x.reshape(*x.shape[:-1], width // (2 * apart), 2, apart)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        x = torch.stack([a + b, a - b], dim=-2).reshape(x.shape)
+        apart *= 2
+    return x * (1 / math.sqrt(width))
+
+
+def _quantize_samples() -> Iterator[Sample]:
+    for bits, turned in ((8, False), (4, True)):
+        yield (torch.randn(2, 2, 3, 8),), {"bits": bits, "turned": turned}
+
+
+def check_stored(op: str, width: int, bits: int, turned: bool) -> None:
+    """Errors: `InputError` for rows that cannot be stored so."""
+    if bits not in BITS or width < 2 or width % 2:
+        raise InputError(
+            f"{op}: expected rows of an even width in {BITS} bits, got {width}, {bits}"
+        )
+    if turned and width & (width - 1):
+        raise InputError(
+            f"{op}: rows of {width} have no Hadamard matrix: it must be a power of two"
+        )
+
+
+def _quantize_fake(x: Tensor, *, bits: int, turned: bool) -> tuple[Tensor, Tensor]:
+    Operands("quantize_rows").fit("x", x, "BGTD")
+    check_stored("quantize_rows", x.shape[3], bits, turned)
+    codes = x.new_empty((*x.shape[:3], x.shape[3] * bits // 8), dtype=torch.uint8)
+    return codes, x.new_empty((*x.shape[:3], 2), dtype=torch.float32)
+
+
+@define(
+    "quantize_rows(Tensor x, *, int bits, bool turned) -> (Tensor, Tensor)",
+    samples=_quantize_samples,
+    fake=_quantize_fake,
+)
+def quantize_rows(x: Tensor, *, bits: int, turned: bool) -> tuple[Tensor, Tensor]:
+    """Rows as whole numbers of 4 or 8 bits, each with a step and a least number of its own.
+
+    ``%r: (u8[B,G,T,32], f32[B,G,T,2]) = graftwork.quantize_rows(%k, bits=4, turned=True)``
+
+    x [B,G,T,D] -> codes u8[B,G,T,D*bits/8] and steps f32[B,G,T,2]: what codes are times, and what
+    is added. Of 4 bits, a byte's lower half is a code of the row's first half. `turned`: of the
+    rows times a Hadamard matrix; D is a power of two.
+    Errors: `InputError` for other widths and bits.
+    Source: Ashkboos et al., "QuaRot" (2024).
+    """
+    check_stored("quantize_rows", x.shape[3], bits, turned)
+    rows = hadamard(x.float()) if turned else x.float()
+    least, most = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
+    step = (most - least) / float(2**bits - 1)
+    codes = torch.round((rows - least) / torch.where(step > 0, step, torch.ones_like(step)))
+    codes = torch.clamp(codes, 0.0, float(2**bits - 1))
+    if bits == 4:
+        half = x.shape[3] // 2
+        codes = codes[..., :half] + codes[..., half:] * 16.0
+    return codes.to(torch.uint8), torch.cat([step, least], dim=-1)
+
+
+def stored_values(codes: Tensor, steps: Tensor, bits: int) -> Tensor:
+    """The numbers f32[...,D] that codes u8[...,D*bits/8] and steps f32[...,2] stand for."""
+    numbers = codes.float()
+    if bits == 4:
+        high = torch.floor(numbers * (1 / 16))
+        numbers = torch.cat([numbers - high * 16.0, high], dim=-1)
+    return numbers * steps[..., :1] + steps[..., 1:]
+
+
+def _attend_samples() -> Iterator[Sample]:
+    mask = torch.rand(2, 1, 3, 9) < 0.5
+    mask[..., 0] = True
+    for bits, turned in ((8, True), (4, False)):
+        stored = [quantize_rows(torch.randn(2, 2, 9, 8), bits=bits, turned=turned) for _ in "kv"]
+        given = (torch.randn(2, 4, 3, 8), *stored[0], *stored[1], mask)
+        yield given, {"bits": bits, "turned": turned, "scale": 0.3}
+        extras = {"bias": torch.randn(2, 4, 3, 9), "sinks": torch.randn(4), "softcap": 4.0}
+        yield given, {"bits": bits, "turned": turned, "scale": 0.3, **extras}
+
+
+def check_attend_quantized(
+    q: Tensor,
+    k: Tensor,
+    k_steps: Tensor,
+    v: Tensor,
+    v_steps: Tensor,
+    mask: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    bits: int,
+    turned: bool,
+) -> None:
+    """Whether `attend_quantized` takes these. Errors: `InputError` naming what does not fit."""
+    given = Operands("attend_quantized")
+    given.sizes["S"] = 2
+    given.fit("q", q, "BHTD")
+    given.fit("k", k, "BGCK", torch.uint8)
+    given.fit("k_steps", k_steps, "BGCS", torch.float32)
+    given.fit("v", v, "BGCV", torch.uint8)
+    given.fit("v_steps", v_steps, "BGCS", torch.float32)
+    given.fit("mask", mask, "B1TC", torch.bool)
+    given.fit("bias", bias, "BHTC")
+    given.fit("sinks", sinks, "H")
+    given.multiple("H", of="G")
+    given.at_least_one("C")
+    for codes in (k, v):
+        check_stored("attend_quantized", codes.shape[3] * 8 // max(bits, 1), bits, turned)
+    if q.shape[3] * bits != k.shape[3] * 8:
+        given.refuse("k", k, f"BGC, D*{bits}/8", torch.uint8)
+
+
+def _attend_fake(
+    q: Tensor,
+    k: Tensor,
+    k_steps: Tensor,
+    v: Tensor,
+    v_steps: Tensor,
+    mask: Tensor,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    bits: int,
+    turned: bool,
+    **options: object,
+) -> Tensor:
+    check_attend_quantized(q, k, k_steps, v, v_steps, mask, bias, sinks, bits, turned)
+    return q.new_empty((*q.shape[:3], v.shape[3] * 8 // bits))
+
+
+@define(
+    "attend_quantized(Tensor q, Tensor k, Tensor k_steps, Tensor v, Tensor v_steps, Tensor mask, "
+    "Tensor? bias=None, Tensor? sinks=None, *, int bits, bool turned, float scale, "
+    "float? softcap=None) -> Tensor",
+    samples=_attend_samples,
+    fake=_attend_fake,
+)
+def attend_quantized(
+    q: Tensor,
+    k: Tensor,
+    k_steps: Tensor,
+    v: Tensor,
+    v_steps: Tensor,
+    mask: Tensor,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    bits: int,
+    turned: bool,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """`attend` over rows that `quantize_rows` has stored.
+
+    ``%y: f32[B,H,T,E] = graftwork.attend_quantized(%q, %k, %ks, %v, %vs, %m, bits=4, turned=True,
+    scale=0.125)``
+
+    q [B,H,T,D]; k u8[B,G,C,D*bits/8], v u8[B,G,C,E*bits/8]; k_steps, v_steps f32[B,G,C,2]; mask,
+    bias, sinks, softcap as in `attend`. `turned` as in `quantize_rows`, of keys and values.
+    Errors: `InputError` naming an operand of another rank, size or dtype.
+    """
+    check_attend_quantized(q, k, k_steps, v, v_steps, mask, bias, sinks, bits, turned)
+    keys, values = stored_values(k, k_steps, bits), stored_values(v, v_steps, bits)
+    query = hadamard(q.float()) if turned else q.float()
+    out = attend(query, keys, values, mask, bias, sinks, scale=scale, softcap=softcap)
+    out = hadamard(out) if turned else out
+    return out.to(q.dtype)
