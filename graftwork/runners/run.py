@@ -27,7 +27,7 @@ def chain(tokens):
 
 
 class Runner:
-    def __init__(self, folder, threads=1):
+    def __init__(self, folder, threads=1, share=False):
         self.folder = pathlib.Path(folder)
         self.said = json.loads((self.folder / "plan.json").read_text(encoding="utf-8"))
         if self.said.get("format") != "graftwork-plan" or self.said["version"] != 1:
@@ -39,12 +39,12 @@ class Runner:
         self.plan, self.parts = self.said["plan"], self.said["step"]["decode"]
         self.layers = [self.functions[name]["layers"] for name in self.parts]
         self.draft = getattr(self, "draft_" + self.plan["draft"]["kind"])
-        levels = self.plan["draft"].get("levels", 0)
-        self.levels = min(self.plan["tree"].get("depth") or levels, levels)
+        self.levels = min(self.plan["tree"].get("depth") or 99, self.plan["draft"].get("levels", 0))
         paths = self.plan["tree"].get("paths") or [[0] * (d + 1) for d in range(self.levels)]
         self.paths = list(map(tuple, paths))
         self.options = ort.SessionOptions()
         self.options.intra_op_num_threads, self.options.log_severity_level = threads, 3
+        self.options.add_session_config_entry("session.disable_prepacking", str(int(share)))
         self.sessions, self.states, self.steps = {}, {}, 0
 
     def session(self, name, variant):
