@@ -156,6 +156,16 @@ def test_sampled_tokens_have_the_models_chances(tmp_path: Path) -> None:
     np.testing.assert_allclose(shares, kept.numpy(), atol=2 / count)
 
 
+@pytest.mark.parametrize("name", ["baseline", "copyspec"])
+def test_lengths_that_are_none_are_an_error(name: str, tmp_path: Path) -> None:
+    session = opened(made(name).export_onnx_loop(tmp_path / "out"))
+    for length in (0, -1, 10):
+        feeds = asked(PROMPTS, 12, [])
+        feeds["lengths"][1] = length
+        with pytest.raises(Exception, match="lengths_are_1_to_prompt_length"):
+            session.run(None, feeds)
+
+
 def test_numbers_of_another_shape_are_an_error(tmp_path: Path) -> None:
     session = opened(made("copyspec").export_onnx_loop(tmp_path / "out", sample=True))
     feeds = asked(PROMPTS, 12, []) | sampling(0, 3, 11, 1.0, 0, 1.0)

@@ -114,7 +114,7 @@ class _Generation:
         self.g = GraphBuilder("generate", opsets)
         g = self.g
         self.ids = g.input("input_ids", I64, ["batch_size", "prompt_length"])
-        self.lengths = g.input("lengths", I64, ["batch_size"])
+        self.lengths = self.checked(g.input("lengths", I64, ["batch_size"]))
         self.most = g.input("max_new", I64, [])
         self.eos = g.input("eos", I64, ["ends"])
         self.sampling = Sampling.inputs(g) if sample else None
@@ -128,6 +128,19 @@ class _Generation:
         g.output("counts", counts, I64, ["batch_size"])
         model = oir.Model(g.graph, ir_version=self.emitted.model.ir_version)
         return Emitted(model, tuple(g.weights.values()))
+
+    def checked(self, lengths: oir.Value) -> Any:
+        """The lengths; any that is no length of a prompt is an error that says so."""
+        g = self.g
+        width = g.size(self.ids, 1)
+        last = g.op("Sub", lengths, g.const(1))
+        # Places count from the end, too, where they are negative.
+        outside = g.op("Less", last, g.const(0))
+        place = g.op("Where", outside, width, last)
+        found = g.op(
+            "Gather", g.range(g.const(0), width), place, called="lengths_are_1_to_prompt_length"
+        )
+        return g.op("Add", found, g.const(1))
 
     @property
     def pad(self) -> int:
