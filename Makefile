@@ -1,5 +1,6 @@
 # make demo      the bundled model, before and after, on this machine (about two minutes)
 # make test      the test suite
+# make gpu       where a GPU is: the tests that need one, and benchmarks/gpu.py on MODELS="DIR ..."
 # make check     format, lint, strict types, tests and doctests, line totals; without the long tests
 #
 # Each prepares .venv by itself, from constraints.txt; it needs Python 3.11-3.13 and make, no more.
@@ -21,13 +22,21 @@ WORKERS := 2
 SELECT := -m "not long"
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile
 
-.PHONY: demo test check format types totals clean
+.PHONY: demo test gpu check format types totals clean
 
 demo: $(INSTALLED)
 	$(BIN)/graftwork demo $(ARGS)
 
 test: $(INSTALLED)
 	$(PYTEST) $(ARGS)
+
+# In an environment that has the interpreter's own packages: a torch that fits the driver stays. Where
+# nothing can be downloaded, WHEELS=DIR names a folder of wheels.
+gpu:
+	$(PYTHON) -m venv --system-site-packages $(VENV)/gpu
+	$(VENV)/gpu/bin/python -m pip install --quiet $(if $(WHEELS),--no-index --find-links $(WHEELS)) -e '.[test]'
+	$(VENV)/gpu/bin/python -m pytest tests/test_cuda.py $(ARGS)
+	$(if $(MODELS),PYTHONPATH=benchmarks $(VENV)/gpu/bin/python benchmarks/gpu.py $(MODELS) --json gpu.jsonl)
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check $(PYTHON_FILES)

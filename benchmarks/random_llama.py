@@ -45,7 +45,9 @@ class Shape:
 PRESETS = {
     "tiny": Shape(hidden=64, layers=2, heads=4, groups=2, inner=128, vocab=256, context=256),
     "200m": Shape(),
+    "1b": Shape(hidden=2048, layers=16, heads=32, groups=8, inner=8192, vocab=65536),
     "3b": Shape(hidden=2560, layers=32, heads=32, groups=8, inner=9216, vocab=49152),
+    "8b": Shape(hidden=4096, layers=32, heads=32, groups=8, inner=14336, vocab=65536),
 }
 
 
