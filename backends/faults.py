@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -100,3 +101,21 @@ def check_kernels(program: Program, target: Target) -> None:
                 f"{function.name}) have kernels on the CPU alone; take a recipe that does not "
                 f"quantize weights, in bfloat16 or float16, or {target.backend}:cpu"
             )
+
+
+def check_memory(program: Program, target: Target) -> None:
+    """Whether a GPU has room for a program's weights. Errors: `InputError` saying what fits."""
+    if target.device == "cpu":
+        return
+    needed = sum(weight.type.nbytes for weight in program.weights.values())
+    free, total = torch.cuda.mem_get_info()
+    if needed <= free:
+        return
+    values = sum(math.prod(weight.type.shape) for weight in program.weights.values())
+    fits = 2 * values <= free < needed
+    other = f"use {target.backend}:cpu, or a larger one"
+    advice = "float16 or bfloat16 would fit" if fits else other
+    raise InputError(
+        f"target {target}: the weights take {needed / 1e9:.1f} GB, caches come on top, and the GPU "
+        f"has {free / 1e9:.1f} GB free of {total / 1e9:.1f}; {advice}"
+    )

@@ -11,12 +11,15 @@ import pytest
 import torch
 from archs import ARCHS, build
 from every_recipe import NAMES, program_of
+from tiny import tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import graftwork as gw
+from graftwork.backends.faults import check_memory
+from graftwork.backends.target import Target
 from graftwork.backends.torch.emit import emit
-from graftwork.ir import Function, Program, Sym, TensorType, UnsupportedError, type_of
+from graftwork.ir import Function, InputError, Program, Sym, TensorType, UnsupportedError, type_of
 
 ELSEWHERE = torch.device("meta")
 
@@ -69,3 +72,17 @@ def test_weights_of_few_bits_are_refused_where_they_have_no_kernels(
     with pytest.raises(UnsupportedError, match=r"weights of 8 bits .* on the CPU alone; take"):
         gw.optimize(model, "int8", target=f"{backend}:cuda")
     gw.optimize(model, "baseline", target=f"{backend}:cuda")
+
+
+@pytest.mark.parametrize(
+    ("free", "said"),
+    [(10_000, "use onnxruntime:cpu, or a larger"), (40_000, "float16 or bfloat16")],
+)
+def test_a_gpu_that_is_too_small(free: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tiny_llama(1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80_000))
+    size = sum(weight.type.nbytes for weight in program.weights.values())
+    assert size // 2 < 40_000 < size
+    with pytest.raises(InputError, match=f"weights take 0.0 GB.*{said}"):
+        check_memory(program, Target("onnxruntime", "cuda"))
+    check_memory(program, Target("onnxruntime", "cpu"))

@@ -117,3 +117,15 @@ def test_missing_provider_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CPUExecutionProvider"])
     with pytest.raises(InputError, match="no CUDA provider"):
         sessions.providers(Target(device="cuda"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_provider_that_does_not_load_is_an_error(tmp_path, monkeypatch):
+    """ONNX Runtime itself goes on with the CPU."""
+    made = started(cached_llama(Shape()))
+    path = next(made._scratch.path.glob("*.onnx"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(sessions, "preload_cuda", lambda: None)
+    own = any(step.session for step in made._made["step"].values())
+    with pytest.raises(InputError, match=r"could not load CUDA's libraries.*onnxruntime:cpu"):
+        sessions.open_session(path, Target(device="cuda"), own_ops=own)

@@ -34,8 +34,8 @@ def open_session(
     as they lie in the file, which makes steps of several tokens slower but costs no memory.
     own_ops: whether the model has any of graftwork's own domain.
     stream: the CUDA stream to work in, see `Stream.handle`.
-    Errors: `InputError` if the device's provider is missing, `UnsupportedError` if the kernels of
-    own ops are.
+    Errors: `InputError` if the device's provider is missing or does not load, `UnsupportedError` if
+    the kernels of own ops are missing.
     """
     import onnxruntime as ort
 
@@ -47,8 +47,17 @@ def open_session(
         options.add_session_config_entry("session.disable_prepacking", "1")
     if own_ops:
         register_own_ops(options)
+    wanted = providers(target, stream)
     with huge_pages():
-        return ort.InferenceSession(str(path), options, providers=providers(target, stream))
+        session = ort.InferenceSession(str(path), options, providers=wanted)
+    if target.device == "cuda" and "CUDAExecutionProvider" not in session.get_providers():
+        # Where its libraries do not load, ONNX Runtime runs on the CPU without a word.
+        raise InputError(
+            f"target {target}: onnxruntime {ort.__version__} could not load CUDA's libraries; "
+            f"install those of its CUDA version (pip install 'onnxruntime-gpu[cuda,cudnn]'), or "
+            f"use onnxruntime:cpu"
+        )
+    return session
 
 
 def threads_of(target: Target) -> int:
