@@ -6,6 +6,7 @@
 //   CachedAttention, CachedQuantizedAttention, MaskedAttention: see ort_attention.h
 
 #include "ort_attention.h"
+#include "ort_recurrent.h"
 #include "ort_op.h"
 #include "quantized.h"
 
@@ -127,6 +128,7 @@ extern "C" ort::Status* RegisterCustomOps(ort::Options* options, const ort::ApiB
         static const Op<CachedNode<false>> cached;
         static const Op<CachedNode<true>> cached_quantized;
         static const Op<MaskedAttention> masked;
+        static const Op<LinearAttentionStep> recurrence;
         static ort::Domain* const domain = [&] {  // sessions use it as long as they live
             ort::Domain* const made = api->create_domain("graftwork");
             api->add_op(made, &linear);
@@ -134,6 +136,7 @@ extern "C" ort::Status* RegisterCustomOps(ort::Options* options, const ort::ApiB
             api->add_op(made, &cached);
             api->add_op(made, &cached_quantized);
             api->add_op(made, &masked);
+            api->add_op(made, &recurrence);
             return made;
         }();
         api->add_domain(options, domain);

@@ -2,6 +2,7 @@
 
 #include "attention.h"
 #include "quantized.h"
+#include "recurrent.h"
 
 using namespace graftwork;
 
@@ -74,6 +75,42 @@ void quantized_embedding(
     const Table table = {
         tiles, scale, offset, values, V, K, group, bits, half_scale != 0, half_offset != 0};
     rows_of(table, ids, count, y, Threads(threads));
+}
+
+// See `Recurrence`. Of ancestors and beta each may be null.
+void linear_attention_step(
+    const float* state,
+    const float* keys,
+    const float* values,
+    const float* decays,
+    const int64_t* folded,
+    const int64_t* past,
+    const int64_t* certain,
+    const uint8_t* ancestors,
+    const float* q,
+    const float* k,
+    const float* v,
+    const float* g,
+    const float* beta,
+    float* y,
+    float* new_state,
+    float* new_keys,
+    float* new_values,
+    float* new_decays,
+    int64_t B,
+    int64_t H,
+    int64_t G,
+    int64_t T,
+    int64_t K,
+    int64_t V,
+    int64_t D,
+    int64_t W,
+    int64_t threads) {
+    const Recurrence given = {
+        state, keys, values,    decays,   folded,     past,       certain, ancestors, q, k, v, g,
+        beta,  y,    new_state, new_keys, new_values, new_decays, B,       H,         G, T, K, V,
+        D,     W};
+    step(given, Threads(threads));
 }
 
 // `graftwork.attend`, and with steps `graftwork.attend_quantized`; see attention.h.

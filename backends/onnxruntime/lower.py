@@ -31,6 +31,7 @@ from . import (
     rows_moe,
     rows_norm,
     rows_quantized,
+    rows_recurrent,
     rows_reduce,
     rows_shape,
 )
@@ -51,6 +52,7 @@ FAMILIES = (
     rows_moe,
     rows_norm,
     rows_quantized,
+    rows_recurrent,
     rows_reduce,
     rows_shape,
 )

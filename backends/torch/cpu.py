@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...ir.ops import norm, quantized_cache
 from ...ir.ops.attention import check_attend
-from . import native, native_attention, native_quantized
+from . import native, native_attention, native_quantized, native_recurrent
 from .rows import Row
 from .rows import attend as library_attend
 
@@ -221,6 +221,7 @@ CPU_ROWS: dict[Any, Row] = {
     torch.ops.graftwork.attend.default: attend,
     torch.ops.graftwork.attend_quantized.default: attend_quantized,
     torch.ops.graftwork.quantize_rows.default: quantize_rows,
+    torch.ops.graftwork.linear_attention_step.default: native_recurrent.step,
     torch.ops.graftwork.rms_norm.default: rms_norm,
     torch.ops.graftwork.add_rms_norm.default: add_rms_norm,
     torch.ops.graftwork.layer_norm.default: layer_norm,

@@ -22,8 +22,11 @@ import torch
 from torch import Tensor
 
 from ...ir.threads import traces
-from . import native, native_attention, native_quantized
+from . import native, native_attention, native_quantized, native_recurrent
 from .compiled import Compiled
+
+NATIVE = (native, native_attention, native_quantized, native_recurrent)
+"""The modules that hold native kernels."""
 
 ALIGNED = 64
 """Bytes at whose multiples torch allocates, and kernels may expect tensors to begin."""
@@ -238,7 +241,7 @@ def kernels() -> list[tuple[ModuleType, str, Kernel]]:
 
     return [
         (module, name, value)
-        for module in (*PyCodeCache.modules, native, native_attention, native_quantized)
+        for module in (*PyCodeCache.modules, *NATIVE)
         for name, value in vars(module).items()
         if isinstance(value, native.Kernel)
         or (isinstance(value, BuiltinFunctionType) and value.__name__ == "kernel")

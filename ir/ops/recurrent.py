@@ -234,7 +234,7 @@ def _step_samples() -> Iterator[Sample]:
             yield (*held, *counts, ancestors, q, k, v, g, beta), {}
 
 
-def _check_step(
+def check_step(
     state: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -249,6 +249,7 @@ def _check_step(
     g: Tensor,
     beta: Tensor | None,
 ) -> None:
+    """Whether these fit each other. Errors: `InputError` naming the one that does not."""
     given = _check_sequence("linear_attention_step", q, k, v, g, beta)
     given.fit("state", state, "BHKV", F32)
     given.fit("keys", keys, "BGWK", F32)
@@ -282,7 +283,7 @@ def _step_fake(
     g: Tensor,
     beta: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    _check_step(state, keys, values, decays, folded, past, certain, ancestors, q, k, v, g, beta)
+    check_step(state, keys, values, decays, folded, past, certain, ancestors, q, k, v, g, beta)
     # As they are made: in rows, whatever the operands are views of.
     return tuple(x.new_empty(x.shape) for x in (v, state, keys, values, decays))
 
@@ -322,7 +323,7 @@ def linear_attention_step(
     has the W after those (what is beyond the step has no meaning). Results: y [B,H,T,V], then the
     new state, keys, values and decays. Errors: `InputError` naming an operand that does not fit.
     """
-    _check_step(state, keys, values, decays, folded, past, certain, ancestors, q, k, v, g, beta)
+    check_step(state, keys, values, decays, folded, past, certain, ancestors, q, k, v, g, beta)
     heads = v.shape[1]
     begun = (past > 0)[:, None, None, None]
     before = _folded(state, _heads(keys, heads), values, decays, _pending(folded, past))

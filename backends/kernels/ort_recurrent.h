@@ -1,0 +1,78 @@
+// A step of linear attention as an op of ONNX Runtime.
+//
+//   LinearAttentionStep(state, keys, values, decays, folded, past, certain, q, k, v, g, ancestors?,
+//     beta?; threads) -> (y, state, keys, values, decays)
+//
+// It is graftwork.linear_attention_step.
+
+#pragma once
+
+#include "ort_op.h"
+#include "recurrent.h"
+
+namespace graftwork {
+
+struct LinearAttentionStep {
+    static constexpr const char* NAME = "LinearAttentionStep";
+    static constexpr int REQUIRED = 11, OUTPUTS = 5;
+    static constexpr ort::Element INPUTS[] = {
+        ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::INT64, ort::INT64, ort::INT64,
+        ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::BOOL,  ort::FLOAT};
+    const ort::Api& api;
+    int64_t threads;
+
+    LinearAttentionStep(const ort::Api& api, const ort::Info* info)
+        : api(api), threads(api.whole_number(info, "threads")) {
+        want(threads >= 1, "threads must be positive");
+    }
+
+    void run(ort::Context* context) const {
+        const auto input = [&](size_t place) { return ort::Tensor(api, context, place); };
+        const ort::Tensor state = input(0), keys = input(1), values = input(2), decays = input(3);
+        const ort::Tensor folded = input(4), past = input(5), certain = input(6);
+        const ort::Tensor q = input(7), k = input(8), v = input(9), g = input(10);
+        const ort::Tensor ancestors = input(11), beta = input(12);
+        want(state.sizes.size() == 4, "state must be [B, H, K, V]");
+        want(keys.sizes.size() == 4, "keys must be [B, G, W, K]");
+        want(g.sizes.size() == 4, "g must be [B, H, T, D]");
+        const int64_t B = state.sizes[0], H = state.sizes[1], K = state.sizes[2];
+        const int64_t V = state.sizes[3], G = keys.sizes[1], W = keys.sizes[2];
+        const int64_t T = g.sizes[2], D = g.sizes[3];
+        want(G >= 1 && H % G == 0, "H must be a multiple of G");
+        want(D == 1 || D == K, "g must have one decay a head or one a key");
+        want(T >= 1 && W >= 1, "there must be a token and a row of the log");
+        want(keys.is({B, G, W, K}), "keys must be [B, G, W, K]");
+        want(values.is({B, H, W, V}), "values must be [B, H, W, V]");
+        want(decays.is({B, H, W, D}), "decays must be [B, H, W, D]");
+        want(folded.is({B}) && past.is({B}) && certain.is({B}), "counts must be [B]");
+        want(q.is({B, G, T, K}) && k.is({B, G, T, K}), "q and k must be [B, G, T, K]");
+        want(v.is({B, H, T, V}), "v must be [B, H, T, V]");
+        want(g.is({B, H, T, D}), "g must be [B, H, T, D]");
+        want(ancestors.is({B, T, T}), "ancestors must be [B, T, T]");
+        want(beta.is({B, H, T}), "beta must be [B, H, T]");
+        Recurrence given = {};
+        given.state = state.data<float>(api);
+        given.keys = keys.data<float>(api);
+        given.values = values.data<float>(api);
+        given.decays = decays.data<float>(api);
+        given.folded = folded.data<int64_t>(api);
+        given.past = past.data<int64_t>(api);
+        given.certain = certain.data<int64_t>(api);
+        given.ancestors = ancestors.data<uint8_t>(api);
+        given.q = q.data<float>(api);
+        given.k = k.data<float>(api);
+        given.v = v.data<float>(api);
+        given.g = g.data<float>(api);
+        given.beta = beta.data<float>(api);
+        given.y = api.data<float>(api.output(context, 0, v.sizes));
+        given.new_state = api.data<float>(api.output(context, 1, state.sizes));
+        given.new_keys = api.data<float>(api.output(context, 2, keys.sizes));
+        given.new_values = api.data<float>(api.output(context, 3, values.sizes));
+        given.new_decays = api.data<float>(api.output(context, 4, decays.sizes));
+        given.B = B, given.H = H, given.G = G, given.T = T, given.K = K, given.V = V;
+        given.D = D, given.W = W;
+        step(given, Pool(api, context, threads));
+    }
+};
+
+}  // namespace graftwork

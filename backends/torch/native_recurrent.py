@@ -1,0 +1,57 @@
+"""The kernel for a step of linear attention as a torch op, as those of `native` are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ir import InputError
+from ...ir.ops.recurrent import check_step
+from ...ir.ops.recurrent import linear_attention_step as meaning
+from ..cached_library import SHARED
+from .native import F32, Kernel, native_op
+
+linear_attention_step_kernel = Kernel("linear_attention_step", SHARED)
+
+
+def _like(
+    state: Tensor, keys: Tensor, values: Tensor, decays: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (others[6], state, keys, values, decays))
+
+
+def _check(*operands: Any) -> None:
+    check_step(*operands)
+    for x in operands[8:13]:
+        if x is not None and x.dtype != F32:
+            raise InputError(f"linear_attention_step: the kernel takes {F32}, got {x.dtype}")
+
+
+@native_op(
+    "linear_attention_step(Tensor state, Tensor keys, Tensor values, Tensor decays, Tensor folded, "
+    "Tensor past, Tensor certain, Tensor? ancestors, Tensor q, Tensor k, Tensor v, Tensor g, "
+    "Tensor? beta) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _check,
+    _like,
+)
+def linear_attention_step(*operands: Any) -> tuple[Tensor, ...]:
+    """`graftwork.linear_attention_step` in float32."""
+    results = _like(*operands)
+    batch, groups, width, size = operands[9].shape
+    heads, values = operands[10].shape[1], operands[10].shape[3]
+    sizes = batch, heads, groups, width, size, values, operands[11].shape[3], operands[1].shape[2]
+    linear_attention_step_kernel(*operands, *results, *sizes, torch.get_num_threads())
+    return results
+
+
+STEP = torch.ops.graftwork_native.linear_attention_step.default
+
+
+def step(*operands: Any) -> Any:
+    """`graftwork.linear_attention_step`; native in float32."""
+    given = (*operands, None)[:13]
+    if any(x is not None and x.dtype != F32 for x in given[8:]):
+        return meaning(*operands)
+    return linear_attention_step(*given)
