@@ -49,7 +49,12 @@ def tabulate_positions(imported: Imported, context: int) -> int:
         for node in fn.calls()
         if node not in by_tokens and node not in by_positions and _numbers_tokens(node)
     ]
-    context = min([context, *(_rows(node) for node in numbered if node.target in _LOOK_UPS)])
+    context = min(
+        [
+            context,
+            *(_rows(imported, node, context) for node in numbered if node.target in _LOOK_UPS),
+        ]
+    )
     tables = 0
     for node in numbered:
         users = [user for user in node.users if user in by_tokens]
@@ -68,17 +73,19 @@ HEAD = 512
 _LOOK_UPS = (A.embedding.default,)
 
 
-def _rows(node: torch.fx.Node) -> int:
-    """Positions that a learned embedding has rows for; the first ones may be reserved."""
+def _rows(imported: Imported, node: torch.fx.Node, context: int) -> int:
+    """Positions, up to the context, for which an embedding has rows; the first ones may be
+    reserved, and where all tokens share one, nothing ends."""
     table, index = node.args
-    region = needed_for(index, {})  # type: ignore[arg-type]
-    if any(part.op != "call_function" for part in region):
-        return int(type_of(table).dims[0])  # type: ignore[arg-type]
     values: dict[torch.fx.Node, Any] = {}
-    for part in region:
-        args, kwargs = _bind((part.args, part.kwargs), values, {"B": 1, "T": 1})
+    for part in needed_for(index, {}):  # type: ignore[arg-type]
+        if part.op == "get_attr":
+            values[part] = imported.weights[str(part.target)].load()
+            continue
+        args, kwargs = _bind((part.args, part.kwargs), values, {"B": 1, "T": 2})
         values[part] = part.target(*args, **kwargs)  # type: ignore[operator]
-    return int(type_of(table).dims[0]) - int(values[index].flatten()[0])  # type: ignore
+    first, second = values[index].flatten()[:2].tolist()  # type: ignore[index]
+    return context if first == second else int(type_of(table).dims[0]) - first  # type: ignore
 
 
 def _numbers_tokens(node: torch.fx.Node) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -217,6 +218,13 @@ def _generation_config(folder: Path) -> Any:
         raise InputError(f"{folder}: transformers cannot read {name}: {error}") from error
 
 
+def _reserved(model: nn.Module) -> int:
+    """Rows of a table of positions that no text has: models that number tokens by themselves, from
+    what is no padding, begin behind the padding's row."""
+    numbering = [m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids")]
+    return max([0, *(int(m.padding_idx) + 1 for m in numbering)])  # type: ignore[arg-type]
+
+
 class _Wrapper(nn.Module):
     """Token ids and positions [B,T] to logits [B,T,V]."""
 
@@ -226,9 +234,10 @@ class _Wrapper(nn.Module):
         parameters = inspect.signature(model.forward).parameters
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.takes_positions = "position_ids" in parameters or open_ended
+        self.reserved = _reserved(model)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        extra = {"position_ids": positions} if self.takes_positions else {}
+        extra = {"position_ids": positions + self.reserved} if self.takes_positions else {}
         out = self.model(input_ids=tokens, use_cache=False, return_dict=True, **extra)
         logits: torch.Tensor = out.logits
         return logits
@@ -251,7 +260,9 @@ def _trace(
     prepare_experts(twin)
     info = _info(config, generation)
     with one_sequence_a_row(), as_ops(twin):
-        exported = export(_Wrapper(twin), mode, info.context, config.model_type)
+        wrapper = _Wrapper(twin)
+        info = replace(info, context=info.context - wrapper.reserved)
+        exported = export(wrapper, mode, info.context, config.model_type)
     source = Source(exported, "model", weight_of)
     return build_program(config.model_type, source, info, assets)
 
@@ -306,7 +317,8 @@ def _text_config(config: Any) -> Any:
 
 def _context(config: Any) -> int:
     """Positions the model supports; models without a limit may say how they were trained."""
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+    for name in (*names, "max_target_positions"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
             return value

@@ -113,7 +113,7 @@ def moe(
         out = torch.einsum("nkf,nkhf->nkh", gated(hidden), down[experts])
         out = out if down_bias is None else out + down_bias[experts]
         return (out * weights[..., None]).sum(1).to(x.dtype)
-    total = torch.zeros(x.shape, dtype=torch.result_type(x, weights), device=x.device)
+    total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, weights.dtype), device=x.device)
     for expert in range(gate_up.shape[0]):
         bias = None if gate_up_bias is None else gate_up_bias[expert]
         hidden = torch.nn.functional.linear(x, gate_up[expert], bias)
