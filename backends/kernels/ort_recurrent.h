@@ -14,10 +14,12 @@ namespace graftwork {
 
 struct LinearAttentionStep {
     static constexpr const char* NAME = "LinearAttentionStep";
-    static constexpr int REQUIRED = 11, OUTPUTS = 5;
-    static constexpr ort::Element INPUTS[] = {
-        ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::INT64, ort::INT64, ort::INT64,
-        ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::BOOL,  ort::FLOAT};
+    static constexpr int REQUIRED = 11, INPUTS = 13, OUTPUTS = 5;
+    static ort::Element input(int place) {
+        if (place >= 4 && place <= 6) return ort::INT64;
+        return place == REQUIRED ? ort::BOOL : ort::FLOAT;
+    }
+    static ort::Element output(int) { return ort::FLOAT; }
     const ort::Api& api;
     int64_t threads;
 
