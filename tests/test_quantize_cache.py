@@ -232,3 +232,30 @@ def test_bytes_are_told_and_few():
     wide = fast.program.states["kv.0.key.codes"].type.dims[3] * 2  # 4 bits a number
     assert sizes["kv_int8"] / sizes["baseline"] == pytest.approx((wide + 8) / (4 * wide))
     assert sizes["kv_int4"] / sizes["baseline"] == pytest.approx((wide / 2 + 8) / (4 * wide))
+
+
+def stored_demo(base: str) -> gw.Model:
+    four = {"pass": "quantize_cache", "options": {"bits": 4}}
+    recipe = {"title": "four", "contract": "approximate", "extends": base, "passes": [four]}
+    return gw.optimize(str(demo_folder()), recipe, target="onnxruntime")
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*untrained")
+@pytest.mark.parametrize("base", ["copyspec", "recycling", "eagle_chain"])
+def test_drafts_change_no_token_of_a_stored_target(base):
+    tokens = torch.arange(3, 43)[None] % 17
+    want = stored_demo("baseline").generate(tokens, max_new_tokens=24, do_sample=False)
+    got = stored_demo(base).generate(tokens, max_new_tokens=24, do_sample=False)
+    assert torch.equal(got, want)
+
+
+def test_conversations_go_on_from_stored_rows():
+    tokens = torch.arange(3, 43)[None] % 17
+    fast = stored_demo("baseline")
+    first = fast.generate(tokens, max_new_tokens=8, do_sample=False)
+    more = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+    second = fast.generate(first, **more)
+    assert second.stats.reused_tokens > 40
+    fast.forget()
+    assert torch.equal(fast.generate(first, **more).sequences, second.sequences)
