@@ -23,8 +23,8 @@ from graftwork.passes.engine.validate import reference_logits
 WIDTHS = (7, 1, 1, 3, 8, 1, 2, 5, 12)
 NEW = 24
 TOLERANCE = 1e-4
-SHORT = ("lfm2", "mamba2", "qwen3_next")
-"""Of each kind of state, one."""
+SHORT = ("falcon_h1", "lfm2", "mamba2", "qwen3_next")
+"""Of each kind of state, one, and one that takes results for rows in a row."""
 FAMILIES = [
     pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in RECURRENT
 ]

@@ -66,7 +66,7 @@ def chunk_delta_rule(
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     decay = (g if g.dim() == 4 else g.unsqueeze(-1)).transpose(1, 2).float()
     y = G.linear_attention(q * q.shape[-1] ** -0.5, k, v, decay, rate, layer=0)
-    return y.transpose(1, 2).to(query.dtype), None
+    return y.transpose(1, 2).contiguous().to(query.dtype), None
 
 
 def mamba2_chunk_scan(
@@ -94,7 +94,8 @@ def mamba2_chunk_scan(
     v = (x * step[..., None]).transpose(1, 2)
     decay = (A.float() * step)[..., None].transpose(1, 2)
     q, k = C.float().transpose(1, 2), B.float().transpose(1, 2)
-    y = G.linear_attention(q, k, v, decay, None, layer=0).transpose(1, 2)
+    # In rows, because there are models that take it for so.
+    y = G.linear_attention(q, k, v, decay, None, layer=0).transpose(1, 2).contiguous()
     result: Tensor = y if D is None else y + x * D[..., None]
     return result
 
