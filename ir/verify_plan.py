@@ -23,6 +23,8 @@ from .program import Program
 from .types import TensorType
 
 A, G = torch.ops.aten, torch.ops.graftwork
+READ_WINDOWS = (G.row_attention.default, G.expected_queries.default)
+"""Ops that know which rows of a window count."""
 
 
 def verify_plan(program: Program) -> None:
@@ -69,7 +71,7 @@ def _check_windows(program: Program) -> None:
                         raise VerifyError(
                             f"plan: {program.plan.cache.brief} says that {node.target} holds the "
                             f"last {block} rows, and {function.name} uses it in %{user.name}; "
-                            f"expected cache_write at past modulo {block}, or row_attention"
+                            f"expected cache_write at past modulo {block}, or what weighs rows"
                         )
 
 
@@ -91,7 +93,7 @@ def _check_upkeep(program: Program) -> None:
 
 
 def _keeps_window(user: torch.fx.Node, block: int) -> bool:
-    if user.op == "output" or user.target is G.row_attention.default:
+    if user.op == "output" or user.target in READ_WINDOWS:
         return True
     place = user.args[2] if user.target is G.cache_write.default else None
     if not isinstance(place, torch.fx.Node) or place.target is not A.remainder.Scalar:

@@ -23,7 +23,8 @@ def program_of(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> P
     corpus = folder / "corpus.json"
     corpus.write_text("[[1, 2, 3]]")
     brought = {"draft_model.model": "other", "draft_corpus.path": str(corpus)}
-    brought |= {"evict_cache.budget": "64", "evict_cache.block": "32"}  # of a context of 128
+    few = {"budget": "64", "block": "32", "ahead": "64"}  # of a context of 128
+    brought |= {f"evict_cache.{name}": rows for name, rows in few.items()}
     recipe = Recipe.load(name)
     uses = {use.name for use in recipe.passes}
     given = [f"{key}={value}" for key, value in brought.items() if key.split(".")[0] in uses]

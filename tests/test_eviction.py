@@ -59,6 +59,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "tova": {"method": "tova"},
     "snapkv": {"method": "snapkv", "recent": 6},
     "h2o": {"method": "h2o"},
+    "expected": {"method": "expected", "ahead": 40},
 }
 TEXT = torch.randint(2, 9, (1, 75), generator=torch.Generator().manual_seed(5))
 """Few different tokens: equal ones have equal keys in the first layer, and scores are tied."""
@@ -86,6 +87,8 @@ class Reference:
         self.rule = {"sinks": 0, "recent": 0} | METHODS[name]
         if self.rule["method"] == "h2o":
             self.rule["recent"] = budget // 2
+        if self.rule["method"] == "expected":
+            self.rule["sinks"] = 4
         self.budget = budget
         program = cached_llama(SHAPE)
         fn = program.function("step").copy()
@@ -95,7 +98,10 @@ class Reference:
             hidden = fn.add_input(f"hidden.{layer}", TensorType.parse("f32[B,4,T,C]"))
             attend.args = (*attend.args[:4], hidden)
             outputs[f"query.{layer}"] = attend.args[0]
+            outputs[f"raw.{layer}"] = attend.args[0].args[0]  # of the rotation
         fn.set_outputs(outputs)
+        tables = [str(node.args[0].target) for node in attend.args[0].args[1:3]]
+        self.angles = [program.weights[name].load().double() for name in tables]
         self.executable = executable_of(program.with_function(fn))
         self.executable.begin(1, 256)
         self.executable.reserve(256)
@@ -104,6 +110,7 @@ class Reference:
         self.held = [[[] for _ in range(self.groups)] for _ in range(LAYERS)]
         self.sums = [[dict[int, float]() for _ in range(self.groups)] for _ in range(LAYERS)]
         self.queries: list[list[torch.Tensor]] = [[] for _ in range(LAYERS)]
+        self.raw: list[list[torch.Tensor]] = [[] for _ in range(LAYERS)]
         self.fed = 0
 
     def feed(self, tokens: Sequence[int]) -> torch.Tensor:
@@ -122,10 +129,12 @@ class Reference:
                 group = head // (self.heads // self.groups)
                 hidden[0, head, :, [*self.held[layer][group], *new]] = 0
             inputs[f"hidden.{layer}"] = hidden
-        fetch = ("logits", *(f"query.{n}" for n in range(LAYERS)))
+        kinds = [f"{kind}.{n}" for n in range(LAYERS) for kind in ("query", "raw")]
+        fetch = ("logits", *kinds)
         found = self.executable.run("step", inputs, fetch)
         for layer in range(LAYERS):
             self.queries[layer] += list(found[f"query.{layer}"][0].unbind(1))
+            self.raw[layer] += list(found[f"raw.{layer}"][0].double().clone().unbind(1))
             for group in self.held[layer]:
                 group += new
         self.fed += width
@@ -154,7 +163,7 @@ class Reference:
         return sorted(always + others[: self.budget - len(always)])
 
     def rounded(self, score: float) -> float:
-        if self.rule["method"] in ("tova", "snapkv", "h2o"):
+        if self.rule["method"] in ("tova", "snapkv", "h2o", "expected"):
             score = math.log(max(score, 1e-30))
         return round(score * 1024)
 
@@ -175,6 +184,8 @@ class Reference:
             for row, given in self.attention(layer, group, keys, BLOCK).items():
                 sums[row] = sums.get(row, 0.0) + given * BLOCK
             return {row: sums[row] for row in held}
+        if method == "expected":
+            return self.expected(layer, group, keys)
         recent = self.rule["recent"]
         given = self.attention(layer, group, keys, recent)
         line = [0.0 if row in held[-recent:] else given[row] for row in held]
@@ -192,6 +203,31 @@ class Reference:
                 weights = torch.softmax(keys[seen] @ query * self.scale, 0)
                 for row, weight in zip(seen, weights.tolist(), strict=True):
                     total[row] += weight / (last * each)
+        return total
+
+    def expected(self, layer: int, group: int, keys: torch.Tensor) -> dict[int, float]:
+        """Devoto et al. (2025): mean and covariance of queries before their rotation, the mean of
+        the rotations to come as a matrix, and the length of values."""
+        held, each = self.held[layer][group], self.heads // self.groups
+        values = self.executable.states[f"kv.{layer}.value"][0, group].double()
+        cos, sin = (t[self.fed : self.fed + self.rule["ahead"]].mean(0) for t in self.angles)
+        turn = torch.eye(keys.shape[1], dtype=torch.float64)
+        half = len(cos)
+        turn[:half, :half], turn[:half, half : 2 * half] = cos.diag(), -sin.diag()
+        turn[half : 2 * half, :half], turn[half : 2 * half, half : 2 * half] = (
+            sin.diag(),
+            cos.diag(),
+        )
+        total = dict.fromkeys(held, 0.0)
+        others = held[self.rule["sinks"] :]
+        for head in range(group * each, group * each + each):
+            raw = torch.stack([self.raw[layer][n][head] for n in range(self.fed - BLOCK, self.fed)])
+            mean = turn @ raw.mean(0)
+            spread = turn @ torch.cov(raw.T, correction=0) @ turn.T
+            logits = keys[others] @ mean * self.scale
+            logits += (keys[others] @ spread * keys[others]).sum(1) * self.scale**2 / 2
+            for row, weight in zip(others, torch.softmax(logits, 0).tolist(), strict=True):
+                total[row] += weight / each * float(values[row].norm())
         return total
 
     def decode(self, prompt: Sequence[int], count: int) -> list[int]:
@@ -350,7 +386,7 @@ def test_texts_are_endless_in_constant_memory(backend: str) -> None:
 
 
 @pytest.mark.parametrize("positions", ["absolute", "cache"])
-@pytest.mark.parametrize("name", ["window", "norm", "snapkv", "h2o"])
+@pytest.mark.parametrize("name", ["window", "norm", "snapkv", "h2o", "expected"])
 def test_rows_turned_or_not_are_the_same_on_every_backend(name: str, positions: str) -> None:
     program = evicting(name, positions=positions, draft=RecyclingDraft(nodes=6))
     plain = evicting(name, positions=positions)
@@ -400,6 +436,8 @@ def test_what_would_go_wrong_is_refused() -> None:
             evicting("window", **options)
     with pytest.raises(PassError, match="recent=9: snapkv asks the queries"):
         evicting("snapkv", **{"recent": 9} | {"budget": 24})
+    with pytest.raises(PassError, match=r"look 265 positions far, .* known for 256"):
+        evicting("expected", ahead=257)
     with pytest.raises(PassError, match="the plan has cache=evict"):
         EvictCache(budget=24, block=8).run(evicting("norm"))
     with pytest.raises(PassError, match="looks back over a sliding window of 6"):

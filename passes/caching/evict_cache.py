@@ -60,14 +60,16 @@ Rows = Annotated[int, Field(ge=1, le=2**31 - 1)]
 class EvictCache(Pass):
     """method: which rows count (see `row_scores`). budget: rows that are kept. block: rows that
     come before some are dropped. sinks, recent: of the kept ones, those that always stay, at the
-    start and at the end; -1: as the method has it. positions: "absolute" or "cache", see above."""
+    start and at the end; -1: as the method has it. positions: "absolute" or "cache", see above.
+    ahead: positions beyond the text's end that methods look at which judge by what is to come."""
 
-    method: Literal["window", "norm", "keydiff", "tova", "snapkv", "h2o"] = "window"
+    method: Literal["window", "norm", "keydiff", "tova", "snapkv", "h2o", "expected"] = "window"
     budget: Rows = 1024
     block: Rows = 64
     sinks: Annotated[int, Field(ge=-1)] = -1
     recent: Annotated[int, Field(ge=-1)] = -1
     positions: Literal["absolute", "cache"] = "absolute"
+    ahead: Rows = 512
 
     name: ClassVar[str] = "evict_cache"
     contract: ClassVar[Contract] = Contract.APPROXIMATE
@@ -118,6 +120,7 @@ class _Settings:
     sinks: int
     recent: int
     turned: bool
+    ahead: int
 
     @property
     def full(self) -> int:
@@ -160,7 +163,8 @@ class _Settings:
             not isinstance(program.plan.cache, KeepAll),
             f"the plan has cache={program.plan.cache.brief} already",
         )
-        return cls(budget, block, sinks, recent, options.positions == "cache")
+        turned = options.positions == "cache"
+        return cls(budget, block, sinks, recent, turned, options.ahead)
 
 
 @dataclass(frozen=True)
@@ -254,14 +258,22 @@ class _Builder:
         options = {
             name: n for name, n in write.attend.kwargs.items() if name in ("scale", "softcap")
         }
-        layer = Layer(fn, keys, self.past, settings.block, settings.recent, options=options)
-        if scores.queries:
-            layer.queries = self._queries(write, key)
-        if scores.sums:
-            layer.sums = self._sums(key)
         sinks, recent = settings.sinks, settings.recent
         if drafts and self.scores is not scores:
             sinks, recent = scores.sinks, 0
+        _refuse(
+            "softcap" in options and not scores.softcap,
+            f"{write.what} bounds what keys and queries come to (softcap), which this method "
+            f"cannot foresee",
+        )
+        how = settings.block, sinks, recent, settings.ahead
+        layer = Layer(fn, keys, values, self.past, *how, options=options)
+        if scores.queries:
+            layer.queries = self._queries(write, key)
+        if scores.looks_ahead:
+            layer.rotation = self._rotation(write)
+        if scores.sums:
+            layer.sums = self._sums(key)
         rows = fn.call(
             G.keep_top.default,
             scores.scores(layer),
@@ -322,26 +334,46 @@ class _Builder:
     def _turned(self, write: _Write, taken: torch.fx.Node, rows: torch.fx.Node) -> torch.fx.Node:
         """Keys as the rotation would have made them at their new places."""
         made = write.key.args[1]
-        rotated = isinstance(made, torch.fx.Node) and made.target is G.rotary.default
         _refuse(
-            not rotated,
+            not _is_rotated(made),
             f"positions='cache' turns keys to their new places, and those of {write.what} are not "
             f"what a rotation gives: use positions='absolute'",
         )
         assert isinstance(made, torch.fx.Node)
-        cos, sin = (self._table(write, node) for node in made.args[1:3])
+        cos, sin = (self._table(write, node, "positions='cache'") for node in made.args[1:3])
         inner = bool(made.kwargs.get("interleaved", False))
         return self.fn.call(G.turn_rows.default, taken, rows, cos, sin, interleaved=inner)
 
-    def _table(self, write: _Write, node: Any) -> torch.fx.Node:
-        """A table of a rotation's angles, one row a position."""
+    def _rotation(self, write: _Write) -> tuple[torch.fx.Node | None, torch.fx.Node | None, bool]:
+        """The tables of what rotates queries, and how; none where nothing does."""
+        asked, key = write.attend.args[0], write.key.args[1]
+        _refuse(
+            _is_rotated(key) and not _is_rotated(asked),
+            f"the queries of {write.what} are not what a rotation gives, and its keys are: where "
+            f"queries will look is not known",
+        )
+        if not _is_rotated(asked):
+            return None, None, False
+        assert isinstance(asked, torch.fx.Node)
+        what = f"ahead={self.settings.ahead}"
+        cos, sin = (self._table(write, node, what) for node in asked.args[1:3])
+        reach, known = self.settings.block + self.settings.ahead, int(str(type_of(cos).dims[0]))
+        _refuse(
+            reach > known,
+            f"{what} and block={self.settings.block} look {reach} positions far, and the "
+            f"rotations of {write.what} are known for {known}",
+        )
+        return cos, sin, bool(asked.kwargs.get("interleaved", False))
+
+    def _table(self, write: _Write, node: Any, what: str) -> torch.fx.Node:
+        """A table of a rotation's angles, one row a position. what: wants it."""
         while node.target in (A.reshape.default, A.view.default, A.unsqueeze.default):
             node = node.args[0]
         looked_up = node.target is A.embedding.default and node.args[0].op == "get_attr"
         _refuse(
             not looked_up,
-            f"positions='cache' needs the angles of {write.what} as tables: run the pass "
-            f"tabulate_positions before, or use positions='absolute'",
+            f"{what} needs the angles of {write.what} as tables: run the pass tabulate_positions "
+            f"before, or leave the option out",
         )
         table = node.args[0]
         name = str(table.target)
@@ -359,6 +391,10 @@ class _Builder:
         }
         fn.set_outputs(written)
         return fn
+
+
+def _is_rotated(node: Any) -> bool:
+    return isinstance(node, torch.fx.Node) and node.target is G.rotary.default
 
 
 def _refuse(wrong: bool, why: str) -> None:

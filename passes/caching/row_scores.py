@@ -22,20 +22,25 @@ A, G = torch.ops.aten, torch.ops.graftwork
 class Layer:
     """One layer in the function that evicts.
 
-    keys: f[B,G,C,D], the rows; past: i64[B] of them are valid. queries: f[B,H,W,D] of the last
-    `block` rows, and sums f32[B,G,C,1], where the method wants them. kept: `recent` rows are kept
-    in any case. options: `scale` and `softcap` of the layer's attention. summed: what the sums have
-    become.
+    keys: f[B,G,C,D] and values f[B,G,C,E], the rows; past: i64[B] of them are valid. queries:
+    f[B,H,W,D] of the last `block` rows, and sums f32[B,G,C,1], where the method wants them. kept:
+    the first `sinks` and the last `recent` rows are kept in any case. options: `scale` and
+    `softcap` of the layer's attention. rotation: the tables of what rotates queries, and
+    `interleaved`, where the method looks `ahead`. summed: what the sums have become.
     """
 
     fn: Function
     keys: torch.fx.Node
+    values: torch.fx.Node
     past: torch.fx.Node
     block: int
+    sinks: int
     recent: int
+    ahead: int
     queries: torch.fx.Node | None = None
     sums: torch.fx.Node | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    rotation: tuple[torch.fx.Node | None, torch.fx.Node | None, bool] = (None, None, False)
     summed: torch.fx.Node | None = None
 
     def attention(self, last: int) -> torch.fx.Node:
@@ -59,12 +64,15 @@ class Layer:
 class RowScores(ABC):
     """A way to score rows.
 
-    queries: whether it needs those of the last block. sums: whether it adds up over the whole text
-    what rows were worth. sinks, recent: rows at the start and the end that are kept in any case; a
-    share of the budget below 1.
+    queries: whether it needs those of the last block. looks_ahead: whether it turns them to where
+    the text goes on. sums: whether it adds up over the whole text what rows were worth. softcap:
+    whether it can weigh rows whose products are bounded. sinks, recent: rows at the start and the
+    end that are kept in any case; a share of the budget below 1.
     """
 
     queries: ClassVar[bool] = False
+    looks_ahead: ClassVar[bool] = False
+    softcap: ClassVar[bool] = True
     sums: ClassVar[bool] = False
     sinks: ClassVar[int] = 0
     recent: ClassVar[float] = 0
@@ -163,6 +171,32 @@ class HeavyHitters(RowScores):
         sums = fn.call(G.row_sums.default, layer.sums, attention, layer.past, count=layer.block)
         layer.summed = sums
         return layer.ranked(fn.call(A.squeeze.dim, sums, -1))
+
+
+@method("expected")
+class Expected(RowScores):
+    """Rows that queries to come are expected to look at, by how long their values are. Source:
+    Devoto et al., "Expected Attention: KV Cache Compression by Estimating Attention from Future
+    Queries Distribution" (2025)."""
+
+    queries = True
+    looks_ahead = True
+    softcap = False
+    sinks = 4
+
+    def scores(self, layer: Layer) -> torch.fx.Node:
+        """See `RowScores.scores`."""
+        fn, (cos, sin, interleaved) = layer.fn, layer.rotation
+        how: dict[str, Any] = {"block": layer.block, "ahead": layer.ahead}
+        how["interleaved"] = interleaved
+        queries = fn.call(G.expected_queries.default, layer.queries, cos, sin, **how)
+        given = fn.call(
+            G.expected_attention.default,
+            *(queries, layer.keys, layer.values, layer.past),
+            sinks=layer.sinks,
+            scale=layer.options["scale"],
+        )
+        return layer.ranked(given)
 
 
 def sum_type(keys: TensorType) -> TensorType:

@@ -1,0 +1,154 @@
+"""What rows of a cache will be worth to queries that are still to come, judged by the latest ones.
+
+Queries, before they are rotated, are taken for draws of one normal distribution, whose mean and
+covariance the latest block of them says. Rotations only add up, so none is taken back: a query of
+the block is turned on by as far as the tokens to come are from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from . import Sample, define
+from .operands import Operands
+
+I64 = torch.int64
+HIDDEN = -1e30
+
+
+def _turned_samples() -> Iterator[Sample]:
+    queries = torch.randn(2, 4, 5, 6)
+    angle = torch.arange(9)[:, None] * torch.tensor([1.0, 0.1])
+    for interleaved in (False, True):
+        tables = angle.cos() * 1.2, angle.sin() * 1.2
+        yield (queries, *tables), {"block": 4, "ahead": 5, "interleaved": interleaved}
+    yield (queries, None, None), {"block": 4, "ahead": 5}
+
+
+def _turned_fake(
+    queries: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    *,
+    block: int,
+    ahead: int,
+    interleaved: bool = False,
+) -> Tensor:
+    given = Operands("expected_queries")
+    given.fit("queries", queries, "BHWD")
+    given.fit("cos", cos, "PR")
+    given.fit("sin", sin, "PR")
+    if block < 1 or ahead < 1 or (cos is None) != (sin is None):
+        raise InputError(
+            f"expected_queries: expected block, ahead >= 1 and both tables or none, got "
+            f"block={block}, ahead={ahead}"
+        )
+    if cos is not None and (2 * cos.shape[1] > queries.shape[3] or block + ahead > cos.shape[0]):
+        raise InputError(
+            f"expected_queries: expected tables [P,R] with 2R <= D={queries.shape[3]} and "
+            f"P >= block + ahead = {block + ahead}, got {list(cos.shape)}"
+        )
+    return queries.new_empty((*queries.shape[:2], block, queries.shape[3]), dtype=torch.float32)
+
+
+@define(
+    "expected_queries(Tensor queries, Tensor? cos, Tensor? sin, *, int block, int ahead, "
+    "bool interleaved=False) -> Tensor",
+    samples=_turned_samples,
+    fake=_turned_fake,
+)
+def expected_queries(
+    queries: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    *,
+    block: int,
+    ahead: int,
+    interleaved: bool = False,
+) -> Tensor:
+    """The last `block` queries, as they would be on average at the next `ahead` positions.
+
+    ``%u: f32[B,H,64,D] = graftwork.expected_queries(%q, @cos, @sin, block=64, ahead=512)``
+
+    queries [B,H,W,D], W >= block, of which row i was rotated for the position block - i before the
+    next token's. cos, sin [P,R] with row p for position p and P >= block + ahead; None: queries are
+    not rotated, and stay as they are. Tables may be scaled, which queries are already.
+    Source: Devoto et al., "Expected Attention" (2025), the average rotation.
+    """
+    _turned_fake(queries, cos, sin, block=block, ahead=ahead, interleaved=interleaved)
+    asked = queries.index_select(2, torch.arange(block, device=queries.device)).float()
+    if cos is None or sin is None:
+        return asked.clone()
+    count, half = block + ahead, cos.shape[1]
+    cos, sin = cos[:count].float(), sin[:count].float()
+    length = (cos * cos + sin * sin).sqrt()
+    near = block - torch.arange(block, device=queries.device)[:, None]
+    far = torch.arange(count, device=queries.device)[None]
+    share = ((far >= near) & (far < near + ahead)).float() / ahead
+    mean_cos, mean_sin = torch.matmul(share, cos / length), torch.matmul(share, sin / length)
+    turned, rest = asked[..., : 2 * half], asked[..., 2 * half :]
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        parts = (a * mean_cos - b * mean_sin, b * mean_cos + a * mean_sin)
+        out = torch.stack(parts, dim=-1).flatten(-2)
+    else:
+        a, b = turned[..., :half], turned[..., half:]
+        out = torch.cat((a * mean_cos - b * mean_sin, b * mean_cos + a * mean_sin), dim=-1)
+    return torch.cat((out, rest), dim=-1)
+
+
+def _expected_samples() -> Iterator[Sample]:
+    keys, values = torch.randn(2, 2, 9, 4), torch.randn(2, 2, 9, 6)
+    given = torch.randn(2, 4, 4, 4), keys, values, torch.tensor([8, 4])
+    yield given, {"sinks": 2, "scale": 0.5}
+    yield given, {"sinks": 0, "scale": 1.0}
+
+
+def _expected_fake(
+    queries: Tensor, keys: Tensor, values: Tensor, past: Tensor, *, sinks: int, scale: float
+) -> Tensor:
+    given = Operands("expected_attention")
+    given.fit("queries", queries, "BHWD")
+    given.fit("keys", keys, "BGCD")
+    given.fit("values", values, "BGCE")
+    given.fit("past", past, "B", I64)
+    given.multiple("H", of="G")
+    return keys.new_empty(keys.shape[:3], dtype=torch.float32)
+
+
+@define(
+    "expected_attention(Tensor queries, Tensor keys, Tensor values, Tensor past, *, int sinks, "
+    "float scale) -> Tensor",
+    samples=_expected_samples,
+    fake=_expected_fake,
+)
+def expected_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, past: Tensor, *, sinks: int, scale: float
+) -> Tensor:
+    """What rows would add to the outputs of queries like these: attention times a value's length.
+
+    ``%a: f32[B,G,C] = graftwork.expected_attention(%u, %keys, %values, %past, sinks=4, scale=0.5)``
+
+    queries f32[B,H,W,D] as `expected_queries` gives them; keys [B,G,C,D], values [B,G,C,E]; past
+    i64[B] rows are valid. A row's logit is the mean m of its products with a head's queries plus
+    half their variance, because E[exp(q k)] = exp(m + v / 2) of normal queries; a head's attention
+    is the softmax over all valid rows but the first `sinks`, a row's the mean over a group's heads.
+    Rows that do not take part get 0. Source: Devoto et al., "Expected Attention" (2025).
+    """
+    _expected_fake(queries, keys, values, past, sinks=sinks, scale=scale)
+    batch, groups, rows, dim = keys.shape
+    heads, count = queries.shape[1], queries.shape[2]
+    asked = queries.float().reshape(batch, groups, heads // groups * count, dim)
+    products = torch.matmul(asked, keys.float().transpose(2, 3)) * scale
+    products = products.reshape(batch, groups, heads // groups, count, rows)
+    mean = products.mean(3)
+    logits = mean + (products - mean[:, :, :, None]).pow(2).mean(3) / 2
+    place = torch.arange(rows, device=past.device)[None]
+    counted = ((place >= sinks) & (place < past[:, None]))[:, None, None]
+    weights = torch.softmax(logits.masked_fill(~counted, HIDDEN), dim=-1)
+    given = weights.masked_fill(~counted, 0.0).mean(2)
+    return given * values.float().pow(2).sum(-1).sqrt()
