@@ -144,8 +144,9 @@ struct Head {
     }
 
     void copy_rows(const float* from, float* to, int64_t size) const {
+        const int64_t first = std::min(std::max(given.certain[b], -given.W), given.T);
         for (int64_t row = 0; row < given.W; row++) {
-            const int64_t t = std::min(std::max<int64_t>(given.certain[b], 0) + row, given.T - 1);
+            const int64_t t = std::min(std::max<int64_t>(first + row, 0), given.T - 1);
             std::copy(from + t * size, from + (t + 1) * size, to + row * size);
         }
     }

@@ -237,7 +237,8 @@ class _Wrapper(nn.Module):
         self.reserved = _reserved(model)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        extra = {"position_ids": positions + self.reserved} if self.takes_positions else {}
+        numbered = positions + self.reserved if self.reserved else positions
+        extra = {"position_ids": numbered} if self.takes_positions else {}
         out = self.model(input_ids=tokens, use_cache=False, return_dict=True, **extra)
         logits: torch.Tensor = out.logits
         return logits

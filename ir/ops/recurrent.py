@@ -342,10 +342,10 @@ def _pending(folded: Tensor, past: Tensor) -> Tensor:
 
 
 def _rows_after(x: Tensor, first: Tensor, rows: int, axis: int) -> Tensor:
-    """Rows first, first + 1, ... of x, `rows` of them; the last one there is stands for others."""
+    """Rows first, first + 1, ... of x, `rows` of them; the nearest there is stands for others."""
     width = x.shape[axis]
     index = first[:, None] + torch.arange(rows, device=x.device)
-    index = index.clamp(max=width - 1)
+    index = index.clamp(min=0, max=width - 1)
     shape = [x.shape[0], *[1] * (axis - 1), rows, *[1] * (x.dim() - axis - 1)]
     wanted = [*x.shape[:axis], rows, *x.shape[axis + 1 :]]
     return x.gather(axis, index.reshape(shape).expand(wanted))

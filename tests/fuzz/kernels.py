@@ -24,12 +24,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graftwork.backends.torch import cpu, native, native_attention, native_quantized
-from graftwork.ir.ops import attention, norm
+from graftwork.backends.torch import (
+    cpu,
+    native,
+    native_attention,
+    native_quantized,
+    native_recurrent,
+)
+from graftwork.ir.ops import attention, norm, quantized_cache, recurrent
 
 sys.path.append(str(Path(__file__).parents[1]))
 import quantized  # the tests' own
 from operands import F32, I8, Case, Maker, want
+
+SAME = {"rtol": 0.0, "atol": 0.0}
 
 
 def _int8_sums(weight: Tensor) -> Tensor | None:
@@ -191,7 +199,7 @@ def native_quantized_linear(make: Maker) -> Case:
         return native_quantized.quantized_linear(*tensors, bits, group, outputs)
 
     operands = {"x": make.numbers(*make.rows(), w.q.shape[1]), **operands}
-    return Case("quantized_linear", call, meaning, operands, options, fake=True)
+    return Case("quantized_linear", call, meaning, operands, options, fake=True, tolerance=SAME)
 
 
 def native_quantized_embedding(make: Maker) -> Case:
@@ -226,7 +234,107 @@ def native_quantized_embedding(make: Maker) -> Case:
 
     options = dict(zip(("bits", "group", "outputs"), w.table_sizes, strict=True))
     # What ids are worth no shape rule knows.
-    return Case("quantized_embedding", call, meaning, operands, options)
+    return Case("quantized_embedding", call, meaning, operands, options, tolerance=SAME)
+
+
+def _stored(make: Maker) -> tuple[int, bool, int]:
+    """Bits, whether rows are turned, and a row's width, now and then one that does not fit them."""
+    bits, turned = make.random.choice((4, 8)), make.random.random() < 0.5
+    width = make.random.choice((2, 8, 64) if turned else (2, 6, 34))
+    strange = make.random.random()
+    if strange < 0.1:
+        return make.random.choice((0, 3, 32)), turned, width
+    return bits, turned, width if strange < 0.9 else make.random.choice((1, 6, 7))
+
+
+def native_quantize_rows(make: Maker) -> Case:
+    bits, turned, width = _stored(make)
+    rows = (make.random.choice((1, 2)), make.random.choice((1, 3)), make.size())
+
+    def meaning(x: Tensor, **how: Any) -> Any:
+        want(x.dim() == 4 and x.dtype == F32)
+        codes, steps = quantized_cache.quantize_rows(x, **how)
+        return quantized_cache.stored_values(codes, steps, bits), steps
+
+    def call(x: Tensor, bits: int, turned: bool) -> Any:
+        codes, steps = native_attention.quantize_rows(x, bits, turned)
+        return quantized_cache.stored_values(codes, steps, bits), steps
+
+    options = {"bits": bits, "turned": turned}
+    # Turned rows are sums in another order, so that a number between two codes may become either.
+    how = {"rtol": 1e-4, "atol": 1e-5} if not turned else {"rtol": 1e-4, "atol": 0.9}
+    operands = {"x": make.numbers(*rows, width)}
+    return Case("quantize_rows", call, meaning, operands, options, fake=True, tolerance=how)
+
+
+def native_attend_quantized(make: Maker) -> Case:
+    bits, turned, wide = _stored(make)
+    case = attend(make)
+    given, sizes = case.operands, tuple(case.operands["k"].shape[:3])
+    operands: dict[str, Any] = {"q": make.numbers(*given["q"].shape[:3], wide)}
+    for name in "kv":
+        codes = torch.randint(0, 256, (*sizes, wide * bits // 8), generator=make.generator)
+        operands |= {name: codes.to(torch.uint8), f"{name}_steps": make.numbers(*sizes, 2) * 0.02}
+    operands |= {name: given[name] for name in ("mask", "bias", "sinks")}
+
+    def meaning(*tensors: Any, **how: Any) -> Tensor:
+        q, _, _, _, _, _, *extra = tensors
+        want(all(t is None or t.dtype == F32 for t in (q, *extra)))
+        return quantized_cache.attend_quantized(*tensors, **how)
+
+    def call(*tensors: Any, scale: float, softcap: float | None, **how: Any) -> Any:
+        return native_attention.attend_quantized(*tensors, *how.values(), scale, softcap or 0.0)
+
+    softcap = case.options["softcap"] or None
+    options = {"bits": bits, "turned": turned, "scale": 0.3, "softcap": softcap}
+    near = {"rtol": 1e-4, "atol": 1e-4}
+    return Case("attend_quantized", call, meaning, operands, options, fake=True, tolerance=near)
+
+
+def native_linear_attention_step(make: Maker) -> Case:
+    batch, groups, each, rows = (make.random.choice((1, 1, 2, 3)) for _ in range(4))
+    heads, width = groups * each, make.random.choice((1, 1, 2, 5, 9, 70))
+    keys, values = (make.random.choice((1, 3, 8, 17, 33)) for _ in range(2))
+    decays = make.random.choice((1, keys))
+
+    def unit(*shape: int) -> Tensor:
+        return F.normalize(make.numbers(*shape), dim=-1)
+
+    def counts(least: int, most: int) -> Tensor:
+        return torch.randint(least, most + 1, (batch,), generator=make.generator)
+
+    folded = counts(0, 5)
+    past = folded + counts(0, rows)
+    certain = counts(0, width)
+    # Counts that no run of the model gives: of rows and tokens that are not there.
+    if make.random.random() < 0.1:
+        past = past + make.random.choice((-100, -1, 1, 1 << 40))
+    if make.random.random() < 0.1:
+        certain = certain + make.random.choice((-100, 1, 1 << 40, 2**63 - 1 - width))
+    operands = {
+        "state": make.numbers(batch, heads, keys, values),
+        "keys": unit(batch, groups, rows, keys),
+        "values": make.numbers(batch, heads, rows, values),
+        "decays": -make.numbers(batch, heads, rows, decays).abs(),
+        "folded": folded,
+        "past": past,
+        "certain": certain,
+        "ancestors": make.maybe(make.tree(batch, width)),
+        "q": make.numbers(batch, groups, width, keys),
+        "k": unit(batch, groups, width, keys),
+        "v": make.numbers(batch, heads, width, values),
+        "g": -make.numbers(batch, heads, width, decays).abs(),
+        "beta": make.maybe(torch.rand(batch, heads, width, generator=make.generator)),
+    }
+
+    def meaning(*tensors: Any) -> Any:
+        want(all(t is None or t.dtype == F32 for t in tensors[8:]))
+        return recurrent.linear_attention_step(*tensors)
+
+    call, near = native_recurrent.linear_attention_step, {"rtol": 1e-3, "atol": 1e-4}
+    name = "linear_attention_step"
+    tree = frozenset({"ancestors"})
+    return Case(name, call, meaning, operands, {}, fake=True, tolerance=near, kept=tree)
 
 
 MAKERS: list[Callable[[Maker], Case]] = [
@@ -238,6 +346,9 @@ MAKERS: list[Callable[[Maker], Case]] = [
     native_topk,
     native_quantized_linear,
     native_quantized_embedding,
+    native_quantize_rows,
+    native_attend_quantized,
+    native_linear_attention_step,
     *(
         partial(_norm, name=name, kernel=kernel)
         for name in ("rms_norm", "add_rms_norm", "layer_norm")
@@ -277,8 +388,7 @@ def verdict(case: Case) -> str:
         how = {"rtol": 1e-4, "atol": 1e-4 if "norm" in case.op else 3e-5}
         if found[0].dtype in (torch.float16, torch.bfloat16):
             how = {"rtol": 2e-2, "atol": 2e-2}
-        if "int8" in case.op or "quantized" in case.op:
-            how = {"rtol": 0, "atol": 0}
+        how = case.tolerance or how
         torch.testing.assert_close(found, wanted, equal_nan=True, check_stride=False, **how)
     except AssertionError as error:
         return "other numbers: " + " ".join(str(error).split())

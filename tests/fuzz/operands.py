@@ -28,6 +28,10 @@ class Case:
     options: dict[str, Any]
     fake: bool = False
     """Whether the shape rule is to answer, too."""
+    tolerance: dict[str, float] | None = None
+    """How near results must be, where that is not as for others of their dtype."""
+    kept: frozenset[str] = frozenset()
+    """Operands whose values say something only together: none of them is laid out otherwise."""
 
 
 class Refusal(Exception):
@@ -62,6 +66,13 @@ class Maker:
 
     def bytes(self, *shape: int, most: int = 127) -> Tensor:
         return torch.randint(-most, most + 1, shape, generator=self.generator).to(I8)
+
+    def tree(self, batch: int, width: int) -> Tensor:
+        """Of each token, which tokens it continues, and itself: bool[batch,width,width]."""
+        seen = torch.eye(width, dtype=torch.bool)
+        for token in range(1, width):
+            seen[token] |= seen[self.random.randrange(token)]
+        return seen.expand(batch, width, width).contiguous()
 
     def maybe(self, tensor: Tensor) -> Tensor | None:
         return tensor if self.random.random() < 0.5 else None
@@ -123,7 +134,7 @@ class Maker:
         for name in names:
             tensor = case.operands[name]
             tensor = self.spoilt(tensor) if name in spoilt else tensor
-            if self.random.random() < 0.4:
+            if name not in case.kept and self.random.random() < 0.4:
                 tensor = self.laid_out(tensor, varied=name == "x")
             case.operands[name] = self.guarded(tensor)
         return case
