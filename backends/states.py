@@ -88,21 +88,28 @@ class StateBuffers:
         if LOG in self.capacities:
             self.capacities[LOG] = 1
         self.rewritten = {name for name, state in program.states.items() if state.recurrent}
-        # Classes that hold the last rows only, which a plan's cache policy may want.
-        self.windows = program.plan.cache.windows
+        # Classes without a row for every row of a text, which a plan's cache policy may want.
+        self.held = program.plan.cache.held
 
     @property
     def capacity(self) -> int:
-        """Rows that every class of states has room for, but for those that hold the last ones."""
-        few = {LOG, *self.windows}
-        sizes = [n for symbol, n in self.capacities.items() if symbol not in few]
+        """Rows of a text that every class of states has room for."""
+        fits = [self._fits(symbol, n) for symbol, n in self.capacities.items()]
+        sizes = [rows for rows in fits if rows is not None]
         return min(sizes, default=self.limit if self.batch else 0)
+
+    def _fits(self, symbol: str, capacity: int) -> int | None:
+        if symbol == LOG:
+            return None
+        return self.held[symbol].fits(capacity) if symbol in self.held else capacity
 
     def _wanted(self, rows: int, symbol: str) -> int:
         """The capacity of a class for so many rows of a sequence."""
         if symbol == LOG:
             return self.capacities[LOG]
-        return min(self.rounded(min(rows, self.windows.get(symbol, rows))), self.limit)
+        held = self.held.get(symbol)
+        wanted = self.rounded(rows) if held is None else held.capacity(rows, self.rounded)
+        return min(wanted, self.limit)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -31,7 +31,7 @@ from systems import Target, optimized_model
 import graftwork as gw
 from graftwork.recipe import Recipe
 
-METHODS = "streaming_llm,knorm,keydiff,tova,snapkv,h2o,expected_attention"
+METHODS = "streaming_llm,knorm,keydiff,tova,snapkv,h2o,expected_attention,pyramidkv"
 KEY = 8
 """Characters of a key."""
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import fields
+from typing import Any
 
 import torch
 import torch.fx
 
 from .errors import InputError, VerifyError
-from .function import Role, type_of
+from .function import Function, Role, type_of
 from .names import shown
 from .plan import DraftRecord, Record
 from .plan.base import Returned, Size
 from .plan.bounds import MOST_NODES, MOST_PARTS
+from .plan.held import Latest
 from .program import Program
 from .types import TensorType
 
@@ -60,47 +62,69 @@ def verify_plan(program: Program) -> None:
 def _check_windows(program: Program) -> None:
     """States that hold the last rows only are written where those belong, and nothing takes them
     for a cache of all rows: that would read and write beyond their memory."""
-    for symbol, block in program.plan.cache.windows.items():
+    for symbol, held in program.plan.cache.latest.items():
         names = {name for name, state in program.states.items() if state.capacity == symbol}
         for function in program.functions.values():
             for node in function.inputs:
                 if node.target not in names:
                     continue
                 for user in node.users:
-                    if not _keeps_window(user, block):
+                    if not _keeps_latest(function, user, held):
+                        place = f"past modulo {held.block}"
+                        if held.budget:
+                            place = f"the least of past and {held.budget} + {place}"
                         raise VerifyError(
                             f"plan: {program.plan.cache.brief} says that {node.target} holds the "
-                            f"last {block} rows, and {function.name} uses it in %{user.name}; "
-                            f"expected cache_write at past modulo {block}, or what weighs rows"
+                            f"last {held.most} rows, and {function.name} uses it in %{user.name}; "
+                            f"expected cache_write at {place}, or what weighs rows"
                         )
 
 
 def _check_upkeep(program: Program) -> None:
     """What moves rows writes them to the front, and no more than the policy keeps there."""
-    most = program.plan.cache.most or 0
+    cache = program.plan.cache
     for function in program.functions.values():
         if function.role is not Role.UPKEEP:
             continue
         for node in function.calls(G.cache_write.default):
             rows, place = type_of(node.args[1]).dims[2], node.args[2]  # type: ignore[arg-type]
+            state = program.states.get(str(getattr(node.args[0], "target", "")))
+            own = cache.latest.get(state.capacity or "") if state is not None else None
+            most = (cache.most or 0) if own is None else own.most
             zero = isinstance(place, torch.fx.Node) and place.target is A.full_like.default
             front = zero and place.args[1:] == (0,)  # type: ignore[union-attr]
             if not (front and isinstance(rows, int) and rows <= most):
                 raise VerifyError(
                     f"{function.name}: %{node.name} writes {rows} rows; expected at most {most}, "
-                    f"as cache={program.plan.cache.brief} keeps, at row full_like(%past, 0)"
+                    f"as cache={cache.brief} keeps, at row full_like(%past, 0)"
                 )
 
 
-def _keeps_window(user: torch.fx.Node, block: int) -> bool:
+def _keeps_latest(function: Function, user: torch.fx.Node, held: Latest) -> bool:
     if user.op == "output" or user.target in READ_WINDOWS:
         return True
-    place = user.args[2] if user.target is G.cache_write.default else None
-    if not isinstance(place, torch.fx.Node) or place.target is not A.remainder.Scalar:
+    if function.role is Role.UPKEEP and held.budget:
+        return True  # `_check_upkeep` says what it may write
+    if user.target is not G.cache_write.default:
         return False
-    past = place.args[0]
-    named = isinstance(past, torch.fx.Node) and past.op == "placeholder" and past.target == "past"
-    return named and place.args[1:] == (block,)
+    place: Any = user.args[2]
+    if held.budget:
+        if not _is_call(place, A.minimum.default) or not _is_past(place.args[0]):
+            return False
+        place = place.args[1]
+        if not _is_call(place, A.add.Scalar) or place.args[1:] != (held.budget,):
+            return False
+        place = place.args[0]
+    within = _is_call(place, A.remainder.Scalar) and place.args[1:] == (held.block,)
+    return within and _is_past(place.args[0])
+
+
+def _is_call(node: Any, target: Any) -> bool:
+    return isinstance(node, torch.fx.Node) and node.target is target
+
+
+def _is_past(node: Any) -> bool:
+    return isinstance(node, torch.fx.Node) and node.op == "placeholder" and node.target == "past"
 
 
 def _check_info(program: Program) -> None:

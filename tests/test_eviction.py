@@ -60,6 +60,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "snapkv": {"method": "snapkv", "recent": 6},
     "h2o": {"method": "h2o"},
     "expected": {"method": "expected", "ahead": 40},
+    "pyramid": {"method": "snapkv", "recent": 6, "layers": "pyramid"},
+    "sums in a pyramid": {"method": "h2o", "recent": 6, "layers": "pyramid"},
 }
 TEXT = torch.randint(2, 9, (1, 75), generator=torch.Generator().manual_seed(5))
 """Few different tokens: equal ones have equal keys in the first layer, and scores are tied."""
@@ -84,12 +86,14 @@ class Reference:
     """Every row for good, what each head of each layer still holds, and the rules of the papers."""
 
     def __init__(self, name: str, budget: int = BUDGET) -> None:
-        self.rule = {"sinks": 0, "recent": 0} | METHODS[name]
+        self.rule: dict[str, Any] = dict(METHODS[name])
         if self.rule["method"] == "h2o":
-            self.rule["recent"] = budget // 2
+            self.rule.setdefault("recent", budget // 2)
         if self.rule["method"] == "expected":
             self.rule["sinks"] = 4
-        self.budget = budget
+        self.rule = {"sinks": 0, "recent": 0} | self.rule
+        # Cai et al. (2024) of budget 24 and 6 that stay: 35.1 and 0.9 others, in blocks of 8.
+        self.budgets = [40, 8] if self.rule.get("layers") == "pyramid" else [budget] * LAYERS
         program = cached_llama(SHAPE)
         fn = program.function("step").copy()
         self.attends = fn.calls(G.attend.default)
@@ -151,16 +155,17 @@ class Reference:
                 mean = {r: sum(s[r] for s in scores) / self.groups for r in scores[0]}
                 scores = [mean] * self.groups
             for group, found in enumerate(scores):
-                if len(self.held[layer][group]) == self.budget + BLOCK:
-                    self.held[layer][group] = self.kept(self.held[layer][group], found)
+                budget, rows = self.budgets[layer], self.held[layer][group]
+                if len(rows) == budget + BLOCK:
+                    self.held[layer][group] = self.kept(rows, found, budget)
 
-    def kept(self, held: list[int], score: dict[int, float]) -> list[int]:
+    def kept(self, held: list[int], score: dict[int, float], budget: int) -> list[int]:
         """Sinks, the latest, and the best of the others; of equal ones the latest."""
         sinks, recent = self.rule["sinks"], self.rule["recent"]
         always = held[:sinks] + held[len(held) - recent :]
         others = [row for row in held if row not in always]
         others.sort(key=lambda row: (self.rounded(score[row]), row), reverse=True)
-        return sorted(always + others[: self.budget - len(always)])
+        return sorted(always + others[: budget - len(always)])
 
     def rounded(self, score: float) -> float:
         if self.rule["method"] in ("tova", "snapkv", "h2o", "expected"):
@@ -266,11 +271,13 @@ def test_it_keeps_what_the_papers_rule_keeps(name: str, backend: str) -> None:
         values = reference.executable.states[f"kv.{layer}.value"][0]
         rows = held_rows(executable, layer)
         for group, held in enumerate(reference.held[layer]):
-            assert BUDGET <= len(held) < BUDGET + BLOCK and held != list(range(len(held)))
-            torch.testing.assert_close(rows[group], values[group][held], atol=2e-5, rtol=1e-4)
+            budget = reference.budgets[layer]
+            assert budget <= len(held) < budget + BLOCK and held != list(range(len(held)))
+            kept = rows[group][: len(held)]
+            torch.testing.assert_close(kept, values[group][held], atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [n for n, rule in METHODS.items() if "layers" not in rule])
 def test_a_budget_that_is_never_full_changes_nothing(name: str) -> None:
     plain = executable_of(cached_llama(SHAPE))
     wide = executable_of(evicting(name, budget=160))
@@ -438,6 +445,10 @@ def test_what_would_go_wrong_is_refused() -> None:
         evicting("snapkv", **{"recent": 9} | {"budget": 24})
     with pytest.raises(PassError, match=r"look 265 positions far, .* known for 256"):
         evicting("expected", ahead=257)
+    with pytest.raises(PassError, match="rows end at other places in other layers"):
+        evicting("pyramid", positions="cache")
+    with pytest.raises(PassError, match="budget=256 and a block of 8 are more than the model"):
+        evicting("pyramid", budget=136)
     with pytest.raises(PassError, match="the plan has cache=evict"):
         EvictCache(budget=24, block=8).run(evicting("norm"))
     with pytest.raises(PassError, match="looks back over a sliding window of 6"):

@@ -72,6 +72,7 @@ MODELS: dict[str, Callable[[], Program]] = {
     "window": lambda: losing("window", positions="cache"),
     "snapkv": lambda: losing("snapkv", recent=8),
     "h2o": lambda: losing("h2o"),
+    "pyramid": lambda: losing("snapkv", recent=8, layers="pyramid"),
     "suffix": lambda: with_plan(plain(), draft=SuffixDraft(tokens=5)),
     "recycling": lambda: with_plan(plain(), draft=RecyclingDraft(nodes=7)),
     "eagle": lambda: drafting(DraftEagle()),

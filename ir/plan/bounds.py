@@ -30,6 +30,9 @@ Place: TypeAlias = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Context: TypeAlias = Annotated[int, Field(ge=1, le=2**31 - 1)]
 """Positions that a model supports."""
 
+Budgets: TypeAlias = Annotated[tuple[Context, ...], Field(max_length=MOST_LEVELS)]
+"""Rows that layers keep, or none."""
+
 Rollout: TypeAlias = Annotated[int, Field(ge=0, le=MOST_LEVELS)]
 """Levels, or none."""
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 from ..contract import Contract
 from ..errors import InputError
 from .base import Record, Returned, record
-from .bounds import Context, Nodes
+from .bounds import Budgets, Context, Nodes
+from .held import Held, Latest
 
 if TYPE_CHECKING:
     from .decode import DecodePlan
@@ -33,9 +34,14 @@ class CacheRecord(Record):
         return None
 
     @property
-    def windows(self) -> Mapping[str, int]:
-        """By capacity: states that hold the last rows only, row r of a text at r modulo this."""
+    def latest(self) -> Mapping[str, Latest]:
+        """By capacity: states that steps write and that have a budget of their own."""
         return {}
+
+    @property
+    def held(self) -> Mapping[str, Held]:
+        """By capacity: states that have no row for every row of a text."""
+        return self.latest
 
     @property
     def endless(self) -> bool:
@@ -66,7 +72,8 @@ class Evict(CacheRecord):
     holds fewer, or for which past is 0, it changes nothing. turned: the keys are rotated for the
     rows where they end up, so that a row's position is its place and texts may be endless. window:
     the capacity of states that hold the queries of the last `block` rows ("": none). always: the
-    function runs after every `block` rows, also before there are enough.
+    function runs after every `block` rows, also before there are enough. capacities: of layers that
+    are left fewer rows, and budgets: how many; the function then runs always.
     """
 
     function: str = "evict"
@@ -75,6 +82,8 @@ class Evict(CacheRecord):
     turned: bool = False
     window: str = ""
     always: bool = False
+    capacities: tuple[str, ...] = ()
+    budgets: Budgets = ()
     kind: ClassVar[str] = "evict"
 
     def check(self) -> None:
@@ -86,6 +95,19 @@ class Evict(CacheRecord):
             )
         if self.window and not _OWN.fullmatch(self.window):
             raise InputError(f"evict: window={self.window!r}, expected a capacity such as C.1")
+        own = [*self.capacities, self.window]
+        if len(set(own)) < len(own) or not all(map(_OWN.fullmatch, self.capacities)):
+            raise InputError(
+                f"evict: capacities={self.capacities}, expected names such as C.2, each once"
+            )
+        least = all(0 < b < self.budget and b % self.block == 0 for b in self.budgets)
+        if len(self.budgets) != len(self.capacities) or not least:
+            raise InputError(
+                f"evict: budgets={self.budgets} of capacities={self.capacities}; expected one "
+                f"each, multiples of block={self.block} below budget={self.budget}"
+            )
+        if self.budgets and not self.always:
+            raise InputError("evict: with budgets of layers, expected always=True")
 
     @property
     def most(self) -> int:
@@ -93,9 +115,11 @@ class Evict(CacheRecord):
         return self.budget + self.block
 
     @property
-    def windows(self) -> Mapping[str, int]:
-        """See `CacheRecord.windows`."""
-        return {self.window: self.block} if self.window else {}
+    def latest(self) -> Mapping[str, Latest]:
+        """See `CacheRecord.latest`."""
+        queries = {self.window: Latest(0, self.block)} if self.window else {}
+        less = zip(self.capacities, self.budgets, strict=True)
+        return queries | {symbol: Latest(budget, self.block) for symbol, budget in less}
 
     @property
     def endless(self) -> bool:

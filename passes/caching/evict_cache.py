@@ -48,6 +48,7 @@ from ...ir.contract import Contract
 from ...ir.plan import Evict, KeepAll
 from ...ir.protocol import INPUTS
 from ..engine.base import Effect, Outcome, Pass, register
+from .layer_budgets import narrow, narrowed, pyramid
 from .row_scores import SCORES, Layer, RowScores, sum_type
 
 A, G = torch.ops.aten, torch.ops.graftwork
@@ -61,7 +62,9 @@ class EvictCache(Pass):
     """method: which rows count (see `row_scores`). budget: rows that are kept. block: rows that
     come before some are dropped. sinks, recent: of the kept ones, those that always stay, at the
     start and at the end; -1: as the method has it. positions: "absolute" or "cache", see above.
-    ahead: positions beyond the text's end that methods look at which judge by what is to come."""
+    ahead: positions beyond the text's end that methods look at which judge by what is to come.
+    layers: "alike", or "pyramid": the budget is what a layer keeps on average, the first ones more
+    and the last ones less (see `layer_budgets`)."""
 
     method: Literal["window", "norm", "keydiff", "tova", "snapkv", "h2o", "expected"] = "window"
     budget: Rows = 1024
@@ -70,6 +73,7 @@ class EvictCache(Pass):
     recent: Annotated[int, Field(ge=-1)] = -1
     positions: Literal["absolute", "cache"] = "absolute"
     ahead: Rows = 512
+    layers: Literal["alike", "pyramid"] = "alike"
 
     name: ClassVar[str] = "evict_cache"
     contract: ClassVar[Contract] = Contract.APPROXIMATE
@@ -93,18 +97,21 @@ class EvictCache(Pass):
         if not writes:
             return Outcome(program, 0, "no function writes keys and values into caches")
         states = dict(program.states)
-        builder = _Builder(settings, scores, program, functions, states)
+        classes = _classes(settings, writes, program, functions, states)
+        builder = _Builder(settings, scores, program, functions, states, classes)
         for write in writes:
             builder.add(write)
         evict = builder.finish()
         functions[evict.name] = evict
         record = Evict(
             evict.name,
-            self.budget,
+            settings.most,
             self.block,
             turned=self.positions == "cache",
             window=WINDOW if scores.queries else "",
-            always=scores.sums,
+            always=scores.sums or bool(classes),
+            capacities=tuple(classes),
+            budgets=tuple(classes.values()),
         )
         plan = replace(program.plan, cache=record)
         made = program.replace(functions=functions, states=states, plan=plan)
@@ -121,11 +128,12 @@ class _Settings:
     recent: int
     turned: bool
     ahead: int
+    by_layer: tuple[int, ...]
 
     @property
-    def full(self) -> int:
-        """Rows of a full cache."""
-        return self.budget + self.block
+    def most(self) -> int:
+        """Rows that the layers keep which keep most."""
+        return max(self.by_layer, default=self.budget)
 
     @classmethod
     def of(cls, options: EvictCache, scores: RowScores, program: Program) -> _Settings:
@@ -154,9 +162,19 @@ class _Settings:
             f"block={block} are kept",
         )
         context = program.info.context
+        by_layer: list[int] = []
+        if options.layers == "pyramid":
+            own = [s.layer for n, s in program.states.items() if program.step.has_input(n)]
+            by_layer = pyramid(budget, len(set(own)), block, sinks + recent)
         _refuse(
-            budget + block > context,
-            f"budget={budget} and a block of {block} are more than the model's context of "
+            bool(by_layer) and options.positions == "cache",
+            "layers='pyramid' has rows end at other places in other layers, and positions='cache' "
+            "takes their place for their position",
+        )
+        most = max(by_layer, default=budget)
+        _refuse(
+            most + block > context,
+            f"budget={most} and a block of {block} are more than the model's context of "
             f"{context}: the cache would never be full",
         )
         _refuse(
@@ -164,7 +182,7 @@ class _Settings:
             f"the plan has cache={program.plan.cache.brief} already",
         )
         turned = options.positions == "cache"
-        return cls(budget, block, sinks, recent, turned, options.ahead)
+        return cls(budget, block, sinks, recent, turned, options.ahead, tuple(by_layer))
 
 
 @dataclass(frozen=True)
@@ -176,6 +194,12 @@ class _Write:
     key: torch.fx.Node
     value: torch.fx.Node
     attend: torch.fx.Node
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of the states of keys and values."""
+        key, value = (str(node.args[0].target) for node in (self.key, self.value))  # type: ignore[union-attr]
+        return key, value
 
     @property
     def what(self) -> str:
@@ -226,6 +250,28 @@ def _writes_state(node: Any, program: Program) -> bool:
     return made and str(node.args[0].target) in program.states
 
 
+def _classes(
+    settings: _Settings,
+    writes: list[_Write],
+    program: Program,
+    functions: dict[str, Function],
+    states: dict[str, State],
+) -> dict[str, int]:
+    """Capacities for layers of the target that keep fewer rows than others, and how many; functions
+    and states are made to use them."""
+    classes: dict[int, str] = {}
+    layers = [write for write in writes if program.step.has_input(write.names[0])]
+    for budget, write in zip(settings.by_layer, layers, strict=bool(settings.by_layer)):
+        if budget == settings.most:
+            continue
+        symbol = classes.setdefault(budget, f"C.{len(classes) + 2}")
+        own = [narrowed(states[name], symbol) for name in write.names]
+        states.update({state.name: state for state in own})
+        for fn in functions.values():
+            narrow(fn, own, budget, settings.block)
+    return {symbol: budget for budget, symbol in classes.items()}
+
+
 class _Builder:
     """Makes the function that evicts, layer by layer."""
 
@@ -236,8 +282,9 @@ class _Builder:
         program: Program,
         functions: dict[str, Function],
         states: dict[str, State],
+        classes: dict[str, int],
     ) -> None:
-        self.settings, self.scores = settings, scores
+        self.settings, self.scores, self.classes = settings, scores, classes
         self.weights, self.step = program.weights, program.step
         self.functions, self.states = functions, states
         name = "evict"
@@ -251,7 +298,7 @@ class _Builder:
     def add(self, write: _Write) -> None:
         """Keep a layer's rows."""
         fn, settings = self.fn, self.settings
-        key, value = (str(node.args[0].target) for node in (write.key, write.value))  # type: ignore[union-attr]
+        key, value = write.names
         keys, values = (self._state(self.states[name]) for name in (key, value))
         drafts = not self.step.has_input(key)
         scores = SCORES["window"] if drafts else self.scores
@@ -267,7 +314,11 @@ class _Builder:
             f"cannot foresee",
         )
         how = settings.block, sinks, recent, settings.ahead
-        layer = Layer(fn, keys, values, self.past, *how, options=options)
+        budget = self.classes.get(self.states[key].capacity or "", settings.most)
+        full, past = budget + settings.block, self.past
+        if budget < settings.most:
+            past = fn.call(A.clamp.default, past, None, full)
+        layer = Layer(fn, keys, values, past, *how, options=options)
         if scores.queries:
             layer.queries = self._queries(write, key)
         if scores.looks_ahead:
@@ -277,9 +328,9 @@ class _Builder:
         rows = fn.call(
             G.keep_top.default,
             scores.scores(layer),
-            self.past,
-            rows=settings.budget,
-            full=settings.full,
+            past,
+            rows=budget,
+            full=full,
             sinks=sinks,
             recent=recent,
         )

@@ -218,7 +218,8 @@ def deciding(program: Program) -> tuple[Any, ...]:
 def rows_of(program: Program, state: str, rows: int) -> int:
     """Rows that a state holds of a text for which others hold `rows`."""
     symbol = program.states[state].capacity or ""
-    return min(rows, program.plan.cache.windows.get(symbol, rows))
+    held = program.plan.cache.held.get(symbol)
+    return rows if held is None else held.rows(rows)
 
 
 def read_text(executable: Executable, slot: int, rows: int) -> dict[str, torch.Tensor]:

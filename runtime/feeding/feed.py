@@ -12,6 +12,7 @@ import torch
 
 from ...ir import LOG, InputError, Program, UnsupportedError
 from ...ir.executable import Executable
+from ...ir.plan.held import Latest
 from ...ir.protocol import INPUTS, OPTIONAL
 from ..speculate.draft import Draft
 from .calls import run_in_turn
@@ -71,8 +72,7 @@ class Feeder:
         self.names = frozenset(n for n in INPUTS if n not in OPTIONAL and step.has_input(n))
         self.selects = "select" in self.names
         self.widths = executable.widths(function)
-        self.windows = program.plan.cache.windows
-        self.states, self.logged, self.held = self._by_window(program)
+        self.states, self.logged, self.latest = self._by_window(program)
         # They outlive a generation, because making them takes as long as a few steps.
         kept: dict[tuple[tuple[str, ...], int, int], StepInputs] = executable.scratch(Feeder)
         self._buffers = kept
@@ -93,9 +93,10 @@ class Feeder:
             self.executable.begin(self.batch, self.rows)
         else:
             start(self.rows)
-        for symbol, block in self.windows.items():
+        for symbol, held in self.latest:
             # A step that is fed alone may take one column more than was asked for.
-            self.executable.reserve(block + max(widest, self.chunk(block, block)) + 1, symbol)
+            own = max(widest, self.chunk(held.block, held.block)) + 1
+            self.executable.reserve(held.most + own, symbol)
         self.log(draft)
 
     def log(self, rows: int) -> None:
@@ -284,27 +285,28 @@ class Feeder:
         self.executable.commit(self.states, first, moved)
         if self.logged:  # a step's first token is certain: the log begins behind it
             self.executable.commit(self.logged, torch.zeros_like(first), moved[:, 1:] - 1)
-        for block, states in self.held:
-            self.executable.commit(states, first % block, moved)
+        for (_, held), states in self.latest.items():
+            self.executable.commit(states, torch.tensor([held.past(n) for n in past]), moved)
         self.seconds += perf_counter() - start
 
     def _by_window(
         self, program: Program
-    ) -> tuple[tuple[str, ...], tuple[str, ...], list[tuple[int, tuple[str, ...]]]]:
+    ) -> tuple[tuple[str, ...], tuple[str, ...], dict[tuple[str, Latest], tuple[str, ...]]]:
         """The states with a row for every row of the text, with those of the last step, and with
-        the last ones."""
+        a budget of their own."""
         read = [program.states_of(part) for part in self.parts]
-        names, kept = dict.fromkeys(name for some in read for name in some), self.windows
+        names = dict.fromkeys(name for some in read for name in some)
+        kept, latest = program.plan.cache.held, program.plan.cache.latest
         symbols = {name: program.states[name].capacity or "" for name in names}
         whole = tuple(name for name in names if symbols[name] not in {LOG, "", *kept})
         logged = tuple(name for name in names if symbols[name] == LOG)
         return (
             whole,
             logged,
-            [
-                (block, tuple(name for name in names if symbols[name] == symbol))
-                for symbol, block in kept.items()
-            ],
+            {
+                (symbol, held): tuple(name for name in names if symbols[name] == symbol)
+                for symbol, held in latest.items()
+            },
         )
 
     def make_room(self, rows: int) -> None:

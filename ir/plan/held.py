@@ -1,0 +1,57 @@
+"""What states hold of a text, where that is not one row for every row of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Held(ABC):
+    """How many rows a class of states has, when others have one for every row of a text."""
+
+    @abstractmethod
+    def rows(self, rows: int) -> int:
+        """Rows that may matter of a text of `rows` rows: the first ones of these states."""
+
+    @abstractmethod
+    def capacity(self, rows: int, rounded: Callable[[int], int]) -> int:
+        """Rows to make room for where texts have `rows`. rounded: what there is for so many."""
+
+    @abstractmethod
+    def fits(self, capacity: int) -> int | None:
+        """Rows of a text for which so much room is enough; None: any number."""
+
+
+@dataclass(frozen=True)
+class Latest(Held):
+    """The states keep `budget` rows, and those since the text's last multiple of `block`.
+
+    So before a step they hold `past(rows)`: all, until they are `budget` + `block`; where the text
+    then ends a block, something leaves `budget` of them. With a budget of 0, the last block's
+    alone, over which the next one's are written.
+    """
+
+    budget: int
+    block: int
+
+    @property
+    def most(self) -> int:
+        """Rows of a full state."""
+        return self.budget + self.block
+
+    def past(self, rows: int) -> int:
+        """Rows before a step's own."""
+        return min(rows, self.budget + rows % self.block)
+
+    def rows(self, rows: int) -> int:
+        """See `Held.rows`."""
+        return min(rows, self.most)
+
+    def capacity(self, rows: int, rounded: Callable[[int], int]) -> int:
+        """See `Held.capacity`."""
+        return rounded(self.rows(rows))
+
+    def fits(self, capacity: int) -> None:
+        """See `Held.fits`: room for a step's own rows is made before any."""

@@ -1,0 +1,104 @@
+"""Layers whose caches have budgets of their own.
+
+Before::
+
+    %m: bool[B,1,T,C] = graftwork.step_mask(%past, %positions, None, C)
+    %kw: f32[B,G,C,D] = graftwork.cache_write(%kv.3.key, %k, %past)
+    %y: f32[B,H,T,D] = graftwork.attend(%q, %kw, %vw, %m, scale=0.125)
+
+After (budget 256 and block 64, capacity C.2)::
+
+    %e: i64[B] = aten.remainder.Scalar(%past, 64)
+    %r: i64[B] = aten.minimum(%past, aten.add.Scalar(%e, 256))
+    %m2: bool[B,1,T,C.2] = graftwork.step_mask(%r, %positions, None, C.2)
+    %kw: f32[B,G,C.2,D] = graftwork.cache_write(%kv.3.key, %k, %r)
+    %y: f32[B,H,T,D] = graftwork.attend(%q, %kw, %vw, %m2, scale=0.125)
+
+`past` counts the rows of the layers that keep most. Budgets are multiples of the block, and all
+layers lose rows where a block ends: so `past` says how many rows each layer holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+import torch.fx
+
+from ...ir import Function, PassError, State, Sym, TensorType, arguments, type_of
+from ..fusing.dce import sweep
+
+A, G = torch.ops.aten, torch.ops.graftwork
+
+
+def pyramid(budget: int, layers: int, block: int, always: int, steepness: int = 20) -> list[int]:
+    """Rows of each layer, `budget` on average but for rounding to blocks: falling evenly with
+    depth, `always` besides, down to a part of 1 / `steepness`.
+
+    Every layer has room for a row that is chosen. Source: Cai et al., "PyramidKV: Dynamic KV Cache
+    Compression based on Pyramidal Information Funneling" (2024).
+    """
+    chosen = budget - always
+    last = chosen / steepness
+    fall = 2 * (chosen - last) / max(layers - 1, 1)
+    first = 2 * chosen - last if layers > 1 else chosen
+    least = always // block * block + block
+    rows = [always + first - layer * fall for layer in range(layers)]
+    return [max(round(count / block) * block, least) for count in rows]
+
+
+def narrowed(state: State, symbol: str) -> State:
+    """The state with another capacity."""
+    dims = tuple(Sym(symbol) if str(dim) == state.capacity else dim for dim in state.type.dims)
+    return replace(state, type=TensorType(state.type.dtype, dims))
+
+
+def narrow(fn: Function, states: Collection[State], budget: int, block: int) -> None:
+    """Let a function keep these states' rows within a budget, in place.
+
+    states: as they are to be. Errors: `PassError` where their rows are used otherwise.
+    """
+    own = [state for state in states if fn.has_input(state.name)]
+    if not own:
+        return
+    past = fn.input("past")
+    with fn.graph.inserting_before(fn.calls()[0]):
+        within = fn.call(A.remainder.Scalar, past, block)
+        place = fn.call(A.minimum.default, past, fn.call(A.add.Scalar, within, budget))
+    attends: dict[torch.fx.Node, None] = {}
+    for state in own:
+        node = fn.input(state.name)
+        for write in [user for user in node.users if user.op != "output"]:
+            if write.target is not G.cache_write.default or write.args[2] is not past:
+                raise PassError(
+                    f"evict_cache: %{write.name} of {fn.name} uses {state.name} otherwise than to "
+                    f"write rows at past; give all layers the same budget"
+                )
+            write.update_arg(2, place)
+            attends |= dict.fromkeys(n for n in write.users if n.target is G.attend.default)
+        node.meta["type"] = state.type
+    masks: dict[torch.fx.Node, torch.fx.Node] = {}
+    for attend in attends:
+        mask = attend.args[3]
+        assert isinstance(mask, torch.fx.Node)
+        if mask not in masks:
+            masks[mask] = _mask(fn, mask, place, own[0])
+        attend.update_arg(3, masks[mask])
+    fn.retype()
+    sweep(fn)
+
+
+def _mask(fn: Function, mask: torch.fx.Node, place: torch.fx.Node, state: State) -> torch.fx.Node:
+    given = arguments(mask)
+    made = mask.target is G.step_mask.default and given["past"] is fn.input("past")
+    if not made or given["row_positions"] is not None:
+        raise PassError(
+            f"evict_cache: %{mask.name} of {fn.name}: {type_of(mask)} hides rows of {state.name} "
+            f"otherwise than by past; give all layers the same budget"
+        )
+    with fn.graph.inserting_before(mask):
+        return fn.call(
+            G.step_mask.default,
+            *(place, given["positions"], given["ancestors"], Sym(str(state.capacity))),
+        )
