@@ -17,12 +17,16 @@ from graftwork.ir.executable import Executable
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.depth.cut_depth import CutDepth
+from graftwork.passes.drafting.draft_adapter import DraftAdapter
 from graftwork.passes.drafting.draft_exit import DraftExit
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import generate
+from graftwork.runtime.rounds import Decoding
+from graftwork.training.net import Net, trainable
+from graftwork.training.objectives.base import Batch, objective_of
 
 ASKED: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": []}
 CUT = CutDepth(exits=(1, 3))
@@ -33,6 +37,11 @@ DRAFTS: dict[str, tuple[Pass, ...]] = {
     "goodput": (DraftExit(exit=1), CUT, named("length_goodput")),
     "after copies": (named("draft_suffix", shortest=1), DraftExit(exit=3, levels=3), CUT),
     "int8": (DraftExit(exit=3, levels=3), CUT, in_int8()),
+    "adapter": (DraftAdapter(exit=1, levels=3), CUT),
+    "unsure adapter": (DraftAdapter(exit=1), CUT, named("length_confidence", threshold=0.06)),
+    "adapter, goodput": (DraftAdapter(exit=3), CUT, named("length_goodput")),
+    "adapter after copies": (named("draft_suffix", shortest=1), DraftAdapter(exit=3), CUT),
+    "adapter in int8": (DraftAdapter(exit=3, levels=3), CUT, in_int8()),
 }
 
 
@@ -50,7 +59,7 @@ def compiled(backend: str, which: str = "", int8: bool = False) -> Executable:
 @pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
 @pytest.mark.parametrize("which", DRAFTS)
 def test_the_text_is_the_targets_own(which: str, backend: str) -> None:
-    plain, fast = compiled(backend, "", which == "int8"), compiled(backend, which)
+    plain, fast = compiled(backend, "", "int8" in which), compiled(backend, which)
     for rows in (slice(0, 4), slice(2, 3)):
         ids, mask = PROMPTS[rows], MASK[rows]
         expected = generate(plain, ids, attention_mask=mask, **ASKED)
@@ -82,6 +91,80 @@ def test_an_exit_that_agrees_is_accepted_whole(backend: str) -> None:
     assert found.stats.steps == 6
 
 
+def adapted(*passes: Pass) -> Executable:
+    """A model whose last layer has no MLP, and an adapter that is this layer if there is one."""
+    program, layer, own = made(*passes), "layers.3.", "adapter."
+    names = {f"{own}self_attn.{part}_proj.weight": layer + part for part in "qkvo"}
+    names[f"{own}input_layernorm.weight"] = f"{layer}norm1"
+    weights = {
+        name: Weight.of(name, program.weights[names[name]].load()) if name in names else old
+        for name, old in program.weights.items()
+    }
+    down = f"{layer}down"
+    weights[down] = Weight.of(down, torch.zeros_like(weights[down].load()))
+    return compile(program.replace(weights=WeightStore(weights)), Target("eager", "cpu"))
+
+
+ADAPTER = (DraftAdapter(exit=3, levels=3), CutDepth(exits=(3,)))
+
+
+def test_an_adapter_that_is_the_last_layer_is_accepted_whole() -> None:
+    """So its cache holds what the target's does, whatever was drafted and accepted before."""
+    asked = {**ASKED, "max_new_tokens": 25}  # the prompts' own, and six steps of four
+    found = generate(
+        adapted(*ADAPTER), PROMPTS, attention_mask=MASK, return_dict_in_generate=True, **asked
+    )
+    assert torch.equal(found.sequences, generate(adapted(), PROMPTS, attention_mask=MASK, **asked))
+    assert found.stats.accepted_per_step == 4.0 and found.stats.steps == 6
+
+
+def test_an_adapter_learns_what_the_target_says_next() -> None:
+    """One that is the last layer is right everywhere; the target's weights are not trained."""
+    program = adapted(*ADAPTER).program
+    names = trainable(program, program.plan.draft)
+    assert {name.split(".")[1] for name in names} == {"input_layernorm", "norm", "self_attn"}
+    net = Net(program, names, torch.device("cpu"))
+    tokens = torch.arange(3, 27).reshape(2, 12)
+    said = net.run(None, tokens=tokens)
+    batch = Batch(tokens, {"hidden.2": said["hidden.2"]}, said["logits"].detach())
+    loss = objective_of(program.plan.draft)(program.plan.draft, net.run, batch)
+    assert loss.hits == [1.0]
+    loss.total.backward()
+    assert all(float(parameter.grad.abs().max()) > 0 for parameter in net.parameters)
+    turned = Batch(tokens, {"hidden.2": said["hidden.2"].flip(1)}, batch.logits)
+    assert objective_of(program.plan.draft)(program.plan.draft, net.run, turned).hits[0] < 0.5
+
+
+def test_an_adapter_catches_up_on_what_others_drafted() -> None:
+    """Every draft of its own is accepted; copies are of no use and end after their first token."""
+    fast = adapted(named("draft_suffix", shortest=1, longest=1, tokens=2), *ADAPTER)
+    seen: list[tuple[int, int]] = []
+    verify = Decoding.verify
+
+    def noted(self: Decoding, outputs: Any, drafts: Any, columns: Any) -> Any:
+        step = verify(self, outputs, drafts, columns)
+        seen.extend((len(d.tokens), len(p)) for d, p in zip(step.drafts, step.paths, strict=True))
+        return step
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoding, "verify", noted)
+        generate(fast, PROMPTS[2:3], **{**ASKED, "max_new_tokens": 60})
+    own = [taken for made, taken in seen if made == 3]
+    copied = [taken for made, taken in seen if 0 < made < 3]
+    assert len(own) >= 5 and set(own) == {3}
+    assert copied and min(copied) == 0
+
+
+def test_an_adapter_goes_on_from_an_earlier_call() -> None:
+    fast = adapted(*ADAPTER)
+    first = generate(fast, PROMPTS[2:3], **{**ASKED, "max_new_tokens": 12})
+    more = torch.cat([first, torch.tensor([[3, 1]])], 1)
+    asked = {**ASKED, "max_new_tokens": 13}
+    found = generate(fast, more, return_dict_in_generate=True, **asked)
+    assert found.stats.reused_tokens > 8
+    assert found.stats.accepted_per_step == 4.0
+
+
 def test_no_layer_runs_twice_for_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of n drafted tokens: n + 1 calls of the first layers on a token each, and one of the
     others on all of them."""
@@ -103,12 +186,13 @@ def test_no_layer_runs_twice_for_a_token(monkeypatch: pytest.MonkeyPatch) -> Non
     assert set(calls) == {("step.0", 1), ("step.1", 4), ("step.0", prompt), ("step.1", prompt)}
 
 
-def test_sampled_texts_keep_their_distribution() -> None:
+@pytest.mark.parametrize("kind", ["own head", "adapter"])
+def test_sampled_texts_keep_their_distribution(kind: str) -> None:
     """Rejection sampling against the exit's own distribution, over many short texts."""
     asked: dict[str, Any] = {"max_new_tokens": 3, "do_sample": True, "eos_token_id": []}
     ids = PROMPTS[2:3].expand(400, -1)
     counts = []
-    for which in ("", "own head"):
+    for which in ("", kind):
         texts = generate(compiled("eager", which), ids, seed=11, temperature=0.7, **asked)
         counts.append(torch.bincount(texts[:, -1], minlength=32).double())
     plain, fast = counts

@@ -1,4 +1,4 @@
-"""A copy of the target's last layer, for drafters that start as one.
+"""Copies of parts of the target, for drafters that start as them: its last layer, its final norm.
 
 Whatever lies between the last two block markers is copied, so that the layer is of the target's own
 kind: with its norms, biases and experts. The weights are new ones that start as the target's; what
@@ -34,13 +34,8 @@ def copied_layer(
             f"{graft.owner}: step has no graftwork.hidden markers before and after its last layer"
         )
     start, end = ends[-2:]
-    given: dict[Any, torch.fx.Node] = {start: x, graft.step.input("positions"): positions}
-    for node in _between(start, end):
-        for source in node.all_input_nodes:
-            if source.op == "get_attr" and source not in given:
-                given[source] = _own(graft, str(source.target), name)
     had = set(graft.fn)
-    y = graft.copy(given, end.args[0])
+    y = _copied(graft, {start: x, graft.step.input("positions"): positions}, start, end, name)
     number = next_layer(graft)
     for node in graft.fn.calls(G.attention.default):
         if node not in had:
@@ -51,6 +46,28 @@ def copied_layer(
         node.replace_all_uses_with(inner)
         graft.fn.graph.erase_node(node)
     return y
+
+
+def copied_norm(graft: Graft, x: torch.fx.Node, name: str) -> torch.fx.Node:
+    """x [B,T,H] after a norm of its own, which starts as the target's final one; name: prefix of
+    its weights. What lies between the target's last layer and its head is such a norm."""
+    start, end = graft.markers[-1], graft.product
+    return _copied(graft, {start: x}, start, end, name)
+
+
+def _copied(
+    graft: Graft,
+    given: dict[Any, torch.fx.Node],
+    start: torch.fx.Node,
+    end: torch.fx.Node,
+    name: str,
+) -> torch.fx.Node:
+    """What `end` reads, with weights of its own for those between the two."""
+    for node in _between(start, end):
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and source not in given:
+                given[source] = _own(graft, str(source.target), name)
+    return graft.copy(given, end.args[0])
 
 
 def _between(start: torch.fx.Node, end: torch.fx.Node) -> list[torch.fx.Node]:

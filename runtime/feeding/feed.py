@@ -16,6 +16,7 @@ from ...ir.plan.held import Latest
 from ...ir.protocol import INPUTS, OPTIONAL
 from ..speculate.draft import Draft
 from .calls import run_in_turn
+from .gather import joined, widened
 from .outputs import Outputs
 from .step_inputs import StepInputs
 
@@ -32,11 +33,13 @@ CHOSEN = frozenset({"logits", "argmax", "top_tokens"})
 
 class Ahead(NamedTuple):
     """Tokens that have been through the first `parts` parts of the step, and through no others:
-    `rows[b]` behind `past[b]` rows."""
+    `rows[b]` behind `past[b]` rows. outputs: by name, what those returned of them and was fetched,
+    [B,N,...]."""
 
     parts: int
     past: list[int]
     rows: list[list[int]]
+    outputs: dict[str, torch.Tensor]
 
 
 class Feeder:
@@ -148,9 +151,14 @@ class Feeder:
         Every output has `width` columns. trees: the drafts of which `rows` are the last committed
         token and the nodes, if one of them branches.
         """
-        done = 0 if trees is not None else self._led(rows, past, starts, fetch)
+        ahead = None if trees is not None else self._led(rows, past, starts, fetch)
         self.ahead = None
-        return self.run_parts(self.parts[done:], rows, past, starts, width, fetch, trees)
+        if ahead is None:
+            return self.run_parts(self.parts, rows, past, starts, width, fetch, trees)
+        rest = self.parts[ahead.parts :]
+        outputs = self.run_parts(rest, rows, past, starts, width, fetch)
+        led = {name: widened(ahead.outputs[name], width) for name in self._of_led(ahead, fetch)}
+        return Outputs({**outputs, **led}) if led else outputs
 
     def lead(
         self,
@@ -169,9 +177,13 @@ class Feeder:
         rest = [row[n:] for row, n in zip(rows, known, strict=True)]
         behind = [place + n for place, n in zip(past, known, strict=True)]
         begun = [start + n for start, n in zip(starts, known, strict=True)]
-        self.ahead = Ahead(count, list(past), [list(row) for row in rows])
+        before = {} if self.ahead is None else self.ahead.outputs
         width = self.width(max(1, *map(len, rest)), max(behind))
-        return self.run_parts(self.parts[:count], rest, behind, begun, width, fetch)
+        outputs = self.run_parts(self.parts[:count], rest, behind, begun, width, fetch)
+        sizes = list(map(len, rows))
+        kept = {name: joined(before.get(name), outputs[name], known, sizes) for name in fetch}
+        self.ahead = Ahead(count, list(past), [list(row) for row in rows], kept)
+        return outputs
 
     def _known(self, rows: Sequence[Sequence[int]], past: Sequence[int]) -> list[int]:
         """Tokens at the front of each row that were led already."""
@@ -190,17 +202,23 @@ class Feeder:
         past: Sequence[int],
         starts: Sequence[int],
         fetch: tuple[str, ...],
-    ) -> int:
-        """Parts that the rows have been through, now that the last ones are brought up."""
+    ) -> Ahead | None:
+        """What the rows have been through, now that the last ones are brought up; None where they
+        have to be fed from the start."""
         ahead = self.ahead
         if ahead is None or not any(self._known(rows, past)):
-            return 0
-        functions = map(self.executable.program.function, self.parts[: ahead.parts])
-        if any(name in fn.outputs for fn in functions for name in fetch):
-            return 0  # what was led is not at hand any more
+            return None
+        wanted = self._of_led(ahead, fetch)
+        if not all(name in ahead.outputs for name in wanted):
+            return None  # it is not at hand any more
         if self._known(rows, past) != list(map(len, rows)):
-            self.lead(ahead.parts, rows, past, starts, ())
-        return ahead.parts
+            self.lead(ahead.parts, rows, past, starts, wanted)
+        return self.ahead
+
+    def _of_led(self, ahead: Ahead, fetch: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of the outputs that the parts return which tokens were led through."""
+        functions = list(map(self.executable.program.function, self.parts[: ahead.parts]))
+        return tuple(name for name in fetch if any(name in fn.outputs for fn in functions))
 
     def run_parts(
         self,

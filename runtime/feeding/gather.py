@@ -46,6 +46,27 @@ def written(buffer: torch.Tensor, values: torch.Tensor) -> None:
         buffer[:, :count], buffer[:, count:] = values, 0
 
 
+def joined(
+    before: torch.Tensor | None, values: torch.Tensor, known: Sequence[int], sizes: Sequence[int]
+) -> torch.Tensor:
+    """Of each sequence b the first `known[b]` rows of `before` [B,M,...], and behind them those of
+    [B,N,...], `sizes[b]` in all: a copy, zeros behind them."""
+    result = values.new_zeros(values.shape[0], max(sizes), *values.shape[2:])
+    for index, (count, size) in enumerate(zip(known, sizes, strict=True)):
+        if before is not None and count:
+            result[index, :count] = before[index, :count]
+        result[index, count:size] = values[index, : size - count]
+    return result
+
+
+def widened(values: torch.Tensor, width: int) -> torch.Tensor:
+    """[B,N,...] with `width` rows: the first ones, or zeros behind them."""
+    short = width - values.shape[1]
+    if short <= 0:
+        return values[:, :width]
+    return torch.cat([values, values.new_zeros(len(values), short, *values.shape[2:])], 1)
+
+
 def piece(values: torch.Tensor) -> tuple[Any, int]:
     """[1,...] as something that rows of its kind can be assigned to and from by slices, and how
     many places a row takes there.

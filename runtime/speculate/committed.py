@@ -45,6 +45,7 @@ class CommittedRows:
         self.executable, self.output, self.entry, self.limit = executable, output, entry, limit
         self.shift, self.ahead = 0 if output is None else 1, ahead
         self.cache = DraftCache(executable, function, ahead=ahead)
+        self.takes_tokens = "tokens" in self.cache.takes
         self.source = entry or function
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -107,6 +108,17 @@ class CommittedRows:
             self._extend(1, silent=True)
         return self._extend(0)
 
+    def look_ahead(self, features: torch.Tensor) -> dict[str, torch.Tensor]:
+        """As `catch_up`, with one row more: that of the last token, whose feature f[B,1,H] the
+        target has not said yet. It does not count, and is made again when it has."""
+        for index, pieces in enumerate(self.features):
+            pieces.append(features[index].clone())
+            self.known[index] += 1
+        outputs = self.catch_up()
+        self.rows = [rows - int(made) for rows, made in zip(self.rows, self.fresh, strict=True)]
+        self.known = [known - 1 for known in self.known]
+        return outputs
+
     def place(self, index: int, past: int, count: int) -> int:
         """Where a sequence's `count` tokens go; at the end of the context it drops out."""
         if past + count + self.ahead > self.limit:
@@ -142,8 +154,9 @@ class CommittedRows:
         width = max(*counts, 1)
         tokens = np.zeros((len(counts), width), dtype=np.int64)
         for index, (rows, count) in enumerate(zip(past, counts, strict=True)):
-            start = rows + self.shift
-            tokens[index, :count] = self.texts[index][start : start + count]
+            if self.takes_tokens:
+                start = rows + self.shift
+                tokens[index, :count] = self.texts[index][start : start + count]
         positions = np.minimum(
             np.array(past, dtype=np.int64)[:, None] + np.arange(width), self.limit - 1
         )

@@ -1,12 +1,12 @@
 """Exit heads: what the target says after a token, from the state of its first layers.
 
-Source: Elhoushi et al., "LayerSkip" (2024), with the teacher's distribution in the text's place and
-the target as it is.
+Sources: Elhoushi et al., "LayerSkip" (2024), with the teacher's distribution in the text's place
+and the target as it is; Liu et al., "Kangaroo" (2024), whose adapter sees the text before a token.
 """
 
 from __future__ import annotations
 
-from ...ir.plan import ExitDraft
+from ...ir.plan import AdaptedExitDraft, ExitDraft
 from .base import Batch, Loss, Run, distilled, hit_rate, mean_loss, objective
 
 
@@ -14,6 +14,12 @@ from .base import Batch, Loss, Run, distilled, hit_rate, mean_loss, objective
 def exit_loss(record: ExitDraft, run: Run, batch: Batch) -> Loss:
     """See the module docstring."""
     return mean_loss((one, _window_loss(record, run, one)) for one in batch.alone())
+
+
+@objective(AdaptedExitDraft)
+def adapter_loss(record: AdaptedExitDraft, run: Run, batch: Batch) -> Loss:
+    """See the module docstring."""
+    return _window_loss(record, run, batch)
 
 
 def _window_loss(record: ExitDraft, run: Run, batch: Batch) -> Loss:

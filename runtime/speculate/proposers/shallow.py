@@ -61,10 +61,14 @@ class ExitProposer(Proposer):
         outputs = self.feeder.lead(self.parts, self.chains, self.past, self.starts, wanted)
         state = outputs[self.record.output][:, :1]
         if self.state.shape != state.shape:
-            self.state = torch.empty_like(state)
+            self.state, self.held = torch.empty_like(state), None
+        self.state.copy_(state)
+        return self.level(count)
+
+    def level(self, count: int) -> Level:
+        """What may follow the tokens whose states lie in `state`."""
+        if self.held is None:
             self.held = self.executable.hold(
                 self.record.function, {"hidden": self.state}, self.fetch
             )
-        assert self.held is not None
-        self.state.copy_(state)
         return level_of(self.held(), count)

@@ -1,0 +1,78 @@
+"""Draft with the target's own first layers and a small layer that stands in for the others.
+
+Before::
+
+    func step(tokens: i64[B,T], ...) -> logits f32[B,T,V] {
+      %h: f32[B,T,H] = graftwork.hidden(%x, layer=1, point="block")
+
+After (exit=2)::
+
+    func step(tokens: i64[B,T], ...) -> logits f32[B,T,V], hidden.1 f32[B,T,H] { ... }
+    draft func adapter(positions: i64[B,T], hidden: f32[B,T,H], select: i64[B,S])
+        -> draft_logits f32[B,S,V], draft_tokens, ...
+    decode {
+      draft = adapted_exit(function="adapter", output="hidden.1", exit=2, levels=6)
+
+A drafted token runs through the first layers, and an adapter continues its state h, as the other
+layers would: x = h + attention(norm(h)) without an MLP, a norm that starts as the target's final
+one, and the target's frozen language-model head (Liu et al., "Kangaroo: Lossless Self-Speculative
+Decoding via Double Early Exiting", 2024). The attention sees the text so far in a cache of its own
+(`insert_kv_cache`). The step must be cut at the exit (`cut_depth`), so that verification takes the
+drafted tokens up where the draft has left them. The second exit, from drafting, is a length policy
+(`length_confidence`). New weights know nothing: train them with `graftwork train`; the target stays
+as it is. Refuses exits where there is no layer, and programs without markers, an attention or a
+language-model head, or with a function of that name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+
+from ...ir import Program
+from ...ir.plan import AdaptedExitDraft
+from ...ir.plan.bounds import Levels, Nodes
+from ..engine.base import STATES, Contract, Effect, Outcome, register
+from .copied_layer import copied_norm
+from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
+from .draft_pass import TrainedPass
+from .grafts import Graft
+
+NAME = "adapter"
+
+
+@register
+class DraftAdapter(TrainedPass):
+    """exit: layers that draft, counted from the first. levels: tokens drafted at most. candidates:
+    best tokens that the adapter returns. weights: a file of trained ones, or the folder that
+    training wrote."""
+
+    exit: Levels = 2
+    levels: Levels = 6
+    candidates: Nodes = 10
+
+    name: ClassVar[str] = "draft_adapter"
+    contract: ClassVar[Contract] = Contract.LOSSLESS
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
+    provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
+    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
+    reads: ClassVar[frozenset[Effect]] = STATES
+
+    def insert(self, program: Program) -> Outcome:
+        """Graft the adapter on. See the module docstring."""
+        graft = Graft(program, self.name, NAME, self.weights)
+        shape = replace(LayerShape.of(graft.step, self.name, graft.hidden), inner=0)
+        output = graft.tap(self.exit - 1)
+        positions = graft.input("positions", dtype=torch.int64)
+        hidden = graft.input("hidden", graft.hidden)
+        angles = angles_at(graft, positions, shape.dim)
+        normed = graft.rms_norm(hidden, f"{NAME}.input_layernorm", shape.eps)
+        layer = next_layer(graft)
+        x = decoder_layer(graft, hidden, angles, NAME, layer, shape, source=normed)
+        logits = graft.head(copied_norm(graft, x, f"{NAME}.norm"))
+        outputs = dict(graft.picked(x, graft.candidates(logits, self.candidates)))
+        del outputs["hidden"]  # a drafted token's own state comes from the target's layers
+        draft = AdaptedExitDraft(NAME, output, self.exit, self.levels, bool(self.weights))
+        return Outcome(graft.drafted(outputs, draft), 1)

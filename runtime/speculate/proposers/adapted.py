@@ -1,0 +1,85 @@
+"""The target's own first layers draft through a layer of their own that sees the text so far.
+
+Source: Liu et al., "Kangaroo: Lossless Self-Speculative Decoding via Double Early Exiting" (2024).
+The layer's rows of committed text are made once it is committed, from the states that steps return
+(see `CommittedRows`); rows of drafted tokens are forgotten after each draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ....ir.plan import AdaptedExitDraft
+from ...memo import Memo
+from ..committed import CommittedRows
+from ..drafters.base import UnverifiedStep, VerifiedStep
+from ..setting import Setting
+from .base import PROPOSERS, Ids, Level
+from .hidden import level_of
+from .shallow import ExitProposer
+
+
+@PROPOSERS.register(AdaptedExitDraft)
+class AdaptedExitProposer(ExitProposer):
+    """Puts the layer's rows behind those of the text."""
+
+    record: AdaptedExitDraft
+    reads = True
+
+    def __init__(self, record: AdaptedExitDraft, setting: Setting) -> None:
+        super().__init__(record, setting)
+        self.wants = (record.output,)
+        limit = self.executable.program.info.context
+        self.committed = CommittedRows(self.executable, record.function, record.output, limit=limit)
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Nothing is cached of the new sequences."""
+        self.committed.begin(prompts)
+
+    def read(self, fed: UnverifiedStep) -> None:
+        """Make the rows of a piece of the prompts."""
+        self.committed.read(fed)
+
+    def observe(self, taken: VerifiedStep) -> None:
+        """Take what the target made of the accepted tokens."""
+        self.committed.observe(taken)
+
+    def keep(self, index: int, fed: int) -> Memo:
+        """See `Resumes.keep`."""
+        return self.committed.keep(index, fed)
+
+    def reach(self, memo: Memo, count: int) -> int:
+        """See `Resumes.reach`."""
+        return self.committed.reach(memo, count)
+
+    def resume(self, index: int, memo: Memo, count: int) -> None:
+        """See `Resumes.resume`."""
+        self.committed.resume(index, memo, count)
+
+    def root(self, count: int) -> Level:
+        """What may follow each text's last token."""
+        self.below = 0
+        return super().root(count)
+
+    def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
+        """What may follow the chain's last tokens."""
+        self.below += 1
+        return super().grow(tokens, parents, count)
+
+    def level(self, count: int) -> Level:
+        """See `ExitProposer.level`."""
+        committed = self.committed
+        if not self.below:
+            level = level_of(committed.look_ahead(self.state), count)
+            level.tokens[committed.lacking] = -1
+            return level
+        rows = [rows + self.below for rows in committed.rows]
+        past = [committed.place(index, row, 1) for index, row in enumerate(rows)]
+        place: Ids = np.array(past, dtype=np.int64)[:, None]
+        nothing = np.zeros_like(place)
+        outputs = committed.cache.run(nothing, place, past, nothing, self.state)
+        level = level_of(outputs, count)
+        level.tokens[~np.array(committed.alive)] = -1
+        return level
