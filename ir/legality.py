@@ -107,7 +107,7 @@ def _misfits(plan: DecodePlan) -> Iterator[str]:
         yield from _undecided(plan)
     if plan.step.in_parts and plan.cache != DEFAULT.cache:
         yield (
-            f"cache={plan.cache.brief} drops rows after steps, and step={plan.step.brief} hands "
+            f"cache={plan.cache.brief} moves rows after steps, and step={plan.step.brief} hands "
             f"rows on from call to call: leave one of the two out"
         )
     if any(leaf.in_step for leaf in draft.leaves):

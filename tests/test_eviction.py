@@ -479,5 +479,5 @@ def test_a_window_that_is_taken_for_a_whole_cache_is_refused() -> None:
 
 
 def test_a_graph_for_other_loaders_would_keep_every_row() -> None:
-    with pytest.raises(UnsupportedError, match=r"drops rows of its caches \(cache=evict"):
+    with pytest.raises(UnsupportedError, match=r"drops rows of its caches between"):
         portable(evicting("norm"), plain=True)

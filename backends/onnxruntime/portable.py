@@ -72,16 +72,16 @@ def portable(program: Program, *, plain: bool = False, contrib: bool = True) -> 
     may have ops of ONNX Runtime's own domain; without them all attention concatenates.
 
     Errors: `UnsupportedError` for a program that drafts, unless `plain`, for one whose caches lose
-    rows, and for one without logits
+    or move rows, and for one without logits
     or caches, with states that are not keys and values, or with attention that reads them through
     something else than a step mask.
     """
     step = program.step
-    if program.plan.cache.most is not None:
+    if program.plan.cache.moves:
         raise UnsupportedError(
-            f"{program.name} drops rows of its caches (cache={program.plan.cache.brief}), and the "
-            f"graph that other loaders run has no place for it: they would keep every row. Export "
-            f"another recipe, such as baseline"
+            f"{program.name} moves or drops rows of its caches between steps "
+            f"(cache={program.plan.cache.brief}), and the graph that other loaders run has no "
+            f"place for it: they would keep every row. Export another recipe, such as baseline"
         )
     if not plain:
         _refuse_more(program)

@@ -11,7 +11,7 @@ from ..contract import Contract
 from ..errors import InputError
 from .base import Record, Returned, record
 from .bounds import Budgets, Context, Nodes
-from .held import Held, Latest
+from .held import Groups, Held, Latest
 
 if TYPE_CHECKING:
     from .decode import DecodePlan
@@ -32,6 +32,11 @@ class CacheRecord(Record):
     def most(self) -> int | None:
         """Rows that states hold of a sequence at most; None: one for every token of its text."""
         return None
+
+    @property
+    def moves(self) -> bool:
+        """Whether rows move, or are dropped, between steps."""
+        return self.most is not None or bool(self.held)
 
     @property
     def latest(self) -> Mapping[str, Latest]:
@@ -125,6 +130,60 @@ class Evict(CacheRecord):
     def endless(self) -> bool:
         """See `CacheRecord.endless`."""
         return self.turned
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """See `CacheRecord.widths`."""
+        return (self.block,)
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`."""
+        yield self.function, {}
+
+
+@record
+@dataclass(frozen=True)
+class StoreOld(CacheRecord):
+    """Rows of a text are stored in few bits by `function`, but for the latest.
+
+    Where a text ends a block and `residual` + `block` of its rows are floats, the oldest `block` of
+    them are stored: no step goes beyond such a place. latest: the capacity of states with floats.
+    groups: that of states with a row for every `group` rows of a text ("": none).
+    """
+
+    function: str = "store"
+    residual: Context = 128
+    block: Nodes = 64
+    latest_rows: str = "C.1"
+    groups: str = ""
+    group: Nodes = 32
+    kind: ClassVar[str] = "store"
+
+    def check(self) -> None:
+        """See `Record.check`."""
+        if self.residual % self.block or self.block % self.group:
+            raise InputError(
+                f"store: residual={self.residual}, block={self.block} and group={self.group}: "
+                f"expected a residual of whole blocks, and blocks of whole groups"
+            )
+        own = [self.latest_rows, *[self.groups] * bool(self.groups)]
+        if len(set(own)) < len(own) or not all(map(_OWN.fullmatch, own)):
+            raise InputError(f"store: capacities {own}, expected names such as C.1, each once")
+
+    @property
+    def most_latest(self) -> int:
+        """Rows that are floats when some of them are stored."""
+        return self.residual + self.block
+
+    @property
+    def latest(self) -> Mapping[str, Latest]:
+        """See `CacheRecord.latest`."""
+        return {self.latest_rows: Latest(self.residual, self.block)}
+
+    @property
+    def held(self) -> Mapping[str, Held]:
+        """See `CacheRecord.held`."""
+        return {**self.latest, **({self.groups: Groups(self.group)} if self.groups else {})}
 
     @property
     def widths(self) -> tuple[int, ...]:

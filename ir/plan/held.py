@@ -55,3 +55,22 @@ class Latest(Held):
 
     def fits(self, capacity: int) -> None:
         """See `Held.fits`: room for a step's own rows is made before any."""
+
+
+@dataclass(frozen=True)
+class Groups(Held):
+    """The states have a row for every `each` rows of a text, which steps do not write."""
+
+    each: int
+
+    def rows(self, rows: int) -> int:
+        """See `Held.rows`."""
+        return -(-rows // self.each)
+
+    def capacity(self, rows: int, rounded: Callable[[int], int]) -> int:
+        """See `Held.capacity`."""
+        return self.rows(rounded(rows))
+
+    def fits(self, capacity: int) -> int:
+        """See `Held.fits`."""
+        return capacity * self.each

@@ -54,6 +54,14 @@ def narrowed(state: State, symbol: str) -> State:
     return replace(state, type=TensorType(state.type.dtype, dims))
 
 
+def rows_before(fn: Function, budget: int, block: int) -> torch.fx.Node:
+    """Rows that states with this budget hold before a step, at the top of a function: i64[B]."""
+    past = fn.input("past")
+    with fn.graph.inserting_before(fn.calls()[0]):
+        within = fn.call(A.remainder.Scalar, past, block)
+        return fn.call(A.minimum.default, past, fn.call(A.add.Scalar, within, budget))
+
+
 def narrow(fn: Function, states: Collection[State], budget: int, block: int) -> None:
     """Let a function keep these states' rows within a budget, in place.
 
@@ -62,10 +70,7 @@ def narrow(fn: Function, states: Collection[State], budget: int, block: int) -> 
     own = [state for state in states if fn.has_input(state.name)]
     if not own:
         return
-    past = fn.input("past")
-    with fn.graph.inserting_before(fn.calls()[0]):
-        within = fn.call(A.remainder.Scalar, past, block)
-        place = fn.call(A.minimum.default, past, fn.call(A.add.Scalar, within, budget))
+    past, place = fn.input("past"), rows_before(fn, budget, block)
     attends: dict[torch.fx.Node, None] = {}
     for state in own:
         node = fn.input(state.name)

@@ -66,8 +66,7 @@ class QuantizeCache(Pass):
                 f"quantize_cache: the plan has cache={program.plan.cache.brief}, which weighs rows "
                 f"by keys as they are; leave one of the two out"
             )
-        targets = [fn for fn in program.functions.values() if fn.role is Role.TARGET]
-        wanted = {name for fn in targets for name in _read(fn) if name in program.states}
+        wanted = cached_states(program)
         if not wanted:
             return Outcome(program, 0, "no attention of the target reads a cache")
         states: dict[str, State] = {}
@@ -124,7 +123,7 @@ class QuantizeCache(Pass):
         fn.set_outputs(outputs)
         for node in reversed(list(fn)):
             if node in pairs or (node.target is G.attend.default and not node.users):
-                _erase(fn, node)
+                erase(self.name, fn, node)
         return fn
 
     def _written(self, fn: Function, node: torch.fx.Node, pairs: Any) -> Any:
@@ -158,6 +157,12 @@ def _parts(name: str) -> tuple[str, str]:
     return f"{name}.codes", f"{name}.steps"
 
 
+def cached_states(program: Program) -> set[str]:
+    """Names of the states whose rows attention of the target reads."""
+    targets = [fn for fn in program.functions.values() if fn.role is Role.TARGET]
+    return {name for fn in targets for name in _read(fn) if name in program.states}
+
+
 def _read(fn: Function) -> set[str]:
     """Names of inputs whose rows attention reads, written or not."""
     found = set()
@@ -170,12 +175,12 @@ def _read(fn: Function) -> set[str]:
     return found
 
 
-def _erase(fn: Function, node: torch.fx.Node) -> None:
+def erase(what: str, fn: Function, node: torch.fx.Node) -> None:
     """Take away what stored rows stand for. Errors: `PassError` if something else reads it."""
     if node.users:
         reader = next(iter(node.users))
         raise PassError(
-            f"quantize_cache: %{reader.name} of {fn.name} ({reader.target}) reads "
+            f"{what}: %{reader.name} of {fn.name} ({reader.target}) reads "
             f"{node.target if node.op == 'placeholder' else type_of(node)} as it is, and only "
             f"attention can read stored rows: leave out the pass that needs it, or this one"
         )

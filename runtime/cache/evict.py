@@ -1,65 +1,53 @@
 """Rows are dropped at fixed lengths of a text.
 
 After each `block` rows beyond `budget` a function of the program chooses which rows stay, and moves
-them to the front (see `passes/caching/evict_cache`). Where that happens depends on nothing but how
-many tokens were committed: no step and no piece of a prompt goes beyond such a place. So drafts
-change nothing of what an evicted target says, and neither does what shares its batch.
+them to the front (see `passes/caching/evict_cache`), see `blocks` for why so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from ...ir.executable import Executable
 from ...ir.plan import Evict
 from ..asking.text import Text
-from .base import CACHES, CachePolicy
+from .base import CACHES
+from .blocks import BlockPolicy
 
 
 @CACHES.register(Evict)
-class EvictPolicy(CachePolicy):
-    """See the module docstring. seen: rows of each sequence when it last had its turn."""
+class EvictPolicy(BlockPolicy):
+    """See the module docstring."""
 
     record: Evict
 
     def __init__(self, record: Evict, executable: Executable) -> None:
         super().__init__(record, executable)
-        self.most, self.block = record.most, record.block
+        self.most = record.most
         # Rows of a window are found by where in its block they are, and so no step leaves one.
         self.by_block = bool(record.window) or record.always
 
     def begin(self, batch: int) -> None:
         """See `CachePolicy.begin`."""
-        self.seen = [0] * batch
+        super().begin(batch)
         self.executable.reserve(self.record.most)
 
     def room(self, rows: Sequence[int]) -> int:
         """See `CachePolicy.room`."""
         if self.by_block:
-            return min(self.block - held % self.block for held in rows)
+            return super().room(rows)
         return min(self.record.most - held for held in rows)
 
-    def settle(self, texts: Sequence[Text]) -> None:
-        """See `CachePolicy.settle`."""
-        due = [self._is_due(index, text) for index, text in enumerate(texts)]
-        if not any(due):
-            return
-        past = [text.rows if now else 0 for text, now in zip(texts, due, strict=True)]
-        self.executable.run(self.record.function, {"past": torch.tensor(past)}, ())
-        for index, (text, now) in enumerate(zip(texts, due, strict=True)):
-            if now and text.rows == self.most:
-                text.rows = self.record.budget
-                if self.record.turned:
-                    text.position = text.rows
-            self.seen[index] = text.rows if now else self.seen[index]
+    def is_due(self, rows: int) -> bool:
+        """See `BlockPolicy.is_due`."""
+        return rows == self.most or (self.record.always and rows % self.block == 0)
 
-    def _is_due(self, index: int, text: Text) -> bool:
-        if text.done or text.rows == self.seen[index]:
-            return False
-        ends = text.rows % self.block == 0 if self.record.always else False
-        return ends or text.rows == self.most
+    def ran(self, text: Text) -> None:
+        """See `BlockPolicy.ran`."""
+        if text.rows == self.most:
+            text.rows = self.record.budget
+            if self.record.turned:
+                text.position = text.rows
 
     def back_to(self, fed: int, count: int) -> int:
         """See `CachePolicy.back_to`: nothing was dropped or written over since the last place where

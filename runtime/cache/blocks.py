@@ -1,0 +1,56 @@
+"""What policies have in common that act where a text ends a block.
+
+No step and no piece of a prompt goes beyond such a place. So what happens there depends on nothing
+but how many tokens were committed: drafts change nothing, and neither does what shares a batch.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...ir.executable import Executable
+from ..asking.text import Text
+from .base import CachePolicy
+
+
+class BlockPolicy(CachePolicy):
+    """Runs the record's function on the sequences that are due. seen: rows of each sequence when it
+    last had its turn."""
+
+    def __init__(self, record: Any, executable: Executable) -> None:
+        super().__init__(record, executable)
+        self.block: int = record.block
+
+    def begin(self, batch: int) -> None:
+        """See `CachePolicy.begin`."""
+        self.seen = [0] * batch
+
+    def room(self, rows: Sequence[int]) -> int:
+        """See `CachePolicy.room`."""
+        return min(self.block - held % self.block for held in rows)
+
+    @abstractmethod
+    def is_due(self, rows: int) -> bool:
+        """Whether the function has to run on a sequence of so many rows."""
+
+    def ran(self, text: Text) -> None:
+        """The function ran on a text: set its rows and position."""
+
+    def settle(self, texts: Sequence[Text]) -> None:
+        """See `CachePolicy.settle`."""
+        due = [self._is_due(index, text) for index, text in enumerate(texts)]
+        if not any(due):
+            return
+        past = [text.rows if now else 0 for text, now in zip(texts, due, strict=True)]
+        self.executable.run(self.record.function, {"past": torch.tensor(past)}, ())
+        for index, (text, now) in enumerate(zip(texts, due, strict=True)):
+            if now:
+                self.ran(text)
+                self.seen[index] = text.rows
+
+    def _is_due(self, index: int, text: Text) -> bool:
+        return not text.done and text.rows != self.seen[index] and self.is_due(text.rows)

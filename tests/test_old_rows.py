@@ -1,0 +1,270 @@
+"""Caches whose older rows are in few bits: what rows become, when, and what composes with them.
+
+The reference is the model with a full cache of floats, in which rows are replaced by what the paper
+makes of them (loops over groups) as soon as the text is so long. It shares no op with the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from handmade import Shape, cached_llama
+from test_runtime_cached import padded
+from tiny import named, tiny_llama
+
+import graftwork as gw
+from graftwork.backends import compile
+from graftwork.backends.target import Target
+from graftwork.demo import demo_folder
+from graftwork.ir import GraftworkError, PassError, Program, parse_program, program_text, verify
+from graftwork.ir.ops.grouped_cache import grouped_rows, quantize_groups, store_rows
+from graftwork.ir.plan import DraftRecord, NoDraft, RecyclingDraft, SuffixDraft
+from graftwork.passes.caching.evict_cache import EvictCache
+from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.caching.quantize_old_rows import QuantizeOldRows
+from graftwork.passes.drafting.draft_eagle import DraftEagle
+from graftwork.passes.drafting.fuse_draft import FuseDraft
+from graftwork.passes.drafting.plan_edits import with_plan
+from graftwork.passes.drafting.unroll_draft import UnrollDraft
+from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.stepping.add_argmax import AddArgmax
+from graftwork.passes.stepping.add_top_tokens import AddTopTokens
+from graftwork.passes.stepping.pick_logits import PickLogits
+from graftwork.runtime import forget, generate
+from graftwork.runtime.speculate.drafters.fused import FusedDrafter
+
+GROUP, RESIDUAL, BLOCK = 4, 16, 8
+KINDS: dict[str, tuple[dict[str, Any], Shape]] = {
+    "kivi": ({}, Shape(context=256)),
+    "kivi of 2 bits": ({"bits": 2}, Shape(context=256)),
+    "keys by row": ({"bits": 8, "keys": "row"}, Shape(context=256, window=21, sinks=True)),
+    "values by channel": ({"values": "channel"}, Shape(context=256, slopes=True, rotary=0)),
+    "wide values": ({"bits": 2}, Shape(context=256, value_dim=24)),
+}
+TEXT = torch.randint(2, 9, (1, 61), generator=torch.Generator().manual_seed(5))
+
+
+def stored(kind: str, draft: DraftRecord | None = None, **more: Any) -> Program:
+    options, shape = KINDS[kind]
+    program = AddTopTokens().run(cached_llama(shape)).program
+    program = with_plan(program, draft=draft or NoDraft())
+    sizes = {"group": GROUP, "residual": RESIDUAL, "block": BLOCK}
+    made = QuantizeOldRows(**{**sizes, **options, **more}).run(program).program
+    verify(made)
+    return made
+
+
+def executable_of(program: Program, backend: str = "eager") -> Any:
+    return compile(program, Target(backend, threads=1))
+
+
+def asked(count: int, **more: Any) -> dict[str, Any]:
+    return {"max_new_tokens": count, "eos_token_id": [], "pad_token_id": 0, **more}
+
+
+def test_a_channel_and_a_row_by_hand() -> None:
+    """Least -1 and largest 2 in 2 bits: a step of 1; a channel that is all one number is kept."""
+    x = torch.tensor([[-1.0, 5.0, 0.2, 2.0], [2.0, 5.0, 0.8, 0.0], [0.4, 5.0, 0.2, 1.0]])
+    codes, steps = quantize_groups(x[None, None], bits=2, group=3, by_channel=True)
+    torch.testing.assert_close(steps[0, 0], torch.tensor([[1, 0, 0.2, 2 / 3, -1, 5, 0.2, 0]]))
+    assert codes.flatten().tolist() == [0 | 0 | 0 << 4 | 3 << 6, 3 | 3 << 4, 1 | 2 << 6]
+    codes, steps = quantize_groups(x[None, None, :1], bits=4, group=2, by_channel=False)
+    torch.testing.assert_close(steps[0, 0], torch.tensor([[0.4, 0.12, -1, 0.2]]))
+    assert codes.flatten().tolist() == [0 | 0 << 4, 15 | 15 << 4]
+
+
+def test_rows_by_hand() -> None:
+    """Of 7 rows, with 2 that stay floats and blocks of 2, the first 4 are codes."""
+    x = torch.randn(1, 1, 8, 4)
+    how: dict[str, Any] = {"bits": 8, "group": 2, "by_channel": True}
+    codes, steps = quantize_groups(x[:, :, :4], **how)
+    cache = torch.zeros(1, 1, 8, 4, dtype=torch.uint8)
+    cache = store_rows(cache, codes, torch.tensor([6]), after=6)
+    assert torch.equal(cache[:, :, :4], codes) and not cache[:, :, 4:].any()
+    assert torch.equal(store_rows(cache, codes + 1, torch.tensor([5]), after=6), cache)
+    wide = torch.nn.functional.pad(steps, (0, 0, 0, 2))
+    past = torch.tensor([7])
+    rows = grouped_rows(cache, wide, x[:, :, 4:], past, **how, residual=2, block=2)
+    torch.testing.assert_close(rows[:, :, :4], x[:, :, :4], atol=0.01, rtol=0)
+    assert torch.equal(rows[:, :, 4:], x[:, :, 4:])
+
+
+def made_of(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """The numbers of one group in so many bits (Liu et al. 2024, section 3.1)."""
+    least, most = x.min(), x.max()
+    step = (most - least) / (2**bits - 1)
+    return x if step == 0 else torch.round((x - least) / step) * step + least
+
+
+class Reference:
+    """A full cache of floats, in which old rows are what few bits leave of them."""
+
+    def __init__(self, kind: str) -> None:
+        self.options, shape = KINDS[kind]
+        self.executable = executable_of(cached_llama(shape))
+        self.executable.begin(1, 256)
+        self.executable.reserve(256)
+        self.fed = 0
+
+    def feed(self, token: int) -> int:
+        inputs = {
+            "tokens": torch.tensor([[token]]),
+            "positions": torch.tensor([[self.fed]]),
+            "past": torch.tensor([self.fed]),
+            "select": torch.tensor([[0]]),
+        }
+        best = int(self.executable.run("step", inputs, ("argmax",))["argmax"])
+        self.fed += 1
+        if self.fed % BLOCK == 0 and self.fed >= RESIDUAL + BLOCK:
+            first = self.fed - RESIDUAL - BLOCK
+            for name in self.executable.program.states:
+                self.replace(name, first)
+        return best
+
+    def replace(self, name: str, first: int) -> None:
+        rows = self.executable.read_rows([name], 0, first, first + BLOCK)[name]
+        share = self.options.get("keys" if name.endswith("key") else "values")
+        by_channel = (share or ("channel" if name.endswith("key") else "row")) == "channel"
+        bits = self.options.get("bits", 4)
+        for head in rows:
+            for group in head.T if by_channel else head:
+                for start in range(0, len(group), GROUP):
+                    part = group[start : start + GROUP]
+                    part.copy_(made_of(part.clone(), bits))
+        self.executable.write_rows(0, first, {name: rows})
+
+    def decode(self, prompt: Sequence[int], count: int) -> list[int]:
+        text = list(prompt)
+        for place in range(len(prompt) + count - 1):
+            best = self.feed(text[place])
+            if place + 1 == len(text):
+                text.append(best)
+        return text
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_what_the_papers_rule_leaves_of_them(kind: str, backend: str) -> None:
+    """Tokens and rows, through a prompt of several blocks and in decoding."""
+    reference = Reference(kind)
+    wanted = reference.decode(TEXT[0].tolist(), 40)
+    program = stored(kind)
+    executable = executable_of(program, backend)
+    assert generate(executable, TEXT, **asked(40))[0].tolist() == wanted
+    past = reference.fed
+    node = next(n for n in program.step.calls() if "grouped_rows" in str(n.target))
+    parts = [executable.buffers.tensors[f"kv.0.key.{p}"] for p in ("codes", "steps", "recent")]
+    rows = grouped_rows(*parts, torch.tensor([past]), **node.kwargs)[0, :, :past]
+    whole = reference.executable.states["kv.0.key"][0, :, :past]
+    # A number in the middle of two codes may become either where a last bit differs.
+    assert ((rows - whole).abs() > 1e-4).float().mean() < 0.002
+
+
+@pytest.mark.long
+def test_it_runs_compiled() -> None:
+    plain = generate(executable_of(stored("kivi")), TEXT, **asked(20))
+    compiled = executable_of(stored("kivi"), "torch")
+    assert torch.equal(generate(compiled, TEXT, **asked(20)), plain)
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+@pytest.mark.parametrize("draft", [SuffixDraft(tokens=5), RecyclingDraft(nodes=7)])
+def test_drafts_and_batches_change_nothing(draft: DraftRecord, backend: str) -> None:
+    prompts = [TEXT[0].tolist(), TEXT[0, 9:20].tolist(), TEXT[0, 3:53].tolist()]
+    plain = executable_of(stored("kivi of 2 bits"), backend)
+    fast = executable_of(stored("kivi of 2 bits", draft), backend)
+    ids, mask = padded(prompts)
+    found = generate(fast, ids, attention_mask=mask, return_dict_in_generate=True, **asked(50))
+    assert found.stats.accepted_tokens > 10
+    for row, prompt in zip(found.sequences.tolist(), prompts, strict=True):
+        wanted = generate(plain, torch.tensor([prompt]), **asked(50))[0].tolist()
+        assert row[len(row) - len(wanted) :] == wanted
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+def test_a_step_that_drafts_stores_rows_too(backend: str) -> None:
+    """The draft's own cache stays as it is."""
+    tail = (UnrollDraft(), InsertKvCache(), PickLogits(), AddArgmax(), FuseDraft())
+    few = QuantizeOldRows(group=GROUP, residual=RESIDUAL, block=BLOCK)
+    passes = (DraftEagle(), *tail, few, named("tree_chain", depth=3))
+    program = run_passes(tiny_llama(context=256), [Step(p) for p in passes])[0]
+    assert any(n.startswith("eagle") and n.endswith(".key") for n in program.states)
+    fast = executable_of(program, backend)
+    found = generate(fast, TEXT, return_dict_in_generate=True, **asked(60))
+    assert found.stats.draft_tokens > 100
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FusedDrafter, "chain", lambda *_: [])
+        assert torch.equal(generate(fast, TEXT, **asked(60)), found.sequences)
+
+
+def test_a_text_that_is_short_is_exact() -> None:
+    """Nothing is in few bits before a block is full beyond the rows that stay."""
+    short = TEXT[:, : BLOCK + 3]
+    count = RESIDUAL + BLOCK - short.shape[1]
+    wanted = generate(executable_of(cached_llama(KINDS["kivi"][1])), short, **asked(count))
+    assert torch.equal(generate(executable_of(stored("kivi")), short, **asked(count)), wanted)
+
+
+def test_conversations_go_on() -> None:
+    """From wherever rows are still what they were there; else the text is fed again."""
+    fast = executable_of(stored("kivi"))
+    more = asked(3, return_dict_in_generate=True)
+    for length in (18, 20, 24, 30, 31, 32, 33, 40, 47, 61):
+        text = TEXT[:, :length]
+        again = generate(fast, text, **more)
+        assert torch.equal(
+            generate(executable_of(stored("kivi")), text, **more).sequences, again.sequences
+        )
+    longer = generate(fast, again.sequences, **more)
+    assert longer.stats.reused_tokens == again.sequences.shape[1] - 1
+    forget(fast)
+    assert torch.equal(generate(fast, again.sequences, **more).sequences, longer.sequences)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+def test_bytes_are_few(backend: str) -> None:
+    """For 512 rows of 2 bits; the floats that stay are counted."""
+    sizes = {}
+    options = {"bits": 2, "residual": 64, "block": 32}
+    two = {"title": "two", "contract": "approximate", "extends": "baseline"}
+    recipes = {"full": "baseline", "two": two | {"passes": [{"quantize_old_rows": options}]}}
+    for name, recipe in recipes.items():
+        fast = gw.optimize(str(demo_folder()), recipe, target=backend)
+        fast.generate(torch.arange(440)[None] % 50, max_new_tokens=4, do_sample=False)
+        sizes[name] = fast.cache_bytes()
+    assert sizes["two"] < 0.75 * sizes["full"]
+
+
+def test_what_would_go_wrong_is_refused() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"block": 6}, "residual=16, block=6 and group=4"),
+        ({"residual": 20}, "residual=20, block=8 and group=4"),
+        ({"draft": SuffixDraft(tokens=8)}, "block=8 is smaller than a step with a draft"),
+        ({"residual": 256}, "no row would ever get codes"),
+    ]
+    for options, message in cases:
+        with pytest.raises(PassError, match=message):
+            stored("kivi", **options)
+    with pytest.raises(PassError, match="are 20 wide; expected whole bytes"):
+        QuantizeOldRows(group=8).run(cached_llama(Shape(dim=20, context=256)))
+    evicting = EvictCache(budget=24, block=8).run(cached_llama(Shape(context=256))).program
+    with pytest.raises(PassError, match="the plan has cache=evict"):
+        QuantizeOldRows().run(evicting)
+    with pytest.raises(PassError, match="the plan has cache=store"):
+        EvictCache(budget=24, block=8).run(stored("kivi"))
+
+
+def test_a_text_that_says_otherwise_than_it_is_is_refused() -> None:
+    program = stored("kivi")
+    text = program_text(program)
+    for wrong in (
+        text.replace(f"aten.remainder.Scalar(%past, {BLOCK})", "aten.remainder.Scalar(%past, 64)"),
+        text.replace(f"residual={RESIDUAL}, block={BLOCK}, latest", "residual=8, block=8, latest"),
+    ):
+        assert wrong != text
+        with pytest.raises(GraftworkError, match=r"says that kv\.0\.\w+\.recent holds the last"):
+            verify(parse_program(wrong, weights=program.weights))
