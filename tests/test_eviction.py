@@ -27,13 +27,16 @@ from graftwork.ir import (
     Program,
     TensorType,
     UnsupportedError,
+    arguments,
     parse_program,
     program_text,
     verify,
 )
+from graftwork.ir.ops.quantized_cache import hadamard, stored_values
 from graftwork.ir.plan import DraftRecord, NoDraft, RecyclingDraft, SuffixDraft
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.caching.quantize_cache import QuantizeCache
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_model import DraftModel
 from graftwork.passes.drafting.fuse_draft import FuseDraft
@@ -67,10 +70,16 @@ TEXT = torch.randint(2, 9, (1, 75), generator=torch.Generator().manual_seed(5))
 """Few different tokens: equal ones have equal keys in the first layer, and scores are tied."""
 
 
+def base(bits: int = 0) -> Program:
+    """A model with a cache, in few bits if so asked."""
+    program = cached_llama(SHAPE)
+    return QuantizeCache(bits=bits).run(program).program if bits else program
+
+
 def evicting(
-    name: str, budget: int = BUDGET, draft: DraftRecord | None = None, **more: Any
+    name: str, budget: int = BUDGET, draft: DraftRecord | None = None, bits: int = 0, **more: Any
 ) -> Program:
-    program = AddTopTokens().run(cached_llama(SHAPE)).program
+    program = AddTopTokens().run(base(bits)).program
     program = with_plan(program, draft=draft or NoDraft())
     options = {"budget": budget, "block": BLOCK, **METHODS[name], **more}
     made = EvictCache(**options).run(program).program
@@ -85,7 +94,7 @@ def executable_of(program: Program, backend: str = "eager") -> Any:
 class Reference:
     """Every row for good, what each head of each layer still holds, and the rules of the papers."""
 
-    def __init__(self, name: str, budget: int = BUDGET) -> None:
+    def __init__(self, name: str, budget: int = BUDGET, bits: int = 0) -> None:
         self.rule: dict[str, Any] = dict(METHODS[name])
         if self.rule["method"] == "h2o":
             self.rule.setdefault("recent", budget // 2)
@@ -94,13 +103,13 @@ class Reference:
         self.rule = {"sinks": 0, "recent": 0} | self.rule
         # Cai et al. (2024) of budget 24 and 6 that stay: 35.1 and 0.9 others, in blocks of 8.
         self.budgets = [40, 8] if self.rule.get("layers") == "pyramid" else [budget] * LAYERS
-        program = cached_llama(SHAPE)
+        program, self.bits = base(bits), bits
         fn = program.function("step").copy()
-        self.attends = fn.calls(G.attend.default)
+        self.attends = fn.calls(G.attend.default, G.attend_quantized.default)
         outputs = dict(fn.outputs)
         for layer, attend in enumerate(self.attends):
             hidden = fn.add_input(f"hidden.{layer}", TensorType.parse("f32[B,4,T,C]"))
-            attend.args = (*attend.args[:4], hidden)
+            attend.args = (*attend.args[: list(arguments(attend)).index("bias")], hidden)
             outputs[f"query.{layer}"] = attend.args[0]
             outputs[f"raw.{layer}"] = attend.args[0].args[0]  # of the rotation
         fn.set_outputs(outputs)
@@ -149,7 +158,7 @@ class Reference:
 
     def end_block(self) -> None:
         for layer in range(LAYERS):
-            keys = self.executable.states[f"kv.{layer}.key"][0].double()
+            keys = self.rows(f"kv.{layer}.key").double()
             scores = [self.scores(layer, g, keys[g]) for g in range(self.groups)]
             if self.rule["method"] == "tova":
                 mean = {r: sum(s[r] for s in scores) / self.groups for r in scores[0]}
@@ -171,6 +180,14 @@ class Reference:
         if self.rule["method"] in ("tova", "snapkv", "h2o", "expected"):
             score = math.log(max(score, 1e-30))
         return round(score * 1024)
+
+    def rows(self, name: str) -> torch.Tensor:
+        """All rows as numbers, [G,C,D]."""
+        states = self.executable.states
+        if not self.bits:
+            return states[name][0]
+        codes, steps = states[f"{name}.codes"], states[f"{name}.steps"]
+        return hadamard(stored_values(codes, steps, self.bits))[0]
 
     def scores(self, layer: int, group: int, keys: torch.Tensor) -> dict[int, float]:
         held, method = self.held[layer][group], self.rule["method"]
@@ -214,7 +231,7 @@ class Reference:
         """Devoto et al. (2025): mean and covariance of queries before their rotation, the mean of
         the rotations to come as a matrix, and the length of values."""
         held, each = self.held[layer][group], self.heads // self.groups
-        values = self.executable.states[f"kv.{layer}.value"][0, group].double()
+        values = self.rows(f"kv.{layer}.value")[group].double()
         cos, sin = (t[self.fed : self.fed + self.rule["ahead"]].mean(0) for t in self.angles)
         turn = torch.eye(keys.shape[1], dtype=torch.float64)
         half = len(cos)

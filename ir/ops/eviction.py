@@ -323,12 +323,14 @@ def keep_top(
 
 
 def _take_samples() -> Iterator[Sample]:
-    yield (torch.randn(2, 2, 5, 3), torch.tensor([[[0, 4], [1, 2]], [[2, 3], [0, 1]]])), {}
+    rows = torch.tensor([[[0, 4], [1, 2]], [[2, 3], [0, 1]]])
+    yield (torch.randn(2, 2, 5, 3), rows), {}
+    yield (torch.randint(256, (2, 2, 5, 3), dtype=torch.uint8), rows), {}
 
 
 def _take_fake(cache: Tensor, rows: Tensor) -> Tensor:
     given = Operands("take_rows")
-    given.fit("cache", cache, "BGCD")
+    given.fit("cache", cache, "BGCD", None if cache.dtype.is_floating_point else torch.uint8)
     given.fit("rows", rows, "BGK", I64)
     return cache.new_empty((*rows.shape, cache.shape[3]))
 
@@ -339,7 +341,7 @@ def take_rows(cache: Tensor, rows: Tensor) -> Tensor:
 
     ``%y: f32[B,G,K,D] = graftwork.take_rows(%kv.0.value, %k)``
 
-    cache [B,G,C,D]; rows i64[B,G,K], each below C.
+    cache [B,G,C,D], floating or u8; rows i64[B,G,K], each below C.
     """
     _take_fake(cache, rows)
     return cache.gather(2, rows[..., None].expand(*rows.shape, cache.shape[3]))

@@ -95,6 +95,39 @@ def stored_values(codes: Tensor, steps: Tensor, bits: int) -> Tensor:
     return numbers * steps[..., :1] + steps[..., 1:]
 
 
+def _stored_samples() -> Iterator[Sample]:
+    for bits, turned in ((8, True), (4, False)):
+        how = {"bits": bits, "turned": turned}
+        yield quantize_rows(torch.randn(2, 2, 5, 8), **how), how
+
+
+def _stored_fake(codes: Tensor, steps: Tensor, *, bits: int, turned: bool) -> Tensor:
+    given = Operands("stored_rows")
+    given.sizes["S"] = 2
+    given.fit("codes", codes, "BGCK", torch.uint8)
+    given.fit("steps", steps, "BGCS", torch.float32)
+    width = codes.shape[3] * 8 // max(bits, 1)
+    check_stored("stored_rows", width, bits, turned)
+    return codes.new_empty((*codes.shape[:3], width), dtype=torch.float32)
+
+
+@define(
+    "stored_rows(Tensor codes, Tensor steps, *, int bits, bool turned) -> Tensor",
+    samples=_stored_samples,
+    fake=_stored_fake,
+)
+def stored_rows(codes: Tensor, steps: Tensor, *, bits: int, turned: bool) -> Tensor:
+    """The numbers that `quantize_rows` has stored.
+
+    ``%k: f32[B,G,C,D] = graftwork.stored_rows(%kc, %ks, bits=8, turned=True)``
+
+    codes u8[B,G,C,D*bits/8] and steps f32[B,G,C,2], see there.
+    """
+    _stored_fake(codes, steps, bits=bits, turned=turned)
+    rows = stored_values(codes, steps, bits)
+    return hadamard(rows) if turned else rows
+
+
 def _attend_samples() -> Iterator[Sample]:
     mask = torch.rand(2, 1, 3, 9) < 0.5
     mask[..., 0] = True

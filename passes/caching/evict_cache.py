@@ -48,6 +48,8 @@ from ...ir.contract import Contract
 from ...ir.plan import Evict, KeepAll
 from ...ir.protocol import INPUTS
 from ..engine.base import Effect, Outcome, Pass, register
+from ..fusing.dce import sweep
+from .cached_rows import ATTENDS, CachedRows, Written, written
 from .layer_budgets import narrow, narrowed, pyramid
 from .row_scores import SCORES, Layer, RowScores, sum_type
 
@@ -185,36 +187,9 @@ class _Settings:
         return cls(budget, block, sinks, recent, turned, options.ahead, tuple(by_layer))
 
 
-@dataclass(frozen=True)
-class _Write:
-    """A layer's rows as a function makes them: the calls that write keys and values, and the
-    attention that reads them."""
-
-    function: Function
-    key: torch.fx.Node
-    value: torch.fx.Node
-    attend: torch.fx.Node
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """Of the states of keys and values."""
-        key, value = (str(node.args[0].target) for node in (self.key, self.value))  # type: ignore[union-attr]
-        return key, value
-
-    @property
-    def what(self) -> str:
-        """For messages."""
-        return f"{self.function.name} ({self.key.args[0].target})"  # type: ignore[union-attr]
-
-
-def _writes(functions: dict[str, Function], program: Program) -> Iterator[_Write]:
+def _writes(functions: dict[str, Function], program: Program) -> Iterator[Written]:
     """Of each layer with a cache the first write; of the target's, from its plain step."""
     for fn in functions.values():
-        _refuse(
-            bool(fn.calls(G.attend_quantized.default)),
-            f"{fn.name} reads rows that are stored in few bits (quantize_cache), and rows are "
-            f"weighed by keys as they are: leave one of the two out",
-        )
         for mask in fn.calls(G.step_mask.default):
             _refuse(
                 mask.kwargs.get("window") is not None,
@@ -229,30 +204,23 @@ def _writes(functions: dict[str, Function], program: Program) -> Iterator[_Write
     step = program.step.name
     first = sorted(functions.values(), key=lambda fn: (fn.name != step, fn.role is not Role.TARGET))
     for fn in first:
-        for attend in fn.calls(G.attend.default):
-            key, value = attend.args[1], attend.args[2]
-            own = [node for node in (key, value) if _writes_state(node, program)]
-            names = {str(node.args[0].target) for node in own}  # type: ignore[union-attr]
-            if names & seen or not own:
+        for write in written(fn, program):
+            if seen.intersection(write.names):
                 continue
             _refuse(
-                len(own) < 2,
-                f"{fn.name}: attention of {', '.join(names)} reads what is not a cache's rows",
+                not write.whole,
+                f"{fn.name}: attention of {', '.join(write.names)} reads what is not a cache's "
+                f"rows",
             )
-            seen |= names
-            yield _Write(fn, key, value, attend)  # type: ignore[arg-type]
+            seen.update(write.names)
+            yield write
     lost = [n for n, s in program.states.items() if s.capacity and n not in seen]
     _refuse(bool(lost), f"no attention reads {', '.join(lost)} as keys and values")
 
 
-def _writes_state(node: Any, program: Program) -> bool:
-    made = isinstance(node, torch.fx.Node) and node.target is G.cache_write.default
-    return made and str(node.args[0].target) in program.states
-
-
 def _classes(
     settings: _Settings,
-    writes: list[_Write],
+    writes: list[Written],
     program: Program,
     functions: dict[str, Function],
     states: dict[str, State],
@@ -295,11 +263,11 @@ class _Builder:
         self.tables: dict[str, torch.fx.Node] = {}
         self.taken: list[tuple[str, torch.fx.Node]] = []
 
-    def add(self, write: _Write) -> None:
+    def add(self, write: Written) -> None:
         """Keep a layer's rows."""
         fn, settings = self.fn, self.settings
-        key, value = write.names
-        keys, values = (self._state(self.states[name]) for name in (key, value))
+        key = write.keys.names[0]
+        keys, values = (self._floats(write, rows) for rows in (write.keys, write.values))
         drafts = not self.step.has_input(key)
         scores = SCORES["window"] if drafts else self.scores
         options = {
@@ -334,13 +302,19 @@ class _Builder:
             sinks=sinks,
             recent=recent,
         )
-        taken = fn.call(G.take_rows.default, keys, rows)
-        if settings.turned:
-            taken = self._turned(write, taken, rows)
-        self.taken += [(key, taken), (value, fn.call(G.take_rows.default, values, rows))]
+        for name in write.names:
+            taken = fn.call(G.take_rows.default, fn.input(name), rows)
+            if settings.turned and name == key:
+                taken = self._turned(write, taken, rows)
+            self.taken.append((name, taken))
         if layer.summed is not None:
             sums = str(layer.sums.target)  # type: ignore[union-attr]
             self.taken.append((sums, fn.call(G.take_rows.default, layer.summed, rows)))
+
+    def _floats(self, write: Written, rows: CachedRows) -> torch.fx.Node:
+        """Rows as numbers."""
+        parts = [self._state(self.states[name]) for name in rows.names]
+        return self.fn.call(G.stored_rows.default, *parts, **write.how) if write.how else parts[0]
 
     def _state(self, state: State) -> torch.fx.Node:
         if self.fn.has_input(state.name):
@@ -349,7 +323,7 @@ class _Builder:
 
     def _new(self, key: str, part: str, type: TensorType) -> State:
         """A state beside a layer's keys."""
-        name = f"{key.removesuffix('.key')}.{part}"
+        name = f"{key.rpartition('.key')[0]}.{part}"
         state = State(name, type, self.states[key].layer, part)
         self.states[name] = state
         return state
@@ -357,10 +331,10 @@ class _Builder:
     def _sums(self, key: str) -> torch.fx.Node:
         return self._state(self._new(key, "sums", sum_type(self.states[key].type)))
 
-    def _queries(self, write: _Write, key: str) -> torch.fx.Node:
+    def _queries(self, write: Written, key: str) -> torch.fx.Node:
         """A state with the queries of the last block, written by every function of the target."""
         batch, heads, _, dim = type_of(write.attend.args[0]).dims  # type: ignore[arg-type]
-        dtype = self.states[key].type.dtype
+        dtype = type_of(write.attend.args[0]).dtype  # type: ignore[arg-type]
         state = self._new(key, "query", TensorType(dtype, (batch, heads, Sym(WINDOW), dim)))
         for fn in self.functions.values():
             self._keep_queries(fn, key, state)
@@ -369,8 +343,8 @@ class _Builder:
     def _keep_queries(self, fn: Function, key: str, state: State) -> None:
         if fn.role is not Role.TARGET or not fn.has_input(key):
             return
-        written = fn.outputs[key]
-        attends = [n for n in fn.calls(G.attend.default) if n.args[1] is written]
+        kept = fn.outputs[key]
+        attends = [n for n in fn.calls(*ATTENDS) if n.args[1] is kept]
         _refuse(
             len(attends) != 1,
             f"{fn.name}: {len(attends)} attentions read {key}; expected one, whose queries weigh "
@@ -382,9 +356,14 @@ class _Builder:
             kept = fn.call(G.cache_write.default, place, attends[0].args[0], past)
         fn.set_outputs({**fn.outputs, state.name: kept})
 
-    def _turned(self, write: _Write, taken: torch.fx.Node, rows: torch.fx.Node) -> torch.fx.Node:
+    def _turned(self, write: Written, taken: torch.fx.Node, rows: torch.fx.Node) -> torch.fx.Node:
         """Keys as the rotation would have made them at their new places."""
-        made = write.key.args[1]
+        made = write.keys.new
+        _refuse(
+            bool(write.how),
+            f"positions='cache' turns keys to their new places, and those of {write.what} are "
+            f"stored in few bits: use positions='absolute'",
+        )
         _refuse(
             not _is_rotated(made),
             f"positions='cache' turns keys to their new places, and those of {write.what} are not "
@@ -395,9 +374,9 @@ class _Builder:
         inner = bool(made.kwargs.get("interleaved", False))
         return self.fn.call(G.turn_rows.default, taken, rows, cos, sin, interleaved=inner)
 
-    def _rotation(self, write: _Write) -> tuple[torch.fx.Node | None, torch.fx.Node | None, bool]:
+    def _rotation(self, write: Written) -> tuple[torch.fx.Node | None, torch.fx.Node | None, bool]:
         """The tables of what rotates queries, and how; none where nothing does."""
-        asked, key = write.attend.args[0], write.key.args[1]
+        asked, key = write.attend.args[0], write.keys.new
         _refuse(
             _is_rotated(key) and not _is_rotated(asked),
             f"the queries of {write.what} are not what a rotation gives, and its keys are: where "
@@ -416,7 +395,7 @@ class _Builder:
         )
         return cos, sin, bool(asked.kwargs.get("interleaved", False))
 
-    def _table(self, write: _Write, node: Any, what: str) -> torch.fx.Node:
+    def _table(self, write: Written, node: Any, what: str) -> torch.fx.Node:
         """A table of a rotation's angles, one row a position. what: wants it."""
         while node.target in (A.reshape.default, A.view.default, A.unsqueeze.default):
             node = node.args[0]
@@ -436,11 +415,12 @@ class _Builder:
         """Write what is kept over the first rows, when all of it was read."""
         fn = self.fn
         zero = fn.call(A.full_like.default, self.past, 0)
-        written = {
+        outputs = {
             name: fn.call(G.cache_write.default, fn.input(name), rows, zero)
             for name, rows in self.taken
         }
-        fn.set_outputs(written)
+        fn.set_outputs(outputs)
+        sweep(fn)
         return fn
 
 

@@ -28,6 +28,7 @@ import torch.fx
 
 from ...ir import Function, PassError, State, Sym, TensorType, arguments, type_of
 from ..fusing.dce import sweep
+from .cached_rows import ATTENDS
 
 A, G = torch.ops.aten, torch.ops.graftwork
 
@@ -81,15 +82,16 @@ def narrow(fn: Function, states: Collection[State], budget: int, block: int) -> 
                     f"write rows at past; give all layers the same budget"
                 )
             write.update_arg(2, place)
-            attends |= dict.fromkeys(n for n in write.users if n.target is G.attend.default)
+            attends |= dict.fromkeys(n for n in write.users if n.target in ATTENDS)
         node.meta["type"] = state.type
     masks: dict[torch.fx.Node, torch.fx.Node] = {}
     for attend in attends:
-        mask = attend.args[3]
+        given = arguments(attend)
+        mask = given["mask"]
         assert isinstance(mask, torch.fx.Node)
         if mask not in masks:
             masks[mask] = _mask(fn, mask, place, own[0])
-        attend.update_arg(3, masks[mask])
+        attend.update_arg(list(given).index("mask"), masks[mask])
     fn.retype()
     sweep(fn)
 

@@ -63,8 +63,8 @@ class QuantizeCache(Pass):
         """Store what attention of the target reads. See the module docstring."""
         if not isinstance(program.plan.cache, KeepAll):
             raise PassError(
-                f"quantize_cache: the plan has cache={program.plan.cache.brief}, which weighs rows "
-                f"by keys as they are; leave one of the two out"
+                f"quantize_cache: the plan has cache={program.plan.cache.brief} already, whose "
+                f"functions move rows as they are: put quantize_cache before it"
             )
         wanted = cached_states(program)
         if not wanted:

@@ -1,0 +1,84 @@
+"""Where functions write the rows of caches that attention reads, as they are or in few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+
+from ...ir import Function, Program, arguments
+
+G = torch.ops.graftwork
+ATTENDS = (G.attend.default, G.attend_quantized.default)
+"""Attention over caches."""
+
+
+@dataclass(frozen=True)
+class CachedRows:
+    """A layer's keys, or its values. writes: the calls that write their parts: the rows, or codes
+    and steps of them."""
+
+    writes: tuple[torch.fx.Node, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of their states."""
+        return tuple(str(write.args[0].target) for write in self.writes)  # type: ignore[union-attr]
+
+    @property
+    def new(self) -> Any:
+        """What is written of a step, before it is stored in few bits."""
+        made: Any = self.writes[0].args[1]
+        stored = made.args[0] if len(self.writes) > 1 else None
+        return made if stored is None else stored.args[0]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A layer's rows as a function writes them, and the attention that reads them. whole: whether
+    it reads nothing else."""
+
+    function: Function
+    keys: CachedRows
+    values: CachedRows
+    attend: torch.fx.Node
+    whole: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the states."""
+        return self.keys.names + self.values.names
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """How rows are stored in few bits; nothing where they are not."""
+        given = arguments(self.attend)
+        return {name: given[name] for name in ("bits", "turned") if name in given}
+
+    @property
+    def what(self) -> str:
+        """For messages."""
+        return f"{self.function.name} ({self.keys.names[0]})"
+
+
+def written(fn: Function, program: Program) -> Iterator[Written]:
+    """The rows of caches that a function writes and attends to."""
+    for attend in fn.calls(*ATTENDS):
+        given = arguments(attend)
+        read = [
+            [given[part] for part in parts if part in given]
+            for parts in (("k", "k_steps"), ("v", "v_steps"))
+        ]
+        own = [tuple(node for node in nodes if _writes_state(node, program)) for nodes in read]
+        whole = [len(nodes) for nodes in own] == [len(nodes) for nodes in read]
+        if any(own):
+            keys, values = map(CachedRows, own)
+            yield Written(fn, keys, values, attend, whole)
+
+
+def _writes_state(node: Any, program: Program) -> bool:
+    made = isinstance(node, torch.fx.Node) and node.target is G.cache_write.default
+    return made and str(node.args[0].target) in program.states
