@@ -97,9 +97,10 @@ class Feeder:
         else:
             start(self.rows)
         for symbol, held in self.latest:
-            # A step that is fed alone may take one column more than was asked for.
-            own = max(widest, self.chunk(held.block, held.block)) + 1
-            self.executable.reserve(held.most + own, symbol)
+            # No step goes beyond a block, but columns that nobody asked for may: what is drafted
+            # and not looked at, one more of a step that is fed alone, and a prompt's static widths.
+            chunk = 0 if self.widths is None else self.chunk(held.block, held.block)
+            self.executable.reserve(held.most + max(widest, chunk) + 1, symbol)
         self.log(draft)
 
     def log(self, rows: int) -> None:
