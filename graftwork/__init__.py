@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .backends.target import Target
+    from .exits import calibrate_exits
     from .ir.errors import GraftworkError
     from .model import Model, load, optimize
     from .recipe import Recipe, recipes
@@ -26,6 +27,7 @@ __all__ = [
     "Model",
     "Recipe",
     "Target",
+    "calibrate_exits",
     "fit",
     "load",
     "optimize",
@@ -39,6 +41,7 @@ _HOMES = {
     "Model": ".model",
     "Recipe": ".recipe",
     "Target": ".backends.target",
+    "calibrate_exits": ".exits",
     "fit": ".training",
     "load": ".model",
     "optimize": ".model",

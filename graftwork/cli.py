@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from . import __version__
+from .cli_exits import calibrate
 from .cli_export import export
 from .cli_options import (
     AnyModel,
@@ -275,6 +276,7 @@ def train(
 
 
 app.command()(export)
+app.command()(calibrate)
 
 
 @app.command()

@@ -34,6 +34,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
 from .ir import InputError
@@ -190,6 +191,14 @@ class Recipe:
         head = {"name": self.name, "title": self.title, "paper": self.paper}
         head |= {"differs": self.differs} if self.differs else {}
         return {**head, "contract": self.contract, "needs": list(self.needs), "passes": entries}
+
+    def save(self, path: str | Path) -> Path:
+        """Write the recipe as YAML that `load` reads; the file's name names it."""
+        data = {key: value for key, value in self.as_dict().items() if key != "name"}
+        text = yaml.safe_dump(json.loads(json.dumps(data)), sort_keys=False, width=100)
+        where = plain_path("recipe", path)
+        where.write_text(text, encoding="utf-8")
+        return where
 
 
 def recipes() -> list[Recipe]:

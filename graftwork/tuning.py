@@ -10,7 +10,6 @@ Source: Chen et al., "Sequoia: Scalable, Robust, and Hardware-aware Speculative 
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text as Line
@@ -29,7 +27,6 @@ from .agreement import OwnText, is_approximate, own_text, plain_plan
 from .backends.target import Target
 from .ir import InputError
 from .ir.executable import Executable
-from .ir.files import plain_path
 from .ir.plan import FixedLength, KeepAll, StaticTree
 from .ir.plan.shapes import expected
 from .ir.protocol import ANCESTORS
@@ -138,11 +135,7 @@ class Tuned:
 
     def save(self, path: str | Path) -> Path:
         """Write the recipe as YAML that `optimize` takes."""
-        data = {key: value for key, value in self.recipe.as_dict().items() if key != "name"}
-        text = yaml.safe_dump(json.loads(json.dumps(data)), sort_keys=False, width=100)
-        where = plain_path("recipe", path)
-        where.write_text(text, encoding="utf-8")
-        return where
+        return self.recipe.save(path)
 
     def table(self) -> RenderableType:
         """For the terminal: predicted tokens a second by number of nodes."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ..contract import Contract
 from ..errors import InputError
-from .base import Record, policy, record
+from .base import Record, Returned, policy, record
 from .bounds import Amount, Levels, Nodes, Part, Rollout, Share
+
+if TYPE_CHECKING:
+    from .decode import DecodePlan
 
 
 @dataclass(frozen=True)
@@ -94,9 +99,29 @@ class DecayBudget(DepthRecord):
         return max(int(total * self.alpha**place), self.least)
 
 
+@dataclass(frozen=True)
+class ThresholdDepth(DepthRecord):
+    """Base of records that let tokens leave where the first layers are sure.
+
+    threshold: of their confidence, at the first place; at place t of N it is 0.9 threshold + 0.1
+    threshold exp(-decay t / N) (CALM, Schuster et al. 2022), so with decay=0 the same everywhere.
+    """
+
+    threshold: Share = 0.9
+    decay: Amount = 0.0
+
+    def bound(self, along: float) -> float:
+        """The threshold where so large a share of the text is written, 0..1.
+
+        >>> round(DeferredDepth(threshold=0.8, decay=4.0).bound(0.5), 4)
+        0.7308
+        """
+        return self.threshold * (0.9 + 0.1 * math.exp(-self.decay * along))
+
+
 @policy
 @dataclass(frozen=True)
-class DeferredDepth(DepthRecord):
+class DeferredDepth(ThresholdDepth):
     """Leave after the first layers where they are sure, and make up for it later (FREE).
 
     A token whose likeliest successor, by the target's own head on the state after `exit` layers, is
@@ -109,8 +134,6 @@ class DeferredDepth(DepthRecord):
     """
 
     exit: Levels = 3
-    threshold: Share = 0.9
-    decay: Amount = 0.0
     pending: Nodes = 7
     kind: ClassVar[str] = "deferred"
 
@@ -123,3 +146,31 @@ class DeferredDepth(DepthRecord):
     def widths(self) -> tuple[int, ...]:
         """All pending tokens and one more."""
         return (self.pending + 1,)
+
+
+@record
+@dataclass(frozen=True)
+class ConfidentDepth(ThresholdDepth):
+    """Leave at the first exit that is sure; deeper layers' rows are made of its state (CALM).
+
+    functions: for each segment but the first one that makes its cache rows of the state that a
+    token left with, as if its layers had not changed that. score: what each segment but the last
+    returns of how sure it is, [B,T]; "": by how much the likeliest successor is more probable than
+    the second, by the target's own head. A batch leaves together, or goes on together.
+    """
+
+    functions: tuple[str, ...] = ("step.1.fill",)
+    score: str = ""
+    kind: ClassVar[str] = "confident"
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`. Errors: `InputError` unless there is a function for each segment."""
+        *segments, _ = plan.step.parts or ("", "")
+        if len(self.functions) != len(segments) - 1:
+            raise InputError(
+                f"{self.brief} fills {len(self.functions)} segments, and step={plan.step.brief} "
+                f"has {len(segments) - 1} behind the first"
+            )
+        yield from ((function, {}) for function in self.functions)
+        if self.score:
+            yield from ((segment, {self.score: ("", "")}) for segment in segments[:-1])

@@ -7,16 +7,14 @@ Adaptive Language Modeling" (CALM, 2022).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-
-import torch
 
 from ...ir.plan import DeferredDepth
 from ..asking.text import Text
 from ..feeding.feed import Feeder
 from ..feeding.outputs import Outputs
 from .base import DEPTHS, DepthPolicy, StepFeed
+from .sure import all_sure, margins
 
 
 @DEPTHS.register(DeferredDepth)
@@ -43,28 +41,14 @@ class DeferredPolicy(DepthPolicy):
         if max(self.lacking) < self.record.pending:
             wanted = tuple(dict.fromkeys(("logits", *step.fetch)))
             outputs = feeder.run_parts((self.head,), *place, step.width, wanted)
-            if self._sure(outputs["logits"]):
+            live = [index for index, text in enumerate(self.texts) if not text.done]
+            if all_sure(self.record, self.texts, live, margins(outputs["logits"], live)):
                 self.ran = sum(self.sizes[: self.count])
                 for index, text in enumerate(self.texts):
                     self.lacking[index] += not text.done
                 return outputs
         self._deepen(deep, step, 1)
         return feeder.run_parts((self.head,), *place, step.width, step.fetch)
-
-    def _sure(self, logits: torch.Tensor) -> bool:
-        """Whether every unfinished sequence may leave, by the first column of f[B,S,V]."""
-        live = [index for index, text in enumerate(self.texts) if not text.done]
-        best = logits[live, 0].float().softmax(-1).topk(2).values.cpu()
-        sure = (best[:, 0] - best[:, 1]).tolist()
-        return all(
-            confidence > self._threshold(self.texts[index])
-            for confidence, index in zip(sure, live, strict=True)
-        )
-
-    def _threshold(self, text: Text) -> float:
-        """Of a sequence's next token."""
-        record, along = self.record, text.generated / max(text.limit - text.prompt, 1)
-        return record.threshold * (0.9 + 0.1 * math.exp(-record.decay * along))
 
     def _make_up(self) -> None:
         """Make all rows that are lacking."""

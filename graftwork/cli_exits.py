@@ -1,0 +1,41 @@
+"""The command that finds how sure an exit must be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .cli_options import ModelArg, RecipeOption, SetOption, TargetOption
+
+
+def calibrate(
+    model: ModelArg,
+    data: Annotated[Path, typer.Option(help="Prompts like those to serve: .txt or .jsonl.")],
+    recipe: RecipeOption = "calm",
+    set_: SetOption = [],  # noqa: B006  (typer copies it)
+    target: TargetOption = None,
+    tolerance: Annotated[
+        float, typer.Option(help="Mean share of the model's own text that may be missing.")
+    ] = 0.1,
+    confidence: Annotated[float, typer.Option(help="That it holds.")] = 0.95,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens a prompt.")] = 64,
+    file: Annotated[
+        Path | None, typer.Option("--out", help="Write the recipe with the threshold here (.yaml).")
+    ] = None,
+) -> None:
+    """Find the threshold at which tokens may leave early for a promise about the text to hold."""
+    from .cli import out, progress
+    from .exits import calibrate_exits
+    from .model import optimize
+    from .opening import with_settings
+
+    with progress() as show:
+        made = optimize(model, with_settings(recipe, set_), target=target, data=data, progress=show)
+        found = calibrate_exits(
+            made, data, tolerance=tolerance, confidence=confidence, tokens=tokens, progress=show
+        )
+    out.print(found.table())
+    if file is not None:
+        out.print(f"written to {found.save(file)}", markup=False)

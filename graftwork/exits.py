@@ -1,0 +1,273 @@
+"""How sure an exit must be for a promise about the text to hold: Learn then Test.
+
+A threshold is tried from above on texts that were not seen before: 1, at which nobody leaves, and
+downwards. Of each text the risk is the share of the model's own continuation that the early one
+lacks. The hypothesis that the mean risk at a threshold exceeds the tolerance is rejected by a
+p-value that holds for any risk in 0..1 and any number of texts, and the first threshold at which it
+cannot be rejected ends the search (fixed sequence testing), so that nothing must be corrected for
+how many were tried. With the stated confidence the last one before it keeps the tolerance on texts
+of the same kind. What it costs texts that were kept apart is told beside it.
+
+Sources: Angelopoulos et al., "Learn then Test: Calibrating Predictive Algorithms to Achieve Risk
+Control" (2021); Bates et al., "Distribution-Free, Risk-Controlling Prediction Sets" (2021), for the
+Hoeffding-Bentkus bound; Schuster et al., "Confident Adaptive Language Modeling" (2022).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text as Line
+
+from .agreement import plain_plan
+from .ir import InputError
+from .ir.executable import Executable
+from .ir.plan import DecodePlan, FullDepth
+from .ir.plan.depth import ThresholdDepth
+from .model import Model
+from .planned import Planned
+from .prompts import Prompts, read_prompts
+from .recipe import Recipe
+from .runtime.asking.options import BEST
+from .runtime.generate import Generated, forget, generate
+
+STEPS = 20
+"""Thresholds that are tried: 1, 0.95, ..."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A threshold on the texts that were to be seen. risk: mean, 0..1. p: the p-value. layers: that
+    a token ran through, a mean."""
+
+    threshold: float
+    risk: float
+    p: float
+    layers: float
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What was found. threshold: the lowest that holds. tolerance, confidence: the promise. tried:
+    in order, the one that failed included. held_out: that threshold on the texts kept apart (p of
+    no use). texts, kept_apart: how many. total: layers there are. recipe: with the threshold.
+    """
+
+    threshold: float
+    tolerance: float
+    confidence: float
+    tried: tuple[Tried, ...]
+    held_out: Tried
+    texts: int
+    kept_apart: int
+    total: float
+    recipe: Recipe
+
+    def save(self, path: str | Path) -> Path:
+        """Write the recipe as YAML that `optimize` takes."""
+        return self.recipe.save(path)
+
+    def table(self) -> RenderableType:
+        """For the terminal."""
+        table = Table(box=None, pad_edge=False)
+        for name in ("threshold", "layers a token", "risk", "p"):
+            table.add_column(name, justify="right")
+        for one in self.tried:
+            mark = "bold" if one.threshold == self.threshold else ""
+            cells = (f"{one.threshold:.2f}", f"{one.layers:.2f}", f"{one.risk:.3f}", f"{one.p:.3f}")
+            table.add_row(*cells, style=mark)
+        apart = self.held_out
+        said = (
+            f"threshold {self.threshold:.2f}: a risk of at most {self.tolerance:g} with "
+            f"{self.confidence:.0%} confidence, by {self.texts} texts; on {self.kept_apart} that "
+            f"were kept apart it is {apart.risk:.3f}, at {apart.layers:.2f} of {self.total:g} "
+            f"layers a token"
+        )
+        return Group(table, Line(said))
+
+
+def calibrate_exits(
+    model: Model,
+    data: Prompts,
+    *,
+    tolerance: float,
+    confidence: float = 0.95,
+    tokens: int = 64,
+    held_out: float = 0.25,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Calibrated:
+    """The lowest threshold at which a model that leaves early keeps a tolerance.
+
+    model: of a recipe with an early exit, such as calm or free. data: prompts like those to be
+    served; each is continued by `tokens` tokens, greedily and alone. tolerance: mean share of the
+    model's own continuation (its longest common subsequence, as in ROUGE-L) that may be missing;
+    confidence: that it holds. held_out: share of the prompts that are kept apart.
+
+    Errors: `InputError` for a model without a threshold, numbers outside 0..1, and fewer prompts
+    than any promise of that kind needs.
+    """
+    for name, value in (("tolerance", tolerance), ("confidence", confidence)):
+        if not 0 < value < 1:
+            raise InputError(f"{name}={value}: expected a number between 0 and 1")
+    if not 0 < held_out < 1 or tokens < 2:
+        raise InputError(f"held_out={held_out}, tokens={tokens}: expected a share, and at least 2")
+    depth = model.program.plan.depth
+    if not isinstance(depth, ThresholdDepth):
+        raise InputError(
+            f"depth={depth.brief} has no threshold to find: give a model of a recipe whose tokens "
+            f"leave early, such as calm or free"
+        )
+    prompts = read_prompts(data, model.program)
+    count = len(prompts) - math.ceil(len(prompts) * held_out)
+    if count < (least := least_texts(tolerance, confidence)):
+        raise InputError(
+            f"data: {len(prompts)} prompts leave {count} to calibrate on, and a tolerance of "
+            f"{tolerance:g} with {confidence:.0%} confidence needs at least {least}, even if none "
+            f"differs: give {math.ceil(least / (1 - held_out))} prompts, or promise less"
+        )
+    trial = _Trial(model.executable, prompts, tokens)
+    every = range(len(prompts))
+    # Spread evenly, because files are often sorted by kind.
+    apart = [int((i + 0.5) / held_out) for i in range(len(prompts) - count)]
+    seen = [index for index in every if index not in set(apart)]
+    grid = [1 - step / STEPS for step in range(STEPS + 1)]
+
+    def measured() -> Iterator[Tried]:
+        for threshold in grid:
+            progress(f"threshold {threshold:.2f}")
+            risks, layers = trial.risks(threshold, seen)
+            p = p_value(statistics.mean(risks), len(risks), tolerance)
+            yield Tried(threshold, statistics.mean(risks), p, layers)
+
+    tried, threshold = lowest(measured(), 1 - confidence)
+    risks, layers = trial.risks(threshold, apart)
+    recipe = Recipe.load(model.recipe).with_options([f"depth_{depth.kind}.threshold={threshold:g}"])
+    return Calibrated(
+        threshold,
+        tolerance,
+        confidence,
+        tried,
+        Tried(threshold, statistics.mean(risks), math.nan, layers),
+        len(seen),
+        len(apart),
+        trial.total,
+        recipe,
+    )
+
+
+def lowest(measured: Iterator[Tried], error: float) -> tuple[tuple[Tried, ...], float]:
+    """What was looked at up to the first threshold whose p-value exceeds `error`, and the one
+    before it; 1 if there is none, at which nobody leaves."""
+    tried, found = [], 1.0
+    for one in measured:
+        tried.append(one)
+        if one.p > error:
+            break
+        found = one.threshold
+    return tuple(tried), found
+
+
+def p_value(risk: float, count: int, tolerance: float) -> float:
+    """Of the hypothesis that a mean risk exceeds the tolerance, where `count` risks in 0..1 have
+    the mean `risk`: the lesser of Hoeffding's bound and Bentkus's.
+
+    >>> round(p_value(0.0, 29, 0.1), 4), p_value(0.2, 100, 0.1)
+    (0.0471, 1.0)
+    """
+    if risk >= tolerance:
+        return 1.0
+    gap = (risk * math.log(risk / tolerance) if risk else 0.0) + (1 - risk) * math.log(
+        (1 - risk) / (1 - tolerance)
+    )
+    hoeffding = math.exp(-count * gap)
+    bentkus = math.e * _binomial(math.ceil(round(count * risk, 9)), count, tolerance)
+    return min(1.0, hoeffding, bentkus)
+
+
+def least_texts(tolerance: float, confidence: float) -> int:
+    """Texts without any risk that a promise needs.
+
+    >>> least_texts(0.1, 0.95)
+    29
+    """
+    return math.ceil(math.log(1 - confidence) / math.log(1 - tolerance))
+
+
+def _binomial(most: int, count: int, chance: float) -> float:
+    """The chance of at most so many hits in `count` trials."""
+    return math.fsum(
+        math.exp(
+            math.lgamma(count + 1)
+            - math.lgamma(hits + 1)
+            - math.lgamma(count - hits + 1)
+            + hits * math.log(chance)
+            + (count - hits) * math.log1p(-chance)
+        )
+        for hits in range(most + 1)
+    )
+
+
+def lacking(own: Sequence[int], got: Sequence[int]) -> float:
+    """The share of a text that is not in its longest common subsequence with another one.
+
+    >>> lacking([1, 2, 3, 4], [9, 1, 3, 4])
+    0.25
+    """
+    row = [0] * (len(got) + 1)
+    for token in own:
+        before = 0
+        for place, other in enumerate(got, 1):
+            above = row[place]
+            row[place] = before + 1 if token == other else max(above, row[place - 1])
+            before = above
+    return 1 - row[-1] / len(own)
+
+
+class _Trial:
+    """A model's own texts, and what it says when it leaves early."""
+
+    def __init__(
+        self, executable: Executable, prompts: Sequence[Sequence[int]], tokens: int
+    ) -> None:
+        self.executable, self.tokens = executable, tokens
+        self.prompts = [torch.tensor([list(prompt)]) for prompt in prompts]
+        plan = executable.program.plan
+        self.plan = plan
+        whole = replace(plain_plan(plan), depth=FullDepth())
+        self.own = [self._text(whole, ids) for ids in self.prompts]
+        self.total = self.own[0].stats.layers
+
+    def risks(self, threshold: float, which: Sequence[int]) -> tuple[list[float], float]:
+        """Of some texts at a threshold, and the mean of their tokens' layers."""
+        record: Any = self.plan.depth
+        plan = replace(self.plan, depth=replace(record, threshold=threshold))
+        found, layers = [], []
+        for index in which:
+            said = self._text(plan, self.prompts[index])
+            start = self.prompts[index].shape[1]
+            own, got = (t.sequences[0, start:].tolist() for t in (self.own[index], said))
+            found.append(lacking(own, got))
+            layers.append(said.stats.layers)
+        return found, statistics.mean(layers)
+
+    def _text(self, plan: DecodePlan, ids: torch.Tensor) -> Generated:
+        forget(self.executable)  # a text takes nothing from others
+        asked = {"max_new_tokens": self.tokens, "eos_token_id": [], **BEST}
+        mask = torch.ones_like(ids)
+        made = generate(
+            Planned(self.executable, plan),
+            ids,
+            attention_mask=mask,
+            return_dict_in_generate=True,
+            **asked,
+        )
+        assert isinstance(made, Generated)
+        return made

@@ -1,0 +1,50 @@
+"""Leave at the first exit that is sure; what deeper caches lack is made of the state there.
+
+Source: Schuster et al., "Confident Adaptive Language Modeling" (CALM, 2022).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...ir.plan import ConfidentDepth
+from ..feeding.outputs import Outputs
+from .base import DEPTHS, DepthPolicy, StepFeed
+from .sure import all_sure, margins
+
+
+@DEPTHS.register(ConfidentDepth)
+class ConfidentPolicy(DepthPolicy):
+    """Runs segment by segment, and asks after each but the last."""
+
+    record: ConfidentDepth
+
+    def feed(self, step: StepFeed) -> Outputs:
+        """See `DepthPolicy.feed`."""
+        self.ran = self.total
+        if any(len(row) > 1 for row in step.rows):  # drafts are verified by all layers
+            return super().feed(step)
+        score, live = self.record.score, [i for i, text in enumerate(self.texts) if not text.done]
+        for index, part in enumerate(self.parts[:-1]):
+            made = self._run((part,), step, (score,) if score else ())
+            # A copy: outputs live until the next run.
+            sure = made[score][live, 0].tolist() if score else None
+            if sure is not None and not all_sure(self.record, self.texts, live, sure):
+                continue
+            fetch = step.fetch if score else tuple(dict.fromkeys(("logits", *step.fetch)))
+            outputs = self._run((self.head,), step, fetch)
+            if sure is None and not self._wide_apart(outputs["logits"], live):
+                continue
+            self.ran = sum(self.sizes[: index + 1])
+            self._run(self.record.functions[index:], step, ())
+            return outputs
+        return self._run((self.parts[-1], self.head), step, step.fetch)
+
+    def _wide_apart(self, logits: torch.Tensor, live: list[int]) -> bool:
+        return all_sure(self.record, self.texts, live, margins(logits, live))
+
+    def _run(self, parts: tuple[str, ...], step: StepFeed, fetch: tuple[str, ...]) -> Outputs:
+        """Some parts on a step's tokens."""
+        return self.feeder.run_parts(
+            parts, step.rows, step.past, step.starts, step.width, fetch, step.trees
+        )

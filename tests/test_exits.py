@@ -1,0 +1,100 @@
+"""Learn then Test: promises hold, the search is honest, what cannot be promised is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny import tiny_llama
+
+from graftwork.backends.target import Target
+from graftwork.exits import Tried, calibrate_exits, lacking, least_texts, lowest, p_value
+from graftwork.ir import InputError
+from graftwork.model import Model
+from graftwork.passes.engine.manager import run_passes
+from graftwork.recipe import Recipe
+
+PROMPTS = [[(7 * i + 3 * j) % 31 + 1 for j in range(4 + i % 3)] for i in range(48)]
+
+
+def model(recipe: str = "calm", *settings: str) -> Model:
+    chosen = Recipe.load(recipe).with_options(settings)
+    program, _ = run_passes(tiny_llama(4), chosen.steps)
+    return Model(program, Target(threads=1), chosen.as_dict())
+
+
+def test_p_values_by_hand() -> None:
+    # Nothing lacking in any of n texts: Hoeffding's bound is (1 - tolerance)^n.
+    assert p_value(0.0, 50, 0.1) == pytest.approx(0.9**50)
+    # Bentkus's, e P(Bin(20, 0.5) <= 2), is below Hoeffding's exp(-20 kl(0.1, 0.5)).
+    chance = sum(math.comb(20, k) for k in range(3)) / 2**20
+    gap = 0.1 * math.log(0.1 / 0.5) + 0.9 * math.log(0.9 / 0.5)
+    assert p_value(0.1, 20, 0.5) == pytest.approx(min(math.e * chance, math.exp(-20 * gap)))
+    assert p_value(0.1, 1000, 0.1) == p_value(0.4, 1000, 0.1) == 1.0
+    values = [p_value(risk / 100, 200, 0.1) for risk in range(12)]
+    assert values == sorted(values)
+    assert 0.9 ** least_texts(0.1, 0.95) <= 0.05 < 0.9 ** (least_texts(0.1, 0.95) - 1)
+
+
+def test_a_text_lacks_what_is_not_in_the_other() -> None:
+    assert lacking([1, 2, 3], [1, 2, 3]) == 0.0
+    assert lacking([1, 2, 3, 4], [4, 5, 6, 7]) == 0.75
+    assert lacking([1, 2, 3, 4], [2, 9, 3, 1]) == 0.5
+    assert lacking([1, 2], [3]) == 1.0
+
+
+def test_the_promise_is_broken_no_more_often_than_stated() -> None:
+    """Risks of texts at thresholds, of which the true means are known; 400 calibrations."""
+    generator = np.random.default_rng(0)
+    thresholds = [1 - step / 20 for step in range(21)]
+    means = [0.0, *(0.3 * (step / 20) ** 1.5 for step in range(1, 21))]
+    tolerance, error, broken, useful = 0.1, 0.1, 0, 0
+    for _ in range(400):
+        # Two-point risks have the largest variance that a mean allows.
+        shared = generator.random(80)
+        tried = (
+            Tried(
+                t, float((shared < mean).mean()), p_value(float((shared < mean).mean()), 80, 0.1), 0
+            )
+            for t, mean in zip(thresholds, means, strict=True)
+        )
+        _, found = lowest(tried, error)
+        true = means[thresholds.index(found)]
+        broken += true > tolerance
+        useful += found < 1
+    assert broken <= 400 * error
+    assert useful > 300, "a search that never dares to leave keeps any promise"
+
+
+def test_the_search_ends_at_the_first_failure() -> None:
+    tried = [Tried(1 - i / 10, 0.0, p, 4.0) for i, p in enumerate((0.0, 0.01, 0.2, 0.0))]
+    seen, found = lowest(iter(tried), 0.05)
+    assert [one.p for one in seen] == [0.0, 0.01, 0.2] and found == 0.9
+    assert lowest(iter(tried[2:]), 0.05)[1] == 1.0
+
+
+@pytest.mark.parametrize("recipe", ["calm", "free"])
+def test_a_model_is_calibrated_and_keeps_what_was_found(recipe: str, tmp_path: Path) -> None:
+    some = PROMPTS[:12]
+    found = calibrate_exits(model(recipe), some, tolerance=0.5, confidence=0.8, tokens=5)
+    assert found.texts == 9 and found.kept_apart == 3
+    assert found.tried[0].risk == 0.0 and found.tried[0].layers == found.total == 4
+    assert found.tried[-1].p > 0.2 or found.threshold == 0.0
+    assert 0 <= found.held_out.risk <= 1 and found.held_out.layers < 4
+    again = Recipe.load(found.save(tmp_path / "found.yaml"))
+    made = run_passes(tiny_llama(4), again.steps)[0]
+    assert made.plan.depth.threshold == pytest.approx(found.threshold)  # type: ignore[attr-defined]
+
+
+def test_promises_that_cannot_be_made_are_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"leave 36 to calibrate on.*needs at least 59.*79 prompts"
+    ):
+        calibrate_exits(model(), PROMPTS, tolerance=0.05)
+    with pytest.raises(InputError, match=r"has no threshold to find.*calm or free"):
+        calibrate_exits(model("d3"), PROMPTS, tolerance=0.1)
+    for options in ({"tolerance": 0.0}, {"tolerance": 0.1, "confidence": 1.0}):
+        with pytest.raises(InputError, match=r"between 0 and 1"):
+            calibrate_exits(model(), PROMPTS, **options)
