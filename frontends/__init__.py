@@ -12,7 +12,7 @@ from ..ir import InputError, Program
 from ..ir.files import plain_path
 from ..ir.threads import traces
 
-__all__ = ["import_model"]
+__all__ = ["import_model", "import_part"]
 
 
 @traces
@@ -70,6 +70,33 @@ def _import_path(path: Path, dtype: torch.dtype | None) -> Program:
     from .huggingface import import_folder
 
     return import_folder(path, dtype)
+
+
+@traces
+def import_part(source: Any, part: str, dtype: torch.dtype | None = None) -> Program:
+    """A part of a model that `import_model` leaves out, as a program at stage "traced".
+
+    source: a checkpoint folder, or a transformers model that was loaded from one. part: "mtp.0",
+    the checkpoint's first layer that predicts a token further ahead (see `huggingface.mtp`). dtype:
+    of the floating weights. Errors: `InputError` for a source or checkpoint without the part,
+    `UnsupportedError` for one that cannot be traced.
+    """
+    kind, _, number = part.partition(".")
+    if kind != "mtp":
+        raise InputError(f"{part!r} is no part of a model that can be imported; expected mtp.0")
+    path = source
+    if isinstance(source, nn.Module):
+        path = getattr(getattr(source, "config", None), "_name_or_path", "") or ""
+    folder = Path(path)
+    if not str(path) or not (folder / "config.json").is_file():
+        raise InputError(
+            f"expected a checkpoint folder, because transformers reads no multi-token-prediction "
+            f"layers and a model in memory has none; got {str(path) or type(source).__name__!r}"
+        )
+    _require_transformers()
+    from .huggingface.mtp import import_mtp
+
+    return import_mtp(plain_path("model", folder), int(number), dtype)
 
 
 def _require_transformers() -> None:

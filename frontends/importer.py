@@ -1,14 +1,15 @@
 """From an `ExportedProgram` to a function and its weights.
 
-The trace maps token ids [B,T] (and positions [B,T], if the model takes them) to logits. Every node
-is lowered (`aten.py`); symbolic integers become sizes, in-place ops become ordinary ones, and the
-wrappers that torch puts around autocast and no_grad regions are opened.
+The trace maps token ids [B,T] (and positions [B,T], if the model takes them, and whatever else a
+part of a model reads) to logits and whatever else it returns. Every node is lowered (`aten.py`);
+symbolic integers become sizes, in-place ops become ordinary ones, and the wrappers that torch puts
+around autocast and no_grad regions are opened.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,9 @@ from .sizes import Sizes
 INPUTS = {name: TensorType.parse("i64[B,T]") for name in ("tokens", "positions")}
 """The inputs of every imported step."""
 
+LOGITS = ("logits",)
+"""What a model returns."""
+
 A = torch.ops.aten
 _IGNORED = ("_assert", "sym_constrain_range", "_set_grad_enabled", "_log_api_usage")
 
@@ -43,17 +47,22 @@ class Imported:
 
 
 def import_exported(
-    exported: ExportedProgram, root: str, weight_of: Callable[[str], Weight]
+    exported: ExportedProgram,
+    root: str,
+    weight_of: Callable[[str], Weight],
+    inputs: Mapping[str, TensorType] = INPUTS,
+    outputs: Sequence[str] = LOGITS,
 ) -> Imported:
     """The function ``step`` of a trace.
 
     root: path of the model inside the traced wrapper. weight_of: the weight for a parameter or
-    buffer, by its path in the model. Errors: `UnsupportedError` naming the op, the module and the
-    source line of what programs cannot say.
+    buffer, by its path in the model. inputs: what the trace takes, in order, ``tokens`` first.
+    outputs: names for the first things that it returns. Errors: `UnsupportedError` naming the op,
+    the module and the source line of what programs cannot say.
     """
-    if _must_functionalize(exported.graph, [_result(exported)]):
+    if _must_functionalize(exported.graph, _results(exported, len(outputs))):
         exported = exported.run_decompositions(_decompositions())
-    return _Importer(exported, root, weight_of).run()
+    return _Importer(exported, root, weight_of, inputs).run(outputs)
 
 
 def _decompositions() -> dict[Any, Any]:
@@ -66,22 +75,26 @@ def _decompositions() -> dict[Any, Any]:
 
 class _Importer:
     def __init__(
-        self, exported: ExportedProgram, root: str, weight_of: Callable[[str], Weight]
+        self,
+        exported: ExportedProgram,
+        root: str,
+        weight_of: Callable[[str], Weight],
+        inputs: Mapping[str, TensorType],
     ) -> None:
         self.exported, self.root, self.weight_of = exported, root, weight_of
         self.b = Builder("step")
         self.sizes = Sizes({}, {})
         self.env: dict[torch.fx.Node, Any] = {}
-        self.inputs = {name: self.b.fn.add_input(name, type) for name, type in INPUTS.items()}
+        self.inputs = {name: self.b.fn.add_input(name, type) for name, type in inputs.items()}
 
-    def run(self) -> Imported:
+    def run(self, outputs: Sequence[str]) -> Imported:
         self.bind_inputs()
-        result = _result(self.exported)
-        self.walk(self.exported.graph, [result])
-        logits = self.value(result)
-        if not isinstance(logits, torch.fx.Node):
+        results = _results(self.exported, len(outputs))
+        self.walk(self.exported.graph, results)
+        values = [self.value(result) for result in results]
+        if not isinstance(values[0], torch.fx.Node):
             raise UnsupportedError("the model's first output is no tensor; expected logits")
-        self.b.fn.set_outputs({"logits": logits})
+        self.b.fn.set_outputs(dict(zip(outputs, values, strict=True)))
         self.b.fn.graph.eliminate_dead_code()
         return Imported(self.b.fn, self.b.weights, self.sizes.limits.get("T"))
 
@@ -253,8 +266,8 @@ def _is_view(node: torch.fx.Node) -> bool:
     return any(result.alias_info is not None for result in node.target._schema.returns)
 
 
-def _result(exported: ExportedProgram) -> torch.fx.Node:
-    """The node of the first thing that the traced module returns."""
+def _results(exported: ExportedProgram, count: int) -> list[torch.fx.Node]:
+    """The nodes of the first `count` things that the traced module returns."""
     specs = exported.graph_signature.output_specs
     changed = [spec.target for spec in specs if spec.kind == OutputKind.BUFFER_MUTATION]
     if changed:
@@ -264,7 +277,7 @@ def _result(exported: ExportedProgram) -> torch.fx.Node:
         )
     names = [spec.arg.name for spec in specs if spec.kind == OutputKind.USER_OUTPUT]
     nodes: dict[str, torch.fx.Node] = {node.name: node for node in exported.graph.nodes}
-    return nodes[names[0]]
+    return [nodes[name] for name in names[:count]]
 
 
 def _must_functionalize(graph: torch.fx.Graph, results: list[torch.fx.Node]) -> bool:

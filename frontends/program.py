@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch.export import ExportedProgram
 
-from ..ir import ModelInfo, Program, UnsupportedError, Weight, WeightStore, type_of
+from ..ir import (
+    ModelInfo,
+    Program,
+    TensorType,
+    UnsupportedError,
+    Weight,
+    WeightStore,
+    type_of,
+)
 from .check import check_traced
-from .importer import Imported, import_exported
+from .importer import INPUTS, LOGITS, Imported, import_exported
 from .mark_hidden import mark_hidden
 from .number_layers import number_layers
 from .positions import tabulate_positions
@@ -19,11 +27,14 @@ from .raise_attention import raise_attention
 
 @dataclass(frozen=True)
 class Source:
-    """A trace. root: path of the model in the traced wrapper. weight_of: weights by model path."""
+    """A trace. root: path of the model in the traced wrapper. weight_of: weights by model path.
+    inputs, outputs: what it takes and returns, in order, see `import_exported`."""
 
     exported: ExportedProgram
     root: str
     weight_of: Callable[[str], Weight]
+    inputs: Mapping[str, TensorType] = field(default_factory=lambda: INPUTS)
+    outputs: Sequence[str] = LOGITS
 
 
 def build_program(
@@ -33,7 +44,9 @@ def build_program(
 
     Errors: `UnsupportedError` naming the op, module and source line that cannot be imported.
     """
-    imported = import_exported(source.exported, source.root, source.weight_of)
+    imported = import_exported(
+        source.exported, source.root, source.weight_of, source.inputs, source.outputs
+    )
     raise_attention(imported)
     context = tabulate_positions(imported, info.context)
     number_layers(imported.fn)

@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from types import FrameType
 from typing import Any, TextIO
@@ -22,7 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from ..ir import GraftworkError, UnsupportedError
+from ..ir import GraftworkError, TensorType, UnsupportedError
+from .importer import INPUTS
 
 _BATCH, _TOKENS = 2, 11
 """Sizes that a trace is made with; any would do, but 0 and 1, which torch treats specially."""
@@ -77,17 +78,21 @@ def twin_of(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -
 
 
 def export(
-    wrapper: nn.Module, mode: FakeTensorMode, context: int | None, name: str, inputs: int = 2
+    wrapper: nn.Module,
+    mode: FakeTensorMode,
+    context: int | None,
+    name: str,
+    inputs: Sequence[TensorType] = tuple(INPUTS.values()),
 ) -> ExportedProgram:
-    """The trace of a module that maps `inputs` tensors i64[B,T] to logits.
+    """The trace of a module that maps tensors [B,T,...] of these types to logits.
 
     wrapper: its attribute ``model`` is the model. context: the largest T, None to find it out from
     what the model does. name: the model, for errors. Errors: `UnsupportedError` saying in which
     module and line tracing stopped.
     """
+    bound = [type.bind({"B": _BATCH, "T": _TOKENS}) for type in inputs]
     with mode:
-        example = torch.zeros(_BATCH, _TOKENS, dtype=torch.long)
-        arguments = tuple(example.clone() for _ in range(inputs))
+        arguments = tuple(torch.zeros(type.shape, dtype=type.dtype) for type in bound)
     sizes = {0: Dim.AUTO, 1: Dim.AUTO}
     if context is not None:
         # One below the context: models compare T with the length of their tables, to skip a slice.
@@ -96,7 +101,7 @@ def export(
     try:
         with _quiet(), torch.no_grad():
             return torch.export.export(
-                wrapper, arguments, dynamic_shapes=(sizes,) * inputs, strict=False
+                wrapper, arguments, dynamic_shapes=(sizes,) * len(bound), strict=False
             )
     except Exception as error:  # tracing runs the model's code, which raises whatever it likes
         raise UnsupportedError(_explain(name, wrapper, error)) from error

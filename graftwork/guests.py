@@ -1,9 +1,11 @@
-"""Other models that a recipe's passes ask for: traced and made canonical before the passes run."""
+"""Other models, and parts of the model, that a recipe's passes ask for: traced and made canonical
+before the passes run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -28,12 +30,14 @@ def with_guests(
     recipe: Recipe,
     dtype: torch.dtype,
     progress: Callable[[str], None] = lambda stage: None,
+    source: Any = "",
 ) -> Program:
-    """The program with the models that the recipe's passes ask for, weights in `dtype`.
+    """The program with the models that the recipe's passes ask for, weights in `dtype`, and with
+    the parts of its own source that importers leave out.
 
     Errors: `InputError`, `UnsupportedError` for a model that cannot be traced.
     """
-    from .frontends import import_model
+    from .frontends import import_model, import_part
 
     paths = dict.fromkeys(path for step in recipe.steps for path in step.pass_.models)
     recipes = {p: name for step in recipe.steps for p, name in step.pass_.model_recipes.items()}
@@ -44,6 +48,9 @@ def with_guests(
         guests[path] = _canonical(guest)
         if path in recipes:
             guests[path] = _drafting(guests[path], guest, recipes[path])
+    for part in dict.fromkeys(part for step in recipe.steps for part in step.pass_.parts):
+        progress(f"trace {part}")
+        guests[part] = _canonical(import_part(source, part, dtype))
     return program.replace(guests={**program.guests, **guests}) if guests else program
 
 

@@ -50,11 +50,13 @@ Source = str | Path | torch.nn.Module
 
 @dataclass(frozen=True)
 class Traced:
-    """A model as its frontend gives it. source: what the report calls it. seconds: tracing took."""
+    """A model as its frontend gives it. source: what the report calls it. seconds: tracing took.
+    model: what was traced."""
 
     program: Program
     source: str
     seconds: float
+    model: Source
 
     @classmethod
     def of(cls, model: Source, dtype: torch.dtype) -> Traced:
@@ -71,7 +73,7 @@ class Traced:
         start = time.perf_counter()
         program = import_model(model, dtype=dtype)
         name = str(model) if isinstance(model, (str, Path)) else type(model).__name__
-        return cls(program, name, time.perf_counter() - start)
+        return cls(program, name, time.perf_counter() - start, model)
 
 
 def transform(
@@ -88,7 +90,7 @@ def transform(
     validator = None if prompts is None else Validator(prompts)
     program = traced.program
     check_defaults(program.info)
-    start = with_guests(program, recipe, target.dtype, progress)
+    start = with_guests(program, recipe, target.dtype, progress, traced.model)
     result, reports = run_passes(
         start, recipe.steps, validator=validator, progress=progress, evidence=evidence
     )
@@ -169,7 +171,7 @@ def trace(
     if recipe is None:
         return program
     check_guests(recipe)
-    program = with_guests(program, recipe, dtype, progress)
+    program = with_guests(program, recipe, dtype, progress, model)
     names = [step.pass_.name for step in arrange(recipe.steps, facts_of(program))]
     if after is not None and after not in names:
         raise InputError(

@@ -104,8 +104,8 @@ class Program:
 
     stage: one of `STAGES`, or ``lowered:<backend>``. assets: files that travel with an artifact
     (tokenizer, generation config), by file name. guests: other models that passes are to take parts
-    from, by the path that the pass's option gives; not part of the text, and gone once they are
-    used. Immutable: passes build a new one with `replace`.
+    from, by the path that the pass's option gives, or parts of this one, by the part's name; not
+    part of the text, and gone once they are used. Immutable: passes build a new one with `replace`.
     """
 
     name: str

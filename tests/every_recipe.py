@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from evidence import evidence_for
-from tiny import tiny_llama
+from tiny import layer_ahead, tiny_llama
 
 from graftwork.ir import Program
 from graftwork.passes.engine.manager import run_passes
@@ -29,7 +29,7 @@ def program_of(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> P
     recipe = Recipe.load(name)
     uses = {use.name for use in recipe.passes}
     given = [f"{key}={value}" for key, value in brought.items() if key.split(".")[0] in uses]
-    other = tiny_llama(seed=1, dtype=dtype)
-    start = tiny_llama(4, dtype=dtype).replace(guests={"other": other})
+    guests = {"other": tiny_llama(seed=1, dtype=dtype), "mtp.0": layer_ahead(dtype=dtype)}
+    start = tiny_llama(4, dtype=dtype).replace(guests=guests)
     evidence = evidence_for(start) if recipe.reads_text else None
     return run_passes(start, recipe.with_options(given).steps, evidence=evidence)[0]

@@ -35,7 +35,8 @@ pass leaves as it was is not written out again::
       func step: unchanged
     }
 
-Passes that read text are given some. Comments before the first case stay.
+Passes that read text are given some, and passes that take in a part of the checkpoint a layer of
+two heads of eight channels. Comments before the first case stay.
 ``pytest tests/test_cases.py --update`` rewrites what is expected: write the before text and the
 options, run it, and read the result before committing it.
 
@@ -57,6 +58,7 @@ import yaml
 from evidence import evidence_for
 from feeds import assert_close, random_weights, step_inputs
 from pydantic import ValidationError
+from tiny import layer_ahead
 
 from graftwork.ir import GraftworkError, Program, parse_program, program_text, run, verify
 from graftwork.passes.engine.base import Contract, Pass, all_passes
@@ -129,6 +131,8 @@ def apply(kind: type[Pass], case: Case) -> tuple[Program | None, str]:
     try:
         options = json.dumps(yaml.safe_load(case.options))  # as recipes do: lists become tuples
         pass_ = kind.model_validate_json(options)
+        parts = {part: layer_ahead(heads=2, groups=1, vocab=7) for part in pass_.parts}
+        program = program.replace(guests=parts)
         outcome = pass_.apply(program, evidence_for(program) if pass_.text else None)
     except (GraftworkError, ValidationError) as error:
         return None, str(error)

@@ -198,6 +198,7 @@ def test_every_bundled_recipe_says_what_it_is() -> None:
         ("copyspec", ()),
         ("medusa", ("trained heads",)),
         ("eagle2", ("trained heads",)),
+        ("mtp", ("a checkpoint with an MTP layer",)),
         ("judge", ("trained heads",)),
         ("draft_model_staged", ("a draft model",)),
         ("corpus", ("a corpus file",)),

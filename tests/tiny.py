@@ -90,6 +90,20 @@ class _Builder:
         x = fn.call(A.add.Tensor, x, self.linear(y, path + "down", self.hidden, inner))
         return fn.call(G.hidden.default, x, layer=index, point="block", site=site)
 
+    def inputs(self, context: int) -> tuple[torch.fx.Node, list[torch.fx.Node]]:
+        """Tokens, and the angles of the positions."""
+        tokens = self.fn.add_input("tokens", TensorType.parse("i64[B,T]"))
+        positions = self.fn.add_input("positions", TensorType.parse("i64[B,T]"))
+        rates = 100.0 ** (-torch.arange(0, self.dim, 2) / self.dim)
+        angle = torch.arange(context)[:, None] * rates
+        self.weights["cos"] = Weight.of("cos", angle.cos().to(self.dtype))
+        self.weights["sin"] = Weight.of("sin", angle.sin().to(self.dtype))
+        angles = [
+            self.fn.call(A.embedding.default, self.weight(name, context, self.dim // 2), positions)
+            for name in ("cos", "sin")
+        ]
+        return tokens, angles
+
 
 def tiny_llama(
     layers: int = 2,
@@ -105,15 +119,7 @@ def tiny_llama(
     """A canonical-stage program ``step(tokens, positions) -> logits [B,T,vocab]`` in a dtype."""
     build = _Builder(heads, groups, dim, seed, dtype)
     fn = build.fn
-    tokens = fn.add_input("tokens", TensorType.parse("i64[B,T]"))
-    positions = fn.add_input("positions", TensorType.parse("i64[B,T]"))
-    angle = torch.arange(context)[:, None] * 100.0 ** (-torch.arange(0, dim, 2) / dim)
-    build.weights["cos"] = Weight.of("cos", angle.cos().to(dtype))
-    build.weights["sin"] = Weight.of("sin", angle.sin().to(dtype))
-    angles = [
-        fn.call(A.embedding.default, build.weight(name, context, dim // 2), positions)
-        for name in ("cos", "sin")
-    ]
+    tokens, angles = build.inputs(context)
     x = fn.call(A.embedding.default, build.weight("embed", vocab, build.hidden), tokens)
     x = fn.call(G.hidden.default, x, layer=-1, point="embedding")
     for index in range(layers):
@@ -122,6 +128,32 @@ def tiny_llama(
     fn.set_outputs({"logits": build.linear(x, "head", vocab, build.hidden)})
     info = ModelInfo("llama", vocab, context, eos=(0,))
     return Program("tiny", {"step": fn}, WeightStore(build.weights), info, stage="canonical")
+
+
+def layer_ahead(
+    *,
+    heads: int = 4,
+    groups: int = 2,
+    dim: int = 8,
+    vocab: int = 32,
+    context: int = 128,
+    dtype: torch.dtype = torch.float32,
+) -> Program:
+    """A layer that predicts a token further ahead than `tiny_llama` of these sizes: what a
+    frontend makes of it, canonical."""
+    build = _Builder(heads, groups, dim, 5, dtype)
+    fn, size = build.fn, heads * dim
+    tokens, angles = build.inputs(context)
+    hidden = fn.add_input("hidden", TensorType(dtype, (B, T, size)))
+    x = fn.call(A.embedding.default, build.weight("embed", vocab, size), tokens)
+    x = fn.call(G.rms_norm.default, x, build.weight("enorm", size), eps=1e-6)
+    y = fn.call(G.rms_norm.default, hidden, build.weight("hnorm", size), eps=1e-6)
+    x = build.linear(fn.call(A.cat.default, [x, y], -1), "proj", size, 2 * size)
+    x = build.layer(x, 0, angles)
+    x = fn.call(G.rms_norm.default, x, build.weight("norm", size), eps=1e-6)
+    fn.set_outputs({"logits": build.linear(x, "head", vocab, size), "hidden": x})
+    info = ModelInfo("llama", vocab, context, eos=(0,))
+    return Program("ahead", {"step": fn}, WeightStore(build.weights), info, stage="canonical")
 
 
 def cached_llama(trees: bool = False, **shape: int) -> Program:

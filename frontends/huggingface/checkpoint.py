@@ -8,7 +8,7 @@ loads the weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -99,8 +99,8 @@ class Checkpoint:
     """Weights of a model on disk.
 
     twin: the model with fake parameters, whose names, shapes and dtypes are expected. tensors: what
-    the folder (or file) holds. kept: those of them that it holds in few bits. Errors: `InputError`
-    naming parameters that the checkpoint lacks.
+    the folder (or file) holds. kept: those of them that it holds in few bits. optional: parameters
+    that it may lack. Errors: `InputError` naming others that the checkpoint lacks.
     """
 
     def __init__(
@@ -109,6 +109,7 @@ class Checkpoint:
         twin: nn.Module,
         tensors: Tensors,
         kept: Mapping[str, StoredWeight] | None = None,
+        optional: Collection[str] = (),
     ) -> None:
         self.folder, self.twin, self.kept = folder, twin, kept or {}
         self.expected = {name: tensor for name, tensor in twin.state_dict(keep_vars=True).items()}
@@ -116,7 +117,7 @@ class Checkpoint:
         for name, open in sorted(tensors.items(), key=lambda item: _natural(item[0])):
             self._assign(name, open)
         self._share_tied()
-        missing = [name for name in self.expected if name not in self.recipes]
+        missing = [n for n in self.expected if n not in self.recipes and n not in optional]
         if missing:
             listing = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
             raise InputError(

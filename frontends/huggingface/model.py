@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ...ir import InputError, ModelInfo, Program, TensorType, UnsupportedError, Weight
 from ...ir.files import LARGE, SMALL, open_regular
 from ..generation import ASSETS, defaults_of
+from ..importer import INPUTS, LOGITS
 from ..program import Source, build_program
 from ..stored_weights import StoredWeight, keep_stored
 from ..trace import (
@@ -47,8 +48,8 @@ def import_folder(folder: Path, dtype: torch.dtype | None = None) -> Program:
     models that cannot be traced, and for formats that are not read.
     """
     _check_files(folder)
-    config = _read_config(folder)
-    tensors, kept = _contents(folder, config)
+    config = read_config(folder)
+    tensors, kept = contents(folder, config)
     assets = {name: folder / name for name in ASSETS if (folder / name).exists()}
     return import_tensors(
         folder, config, tensors, kept, dtype, generation=_generation_config(folder), assets=assets
@@ -73,11 +74,11 @@ def import_tensors(
     """
     mode = fake_mode()
     wanted = dtype or getattr(config, "dtype", None) or torch.float32
-    twin = _instantiate(config, wanted, mode)
+    twin = instantiate(config, wanted, mode)
     checkpoint = Checkpoint(source, twin, tensors, kept)
     if dtype is None and getattr(config, "dtype", None) is None:
         wanted = next(checkpoint.dtypes(), torch.float32)
-        twin = _instantiate(config, wanted, mode)
+        twin = instantiate(config, wanted, mode)
         checkpoint = Checkpoint(source, twin, tensors, kept)
     _keep_float32(twin, mode, wanted)
     prepare(twin)
@@ -89,11 +90,11 @@ def import_tensors(
             return checkpoint.weight(name)
         return Weight.of(name, buffers[name].clone())
 
-    program = _trace(twin, mode, weight_of, generation, assets)
+    program = traced(twin, mode, weight_of, generation, assets)
     return keep_stored(program, checkpoint.stored())
 
 
-def _contents(folder: Path, config: Any) -> tuple[Tensors, dict[str, StoredWeight]]:
+def contents(folder: Path, config: Any) -> tuple[Tensors, dict[str, StoredWeight]]:
     """The tensors of a checkpoint under their names in the original, and those kept in few bits."""
     method = getattr(config, "quantization_config", None)
     if method is None:
@@ -127,7 +128,7 @@ def import_object(model: PreTrainedModel, dtype: torch.dtype | None = None) -> P
         weight = Weight(name, TensorType.of(tensor), lambda: tensor.cpu())
         return weight.cast(wanted.get(name, tensor.dtype))
 
-    return _trace(twin, mode, weight_of, getattr(model, "generation_config", None), {})
+    return traced(twin, mode, weight_of, getattr(model, "generation_config", None), {})
 
 
 def _check_files(folder: Path) -> None:
@@ -145,7 +146,8 @@ def _check_files(folder: Path) -> None:
             raise InputError(f"{path} has {size} bytes, more than any such file; fetch it again")
 
 
-def _read_config(folder: Path) -> Any:
+def read_config(folder: Path) -> Any:
+    """A folder's configuration. Errors: `InputError`, `UnsupportedError` for an unknown one."""
     from transformers import AutoConfig
 
     if not (folder / "config.json").exists():
@@ -164,13 +166,14 @@ def without_data(folder: Path, dtype: torch.dtype) -> Any:
 
     Errors: `UnsupportedError` if transformers does not know it.
     """
-    config = _read_config(folder)
+    config = read_config(folder)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
-    return _instantiate(config, dtype, fake_mode())
+    return instantiate(config, dtype, fake_mode())
 
 
-def _instantiate(config: Any, dtype: torch.dtype, mode: FakeTensorMode) -> Any:
+def instantiate(config: Any, dtype: torch.dtype, mode: FakeTensorMode) -> Any:
+    """The model of a configuration, its parameters without data. Errors: `UnsupportedError`."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.initialization import no_init_weights
 
@@ -225,8 +228,14 @@ def _reserved(model: nn.Module) -> int:
     return max([0, *(int(m.padding_idx) + 1 for m in numbering)])  # type: ignore[arg-type]
 
 
-class _Wrapper(nn.Module):
-    """Token ids and positions [B,T] to logits [B,T,V]."""
+class Traced(nn.Module):
+    """What is traced of a model: token ids and positions [B,T] to logits [B,T,V].
+
+    inputs, outputs: see `Source`.
+    """
+
+    inputs: Mapping[str, TensorType] = INPUTS
+    outputs: tuple[str, ...] = LOGITS
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -236,21 +245,24 @@ class _Wrapper(nn.Module):
         self.takes_positions = "position_ids" in parameters or open_ended
         self.reserved = _reserved(model)
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> Any:
+        """Logits."""
         numbered = positions + self.reserved if self.reserved else positions
         extra = {"position_ids": numbered} if self.takes_positions else {}
         out = self.model(input_ids=tokens, use_cache=False, return_dict=True, **extra)
-        logits: torch.Tensor = out.logits
-        return logits
+        return out.logits
 
 
-def _trace(
+def traced(
     twin: Any,
     mode: FakeTensorMode,
     weight_of: Callable[[str], Weight],
     generation: Any,
     assets: dict[str, Path],
+    wrap: Callable[[Any], Traced] = Traced,
 ) -> Program:
+    """The program of a model without data. weight_of: see `Source`. wrap: what of the model is
+    traced. Errors: `UnsupportedError` for what cannot be."""
     config = twin.config
     check(twin, config.model_type)
     register()
@@ -261,10 +273,11 @@ def _trace(
     prepare_experts(twin)
     info = _info(config, generation)
     with one_sequence_a_row(), as_ops(twin):
-        wrapper = _Wrapper(twin)
+        wrapper = wrap(twin)
         info = replace(info, context=info.context - wrapper.reserved)
-        exported = export(wrapper, mode, info.context, config.model_type)
-    source = Source(exported, "model", weight_of)
+        taken = list(wrapper.inputs.values())
+        exported = export(wrapper, mode, info.context, config.model_type, taken)
+    source = Source(exported, "model", weight_of, wrapper.inputs, wrapper.outputs)
     return build_program(config.model_type, source, info, assets)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from ...ir import ModelInfo, Program, TensorType, UnsupportedError, Weight
+from ..importer import INPUTS
 from ..program import Source, build_program
 from ..trace import export, fake_mode, first_names, twin_of
 
@@ -41,7 +42,8 @@ def import_module(module: nn.Module, dtype: torch.dtype | None = None) -> Progra
     twin = twin_of(module, mode, dtype)
     name = type(module).__name__
     wrapper = _Wrapper(twin)
-    exported = export(wrapper, mode, None, name, inputs=2 if wrapper.positions else 1)
+    taken = list(INPUTS.values())[: 2 if wrapper.positions else 1]
+    exported = export(wrapper, mode, None, name, taken)
     held: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     held.update(module.named_buffers(remove_duplicate=False))
     wanted = {key: p.dtype for key, p in twin.named_parameters(remove_duplicate=False)}

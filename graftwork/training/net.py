@@ -12,6 +12,7 @@ from ..backends.torch.emit import emit
 from ..ir import Function, InputError, Program, Weight, type_of
 from ..ir.plan import DecodePlan, Record
 from ..ir.protocol import OPTIONAL
+from ..passes.engine.subgraph import tables_of
 
 
 def trained_parts(plan: DecodePlan) -> list[Record]:
@@ -33,9 +34,10 @@ def trainable(program: Program, draft: Record) -> list[str]:
     record names: they are its own even if the step reads them."""
     frozen = program.step.weights - draft.weights
     used = sorted(draft.weights)
-    used += [w for name in functions_of(draft) for w in sorted(program.function(name).weights)]
+    functions = [program.function(name) for name in functions_of(draft)]
+    used += [w for fn in functions for w in sorted(fn.weights)]
     floating = [w for w in used if program.weights[w].type.dtype.is_floating_point]
-    tables = {"positions.cos", "positions.sin"}
+    tables = {w for fn in functions for w in tables_of(fn)}
     return [w for w in dict.fromkeys(floating) if w not in frozen and w not in tables]
 
 

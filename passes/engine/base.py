@@ -105,6 +105,12 @@ class Pass(BaseModel):
         return ()
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """Parts of the model that importers leave out, and that must be guests of the program,
+        canonical, when `run` is called (see `frontends.import_part`)."""
+        return ()
+
+    @property
     def model_recipes(self) -> Mapping[str, str]:
         """For those of `models` that draft for themselves: the recipe whose drafter they use."""
         return {}

@@ -27,6 +27,16 @@ def decided_by(fn: Function, inputs: Collection[str]) -> set[torch.fx.Node]:
     return _classify(fn, inputs)[1]
 
 
+def tables_of(fn: Function) -> set[str]:
+    """Weights that nothing but positions meets: angles, and what else a place has."""
+    places = decided_by(fn, ("positions",))
+    return {
+        str(node.target)
+        for node in fn
+        if node.op == "get_attr" and node.users and places.issuperset(node.users)
+    }
+
+
 def _classify(
     fn: Function, inputs: Collection[str]
 ) -> tuple[set[torch.fx.Node], set[torch.fx.Node]]:
