@@ -189,7 +189,7 @@ class Checkpoint:
             held = recipe.parts[0][1]
             if held.type.dims != expected.dims:
                 raise InputError(
-                    f"{self.folder}: tensor {recipe.parts[0][0]!r} is {held.type}, but the "
+                    f"{self.folder}: tensor {held.name!r} is {held.type}, but the "
                     f"configuration asks for {expected}"
                 )
             return held.renamed(name).cast(expected.dtype)

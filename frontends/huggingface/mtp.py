@@ -78,7 +78,6 @@ def import_mtp(folder: Path, layer: int, dtype: torch.dtype | None = None) -> Pr
     wanted = dtype or getattr(config, "dtype", None) or torch.float32
     found = _fitting(folder, config, wanted, names[layer], tensors, kept)
     twin, checkpoint = found.twin, found.checkpoint
-    assert checkpoint is not None
     buffers, first = dict(twin.named_buffers()), first_names(twin)
     parameters = dict(twin.named_parameters())
 
@@ -166,7 +165,7 @@ class _Candidate:
 
     twin: Any
     mode: Any
-    checkpoint: Checkpoint | None
+    checkpoint: Checkpoint
     faults: list[str]
 
 
@@ -206,18 +205,16 @@ def _loaded(
     path = {ours: ours if ours.startswith("mtp.") else _inside(twin, ours) for ours in names}
     held = {path[ours]: tensors[name] for ours, name in names.items()}
     few = {path[ours]: kept[name] for ours, name in names.items() if name in kept}
-    own = [name for name in twin.state_dict() if _is_own(twin, name)]
-    others = set(twin.state_dict()) - set(own)
-    try:
-        checkpoint = Checkpoint(folder, twin, held, few, optional=others)
-    except InputError as error:
-        return _Candidate(twin, mode, None, [str(error)] * (len(own) + 1))
-    faults = []
+    every = twin.state_dict()
+    checkpoint = Checkpoint(folder, twin, held, few, optional=every)
     used = {part.name for recipe in checkpoint.recipes.values() for _, part in recipe.parts}
-    faults += [f"{name} has no place in it" for name in names.values() if name not in used]
-    for name in own:
+    faults = [f"{name} has no place in it" for name in names.values() if name not in used]
+    for name in (name for name in every if _is_own(twin, name)):
         try:
-            checkpoint.weight(name)
+            if name in checkpoint:
+                checkpoint.weight(name)
+            else:
+                faults.append(f"the checkpoint lacks {name}")
         except InputError as error:
             faults.append(str(error))
     return _Candidate(twin, mode, checkpoint, faults)
