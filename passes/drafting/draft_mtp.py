@@ -120,7 +120,7 @@ def _grafted(
         )
     tables = tables_of(guest.step)
     values: dict[Any, torch.fx.Node] = dict(given)
-    for node in cone([made], values):
+    for node in sorted(cone([made], values)):  # fx nodes compare by their place in the graph
         if node.op == "get_attr":
             weight = guest.weights[str(node.target)].renamed(f"{NAME}.{node.target}")
             fixed = node.target in tables or not weight.type.dtype.is_floating_point
