@@ -6,7 +6,7 @@ import importlib
 
 from ..ir import Program
 from ..ir.executable import Executable
-from .faults import check_constant_indices, check_kernels, check_memory
+from .faults import check_constant_indices, check_kernels, check_memory, check_processes
 from .target import BACKENDS, Target
 
 __all__ = ["BACKENDS", "Target", "check_kernels", "compile"]
@@ -17,11 +17,13 @@ _MODULES = {"eager": "torch", "torch": "torch", "onnxruntime": "onnxruntime"}
 def compile(program: Program, target: Target) -> Executable:
     """Lower a cached-stage program for a target and make it runnable.
 
-    Errors: `InputError` if the device is missing or its memory too small for the weights, or a
-    constant index lies outside what it looks up; `UnsupportedError` naming an op that the backend
+    Errors: `InputError` if the device is missing or its memory too small for the weights, a
+    constant index lies outside what it looks up, or the program is a part of one and this process
+    not the one that runs it; `UnsupportedError` naming an op that the backend
     cannot lower, see `check_kernels`, too.
     """
     target.require_device()
+    check_processes(program, target)
     check_kernels(program, target)
     check_memory(program, target)
     check_constant_indices(program)

@@ -9,6 +9,7 @@ import torch
 import torch.fx
 
 from ..ir import InputError, Program, UnsupportedError, Weight, site_of, type_of
+from ..ir.ops.parallel import join, part_of
 from .target import Target
 
 A = torch.ops.aten
@@ -101,6 +102,23 @@ def check_kernels(program: Program, target: Target) -> None:
                 f"{function.name}) have kernels on the CPU alone; take a recipe that does not "
                 f"quantize weights, in bfloat16 or float16, or {target.backend}:cpu"
             )
+
+
+def check_processes(program: Program, target: Target) -> None:
+    """Join the processes that run a program's parts, if it is one of several.
+
+    Errors: `UnsupportedError` for ONNX Runtime, whose kernels exchange nothing between processes;
+    `InputError` if this process is not the one that runs this part.
+    """
+    part, parts = part_of(program)
+    if parts == 1:
+        return
+    if target.backend == "onnxruntime":
+        raise UnsupportedError(
+            f"target {target}: the program is part {part} of {parts}, and ONNX Runtime exchanges "
+            f"nothing between processes; use torch:{target.device}"
+        )
+    join(part, parts, target.device)
 
 
 def check_memory(program: Program, target: Target) -> None:

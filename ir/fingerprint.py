@@ -7,6 +7,7 @@ import hashlib
 import torch
 
 from .program import Program
+from .weights import PIECE, Weight
 
 
 def fingerprint(program: Program) -> str:
@@ -15,13 +16,22 @@ def fingerprint(program: Program) -> str:
     Heads that were trained on one model fit another of the same shape, but know nothing of it.
     """
     digest = hashlib.sha256(f"{program.info.vocab_size}".encode())
+    wholes = (_whole(program.weights[name]) for name in program.step.weights)
+    used = {weight.name: weight for weight in wholes}
     names = sorted(
         name
-        for name in program.step.weights
-        if program.weights[name].type.dims[:1] == (program.info.vocab_size,)
-        and program.weights[name].type.dtype.is_floating_point
+        for name, weight in used.items()
+        if weight.type.dims[:1] == (program.info.vocab_size,)
+        and weight.type.dtype.is_floating_point
     )
     for name in names[:2]:
-        rows = program.weights[name].load()[:32].to(torch.bfloat16).view(torch.int16)
+        rows = used[name].load()[:32].to(torch.bfloat16).view(torch.int16)
         digest.update(rows.numpy().tobytes())
     return digest.hexdigest()[:32]
+
+
+def _whole(weight: Weight) -> Weight:
+    """The weight that this one is a piece of, else itself."""
+    if weight.made is None or not isinstance(weight.key, tuple) or weight.key[0] != PIECE:
+        return weight
+    return _whole(weight.made[1][0])

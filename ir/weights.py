@@ -23,6 +23,9 @@ from .errors import InputError
 from .files import open_regular
 from .types import TensorType
 
+PIECE = "piece"
+"""What the key of a weight begins with that is a piece of another one, cut along an axis."""
+
 
 @dataclass(frozen=True)
 class Weight:

@@ -11,6 +11,7 @@ import torch
 
 from ..ir import GraftworkWarning, Program
 from ..ir.executable import Executable
+from ..ir.ops.parallel import agreed_seed, part_of
 from ..ir.plan import DecodePlan, untrained
 from .asking.request import read_request
 from .cache.conversations import Conversations
@@ -52,12 +53,20 @@ def generate(
     are NaN; `UnsupportedError` for a program or plan that the runtime cannot carry out. Warns
     (`GraftworkWarning`) of drafters that nobody trained.
     """
-    request = read_request(input_ids, options, executable.program)
+    request = read_request(input_ids, _seeded(options, executable.program), executable.program)
     _remark(executable.program.plan)
     with executable.turn:
         stats = decode(executable, request)
     sequences = request.sequences().to(input_ids.device)
     return Generated(sequences, stats) if request.options.return_dict_in_generate else sequences
+
+
+def _seeded(options: Mapping[str, Any], program: Program) -> Mapping[str, Any]:
+    """The options; with one seed for all processes where several run a program's parts, which
+    would draw different tokens otherwise."""
+    _, parts = part_of(program)
+    chosen = options.keys() & {"seed", "generator"}
+    return options if parts == 1 or chosen else {**options, "seed": agreed_seed()}
 
 
 def _remark(plan: DecodePlan) -> None:

@@ -53,3 +53,14 @@ def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     cached_library.library.cache_clear()
     yield request.param
     cached_library.library.cache_clear()
+
+
+@pytest.fixture
+def unused_port() -> int:
+    """A port of this machine that nobody listens on."""
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port

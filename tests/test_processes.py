@@ -37,16 +37,6 @@ def test_two_processes_agree(unused_port: int) -> None:
     assert said == ["0 True False [1.5, 3.0]", "1 True False [1.5, 3.0]"]
 
 
-@pytest.fixture
-def unused_port() -> int:
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
-
-
 def test_alone_nothing_is_exchanged() -> None:
     alone = Processes.join("cpu")
     assert (alone.rank, alone.count) == (0, 1)

@@ -58,7 +58,9 @@ class InsertKvCache(Pass):
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     provides: ClassVar[frozenset[str]] = frozenset({"cached"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.CACHE_LAYOUT})
-    reads: ClassVar[frozenset[Effect]] = frozenset({Effect.FUNCTIONS, Effect.LAYER_SET})
+    reads: ClassVar[frozenset[Effect]] = frozenset(
+        {Effect.FUNCTIONS, Effect.LAYER_SET, Effect.PLACEMENT}
+    )
 
     def run(self, program: Program) -> Outcome:
         """Add states and cached attention. See the module docstring."""

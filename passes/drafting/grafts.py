@@ -28,6 +28,7 @@ from ...ir import (
     site_of,
     type_of,
 )
+from ...ir.ops.parallel import part_of
 from ...ir.plan import DraftRecord
 from ..fusing.dce import sweep
 from ..numerics.values import values_of
@@ -113,9 +114,10 @@ class Graft:
     def embed(self, tokens: torch.fx.Node) -> torch.fx.Node:
         """The target's embedding of tokens i64[B,T]: [B,T,H], without positions."""
         mine = self.step.input("tokens")
-        for node in self.step.calls(A.embedding.default, G.quantized_embedding.default):
+        tables = A.embedding.default, G.quantized_embedding.default, G.embedding_part.default
+        for node in self.step.calls(*tables):
             if mine in node.all_input_nodes:
-                return self.copy({mine: tokens}, _cast_of(node))
+                return self.copy({mine: tokens}, _completed(node))
         raise PassError(f"{self.owner}: step does not look its tokens up in an embedding table")
 
     def check_embedding(self, embedded: torch.fx.Node) -> None:
@@ -170,7 +172,7 @@ class Graft:
             for node in self.step.calls(A.linear.default, G.quantized_linear.default)
             if logits is not None
             and node in cone([logits])
-            and type_of(node).dims[-1] == self.vocab
+            and type_of(node).dims[-1] == self.vocab // part_of(self.program)[1]
         ]
         if not found or last not in cone([found[-1]]):
             raise PassError(f"{self.owner}: step has no linear layer from hidden states to logits")
@@ -288,10 +290,12 @@ def _copied(
     return copies[wanted]
 
 
-def _cast_of(node: torch.fx.Node) -> torch.fx.Node:
-    """What a look-up gives in the model's dtype, which one in few bits gives as float32."""
+def _completed(node: torch.fx.Node) -> torch.fx.Node:
+    """What a look-up gives in the model's dtype, which one in few bits gives as float32, and of the
+    whole table, of which one process may hold a part."""
     (user, *others) = node.users
-    return user if user.target is A._to_copy.default and not others else node
+    more = user.target in (A._to_copy.default, G.all_reduce.default) and not others
+    return _completed(user) if more else node
 
 
 def _rows(name: str, source: Weight, rows: Weight | None) -> Weight:

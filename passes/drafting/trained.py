@@ -14,7 +14,7 @@ from ...ir import InputError, PassError, Program, TensorType, Weight
 from ...ir.files import read_json
 from ...ir.fingerprint import fingerprint
 from ...ir.weights import from_safetensors, open_safetensors
-from ..engine.base import STATES, all_passes
+from ..engine.base import Effect, all_passes
 
 FILE = "heads.safetensors"
 FILES = (
@@ -41,10 +41,11 @@ def trained_on(program: Program) -> str:
     """What tells heads for this program from others: the model, and the passes that made its layers
     or their states other ones than the model's. Heads of the model whole know nothing of a part."""
     known, mark = all_passes(), fingerprint(program)
+    others = frozenset({Effect.HIDDEN_BASIS, Effect.LAYER_SET})
     changed = [
         f"{record.name}{record.options}"
         for record in program.provenance
-        if record.matches and record.name in known and known[record.name].effects & STATES
+        if record.matches and record.name in known and known[record.name].effects & others
     ]
     return hashlib.sha256(repr([mark, *changed]).encode()).hexdigest()[:32] if changed else mark
 

@@ -43,10 +43,12 @@ class Effect(Enum):
     DECODE_PLAN = "decode plan"
     FUNCTIONS = "functions"
     SEGMENTS = "segments"
+    PLACEMENT = "placement"
 
 
-STATES = frozenset({Effect.HIDDEN_BASIS, Effect.LAYER_SET})
-"""What changes the states between layers: whoever taps them, or copies a layer, reads these."""
+STATES = frozenset({Effect.HIDDEN_BASIS, Effect.LAYER_SET, Effect.PLACEMENT})
+"""What changes the layers, or the states between them: whoever taps those, or copies or merges
+parts of a layer, reads these."""
 
 
 @dataclass(frozen=True)

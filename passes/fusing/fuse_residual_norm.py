@@ -41,6 +41,7 @@ class FuseResidualNorm(Pass):
         {
             Effect.HIDDEN_BASIS,
             Effect.LAYER_SET,
+            Effect.PLACEMENT,
             Effect.LOGITS,
             Effect.FUNCTIONS,
             Effect.SEGMENTS,

@@ -1,0 +1,153 @@
+"""What processes that hold a program's weights together tell each other.
+
+Each holds a part of the weights and runs the same functions; what they are called with is the same
+in all of them, and so is all that these ops return.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import InputError
+from . import Sample, define
+from .operands import Operands
+
+if TYPE_CHECKING:
+    from ..program import Program
+
+
+def started() -> tuple[int, int] | None:
+    """This process's rank, and how many there are; None where nobody started several.
+
+    They are a group already, or torchrun (or who sets what it sets) tells.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return None
+
+
+def part_of(program: Program) -> tuple[int, int]:
+    """Which part of how many a program is; (0, 1) for a whole one."""
+    ops = torch.ops.graftwork.all_reduce.default, torch.ops.graftwork.all_gather.default
+    for function in program.functions.values():
+        for node in function.calls(*ops):
+            return int(str(node.kwargs["part"])), int(str(node.kwargs["parts"]))
+    return 0, 1
+
+
+def join(part: int, parts: int, device: str) -> None:
+    """Make this process one of the group that runs a program's parts, if it is not yet.
+
+    Errors: `InputError` if this process is not the one that runs this part.
+    """
+    found = started()
+    if found != (part, parts):
+        here = "it was started alone" if found is None else f"it is {found[0]} of {found[1]}"
+        raise InputError(
+            f"this program is part {part} of {parts} (counted from 0), for the process of that "
+            f"rank; {here}: start {parts} processes, torchrun --nproc-per-node {parts} SCRIPT, and "
+            f"let each make or load its own part"
+        )
+    if not dist.is_initialized():
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", part)))
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+
+
+def agreed_seed() -> int:
+    """A random number that the first process has drawn, in all of the group."""
+    drawn: list[int] = [int(torch.randint(2**62, (1,)))]
+    dist.broadcast_object_list(drawn)
+    return drawn[0]
+
+
+def _check(op: str, part: int, parts: int) -> None:
+    if not 0 <= part < parts:
+        raise InputError(f"{op}: expected 0 <= part < parts, got part={part}, parts={parts}")
+
+
+def _samples() -> Iterator[Sample]:
+    yield (torch.randn(2, 3, 8),), {"part": 0, "parts": 1}
+
+
+def _sum_fake(x: Tensor, *, part: int, parts: int) -> Tensor:
+    _check("all_reduce", part, parts)
+    return x.new_empty(x.shape)
+
+
+@define("all_reduce(Tensor x, *, int part, int parts) -> Tensor", samples=_samples, fake=_sum_fake)
+def all_reduce(x: Tensor, *, part: int, parts: int) -> Tensor:
+    """The sum of what all processes give, the same bits in each.
+
+    ``%y: f32[B,T,H] = graftwork.all_reduce(%x, part=0, parts=2)``
+
+    x of one shape in all of them. `part` is this process's rank, of `parts`.
+    Errors: `InputError` for a part that is none.
+    """
+    _check("all_reduce", part, parts)
+    total = x.contiguous().clone()
+    if parts > 1:
+        join(part, parts, x.device.type)
+        dist.all_reduce(total)
+    return total
+
+
+def _gather_fake(x: Tensor, *, part: int, parts: int) -> Tensor:
+    _check("all_gather", part, parts)
+    return x.new_empty((*x.shape[:-1], x.shape[-1] * parts))
+
+
+@define(
+    "all_gather(Tensor x, *, int part, int parts) -> Tensor", samples=_samples, fake=_gather_fake
+)
+def all_gather(x: Tensor, *, part: int, parts: int) -> Tensor:
+    """What all processes give, side by side along the last axis, in the order of their ranks.
+
+    ``%y: f32[B,T,V] = graftwork.all_gather(%x, part=0, parts=2)``
+
+    x [...,V/parts] of one shape in all of them. Errors: as `all_reduce`.
+    """
+    _check("all_gather", part, parts)
+    mine = x.contiguous()
+    if parts == 1:
+        return mine.clone()
+    join(part, parts, x.device.type)
+    found = [torch.empty_like(mine) for _ in range(parts)]
+    dist.all_gather(found, mine)
+    return torch.cat(found, -1)
+
+
+def _embedding_samples() -> Iterator[Sample]:
+    yield (torch.randn(4, 8), torch.tensor([[0, 3, 5], [4, 7, 2]])), {"part": 1}
+
+
+def _embedding_fake(table: Tensor, tokens: Tensor, *, part: int) -> Tensor:
+    Operands("embedding_part").fit("table", table, "VH")
+    Operands("embedding_part").fit("tokens", tokens, "BT", torch.int64)
+    return table.new_empty((*tokens.shape, table.shape[1]))
+
+
+@define(
+    "embedding_part(Tensor table, Tensor tokens, *, int part) -> Tensor",
+    samples=_embedding_samples,
+    fake=_embedding_fake,
+)
+def embedding_part(table: Tensor, tokens: Tensor, *, part: int) -> Tensor:
+    """The rows of tokens in one part of an embedding table, zeros for tokens of other parts.
+
+    ``%h: f32[B,T,H] = graftwork.embedding_part(@table.part, %tokens, part=1)``
+
+    table [V,H] has the rows part * V and on; tokens i64[B,T].
+    """
+    rows = table.shape[0]
+    own = tokens - part * rows
+    inside = (own >= 0) & (own < rows)
+    return table[own.clamp(min=0, max=rows - 1)].masked_fill(~inside[..., None], 0.0)

@@ -1,0 +1,1 @@
+"""Which process holds what: programs that several processes run together."""
