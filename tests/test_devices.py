@@ -36,9 +36,9 @@ class OneDevice(TorchDispatchMode):
 
 
 def sizes_of(fn: Function) -> dict[str, int]:
-    """Sizes for a function's symbols: two texts, three tokens, room for 64 rows."""
+    """Sizes for a function's symbols: two texts, three tokens, room for a whole context."""
     dims = [dim for node in fn.inputs for dim in type_of(node).dims if isinstance(dim, Sym)]
-    return {d.text: {"B": 2, "T": 3}.get(d.text, 64) for d in dims if d.plain}
+    return {d.text: {"B": 2, "T": 3}.get(d.text, 128) for d in dims if d.plain}
 
 
 def empty(type: TensorType) -> torch.Tensor:
