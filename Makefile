@@ -1,5 +1,6 @@
 # make demo      the bundled model, before and after, on this machine (about two minutes)
 # make test      the test suite
+# make sweep     the tests that compile one more model in the same way: before a release (an hour)
 # make gpu       where a GPU is: the tests that need one, and benchmarks/gpu.py on MODELS="DIR ..."
 # make check     format, lint, strict types, tests and doctests, line totals; without the long tests
 #
@@ -18,17 +19,21 @@ PYTHON_FILES := $(wildcard $(PACKAGES) tests examples benchmarks docs .ci)
 # Test files are shared out among processes of one thread each: most of the time is Python's. A file
 # stays whole, because its tests share what is slow to make.
 WORKERS := 2
-# What `make check` leaves out; .ci/run leaves out nothing.
-SELECT := -m "not long"
+# What `make check` leaves out; .ci/run and `make test` leave out the sweep alone.
+SELECT := -m "not long and not sweep"
+ALL := -m "not sweep"
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile
 
-.PHONY: demo test gpu check format types totals clean
+.PHONY: demo test sweep gpu check format types totals clean
 
 demo: $(INSTALLED)
 	$(BIN)/graftwork demo $(ARGS)
 
 test: $(INSTALLED)
-	$(PYTEST) $(ARGS)
+	$(PYTEST) $(ALL) $(ARGS)
+
+sweep: $(INSTALLED)
+	$(PYTEST) -m sweep $(ARGS)
 
 # In an environment that has the interpreter's own packages: a torch that fits the driver stays. Where
 # nothing can be downloaded, WHEELS=DIR names a folder of wheels.

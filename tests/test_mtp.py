@@ -62,9 +62,17 @@ def test_draft_logits_are_those_of_transformers_own_layer(family: str, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "target", ["eager", "onnxruntime", pytest.param("torch", marks=pytest.mark.long)]
+    ("family", "target"),
+    [
+        *(("glm4_moe", target) for target in ("eager", "onnxruntime")),
+        *(
+            pytest.param("qwen3_5_text", t, marks=pytest.mark.long)
+            for t in ("eager", "onnxruntime")
+        ),
+        pytest.param("glm4_moe", "torch", marks=pytest.mark.long),
+        pytest.param("qwen3_5_text", "torch", marks=pytest.mark.sweep),
+    ],
 )
-@pytest.mark.parametrize("family", [few(name, "glm4_moe") for name in ("glm4_moe", "qwen3_5_text")])
 def test_the_text_is_the_targets_own(family: str, target: str, tmp_path: Path) -> None:
     write(tmp_path, family)
     plain = optimized(tmp_path, "baseline", target)

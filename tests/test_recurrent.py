@@ -131,20 +131,36 @@ def test_texts_are_transformers(name, target):
     _check(name, "baseline", target)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", list(RECURRENT))
+COMPILED = [
+    pytest.param(
+        name, marks=pytest.mark.long if name in ("lfm2", "qwen3_next") else pytest.mark.sweep
+    )
+    for name in RECURRENT
+]
+
+
+@pytest.mark.parametrize("name", COMPILED)
 def test_texts_are_transformers_when_compiled(name):
     _check(name, "baseline", "torch")
 
 
 SPECULATIVE = ("lfm2", "mamba2", "bamba", "qwen3_5_text", "recurrent_gemma")
+COMPILED_DRAFTS = (("lfm2", "recycling"), ("mamba2", "copyspec"))
+
+
+def _marks(name: str, recipe: str, target: str) -> Any:
+    """How often a text with drafts is made: always, in the long tests, or in the sweep."""
+    if target == "torch":
+        return pytest.mark.long if (name, recipe) in COMPILED_DRAFTS else pytest.mark.sweep
+    return () if name in SPECULATIVE[:2] and recipe == "recycling" else pytest.mark.long
+
+
 DRAFTED = [
-    pytest.param(name, recipe, target, marks=() if short else pytest.mark.long)
+    pytest.param(name, recipe, target, marks=_marks(name, recipe, target))
     for name in SPECULATIVE
     for recipe in ("copyspec", "recycling", "medusa", "eagle_chain")
     for target in (*TARGETS, "torch")
     if not (recipe == "eagle_chain" and name == "mamba2")  # no layer of attention to draft with
-    for short in [name in SPECULATIVE[:2] and recipe == "recycling" and target in TARGETS]
 ]
 
 

@@ -21,13 +21,16 @@ from graftwork.ir import InputError, PassError, Program, UnsupportedError, run
 from graftwork.ir.ops.parallel import part_of
 from graftwork.passes.drafting.trained import trained_on
 from graftwork.passes.engine.base import Outcome
+from graftwork.passes.numerics.quantize_weights import QuantizeWeights
 from graftwork.passes.placement.shard_tensors import ShardTensors
 
 SPLIT = ["llama", "gpt2", "phi3", "bloom", "cohere", "gemma3_text", "gptj"]
 
 
-def parts_of(program: Program, count: int) -> list[Outcome]:
-    return [ShardTensors(processes=count, rank=rank).run(program) for rank in range(count)]
+def parts_of(program: Program, count: int, exact: bool = False) -> list[Outcome]:
+    return [
+        ShardTensors(processes=count, rank=rank, exact=exact).run(program) for rank in range(count)
+    ]
 
 
 def feeds() -> dict[str, torch.Tensor]:
@@ -55,6 +58,23 @@ def test_parts_compute_what_the_whole_does(name: str, monkeypatch: pytest.Monkey
     assert torch.equal(found[0], found[1])
     assert error(found[0], logits_of(whole)) < 1e-5
     assert all(held(program) < 0.56 * held(whole) for program in programs)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_exact_parts_round_as_the_whole_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of few bits: sums in parts would be rounded by the parts' own ranges. What is left is
+    how floats add in matrix products of another size."""
+    whole = raised(imported(name)[1])
+    few = QuantizeWeights(bits=8, group=8, embedding=8)
+    one = few.run(whole).program
+    away = []
+    for exact in (True, False):
+        parts = [few.run(o.program).program for o in parts_of(whole, 2, exact)]
+        found = together(monkeypatch, 2).run([partial(logits_of, part) for part in parts])
+        assert torch.equal(*found)
+        assert all(held(part) < 0.67 * held(one) for part in parts)
+        away.append(error(found[0], logits_of(one)))
+    assert away[0] < 1e-6 < 1e-4 < away[1]
 
 
 def test_what_cannot_be_split_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,10 +130,11 @@ def process() -> None:
     model = build(ARCHS["llama"])
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     ids = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(0))
-    for name, target in CASES:
+    for name, target, options in CASES:
         known = gw.Recipe.load(name)
         both: Any = {"title": "parts", "contract": str(known.contract), "extends": name}
-        fast = gw.optimize(model, {**both, "passes": ["shard_tensors"]}, target=target)
+        split = {"pass": "shard_tensors", "options": options}
+        fast = gw.optimize(model, {**both, "passes": [split]}, target=target)
         whole = gw.optimize(model, name, target=target)
         texts = [m.generate(ids, max_new_tokens=24, pad_token_id=0) for m in (fast, whole)]
         print(name, target, torch.equal(*texts))
@@ -121,9 +142,10 @@ def process() -> None:
     print(fast.generate(ids, max_new_tokens=24, do_sample=True, pad_token_id=0).tolist())
 
 
-CASES = [
-    *((name, "eager") for name in ("baseline", "copyspec", "medusa", "int8", "eagle_chain")),
-    ("recycling", "torch"),
+CASES: list[tuple[str, str, dict[str, bool]]] = [
+    *((name, "eager", {}) for name in ("baseline", "copyspec", "medusa", "eagle_chain")),
+    ("int8_copyspec", "eager", {"exact": True}),
+    ("recycling", "torch", {}),
 ]
 
 
@@ -144,6 +166,6 @@ def test_two_processes_say_what_one_does(unused_port: int) -> None:
         for rank in range(2)
     ]
     said = [one.communicate(timeout=400)[0].splitlines() for one in started]
-    expected = [f"{name} {target} True" for name, target in CASES]
+    expected = [f"{name} {target} True" for name, target, _ in CASES]
     assert said[0][:-1] == said[1][:-1] == expected
     assert said[0][-1] == said[1][-1]

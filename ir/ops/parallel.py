@@ -125,29 +125,53 @@ def all_gather(x: Tensor, *, part: int, parts: int) -> Tensor:
     return torch.cat(found, -1)
 
 
-def _embedding_samples() -> Iterator[Sample]:
-    yield (torch.randn(4, 8), torch.tensor([[0, 3, 5], [4, 7, 2]])), {"part": 1}
+def _token_samples() -> Iterator[Sample]:
+    yield (torch.tensor([[0, 3, 5], [4, 7, 2]]),), {"part": 1, "rows": 4}
 
 
-def _embedding_fake(table: Tensor, tokens: Tensor, *, part: int) -> Tensor:
-    Operands("embedding_part").fit("table", table, "VH")
-    Operands("embedding_part").fit("tokens", tokens, "BT", torch.int64)
-    return table.new_empty((*tokens.shape, table.shape[1]))
+def _tokens_fake(tokens: Tensor, *, part: int, rows: int) -> Tensor:
+    Operands("tokens_part").fit("tokens", tokens, "BT", torch.int64)
+    return tokens.new_empty(tokens.shape)
 
 
 @define(
-    "embedding_part(Tensor table, Tensor tokens, *, int part) -> Tensor",
-    samples=_embedding_samples,
-    fake=_embedding_fake,
+    "tokens_part(Tensor tokens, *, int part, int rows) -> Tensor",
+    samples=_token_samples,
+    fake=_tokens_fake,
 )
-def embedding_part(table: Tensor, tokens: Tensor, *, part: int) -> Tensor:
-    """The rows of tokens in one part of an embedding table, zeros for tokens of other parts.
+def tokens_part(tokens: Tensor, *, part: int, rows: int) -> Tensor:
+    """Where tokens stand in one part of a table by vocabulary; the nearest row for tokens of
+    other parts, whose values `rows_part` drops.
 
-    ``%h: f32[B,T,H] = graftwork.embedding_part(@table.part, %tokens, part=1)``
+    ``%i: i64[B,T] = graftwork.tokens_part(%tokens, part=1, rows=4096)``
 
-    table [V,H] has the rows part * V and on; tokens i64[B,T].
+    tokens i64[B,T]; the part has the rows from part * rows on.
     """
-    rows = table.shape[0]
+    return (tokens - part * rows).clamp(min=0, max=rows - 1)
+
+
+def _row_samples() -> Iterator[Sample]:
+    yield (torch.randn(2, 3, 8), torch.tensor([[0, 3, 5], [4, 7, 2]])), {"part": 1, "rows": 4}
+
+
+def _rows_fake(x: Tensor, tokens: Tensor, *, part: int, rows: int) -> Tensor:
+    Operands("rows_part").fit("x", x, "BTH")
+    Operands("rows_part").fit("tokens", tokens, "BT", torch.int64)
+    return x.new_empty(x.shape)
+
+
+@define(
+    "rows_part(Tensor x, Tensor tokens, *, int part, int rows) -> Tensor",
+    samples=_row_samples,
+    fake=_rows_fake,
+)
+def rows_part(x: Tensor, tokens: Tensor, *, part: int, rows: int) -> Tensor:
+    """What one part of a table says of tokens, zeros for tokens of other parts: the parts' sum is
+    what the whole table says.
+
+    ``%h: f32[B,T,H] = graftwork.rows_part(%x, %tokens, part=1, rows=4096)``
+
+    x [B,T,H], looked up with `tokens_part`; tokens i64[B,T].
+    """
     own = tokens - part * rows
-    inside = (own >= 0) & (own < rows)
-    return table[own.clamp(min=0, max=rows - 1)].masked_fill(~inside[..., None], 0.0)
+    return x.masked_fill(((own < 0) | (own >= rows))[..., None], 0.0)

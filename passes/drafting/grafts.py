@@ -30,6 +30,7 @@ from ...ir import (
 )
 from ...ir.ops.parallel import part_of
 from ...ir.plan import DraftRecord
+from ..engine.functions import token_look_ups
 from ..fusing.dce import sweep
 from ..numerics.values import values_of
 from ..stepping.pick_logits import pick_after
@@ -113,11 +114,8 @@ class Graft:
 
     def embed(self, tokens: torch.fx.Node) -> torch.fx.Node:
         """The target's embedding of tokens i64[B,T]: [B,T,H], without positions."""
-        mine = self.step.input("tokens")
-        tables = A.embedding.default, G.quantized_embedding.default, G.embedding_part.default
-        for node in self.step.calls(*tables):
-            if mine in node.all_input_nodes:
-                return self.copy({mine: tokens}, _completed(node))
+        for node in token_look_ups(self.step):
+            return self.copy({self.step.input("tokens"): tokens}, _completed(node))
         raise PassError(f"{self.owner}: step does not look its tokens up in an embedding table")
 
     def check_embedding(self, embedded: torch.fx.Node) -> None:
@@ -294,7 +292,8 @@ def _completed(node: torch.fx.Node) -> torch.fx.Node:
     """What a look-up gives in the model's dtype, which one in few bits gives as float32, and of the
     whole table, of which one process may hold a part."""
     (user, *others) = node.users
-    more = user.target in (A._to_copy.default, G.all_reduce.default) and not others
+    wholes = A._to_copy.default, G.rows_part.default, G.all_reduce.default
+    more = user.target in wholes and not others
     return _completed(user) if more else node
 
 

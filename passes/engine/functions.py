@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+import torch.fx
+
 from ...ir import Function, Program, Role, WeightStore
 from .base import Outcome
+
+A, G = torch.ops.aten, torch.ops.graftwork
 
 EVERY = frozenset(Role)
 TARGET = frozenset({Role.TARGET})
@@ -52,3 +57,12 @@ def edit_with_weights(
     if not outcome.matches:
         return outcome
     return replace(outcome, program=outcome.program.replace(weights=weights).pruned())
+
+
+def token_look_ups(fn: Function) -> list[torch.fx.Node]:
+    """Where a function looks its tokens up, in a whole table or in a process's part of one."""
+    if not fn.has_input("tokens"):
+        return []
+    tokens, ops = fn.input("tokens"), (A.embedding.default, G.quantized_embedding.default)
+    ids = {tokens, *(user for user in tokens.users if user.target is G.tokens_part.default)}
+    return [node for node in fn.calls(*ops) if not ids.isdisjoint(node.all_input_nodes)]

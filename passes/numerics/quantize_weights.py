@@ -51,7 +51,7 @@ from ...ir import (
 from ...ir.numerics import Numeric
 from ..engine.base import STATES, Contract, Effect, Evidence, Outcome, Pass, TextSample, register
 from ..engine.calibrate import calibrate
-from ..engine.functions import EVERY, edit_with_weights
+from ..engine.functions import EVERY, edit_with_weights, token_look_ups
 from ..engine.subgraph import fresh_name
 from ..fusing.dce import sweep
 from ..fusing.products import product_of, source_product
@@ -59,7 +59,6 @@ from .methods.base import method_of
 from .solver import WeightSolver, part_names, scaled_name
 
 A, G = torch.ops.aten, torch.ops.graftwork
-TOKENS = "tokens"
 SCALES = {"f16": torch.float16, "f32": torch.float32}
 
 
@@ -271,10 +270,7 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 def _vocabulary(program: Program) -> Iterator[str]:
     """Names of the tables that tokens are looked up in, and of the head's weight."""
     for fn in program.functions.values():
-        for node in fn.calls(A.embedding.default):
-            ids = node.args[1]
-            if isinstance(ids, torch.fx.Node) and ids.op == "placeholder" and ids.target == TOKENS:
-                yield _weight_name(node)
+        yield from (_weight_name(node) for node in token_look_ups(fn))
     head = source_product(program.step.outputs.get("logits"))
     if product_of(head):
         yield _weight_name(head)
