@@ -19,8 +19,16 @@ import graftwork as gw
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.demo import demo_folder
-from graftwork.ir import GraftworkError, PassError, Program, parse_program, program_text, verify
-from graftwork.ir.ops.grouped_cache import grouped_rows, quantize_groups, store_rows
+from graftwork.ir import (
+    GraftworkError,
+    PassError,
+    Program,
+    parse_program,
+    program_text,
+    run,
+    verify,
+)
+from graftwork.ir.ops.grouped_cache import group_values, join_rows, quantize_groups, store_rows
 from graftwork.ir.plan import DraftRecord, NoDraft, RecyclingDraft, SuffixDraft
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
@@ -36,14 +44,24 @@ from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import forget, generate
 from graftwork.runtime.speculate.drafters.fused import FusedDrafter
 
+G = torch.ops.graftwork
 GROUP, RESIDUAL, BLOCK = 4, 16, 8
 KINDS: dict[str, tuple[dict[str, Any], Shape]] = {
     "kivi": ({}, Shape(context=256)),
     "kivi of 2 bits": ({"bits": 2}, Shape(context=256)),
     "keys by row": ({"bits": 8, "keys": "row"}, Shape(context=256, window=21, sinks=True)),
     "values by channel": ({"values": "channel"}, Shape(context=256, slopes=True, rotary=0)),
-    "wide values": ({"bits": 2}, Shape(context=256, value_dim=24)),
+    "turned and unrotated": (
+        {"bits": 4, "keys": "row", "turned": True, "unrotated": True},
+        Shape(context=256),
+    ),
+    "outliers": ({"bits": 3, "unrotated": True, "outliers": 1, "group": 8}, Shape(context=256)),
+    "low rank": ({"bits": 3, "group": 8, "outliers": 1, "rank": 2}, Shape(context=256)),
+    "wide values": ({"bits": 3}, Shape(context=256, value_dim=24)),
 }
+SHAPE = Shape()
+SIGNS = [[(-1.0) ** (row & column).bit_count() for column in range(16)] for row in range(16)]
+SPREAD = torch.tensor(SIGNS) / 4  # Sylvester's Hadamard matrix
 TEXT = torch.randint(2, 9, (1, 61), generator=torch.Generator().manual_seed(5))
 
 
@@ -76,6 +94,38 @@ def test_a_channel_and_a_row_by_hand() -> None:
     assert codes.flatten().tolist() == [0 | 0 << 4, 15 | 15 << 4]
 
 
+def test_three_bits_by_hand() -> None:
+    """Codes 5, 0, 7, 2, 1, 6, 3, 4: their two lower bits fill two bytes, their third ones one."""
+    x = torch.tensor([5.0, 0, 7, 2, 1, 6, 3, 4])
+    codes, steps = quantize_groups(x[None, None, None], bits=3, group=8, by_channel=False)
+    torch.testing.assert_close(steps.flatten(), torch.tensor([1.0, 0.0]))
+    lower = [1 | 3 << 2 | 1 << 4 | 3 << 6, 0 | 2 << 2 | 2 << 4 | 0 << 6]
+    assert codes.flatten().tolist() == [*lower, 1 | 0 | 1 << 2 | 0 | 0 | 1 << 5 | 0 | 1 << 7]
+
+
+def test_outliers_by_hand() -> None:
+    """Of 0, 1, 100, 3, 2 and -40 the two farthest from 11 are kept; the others' step is 1."""
+    x = torch.tensor([0.0, 1, 100, 3, 2, -40, 0, 0])[None, None, None]
+    how: dict[str, Any] = {"bits": 2, "group": 8, "by_channel": False, "outliers": 2}
+    codes, steps = quantize_groups(x, **how)
+    torch.testing.assert_close(steps.flatten(), torch.tensor([1.0, 0, 2, 100, 5, -40]))
+    assert torch.equal(group_values(codes, steps, **how), x)
+
+
+def test_a_low_rank_is_found() -> None:
+    """Of a matrix that has it all of it; of another as much as is found by any, but for a few
+    percent."""
+    x = torch.randn(2, 1, 12, 8)
+    of_two = x[..., :2] @ x[..., :2, :]
+    for whole in (of_two, x):
+        left, right = G.low_rank(whole, group=6, rank=2)
+        found = G.low_rank_rows(left, right, group=6).unflatten(2, (2, 6))
+        parts = whole.unflatten(2, (2, 6))
+        best = torch.linalg.svdvals(parts)[..., 2:].pow(2).sum()
+        apart = (parts - found).pow(2).sum()
+        assert apart <= 1.1 * best + 1e-3
+
+
 def test_rows_by_hand() -> None:
     """Of 7 rows, with 2 that stay floats and blocks of 2, the first 4 are codes."""
     x = torch.randn(1, 1, 8, 4)
@@ -87,16 +137,36 @@ def test_rows_by_hand() -> None:
     assert torch.equal(store_rows(cache, codes + 1, torch.tensor([5]), after=6), cache)
     wide = torch.nn.functional.pad(steps, (0, 0, 0, 2))
     past = torch.tensor([7])
-    rows = grouped_rows(cache, wide, x[:, :, 4:], past, **how, residual=2, block=2)
+    old = group_values(cache, wide, **how)
+    rows = join_rows(old, x[:, :, 4:], past, residual=2, block=2)
     torch.testing.assert_close(rows[:, :, :4], x[:, :, :4], atol=0.01, rtol=0)
     assert torch.equal(rows[:, :, 4:], x[:, :, 4:])
 
 
-def made_of(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """The numbers of one group in so many bits (Liu et al. 2024, section 3.1)."""
-    least, most = x.min(), x.max()
+def made_of(x: torch.Tensor, bits: int, outliers: int = 0) -> torch.Tensor:
+    """The numbers of one group in so many bits (Liu et al. 2024, section 3.1), those farthest from
+    their mean as they are (Hooper et al. 2024, section 3.4)."""
+    far = sorted(range(len(x)), key=lambda n: -abs(float(x[n] - x.mean())))[:outliers]
+    rest = [n for n in range(len(x)) if n not in far]
+    least, most = x[rest].min(), x[rest].max()
     step = (most - least) / (2**bits - 1)
-    return x if step == 0 else torch.round((x - least) / step) * step + least
+    found = x.clone()
+    if step != 0:
+        found[rest] = torch.round((x[rest] - least) / step) * step + least
+    return found
+
+
+def nearest(x: torch.Tensor, rank: int) -> torch.Tensor:
+    """What has so low a rank and is near x: 8 rounds of the power iteration (Kang et al. 2024,
+    algorithm 2), the factors in half precision."""
+    if rank == 0:
+        return torch.zeros_like(x)
+    place = torch.arange(x.shape[1]).double()
+    right = torch.stack([torch.cos(place * (n + 1) + n) for n in range(rank)], 1)
+    for _ in range(8):
+        left = torch.linalg.qr(x.double() @ right)[0]
+        right = x.double().T @ left
+    return left.half().float() @ right.half().float().T
 
 
 class Reference:
@@ -126,15 +196,40 @@ class Reference:
 
     def replace(self, name: str, first: int) -> None:
         rows = self.executable.read_rows([name], 0, first, first + BLOCK)[name]
-        share = self.options.get("keys" if name.endswith("key") else "values")
-        by_channel = (share or ("channel" if name.endswith("key") else "row")) == "channel"
-        bits = self.options.get("bits", 4)
+        options, key = self.options, name.endswith("key")
+        by_channel = options.get("keys" if key else "values", "channel" if key else "row")
+        size = options.get("group", GROUP)
         for head in rows:
-            for group in head.T if by_channel else head:
-                for start in range(0, len(group), GROUP):
-                    part = group[start : start + GROUP]
-                    part.copy_(made_of(part.clone(), bits))
+            turns = [torch.eye(head.shape[1]) for _ in head]
+            if key and options.get("unrotated"):
+                turns = [self.turn(first + row) for row in range(BLOCK)]
+            plain = torch.stack([row @ turn for row, turn in zip(head, turns, strict=True)])
+            other = SPREAD if options.get("turned") else torch.eye(head.shape[1])
+            plain = plain @ other
+            codes = plain.clone()
+            for group in codes.T if by_channel == "channel" else codes:
+                for start in range(0, len(group), size):
+                    part = group[start : start + size]
+                    few = part.clone(), options.get("bits", 4), options.get("outliers", 0)
+                    part.copy_(made_of(*few))
+            for start in range(0, BLOCK, size):
+                error = (plain - codes)[start : start + size]
+                codes[start : start + size] += nearest(error, options.get("rank", 0))
+            back = (codes @ other.T).unbind(0)
+            head.copy_(torch.stack([row @ turn.T for row, turn in zip(back, turns, strict=True)]))
         self.executable.write_rows(0, first, {name: rows})
+
+    def turn(self, position: int) -> torch.Tensor:
+        """The rotation for a position as a matrix: a rotated row times it is the row before."""
+        node = self.executable.program.step.calls(G.rotary.default)[0]
+        names = [str(node.args[n].args[0].target) for n in (1, 2)]
+        tables = [self.executable.program.weights[name].load() for name in names]
+        cos, sin = (table[position] for table in tables)
+        half, width = len(cos), 2 * len(cos)
+        made = torch.eye(SHAPE.dim)
+        made[:half, :half] = made[half:width, half:width] = cos.diag()
+        made[half:width, :half], made[:half, half:width] = sin.diag(), -sin.diag()
+        return made
 
     def decode(self, prompt: Sequence[int], count: int) -> list[int]:
         text = list(prompt)
@@ -143,6 +238,22 @@ class Reference:
             if place + 1 == len(text):
                 text.append(best)
         return text
+
+
+def read_rows(program: Program, executable: Any, past: int) -> torch.Tensor:
+    """The keys of layer 0 as attention reads them, [G,past,D]."""
+    fn = program.step.copy()
+    keys = fn.calls(G.attend.default)[0].args[1]
+    fn.set_outputs({**fn.outputs, "rows": keys})
+    inputs = {
+        "tokens": torch.tensor([[2]]),
+        "positions": torch.tensor([[past]]),
+        "past": torch.tensor([past]),
+        "select": torch.tensor([[0]]),
+        "ancestors": torch.ones(1, 1, 1, dtype=torch.bool),
+    }
+    found = run(program.with_function(fn), fn.name, inputs | executable.buffers.tensors)
+    return found["rows"][0, :, :past]
 
 
 @pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
@@ -155,10 +266,8 @@ def test_rows_are_what_the_papers_rule_leaves_of_them(kind: str, backend: str) -
     executable = executable_of(program, backend)
     assert generate(executable, TEXT, **asked(40))[0].tolist() == wanted
     past = reference.fed
-    node = next(n for n in program.step.calls() if "grouped_rows" in str(n.target))
-    parts = [executable.buffers.tensors[f"kv.0.key.{p}"] for p in ("codes", "steps", "recent")]
-    rows = grouped_rows(*parts, torch.tensor([past]), **node.kwargs)[0, :, :past]
     whole = reference.executable.states["kv.0.key"][0, :, :past]
+    rows = read_rows(program, executable, past)
     # A number in the middle of two codes may become either where a last bit differs.
     assert ((rows - whole).abs() > 1e-4).float().mean() < 0.002
 
@@ -245,12 +354,18 @@ def test_what_would_go_wrong_is_refused() -> None:
         ({"residual": 20}, "residual=20, block=8 and group=4"),
         ({"draft": SuffixDraft(tokens=8)}, "block=8 is smaller than a step with a draft"),
         ({"residual": 256}, "no row would ever get codes"),
+        ({"outliers": 4}, "outliers=4 of groups of 4 numbers"),
+        ({"rank": 5}, "rank=5 of 4 rows of 16; expected fewer"),
     ]
     for options, message in cases:
         with pytest.raises(PassError, match=message):
             stored("kivi", **options)
     with pytest.raises(PassError, match="are 20 wide; expected whole bytes"):
         QuantizeOldRows(group=8).run(cached_llama(Shape(dim=20, context=256)))
+    with pytest.raises(PassError, match="are 24 wide; expected a power of two"):
+        QuantizeOldRows(group=8, turned=True).run(cached_llama(Shape(dim=24, context=256)))
+    with pytest.raises(PassError, match=r"kv.0.key is not what a rotation by tables"):
+        QuantizeOldRows(unrotated=True).run(cached_llama(Shape(rotary=0, context=256)))
     evicting = EvictCache(budget=24, block=8).run(cached_llama(Shape(context=256))).program
     with pytest.raises(PassError, match="the plan has cache=evict"):
         QuantizeOldRows().run(evicting)

@@ -17,7 +17,52 @@ from . import Sample, define
 from .operands import Operands
 
 I64, U8 = torch.int64, torch.uint8
-BITS = (2, 4, 8)
+BITS = (2, 3, 4, 8)
+
+
+def code_pieces(bits: int) -> list[int]:
+    """Bits of the pieces that codes are stored in, the lowest ones first: of 3 bits 2 and 1, so
+    that bytes hold whole pieces."""
+    return [piece for piece in (8, 4, 2, 1) if bits & piece]
+
+
+def whole_bytes(width: int, bits: int) -> bool:
+    """Whether every piece of a row's codes is whole bytes."""
+    return all(width * piece % 8 == 0 for piece in code_pieces(bits))
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    """Whole numbers f32[...,D] as bytes f32[...,D*bits/8], piece after piece."""
+    parts, below = [], 0
+    for piece in code_pieces(bits):
+        numbers = torch.floor(codes * 2.0**-below) if below else codes
+        if below + piece < bits:
+            numbers = numbers - torch.floor(codes * 2.0 ** -(below + piece)) * float(2**piece)
+        size = codes.shape[-1] * piece // 8
+        packed = numbers[..., :size]
+        for place in range(1, 8 // piece):
+            own = numbers[..., place * size : (place + 1) * size]
+            packed = packed + own * float(2 ** (piece * place))
+        parts.append(packed)
+        below += piece
+    return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+
+
+def _unpacked(packed: Tensor, width: int, bits: int) -> Tensor:
+    """The whole numbers f32[...,width] of such bytes."""
+    codes, below, start = None, 0, 0
+    for piece in code_pieces(bits):
+        own = packed[..., start : start + width * piece // 8]
+        numbers = []
+        for place in range(8 // piece):
+            above = torch.floor(own * 2.0 ** (-piece * (place + 1)))
+            low = torch.floor(own * 2.0 ** (-piece * place)) if place else own
+            numbers.append(low - above * float(2**piece))
+        part = torch.cat(numbers, dim=-1) * float(2**below)
+        codes = part if codes is None else codes + part
+        below, start = below + piece, start + width * piece // 8
+    assert codes is not None
+    return codes
 
 
 def stored_rows(past: int, residual: int, block: int) -> int:
@@ -26,9 +71,11 @@ def stored_rows(past: int, residual: int, block: int) -> int:
     return past - min(past, residual + past % block)
 
 
-def _check_groups(op: str, width: int, rows: int | None, bits: int, group: int, by: bool) -> int:
+def _check_groups(
+    op: str, width: int, rows: int | None, bits: int, group: int, by: bool, outliers: int
+) -> int:
     """Numbers of a row or of a channel that share a step. Errors: `InputError`."""
-    if bits not in BITS or group < 1 or width % (8 // bits):
+    if bits not in BITS or group < 1 or not whole_bytes(width, bits):
         raise InputError(
             f"{op}: expected bits of {BITS}, whole bytes a row and group >= 1, got bits={bits}, "
             f"rows of {width}, group={group}"
@@ -38,152 +85,183 @@ def _check_groups(op: str, width: int, rows: int | None, bits: int, group: int, 
     if size is not None and size % each:
         what = "rows" if by else "channels"
         raise InputError(f"{op}: {size} {what} are no multiple of group={group}")
+    if not 0 <= outliers < each:
+        raise InputError(f"{op}: outliers={outliers} of groups of {each}; expected fewer")
     return each
 
 
 def _quantize_samples() -> Iterator[Sample]:
-    for bits, by_channel in ((2, True), (4, False), (8, True)):
+    for bits, by_channel in ((2, True), (4, False), (8, True), (3, False)):
         x = torch.randn(2, 2, 6, 8)
         group = 3 if by_channel else 4
         yield (x,), {"bits": bits, "group": group, "by_channel": by_channel}
+        yield (x,), {"bits": bits, "group": group, "by_channel": by_channel, "outliers": 2}
 
 
-def _quantize_fake(x: Tensor, *, bits: int, group: int, by_channel: bool) -> tuple[Tensor, Tensor]:
+def _quantize_fake(
+    x: Tensor, *, bits: int, group: int, by_channel: bool, outliers: int = 0
+) -> tuple[Tensor, Tensor]:
     Operands("quantize_groups").fit("x", x, "BGTD")
     batch, groups, rows, width = x.shape
-    each = _check_groups("quantize_groups", width, rows, bits, group, by_channel)
+    each = _check_groups("quantize_groups", width, rows, bits, group, by_channel, outliers)
     codes = x.new_empty((batch, groups, rows, width * bits // 8), dtype=U8)
-    sizes = (rows // each, 2 * width) if by_channel else (rows, 2 * (width // each))
+    numbers = (2 + 2 * outliers) * (width if by_channel else width // each)
+    sizes = (rows // each if by_channel else rows, numbers)
     return codes, x.new_empty((batch, groups, *sizes), dtype=torch.float32)
 
 
 @define(
-    "quantize_groups(Tensor x, *, int bits, int group, bool by_channel) -> (Tensor, Tensor)",
+    "quantize_groups(Tensor x, *, int bits, int group, bool by_channel, int outliers=0) "
+    "-> (Tensor, Tensor)",
     samples=_quantize_samples,
     fake=_quantize_fake,
 )
-def quantize_groups(x: Tensor, *, bits: int, group: int, by_channel: bool) -> tuple[Tensor, Tensor]:
-    """Rows as whole numbers of 2, 4 or 8 bits, of which `group` share a step and a least number.
+def quantize_groups(
+    x: Tensor, *, bits: int, group: int, by_channel: bool, outliers: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Rows as whole numbers of few bits, of which `group` share a step and a least number.
 
     ``%r: (u8[B,G,64,16], f32[B,G,2,128]) = graftwork.quantize_groups(%k, bits=2, group=32,
     by_channel=True)``
 
-    x [B,G,T,D] -> codes u8[B,G,T,D*bits/8] and steps: of `by_channel` f32[B,G,T/group,2*D], rows
-    that follow each other sharing one in each channel; else f32[B,G,T,2*D/group], channels that
-    follow each other in each row (all of them, if there are fewer than `group`). First what codes
-    are times, then what is added. A row's first D*bits/8 codes are the lowest bits of its bytes,
-    the next ones the bits above.
+    x [B,G,T,D] -> codes u8[B,G,T,D*bits/8], of 2, 3, 4 or 8 bits, and steps: of `by_channel`
+    f32[B,G,T/group,N*D], rows that follow each other sharing one in each channel; else
+    f32[B,G,T,N*D/group], channels that follow each other in each row (all of them, if there are
+    fewer than `group`). N is 2 + 2 * outliers: first what codes are times, then what is added;
+    then, for each of the group's `outliers` numbers that are farthest from its mean, which it is
+    and how large: they are kept so, and the others' step does not span them. A row's first D*bits/8
+    codes are the lowest bits of its bytes, the next ones the bits above; of 3 bits, the two lower
+    bits of all codes come so, then the third ones.
     Errors: `InputError` for other bits, and rows or channels that are no whole groups.
-    Source: Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (2024).
+    Source: Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (2024);
+    outliers: Hooper et al., "KVQuant" (2024), and Kang et al., "GEAR" (2024).
     """
     batch, groups, rows, width = x.shape
-    each = _check_groups("quantize_groups", width, rows, bits, group, by_channel)
+    each = _check_groups("quantize_groups", width, rows, bits, group, by_channel, outliers)
     shape = (rows // each, each, width) if by_channel else (rows, width // each, each)
     axis = 3 if by_channel else 4
     numbers = x.float().reshape(batch, groups, *shape)
-    least, most = numbers.amin(axis, keepdim=True), numbers.amax(axis, keepdim=True)
+    small = large = numbers
+    apart: list[Tensor] = []
+    if outliers:
+        place = _places(each, axis, x.device)
+        far = (numbers - numbers.mean(axis, keepdim=True)).abs()
+        for _ in range(outliers):
+            which = far.argmax(axis, keepdim=True)
+            found = place == which
+            apart += [which.float(), numbers.masked_fill(~found, 0.0).sum(axis, keepdim=True)]
+            far = far.masked_fill(found, -1.0)
+            small, large = small.masked_fill(found, 3e38), large.masked_fill(found, -3e38)
+    least, most = small.amin(axis, keepdim=True), large.amax(axis, keepdim=True)
     step = (most - least) / float(2**bits - 1)
     codes = torch.round((numbers - least) / torch.where(step > 0, step, torch.ones_like(step)))
     codes = torch.clamp(codes, 0.0, float(2**bits - 1)).reshape(x.shape)
-    piece = width * bits // 8
-    packed = codes[..., :piece]
-    for place in range(1, 8 // bits):
-        packed = packed + codes[..., place * piece : (place + 1) * piece] * float(
-            2 ** (bits * place)
-        )
-    return packed.to(U8), torch.cat([step.squeeze(axis), least.squeeze(axis)], dim=-1)
+    kept = [part.squeeze(axis) for part in (step, least, *apart)]
+    return _packed(codes, bits).to(U8), torch.cat(kept, dim=-1)
 
 
-def _rows_samples() -> Iterator[Sample]:
-    past = torch.tensor([9, 2, 6])
-    for bits, by_channel in ((2, True), (4, False), (8, True)):
-        how = {"bits": bits, "group": 2, "by_channel": by_channel}
-        codes, steps = quantize_groups(torch.randn(3, 2, 12, 8), **how)
-        yield (codes, steps, torch.randn(3, 2, 7, 8), past), {**how, "residual": 4, "block": 2}
+def _places(count: int, axis: int, device: torch.device) -> Tensor:
+    """0, 1, ... along an axis of groups, i64."""
+    place = torch.arange(count, device=device)
+    return place[:, None] if axis == 3 else place
 
 
-def _rows_fake(
-    codes: Tensor,
-    steps: Tensor,
-    recent: Tensor,
-    past: Tensor,
-    *,
-    bits: int,
-    group: int,
-    by_channel: bool,
-    residual: int,
-    block: int,
+def _values_samples() -> Iterator[Sample]:
+    for bits, by_channel, outliers in ((2, True, 0), (4, False, 1), (8, True, 2), (3, False, 0)):
+        how = {"bits": bits, "group": 4, "by_channel": by_channel, "outliers": outliers}
+        yield quantize_groups(torch.randn(3, 2, 12, 8), **how), how
+
+
+def _values_fake(
+    codes: Tensor, steps: Tensor, *, bits: int, group: int, by_channel: bool, outliers: int = 0
 ) -> Tensor:
-    given = Operands("grouped_rows")
+    given = Operands("group_values")
     given.fit("codes", codes, "BGCK", U8)
     given.fit("steps", steps, "BGSN", torch.float32)
-    given.fit("recent", recent, "BGRD")
-    given.fit("past", past, "B", I64)
-    width = recent.shape[3]
-    each = _check_groups("grouped_rows", width, None, bits, group, by_channel)
-    numbers = 2 * width if by_channel else 2 * (width // each)
-    if codes.shape[3] * 8 != width * bits or steps.shape[3] != numbers:
+    width = codes.shape[3] * 8 // max(bits, 1)
+    each = _check_groups("group_values", width, None, bits, group, by_channel, outliers)
+    numbers = (2 + 2 * outliers) * (width if by_channel else width // each)
+    if steps.shape[3] != numbers:
         raise InputError(
-            f"grouped_rows: rows of {width} in {bits} bits have codes [B,G,C,{width * bits // 8}] "
-            f"and steps [B,G,S,{numbers}], got {list(codes.shape)} and {list(steps.shape)}"
+            f"group_values: rows of {width} in {bits} bits have steps [B,G,S,{numbers}], got "
+            f"{list(steps.shape)}"
         )
-    if residual < 1 or block < 1:
-        raise InputError(f"grouped_rows: residual={residual}, block={block}; expected at least 1")
-    return recent.new_empty((*codes.shape[:3], width))
+    return steps.new_empty((*codes.shape[:3], width))
 
 
 @define(
-    "grouped_rows(Tensor codes, Tensor steps, Tensor recent, Tensor past, *, int bits, int group, "
-    "bool by_channel, int residual, int block) -> Tensor",
-    samples=_rows_samples,
-    fake=_rows_fake,
+    "group_values(Tensor codes, Tensor steps, *, int bits, int group, bool by_channel, "
+    "int outliers=0) -> Tensor",
+    samples=_values_samples,
+    fake=_values_fake,
 )
-def grouped_rows(
-    codes: Tensor,
-    steps: Tensor,
-    recent: Tensor,
-    past: Tensor,
-    *,
-    bits: int,
-    group: int,
-    by_channel: bool,
-    residual: int,
-    block: int,
+def group_values(
+    codes: Tensor, steps: Tensor, *, bits: int, group: int, by_channel: bool, outliers: int = 0
 ) -> Tensor:
-    """All rows of a text as floats, in their order: what is in few bits, and the latest.
+    """What `quantize_groups` has made codes of.
 
-    ``%k: f32[B,G,C,D] = graftwork.grouped_rows(%kc, %ks, %kr, %past, bits=2, group=32,
-    by_channel=True, residual=128, block=64)``
+    ``%k: f32[B,G,C,D] = graftwork.group_values(%kc, %ks, bits=2, group=32, by_channel=True)``
 
-    codes u8[B,G,C,D*bits/8] and steps as `quantize_groups` gives them; recent [B,G,R,D]; past
-    i64[B] rows before the step, of which all but residual + past mod block are in codes. Rows of
-    the step are in `recent` after those. Rows behind the step's are not valid.
+    codes u8[B,G,C,D*bits/8] and steps, see there.
     """
-    _rows_fake(
-        codes, steps, recent, past,
-        bits=bits, group=group, by_channel=by_channel, residual=residual, block=block,
-    )  # fmt: skip
-    rows, width, count = codes.shape[2], recent.shape[3], recent.shape[2]
-    packed = codes.float()
-    pieces = []
-    for piece in range(8 // bits):
-        above = torch.floor(packed * 2.0 ** (-bits * (piece + 1)))
-        low = torch.floor(packed * 2.0 ** (-bits * piece)) if piece else packed
-        pieces.append(low - above * float(2**bits))
-    numbers = torch.cat(pieces, dim=-1)
-    index = torch.arange(rows, device=past.device)
+    _values_fake(codes, steps, bits=bits, group=group, by_channel=by_channel, outliers=outliers)
+    rows, width = codes.shape[2], codes.shape[3] * 8 // bits
+    numbers = _unpacked(codes.float(), width, bits)
+    index = torch.arange(rows, device=codes.device)
     if by_channel:
-        each = steps.index_select(2, torch.div(index, group, rounding_mode="floor"))
-        values = numbers * each[..., :width] + each[..., width:]
+        known = steps.index_select(2, torch.div(index, group, rounding_mode="floor"))
+        parts: list[Tensor] = list(known.split(width, dim=3))
+        place = (index % group)[:, None]
     else:
         shared = min(group, width)
-        parts = numbers.reshape(*numbers.shape[:3], width // shared, shared)
-        scale, least = steps[..., None].split(width // shared, dim=3)
-        values = (parts * scale + least).flatten(-2)
+        numbers = numbers.reshape(*numbers.shape[:3], width // shared, shared)
+        parts = list(steps[..., None].split(width // shared, dim=3))
+        place = torch.arange(shared, device=codes.device)
+    values = numbers * parts[0] + parts[1]
+    for which, size in zip(parts[2::2], parts[3::2], strict=True):
+        values = torch.where(place == which, size, values)
+    return values.reshape(*codes.shape[:3], width)
+
+
+def _join_samples() -> Iterator[Sample]:
+    past = torch.tensor([9, 2, 6])
+    given = (torch.randn(3, 2, 12, 8), torch.randn(3, 2, 7, 8), past)
+    yield given, {"residual": 4, "block": 2}
+
+
+def _join_fake(
+    stored: Tensor, recent: Tensor, past: Tensor, *, residual: int, block: int
+) -> Tensor:
+    given = Operands("join_rows")
+    given.fit("stored", stored, "BGCD")
+    given.fit("recent", recent, "BGRD")
+    given.fit("past", past, "B", I64)
+    if residual < 1 or block < 1:
+        raise InputError(f"join_rows: residual={residual}, block={block}; expected at least 1")
+    return recent.new_empty(stored.shape)
+
+
+@define(
+    "join_rows(Tensor stored, Tensor recent, Tensor past, *, int residual, int block) -> Tensor",
+    samples=_join_samples,
+    fake=_join_fake,
+)
+def join_rows(stored: Tensor, recent: Tensor, past: Tensor, *, residual: int, block: int) -> Tensor:
+    """All rows of a text in their order: what is stored in few bits, and the latest.
+
+    ``%k: f32[B,G,C,D] = graftwork.join_rows(%kv, %kr, %past, residual=128, block=64)``
+
+    stored [B,G,C,D], as numbers again; recent [B,G,R,D]; past i64[B] rows before the step, of which
+    all but residual + past mod block are stored. Rows of the step are in `recent` after those. Rows
+    behind the step's are not valid.
+    """
+    _join_fake(stored, recent, past, residual=residual, block=block)
+    rows, count, width = stored.shape[2], recent.shape[2], recent.shape[3]
+    index = torch.arange(rows, device=past.device)
     own = index[None] - (past - torch.minimum(past, residual + past % block))[:, None]
     place = own.clamp(0, count - 1)[:, None, :, None]
-    latest = recent.gather(2, place.expand(*codes.shape[:3], width))
-    return torch.where((own >= 0)[:, None, :, None], latest, values.to(recent.dtype))
+    latest = recent.gather(2, place.expand(*stored.shape[:3], width))
+    return torch.where((own >= 0)[:, None, :, None], latest, stored.to(recent.dtype))
 
 
 def _store_samples() -> Iterator[Sample]:

@@ -51,6 +51,7 @@ from ..engine.base import Effect, Outcome, Pass, register
 from ..fusing.dce import sweep
 from .cached_rows import ATTENDS, CachedRows, Written, written
 from .layer_budgets import narrow, narrowed, pyramid
+from .rotation import table_of
 from .row_scores import SCORES, Layer, RowScores, sum_type
 
 A, G = torch.ops.aten, torch.ops.graftwork
@@ -397,16 +398,13 @@ class _Builder:
 
     def _table(self, write: Written, node: Any, what: str) -> torch.fx.Node:
         """A table of a rotation's angles, one row a position. what: wants it."""
-        while node.target in (A.reshape.default, A.view.default, A.unsqueeze.default):
-            node = node.args[0]
-        looked_up = node.target is A.embedding.default and node.args[0].op == "get_attr"
+        table = table_of(node)
         _refuse(
-            not looked_up,
+            table is None,
             f"{what} needs the angles of {write.what} as tables: run the pass tabulate_positions "
             f"before, or leave the option out",
         )
-        table = node.args[0]
-        name = str(table.target)
+        name = str(table.target)  # type: ignore[union-attr]
         if name not in self.tables:
             self.tables[name] = self.fn.weight(self.weights[name])
         return self.tables[name]

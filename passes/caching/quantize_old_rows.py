@@ -14,8 +14,9 @@ After (bits 2)::
     func step(..., past, kv.0.key.codes, kv.0.key.steps, kv.0.key.recent, ...) -> ... {
       %r: i64[B] = aten.minimum(%past, aten.add.Scalar(aten.remainder.Scalar(%past, 64), 128))
       %kr: f32[B,G,C.1,64] = graftwork.cache_write(%kv.0.key.recent, %k, %r)
-      %kw: f32[B,G,C,64] = graftwork.grouped_rows(%kv.0.key.codes, %kv.0.key.steps, %kr, %past,
-          bits=2, group=32, by_channel=True, residual=128, block=64)
+      %s: f32[B,G,C,64] = graftwork.group_values(%kv.0.key.codes, %kv.0.key.steps, bits=2,
+          group=32, by_channel=True)
+      %kw: f32[B,G,C,64] = graftwork.join_rows(%s, %kr, %past, residual=128, block=64)
       %y: f32[B,H,T,64] = graftwork.attend(%q, %kw, %vw, %m, scale=0.125)
 
     upkeep func store(past, kv.0.key.codes, ...) -> kv.0.key.codes, ...   # oldest rows to codes
@@ -25,16 +26,19 @@ After (bits 2)::
 Where a text ends a block, the oldest `block` of more than `residual` float rows get codes, once and
 for good: steps never do that, so what they write is taken back as ever, and drafts change nothing
 of what the model says. Attention reads all rows as floats, which are made of the codes in every
-step: what is saved is memory.
+step: what is saved is memory. `stored_form` says what rows may be beside codes of groups.
 
 Refuses caches that something else than attention reads, or that are written elsewhere than behind
-`past`; rows and blocks that are no whole groups; a plan with another cache policy.
+`past`; rows and blocks that are no whole groups; a plan with another cache policy; `turned` where
+rows are no power of two wide, and `unrotated` where keys are not what a rotation by the tokens' own
+positions makes them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.fx
@@ -42,14 +46,17 @@ from pydantic import Field
 
 from ...ir import Function, PassError, Program, Role, State, Sym, TensorType, site_of
 from ...ir.contract import Contract
+from ...ir.ops.grouped_cache import whole_bytes
 from ...ir.plan import KeepAll, StoreOld
 from ...ir.protocol import INPUTS
 from ..engine.base import Effect, Outcome, Pass, register
 from .layer_budgets import rows_before
 from .quantize_cache import cached_states, erase
+from .rotation import Rotation
+from .stored_form import StoredForm
 
 A, G = torch.ops.aten, torch.ops.graftwork
-CODES, STEPS, RECENT = PARTS = ("codes", "steps", "recent")
+RECENT = "recent"
 LATEST, GROUPS = "C.1", "C.2"
 
 Rows = Annotated[int, Field(ge=1, le=2**20)]
@@ -57,16 +64,24 @@ Rows = Annotated[int, Field(ge=1, le=2**20)]
 
 @register
 class QuantizeOldRows(Pass):
-    """bits: of a number, 2, 4 or 8. group: numbers that share a step. residual: rows that stay
+    """bits: of a number, 2, 3, 4 or 8. group: numbers that share a step. residual: rows that stay
     floats, the latest; block: rows that come before some get codes. keys, values: whether numbers
-    of a "channel" share steps, from row to row, or of a "row", from channel to channel."""
+    of a "channel" share steps, from row to row, or of a "row", from channel to channel.
+    outliers: numbers of each group that are kept as they are, beside its step. rank: of what is
+    kept of the codes' errors, for every `group` rows. turned: whether rows are turned by a Hadamard
+    matrix first. unrotated: whether keys are stored as they were before their rotation by
+    position, and rotated when they are read."""
 
-    bits: Literal[2, 4, 8] = 4
+    bits: Literal[2, 3, 4, 8] = 4
     group: Rows = 32
     residual: Rows = 128
     block: Rows = 64
     keys: Literal["channel", "row"] = "channel"
     values: Literal["channel", "row"] = "row"
+    outliers: Annotated[int, Field(ge=0, le=8)] = 0
+    rank: Annotated[int, Field(ge=0, le=16)] = 0
+    turned: bool = False
+    unrotated: bool = False
 
     name: ClassVar[str] = "quantize_old_rows"
     contract: ClassVar[Contract] = Contract.APPROXIMATE
@@ -83,14 +98,15 @@ class QuantizeOldRows(Pass):
         wanted = {name for name in cached_states(program) if program.step.has_input(name)}
         if not wanted:
             return Outcome(program, 0, "no attention of the target reads a cache")
+        forms = {name: self._form(program, program.states[name]) for name in sorted(wanted)}
         states: dict[str, State] = {}
         for name, state in program.states.items():
-            made = self._states(state) if name in wanted else [state]
+            made = self._states(state, forms[name]) if name in forms else [state]
             states.update({each.name: each for each in made})
         functions = {
-            name: self._read(fn, wanted, program, states) for name, fn in program.functions.items()
+            name: self._read(fn, forms, program, states) for name, fn in program.functions.items()
         }
-        store = self._store(wanted, program, states)
+        store = self._store(forms, program, states)
         functions[store.name] = store
         shared = any(state.capacity == GROUPS for state in states.values())
         groups = GROUPS if shared else ""
@@ -123,47 +139,69 @@ class QuantizeOldRows(Pass):
         if wrong is not None:
             raise PassError(f"{self.name}: {wrong}")
 
-    def _by_channel(self, state: State) -> bool:
-        return (self.keys if state.part == "key" else self.values) == "channel"
-
-    def _states(self, state: State) -> list[State]:
-        width, outer = state.type.dims[3], state.type.dims[:2]
-        by_channel = self._by_channel(state)
+    def _form(self, program: Program, state: State) -> StoredForm:
+        """How a state's rows are stored. Errors: `PassError` if they cannot be."""
+        width, key = state.type.dims[3], state.part == "key"
+        by_channel = (self.keys if key else self.values) == "channel"
         each = 1 if by_channel or not isinstance(width, int) else min(self.group, width)
-        if not isinstance(width, int) or width % (8 // self.bits) or width % each:
+        what = f"{self.name}: rows of {state.name} are {width} wide; expected"
+        if not isinstance(width, int) or not whole_bytes(width, self.bits) or width % each:
             raise PassError(
-                f"{self.name}: rows of {state.name} are {width} wide; expected whole bytes of "
-                f"{self.bits} bits and whole groups of {self.group}"
+                f"{what} whole bytes of {self.bits} bits and whole groups of {self.group}"
             )
-        rows = Sym(GROUPS if by_channel else str(state.capacity))
-        parts = {
-            CODES: TensorType(
-                torch.uint8, (*outer, Sym(str(state.capacity)), width * self.bits // 8)
-            ),
-            STEPS: TensorType(torch.float32, (*outer, rows, 2 * width // each)),
-            RECENT: TensorType(state.type.dtype, (*outer, Sym(LATEST), width)),
-        }
+        if self.turned and width & (width - 1):
+            raise PassError(f"{what} a power of two, or set turned: false")
+        size = self.group if by_channel else each
+        if self.outliers >= size or self.rank > min(self.group, width):
+            raise PassError(
+                f"{self.name}: outliers={self.outliers} of groups of {size} numbers and "
+                f"rank={self.rank} of {self.group} rows of {width}; expected fewer"
+            )
+        rotation = None
+        if key and self.unrotated:
+            rotation = self._rotation(program.step, state)
+        return StoredForm(
+            self.bits, self.group, by_channel, self.outliers, self.rank, self.turned, rotation
+        )
+
+    def _rotation(self, fn: Function, state: State) -> Rotation:
+        writes = [user for user in fn.input(state.name).users if user.op != "output"]
+        found = [Rotation.of(fn, write.args[1]) for write in writes]
+        if len(found) != 1 or found[0] is None:
+            raise PassError(
+                f"{self.name}: unrotated=true, and {state.name} is not what a rotation by tables "
+                f"of the tokens' own positions makes: run tabulate_positions before, or leave the "
+                f"option out"
+            )
+        return found[0]
+
+    def _states(self, state: State, form: StoredForm) -> list[State]:
+        *outer, _, width = state.type.dims
+        parts = form.parts(state.type, GROUPS)
+        parts[RECENT] = TensorType(state.type.dtype, (*outer, Sym(LATEST), width))
         return [
             State(f"{state.name}.{part}", type, state.layer, f"{state.part}_{part}")
             for part, type in parts.items()
         ]
 
-    def _how(self, state: State) -> dict[str, Any]:
-        return {"bits": self.bits, "group": self.group, "by_channel": self._by_channel(state)}
-
     def _read(
-        self, function: Function, wanted: set[str], program: Program, states: dict[str, State]
+        self,
+        function: Function,
+        forms: dict[str, StoredForm],
+        program: Program,
+        states: dict[str, State],
     ) -> Function:
         """A function that writes the latest rows, and reads all."""
-        own = [str(node.target) for node in function.inputs if str(node.target) in wanted]
+        own = [str(node.target) for node in function.inputs if str(node.target) in forms]
         if not own:
             return function
         fn = function.copy()
         place = rows_before(fn, self.residual, self.block)
+        places = self._places(fn) if self.unrotated else None
         outputs = dict(fn.outputs)
         for name in own:
             node = fn.input(name)
-            parts = {p: fn.add_input(f"{name}.{p}", states[f"{name}.{p}"].type) for p in PARTS}
+            parts = {p: fn.add_input(n, states[n].type) for p, n in _parts(name, states)}
             writes = [user for user in node.users if user.op != "output"]
             if len(writes) != 1 or writes[0].target is not G.cache_write.default:
                 raise PassError(
@@ -180,11 +218,11 @@ class QuantizeOldRows(Pass):
                 latest = fn.call(
                     G.cache_write.default, parts[RECENT], write.args[1], place, site=site_of(write)
                 )
+                old = forms[name].read(fn, program, parts, places)
                 rows = fn.call(
-                    G.grouped_rows.default,
-                    *(parts[CODES], parts[STEPS], latest, fn.input("past")),
+                    G.join_rows.default,
+                    *(old, latest, fn.input("past")),
                     site=site_of(write),
-                    **self._how(program.states[name]),
                     residual=self.residual,
                     block=self.block,
                 )
@@ -197,37 +235,43 @@ class QuantizeOldRows(Pass):
             erase(self.name, fn, node)
         return fn
 
-    def _store(self, wanted: set[str], program: Program, states: dict[str, State]) -> Function:
+    def _places(self, fn: Function) -> torch.fx.Node:
+        """0, 1, 2, ... for all rows of a cache, at the top of a function: i64[1,C]."""
+        with fn.graph.inserting_before(fn.calls()[0]):
+            index = fn.call(A.arange.start_step, 0, Sym("C"), 1, dtype=torch.int64)
+            return fn.call(A.unsqueeze.default, index, 0)
+
+    def _store(
+        self, forms: dict[str, StoredForm], program: Program, states: dict[str, State]
+    ) -> Function:
         """The function that gives the oldest of the latest rows their codes."""
         name = "store"
         while name in program.functions:
             name += "_"
         fn = Function(name, role=Role.UPKEEP)
         past = fn.add_input("past", INPUTS["past"].type)
-        given = {
-            part: fn.add_input(part, states[part].type)
-            for state in program.states
-            for part in (f"{state}.{p}" for p in PARTS)
-            if state in wanted
-        }
+        own = [state for state in program.states if state in forms]
+        for state in own:
+            for _, part in _parts(state, states):
+                fn.add_input(part, states[part].type)
         full = self.residual + self.block
         zero = fn.call(A.full_like.default, past, 0)
         within = fn.call(A.clamp.default, past, None, full)
+        first = zero
+        if self.unrotated:
+            first = fn.call(A.clamp.default, fn.call(A.sub.Scalar, past, full), 0)
         latest = fn.call(A.arange.start_step, 0, full)
         outputs: dict[str, torch.fx.Node] = {}
-        for state in (state for n, state in program.states.items() if n in wanted):
-            codes, steps, recent = (given[f"{state.name}.{p}"] for p in PARTS)
-            how = self._how(state)
+        for state in own:
+            given = {part: fn.input(name) for part, name in _parts(state, states)}
             # All that is read of these rows is read at once, before any is written over.
-            whole = fn.call(A.index_select.default, recent, 2, latest)
+            whole = fn.call(A.index_select.default, given[RECENT], 2, latest)
             oldest = fn.call(A.slice.Tensor, whole, 2, 0, self.block)
-            made = fn.call(G.quantize_groups.default, oldest, **how)
-            each = self.group if how["by_channel"] else 1
-            new = [fn.item(made, index) for index in range(2)]
-            stored = [
-                fn.call(G.store_rows.default, codes, new[0], past, after=full),
-                fn.call(G.store_rows.default, steps, new[1], past, after=full, each=each),
-            ]
+            made = forms[state].store(fn, program, oldest, first, self.block)
+            for part, (new, each) in made.items():
+                outputs[f"{state}.{part}"] = fn.call(
+                    G.store_rows.default, given[part], new, past, after=full, each=each
+                )
             rows = fn.call(
                 G.keep_top.default,
                 *(fn.call(G.row_scores_age.default, whole), within),
@@ -237,7 +281,12 @@ class QuantizeOldRows(Pass):
                 recent=0,
             )
             rest = fn.call(G.take_rows.default, whole, rows)
-            kept = (*stored, fn.call(G.cache_write.default, recent, rest, zero))
-            outputs |= {f"{state.name}.{p}": x for p, x in zip(PARTS, kept, strict=True)}
+            outputs[f"{state}.{RECENT}"] = fn.call(G.cache_write.default, given[RECENT], rest, zero)
         fn.set_outputs(outputs)
         return fn
+
+
+def _parts(state: str, states: Mapping[str, State]) -> list[tuple[str, str]]:
+    """What a state is stored as, and the names of the states for that."""
+    before = f"{state}."
+    return [(name.removeprefix(before), name) for name in states if name.startswith(before)]

@@ -1,0 +1,193 @@
+"""What small caches cost in quality: perplexity, and whether an early key is still known.
+
+    python benchmarks/cache_quality.py MODEL --text FOLDER [--files FILES.json]
+        [--budgets 100,50,25,12.5]
+        [--recipes streaming_llm,knorm,kivi:quantize_old_rows.bits=2,...] [--length 512]
+        [--windows 16] [--block 32] [--target onnxruntime:cpu:float32] [--json F] [--svg F]
+
+Recipes with a budget are run with each of `budgets`, others once; options of their passes may stand
+behind a recipe's name, one after a colon each.
+
+Windows are cut as in quality.py, and each is scored as `generate` would run it: piece by piece,
+rows dropped where they are dropped in decoding. perplexity: over the full cache's on the same
+windows, every token but the first; its error is the standard error of the paired differences. key:
+a line with a random key is put after the window's first eighth and begun again at its end; nats a
+token of the key there, which a model that sees the line copies. Budgets are percents of the length,
+rounded to blocks; bytes are those of the state buffers, over the full cache's.
+
+What stands in `json` already, of the same windows on the same target, is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import random
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from quality import compared, cut, losses, read_texts
+from systems import Target, optimized_model
+
+import graftwork as gw
+from graftwork.recipe import Recipe
+
+METHODS = (
+    "streaming_llm,knorm,keydiff,tova,snapkv,h2o,expected_attention,pyramidkv,kv_int8,kv_int4,"
+    + ",".join(
+        f"{name}:quantize_old_rows.bits={bits}"
+        for name, some in {
+            "kivi": "8432",
+            "rotatekv": "432",
+            "kvquant": "432",
+            "gear": "42",
+        }.items()
+        for bits in some
+    )
+)
+KEY = 8
+"""Characters of a key."""
+
+
+def planted(model: gw.Model, windows: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
+    """Windows with a key in them, and how many tokens at their end are the key again."""
+    found, draw = [], random.Random(0)
+    for window in windows:
+        value = "".join(draw.choice("abcdefghjkmnpqrstuvwxyz23456789") for _ in range(KEY))
+        line = f'\nACCESS_KEY = "{value}"\n'
+        ids = model.tokenizer.encode(line).ids
+        begin = model.tokenizer.encode('\nACCESS_KEY = "').ids
+        end = ids[len(begin) :]
+        room = len(window) - len(ids) - len(ids)
+        eighth = len(window) // 8
+        text = [*window[:eighth].tolist(), *ids, *window[eighth:room].tolist(), *ids]
+        found.append((torch.tensor(text), len(end)))
+    return found
+
+
+def key_nats(model: gw.Model, windows: list[tuple[torch.Tensor, int]]) -> float:
+    """Mean nats a token of the keys at the windows' ends."""
+    total = []
+    for window, count in windows:
+        logits = model(window[None])[0, -count - 1 : -1]
+        total.append(torch.nn.functional.cross_entropy(logits, window[-count:]).item())
+    return statistics.mean(total)
+
+
+def settings(
+    said: str, percents: list[float], length: int, block: int
+) -> Iterator[tuple[str, Recipe]]:
+    """A recipe as it was said, with each budget if it has one; and how, in words."""
+    name, *options = said.split(":")
+    recipe = Recipe.load(name).with_options(options)
+    if not any(use.name == "evict_cache" for use in recipe.passes):
+        yield ", ".join(option.split(".")[-1] for option in options), recipe
+        return
+    for percent in sorted(percents, reverse=True):
+        budget = max(round(length * percent / 100 / block), 1) * block
+        rows = [f"evict_cache.budget={budget}", f"evict_cache.block={block}"]
+        yield f"{budget} rows", recipe.with_options(rows)
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Two panels, a line a method: perplexity and nats on the key, over bytes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    full, *others = rows
+    colours = plt.get_cmap("tab20")
+    for index, name in enumerate(dict.fromkeys(row["recipe"] for row in others)):
+        mine = sorted((r for r in others if r["recipe"] == name), key=lambda r: -r["bytes"])
+        share = [100 * row["bytes"] for row in mine]
+        look = {"marker": "os^D"[index % 4], "color": colours(index % 20), "markersize": 4}
+        worse = [100 * (row["ratio"] - 1) for row in mine]
+        axes[0].plot(share, worse, label=name, **look)
+        axes[1].plot(share, [row["key_nats"] for row in mine], label=name, **look)
+    axes[0].axhline(0, color="grey", linewidth=0.6)
+    axes[1].axhline(full["key_nats"], color="grey", linewidth=0.6)
+    axes[0].set(ylabel="% worse perplexity")
+    axes[0].set_yscale("symlog", linthresh=1)
+    axes[0].set_ylim(bottom=-0.3)
+    axes[1].set(ylabel="nats a token of the key")
+    for axis in axes:
+        axis.set(xlabel="bytes of the state buffers, % of the full cache's")
+        axis.grid(visible=True, linewidth=0.3)
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside right upper")
+    figure.savefig(path)
+    print(f"drawn: {path}")
+
+
+def known_rows(path: Path | None, report: dict[str, Any]) -> list[dict[str, Any]]:
+    """What an earlier run has measured. Errors: `SystemExit` if it measured something else."""
+    if path is None or not path.exists():
+        return []
+    earlier = json.loads(path.read_text())
+    for key in ("model", "target", "windows"):
+        if earlier[key] != report[key]:
+            raise SystemExit(
+                f"--json {path} holds {key} {earlier[key]!r}, expected {report[key]!r}: name "
+                f"another file"
+            )
+    rows: list[dict[str, Any]] = earlier["rows"]
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("model", type=Path, help="checkpoint folder")
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--files", type=Path)
+    parser.add_argument("--recipes", default=METHODS)
+    parser.add_argument("--budgets", default="100,50,25,12.5")
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--block", type=int, default=32)
+    parser.add_argument("--target", default="onnxruntime:cpu:float32")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--svg", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    full = optimized_model(args.model, "baseline", args.target, args.threads)
+    windows = cut(full, read_texts(args.text, args.files), args.length, args.windows)
+    keys = planted(full, windows)
+    digest = hashlib.sha256(windows.numpy().tobytes()).hexdigest()[:12]
+    which = f"{len(windows)} of {args.length} tokens, sha256 {digest}"
+    print(f"{args.model.name} on {Target.parse(args.target)}, windows {which}")
+    report = {"model": args.model.name, "target": args.target, "windows": which, "rows": []}
+    rows = known_rows(args.json, report)
+    reference, whole = losses(full, windows), full.cache_bytes()
+    percents = [float(percent) for percent in args.budgets.split(",")]
+    wanted = [("", Recipe.load("baseline"))]
+    for said in args.recipes.split(","):
+        wanted += settings(said, percents, args.length, args.block)
+    for setting, recipe in wanted:
+        if any((row["recipe"], row["setting"]) == (recipe.name, setting) for row in rows):
+            continue
+        model = optimized_model(args.model, recipe, args.target, args.threads)
+        own = losses(model, windows)
+        ratio, error = compared(own, reference)
+        row = {"recipe": recipe.name, "setting": setting, "ratio": ratio, "error": error}
+        row |= {"perplexity": math.exp(statistics.mean(own)), "bytes": model.cache_bytes() / whole}
+        row["key_nats"] = key_nats(model, keys)
+        rows.append({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()})
+        print(json.dumps(rows[-1]), flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(report | {"rows": rows}, indent=1))
+    if args.svg:
+        draw(rows, args.svg)
+
+
+if __name__ == "__main__":
+    main()

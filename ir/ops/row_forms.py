@@ -1,0 +1,145 @@
+"""What rows are before they get few bits, and what is kept beside their codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from . import Sample, define
+from .operands import Operands
+from .quantized_cache import hadamard
+
+ROUNDS = 8
+"""Rounds of the power iteration."""
+
+LEAST = 1e-20
+
+
+def _hadamard_samples() -> Iterator[Sample]:
+    yield (torch.randn(2, 2, 3, 8),), {}
+
+
+def _hadamard_fake(x: Tensor) -> Tensor:
+    Operands("hadamard_rows").fit("x", x, "BGTD")
+    width = x.shape[3]
+    if width & (width - 1):
+        raise InputError(
+            f"hadamard_rows: rows of {width} have no Hadamard matrix: it must be a power of two"
+        )
+    return torch.empty_like(x, dtype=torch.float32)
+
+
+@define("hadamard_rows(Tensor x) -> Tensor", samples=_hadamard_samples, fake=_hadamard_fake)
+def hadamard_rows(x: Tensor) -> Tensor:
+    """Rows times the orthogonal Hadamard matrix, which is its own inverse: no channel stays larger
+    than the others by far.
+
+    ``%y: f32[B,G,T,64] = graftwork.hadamard_rows(%x)``
+
+    x [B,G,T,D], D a power of two. Source: Ashkboos et al., "QuaRot" (2024).
+    """
+    _hadamard_fake(x)
+    return hadamard(x.float())
+
+
+def _factor_samples() -> Iterator[Sample]:
+    yield (torch.randn(2, 2, 12, 8),), {"group": 6, "rank": 2}
+    yield (torch.zeros(1, 2, 4, 8),), {"group": 4, "rank": 3}
+
+
+def _check_rank(op: str, group: int, rank: int, width: int) -> None:
+    if not 1 <= rank <= min(group, width):
+        raise InputError(f"{op}: rank={rank} of {group} rows of {width}; expected 1 to the fewer")
+
+
+def _factor_fake(x: Tensor, *, group: int, rank: int) -> tuple[Tensor, Tensor]:
+    Operands("low_rank").fit("x", x, "BGTD")
+    batch, groups, rows, width = x.shape
+    _check_rank("low_rank", group, rank, width)
+    if rows % group:
+        raise InputError(f"low_rank: {rows} rows are no multiple of group={group}")
+    left = x.new_empty((batch, groups, rows, rank), dtype=torch.float16)
+    right = (batch, groups, rows // group, rank * width)
+    return left, x.new_empty(right, dtype=torch.float16)
+
+
+@define(
+    "low_rank(Tensor x, *, int group, int rank) -> (Tensor, Tensor)",
+    samples=_factor_samples,
+    fake=_factor_fake,
+)
+def low_rank(x: Tensor, *, group: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Factors of what is nearest to each `group` rows of all that have so low a rank.
+
+    ``%f: (f16[B,G,64,2], f16[B,G,1,128]) = graftwork.low_rank(%e, group=64, rank=2)``
+
+    x [B,G,T,D], T a multiple of group -> left f16[B,G,T,rank], of which the columns of a group are
+    orthonormal, and right f16[B,G,T/group,rank*D]: x is about left times right. By 8 rounds of the
+    power iteration from a fixed start. Source: Kang et al., "GEAR: An Efficient KV Cache
+    Compression Recipe for Near-Lossless Generative Inference of LLM" (2024).
+    """
+    _factor_fake(x, group=group, rank=rank)
+    batch, groups, rows, width = x.shape
+    whole = x.float().reshape(batch, groups, rows // group, group, width)
+    turned = whole.transpose(3, 4)
+    place = torch.arange(width, device=x.device).float()[:, None]
+    right = [torch.cos(place * float(column + 1) + float(column)) for column in range(rank)]
+    left: list[Tensor] = []
+    for _ in range(ROUNDS):
+        left = []
+        for column in right:
+            own = torch.matmul(whole, column)
+            for other in left:
+                own = own - other * (other * own).sum(3, keepdim=True)
+            size = own.pow(2).sum(3, keepdim=True).sqrt()
+            left.append(own / size.clamp(min=LEAST))
+        right = [torch.matmul(turned, column) for column in left]
+    first = torch.cat(left, dim=-1).reshape(batch, groups, rows, rank)
+    second = torch.cat(right, dim=3).reshape(batch, groups, rows // group, rank * width)
+    return first.to(torch.float16), second.to(torch.float16)
+
+
+def _product_samples() -> Iterator[Sample]:
+    left, right = low_rank(torch.randn(2, 2, 12, 8), group=6, rank=2)
+    yield (left, right), {"group": 6}
+
+
+def _product_fake(left: Tensor, right: Tensor, *, group: int) -> Tensor:
+    given = Operands("low_rank_rows")
+    given.fit("left", left, "BGCR", torch.float16)
+    given.fit("right", right, "BGSN", torch.float16)
+    rank = left.shape[3]
+    if group < 1 or right.shape[3] % rank:
+        raise InputError(
+            f"low_rank_rows: expected right [B,G,S,{rank}*D] and group >= 1, got "
+            f"{list(right.shape)}, group={group}"
+        )
+    width = right.shape[3] // rank
+    return left.new_empty((*left.shape[:3], width), dtype=torch.float32)
+
+
+@define(
+    "low_rank_rows(Tensor left, Tensor right, *, int group) -> Tensor",
+    samples=_product_samples,
+    fake=_product_fake,
+)
+def low_rank_rows(left: Tensor, right: Tensor, *, group: int) -> Tensor:
+    """The rows that `low_rank` has made factors of.
+
+    ``%e: f32[B,G,C,64] = graftwork.low_rank_rows(%left, %right, group=64)``
+
+    left f16[B,G,C,R] and right f16[B,G,S,R*D], see there; group rows share one of right's.
+    """
+    _product_fake(left, right, group=group)
+    rank = left.shape[3]
+    index = torch.arange(left.shape[2], device=left.device)
+    each = right.float().index_select(2, torch.div(index, group, rounding_mode="floor"))
+    columns = each.split(right.shape[3] // rank, dim=3)
+    share = left.float()
+    total: Tensor = share[..., :1] * columns[0]
+    for column in range(1, rank):
+        total = total + share[..., column : column + 1] * columns[column]
+    return total

@@ -1,0 +1,73 @@
+"""Rotations of keys by position, found where they are, done again elsewhere, and undone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+
+from ...ir import Function, Program, type_of
+
+A, G = torch.ops.aten, torch.ops.graftwork
+
+
+def table_of(node: Any) -> torch.fx.Node | None:
+    """The table, one row a position, of which a rotation's angles are looked up."""
+    found = _looked_up(node)
+    return None if found is None else found.args[0]  # type: ignore[return-value]
+
+
+def _looked_up(node: Any) -> torch.fx.Node | None:
+    while node.target in (A.reshape.default, A.view.default, A.unsqueeze.default):
+        node = node.args[0]
+    found = node.target is A.embedding.default and node.args[0].op == "get_attr"
+    return node if found else None
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """cos, sin: names of weights [P,R], a row a position; interleaved as in `rotary`."""
+
+    cos: str
+    sin: str
+    interleaved: bool
+
+    @classmethod
+    def of(cls, fn: Function, rotated: Any) -> Rotation | None:
+        """What has rotated these keys, for the function's own positions; None where nothing that
+        can be done again did."""
+        if not isinstance(rotated, torch.fx.Node) or rotated.target is not G.rotary.default:
+            return None
+        found = [_looked_up(angles) for angles in rotated.args[1:3]]
+        positions = fn.input("positions")
+        if any(node is None or node.args[1] is not positions for node in found):
+            return None
+        cos, sin = (str(node.args[0].target) for node in found)  # type: ignore[union-attr]
+        return cls(cos, sin, bool(rotated.kwargs.get("interleaved", False)))
+
+    def done(
+        self, fn: Function, program: Program, rows: torch.fx.Node, places: torch.fx.Node
+    ) -> torch.fx.Node:
+        """rows f[B,G,T,D], rotated for the positions i64[B,T] or [1,T]; those beyond the table as
+        its last one."""
+        cos, sin = self._angles(fn, program, places)
+        return fn.call(G.rotary.default, rows, cos, sin, interleaved=self.interleaved)
+
+    def undone(
+        self, fn: Function, program: Program, rows: torch.fx.Node, places: torch.fx.Node
+    ) -> torch.fx.Node:
+        """rows as they were before. Tables may be scaled: what is undone has its length again."""
+        cos, sin = self._angles(fn, program, places)
+        squares = [fn.call(A.mul.Tensor, angles, angles) for angles in (cos, sin)]
+        size = fn.call(A.add.Tensor, *squares)
+        back = fn.call(A.div.Tensor, cos, size)
+        minus = fn.call(A.neg.default, fn.call(A.div.Tensor, sin, size))
+        return fn.call(G.rotary.default, rows, back, minus, interleaved=self.interleaved)
+
+    def _angles(self, fn: Function, program: Program, places: torch.fx.Node) -> list[torch.fx.Node]:
+        tables = [fn.weight(program.weights[name]) for name in (self.cos, self.sin)]
+        last = int(str(type_of(tables[0]).dims[0])) - 1
+        within = fn.call(A.clamp.default, places, 0, last)
+        return [fn.call(A.embedding.default, table, within) for table in tables]
