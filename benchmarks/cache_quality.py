@@ -1,7 +1,7 @@
 """What small caches cost in quality: perplexity, and whether an early key is still known.
 
     python benchmarks/cache_quality.py MODEL --text FOLDER [--files FILES.json]
-        [--budgets 100,50,25,12.5]
+        [--budgets 100,50,25,12.5] [--calibration FOLDER]
         [--recipes streaming_llm,knorm,kivi:quantize_old_rows.bits=2,...] [--length 512]
         [--windows 16] [--block 32] [--target onnxruntime:cpu:float32] [--json F] [--svg F]
 
@@ -14,6 +14,9 @@ windows, every token but the first; its error is the standard error of the paire
 a line with a random key is put after the window's first eighth and begun again at its end; nats a
 token of the key there, which a model that sees the line copies. Budgets are percents of the length,
 rounded to blocks; bytes are those of the state buffers, over the full cache's.
+
+Recipes that read text first read that of the .py and .txt files below `calibration`, without those
+that are scored; without it they are left out.
 
 What stands in `json` already, of the same windows on the same target, is not measured again.
 """
@@ -32,14 +35,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quality import compared, cut, losses, read_texts
+from quality import calibration_ids, compared, cut, losses, read_texts, text_paths
 from systems import Target, optimized_model
 
 import graftwork as gw
 from graftwork.recipe import Recipe
 
 METHODS = (
-    "streaming_llm,knorm,keydiff,tova,snapkv,h2o,expected_attention,pyramidkv,kv_int8,kv_int4,"
+    "streaming_llm,knorm,keydiff,tova,snapkv,h2o,expected_attention,pyramidkv,adakv,kv_int8,kv_int4,"
     + ",".join(
         f"{name}:quantize_old_rows.bits={bits}"
         for name, some in {
@@ -51,6 +54,9 @@ METHODS = (
         for bits in some
     )
 )
+CALIBRATION = 8 * 2048
+"""Tokens that recipes may read first."""
+
 KEY = 8
 """Characters of a key."""
 
@@ -155,6 +161,7 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--target", default="onnxruntime:cpu:float32")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--calibration", type=Path)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--svg", type=Path)
     args = parser.parse_args()
@@ -175,7 +182,15 @@ def main() -> None:
     for setting, recipe in wanted:
         if any((row["recipe"], row["setting"]) == (recipe.name, setting) for row in rows):
             continue
-        model = optimized_model(args.model, recipe, args.target, args.threads)
+        if recipe.reads_text and args.calibration is None:
+            print(f"{recipe.name} is left out: it reads text first, see --calibration")
+            continue
+        data = None
+        if recipe.reads_text:
+            held = frozenset(path.resolve() for path in text_paths(args.text, args.files))
+            data = calibration_ids(full, args.calibration, held, CALIBRATION)
+        target = Target.parse(args.target, threads=args.threads)
+        model = gw.optimize(args.model, recipe, target=target, data=data)
         own = losses(model, windows)
         ratio, error = compared(own, reference)
         row = {"recipe": recipe.name, "setting": setting, "ratio": ratio, "error": error}

@@ -35,7 +35,7 @@ full within the model's context; a cache that loses rows already.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -47,9 +47,10 @@ from ...ir import Function, PassError, Program, Role, State, Sym, TensorType, ty
 from ...ir.contract import Contract
 from ...ir.plan import Evict, KeepAll
 from ...ir.protocol import INPUTS
-from ..engine.base import Effect, Outcome, Pass, register
+from ..engine.base import Effect, Evidence, Outcome, Pass, TextSample, register
 from ..fusing.dce import sweep
 from .cached_rows import ATTENDS, CachedRows, Written, written
+from .head_budgets import adaptive
 from .layer_budgets import narrow, narrowed, pyramid
 from .rotation import table_of
 from .row_scores import SCORES, Layer, RowScores, sum_type
@@ -66,8 +67,10 @@ class EvictCache(Pass):
     come before some are dropped. sinks, recent: of the kept ones, those that always stay, at the
     start and at the end; -1: as the method has it. positions: "absolute" or "cache", see above.
     ahead: positions beyond the text's end that methods look at which judge by what is to come.
-    layers: "alike", or "pyramid": the budget is what a layer keeps on average, the first ones more
-    and the last ones less (see `layer_budgets`)."""
+    layers: "alike"; "pyramid": the budget is what a layer keeps on average, the first ones more
+    and the last ones less (see `layer_budgets`); or "adaptive": it is what a layer's caches keep on
+    average, each of them as many as its heads look at on text (see `head_budgets`), of which
+    `windows` of `length` tokens are read."""
 
     method: Literal["window", "norm", "keydiff", "tova", "snapkv", "h2o", "expected"] = "window"
     budget: Rows = 1024
@@ -76,7 +79,9 @@ class EvictCache(Pass):
     recent: Annotated[int, Field(ge=-1)] = -1
     positions: Literal["absolute", "cache"] = "absolute"
     ahead: Rows = 512
-    layers: Literal["alike", "pyramid"] = "alike"
+    layers: Literal["alike", "pyramid", "adaptive"] = "alike"
+    windows: Annotated[int, Field(ge=1, le=4096)] = 8
+    length: Rows = 2048
 
     name: ClassVar[str] = "evict_cache"
     contract: ClassVar[Contract] = Contract.APPROXIMATE
@@ -86,19 +91,33 @@ class EvictCache(Pass):
         {Effect.CACHE_LAYOUT, Effect.DECODE_PLAN, Effect.FUNCTIONS, Effect.LAYER_SET}
     )
 
+    @property
+    def text(self) -> TextSample | None:
+        """What budgets are found on."""
+        return TextSample(self.windows, self.length) if self.layers == "adaptive" else None
+
+    def learn(self, program: Program, evidence: Evidence) -> Outcome:
+        """The same as `run`, with budgets that are found on text."""
+        assert self.text is not None
+        return self._made(program, evidence.sampled(self.text, program))
+
     def run(self, program: Program) -> Outcome:
         """Add the function, and what it needs of the step. See the module docstring."""
+        return self._made(program, None)
+
+    def _made(self, program: Program, windows: torch.Tensor | None) -> Outcome:
         if program.recurrent:
             raise PassError(
                 f"{self.name}: {program.name} has recurrences, which hold what all rows add up to: "
                 "none can be dropped from that, and their places count for what comes next"
             )
         scores = SCORES[self.method]
-        settings = _Settings.of(self, scores, program)
         functions = {name: fn.copy() for name, fn in program.functions.items()}
         writes = list(_writes(functions, program))
         if not writes:
             return Outcome(program, 0, "no function writes keys and values into caches")
+        own = [write for write in writes if program.step.has_input(write.names[0])]
+        settings = _Settings.of(self, scores, program, own, windows)
         states = dict(program.states)
         classes = _classes(settings, writes, program, functions, states)
         builder = _Builder(settings, scores, program, functions, states, classes)
@@ -131,16 +150,24 @@ class _Settings:
     recent: int
     turned: bool
     ahead: int
-    by_layer: tuple[int, ...]
+    by_cache: tuple[int, ...]
 
     @property
     def most(self) -> int:
         """Rows that the layers keep which keep most."""
-        return max(self.by_layer, default=self.budget)
+        return max(self.by_cache, default=self.budget)
 
     @classmethod
-    def of(cls, options: EvictCache, scores: RowScores, program: Program) -> _Settings:
-        """Errors: `PassError` for a budget that cannot be kept to."""
+    def of(
+        cls,
+        options: EvictCache,
+        scores: RowScores,
+        program: Program,
+        caches: list[Written],
+        windows: torch.Tensor | None,
+    ) -> _Settings:
+        """caches: of the step. windows: of text, to find budgets on. Errors: `PassError` for a
+        budget that cannot be kept to."""
         budget, block = options.budget, options.block
         share = scores.recent if scores.recent >= 1 else scores.recent * budget
         sinks = scores.sinks if options.sinks < 0 else options.sinks
@@ -165,16 +192,23 @@ class _Settings:
             f"block={block} are kept",
         )
         context = program.info.context
-        by_layer: list[int] = []
+        by_cache: list[int] = []
+        layers = [program.states[cache.names[0]].layer for cache in caches]
         if options.layers == "pyramid":
-            own = [s.layer for n, s in program.states.items() if program.step.has_input(n)]
-            by_layer = pyramid(budget, len(set(own)), block, sinks + recent)
+            found = pyramid(budget, len(set(layers)), block, sinks + recent)
+            number = {layer: n for n, layer in enumerate(dict.fromkeys(layers))}
+            by_cache = [found[number[layer]] for layer in layers]
+        if windows is not None:
+            _check_adaptive(options, layers, windows)
+            by_cache = adaptive(
+                program, caches, windows, budget=budget, block=block, sinks=sinks, recent=recent
+            )
         _refuse(
-            bool(by_layer) and options.positions == "cache",
-            "layers='pyramid' has rows end at other places in other layers, and positions='cache' "
-            "takes their place for their position",
+            bool(by_cache) and options.positions == "cache",
+            f"layers={options.layers!r} has rows end at other places in other layers, and "
+            f"positions='cache' takes their place for their position",
         )
-        most = max(by_layer, default=budget)
+        most = max(by_cache, default=budget)
         _refuse(
             most + block > context,
             f"budget={most} and a block of {block} are more than the model's context of "
@@ -185,7 +219,28 @@ class _Settings:
             f"the plan has cache={program.plan.cache.brief} already",
         )
         turned = options.positions == "cache"
-        return cls(budget, block, sinks, recent, turned, options.ahead, tuple(by_layer))
+        return cls(budget, block, sinks, recent, turned, options.ahead, tuple(by_cache))
+
+
+def _check_adaptive(
+    options: EvictCache, layers: Sequence[int | None], windows: torch.Tensor
+) -> None:
+    """Errors: `PassError` where text cannot tell a layer's caches apart."""
+    _refuse(
+        len(set(layers)) == len(layers),
+        "layers='adaptive' shares a layer's rows among its caches, and every layer has one: run "
+        "split_heads before",
+    )
+    _refuse(
+        options.method != "snapkv",
+        f"layers='adaptive' asks what queries look at, as method='snapkv' does, got "
+        f"{options.method!r}",
+    )
+    _refuse(
+        windows.shape[1] <= options.budget,
+        f"windows of {windows.shape[1]} tokens hold no more than budget={options.budget} rows: "
+        f"nothing would be chosen among; set length, or a smaller budget",
+    )
 
 
 def _writes(functions: dict[str, Function], program: Program) -> Iterator[Written]:
@@ -229,8 +284,8 @@ def _classes(
     """Capacities for layers of the target that keep fewer rows than others, and how many; functions
     and states are made to use them."""
     classes: dict[int, str] = {}
-    layers = [write for write in writes if program.step.has_input(write.names[0])]
-    for budget, write in zip(settings.by_layer, layers, strict=bool(settings.by_layer)):
+    caches = [write for write in writes if program.step.has_input(write.names[0])]
+    for budget, write in zip(settings.by_cache, caches, strict=bool(settings.by_cache)):
         if budget == settings.most:
             continue
         symbol = classes.setdefault(budget, f"C.{len(classes) + 2}")

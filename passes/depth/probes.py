@@ -11,8 +11,8 @@ from typing import TypeAlias
 import torch
 import torch.fx
 
-from ...ir import Program, run, type_of
-from ...ir.protocol import chain_inputs
+from ...ir import Program, run
+from ..engine.feed import empty_inputs
 
 G = torch.ops.graftwork
 
@@ -40,10 +40,10 @@ def fitted_probes(program: Program, windows: torch.Tensor) -> dict[str, Probe]:
     states: dict[str, list[torch.Tensor]] = {name: [] for name in segments}
     alike: dict[str, list[torch.Tensor]] = {name: [] for name in segments}
     for window in windows:
-        outputs = run(watched, fn.name, _inputs(watched, fn.name, window[None]))
+        outputs = run(watched, fn.name, empty_inputs(watched, fn.name, window[None]))
         best = outputs["logits"].argmax(-1)
         for name in segments:
-            inputs = _inputs(program, head, window[None])
+            inputs = empty_inputs(program, head, window[None])
             inputs |= {plan.state: outputs[name][:, None]}  # type: ignore[attr-defined]
             early = run(program, head, inputs)["logits"].argmax(-1)
             states[name].append(outputs[name][0].float())
@@ -73,17 +73,3 @@ def fitted(states: torch.Tensor, labels: torch.Tensor) -> Probe:
         optimizer.step(closure)
     slope = (weight / scale).detach()
     return slope[None], (bias - (slope * mean).sum()).detach()
-
-
-def _inputs(program: Program, function: str, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a function is fed with a text i64[1,T] and empty states."""
-    sizes, given = {"B": 1, "C": tokens.shape[1]}, chain_inputs(tokens)
-    inputs = {}
-    for node in program.function(function).inputs:
-        name = str(node.target)
-        if name in program.states:
-            bound = type_of(node).bind(sizes)
-            inputs[name] = torch.zeros(bound.shape, dtype=bound.dtype)
-        elif name in given:
-            inputs[name] = given[name]
-    return inputs
