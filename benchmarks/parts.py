@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/parts.py MODEL --prompts FILE.jsonl
         --recipes baseline,copyspec,medusa,int8 --targets eager:cpu:float32 [--count 12]
-        [--tokens 128] [--set medusa.draft_medusa.weights=FOLDER]
+        [--tokens 128] [--exact] [--set medusa.draft_medusa.weights=FOLDER]
 
 Each process continues the prompts whole (every recipe as it is) and as one of all (with
 `shard_tensors`), and says how many texts are the same, which bytes of the weights it holds and how
@@ -53,6 +53,7 @@ def main() -> int:
     """The command line; 1 if a text differs."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add_arguments(parser, "eager:cpu:float32")
+    parser.add_argument("--exact", action="store_true", help="split no sum (shard_tensors.exact)")
     args = parser.parse_args()
     place = started()
     if place is None:
@@ -64,9 +65,8 @@ def main() -> int:
     differs = False
     for name in args.recipes.split(","):
         recipe = with_settings(name, args.set)
-        spread = replace(
-            recipe, passes=(*recipe.passes, Use("shard_tensors", {"processes": place[1]}))
-        )
+        options = {"processes": place[1], "exact": args.exact}
+        spread = replace(recipe, passes=(*recipe.passes, Use("shard_tensors", options)))
         for target in args.targets.split(","):
             models = [optimized_model(args.model, r, target, 1) for r in (recipe, spread)]
             (wanted, alone), (found, took) = (texts(m, prompts, args.tokens) for m in models)
