@@ -15,7 +15,10 @@ from graftwork.recipe import Recipe, recipes
 QUANTIZED = ("round_activations",)
 """Recipes for checkpoints that are quantized already."""
 
-NAMES = [recipe.name for recipe in recipes() if recipe.name not in QUANTIZED]
+SPREAD = ("tensor_parallel",)
+"""Recipes whose programs several processes run together: `test_shard_tensors` has those."""
+
+NAMES = [recipe.name for recipe in recipes() if recipe.name not in (*QUANTIZED, *SPREAD)]
 
 
 def program_of(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Program:

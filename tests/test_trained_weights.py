@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from test_runtime_cached import with_itself
 from test_training import FEW, TEXT, drafted
-from tiny import drafting_llama, named, tiny_llama
+from tiny import drafting_llama, layer_ahead, named, tiny_llama
 
 import graftwork as gw
 from graftwork.backends import compile
@@ -34,8 +34,8 @@ EAGER = Target("eager", "cpu")
 
 
 def target() -> Program:
-    """Deep enough for drafters that read several layers."""
-    return tiny_llama(7)
+    """Deep enough for drafters that read several layers, with what a checkpoint brings besides."""
+    return tiny_llama(7).replace(guests={"mtp.0": layer_ahead()})
 
 
 def trained(*passes: Pass) -> dict[str, torch.Tensor]:
@@ -103,7 +103,11 @@ def test_a_file_may_hold_what_several_passes_take(tmp_path: Path) -> None:
 # -- untrained weights
 
 
-@pytest.mark.parametrize("name", TAKING)
+def test_layers_of_the_checkpoint_are_trained() -> None:
+    assert [name for name in TAKING if not TAKING[name]().run(target()).remarks] == ["draft_mtp"]
+
+
+@pytest.mark.parametrize("name", [name for name in TAKING if name != "draft_mtp"])
 def test_untrained_weights_are_remarked(name: str) -> None:
     (remark,) = TAKING[name]().run(target()).remarks
     assert "untrained" in remark and f"{name}.weights" in remark

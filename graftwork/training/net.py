@@ -13,6 +13,7 @@ from ..ir import Function, InputError, Program, Weight, type_of
 from ..ir.plan import DecodePlan, Record
 from ..ir.protocol import OPTIONAL
 from ..passes.engine.subgraph import tables_of
+from ..passes.stepping.accept_trees import branched
 
 
 def trained_parts(plan: DecodePlan) -> list[Record]:
@@ -74,7 +75,8 @@ class Net:
                 tensor = torch.nn.Parameter(tensor.float() if tensor.dtype.itemsize < 4 else tensor)
             self.tensors[name] = tensor
         self.trained = trained
-        self.modules: dict[tuple[str, tuple[str, ...], frozenset[str]], Any] = {}
+        self.modules: dict[tuple[str, tuple[str, ...], tuple[str, ...]], Any] = {}
+        self.branched: dict[str, Function] = {}
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -98,13 +100,12 @@ class Net:
         ``select`` is ignored where the function gives the outputs of all tokens anyway.
         """
         fn = self.program.function(function) if isinstance(function, str) else function
+        if "ancestors" in inputs and not fn.has_input("ancestors"):
+            fn = self.branched.setdefault(fn.name, branched(fn))  # a chain, trained at all places
         if unknown := sorted(
             name for name in inputs if not fn.has_input(name) and name != "select"
         ):
-            raise InputError(
-                f"{fn.name} must take the input {unknown[0]!r} to be trained; ancestors come with "
-                f"the pass accept_trees"
-            )
+            raise InputError(f"{fn.name} must take the input {unknown[0]!r} to be trained")
         batch, width = next(iter(inputs.values())).shape[:2]
         given = dict(inputs)
         steps = torch.arange(width, device=self.device).expand(batch, width)
@@ -121,11 +122,11 @@ class Net:
                 given[name] = steps
             else:
                 raise InputError(f"{fn.name} needs the input {name!r} to be trained")
-        absent = frozenset(str(n.target) for n in fn.inputs) - set(given)
-        key = (fn.name, wanted, absent)
+        names = tuple(str(n.target) for n in fn.inputs if str(n.target) in given)
+        key = (fn.name, wanted, names)
         if key not in self.modules:
+            absent = frozenset(str(n.target) for n in fn.inputs) - set(names)
             self.modules[key] = emit(fn, self.tensors, [], wanted, absent, device=self.device)
-        names = [str(n.target) for n in fn.inputs if str(n.target) in given]
         return dict(zip(wanted, self.modules[key](*[given[n] for n in names]), strict=True))
 
     def trained_program(self, drafts: Sequence[Record]) -> Program:

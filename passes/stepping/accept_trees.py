@@ -44,6 +44,12 @@ class AcceptTrees(Pass):
         return edit_each(program, _branch)
 
 
+def branched(fn: Function) -> Function:
+    """A copy of a cached function that takes ancestors, or the function if it does already."""
+    copy = fn.copy()
+    return copy if isinstance(_branch(copy), int) else fn
+
+
 def _branch(fn: Function) -> int | str:
     takers = [node for node in fn.calls() if _takes_none(node)]
     if not takers or fn.has_input(ANCESTORS):
