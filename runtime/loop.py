@@ -9,6 +9,7 @@ from ..ir.executable import Executable
 from ..ir.legality import unmet
 from .asking.request import Request
 from .rounds import ROUNDS, Decoding
+from .shared import shared_request
 from .stats import Stats
 
 
@@ -20,9 +21,20 @@ def decode(executable: Executable, request: Request) -> Stats:
     """
     _check_plan(executable.program)
     decoding = Decoding(executable, request)
+    ahead = shared_request(decoding)
+    before = Stats() if ahead is None else decode(executable, ahead)
     run(decoding)
     decoding.finish()
-    return decoding.stats
+    return _with_shared(decoding.stats, before)
+
+
+def _with_shared(stats: Stats, before: Stats) -> Stats:
+    """The figures of a call, with those of what was fed before for several of its sequences."""
+    if before.prefill_seconds:
+        stats.shared_tokens = stats.reused_tokens - before.reused_tokens
+        stats.reused_tokens = before.reused_tokens
+        stats.prefill_seconds += before.prefill_seconds
+    return stats
 
 
 def run(decoding: Decoding) -> None:

@@ -91,8 +91,8 @@ class GenerationOptions:
     (input_ids i64[1,L] without padding, scores None) -> bool, called after every committed token
     of a sequence. streamer: `put` and `end`. generator or seed: where random numbers come from
     (default: torch's global generator); a seed repeats its text as long as the drafts are the same,
-    and some drafters learn from call to call (recycling, goodput). return_dict_in_generate: return
-    `.sequences` and `.stats`.
+    and some drafters learn from call to call (recycling, goodput). num_return_sequences: of each
+    prompt, one after the other; sampled. return_dict_in_generate: return `.sequences` and `.stats`.
 
     given: the options that the call itself gave; the rest are defaults.
     """
@@ -114,6 +114,7 @@ class GenerationOptions:
     streamer: Streamer | None = None
     generator: torch.Generator | None = None
     seed: int | None = None
+    num_return_sequences: int = 1
     return_dict_in_generate: bool = False
     given: frozenset[str] = frozenset()
 
@@ -193,6 +194,7 @@ SUPPORTED = tuple(f.name for f in fields(GenerationOptions) if f.name != "given"
 ALTERNATIVES = (("max_new_tokens", "max_length"), ("generator", "seed"))
 
 SAMPLING = {"temperature": (1.0,), "top_k": (None, 0, 50), "top_p": (1.0,), "min_p": (0.0,)}
+SAMPLING["num_return_sequences"] = (1,)
 """Options that only sampling looks at, and the values at which they do nothing."""
 
 
@@ -394,5 +396,6 @@ _CHECKS: dict[str, Callable[[str, Any, ModelInfo], Any]] = {
     "streamer": _has("put", "end"),
     "generator": _generator,
     "seed": _integer(0, MOST_SEED),
+    "num_return_sequences": _integer(1),
     "return_dict_in_generate": _flag,
 }

@@ -21,8 +21,9 @@ ENDLESS = 2**31 - 1
 
 @dataclass(frozen=True)
 class Request:
-    """prompts: i64[B,S] on the CPU, as given. texts: the sequences without padding, with their
-    limits. stopping: what ends one. pad: the token that fills finished ones."""
+    """prompts: i64[B,S] on the CPU, as given, each as often as it is continued. texts: the
+    sequences without padding, with their limits. stopping: what ends one. pad: the token that fills
+    finished ones."""
 
     prompts: torch.Tensor
     texts: Sequence[Text]
@@ -58,4 +59,5 @@ def read_request(input_ids: torch.Tensor, keywords: Mapping[str, Any], program: 
             "sequences of this batch may end at different lengths, and neither pad_token_id nor an "
             "end token is known: give pad_token_id"
         )
-    return Request(input_ids.cpu(), texts, options, stopping, 0 if pad is None else pad)
+    prompts = input_ids.cpu().repeat_interleave(options.num_return_sequences, 0)
+    return Request(prompts, texts, options, stopping, 0 if pad is None else pad)

@@ -127,7 +127,7 @@ class Conversations:
             if conversation is None or conversation.plan != deciding(going.program):
                 continue
             # Something must be fed: only a step says what follows.
-            same = _common(conversation.tokens, text.tokens, len(text.tokens) - 1)
+            same = common(conversation.tokens, text.tokens, len(text.tokens) - 1)
             count = _reach(going, conversation, same) if same > most else 0
             if count > most:
                 best, most = conversation, count
@@ -281,8 +281,8 @@ def _within(known: Conversation, longer: Conversation) -> bool:
     return same and known.tokens == longer.tokens[:count]
 
 
-def _common(one: Sequence[int], other: Sequence[int], most: int) -> int:
-    """Tokens that both begin with, up to `most`."""
+def common(one: Sequence[int], other: Sequence[int], most: int) -> int:
+    """How many tokens both begin with, up to `most`."""
     low, high = 0, min(len(one), len(other), most)
     while low < high:  # whole pieces are compared at once
         middle = (low + high + 1) // 2
