@@ -56,6 +56,9 @@ def _unmet(program: Program) -> Iterator[tuple[str, str]]:
     exiting: tuple[DraftRecord | DepthRecord, ...] = (*leaves, plan.depth)
     for part in exiting:
         yield from _uncut(plan, part)
+    for leaf in leaves:
+        if leaf.in_parts and not plan.step.in_parts:
+            yield f"draft={leaf.brief} needs a step that is cut into segments", "segments"
     records: tuple[TreeRecord | DraftRecord, ...] = (plan.tree, *leaves, plan.draft)
     for record in records:
         if record.branches and not step.has_input(ANCESTORS):
@@ -128,9 +131,14 @@ def _misfits(plan: DecodePlan) -> Iterator[str]:
 
 
 def _undecided(plan: DecodePlan) -> Iterator[str]:
-    """Parts that rely on rows which a depth policy may leave out."""
+    """Parts that rely on rows which a depth policy may leave out, and layers that it halves."""
+    if plan.step.halves:
+        yield (
+            f"depth={plan.depth.brief} runs whole layers, and step={plan.step.brief} is cut inside "
+            f"some: leave cut_depth.sublayers out"
+        )
     for leaf in plan.draft.leaves:
-        if leaf.exits:
+        if leaf.in_parts:
             yield (
                 f"draft={leaf.brief} verifies by all layers, and depth={plan.depth.brief} leaves "
                 f"some out: leave one of the two out"

@@ -25,6 +25,7 @@ from .joined import *
 from .length import *
 from .prompted import *
 from .shallow import *
+from .skipping import *
 from .step import *
 from .trained import *
 from .tree import *

@@ -29,6 +29,7 @@ class DraftRecord(Record):
     knows what may follow text that is not committed. in_turn: of its parts a later one is asked
     where the earlier ones have no draft. goes_on: it can predict from the states that another
     drafter makes; whole_path: from all that led to a node, not only from the last.
+    in_parts: it runs parts of the step, which must be cut.
     """
 
     slot: ClassVar[str] = "draft"
@@ -44,6 +45,7 @@ class DraftRecord(Record):
     in_turn: ClassVar[bool] = False
     goes_on: ClassVar[bool] = False
     whole_path: ClassVar[bool] = False
+    in_parts: ClassVar[bool] = False
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ class ExitDraft(DraftRecord):
     kind: ClassVar[str] = "exit"
     grows: ClassVar[bool] = True
     narrow: ClassVar[bool] = True
+    in_parts: ClassVar[bool] = True
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         """See `Record.calls`."""

@@ -52,8 +52,18 @@ class StepRecord(Record):
         return ()
 
     @property
-    def cuts(self) -> tuple[int, ...]:
-        """Layers up to the end of each part but the last that has some."""
+    def cuts(self) -> tuple[float, ...]:
+        """Layers up to the end of each part but the last that has some; halves are attention."""
+        return ()
+
+    @property
+    def halves(self) -> bool:
+        """Whether some part ends inside a layer."""
+        return any(cut % 1 for cut in self.cuts)
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """Places of the parts that hold nothing of the first nor the last layer."""
         return ()
 
 
@@ -130,7 +140,8 @@ class Segments(StepRecord):
 
     A function takes up each token's residual stream where the one before has left it, in the state
     `state`; the head makes logits of it at any depth. plain: all of them in one. exits: layers up
-    to the end of each function but the last, counted from the first. layers: there are in all.
+    to the end of each function but the last, counted from the first. within: layers, the first
+    being 0, that are cut behind their attention, too. layers: there are in all.
     """
 
     functions: tuple[str, ...] = ("step.0", "step.1")
@@ -138,6 +149,7 @@ class Segments(StepRecord):
     head: str = "step.head"
     state: str = "stream"
     exits: tuple[Place, ...] = (1,)
+    within: tuple[Place, ...] = ()
     layers: Place = 2
     kind: ClassVar[str] = "segments"
     in_parts: ClassVar[bool] = True
@@ -145,11 +157,11 @@ class Segments(StepRecord):
     def check(self) -> None:
         """See `Record.check`."""
         rising = all(a < b for a, b in pairwise((0, *self.exits)))
-        several = len(set(self.functions)) == len(self.functions) == len(self.exits) + 1
-        if not (several and rising):
+        several = len(set(self.functions)) == len(self.functions) == len(set(self.cuts)) + 1
+        if not (several and rising and len(set(self.cuts)) == len(self.cuts)):
             raise InputError(
                 f"expected rising exits between different functions, got functions="
-                f"{self.functions} and exits={self.exits}"
+                f"{self.functions}, exits={self.exits} and within={self.within}"
             )
 
     @property
@@ -158,9 +170,16 @@ class Segments(StepRecord):
         return (*self.functions, self.head)
 
     @property
-    def cuts(self) -> tuple[int, ...]:
-        """`exits`."""
-        return self.exits
+    def cuts(self) -> tuple[float, ...]:
+        """`exits`, and half a layer behind those before each of `within`."""
+        return tuple(sorted((*self.exits, *(layer + 0.5 for layer in self.within))))
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """See `StepRecord.inner`."""
+        ends = (0.0, *self.cuts, self.layers)
+        spans = enumerate(pairwise(ends))
+        return tuple(at for at, (a, b) in spans if a >= 1 and b <= self.layers - 1)
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         """See `Record.calls`."""

@@ -24,17 +24,19 @@ After (exits=[3])::
     decode {
       step = segments(functions=("step.0", "step.1"), head="step.head", exits=(3,), layers=8)
 
-An exit E is after E layers. The stream holds, of every token, the residual stream as deep as the
-token has been: a segment takes it up where the one before has left it, whenever that was, and the
-head reads it at any depth. So segments may be left out, or made up for later, for rows of their
-choice. What the step returns beside the logits comes from the segment that computes it.
+An exit E is after E layers. With ``sublayers`` every layer is cut behind its attention, too. The
+stream holds, of every token, the residual stream as deep as the token has been: a segment takes it
+up where the one before has left it, whenever that was, and the head reads it at any depth. So
+segments may be left out, or made up for later, for rows of their choice. What the step returns
+beside the logits comes from the segment that computes it.
 
 `step` stays for training and for the validator; the decode loop runs the segments alone. This
 changes no result. Runs when everything else is done to the step, but before `fuse_residual_norm`,
 which pulls a layer's first norm into the layer before. Refuses exits where there is no layer, or
-none behind them; steps that choose no logits (`pick_logits`), that do more than the target's work
-(`fuse_draft`) or are cut already; and, naming it, whatever reads states on both sides of a cut,
-such as attention that shares another layer's keys, or an output made of several layers' states.
+none behind them; sublayers of blocks that have no state between attention and MLP; steps that
+choose no logits (`pick_logits`), that do more than the target's work (`fuse_draft`) or are cut
+already; and, naming it, whatever reads states on both sides of a cut, such as attention that shares
+another layer's keys, or an output made of several layers' states.
 """
 
 from __future__ import annotations
@@ -62,10 +64,11 @@ Exits = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(max_length=512)
 @register
 class CutDepth(Pass):
     """exits: numbers of layers, counted from the first, after which the step is cut. every: cut it
-    behind every so many layers instead."""
+    behind every so many layers instead. sublayers: and behind each layer's attention."""
 
     exits: Exits = ()
     every: int = Field(default=0, ge=0)
+    sublayers: bool = False
 
     name: ClassVar[str] = "cut_depth"
     requires: ClassVar[frozenset[str]] = frozenset({"cached", "picked"})
@@ -93,19 +96,21 @@ class CutDepth(Pass):
             )
         cutter = _Cutter(step.copy(), self.name)
         exits = self._exits(cutter)
-        parts = cutter.parts(exits)
+        within = tuple(sorted(cutter.blocks)) if self.sublayers else ()
+        parts = cutter.parts(exits, within)
         *segments, head = parts
         record = Segments(
             functions=tuple(part.name for part in segments),
             plain=step.name,
             head=head.name,
             exits=exits,
+            within=within,
             layers=len(cutter.blocks),
         )
         functions = {**program.functions, **{part.name: part for part in parts}}
         states = {**program.states, STREAM: cutter.state}
         cut = program.replace(functions=functions, states=states, plan=replace(plan, step=record))
-        return Outcome(cut, len(exits))
+        return Outcome(cut, len(exits) + len(within))
 
     def _exits(self, cutter: _Cutter) -> tuple[int, ...]:
         """Where to cut. Errors: `PassError` for exits that are named twice, and for none."""
@@ -139,9 +144,10 @@ class _Cutter:
         dims = (Sym("B"), 1, Sym("C"), last.dims[-1])
         self.state = State(STREAM, TensorType(last.dtype, dims), 0, "hidden")
 
-    def parts(self, exits: Sequence[int]) -> list[Function]:
+    def parts(self, exits: Sequence[int], within: Sequence[int]) -> list[Function]:
         """The segments in order, and the head."""
-        cuts = [self._cut(exit) for exit in exits]
+        cuts = [self._cut(exit) for exit in exits] + [self._half(layer) for layer in within]
+        cuts.sort(key=self.markers.index)
         cuts.append(self.markers[-1])
         picks = [node for node in cuts[-1].users if node.target is G.pick_rows.default]
         outputs = self._shared_out(cuts)
@@ -168,6 +174,16 @@ class _Cutter:
                 f"layers {', '.join(map(str, layers))}, and one must be left behind the exit)"
             )
         return self.blocks[exit - 1]
+
+    def _half(self, layer: int) -> torch.fx.Node:
+        """The state between a layer's attention and its MLP. Errors: `PassError` without one."""
+        for node in self.markers:
+            if _place(node) == (layer, "attention"):
+                return node
+        raise PassError(
+            f"{self.owner}: layer {layer} has no state between its attention and its MLP, as where "
+            f"the two run side by side: leave sublayers out"
+        )
 
     def _shared_out(self, cuts: Sequence[torch.fx.Node]) -> list[dict[str, torch.fx.Node]]:
         """The step's outputs by who makes them: a segment each, and the head."""

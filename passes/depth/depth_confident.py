@@ -84,6 +84,11 @@ class DepthConfident(Pass):
     def _made(self, program: Program, probes: Mapping[str, Probe]) -> Outcome:
         """probes: by segment."""
         *segments, _ = program.plan.step.parts
+        if program.plan.step.halves:
+            raise PassError(
+                f"{self.name}: tokens leave behind whole layers, and step="
+                f"{program.plan.step.brief} is cut inside some: leave cut_depth.sublayers out"
+            )
         functions, weights = dict(program.functions), program.weights
         for name in segments[:-1]:
             if self.measure == "saturation":

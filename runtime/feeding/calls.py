@@ -86,13 +86,11 @@ def shared_out(
 ) -> Iterator[tuple[str, dict[str, torch.Tensor], tuple[str, ...]]]:
     """Of each function what it is fed and what is fetched of it; those of which nothing is wanted,
     and that leave no state behind, are left out."""
-    if len(functions) == 1:
-        yield functions[0], dict(inputs), fetch
-        return
-    program = executable.program
+    program, alone = executable.program, len(functions) == 1
     for name in functions:
         fn = program.function(name)
-        wanted = tuple(output for output in fetch if output in fn.outputs)
+        # Of one that is all there is everything is wanted: it says itself what it has not.
+        wanted = fetch if alone else tuple(output for output in fetch if output in fn.outputs)
         if wanted or any(output in program.states for output in fn.outputs):
             fed = {given: value for given, value in inputs.items() if fn.has_input(given)}
             yield name, fed, wanted
