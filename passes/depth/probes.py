@@ -33,7 +33,7 @@ def fitted_probes(program: Program, windows: torch.Tensor) -> dict[str, Probe]:
     fn = program.step.copy()
     blocks = [node for node in fn.calls(G.hidden.default) if node.kwargs["point"] == "block"]
     # The marker of a layer says its number, and an exit is after so many layers.
-    exits = {int(n.kwargs["layer"]) + 1: n for n in blocks}  # type: ignore[arg-type]
+    exits = {float(n.kwargs["layer"]) + 1: n for n in blocks}  # type: ignore[arg-type]
     kept = {name: exits[exit] for name, exit in zip(segments, plan.cuts, strict=True)}
     fn.set_outputs({**kept, "logits": fn.outputs["logits"]})
     watched = program.with_function(fn)

@@ -49,7 +49,8 @@ class Search:
             return None
         if not self.tried or (len(self.tried) + 1) % self.record.guided:
             return self.random.choice(pool)
-        return pool[int(promise(self._marks(list(self.tried)), self._scores(), self._marks(pool)))]
+        best = promise(self._marks(list(self.tried)), self._scores(), self._marks(pool))
+        return pool[best]
 
     def learn(self, choice: tuple[int, ...], score: float) -> None:
         """What a choice scored."""
@@ -69,7 +70,7 @@ class Search:
         return torch.tensor(rows, dtype=torch.float64)
 
 
-def promise(known: torch.Tensor, scores: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+def promise(known: torch.Tensor, scores: torch.Tensor, new: torch.Tensor) -> int:
     """Which of `new` f64[M,P] has the highest upper confidence bound (mean and one deviation) under
     a Gaussian process over what `known` f64[N,P] scored, f64[N]; its kernel falls with the squared
     distance next to the places.
@@ -80,7 +81,7 @@ def promise(known: torch.Tensor, scores: torch.Tensor, new: torch.Tensor) -> tor
     across = _kernel(known, new)
     weights = torch.cholesky_solve(((scores - mean) / scale)[:, None], root)
     spread = torch.linalg.solve_triangular(root, across, upper=False).square().sum(0)
-    return ((across.T @ weights)[:, 0] + (1 - spread).clamp(min=0).sqrt()).argmax()
+    return int(((across.T @ weights)[:, 0] + (1 - spread).clamp(min=0).sqrt()).argmax())
 
 
 def _kernel(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -135,9 +136,9 @@ class SearchedSkippingProposer(SkippingProposer):
             width = self.feeder.width(max(map(len, rows)), max(past))
             outputs = self.feeder.run_parts(parts, rows, past, starts, width, FETCH)
             said = outputs["logits"].argmax(-1).tolist()
-        hits = sum(
+        hits: list[bool] = [
             a == b
             for index, count in counts.items()
             for a, b in zip(said[index][:count], texts[index].tokens[-count:], strict=True)
-        )
-        return hits / sum(counts.values())
+        ]
+        return sum(hits) / len(hits)
