@@ -40,6 +40,7 @@ DRAFTS: dict[str, tuple[Pass, ...]] = {
     "adapter": (DraftAdapter(exit=1, levels=3), CUT),
     "unsure adapter": (DraftAdapter(exit=1), CUT, named("length_confidence", threshold=0.06)),
     "adapter, goodput": (DraftAdapter(exit=3), CUT, named("length_goodput")),
+    "layer, thompson": (DraftAdapter(exit=3, mlp=True), CUT, named("length_thompson")),
     "adapter after copies": (named("draft_suffix", shortest=1), DraftAdapter(exit=3), CUT),
     "adapter in int8": (DraftAdapter(exit=3, levels=3), CUT, in_int8()),
 }
@@ -91,30 +92,35 @@ def test_an_exit_that_agrees_is_accepted_whole(backend: str) -> None:
     assert found.stats.steps == 6
 
 
-def adapted(*passes: Pass) -> Executable:
-    """A model whose last layer has no MLP, and an adapter that is this layer if there is one."""
+def adapted(*passes: Pass, mlp: bool = False) -> Executable:
+    """A model whose last layer has an MLP or none, and an adapter that is this layer if there is
+    one."""
     program, layer, own = made(*passes), "layers.3.", "adapter."
     names = {f"{own}self_attn.{part}_proj.weight": layer + part for part in "qkvo"}
+    names |= {f"{own}mlp.{part}_proj.weight": layer + part for part in ("gate", "up", "down")}
     names[f"{own}input_layernorm.weight"] = f"{layer}norm1"
+    names[f"{own}post_attention_layernorm.weight"] = f"{layer}norm2"
     weights = {
         name: Weight.of(name, program.weights[names[name]].load()) if name in names else old
         for name, old in program.weights.items()
     }
     down = f"{layer}down"
-    weights[down] = Weight.of(down, torch.zeros_like(weights[down].load()))
+    if not mlp:
+        weights[down] = Weight.of(down, torch.zeros_like(weights[down].load()))
     return compile(program.replace(weights=WeightStore(weights)), Target("eager", "cpu"))
 
 
 ADAPTER = (DraftAdapter(exit=3, levels=3), CutDepth(exits=(3,)))
 
 
-def test_an_adapter_that_is_the_last_layer_is_accepted_whole() -> None:
+@pytest.mark.parametrize("mlp", [False, True])
+def test_an_adapter_that_is_the_last_layer_is_accepted_whole(mlp: bool) -> None:
     """So its cache holds what the target's does, whatever was drafted and accepted before."""
+    draft = (DraftAdapter(exit=3, levels=3, mlp=mlp), CutDepth(exits=(3,)))
     asked = {**ASKED, "max_new_tokens": 25}  # the prompts' own, and six steps of four
-    found = generate(
-        adapted(*ADAPTER), PROMPTS, attention_mask=MASK, return_dict_in_generate=True, **asked
-    )
-    assert torch.equal(found.sequences, generate(adapted(), PROMPTS, attention_mask=MASK, **asked))
+    fast, plain = adapted(*draft, mlp=mlp), adapted(mlp=mlp)
+    found = generate(fast, PROMPTS, attention_mask=MASK, return_dict_in_generate=True, **asked)
+    assert torch.equal(found.sequences, generate(plain, PROMPTS, attention_mask=MASK, **asked))
     assert found.stats.accepted_per_step == 4.0 and found.stats.steps == 6
 
 

@@ -17,7 +17,10 @@ A drafted token runs through the first layers, and an adapter continues its stat
 layers would: x = h + attention(norm(h)) without an MLP, a norm that starts as the target's final
 one, and the target's frozen language-model head (Liu et al., "Kangaroo: Lossless Self-Speculative
 Decoding via Double Early Exiting", 2024). The attention sees the text so far in a cache of its own
-(`insert_kv_cache`). The step must be cut at the exit (`cut_depth`), so that verification takes the
+(`insert_kv_cache`). With ``mlp`` an MLP follows, x = x + MLP(norm(x)), and the adapter is a decoder
+layer in the target's proportions, as the early-exiting layer of EESD (Liu et al., "Speculative
+Decoding via Early-exiting for Faster LLM Inference with Thompson Sampling Control Mechanism",
+2024). The step must be cut at the exit (`cut_depth`), so that verification takes the
 drafted tokens up where the draft has left them. The second exit, from drafting, is a length policy
 (`length_confidence`). New weights know nothing: train them with `graftwork train`; the target stays
 as it is. Refuses exits where there is no layer, and programs without markers, an attention or a
@@ -45,12 +48,13 @@ NAME = "adapter"
 
 @register
 class DraftAdapter(TrainedPass):
-    """exit: layers that draft, counted from the first. levels: tokens drafted at most. candidates:
-    best tokens that the adapter returns. weights: a file of trained ones, or the folder that
-    training wrote."""
+    """exit: layers that draft, counted from the first. levels: tokens drafted at most. mlp:
+    whether the adapter has one. candidates: best tokens that it returns. weights: a file of trained
+    ones, or the folder that training wrote."""
 
     exit: Levels = 2
     levels: Levels = 6
+    mlp: bool = False
     candidates: Nodes = 10
 
     name: ClassVar[str] = "draft_adapter"
@@ -63,7 +67,8 @@ class DraftAdapter(TrainedPass):
     def insert(self, program: Program) -> Outcome:
         """Graft the adapter on. See the module docstring."""
         graft = Graft(program, self.name, NAME, self.weights)
-        shape = replace(LayerShape.of(graft.step, self.name, graft.hidden), inner=0)
+        shape = LayerShape.of(graft.step, self.name, graft.hidden)
+        shape = shape if self.mlp else replace(shape, inner=0)
         output = graft.tap(self.exit - 1)
         positions = graft.input("positions", dtype=torch.int64)
         hidden = graft.input("hidden", graft.hidden)
