@@ -3,6 +3,8 @@
     python benchmarks/step_cost.py MODEL [--recipes baseline,int8] [--target T]
 
 Recipes take turns, width by width; a cell is the median over the rounds, and the fastest round.
+`past` are tokens of the text before the step: a cache with a budget holds no more rows than that,
+and is full here.
 """
 
 from __future__ import annotations
@@ -24,8 +26,14 @@ WARM_UP = 3
 """Calls before those that are timed: the first compiles, the second may record."""
 
 
+def held_rows(executable: Executable, width: int, past: int) -> int:
+    """Rows that the caches hold of a text before such a step, at most."""
+    most = executable.program.plan.cache.most
+    return past if most is None else min(past, most - width)
+
+
 def step_seconds(executable: Executable, width: int, past: int, repeats: int) -> float:
-    """Seconds of one step of `width` tokens after `past` rows, as the decode loop makes it.
+    """Seconds of one step of `width` tokens after a text of `past`, as the decode loop makes it.
 
     The mean over `repeats`.
     """
@@ -33,7 +41,7 @@ def step_seconds(executable: Executable, width: int, past: int, repeats: int) ->
     inputs = {
         "tokens": torch.randint(1, 100, (1, width)),
         "positions": past + steps,
-        "past": torch.tensor([past]),
+        "past": torch.tensor([held_rows(executable, width, past)]),
         "select": steps,
     }
     call = executable.hold("step", inputs, ("argmax",))
@@ -53,7 +61,7 @@ def main() -> None:
     parser.add_argument("--recipes", default="baseline,int8")
     parser.add_argument("--target", default="onnxruntime:cpu:float32")
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
-    parser.add_argument("--past", type=int, default=128, help="cache rows before the step")
+    parser.add_argument("--past", type=int, default=128, help="tokens of the text before the step")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int)

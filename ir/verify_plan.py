@@ -25,7 +25,11 @@ from .program import Program
 from .types import TensorType
 
 A, G = torch.ops.aten, torch.ops.graftwork
-READ_WINDOWS = (G.row_attention.default, G.expected_queries.default)
+READ_WINDOWS = (
+    G.row_attention.default,
+    G.expected_queries.default,
+    G.first_queries.default,
+)
 """Ops that know which rows of a window count."""
 
 

@@ -11,7 +11,7 @@ from ..contract import Contract
 from ..errors import InputError
 from .base import Record, Returned, record
 from .bounds import Budgets, Context, Nodes
-from .held import Groups, Held, Latest
+from .held import First, Groups, Held, Latest
 
 if TYPE_CHECKING:
     from .decode import DecodePlan
@@ -78,7 +78,8 @@ class Evict(CacheRecord):
     rows where they end up, so that a row's position is its place and texts may be endless. window:
     the capacity of states that hold the queries of the last `block` rows ("": none). always: the
     function runs after every `block` rows, also before there are enough. capacities: of layers that
-    are left fewer rows, and budgets: how many; the function then runs always.
+    are left fewer rows, and budgets: how many; the function then runs always. opening: that of
+    states with the queries of the first `opening_rows` tokens ("": none).
     """
 
     function: str = "evict"
@@ -89,6 +90,8 @@ class Evict(CacheRecord):
     always: bool = False
     capacities: tuple[str, ...] = ()
     budgets: Budgets = ()
+    opening: str = ""
+    opening_rows: Nodes = 32
     kind: ClassVar[str] = "evict"
 
     def check(self) -> None:
@@ -100,8 +103,9 @@ class Evict(CacheRecord):
             )
         if self.window and not _OWN.fullmatch(self.window):
             raise InputError(f"evict: window={self.window!r}, expected a capacity such as C.1")
-        own = [*self.capacities, self.window]
-        if len(set(own)) < len(own) or not all(map(_OWN.fullmatch, self.capacities)):
+        own = [*self.capacities, self.window, *[self.opening] * bool(self.opening)]
+        named = [*self.capacities, *own[len(self.capacities) + 1 :]]
+        if len(set(own)) < len(own) or not all(map(_OWN.fullmatch, named)):
             raise InputError(
                 f"evict: capacities={self.capacities}, expected names such as C.2, each once"
             )
@@ -111,8 +115,8 @@ class Evict(CacheRecord):
                 f"evict: budgets={self.budgets} of capacities={self.capacities}; expected one "
                 f"each, multiples of block={self.block} below budget={self.budget}"
             )
-        if self.budgets and not self.always:
-            raise InputError("evict: with budgets of layers, expected always=True")
+        if (self.budgets or self.opening) and not self.always:
+            raise InputError("evict: with budgets of layers or an opening, expected always=True")
 
     @property
     def most(self) -> int:
@@ -125,6 +129,12 @@ class Evict(CacheRecord):
         queries = {self.window: Latest(0, self.block)} if self.window else {}
         less = zip(self.capacities, self.budgets, strict=True)
         return queries | {symbol: Latest(budget, self.block) for symbol, budget in less}
+
+    @property
+    def held(self) -> Mapping[str, Held]:
+        """See `CacheRecord.held`."""
+        first = {self.opening: First(self.opening_rows)} if self.opening else {}
+        return {**self.latest, **first}
 
     @property
     def endless(self) -> bool:

@@ -58,6 +58,24 @@ class Latest(Held):
 
 
 @dataclass(frozen=True)
+class First(Held):
+    """The states have a row for each of a text's first `count`, which steps do not write."""
+
+    count: int
+
+    def rows(self, rows: int) -> int:
+        """See `Held.rows`."""
+        return min(rows, self.count)
+
+    def capacity(self, rows: int, rounded: Callable[[int], int]) -> int:
+        """See `Held.capacity`."""
+        return rounded(self.count)
+
+    def fits(self, capacity: int) -> None:
+        """See `Held.fits`."""
+
+
+@dataclass(frozen=True)
 class Groups(Held):
     """The states have a row for every `each` rows of a text, which steps do not write."""
 

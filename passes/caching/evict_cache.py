@@ -35,8 +35,8 @@ full within the model's context; a cache that loses rows already.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -45,18 +45,18 @@ from pydantic import Field
 
 from ...ir import Function, PassError, Program, Role, State, Sym, TensorType, type_of
 from ...ir.contract import Contract
-from ...ir.plan import Evict, KeepAll
+from ...ir.plan import Evict
 from ...ir.protocol import INPUTS
 from ..engine.base import Effect, Evidence, Outcome, Pass, TextSample, register
 from ..fusing.dce import sweep
 from .cached_rows import ATTENDS, CachedRows, Written, written
-from .head_budgets import adaptive
-from .layer_budgets import narrow, narrowed, pyramid
+from .evict_settings import Settings, refuse
+from .layer_budgets import narrow, narrowed
 from .rotation import table_of
 from .row_scores import SCORES, Layer, RowScores, sum_type
 
 A, G = torch.ops.aten, torch.ops.graftwork
-WINDOW = "C.1"
+WINDOW, OPENING = "C.1", "C.1000"
 
 Rows = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
@@ -67,18 +67,22 @@ class EvictCache(Pass):
     come before some are dropped. sinks, recent: of the kept ones, those that always stay, at the
     start and at the end; -1: as the method has it. positions: "absolute" or "cache", see above.
     ahead: positions beyond the text's end that methods look at which judge by what is to come.
+    opening: first tokens of a text that methods ask which judge by its instruction.
     layers: "alike"; "pyramid": the budget is what a layer keeps on average, the first ones more
     and the last ones less (see `layer_budgets`); or "adaptive": it is what a layer's caches keep on
     average, each of them as many as its heads look at on text (see `head_budgets`), of which
     `windows` of `length` tokens are read."""
 
-    method: Literal["window", "norm", "keydiff", "tova", "snapkv", "h2o", "expected"] = "window"
+    method: Literal["window", "norm", "keydiff", "tova", "snapkv", "h2o", "expected", "opening"] = (
+        "window"
+    )
     budget: Rows = 1024
     block: Rows = 64
     sinks: Annotated[int, Field(ge=-1)] = -1
     recent: Annotated[int, Field(ge=-1)] = -1
     positions: Literal["absolute", "cache"] = "absolute"
     ahead: Rows = 512
+    opening: Rows = 32
     layers: Literal["alike", "pyramid", "adaptive"] = "alike"
     windows: Annotated[int, Field(ge=1, le=4096)] = 8
     length: Rows = 2048
@@ -117,7 +121,7 @@ class EvictCache(Pass):
         if not writes:
             return Outcome(program, 0, "no function writes keys and values into caches")
         own = [write for write in writes if program.step.has_input(write.names[0])]
-        settings = _Settings.of(self, scores, program, own, windows)
+        settings = Settings.of(self, scores, program, own, windows)
         states = dict(program.states)
         classes = _classes(settings, writes, program, functions, states)
         builder = _Builder(settings, scores, program, functions, states, classes)
@@ -131,128 +135,27 @@ class EvictCache(Pass):
             self.block,
             turned=self.positions == "cache",
             window=WINDOW if scores.queries else "",
-            always=scores.sums or bool(classes),
+            always=scores.sums or scores.opening or bool(classes),
             capacities=tuple(classes),
             budgets=tuple(classes.values()),
+            opening=OPENING if scores.opening else "",
+            opening_rows=self.opening,
         )
         plan = replace(program.plan, cache=record)
         made = program.replace(functions=functions, states=states, plan=plan)
         return Outcome(made, len(writes))
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """What the options come to for a program."""
-
-    budget: int
-    block: int
-    sinks: int
-    recent: int
-    turned: bool
-    ahead: int
-    by_cache: tuple[int, ...]
-
-    @property
-    def most(self) -> int:
-        """Rows that the layers keep which keep most."""
-        return max(self.by_cache, default=self.budget)
-
-    @classmethod
-    def of(
-        cls,
-        options: EvictCache,
-        scores: RowScores,
-        program: Program,
-        caches: list[Written],
-        windows: torch.Tensor | None,
-    ) -> _Settings:
-        """caches: of the step. windows: of text, to find budgets on. Errors: `PassError` for a
-        budget that cannot be kept to."""
-        budget, block = options.budget, options.block
-        share = scores.recent if scores.recent >= 1 else scores.recent * budget
-        sinks = scores.sinks if options.sinks < 0 else options.sinks
-        recent = int(share) if options.recent < 0 else options.recent
-        _refuse(
-            budget % block != 0,
-            f"budget={budget} is no multiple of block={block}: rows are dropped a block at a time",
-        )
-        _refuse(
-            sinks + recent >= budget,
-            f"budget={budget} leaves no row to choose beside sinks={sinks} and recent={recent}",
-        )
-        draft = program.plan.columns + 1
-        _refuse(
-            block < draft,
-            f"block={block} is smaller than a step with a draft, {draft} tokens, which may not go "
-            f"beyond the end of a block",
-        )
-        _refuse(
-            options.method == "snapkv" and recent > block,
-            f"recent={recent}: snapkv asks the queries of these rows, and those of the last "
-            f"block={block} are kept",
-        )
-        context = program.info.context
-        by_cache: list[int] = []
-        layers = [program.states[cache.names[0]].layer for cache in caches]
-        if options.layers == "pyramid":
-            found = pyramid(budget, len(set(layers)), block, sinks + recent)
-            number = {layer: n for n, layer in enumerate(dict.fromkeys(layers))}
-            by_cache = [found[number[layer]] for layer in layers]
-        if windows is not None:
-            _check_adaptive(options, layers, windows)
-            by_cache = adaptive(
-                program, caches, windows, budget=budget, block=block, sinks=sinks, recent=recent
-            )
-        _refuse(
-            bool(by_cache) and options.positions == "cache",
-            f"layers={options.layers!r} has rows end at other places in other layers, and "
-            f"positions='cache' takes their place for their position",
-        )
-        most = max(by_cache, default=budget)
-        _refuse(
-            most + block > context,
-            f"budget={most} and a block of {block} are more than the model's context of "
-            f"{context}: the cache would never be full",
-        )
-        _refuse(
-            not isinstance(program.plan.cache, KeepAll),
-            f"the plan has cache={program.plan.cache.brief} already",
-        )
-        turned = options.positions == "cache"
-        return cls(budget, block, sinks, recent, turned, options.ahead, tuple(by_cache))
-
-
-def _check_adaptive(
-    options: EvictCache, layers: Sequence[int | None], windows: torch.Tensor
-) -> None:
-    """Errors: `PassError` where text cannot tell a layer's caches apart."""
-    _refuse(
-        len(set(layers)) == len(layers),
-        "layers='adaptive' shares a layer's rows among its caches, and every layer has one: run "
-        "split_heads before",
-    )
-    _refuse(
-        options.method != "snapkv",
-        f"layers='adaptive' asks what queries look at, as method='snapkv' does, got "
-        f"{options.method!r}",
-    )
-    _refuse(
-        windows.shape[1] <= options.budget,
-        f"windows of {windows.shape[1]} tokens hold no more than budget={options.budget} rows: "
-        f"nothing would be chosen among; set length, or a smaller budget",
-    )
-
-
 def _writes(functions: dict[str, Function], program: Program) -> Iterator[Written]:
     """Of each layer with a cache the first write; of the target's, from its plain step."""
     for fn in functions.values():
         for mask in fn.calls(G.step_mask.default):
-            _refuse(
+            refuse(
                 mask.kwargs.get("window") is not None,
                 f"{fn.name} looks back over a sliding window of {mask.kwargs.get('window')} "
                 f"positions, which rows that were dropped would shift",
             )
-        _refuse(
+        refuse(
             bool(fn.calls(G.alibi.default)),
             f"{fn.name} weighs rows by their distance (ALiBi), and dropped rows would shift it",
         )
@@ -263,7 +166,7 @@ def _writes(functions: dict[str, Function], program: Program) -> Iterator[Writte
         for write in written(fn, program):
             if seen.intersection(write.names):
                 continue
-            _refuse(
+            refuse(
                 not write.whole,
                 f"{fn.name}: attention of {', '.join(write.names)} reads what is not a cache's "
                 f"rows",
@@ -271,11 +174,11 @@ def _writes(functions: dict[str, Function], program: Program) -> Iterator[Writte
             seen.update(write.names)
             yield write
     lost = [n for n, s in program.states.items() if s.capacity and n not in seen]
-    _refuse(bool(lost), f"no attention reads {', '.join(lost)} as keys and values")
+    refuse(bool(lost), f"no attention reads {', '.join(lost)} as keys and values")
 
 
 def _classes(
-    settings: _Settings,
+    settings: Settings,
     writes: list[Written],
     program: Program,
     functions: dict[str, Function],
@@ -301,7 +204,7 @@ class _Builder:
 
     def __init__(
         self,
-        settings: _Settings,
+        settings: Settings,
         scores: RowScores,
         program: Program,
         functions: dict[str, Function],
@@ -332,7 +235,7 @@ class _Builder:
         sinks, recent = settings.sinks, settings.recent
         if drafts and self.scores is not scores:
             sinks, recent = scores.sinks, 0
-        _refuse(
+        refuse(
             "softcap" in options and not scores.softcap,
             f"{write.what} bounds what keys and queries come to (softcap), which this method "
             f"cannot foresee",
@@ -346,7 +249,10 @@ class _Builder:
         if scores.queries:
             layer.queries = self._queries(write, key)
         if scores.looks_ahead:
-            layer.rotation = self._rotation(write)
+            what, ahead = f"ahead={settings.ahead}", settings.ahead
+            layer.rotation = self._rotation(write, what, settings.block + ahead)
+        if scores.opening:
+            layer.opening = self._opening(write, key, layer)
         if scores.sums:
             layer.sums = self._sums(key)
         rows = fn.call(
@@ -387,6 +293,26 @@ class _Builder:
     def _sums(self, key: str) -> torch.fx.Node:
         return self._state(self._new(key, "sums", sum_type(self.states[key].type)))
 
+    def _opening(self, write: Written, key: str, layer: Layer) -> torch.fx.Node:
+        """The queries of a text's first tokens, kept when their block ends, at its end."""
+        assert layer.queries is not None
+        batch, heads, _, dim = type_of(layer.queries).dims
+        type = TensorType(type_of(layer.queries).dtype, (batch, heads, Sym(OPENING), dim))
+        kept = self._state(self._new(key, "opening", type))
+        count, block = self.settings.opening, self.settings.block
+        given = kept, layer.queries, layer.past
+        first = self.fn.call(G.first_queries.default, *given, block=block, count=count)
+        self.taken.append((str(kept.target), first))
+        what = f"opening={count}"
+        cos, sin, interleaved = self._rotation(write, what, self.settings.most + block)
+        refuse(
+            cos is None,
+            f"the queries of {write.what} are not what a rotation gives, and cannot be turned to a "
+            f"text's end",
+        )
+        call = G.queries_at_end.default
+        return self.fn.call(call, first, layer.past, cos, sin, interleaved=interleaved)
+
     def _queries(self, write: Written, key: str) -> torch.fx.Node:
         """A state with the queries of the last block, written by every function of the target."""
         batch, heads, _, dim = type_of(write.attend.args[0]).dims  # type: ignore[arg-type]
@@ -401,7 +327,7 @@ class _Builder:
             return
         kept = fn.outputs[key]
         attends = [n for n in fn.calls(*ATTENDS) if n.args[1] is kept]
-        _refuse(
+        refuse(
             len(attends) != 1,
             f"{fn.name}: {len(attends)} attentions read {key}; expected one, whose queries weigh "
             f"its rows",
@@ -415,12 +341,12 @@ class _Builder:
     def _turned(self, write: Written, taken: torch.fx.Node, rows: torch.fx.Node) -> torch.fx.Node:
         """Keys as the rotation would have made them at their new places."""
         made = write.keys.new
-        _refuse(
+        refuse(
             bool(write.how),
             f"positions='cache' turns keys to their new places, and those of {write.what} are "
             f"stored in few bits: use positions='absolute'",
         )
-        _refuse(
+        refuse(
             not _is_rotated(made),
             f"positions='cache' turns keys to their new places, and those of {write.what} are not "
             f"what a rotation gives: use positions='absolute'",
@@ -430,10 +356,13 @@ class _Builder:
         inner = bool(made.kwargs.get("interleaved", False))
         return self.fn.call(G.turn_rows.default, taken, rows, cos, sin, interleaved=inner)
 
-    def _rotation(self, write: Written) -> tuple[torch.fx.Node | None, torch.fx.Node | None, bool]:
-        """The tables of what rotates queries, and how; none where nothing does."""
+    def _rotation(
+        self, write: Written, what: str, reach: int
+    ) -> tuple[torch.fx.Node | None, torch.fx.Node | None, bool]:
+        """The tables of what rotates queries, and how; none where nothing does. what: wants so many
+        positions of them."""
         asked, key = write.attend.args[0], write.keys.new
-        _refuse(
+        refuse(
             _is_rotated(key) and not _is_rotated(asked),
             f"the queries of {write.what} are not what a rotation gives, and its keys are: where "
             f"queries will look is not known",
@@ -441,10 +370,9 @@ class _Builder:
         if not _is_rotated(asked):
             return None, None, False
         assert isinstance(asked, torch.fx.Node)
-        what = f"ahead={self.settings.ahead}"
         cos, sin = (self._table(write, node, what) for node in asked.args[1:3])
-        reach, known = self.settings.block + self.settings.ahead, int(str(type_of(cos).dims[0]))
-        _refuse(
+        known = int(str(type_of(cos).dims[0]))
+        refuse(
             reach > known,
             f"{what} and block={self.settings.block} look {reach} positions far, and the "
             f"rotations of {write.what} are known for {known}",
@@ -454,7 +382,7 @@ class _Builder:
     def _table(self, write: Written, node: Any, what: str) -> torch.fx.Node:
         """A table of a rotation's angles, one row a position. what: wants it."""
         table = table_of(node)
-        _refuse(
+        refuse(
             table is None,
             f"{what} needs the angles of {write.what} as tables: run the pass tabulate_positions "
             f"before, or leave the option out",
@@ -479,8 +407,3 @@ class _Builder:
 
 def _is_rotated(node: Any) -> bool:
     return isinstance(node, torch.fx.Node) and node.target is G.rotary.default
-
-
-def _refuse(wrong: bool, why: str) -> None:
-    if wrong:
-        raise PassError(f"evict_cache: {why}")

@@ -26,7 +26,8 @@ class Layer:
     f[B,H,W,D] of the last `block` rows, and sums f32[B,G,C,1], where the method wants them. kept:
     the first `sinks` and the last `recent` rows are kept in any case. options: `scale` and
     `softcap` of the layer's attention. rotation: the tables of what rotates queries, and
-    `interleaved`, where the method looks `ahead`. summed: what the sums have become.
+    `interleaved`, where the method looks `ahead`. opening: the first queries f[B,H,P,D], turned to
+    the end, where the method asks them. summed: what the sums have become.
     """
 
     fn: Function
@@ -41,16 +42,22 @@ class Layer:
     sums: torch.fx.Node | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     rotation: tuple[torch.fx.Node | None, torch.fx.Node | None, bool] = (None, None, False)
+    opening: torch.fx.Node | None = None
     summed: torch.fx.Node | None = None
 
     def attention(self, last: int) -> torch.fx.Node:
         """What the last `last` queries gave to each row: f32[B,G,C], their mean."""
+        return self.given(self.queries, self.block, last)
+
+    def given(self, queries: torch.fx.Node | None, block: int, last: int) -> torch.fx.Node:
+        """What the last `last` of `block` queries, which stand for as many last rows, would give
+        to each row: f32[B,G,C], their mean."""
         return self.fn.call(
             G.row_attention.default,
-            self.queries,
+            queries,
             self.keys,
             self.past,
-            block=self.block,
+            block=block,
             last=last,
             **self.options,
         )
@@ -65,13 +72,15 @@ class RowScores(ABC):
     """A way to score rows.
 
     queries: whether it needs those of the last block. looks_ahead: whether it turns them to where
-    the text goes on. sums: whether it adds up over the whole text what rows were worth. softcap:
-    whether it can weigh rows whose products are bounded. sinks, recent: rows at the start and the
-    end that are kept in any case; a share of the budget below 1.
+    the text goes on. opening: whether it asks those of the text's first tokens. sums: whether it
+    adds up over the whole text what rows were worth. softcap: whether it can weigh rows whose
+    products are bounded. sinks, recent: rows at the start and the end that are kept in any case; a
+    share of the budget below 1.
     """
 
     queries: ClassVar[bool] = False
     looks_ahead: ClassVar[bool] = False
+    opening: ClassVar[bool] = False
     softcap: ClassVar[bool] = True
     sums: ClassVar[bool] = False
     sinks: ClassVar[int] = 0
@@ -197,6 +206,22 @@ class Expected(RowScores):
             scale=layer.options["scale"],
         )
         return layer.ranked(given)
+
+
+@method("opening")
+class Opening(RowScores):
+    """Rows that the text's first tokens would look at, were they said again at its end. Source: Bai
+    et al., "CItruS: Chunked Instruction-aware State Eviction for Long Sequence Modeling" (2024)."""
+
+    queries = True
+    opening = True
+    recent = 32
+
+    def scores(self, layer: Layer) -> torch.fx.Node:
+        """See `RowScores.scores`."""
+        assert layer.opening is not None
+        count = int(str(type_of(layer.opening).dims[2]))
+        return layer.ranked(layer.given(layer.opening, count, count))
 
 
 def sum_type(keys: TensorType) -> TensorType:
