@@ -27,7 +27,7 @@ group does not divide, and, with a method that reads text, weights that the step
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -118,10 +118,8 @@ class QuantizeWeights(Pass):
     def learn(self, program: Program, evidence: Evidence) -> Outcome:
         """The same, by a method that sees what the weights are multiplied with."""
         self._check_patterns(program)
-        vocabulary = frozenset(_vocabulary(program))
-        chosen = self._chosen(program.step, program.weights, vocabulary)
-        layers = [(node, weight) for node, weight in chosen if weight.name not in vocabulary]
-        numerics = {node: self._numeric(weight, False) for node, weight in layers}
+        layers = self.layers(program)
+        numerics = {node: self.numeric_of(weight, False) for node, weight in layers}
         names = [weight.name for _, weight in layers]
         if twice := [name for name in names if names.count(name) > 1]:
             raise PassError(
@@ -141,6 +139,12 @@ class QuantizeWeights(Pass):
         named = {name: w.renamed(fresh_name(program.weights, name)) for name, w in found.items()}
         return self._edited(program, named)
 
+    def layers(self, program: Program) -> list[tuple[torch.fx.Node, Weight]]:
+        """The products of the target's step that are chosen, without tables and the head."""
+        known = vocabulary(program)
+        found = self._chosen(program.step, program.weights, known)
+        return [(node, weight) for node, weight in found if weight.name not in known]
+
     @property
     def _roles(self) -> frozenset[Role]:
         return EVERY if self.role == "any" else frozenset({Role(self.role)})
@@ -148,34 +152,34 @@ class QuantizeWeights(Pass):
     def _edited(self, program: Program, learned: Mapping[str, Weight]) -> Outcome:
         """learned: the parts of weights that a method has chosen."""
         self._check_patterns(program)
-        vocabulary = frozenset(_vocabulary(program))
+        known = vocabulary(program)
 
         def edit(fn: Function, weights: WeightStore) -> tuple[int | str, WeightStore]:
-            return self._quantize(fn, weights, vocabulary, learned)
+            return self._quantize(fn, weights, known, learned)
 
         return edit_with_weights(program, edit, self._roles)
 
     def _chosen(
-        self, fn: Function, weights: WeightStore, vocabulary: frozenset[str]
+        self, fn: Function, weights: WeightStore, tables: frozenset[str]
     ) -> list[tuple[torch.fx.Node, Weight]]:
         calls = fn.calls(A.linear.default, A.embedding.default)
         given = [(node, weight) for node in calls if (weight := _weight_of(node, weights))]
-        return [(n, weight) for n, weight in given if self._takes(n, weight, vocabulary)]
+        return [(n, weight) for n, weight in given if self._takes(n, weight, tables)]
 
     def _quantize(
         self,
         fn: Function,
         weights: WeightStore,
-        vocabulary: frozenset[str],
+        tables: frozenset[str],
         learned: Mapping[str, Weight],
     ) -> tuple[int | str, WeightStore]:
-        found = self._chosen(fn, weights, vocabulary)
+        found = self._chosen(fn, weights, tables)
         if not found:
             return "float weights are multiplied or looked up, none is chosen", weights
         reads_text = self.text is not None
         for node, weight in found:
-            known = weight.name in vocabulary
-            numeric = self._numeric(weight, known)
+            known = weight.name in tables
+            numeric = self.numeric_of(weight, known)
             if reads_text and not known:
                 stored = self._learned(fn, weight, numeric, learned)
             else:
@@ -198,15 +202,15 @@ class QuantizeWeights(Pass):
             )
         return tuple(learned[name] for name in names)
 
-    def _takes(self, node: torch.fx.Node, weight: Weight, vocabulary: frozenset[str]) -> bool:
-        known = weight.name in vocabulary
+    def _takes(self, node: torch.fx.Node, weight: Weight, tables: frozenset[str]) -> bool:
+        known = weight.name in tables
         if node.target is A.embedding.default and not known:
             return False  # a table of positions
         named = not self.select or _matches(weight.name, self.select)
         chosen = named and not _matches(weight.name, self.exclude)
         return chosen and (self.embedding is not False or not known)
 
-    def _numeric(self, weight: Weight, known: bool) -> Numeric:
+    def numeric_of(self, weight: Weight, known: bool) -> Numeric:
         """How a weight is stored. Errors: `PassError` for a group that does not divide its rows."""
         columns = int(str(weight.type.dims[1]))
         kind: Literal["symmetric", "affine"] = "symmetric" if self.symmetric else "affine"
@@ -267,13 +271,12 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _vocabulary(program: Program) -> Iterator[str]:
+def vocabulary(program: Program) -> frozenset[str]:
     """Names of the tables that tokens are looked up in, and of the head's weight."""
-    for fn in program.functions.values():
-        yield from (_weight_name(node) for node in token_look_ups(fn))
+    functions = program.functions.values()
+    tables = {_weight_name(node) for fn in functions for node in token_look_ups(fn)}
     head = source_product(program.step.outputs.get("logits"))
-    if product_of(head):
-        yield _weight_name(head)
+    return frozenset(tables | {_weight_name(head)} if product_of(head) else tables)
 
 
 def _weight_name(node: torch.fx.Node) -> str:

@@ -1,0 +1,225 @@
+"""Store the target's weights in the bits that each needs, so many on average.
+
+Products that share an input share their bits, so that they can still be fused. How much a group of
+products suffers from fewer bits is measured: the model reads some text with that group alone
+rounded to the nearest value of so many bits, and the divergence of its predictions from those of
+the float model is the harm. Of all choices whose values have at most `bits` bits on average, the
+one with the least sum of harms is found exactly, as a knapsack with one choice a group. Then
+`quantize_weights` rounds each group, by any of its methods.
+
+Measuring costs 1 + groups x choices passes of the model over each of `windows` windows.
+
+Refuses a mean outside the choices, and whatever `quantize_weights` refuses of a weight.
+Source: Dong et al., "EMQ: Evolving Training-free Proxies for Automated Mixed Precision
+Quantization" (2023) for bits by a proxy of the harm; Yao et al., "HAWQ-V3" (2021) for the exact
+choice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from glob import escape
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+import torch
+import torch.fx
+from pydantic import Field, ValidationInfo, field_validator
+from torch import Tensor
+
+from ...ir import PassError, Program, Weight, derive
+from ..engine.base import Contract, Effect, Outcome, Pass, register
+from ..engine.evidence import Evidence, TextSample
+from ..engine.validate import reference_logits
+from .quantize_weights import QuantizeWeights, vocabulary
+
+Bits = Literal[2, 3, 4, 6, 8]
+
+
+class Choice(NamedTuple):
+    """Bits of a value, what they cost (bits of all values), and the harm (nats a token)."""
+
+    bits: Bits
+    cost: int
+    harm: float
+
+
+class Group(NamedTuple):
+    """Weights that have the same bits, and how many values they hold."""
+
+    names: tuple[str, ...]
+    values: int
+
+
+@register
+class MixedPrecision(Pass):
+    """bits: of a value, on average over the weights chosen, scales not counted. choices: what a
+    group's values may have. windows, length: windows of text to measure harm on, and tokens of each
+    at most. group, method, tuning, scales, embedding, exclude, rounded: as of `quantize_weights`.
+    """
+
+    bits: Annotated[float, Field(gt=0)] = 4.0
+    choices: tuple[Bits, ...] = (2, 3, 4, 6, 8)
+    windows: Annotated[int, Field(ge=1)] = 4
+    length: Annotated[int, Field(ge=2)] = 512
+    group: Annotated[int, Field(ge=0)] = 32
+    method: str = "rtn"
+    tuning: dict[str, bool | int | float] = Field(default_factory=dict)
+    scales: Literal["f16", "f32"] = "f16"
+    embedding: bool | Bits = False
+    exclude: tuple[str, ...] = ()
+    rounded: bool = True
+
+    name: ClassVar[str] = "mixed_precision"
+    contract: ClassVar[Contract] = Contract.APPROXIMATE
+    requires: ClassVar[frozenset[str]] = QuantizeWeights.requires
+    provides: ClassVar[frozenset[str]] = QuantizeWeights.provides
+    effects: ClassVar[frozenset[Effect]] = QuantizeWeights.effects
+    reads: ClassVar[frozenset[Effect]] = QuantizeWeights.reads
+
+    @field_validator("choices")
+    @classmethod
+    def _are_several(cls, choices: tuple[Bits, ...]) -> tuple[Bits, ...]:
+        if len(set(choices)) < 2:
+            raise ValueError("expected at least two numbers of bits to choose from")
+        return tuple(sorted(set(choices)))
+
+    @field_validator("tuning")
+    @classmethod
+    def _has_a_method(cls, tuning: dict[str, bool | int | float], given: ValidationInfo) -> object:
+        QuantizeWeights(method=given.data["method"], tuning=tuning)  # refuses what is none
+        return tuning
+
+    @property
+    def text(self) -> TextSample:
+        """For the harm, and for a method that reads text besides."""
+        more = self._rounding().text
+        return TextSample(max(self.windows, more.windows if more else 0), self.length)
+
+    def learn(self, program: Program, evidence: Evidence) -> Outcome:
+        """Measure, choose, round. See the module docstring."""
+        low, high = self.choices[0], self.choices[-1]
+        if not low <= self.bits <= high:
+            raise PassError(
+                f"mixed_precision: expected bits of {low} to {high} on average, as the choices "
+                f"are, got {self.bits:g}"
+            )
+        groups = self._groups(program)
+        if not groups:
+            return Outcome(program, 0, f"{program.step.name} multiplies no float weight")
+        values = sum(group.values for group in groups)
+        harms = self._harms(program, groups, evidence)
+        chosen = least_harm(
+            [
+                [
+                    Choice(b, b * group.values, harm)
+                    for b, harm in zip(self.choices, row, strict=True)
+                ]
+                for group, row in zip(groups, harms, strict=True)
+            ],
+            math.floor(self.bits * values),
+        )
+        named: dict[Bits, list[str]] = {}
+        for group, choice in zip(groups, chosen, strict=True):
+            named.setdefault(choice.bits, []).extend(group.names)
+        steps = [self._rounding(bits, names) for bits, names in sorted(named.items())]
+        if self.embedding is not False:
+            steps.append(
+                QuantizeWeights(embedding=self.embedding, select=_patterns(vocabulary(program)))
+            )
+        count = 0
+        for step in steps:
+            made = step.run(program) if step.text is None else step.learn(program, evidence)
+            program, count = made.program, count + made.matches
+        mean = sum(choice.cost for choice in chosen) / values
+        shares = ", ".join(f"{len(names)} in {bits}" for bits, names in sorted(named.items()))
+        return Outcome(
+            program, count, "", (f"{mean:.2f} bits on average; of the weights, {shares}",)
+        )
+
+    def _rounding(self, bits: Bits = 8, names: Sequence[str] = ()) -> QuantizeWeights:
+        """The pass that rounds some weights, or all, to so many bits."""
+        return QuantizeWeights(
+            bits=bits,
+            group=self.group,
+            method=self.method,
+            tuning=self.tuning,
+            scales=self.scales,
+            rounded=self.rounded,
+            select=_patterns(names),
+            exclude=() if names else self.exclude,
+        )
+
+    def _groups(self, program: Program) -> list[Group]:
+        """Weights whose products share an input, in the order of the step."""
+        found: dict[torch.fx.Node, list[Weight]] = {}
+        for node, weight in self._rounding().layers(program):
+            found.setdefault(node.all_input_nodes[0], []).append(weight)
+        return [
+            Group(tuple(w.name for w in weights), sum(math.prod(w.type.shape) for w in weights))
+            for weights in found.values()
+        ]
+
+    def _harms(
+        self, program: Program, groups: list[Group], evidence: Evidence
+    ) -> list[list[float]]:
+        """Nats a token that each group costs in each number of bits, rounded alone."""
+        changed = [[self._rounded(program, group, b) for b in self.choices] for group in groups]
+        harms = torch.zeros(len(groups), len(self.choices), dtype=torch.float64)
+        windows = evidence.sampled(TextSample(self.windows, self.length), program)
+        for number, window in enumerate(windows):
+            clean = _log_probabilities(program, window)
+            for i, variants in enumerate(changed):
+                evidence.progress("harm of fewer bits", (number + i / len(groups)) / len(windows))
+                for j, variant in enumerate(variants):
+                    other = _log_probabilities(variant, window)
+                    harms[i, j] += (clean.exp() * (clean - other)).sum(-1).mean()
+        return (harms / len(windows)).tolist()
+
+    def _rounded(self, program: Program, group: Group, bits: Bits) -> Program:
+        """The program with one group's weights rounded to the nearest, each time they are read."""
+        rounding = self._rounding(bits)
+
+        def nearest(weight: Weight) -> Weight:
+            numeric = rounding.numeric_of(weight, False)
+
+            def values(w: Tensor) -> Tensor:
+                return numeric.dequantize(numeric.quantize(w.float())).to(w.dtype)
+
+            return derive(weight.name, weight.type, values, weight)
+
+        given = [nearest(program.weights[name]) for name in group.names]
+        return program.replace(weights=program.weights.replacing(*given))
+
+
+def least_harm(options: Sequence[Sequence[Choice]], budget: int) -> list[Choice]:
+    """One choice of each row, whose costs are at most `budget` together and whose harms are least.
+
+    Exact: a partial sum is dropped only where another one costs no more and harms no more, or where
+    the cheapest choices of what is left would exceed the budget.
+    """
+    rest = sum(min(choice.cost for choice in row) for row in options)
+    best: list[tuple[int, float, tuple[Choice, ...]]] = [(0, 0.0, ())]
+    for row in options:
+        rest -= min(choice.cost for choice in row)
+        found = [
+            (cost + choice.cost, harm + choice.harm, (*chosen, choice))
+            for cost, harm, chosen in best
+            for choice in row
+            if cost + choice.cost + rest <= budget
+        ]
+        best = []
+        for partial in sorted(found, key=lambda sums: sums[:2]):
+            if not best or partial[1] < best[-1][1]:
+                best.append(partial)
+    return list(best[-1][2])
+
+
+def _patterns(names: Sequence[str] | frozenset[str]) -> tuple[str, ...]:
+    """Shell patterns that match these names alone."""
+    return tuple(sorted(map(escape, names)))
+
+
+def _log_probabilities(program: Program, window: Tensor) -> Tensor:
+    """Of the next token at each place of a window i64[T]: f64[T,V]."""
+    return reference_logits(program, window[None])[0].double().log_softmax(-1)
