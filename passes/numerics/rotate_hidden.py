@@ -99,7 +99,7 @@ class _Stream:
         others = [x for x in node.all_input_nodes if x not in self.values and not _is_number(x)]
         if node.target is A.add.Tensor and len(read) + len(others) == 2:
             self.writers.extend(map(self._product, others))
-        elif others or node.target not in SCALED:
+        elif node.target is not G.pick_rows.default and (others or node.target not in SCALED):
             raise _refusal(f"%{node.name} ({node.target}) reads the residual stream")
         self.values.add(node)
 
