@@ -132,10 +132,15 @@ def _misfits(plan: DecodePlan) -> Iterator[str]:
 
 def _undecided(plan: DecodePlan) -> Iterator[str]:
     """Parts that rely on rows which a depth policy may leave out, and layers that it halves."""
-    if plan.step.halves:
+    if plan.step.in_parts and plan.step.halves and not plan.depth.halves:
         yield (
             f"depth={plan.depth.brief} runs whole layers, and step={plan.step.brief} is cut inside "
             f"some: leave cut_depth.sublayers out"
+        )
+    if plan.step.in_parts and plan.depth.halves and not plan.step.halves:
+        yield (
+            f"depth={plan.depth.brief} runs attention without MLPs, and step={plan.step.brief} is "
+            f"not cut between them: set cut_depth.sublayers"
         )
     for leaf in plan.draft.leaves:
         if leaf.in_parts:

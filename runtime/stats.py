@@ -16,7 +16,8 @@ class Stats:
     proposed and verified. accepted_tokens: of those, the ones kept. prefill_seconds,
     decode_seconds: wall time; decode_seconds covers executable_seconds, the time spent inside the
     executable during decode steps. target_layers: layers of the step; skipped_layers: of those,
-    what decoded tokens did not run through before they were continued, summed over tokens.
+    what decoded tokens did not run through before they were continued, summed over tokens; an MLP
+    is half a layer.
     """
 
     steps: int = 0
@@ -31,7 +32,7 @@ class Stats:
     decode_seconds: float = 0.0
     executable_seconds: float = 0.0
     target_layers: int = 0
-    skipped_layers: int = 0
+    skipped_layers: float = 0
 
     def count(self, steps: int, live: int, drafted: int = 0, accepted: int = 0) -> None:
         """So many steps were made, in which `live` sequences were unfinished."""

@@ -14,6 +14,7 @@ from .bounds import Amount, Levels, Nodes, Part, Rollout, Share
 
 if TYPE_CHECKING:
     from .decode import DecodePlan
+    from .step import StepRecord
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class DepthRecord(Record):
     """Base of depth records.
 
     stops: not every token runs through every layer, so the step must be cut. gaps: what a token
-    leaves out is never made up for, so every later one leaves it out, too.
+    leaves out is never made up for, so every later one leaves it out, too. halves: it runs
+    attention without MLPs, so the step must be cut between them.
     """
 
     slot: ClassVar[str] = "depth"
@@ -30,6 +32,7 @@ class DepthRecord(Record):
     requires: ClassVar[frozenset[str]] = frozenset({"segments"})
     stops: ClassVar[bool] = True
     gaps: ClassVar[bool] = False
+    halves: ClassVar[bool] = False
 
     @property
     def exits(self) -> tuple[int, ...]:
@@ -174,3 +177,41 @@ class ConfidentDepth(ThresholdDepth):
         yield from ((function, {}) for function in self.functions)
         if self.score:
             yield from ((segment, {self.score: ("", "")}) for segment in segments[:-1])
+
+
+@record
+@dataclass(frozen=True)
+class MlpDepth(DepthRecord):
+    """Once an MLP leaves a token as it was, it runs through no more of them (FFN-SkipLLM).
+
+    similarity: of the states before and behind an MLP, by cosine, from which on the following ones
+    are left out. first, last: layers whose MLPs run in any case. warm: tokens behind the prompt
+    that run through all. score: what the segments of the other MLPs return of their similarity,
+    [B,T]. Attention runs everywhere, so no cache row is lacking. A batch leaves them out together,
+    or not at all. Source: Jaiswal et al., "FFN-SkipLLM" (2024).
+    """
+
+    similarity: Share = 0.98
+    first: Rollout = 2
+    last: Rollout = 2
+    warm: Rollout = 8
+    score: str = "sure"
+    kind: ClassVar[str] = "mlp"
+    halves: ClassVar[bool] = True
+
+    def places(self, step: StepRecord) -> tuple[int, ...]:
+        """Of a step's parts those MLPs that may be left out."""
+        layers = sorted(step.mlps)
+        return tuple(step.mlps[n] for n in layers[self.first : len(layers) - self.last])
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`. Errors: `InputError` where fewer than two MLPs are between those that
+        run in any case: the first of them decides."""
+        places = self.places(plan.step)
+        if plan.step.halves and len(places) < 2:
+            raise InputError(
+                f"{self.brief} lets the first {self.first} and the last {self.last} MLPs run, and "
+                f"of the step's {len(plan.step.mlps)} that leaves {len(places)} to decide and to "
+                f"be left out: expected two or more"
+            )
+        yield from ((plan.step.parts[place], {self.score: ("", "")}) for place in places)

@@ -62,6 +62,11 @@ class StepRecord(Record):
         return any(cut % 1 for cut in self.cuts)
 
     @property
+    def mlps(self) -> dict[int, int]:
+        """Places of the parts that are a layer's MLP and no more, by the layer."""
+        return {}
+
+    @property
     def inner(self) -> tuple[int, ...]:
         """Places of the parts that hold nothing of the first nor the last layer."""
         return ()
@@ -177,9 +182,16 @@ class Segments(StepRecord):
     @property
     def inner(self) -> tuple[int, ...]:
         """See `StepRecord.inner`."""
-        ends = (0.0, *self.cuts, self.layers)
-        spans = enumerate(pairwise(ends))
-        return tuple(at for at, (a, b) in spans if a >= 1 and b <= self.layers - 1)
+        return tuple(at for at, (a, b) in self._spans() if a >= 1 and b <= self.layers - 1)
+
+    @property
+    def mlps(self) -> dict[int, int]:
+        """See `StepRecord.mlps`."""
+        return {int(a): at for at, (a, b) in self._spans() if b - a < 1 and a % 1}
+
+    def _spans(self) -> Iterator[tuple[int, tuple[float, float]]]:
+        """Each function's place, and the layers before it and up to its end."""
+        return enumerate(pairwise((0.0, *self.cuts, float(self.layers))))
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         """See `Record.calls`."""

@@ -92,7 +92,7 @@ class DepthConfident(Pass):
         functions, weights = dict(program.functions), program.weights
         for name in segments[:-1]:
             if self.measure == "saturation":
-                functions[name] = _saturating(program.function(name), self.name)
+                functions[name] = saturating(program.function(name), self.name)
             elif self.measure == "probe":
                 functions[name], weights = _probed(program.function(name), weights, probes[name])
         for name in segments[1:]:
@@ -119,8 +119,9 @@ def _filling(program: Program, segment: str) -> Function:
     return fn
 
 
-def _saturating(segment: Function, owner: str) -> Function:
-    """A segment that returns, too, the cosine of the states before and after its last layer."""
+def saturating(segment: Function, owner: str) -> Function:
+    """A segment that returns, too, the cosine of the states before and after its last layer, as
+    `SCORE`. owner: who asks. Errors: `PassError` where nothing is before."""
     fn = segment.copy()
     *before, last = [*_stream(fn), *_markers(fn, "embedding"), *_blocks(fn)]
     if not before:

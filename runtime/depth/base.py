@@ -42,7 +42,8 @@ class DepthPolicy(Resumes):
     def __init__(self, record: Any, executable: Executable) -> None:
         self.record, self.executable = record, executable
         program = executable.program
-        self.total = self.ran = layers_of(executable, program.step.name)
+        self.total = layers_of(executable, program.step.name)
+        self.ran: float = self.total
         *self.parts, self.head = program.plan.step.parts or (program.step.name, "")
         self.sizes = [layers_of(executable, part) for part in self.parts]
 
