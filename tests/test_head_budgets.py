@@ -183,6 +183,12 @@ def test_heads_apart_change_nothing(shape: Shape, backend: str) -> None:
     assert torch.equal(found, generate(executable_of(whole), TEXT, **asked(30)))
 
 
+@pytest.mark.long
+def test_it_runs_compiled() -> None:
+    plain = generate(executable_of(adaptive()), TEXT, **asked(20))
+    assert torch.equal(generate(executable_of(adaptive(), "torch"), TEXT, **asked(20)), plain)
+
+
 def test_what_would_go_wrong_is_refused() -> None:
     with pytest.raises(PassError, match="layers='adaptive' shares a layer's rows among its caches"):
         run_passes(

@@ -273,9 +273,10 @@ def test_rows_are_what_the_papers_rule_leaves_of_them(kind: str, backend: str) -
 
 
 @pytest.mark.long
-def test_it_runs_compiled() -> None:
-    plain = generate(executable_of(stored("kivi")), TEXT, **asked(20))
-    compiled = executable_of(stored("kivi"), "torch")
+@pytest.mark.parametrize("kind", ["kivi", "turned and unrotated", "low rank"])
+def test_it_runs_compiled(kind: str) -> None:
+    plain = generate(executable_of(stored(kind)), TEXT, **asked(20))
+    compiled = executable_of(stored(kind), "torch")
     assert torch.equal(generate(compiled, TEXT, **asked(20)), plain)
 
 

@@ -141,6 +141,12 @@ def test_drafts_batches_and_calls_change_nothing(draft: DraftRecord) -> None:
     assert torch.equal(again.sequences, generate(plain, longer, **asked(40)))
 
 
+@pytest.mark.long
+def test_it_runs_compiled() -> None:
+    plain = generate(executable_of(evicting()), TEXT, **asked(20))
+    assert torch.equal(generate(executable_of(evicting(), "torch"), TEXT, **asked(20)), plain)
+
+
 def test_what_would_go_wrong_is_refused() -> None:
     for options in ({"opening": 7}, {"budget": BLOCK, "recent": 5}, {"opening": 9, "recent": 9}):
         with pytest.raises(PassError, match="the queries of so many first tokens are kept when"):

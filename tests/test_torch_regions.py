@@ -71,6 +71,22 @@ def test_other_constants_are_other_parts():
     check(constants, 0, X)
 
 
+def test_parts_that_read_other_sizes_are_other_parts():
+    """Caches with a capacity of their own: what is compiled for one is not run on the other."""
+
+    def two(x, a, b):
+        for weight in (a, b):
+            x = torch.tanh(torch.mul(x, weight)) + x
+        return x
+
+    for sizes, count in (("f32[C]", 2), ("f32[C.2]", 0)):
+        module = traced(two)
+        _, a, b = (node for node in module.graph.nodes if node.op == "placeholder")
+        a.meta["sizes"], b.meta["sizes"] = "f32[C]", sizes
+        outline_repeats(module, least=2)
+        assert len(regions(module)) == count
+
+
 def test_parts_wired_otherwise_are_not_taken_for_equal():
     def wired(x):
         a = torch.sin(x)

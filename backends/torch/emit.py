@@ -82,11 +82,13 @@ class _Builder:
             self.values[node] = None
             return
         # Numbered: fx writes code with these names, where an input called self would be another's.
-        self.values[node] = self.graph.placeholder(f"input_{len(self.values)}")
+        given = self.values[node] = self.graph.placeholder(f"input_{len(self.values)}")
+        given.meta["sizes"] = str(type_of(node))
         for axis, dim in enumerate(type_of(node).dims):
             if isinstance(dim, Sym) and dim.plain and dim.text not in self.sizes:
                 size = torch.ops.aten.sym_size.int
-                self.sizes[dim.text] = self.graph.call_function(size, (self.values[node], axis))
+                self.sizes[dim.text] = self.graph.call_function(size, (given, axis))
+                self.sizes[dim.text].meta["sizes"] = dim.text
 
     def _emit(self, node: torch.fx.Node) -> torch.fx.Node:
         if node.op == "get_attr":

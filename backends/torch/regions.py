@@ -72,8 +72,10 @@ def _rows(calls: Sequence[Node], least: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _kind(node: Node) -> str:
-    """The operation and all of its arguments but values."""
-    return repr((id(node.target), map_arg((node.args, node.kwargs), lambda _: "%")))
+    """The operation and all of its arguments but values, of which those from outside tell their
+    sizes, by symbol: a region is compiled for one set of them."""
+    said = map_arg((node.args, node.kwargs), lambda value: value.meta.get("sizes", "%"))
+    return repr((id(node.target), said))
 
 
 def _best_cut(calls: Sequence[Node], start: int, end: int, length: int) -> _Interface | None:
