@@ -61,7 +61,7 @@ class MixedPrecision(Pass):
     bits: Annotated[float, Field(gt=0)] = 4.0
     choices: tuple[Bits, ...] = (2, 3, 4, 6, 8)
     windows: Annotated[int, Field(ge=1)] = 4
-    length: Annotated[int, Field(ge=2)] = 512
+    length: Annotated[int, Field(ge=2)] = 256
     group: Annotated[int, Field(ge=0)] = 32
     method: str = "rtn"
     tuning: dict[str, bool | int | float] = Field(default_factory=dict)
@@ -93,8 +93,8 @@ class MixedPrecision(Pass):
     @property
     def text(self) -> TextSample:
         """For the harm, and for a method that reads text besides."""
-        more = self._rounding().text
-        return TextSample(max(self.windows, more.windows if more else 0), self.length)
+        samples = [TextSample(self.windows, self.length), self._rounding().text]
+        return max(filter(None, samples), key=lambda sample: sample.windows * sample.length)
 
     def learn(self, program: Program, evidence: Evidence) -> Outcome:
         """Measure, choose, round. See the module docstring."""
