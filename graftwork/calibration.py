@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +13,9 @@ from .ir import InputError, Program
 from .ir.files import plain_path
 from .passes.engine.evidence import Evidence, WorkFolder
 from .prompts import Prompts, check_file
+
+if TYPE_CHECKING:
+    from .recipe import Recipe
 
 CELLS = 20
 """Characters of a bar."""
@@ -52,6 +56,35 @@ def read_documents(data: Prompts, program: Program) -> list[list[int]]:
     from .training.corpus import read_corpus
 
     return read_corpus(data, program)
+
+
+def evidence_for(
+    recipes: Sequence[Recipe],
+    program: Program,
+    text: Prompts | None,
+    work: str | Path | None = None,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Evidence | None:
+    """What recipes calibrate on; None if none does.
+
+    Errors: `InputError` if one does and there is no text, or none does and there is; as
+    `read_documents`.
+    """
+    reading = [recipe.name for recipe in recipes if recipe.reads_text]
+    if reading and text is None:
+        raise InputError(
+            f"recipe {reading[0]!r} calibrates: give text= (--text: texts, token ids, or a file or "
+            f"folder of texts, like those that the model will see)"
+        )
+    if not reading and text is not None:
+        names = ", ".join(repr(recipe.name) for recipe in recipes)
+        raise InputError(
+            f"text to calibrate on is given, but of the recipes {names} none calibrates"
+        )
+    if text is None:
+        return None
+    progress("read the text")
+    return evidence_of(read_documents(text, program), work, progress)
 
 
 def evidence_of(

@@ -32,6 +32,7 @@ from .cli_options import (
     RecipeOption,
     SetOption,
     TargetOption,
+    TextOption,
 )
 
 if TYPE_CHECKING:
@@ -291,6 +292,7 @@ def bench(
         list[str], typer.Option("--target", help="Where recipes run; repeat for several.")
     ] = [],  # noqa: B006  (typer copies it)
     data: Annotated[Path | None, typer.Option(help="Prompts: .txt or .jsonl.")] = None,
+    text: TextOption = None,
     prompts: Annotated[int, typer.Option(min=1, help="Use so many of them.")] = 8,
     tokens: Annotated[int, typer.Option(min=2, help="New tokens a prompt.")] = 128,
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 3,
@@ -307,6 +309,7 @@ def bench(
             settings=set_,
             targets=target,
             data=data,
+            text=text,
             prompts=prompts,
             tokens=tokens,
             repeats=repeats,
@@ -324,6 +327,7 @@ def tune(
     recipe: MaybeRecipe = None,
     set_: SetOption = [],  # noqa: B006  (typer copies it)
     target: TargetOption = None,
+    text: TextOption = None,
     prompts: Annotated[int, typer.Option(min=1, help="Use so many of them.")] = 8,
     tokens: Annotated[int, typer.Option(min=2, help="New tokens a prompt.")] = 64,
     nodes: Annotated[int | None, typer.Option(help="The tree is to have so many.")] = None,
@@ -341,6 +345,7 @@ def tune(
             None if recipe is None else with_settings(recipe, set_),
             data=data,
             target=target,
+            text=text,
             prompts=prompts,
             tokens=tokens,
             nodes=nodes,
@@ -358,6 +363,9 @@ def inspect(
     set_: SetOption = [],  # noqa: B006  (typer copies it)
     after: Annotated[str | None, typer.Option(help="Stop after this pass.")] = None,
     target: TargetOption = None,
+    data: Annotated[
+        Path | None, typer.Option(help="For recipes that calibrate, as of optimize.")
+    ] = None,
     summary: Annotated[bool, typer.Option(help="Counts instead of the program.")] = False,
 ) -> None:
     """Print a program: as traced, after a recipe, or after one of its passes."""
@@ -372,7 +380,7 @@ def inspect(
             program = load(model).program
         else:
             chosen = None if recipe is None else with_settings(recipe, set_)
-            program = trace(model, chosen, target=target, after=after, progress=show)
+            program = trace(model, chosen, target=target, after=after, data=data, progress=show)
     if not summary:
         sys.stdout.write(str(program))
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -24,4 +25,10 @@ SetOption = Annotated[
 ]
 TargetOption = Annotated[
     str | None, typer.Option("--target", metavar="BACKEND[:DEVICE[:DTYPE]]", help="Where it runs.")
+]
+TextOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="For recipes that calibrate: a text file, a folder of them, .jsonl or .npy of ids."
+    ),
 ]

@@ -14,6 +14,7 @@ from .agreement import is_approximate, keeps_step
 from .artifact import tool_versions
 from .backends.target import Target
 from .bench import Bench, Contestant, Genai, Optimized, Transformers, as_json
+from .calibration import evidence_for
 from .ir import InputError
 from .ir.executable import Executable
 from .ir.scratch import Scratch
@@ -35,6 +36,7 @@ def compare(
     targets: Sequence[str] = (),
     skip: Collection[tuple[str, str]] = (),
     data: Prompts | None = None,
+    text: Prompts | None = None,
     prompts: int = 8,
     tokens: int = 128,
     repeats: int = 3,
@@ -46,8 +48,8 @@ def compare(
     against: other systems, the first of which is the reference (without any, the first recipe is).
     settings: ``pass.option=value``, for every recipe that has the pass.
     skip: (recipe, target) pairs that are not measured. data: prompts; by default the folder's
-    prompts.jsonl, else random tokens. Errors: `InputError` for an unknown recipe, system or target,
-    before anything runs.
+    prompts.jsonl, else random tokens. text: for recipes that calibrate, as `data` of `optimize`.
+    Errors: `InputError` for an unknown recipe, system or target, before anything runs.
     """
     unknown = [name for name in against if name not in AGAINST]
     if unknown:
@@ -56,7 +58,7 @@ def compare(
     chosen = _recipes(recipes, settings)
     wheres = [Target.parse(target) for target in targets] or [Target.default()]
     with closing(Scratch()) as scratch:
-        optimized = _optimized(model, chosen, wheres, skip, progress)
+        optimized = _optimized(model, chosen, wheres, skip, text, progress)
         others = [_other(name, Path(model), wheres[0], scratch.path, progress) for name in against]
         texts, source = _prompts(model, optimized[0], data, prompts, seed)
         bench = Bench(texts, tokens, repeats, progress)
@@ -90,6 +92,7 @@ def _optimized(
     recipes: Sequence[Recipe],
     targets: Sequence[Target],
     skip: Collection[tuple[str, str]],
+    text: Prompts | None,
     progress: Callable[[str], None],
 ) -> list[Optimized]:
     traced: dict[torch.dtype, Traced] = {}
@@ -99,11 +102,13 @@ def _optimized(
         if target.dtype not in traced:
             progress("tracing")
             traced[target.dtype] = Traced.of(model, target.dtype)
+        program = traced[target.dtype].program
+        evidence = evidence_for(recipes, program, text, progress=progress)
         for recipe in recipes:
             if (recipe.name, str(target)) in skip:
                 continue
             progress(f"optimizing with {recipe.name} for {target}")
-            result = transform(traced[target.dtype], recipe, target)
+            result = transform(traced[target.dtype], recipe, target, evidence=evidence)
             own = None
             if is_approximate(result.program) and not keeps_step(result.program):
                 own = transform(traced[target.dtype], Recipe.load("baseline"), target)

@@ -14,7 +14,7 @@ import torch
 
 from .backends import check_kernels
 from .backends.target import Target
-from .calibration import check_documents, evidence_of, read_documents
+from .calibration import check_documents, evidence_for, evidence_of, read_documents
 from .guests import check_guests, with_guests
 from .ir import GraftworkError, InputError, Program, Weight, WeightStore
 from .ir.executable import Memory
@@ -159,16 +159,21 @@ def trace(
     *,
     target: Target | str | None = None,
     after: str | None = None,
+    data: Prompts | None = None,
+    work: str | Path | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Program:
     """The program of a model: as traced, or after a recipe's passes, or after those up to `after`.
 
+    data, work: as of `optimize`, for recipes that calibrate.
     Errors: as `optimize`, and `InputError` if the recipe has no pass called `after`.
     """
     progress("trace")
     dtype = _target(target).dtype
     program = Traced.of(model, dtype).program
     if recipe is None:
+        if data is not None:
+            raise InputError("data= is given, but no recipe that could calibrate on it")
         return program
     check_guests(recipe)
     program = with_guests(program, recipe, dtype, progress, model)
@@ -177,7 +182,8 @@ def trace(
         raise InputError(
             f"recipe {recipe.name!r} has no pass {after!r}; in order, it has {', '.join(names)}"
         )
-    return run_passes(program, recipe.steps, progress=progress, after=after)[0]
+    evidence = None if data is None else evidence_for([recipe], program, data, work, progress)
+    return run_passes(program, recipe.steps, progress=progress, after=after, evidence=evidence)[0]
 
 
 def load(

@@ -168,6 +168,7 @@ def tune(
     *,
     data: Prompts,
     target: Target | str | None = None,
+    text: Prompts | None = None,
     prompts: int = 8,
     tokens: int = 64,
     depth: int = 8,
@@ -180,14 +181,15 @@ def tune(
     """Measure a recipe's drafter and steps on a target, and choose its tree.
 
     model: as for `optimize`, a saved artifact's folder, or a `Model`. data: prompts like those to
-    be served; `prompts` of them are continued by `tokens` tokens. depth, ranks: how deep and how
-    far down the drafter's list to look. widths: columns of the steps that are timed. nodes: the
+    be served; `prompts` of them are continued by `tokens` tokens. text: for a recipe that
+    calibrates, as `data` of `optimize`. depth, ranks: how deep and how far down the drafter's list
+    to look. widths: columns of the steps that are timed. nodes: the
     tree is to have so many, whatever that costs. Errors: `InputError` for a recipe whose drafter
     does not draw from predictions level by level, or for more nodes than were timed.
     """
     if nodes is not None and not 0 < nodes < max(widths):
         raise InputError(f"nodes={nodes}: expected 1 to {max(widths) - 1}, the widths timed less 1")
-    opened = _open(model, recipe, target, progress)
+    opened = _open(model, recipe, target, text, progress)
     texts = read_prompts(data, opened.program)[:prompts]
     progress("compile")
     drafted = _with_tree(opened)
@@ -306,6 +308,7 @@ def _open(
     model: Source | Model,
     recipe: str | Path | Mapping[str, Any] | Recipe | None,
     target: Target | str | None,
+    text: Prompts | None,
     progress: Callable[[str], None],
 ) -> Model:
     from .artifact import is_saved
@@ -321,7 +324,7 @@ def _open(
     chosen = Recipe.load(recipe)
     if "accept_trees" not in [use.name for use in chosen.passes]:
         chosen = replace(chosen, passes=(*chosen.passes, Use("accept_trees")))
-    return optimize(model, chosen, target=target, progress=progress)
+    return optimize(model, chosen, target=target, data=text, progress=progress)
 
 
 def _with_tree(model: Model) -> Executable:

@@ -13,6 +13,7 @@ import graftwork as gw
 from graftwork.calibration import TimeLeft
 from graftwork.cli import main
 from graftwork.ir import InputError, PassError
+from graftwork.model import trace
 from graftwork.recipe import Recipe
 
 CPU = "eager:cpu:float32"
@@ -93,6 +94,29 @@ def test_the_command_line_takes_text_and_a_folder_to_work_in(data: Path, tmp_pat
         main([*given, *settings, *folders])
     assert not ended.value.code and list((tmp_path / "work").rglob("block-0001.safetensors"))
     assert gw.load(tmp_path / "out").generate([[1, 2]], max_new_tokens=3).shape == (1, 5)
+
+
+def test_programs_of_recipes_that_calibrate_are_shown_and_measured(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["tiny", "--target", CPU, *(a for o in SETTINGS for a in ("--set", o))]
+    few = ["--against", "", "--prompts", "1", "--tokens", "2", "--repeats", "1"]
+    shown = ["inspect", *args, "--recipe", "gptq", "--summary"]
+    measured = ["bench", *args, "--recipes", "baseline,gptq", *few]
+    for command, option, said in (
+        (shown, "--data", "graftwork.quantized_linear"),
+        (measured, "--text", "gptq"),
+    ):
+        with pytest.raises(SystemExit, match="0"):
+            main([*command, option, str(data)])
+        assert said in capsys.readouterr().out
+    wanted = "needs text to calibrate on", "recipe 'gptq' calibrates: give text= (--text"
+    for command, said in zip((shown, measured), wanted, strict=True):
+        with pytest.raises(SystemExit, match="2"):
+            main(command)
+        assert said in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(InputError, match="of the recipes 'baseline' none calibrates"):
+        trace("tiny", Recipe.load("baseline"), target=CPU, data=data)
 
 
 def test_time_left_follows_from_what_was_done_in_this_run() -> None:
