@@ -20,6 +20,7 @@ from graftwork.passes.depth.cut_depth import CutDepth
 from graftwork.passes.drafting.draft_adapter import DraftAdapter
 from graftwork.passes.drafting.draft_exit import DraftExit
 from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.numerics.quantize_weights import QuantizeWeights
 from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
@@ -30,6 +31,7 @@ from graftwork.training.objectives.base import Batch, objective_of
 
 ASKED: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": []}
 CUT = CutDepth(exits=(1, 3))
+INT4, CACHE = QuantizeWeights(bits=4, group=16), named("quantize_cache", bits=8)
 DRAFTS: dict[str, tuple[Pass, ...]] = {
     "own head": (DraftExit(exit=3, levels=3), CUT),
     "shared head": (DraftExit(exit=1, levels=4, own_head=False), CUT),
@@ -43,6 +45,9 @@ DRAFTS: dict[str, tuple[Pass, ...]] = {
     "layer, thompson": (DraftAdapter(exit=3, mlp=True), CUT, named("length_thompson")),
     "adapter after copies": (named("draft_suffix", shortest=1), DraftAdapter(exit=3), CUT),
     "adapter in int8": (DraftAdapter(exit=3, levels=3), CUT, in_int8()),
+    "layer in int4": (DraftAdapter(exit=1, levels=3, mlp=True), CUT, INT4),
+    "cache in int8": (DraftExit(exit=3, levels=3), CUT, CACHE),
+    "adapter, caches in int8": (DraftAdapter(exit=3, levels=3), CUT, CACHE),
 }
 
 
@@ -52,21 +57,23 @@ def made(*passes: Pass, start: Program | None = None) -> Program:
 
 
 @cache
-def compiled(backend: str, which: str = "", int8: bool = False) -> Executable:
-    passes = DRAFTS[which] if which else [in_int8()] * int8
-    return compile(made(*passes), Target(backend, "cpu"))
+def compiled(backend: str, which: str = "", drafts: bool = True) -> Executable:
+    passes = DRAFTS.get(which, ())
+    kept = passes if drafts else tuple(p for p in passes if p.name.startswith("quantize"))
+    return compile(made(*kept), Target(backend, "cpu"))
 
 
 @pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
 @pytest.mark.parametrize("which", DRAFTS)
 def test_the_text_is_the_targets_own(which: str, backend: str) -> None:
-    plain, fast = compiled(backend, "", "int8" in which), compiled(backend, which)
+    plain, fast = compiled(backend, which, drafts=False), compiled(backend, which)
     for rows in (slice(0, 4), slice(2, 3)):
         ids, mask = PROMPTS[rows], MASK[rows]
         expected = generate(plain, ids, attention_mask=mask, **ASKED)
         found = generate(fast, ids, attention_mask=mask, return_dict_in_generate=True, **ASKED)
         assert torch.equal(found.sequences, expected)
-        assert found.stats.draft_tokens > 0
+        # Goodput may hold, of so short a text, that no draft pays.
+        assert found.stats.draft_tokens > 0 or "goodput" in which
 
 
 def agreeing() -> Program:

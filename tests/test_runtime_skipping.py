@@ -39,6 +39,7 @@ DRAFTS: dict[str, tuple[Pass, ...]] = {
     "searched, goodput": (*SEARCHED, named("length_goodput")),
     "likest in int8": (*LIKEST, in_int8()),
     "searched in int8": (*SEARCHED, in_int8()),
+    "likest, cache in int8": (*LIKEST, named("quantize_cache", bits=8)),
     "searched, cache in int8": (*SEARCHED, named("quantize_cache", bits=8)),
 }
 
@@ -68,7 +69,8 @@ def test_the_text_is_the_targets_own(which: str, backend: str) -> None:
         expected = generate(plain, ids, attention_mask=mask, **ASKED)
         found = generate(fast, ids, attention_mask=mask, return_dict_in_generate=True, **ASKED)
         assert torch.equal(found.sequences, expected)
-        assert found.stats.draft_tokens > 0
+        # Goodput may hold, of so short a text, that no draft pays.
+        assert found.stats.draft_tokens > 0 or "goodput" in which
 
 
 def idle(*names: str) -> Program:
