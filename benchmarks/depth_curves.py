@@ -1,0 +1,186 @@
+"""What leaving layers out costs the text: perplexity and agreement over the layers that are run.
+
+    python benchmarks/depth_curves.py MODEL --text FOLDER [--files FILES.json] [--methods d3,calm]
+        [--windows 8] [--length 192] [--prompt 64] [--target T] [--json F] [--svg F]
+
+Each method is run over its knob. Windows of held-out text are read token by token, as in decoding:
+the first `prompt` tokens as a prompt, and then whatever the model says, the text goes on as it is.
+So every token is predicted under the rows that the method itself left behind, and each method by
+the same text. Perplexity is over that of the whole model; agreement is how often the likeliest
+token is the whole model's. The share of layers is that of the tokens behind the prompt; what makes
+up for rows later (free, calm) is not counted. The text is cut into windows as in quality.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+from quality import cut, read_texts
+from systems import optimized_model
+
+from graftwork.recipe import Recipe
+from graftwork.runtime.asking.options import BEST
+from graftwork.runtime.asking.request import read_request
+from graftwork.runtime.asking.text import Text
+from graftwork.runtime.generate import forget
+from graftwork.runtime.loop import run
+from graftwork.runtime.rounds import Decoding
+from graftwork.runtime.speculate.draft import Draft
+from graftwork.runtime.speculate.verifiers.base import Verdict, Verifier
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+Knobs = tuple[str, str, tuple[Any, ...]]
+"""A recipe, the setting that is turned, and its values."""
+
+METHODS: dict[str, Knobs] = {
+    "skip_layers": ("skip_layers", "skip_layers.layers", ([-2], [-3, -2], [-4, -3, -2])),
+    "unified_skipping": ("unified_skipping", "skip_layers.speedup", (1.14, 1.33, 1.6, 2.0)),
+    "skipdecode": ("skipdecode", "depth_linear.least", (6, 5, 4, 3, 2)),
+    "d3": ("d3", "depth_decay.alpha", (0.999, 0.997, 0.995, 0.99)),
+    "ffn_skipllm": ("ffn_skipllm", "depth_mlp.similarity", (0.999, 0.995, 0.99, 0.985, 0.98)),
+    "free": ("free", "depth_deferred.threshold", (0.95, 0.8, 0.6, 0.4, 0.2)),
+    "calm, margin": ("calm", "depth_confident.threshold", (0.95, 0.8, 0.6, 0.4, 0.2)),
+    "calm, saturation": ("calm", "depth_confident.threshold", (0.995, 0.99, 0.985, 0.98, 0.97)),
+}
+MORE: dict[str, tuple[str, ...]] = {
+    "calm, saturation": ("depth_confident.measure=saturation",),
+    "ffn_skipllm": ("depth_mlp.first=1", "depth_mlp.last=1"),
+}
+"""Settings that a method has besides."""
+
+
+class Reader(Verifier):
+    """Lets a text go on as it is. losses: nats of its tokens; best: what was likeliest."""
+
+    def __init__(self, inner: Verifier, tokens: Sequence[int]) -> None:
+        self.fetch, self.tokens = ("logits",), tokens
+        self.losses: list[float] = []
+        self.best: list[int] = []
+        self.scorer = inner.scorer
+
+    def verify(
+        self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
+    ) -> list[Verdict]:
+        """One token of the one text there is."""
+        token = self.tokens[len(texts[0].tokens)]
+        scores = outputs["logits"][0, 0].float().log_softmax(-1)
+        self.losses.append(-float(scores[token]))
+        self.best.append(int(scores.argmax()))
+        return [Verdict((), [token])]
+
+
+def read(
+    executable: Any, window: Sequence[int], prompt: int
+) -> tuple[list[float], list[int], float]:
+    """Nats and likeliest tokens behind the prompt, and layers a token."""
+    forget(executable)
+    ids = torch.tensor([window[:prompt]])
+    asked = {**BEST, "max_new_tokens": len(window) - prompt, "eos_token_id": None}
+    asked["attention_mask"] = torch.ones_like(ids)
+    with torch.no_grad(), executable.turn:
+        decoding = Decoding(executable, read_request(ids, asked, executable.program))
+        reader = decoding.verifier = Reader(decoding.verifier, window)
+        decoding.fetch = reader.fetch
+        run(decoding)
+    return reader.losses, reader.best, decoding.stats.layers
+
+
+def measured(
+    args: argparse.Namespace, recipe: Recipe, windows: Sequence[Sequence[int]]
+) -> tuple[list[float], list[int], float]:
+    """All windows, one after the other."""
+    model = optimized_model(args.model, recipe, args.target, args.threads)
+    losses: list[float] = []
+    best: list[int] = []
+    layers = []
+    for window in windows:
+        nats, said, ran = read(model.executable, window, args.prompt)
+        losses += nats
+        best += said
+        layers.append(ran)
+    return losses, best, sum(layers) / len(layers)
+
+
+def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """A line a method, perplexity on the left and agreement on the right."""
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, key, label in zip(
+        axes,
+        ("perplexity", "agreement"),
+        ("perplexity over the whole model's", "likeliest token the whole model's"),
+        strict=True,
+    ):
+        for name in dict.fromkeys(row["method"] for row in rows):
+            points = sorted((r["share"], r[key]) for r in rows if r["method"] == name)
+            axis.plot(*zip(*points, (1.0, 1.0), strict=True), marker="o", markersize=3, label=name)
+        axis.set(xlabel="share of the layers that a token runs through", ylabel=label)
+        axis.grid(visible=True, linewidth=0.3)
+    axes[0].set_yscale("log")
+    axes[1].legend(fontsize=8)
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("model", type=Path, help="checkpoint folder")
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--files", type=Path)
+    parser.add_argument("--methods", default=";".join(METHODS), help="by ';', of those above")
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--length", type=int, default=192)
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--target", default="onnxruntime:cpu:float32")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--svg", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if unknown := sorted(set(args.methods.split(";")) - set(METHODS)):
+        parser.error(f"no method {unknown[0]!r}; there are {'; '.join(METHODS)}")
+    if not 0 < args.prompt < args.length:
+        parser.error(
+            f"--prompt {args.prompt}: expected 1 to {args.length - 1} of a window's tokens"
+        )
+    whole = optimized_model(args.model, Recipe.load("baseline"), args.target, args.threads)
+    windows = cut(whole, read_texts(args.text, args.files), args.length, args.windows).tolist()
+    nats, said, total = measured(args, Recipe.load("baseline"), windows)
+    print(
+        f"{args.model.name}: perplexity {math.exp(sum(nats) / len(nats)):.2f}, {len(nats)} tokens"
+    )
+    rows = []
+    for name in args.methods.split(";"):
+        recipe, knob, values = METHODS[name]
+        for value in values:
+            chosen = Recipe.load(recipe).with_options([f"{knob}={value}", *MORE.get(name, ())])
+            losses, best, layers = measured(args, chosen, windows)
+            more = (sum(losses) - sum(nats)) / len(nats)
+            alike = sum(a == b for a, b in zip(best, said, strict=True)) / len(said)
+            row = {"method": name, "knob": knob, "value": value, "share": layers / total}
+            row |= {"perplexity": math.exp(more), "agreement": alike}
+            rows.append(row)
+            print(
+                f"{name:<18} {knob}={value}: {layers / total:.3f} of the layers, perplexity "
+                f"{math.exp(more):.3f}, agreement {alike:.3f}",
+                file=sys.stderr,
+            )
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+    if args.svg:
+        draw(rows, args.svg)
+
+
+if __name__ == "__main__":
+    main()
