@@ -49,6 +49,7 @@ def import_folder(folder: Path, dtype: torch.dtype | None = None) -> Program:
     """
     _check_files(folder)
     config = read_config(folder)
+    _check_alone(config)
     tensors, kept = contents(folder, config)
     assets = {name: folder / name for name in ASSETS if (folder / name).exists()}
     return import_tensors(
@@ -264,6 +265,7 @@ def traced(
     """The program of a model without data. weight_of: see `Source`. wrap: what of the model is
     traced. Errors: `UnsupportedError` for what cannot be."""
     config = twin.config
+    _check_alone(config)
     check(twin, config.model_type)
     register()
     config.use_cache = False
@@ -279,6 +281,18 @@ def traced(
         exported = export(wrapper, mode, info.context, config.model_type, taken)
     source = Source(exported, "model", weight_of, wrapper.inputs, wrapper.outputs)
     return build_program(config.model_type, source, info, assets)
+
+
+def _check_alone(config: Any) -> None:
+    """A decoder may have a checkpoint's names and still be half of its model: without the source
+    that its encoder reads, it writes something else. Errors: `UnsupportedError`."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(
+            f"cannot import {config.model_type}: it is an encoder-decoder (is_encoder_decoder in "
+            "its configuration), which writes from a source that its encoder reads; expected a "
+            "causal language model, which goes on with its prompt. Encoder-decoders are not "
+            "supported yet"
+        )
 
 
 def _implementation(twin: Any) -> str:
