@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import InputError
 from . import Sample, define
 from .operands import Operands
+from .rotary import turned_on
 
 I64 = torch.int64
 STEPS = 1024.0
@@ -388,19 +389,5 @@ def turn_rows(
     key that stays where it was is not changed at all.
     """
     _turn_fake(keys, rows, cos, sin, interleaved=interleaved)
-    half, count = cos.shape[1], keys.shape[2]
-    cos, sin = cos.float(), sin.float()
-    before_cos, before_sin = cos[rows], sin[rows]
-    after_cos, after_sin = cos[:count], sin[:count]
-    size = before_cos * before_cos + before_sin * before_sin
-    turn_cos = (after_cos * before_cos + after_sin * before_sin) / size
-    turn_sin = (after_sin * before_cos - after_cos * before_sin) / size
-    turned, rest = keys[..., : 2 * half].float(), keys[..., 2 * half :]
-    if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        parts = (a * turn_cos - b * turn_sin, b * turn_cos + a * turn_sin)
-        out = torch.stack(parts, dim=-1).flatten(-2)
-    else:
-        a, b = turned[..., :half], turned[..., half:]
-        out = torch.cat((a * turn_cos - b * turn_sin, b * turn_cos + a * turn_sin), dim=-1)
-    return torch.cat((out.to(keys.dtype), rest), dim=-1)
+    count, cos, sin = keys.shape[2], cos.float(), sin.float()
+    return turned_on(keys, (cos[rows], sin[rows]), (cos[:count], sin[:count]), interleaved)

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import InputError
 from . import Sample, define
 from .operands import Operands
+from .rotary import rotated
 
 I64 = torch.int64
 HIDDEN = -1e30
@@ -83,22 +84,14 @@ def expected_queries(
     asked = queries.index_select(2, torch.arange(block, device=queries.device)).float()
     if cos is None or sin is None:
         return asked.clone()
-    count, half = block + ahead, cos.shape[1]
+    count = block + ahead
     cos, sin = cos[:count].float(), sin[:count].float()
     length = (cos * cos + sin * sin).sqrt()
     near = block - torch.arange(block, device=queries.device)[:, None]
     far = torch.arange(count, device=queries.device)[None]
     share = ((far >= near) & (far < near + ahead)).float() / ahead
     mean_cos, mean_sin = torch.matmul(share, cos / length), torch.matmul(share, sin / length)
-    turned, rest = asked[..., : 2 * half], asked[..., 2 * half :]
-    if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        parts = (a * mean_cos - b * mean_sin, b * mean_cos + a * mean_sin)
-        out = torch.stack(parts, dim=-1).flatten(-2)
-    else:
-        a, b = turned[..., :half], turned[..., half:]
-        out = torch.cat((a * mean_cos - b * mean_sin, b * mean_cos + a * mean_sin), dim=-1)
-    return torch.cat((out, rest), dim=-1)
+    return rotated(asked, mean_cos, mean_sin, interleaved)
 
 
 def _expected_samples() -> Iterator[Sample]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import InputError
 from . import Sample, define
 from .operands import Operands
+from .rotary import turned_on
 
 I64 = torch.int64
 
@@ -95,22 +96,9 @@ def queries_at_end(
     length.
     """
     _turn_fake(x, past, cos, sin, interleaved=interleaved)
-    half, count = cos.shape[1], x.shape[2]
-    cos, sin = cos.float(), sin.float()
+    count, cos, sin = x.shape[2], cos.float(), sin.float()
     place = torch.arange(count, device=past.device)
     ends = (past[:, None] - count).clamp(min=0) + place
     ends = ends.clamp(max=cos.shape[0] - 1)
-    before_cos, before_sin = cos[:count], sin[:count]
-    after_cos, after_sin = cos[ends], sin[ends]
-    size = before_cos * before_cos + before_sin * before_sin
-    turn_cos = ((after_cos * before_cos + after_sin * before_sin) / size)[:, None]
-    turn_sin = ((after_sin * before_cos - after_cos * before_sin) / size)[:, None]
-    turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
-    if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        parts = (a * turn_cos - b * turn_sin, b * turn_cos + a * turn_sin)
-        out = torch.stack(parts, dim=-1).flatten(-2)
-    else:
-        a, b = turned[..., :half], turned[..., half:]
-        out = torch.cat((a * turn_cos - b * turn_sin, b * turn_cos + a * turn_sin), dim=-1)
-    return torch.cat((out.to(x.dtype), rest), dim=-1)
+    after = cos[ends][:, None], sin[ends][:, None]
+    return turned_on(x, (cos[:count], sin[:count]), after, interleaved)

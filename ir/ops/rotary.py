@@ -51,8 +51,12 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     `interleaved`. Source: Su et al., "RoFormer" (2021).
     """
     _check(x, cos, sin)
+    return rotated(x, cos[:, None], sin[:, None], interleaved)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rows [...,D] with their first 2R channels rotated, for cos and sin [...,R] that broadcast."""
     half = cos.shape[-1]
-    cos, sin = cos[:, None], sin[:, None]
     turned, rest = x[..., : 2 * half], x[..., 2 * half :]
     if interleaved:
         a, b = turned[..., 0::2], turned[..., 1::2]
@@ -61,3 +65,17 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
         a, b = turned[..., :half], turned[..., half:]
         out = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
     return torch.cat((out.to(x.dtype), rest), dim=-1)
+
+
+def turned_on(
+    x: Tensor, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor], interleaved: bool
+) -> Tensor:
+    """Rows [...,D] that were rotated by the cosines and sines `before`, rotated by `after` instead.
+
+    Tables may be scaled: what is turned keeps its length.
+    """
+    (old_cos, old_sin), (new_cos, new_sin) = before, after
+    size = old_cos * old_cos + old_sin * old_sin
+    cos = (new_cos * old_cos + new_sin * old_sin) / size
+    sin = (new_sin * old_cos - new_cos * old_sin) / size
+    return rotated(x, cos, sin, interleaved)
