@@ -39,6 +39,7 @@ from graftwork.runtime.feeding.calls import run_in_turn
 from graftwork.runtime.scoring import score
 
 CUT = CutDepth(exits=(1, 3))
+STOP = "session.force_spinning_stop"
 ASKED = {"max_new_tokens": 16, "eos_token_id": []}
 TREES = (AcceptTrees(), AddTopTokens(), named("draft_recycling", successors=4))
 WITH: dict[str, tuple[Pass, ...]] = {
@@ -71,6 +72,23 @@ def test_the_text_is_that_of_the_whole_step(which: str, backend: str) -> None:
         ids, mask = PROMPTS[rows], MASK[rows]
         expected = generate(whole, ids, attention_mask=mask, **ASKED)
         assert torch.equal(generate(cut, ids, attention_mask=mask, **ASKED), expected)
+
+
+def test_sessions_that_run_in_turn_do_not_wait_for_work() -> None:
+    """Several thread pools that spin take each other's cores."""
+    for cut in (False, True):
+        executable = compiled("onnxruntime", "nothing", cut)
+        generate(executable, PROMPTS, attention_mask=MASK, **ASKED)
+        assert isinstance(executable, OnnxExecutable)
+        steps = [step for made in executable._made.values() for step in made.values()]
+        assert len(steps) >= 1 + 3 * cut
+        for step in steps:
+            options = step.session.get_session_options()
+            if cut:
+                assert options.get_session_config_entry(STOP) == "1"
+            else:
+                with pytest.raises(RuntimeError, match=STOP):
+                    options.get_session_config_entry(STOP)
 
 
 def test_compiled_steps_are_cut_too() -> None:

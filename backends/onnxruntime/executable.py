@@ -144,6 +144,7 @@ class OnnxExecutable(StatefulExecutable):
                 weight_bytes=copied,
                 threads=threads,
                 own_ops=own,
+                in_turn=function in self.program.plan.step.parts,
                 stream=None if self.stream is None else self.stream.handle,
             )
         except GraftworkError:

@@ -26,6 +26,7 @@ def open_session(
     threads: int | None = None,
     own_ops: bool = False,
     stream: str | None = None,
+    in_turn: bool = False,
 ) -> Any:
     """An `InferenceSession` over the model at `path`.
 
@@ -33,7 +34,8 @@ def open_session(
     weight_bytes: what its weights take; if memory for a second copy of them is short, they are used
     as they lie in the file, which makes steps of several tokens slower but costs no memory.
     own_ops: whether the model has any of graftwork's own domain.
-    stream: the CUDA stream to work in, see `Stream.handle`.
+    stream: the CUDA stream to work in, see `Stream.handle`. in_turn: whether another session runs
+    as soon as this one has, with threads of its own.
     Errors: `InputError` if the device's provider is missing or does not load, `UnsupportedError` if
     the kernels of own ops are missing.
     """
@@ -43,6 +45,9 @@ def open_session(
     options.intra_op_num_threads = threads or threads_of(target)
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
+    if in_turn:
+        # Threads that spin after their work would take the cores from the next session's.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
     if weight_bytes > SPARE * _free_memory():
         options.add_session_config_entry("session.disable_prepacking", "1")
     if own_ops:
