@@ -43,6 +43,25 @@ class TimeLeft:
         return f"{said}, {f'{hours}:{minutes:02}' if hours else minutes}:{left % 60:02} left"
 
 
+def check_data(recipe: Recipe, data: Prompts | None, validate: bool) -> None:
+    """What `optimize` is given, before a model is traced, which takes a while.
+
+    Errors: `InputError` for data that is missing, that nobody reads, or that is not there.
+    """
+    if recipe.reads_text and data is None:
+        raise InputError(
+            f"recipe {recipe.name!r} needs data= (texts, token ids, or a file or folder of texts, "
+            f"like those that the model will see)"
+        )
+    if data is not None and not validate and not recipe.reads_text:
+        raise InputError(
+            f"data= is given, but recipe {recipe.name!r} uses none; "
+            f"add validate=True to check the passes' contracts on it, or leave it out"
+        )
+    if data is not None:
+        (check_documents if recipe.reads_text else check_file)(data)
+
+
 def check_documents(data: Prompts) -> None:
     """Before a model is traced. Errors: `InputError` for a path where nothing is, or no texts."""
     if not isinstance(data, (str, Path)):

@@ -14,7 +14,7 @@ import torch
 
 from .backends import check_kernels
 from .backends.target import Target
-from .calibration import check_documents, evidence_for, evidence_of, read_documents
+from .calibration import check_data, evidence_for, evidence_of, read_documents
 from .guests import check_guests, with_guests
 from .ir import GraftworkError, InputError, Program, Weight, WeightStore
 from .ir.executable import Memory
@@ -26,7 +26,6 @@ from .passes.engine.validate import Validator
 from .prompts import (
     Prompts,
     as_ids,
-    check_file,
     check_seed,
     read_tokenizer,
     sample_prompts,
@@ -136,7 +135,7 @@ def optimize(
     names the model, recipe, pass or option at fault and what to do.
     """
     chosen, where = Recipe.load(recipe), _target(target)
-    _check_data(chosen, data, validate)
+    check_data(chosen, data, validate)
     check_seed(seed)
     check_guests(chosen)
     if work is not None and not chosen.reads_text:
@@ -466,22 +465,6 @@ def _target(target: Target | str | None, dtype: torch.dtype | None = None) -> Ta
     if dtype is not None and target.count(":") < 2:
         return Target(parsed.backend, parsed.device, dtype, parsed.threads)
     return parsed
-
-
-def _check_data(recipe: Recipe, data: Prompts | None, validate: bool) -> None:
-    """Before a model is traced, which takes a while."""
-    if recipe.reads_text and data is None:
-        raise InputError(
-            f"recipe {recipe.name!r} needs data= (texts, token ids, or a file or folder of texts, "
-            f"like those that the model will see)"
-        )
-    if data is not None and not validate and not recipe.reads_text:
-        raise InputError(
-            f"data= is given, but recipe {recipe.name!r} uses none; "
-            f"add validate=True to check the passes' contracts on it, or leave it out"
-        )
-    if data is not None:
-        (check_documents if recipe.reads_text else check_file)(data)
 
 
 def _validation_prompts(program: Program, data: Prompts | None, seed: int) -> torch.Tensor:
