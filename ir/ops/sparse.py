@@ -1,0 +1,183 @@
+"""Attention that reads some rows of a cache: which ones a token picks, and the attention over them.
+
+A token picks for itself, by its own queries, whatever shares its step: so it reads the same rows
+alone, in a prompt's piece and in a draft. Rows that look alike are told apart as in `eviction`: by
+rounded scores, and of one score the later row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from . import Sample, define
+from .attention import _scores, _weighted
+from .eviction import LEAST, STEPS
+from .operands import Operands
+
+I64 = torch.int64
+
+
+def _channel_samples() -> Iterator[Sample]:
+    channels = torch.tensor([[0, 5], [7, 2]])
+    yield (torch.randn(2, 4, 3, 8), channels), {}
+    yield (torch.randn(2, 2, 3, 8), channels), {}
+
+
+def _channel_fake(x: Tensor, channels: Tensor) -> Tensor:
+    given = Operands("take_channels")
+    given.fit("x", x, "BHTD")
+    given.fit("channels", channels, "GR", I64)
+    given.multiple("H", of="G")
+    return x.new_empty((*x.shape[:3], channels.shape[1]))
+
+
+@define(
+    "take_channels(Tensor x, Tensor channels) -> Tensor",
+    samples=_channel_samples,
+    fake=_channel_fake,
+)
+def take_channels(x: Tensor, channels: Tensor) -> Tensor:
+    """Some channels of queries or keys, each group of heads its own.
+
+    ``%l: f32[B,G,T,8] = graftwork.take_channels(%k, @kv.0.channels)``
+
+    x [B,H,T,D], H a multiple of G; channels i64[G,R], each below D -> [B,H,T,R].
+    """
+    _channel_fake(x, channels)
+    batch, heads, width, dim = x.shape
+    groups, count = channels.shape
+    grouped = x.reshape(batch, groups, heads // groups * width, dim)
+    index = channels[None, :, None, :].expand(*grouped.shape[:3], count)
+    return grouped.gather(3, index).reshape(batch, heads, width, count)
+
+
+def _top_samples() -> Iterator[Sample]:
+    mask = torch.rand(2, 1, 3, 9) < 0.6
+    mask[..., 0] = True
+    q, k = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 9, 8)
+    yield (q, k, mask), {"rows": 4, "scale": 0.3}
+    yield (q, k, mask), {"rows": 12, "scale": 0.3, "softcap": 2.0}
+
+
+def _top_fake(
+    q: Tensor, k: Tensor, mask: Tensor, *, rows: int, scale: float, softcap: float | None = None
+) -> Tensor:
+    given = Operands("top_rows")
+    given.fit("q", q, "BHTD")
+    given.fit("k", k, "BGCD")
+    given.fit("mask", mask, "B1TC", torch.bool)
+    given.multiple("H", of="G")
+    if rows < 1:
+        raise InputError(f"top_rows: expected rows >= 1, got {rows}")
+    return mask.new_empty((q.shape[0], k.shape[1], q.shape[2], rows), dtype=I64)
+
+
+@define(
+    "top_rows(Tensor q, Tensor k, Tensor mask, *, int rows, float scale, float? softcap=None) "
+    "-> Tensor",
+    samples=_top_samples,
+    fake=_top_fake,
+)
+def top_rows(
+    q: Tensor, k: Tensor, mask: Tensor, *, rows: int, scale: float, softcap: float | None = None
+) -> Tensor:
+    """The rows that each token of a step looks at most: i64[B,G,T,rows], the first of them first.
+
+    ``%r: i64[B,G,T,256] = graftwork.top_rows(%q, %keys, %m, rows=256, scale=0.125)``
+
+    q [B,H,T,D] and k [B,G,C,D], or some channels of both; mask, scale, softcap as in `attend`. A
+    row's score is the attention that it gets, the mean over its group's heads, by whole numbers of
+    1/1024 of its logarithm; of one score the later row is first. Where a token sees fewer than
+    `rows` rows, the rest are -1. Errors: `InputError` naming an operand of another rank, size or
+    dtype.
+    """
+    _top_fake(q, k, mask, rows=rows, scale=scale, softcap=softcap)
+    batch, heads, width, _ = q.shape
+    groups, capacity = k.shape[1], k.shape[2]
+    scores = _scores(q.float(), k.float(), scale, softcap).masked_fill(~mask, -1e30)
+    weights = torch.softmax(scores, dim=-1)
+    mean = weights.reshape(batch, groups, heads // groups, width, capacity).mean(2)
+    ranked = torch.round(mean.clamp(min=LEAST).log() * STEPS).to(I64) + 2**24
+    place = torch.arange(capacity, device=k.device)
+    order = torch.where(mask, ranked * capacity + place, torch.full_like(place, -1))
+    # So that there are as many to choose among as are wanted.
+    order = torch.cat([order, order.new_full((batch, groups, width, rows), -1)], dim=-1)
+    best, index = torch.topk(order, rows, dim=-1)
+    return torch.where(best >= 0, index, torch.full_like(index, -1))
+
+
+def _attend_samples() -> Iterator[Sample]:
+    rows = torch.tensor([4, 0, 7, -1]).expand(2, 2, 3, 4)
+    q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 6)
+    yield (q, k, v, rows), {"scale": 0.3}
+    yield (q, k, v, rows, torch.randn(4)), {"scale": 0.3, "softcap": 4.0}
+
+
+def _attend_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    sinks: Tensor | None = None,
+    **options: object,
+) -> Tensor:
+    given = Operands("attend_rows")
+    given.fit("q", q, "BHTD")
+    given.fit("k", k, "BGCD")
+    given.fit("v", v, "BGCE")
+    given.fit("rows", rows, "BGTK", I64)
+    given.fit("sinks", sinks, "H")
+    given.multiple("H", of="G")
+    given.at_least_one("C", "K")
+    return q.new_empty((*q.shape[:3], v.shape[3]))
+
+
+@define(
+    "attend_rows(Tensor q, Tensor k, Tensor v, Tensor rows, Tensor? sinks=None, *, float scale, "
+    "float? softcap=None) -> Tensor",
+    samples=_attend_samples,
+    fake=_attend_fake,
+)
+def attend_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """`attend`, each token over the rows that were picked for it, and no other row is read.
+
+    ``%y: f32[B,H,T,E] = graftwork.attend_rows(%q, %keys, %values, %r, scale=0.125)``
+
+    q [B,H,T,D]; k [B,G,C,D] and v [B,G,C,E]; rows i64[B,G,T,K], each below C, different, or -1 for
+    none, at least one for every token; scale, sinks, softcap as in `attend`. Errors: `InputError`
+    naming an operand of another rank, size or dtype.
+    """
+    _attend_fake(q, k, v, rows, sinks)
+    batch, heads, width, dim = q.shape
+    groups, capacity, wide = v.shape[1:]
+    each, count = heads // groups, rows.shape[3]
+    first = torch.arange(batch * groups, device=k.device).reshape(batch, groups, 1, 1) * capacity
+    flat = (rows.clamp(min=0) + first).reshape(-1)
+    # Each token is a sequence of its own, with the rows that it picked as its cache.
+    shape = batch, groups * width, count
+    keys = k.reshape(-1, dim).index_select(0, flat).reshape(*shape, dim).to(q.dtype)
+    values = v.reshape(-1, wide).index_select(0, flat).reshape(*shape, wide).to(q.dtype)
+    grouped = q.reshape(batch, groups, each, width, dim).transpose(2, 3)
+    grouped = grouped.reshape(batch, groups * width * each, 1, dim)
+    scores = _scores(grouped, keys, scale, softcap)
+    picked = (rows >= 0).reshape(batch, groups * width, 1, count).expand(*shape[:2], each, count)
+    own = None
+    if sinks is not None:
+        own = sinks.reshape(1, groups, 1, each).expand(1, groups, width, each).reshape(-1)
+    picked = picked.reshape(batch, groups * width * each, 1, count)
+    out = _weighted(scores, values, picked, own, q.dtype)
+    out = out.reshape(batch, groups, width, each, wide).transpose(2, 3)
+    return out.reshape(batch, heads, width, wide)

@@ -1,0 +1,317 @@
+"""Let attention read the rows of a cache that count, and leave the others where they are.
+
+Before, of each layer::
+
+    func step(..., past: i64[B], kv.3.key: f32[B,G,C,64], kv.3.value: f32[B,G,C,64]) -> ... {
+      %m: bool[B,1,T,C] = graftwork.step_mask(%past, %positions, None, C)
+      %kw: f32[B,G,C,64] = graftwork.cache_write(%kv.3.key, %k, %past)
+      %y: f32[B,H,T,64] = graftwork.attend(%q, %kw, %vw, %m, scale=0.125)
+
+After (pick "attention", full 2, picks 2): layer 2 reads everything and picks, layer 3 and those
+behind it read what was picked, until another layer picks::
+
+      %r: i64[B,G,T,256] = graftwork.top_rows(%q2, %kw2, %m, rows=256, scale=0.125)
+      %y: f32[B,H,T,64] = graftwork.attend_rows(%q, %kw, %vw, %r, scale=0.125)
+
+After (pick "labels"): every layer picks for itself, by a few channels of its keys in 4 bits::
+
+    state kv.3.label.codes: u8[B,G,C,4], state kv.3.label.steps: f32[B,G,C,2]
+      %l: f32[B,G,T,8] = graftwork.take_channels(%k, @kv.3.channels)
+      %s: (u8[B,G,T,4], f32[B,G,T,2]) = graftwork.quantize_rows(%l, bits=4, turned=False)
+      ...
+      %a: f32[B,H,T,8] = graftwork.take_channels(%q, @kv.3.channels)
+      %b: f32[B,G,C,8] = graftwork.stored_rows(%codes, %steps, bits=4, turned=False)
+      %r: i64[B,G,T,256] = graftwork.top_rows(%a, %b, %m, rows=256, scale=0.125)
+      %y: f32[B,H,T,64] = graftwork.attend_rows(%q, %kw, %vw, %r, scale=0.125)
+
+No row is lost: one that nobody looks at now may be read again later. Every token picks for itself,
+those of a prompt, too, so that what it reads does not depend on what shares its step. All functions
+that write a cache of the step's read it so; one that lacks the layer that picks, picks where it
+first would read what was picked. A draft's own cache is read as before.
+
+Refuses caches that lose rows or store them in few bits; attention that weighs rows by their
+distance (ALiBi); layers that would read rows picked under another mask, such as a sliding window's;
+options that leave no layer to read sparsely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+import torch.fx
+from pydantic import Field
+
+from ...ir import (
+    Function,
+    PassError,
+    Program,
+    State,
+    TensorType,
+    Weight,
+    arguments,
+    run,
+    site_of,
+)
+from ...ir.contract import Contract
+from ...ir.plan import KeepAll
+from ..engine.base import Effect, Evidence, Outcome, Pass, TextSample, register
+from ..engine.feed import empty_inputs
+from .cached_rows import Written, written
+
+A, G = torch.ops.aten, torch.ops.graftwork
+BITS = 4
+"""Of a label's numbers."""
+_HOW: dict[str, Any] = {"bits": BITS, "turned": False}
+
+Rows = Annotated[int, Field(ge=1, le=2**20)]
+Some = Annotated[int, Field(ge=0, le=4096)]
+
+
+@register
+class ReadSparse(Pass):
+    """pick: by the attention that rows get where all are read, or by labels. rows: that a token
+    reads of a cache. full: first layers that read all rows. picks: layers beyond these that pick,
+    evenly apart, for those behind them, too; 0: each for itself. channels: of a key in its label,
+    those that make the most of the products of queries and keys on text, of which `windows` of
+    `length` tokens are read."""
+
+    pick: Literal["attention", "labels"] = "labels"
+    rows: Rows = 256
+    full: Some = 0
+    picks: Some = 0
+    channels: Annotated[int, Field(ge=2, le=256, multiple_of=2)] = 8
+    windows: Annotated[int, Field(ge=1, le=4096)] = 8
+    length: Rows = 512
+
+    name: ClassVar[str] = "read_sparse"
+    contract: ClassVar[Contract] = Contract.APPROXIMATE
+    requires: ClassVar[frozenset[str]] = frozenset({"cached"})
+    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.CACHE_CONTENTS})
+    reads: ClassVar[frozenset[Effect]] = frozenset(
+        {Effect.CACHE_LAYOUT, Effect.FUNCTIONS, Effect.LAYER_SET}
+    )
+
+    @property
+    def text(self) -> TextSample | None:
+        """What channels are found on."""
+        return TextSample(self.windows, self.length) if self.pick == "labels" else None
+
+    def learn(self, program: Program, evidence: Evidence) -> Outcome:
+        """The same as `run`, with channels that are found on text."""
+        assert self.text is not None
+        return self._made(program, evidence.sampled(self.text, program))
+
+    def run(self, program: Program) -> Outcome:
+        """Read what is picked. See the module docstring."""
+        return self._made(program, None)
+
+    def _made(self, program: Program, windows: torch.Tensor | None) -> Outcome:
+        if not isinstance(program.plan.cache, KeepAll):
+            raise PassError(
+                f"{self.name}: the plan has cache={program.plan.cache.brief}, which moves rows or "
+                f"drops them, and rows are picked among all: leave out one of the two passes"
+            )
+        caches = list(written(program.step, program))
+        if not caches:
+            return Outcome(program, 0, f"{program.step.name} has no attention that reads a cache")
+        turns = self._turns(caches)
+        for fn in program.functions.values():
+            for write in written(fn, program):
+                if write.keys.names[0] in turns:
+                    _check(write)
+        labels = self._labels(program, caches, windows)
+        states = {s.name: s for label in labels.values() for s in label.states}
+        functions = {
+            name: _Editor(fn.copy(), program, self, turns, labels).edited()
+            for name, fn in program.functions.items()
+        }
+        made = program.replace(
+            functions=functions,
+            states={**program.states, **states},
+            weights=program.weights.adding(*(label.weight for label in labels.values())),
+        )
+        return Outcome(made, sum(turn is not None for turn in turns.values()))
+
+    def _turns(self, caches: Sequence[Written]) -> dict[str, bool | None]:
+        """By the state of a layer's keys: whether the layer picks, or reads what another one has
+        picked; None: it reads all rows and picks none."""
+        names = [cache.keys.names[0] for cache in caches]
+        left = len(names) - self.full
+        picks = self.picks or left
+        # By attention, the one that picks reads all rows: others must be left to gain by it.
+        least = picks + (self.pick == "attention")
+        if left < max(least, 1):
+            raise PassError(
+                f"{self.name}: of {len(names)} layers, full={self.full} read all rows, and "
+                f"pick={self.pick!r} with picks={self.picks} leaves none to read fewer: expected "
+                f"at least {self.full + max(least, 1)} layers, or other options"
+            )
+        picking = {self.full + left * n // picks for n in range(picks)}
+        return {name: None if n < self.full else n in picking for n, name in enumerate(names)}
+
+    def _labels(
+        self, program: Program, caches: Sequence[Written], windows: torch.Tensor | None
+    ) -> dict[str, _Label]:
+        """By the state of a layer's keys: what its label is."""
+        if windows is None:
+            return {}
+        turns = self._turns(caches)
+        weights = label_weights(program, caches, windows)
+        labels = {}
+        for cache, sizes in zip(caches, weights, strict=True):
+            name = cache.keys.names[0]
+            if not turns[name]:
+                continue
+            if sizes.shape[1] < self.channels:
+                raise PassError(
+                    f"{self.name}: keys of {cache.what} have {sizes.shape[1]} channels, fewer than "
+                    f"channels={self.channels}"
+                )
+            best = sizes.topk(self.channels, dim=1).indices.sort(dim=1).values
+            labels[name] = _Label.of(program.states[name], best)
+        return labels
+
+
+def label_weights(
+    program: Program, caches: Sequence[Written], windows: torch.Tensor
+) -> list[torch.Tensor]:
+    """Of each cache f32[G,D]: how large a part of the products of queries and keys a channel has,
+    the mean over all pairs of a text's tokens. windows i64[N,T].
+
+    Source: Yang et al., "Post-Training Sparse Attention with Double Sparsity" (2024).
+    """
+    fn = program.step.copy()
+    copies = dict(zip(program.step, fn, strict=True))
+    outputs = {}
+    for n, cache in enumerate(caches):
+        outputs[f"q.{n}"] = copies[arguments(cache.attend)["q"]]
+        outputs[f"k.{n}"] = copies[cache.keys.new]
+    fn.set_outputs(outputs)
+    watched = program.with_function(fn)
+    parts = [torch.zeros(()) for _ in caches]
+    for window in windows:
+        found = run(watched, fn.name, empty_inputs(watched, fn.name, window[None]))
+        for n in range(len(caches)):
+            queries, keys = (found[f"{r}.{n}"][0].float().abs().mean(1) for r in "qk")
+            grouped = queries.reshape(len(keys), -1, queries.shape[1]).mean(1)
+            parts[n] = parts[n] + grouped * keys / len(windows)
+    return parts
+
+
+@dataclass(frozen=True)
+class _Label:
+    """weight: i64[G,R], the channels. states: codes of rows, and their steps."""
+
+    weight: Weight
+    states: tuple[State, State]
+
+    @classmethod
+    def of(cls, keys: State, channels: torch.Tensor) -> _Label:
+        """channels i64[G,R]."""
+        base, rows = keys.name.rpartition(".key")[0], keys.type.dims[:3]
+        codes = TensorType(torch.uint8, (*rows, channels.shape[1] * BITS // 8))
+        steps = TensorType(torch.float32, (*rows, 2))
+        return cls(
+            Weight.of(f"{base}.channels", channels),
+            (
+                State(f"{base}.label.codes", codes, keys.layer, "label_codes"),
+                State(f"{base}.label.steps", steps, keys.layer, "label_steps"),
+            ),
+        )
+
+
+class _Editor:
+    """Changes a function, layer by layer."""
+
+    def __init__(
+        self,
+        fn: Function,
+        program: Program,
+        options: ReadSparse,
+        turns: Mapping[str, bool | None],
+        labels: Mapping[str, _Label],
+    ) -> None:
+        self.fn, self.program, self.options = fn, program, options
+        self.turns, self.labels = turns, labels
+        self.outputs = dict(fn.outputs)
+        self.picked: tuple[torch.fx.Node, Any] | None = None
+
+    def edited(self) -> Function:
+        """The function, changed where it reads a cache of the step's."""
+        for write in list(written(self.fn, self.program)):
+            turn = self.turns.get(write.keys.names[0])
+            if turn is None:
+                continue
+            with self.fn.graph.inserting_before(write.attend):
+                self._read(write, turn)
+        self.fn.set_outputs(self.outputs)
+        return self.fn
+
+    def _read(self, write: Written, picks: bool) -> None:
+        given = arguments(write.attend)
+        how = {n: given[n] for n in ("scale", "softcap") if given[n] is not None}
+        label = self.labels.get(write.keys.names[0])
+        stored = None if label is None else self._stored(write, label)
+        by_attention = self.options.pick == "attention"
+        if picks or self.picked is None:
+            asked = given["q"], given["k"]
+            if stored is not None and label is not None:
+                asked = self._taken(given["q"], label), stored
+            rows = self.fn.call(
+                G.top_rows.default, *asked, given["mask"], rows=self.options.rows, **how
+            )
+            self.picked = rows, given["mask"]
+            if by_attention:
+                return
+        rows, mask = self.picked
+        if mask is not given["mask"]:
+            raise PassError(
+                f"read_sparse: {write.what} may see other rows than the layer before it that "
+                f"picks, such as a sliding window's alone: set picks=0 with pick='labels', so that "
+                f"each layer picks for itself"
+            )
+        sinks = [] if given["sinks"] is None else [given["sinks"]]
+        read = self.fn.call(
+            G.attend_rows.default,
+            *(given["q"], given["k"], given["v"], rows, *sinks),
+            site=site_of(write.attend),
+            **how,
+        )
+        write.attend.replace_all_uses_with(read)
+        self.fn.graph.erase_node(write.attend)
+
+    def _taken(self, rows: Any, label: _Label) -> torch.fx.Node:
+        return self.fn.call(G.take_channels.default, rows, self.fn.weight(label.weight))
+
+    def _stored(self, write: Written, label: _Label) -> torch.fx.Node:
+        """Labels of all rows, those of the step written."""
+        fn, how = self.fn, _HOW
+        new = fn.call(G.quantize_rows.default, self._taken(write.keys.new, label), **how)
+        past = arguments(write.keys.writes[0])["past"]
+        parts = []
+        for index, state in enumerate(label.states):
+            held = self.outputs.get(state.name) or fn.add_input(state.name, state.type)
+            part = fn.call(G.cache_write.default, held, fn.item(new, index), past)
+            self.outputs[state.name] = part
+            parts.append(part)
+        return fn.call(G.stored_rows.default, *parts, **how)
+
+
+def _check(write: Written) -> None:
+    """Errors: `PassError` for attention that cannot be made to read some rows."""
+    given = arguments(write.attend)
+    if write.how:
+        raise PassError(
+            f"read_sparse: {write.what} stores rows in {write.how['bits']} bits, and picked rows "
+            f"are read as they are: leave out quantize_cache, or this pass"
+        )
+    if not write.whole:
+        raise PassError(f"read_sparse: attention of {write.what} reads what is not a cache's rows")
+    if given["bias"] is not None:
+        raise PassError(
+            f"read_sparse: {write.what} weighs rows by their distance (ALiBi), and picked rows "
+            f"have no weights of that kind"
+        )

@@ -1,0 +1,245 @@
+"""Sparse reading: which rows tokens pick, against loops over rows written from the papers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from evidence import evidence_for
+from handmade import Shape, cached_llama
+from hypothesis import given
+from hypothesis import strategies as st
+from test_quantize_cache import TOKENS, logits
+from test_runtime_cached import padded
+from tiny import in_int8
+
+from graftwork.backends import Target, compile
+from graftwork.ir import PassError, Program, arguments, run, verify
+from graftwork.ir.ops.quantized_cache import quantize_rows, stored_values
+from graftwork.ir.ops.sparse import attend_rows, take_channels, top_rows
+from graftwork.ir.plan import RecyclingDraft, SuffixDraft
+from graftwork.passes.caching.cached_rows import written
+from graftwork.passes.caching.evict_cache import EvictCache
+from graftwork.passes.caching.quantize_cache import QuantizeCache
+from graftwork.passes.caching.read_sparse import ReadSparse, label_weights
+from graftwork.passes.drafting.plan_edits import with_plan
+from graftwork.passes.engine.feed import empty_inputs
+from graftwork.passes.engine.validate import reference_logits
+from graftwork.passes.stepping.add_top_tokens import AddTopTokens
+from graftwork.runtime import generate
+
+G = torch.ops.graftwork
+SHAPE = Shape(layers=6)
+KINDS = {
+    "attention": {"pick": "attention", "full": 2, "picks": 2},
+    "labels": {"pick": "labels", "channels": 4},
+}
+
+
+def sparse(kind: str, rows: int = 7, shape: Shape = SHAPE, int8: bool = False) -> Program:
+    program = cached_llama(shape)
+    program = in_int8().run(program).program if int8 else program
+    reading = ReadSparse(rows=rows, **KINDS[kind])
+    made = reading.apply(program, evidence_for(program)).program
+    verify(made)
+    return made
+
+
+def rounded(weight: float) -> int:
+    return round(math.log(max(weight, 1e-30)) * 1024)
+
+
+def picked_by_hand(q: Any, k: Any, mask: Any, rows: int, scale: float) -> list[int]:
+    """Of one token and one group: q [heads,D], k [C,D], mask [C]; the rows, best first."""
+    seen = [r for r in range(len(k)) if mask[r]]
+    given_to = dict.fromkeys(seen, 0.0)
+    for head in q:
+        products = {r: float(head @ k[r]) * scale for r in seen}
+        most = max(products.values())
+        total = sum(math.exp(p - most) for p in products.values())
+        for r in seen:
+            given_to[r] += math.exp(products[r] - most) / total / len(q)
+    best = sorted(seen, key=lambda r: (-rounded(given_to[r]), -r))[:rows]
+    return best + [-1] * (rows - len(best))
+
+
+@given(st.integers(0, 99), st.sampled_from((1, 4, 12)))
+def test_rows_are_picked_as_by_hand_ties_included(seed, rows):
+    random = torch.Generator().manual_seed(seed)
+    # Few different keys, of whole numbers: many rows get the very same attention.
+    k = torch.randint(-1, 2, (2, 2, 9, 2), generator=random).double()
+    q = torch.randint(-2, 3, (2, 4, 3, 2), generator=random).double()
+    mask = torch.rand(2, 1, 3, 9, generator=random) < 0.6
+    mask[..., 2] = True
+    got = top_rows(q.float(), k.float(), mask, rows=rows, scale=0.5)
+    for b, g, t in ((b, g, t) for b in range(2) for g in range(2) for t in range(3)):
+        queries = q[b, 2 * g : 2 * g + 2, t]
+        want = picked_by_hand(queries, k[b, g], mask[b, 0, t], rows, 0.5)
+        assert got[b, g, t].tolist() == want
+
+
+@pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}])
+def test_attention_over_picked_rows_hides_all_others(extra):
+    random = torch.Generator().manual_seed(1)
+    q = torch.randn(2, 4, 3, 8, generator=random)
+    k, v = (torch.randn(2, 2, 9, wide, generator=random) for wide in (8, 6))
+    rows = torch.stack([torch.randperm(9, generator=random)[:5] for _ in range(12)])
+    rows = rows.reshape(2, 2, 3, 5)
+    rows[..., 4] = -1
+    sinks = torch.randn(4, generator=random) if extra else None
+    got = attend_rows(q, k, v, rows, sinks, scale=0.3, **extra)
+    for g in range(2):
+        mask = torch.zeros(2, 1, 3, 9, dtype=torch.bool)
+        mask[:, 0] = torch.zeros(2, 3, 9).scatter(2, rows[:, g, :, :4], 1.0).bool()
+        heads = slice(2 * g, 2 * g + 2)
+        own = None if sinks is None else sinks[heads]
+        of = q[:, heads], k[:, g : g + 1], v[:, g : g + 1], mask, None, own
+        want = G.attend(*of, scale=0.3, **extra)
+        torch.testing.assert_close(got[:, heads], want)
+
+
+def test_channels_are_those_that_make_the_most_of_products():
+    program = cached_llama(SHAPE)
+    windows = TOKENS[:2]
+    caches = list(written(program.step, program))
+    found = label_weights(program, caches, windows)
+    fn = program.step.copy()
+    asked = [arguments(node) for node in fn.calls(G.attend.default)]
+    fn.set_outputs({"q": asked[3]["q"], "k": asked[3]["k"].args[1]})
+    want = torch.zeros(2, 16)
+    for window in windows:
+        inputs = empty_inputs(program.with_function(fn), "step", window[None])
+        seen = run(program.with_function(fn), "step", inputs)
+        for head in range(4):
+            for channel in range(16):
+                q, k = seen["q"][0, head, :, channel], seen["k"][0, head // 2, :, channel]
+                want[head // 2, channel] += (q[:, None] * k[None]).abs().mean() / 4
+    torch.testing.assert_close(found[3], want)
+    made = sparse("labels")
+    weight = made.weights["kv.3.channels"].load()
+    assert weight.shape == (2, 4) and bool((weight.diff(dim=1) > 0).all())
+
+
+def read_rows(program: Program) -> tuple[dict[int, torch.Tensor], dict[str, torch.Tensor]]:
+    """By layer the rows that attention reads on `TOKENS`, and queries, keys and masks."""
+    fn = program.step.copy()
+    nodes = fn.calls(G.attend.default, G.attend_rows.default)
+    outputs, layers = {}, {}
+    for layer, node in enumerate(nodes):
+        of = arguments(node)
+        outputs |= {f"q.{layer}": of["q"], f"k.{layer}": of["k"]}
+        if "rows" in of:
+            outputs[f"rows.{layer}"] = layers[layer] = of["rows"]
+    fn.set_outputs(outputs)
+    watched = program.with_function(fn)
+    inputs = {name: t.repeat_interleave(1, 0) for name, t in _fed(watched).items()}
+    seen = run(watched, "step", inputs)
+    return {layer: seen[f"rows.{layer}"] for layer in layers}, seen
+
+
+def _fed(program: Program) -> dict[str, torch.Tensor]:
+    return empty_inputs(program, "step", TOKENS[:1])
+
+
+def test_layers_between_read_what_the_one_before_has_picked():
+    """Yang et al. (2024): all rows in layers 0 and 1; layers 2 and 4 read all and pick."""
+    rows, seen = read_rows(sparse("attention"))
+    assert sorted(rows) == [3, 5]
+    causal = torch.ones(20, 20).tril().bool()
+    for layer, picker in ((3, 2), (5, 4)):
+        for g in range(2):
+            for t in range(20):
+                q, k = seen[f"q.{picker}"][0, 2 * g : 2 * g + 2, t], seen[f"k.{picker}"][0, g]
+                want = picked_by_hand(q.double(), k.double(), causal[t], 7, 16**-0.5)
+                assert rows[layer][0, g, t].tolist() == want
+
+
+def test_each_layer_picks_by_its_labels():
+    """Yang et al. (2024): products of a few channels, keys' in 4 bits, stand for all."""
+    program = sparse("labels")
+    rows, seen = read_rows(program)
+    assert sorted(rows) == list(range(6))
+    causal = torch.ones(20, 20).tril().bool()
+    for layer in range(6):
+        channels = program.weights[f"kv.{layer}.channels"].load()
+        q = take_channels(seen[f"q.{layer}"], channels)
+        codes = quantize_rows(take_channels(seen[f"k.{layer}"], channels), bits=4, turned=False)
+        k = stored_values(*codes, 4)
+        for g in range(2):
+            for t in range(20):
+                want = picked_by_hand(
+                    q[0, 2 * g : 2 * g + 2, t].double(), k[0, g].double(), causal[t], 7, 16**-0.5
+                )
+                assert rows[layer][0, g, t].tolist() == want
+
+
+@pytest.mark.parametrize("target", ["eager", "onnxruntime"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_backends_mean_what_the_interpreter_says(kind, target):
+    program = sparse(kind)
+    want = reference_logits(program, TOKENS)
+    got = logits(program, TOKENS, [6, 1, 1, 8, 1, 3], target)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.long
+def test_inductor_means_what_the_interpreter_says():
+    program = sparse("labels", shape=Shape(layers=1))
+    want = reference_logits(program, TOKENS)
+    got = logits(program, TOKENS, [19, 1], "torch")
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("target", ["eager", "onnxruntime"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_many_rows_as_there_are_change_nothing(kind, target):
+    full = logits(cached_llama(SHAPE), TOKENS, [20], target)
+    torch.testing.assert_close(logits(sparse(kind, 300), TOKENS, [20], target), full)
+    few = logits(sparse(kind, 3), TOKENS, [20], target)
+    assert float((few - full).abs().max()) > 0.01 * float(full.abs().max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("draft", [SuffixDraft(), RecyclingDraft()], ids=["chains", "trees"])
+def test_drafts_change_no_token(kind, draft):
+    """In int8 weights, alone and in a ragged batch."""
+    program = AddTopTokens().run(sparse(kind, int8=True)).program
+    plain = compile(program, Target("eager", threads=1))
+    drafting = compile(with_plan(program, draft=draft), Target("eager", threads=1))
+    ids, mask = padded([TOKENS[0, :6].repeat(3), TOKENS[1, :9], TOKENS[2, :1]])
+    how = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    want = generate(plain, ids, **how)
+    assert torch.equal(generate(drafting, ids, **how), want)
+    alone = generate(plain, TOKENS[1:2, :9], max_new_tokens=12, do_sample=False)
+    assert torch.equal(alone[0, 9:], want[1, -12:])
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "says"),
+    [
+        (lambda: cached_llama(Shape(slopes=True, rotary=0)), KINDS["labels"], "ALiBi"),
+        (lambda: QuantizeCache(bits=4).run(cached_llama()).program, KINDS["labels"], "in 4 bits"),
+        (
+            lambda: EvictCache(budget=16, block=16).run(cached_llama()).program,
+            KINDS["labels"],
+            "which moves rows",
+        ),
+        (lambda: cached_llama(), KINDS["attention"], "expected at least 5 layers"),
+        (lambda: cached_llama(), {"channels": 32}, "fewer than channels=32"),
+    ],
+    ids=["alibi", "few bits", "evicting", "layers", "channels"],
+)
+def test_what_cannot_be_read_sparsely_is_refused(program, options, says):
+    made = program()
+    with pytest.raises(PassError, match=says):
+        ReadSparse(**options).apply(made, evidence_for(made))
+
+
+def test_what_stores_or_drops_rows_afterwards_is_refused():
+    with pytest.raises(PassError, match="only attention can read stored rows"):
+        QuantizeCache().run(sparse("attention"))
+    assert QuantizeCache().run(sparse("labels")).matches == 0
+    with pytest.raises(PassError, match="no attention reads"):
+        EvictCache(budget=16, block=16).run(sparse("labels"))
