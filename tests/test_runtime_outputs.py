@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from runtime_models import program
 
 from graftwork.runtime.feeding.outputs import Outputs, integers
 from graftwork.runtime.feeding.step_inputs import Calls
@@ -12,6 +13,7 @@ class Holding:
     """Holds calls that write into `memory`, and return the dict `given`."""
 
     def __init__(self) -> None:
+        self.program = program(4)
         self.memory = torch.zeros(2, 3, dtype=torch.int64)
         self.given = {"argmax": self.memory}
         self.held = 0

@@ -91,6 +91,6 @@ def shared_out(
         fn = program.function(name)
         # Of one that is all there is everything is wanted: it says itself what it has not.
         wanted = fetch if alone else tuple(output for output in fetch if output in fn.outputs)
-        if wanted or any(output in program.states for output in fn.outputs):
+        if alone or wanted or any(output in program.states for output in fn.outputs):
             fed = {given: value for given, value in inputs.items() if fn.has_input(given)}
             yield name, fed, wanted
