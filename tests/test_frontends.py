@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from archs import ARCHS, REFUSED, build
+from archs import ARCHS, REFUSED, build, error, logits_of, tokens_and_positions
+from shrunk import shrunk
 
 from graftwork.frontends import import_model
 from graftwork.ir import InputError, UnsupportedError
@@ -31,6 +32,15 @@ def test_encoders_are_refused() -> None:
     )
     with pytest.raises(UnsupportedError, match="bidirectional_mask_function"):
         import_model(BertForMaskedLM(config))
+
+
+def test_a_mask_for_a_source_hides_nothing_and_harms_nothing() -> None:
+    """The decoder of an encoder-decoder makes that mask also where it writes without a source."""
+    model = build(shrunk("bart"))
+    ids, positions = tokens_and_positions()
+    with torch.no_grad():
+        want = model(input_ids=ids, use_cache=False).logits
+    assert error(logits_of(import_model(model), ids, positions), want) < 1e-4
 
 
 def test_a_model_without_weights() -> None:

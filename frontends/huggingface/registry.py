@@ -44,13 +44,15 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class MaskKind:
-    """What a causal mask lets a token see. window: of the last so many tokens, None for all.
+    """What a mask lets a token see. window: of the last so many tokens, None for all.
 
-    chunk: of the tokens of its own chunk only.
+    chunk: of the tokens of its own chunk only. causal: whether later tokens are hidden. Decoders
+    that may read a source make a mask for it that is not, and use it only where there is a source.
     """
 
     window: int | None = None
     chunk: int | None = None
+    causal: bool = True
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -60,20 +62,18 @@ class MaskKind:
 
 def mask_kind(*args: Any, mask_function: Callable[..., Any], **kwargs: Any) -> MaskKind:
     """Registered as a mask builder: reads the rules of a mask off transformers' mask function."""
-    kind: dict[str, int] = {}
-    for rule, size in _rules(mask_function):
-        if rule != "causal":
-            kind[rule] = size
-    return MaskKind(**kind)
+    return MaskKind(**dict(_rules(mask_function)))
 
 
-def _rules(function: Callable[..., Any]) -> list[tuple[str, int]]:
+def _rules(function: Callable[..., Any]) -> list[tuple[str, Any]]:
     """The elementary rules that a mask function demands together."""
     name = function.__qualname__.partition(".")[0]
     captured = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     numbers = [value for value in captured if isinstance(value, int)]
     if name == "causal_mask_function":
-        return [("causal", 0)]
+        return [("causal", True)]
+    if name == "bidirectional_mask_function":
+        return [("causal", False)]
     if name == "sliding_window_overlay" and len(numbers) == 1:
         return [("window", numbers[0])]
     if name == "chunked_overlay" and len(numbers) == 1:
@@ -106,11 +106,16 @@ def attention_forward(
     unknown = sorted(set(given) - _HARMLESS)
     if unknown:
         raise UnsupportedError(f"attention with the argument {unknown[0]!r} is not supported yet")
-    if attention_mask is None and not getattr(module, "is_causal", True):
-        raise UnsupportedError("attention to later tokens (is_causal=False) is not supported")
-    kind = attention_mask or MaskKind()
+    kind = MaskKind(causal=getattr(module, "is_causal", True))
+    if attention_mask is not None:
+        kind = attention_mask
     if not isinstance(kind, MaskKind):
         raise UnsupportedError("the model changes its attention mask before attention uses it")
+    if not kind.causal:
+        raise UnsupportedError(
+            "attention to later tokens is not supported: expected a causal mask, got one that "
+            "hides nothing (bidirectional_mask_function, is_causal=False)"
+        )
     if kind.chunk is not None and kind.chunk < _context(module):
         raise UnsupportedError(
             f"chunked attention (attention_chunk_size={kind.chunk}) is not supported yet"
