@@ -5,8 +5,8 @@
         [--recipes streaming_llm,knorm,kivi:quantize_old_rows.bits=2,...] [--length 512]
         [--windows 16] [--block 32] [--target onnxruntime:cpu:float32] [--json F] [--svg F]
 
-Recipes with a budget are run with each of `budgets`, others once; options of their passes may stand
-behind a recipe's name, one after a colon each.
+Recipes with a budget, of rows that are kept or that a token reads, are run with each of `budgets`,
+others once; options of their passes may stand behind a recipe's name, one after a colon each.
 
 Windows are cut as in quality.py, and each is scored as `generate` would run it: piece by piece,
 rows dropped where they are dropped in decoding. perplexity: over the full cache's on the same
@@ -42,7 +42,8 @@ import graftwork as gw
 from graftwork.recipe import Recipe
 
 METHODS = (
-    "streaming_llm,knorm,keydiff,tova,snapkv,h2o,expected_attention,pyramidkv,adakv,citrus,kv_int8,kv_int4,"
+    "streaming_llm,knorm,keydiff,tova,snapkv,h2o,expected_attention,pyramidkv,adakv,citrus,"
+    "tidaldecode,double_sparsity,kv_int8,kv_int4,"
     + ",".join(
         f"{name}:quantize_old_rows.bits={bits}"
         for name, some in {
@@ -92,12 +93,15 @@ def settings(
     """A recipe as it was said, with each budget if it has one; and how, in words."""
     name, *options = said.split(":")
     recipe = Recipe.load(name).with_options(options)
-    if not any(use.name == "evict_cache" for use in recipe.passes):
+    uses = {use.name for use in recipe.passes}
+    if not uses & {"evict_cache", "read_sparse"}:
         yield ", ".join(option.split(".")[-1] for option in options), recipe
         return
     for percent in sorted(percents, reverse=True):
         budget = max(round(length * percent / 100 / block), 1) * block
         rows = [f"evict_cache.budget={budget}", f"evict_cache.block={block}"]
+        if "read_sparse" in uses:
+            rows = [f"read_sparse.rows={budget}"]
         yield f"{budget} rows", recipe.with_options(rows)
 
 

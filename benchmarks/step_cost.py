@@ -4,7 +4,7 @@
 
 Recipes take turns, width by width; a cell is the median over the rounds, and the fastest round.
 `past` are tokens of the text before the step: a cache with a budget holds no more rows than that,
-and is full here.
+and is full here. Rows hold random numbers, because memory that nobody wrote is read from one page.
 """
 
 from __future__ import annotations
@@ -30,6 +30,19 @@ def held_rows(executable: Executable, width: int, past: int) -> int:
     """Rows that the caches hold of a text before such a step, at most."""
     most = executable.program.plan.cache.most
     return past if most is None else min(past, most - width)
+
+
+def fill(executable: Executable, past: int) -> None:
+    """Write random rows wherever those of a text of `past` tokens stand."""
+    program = executable.program
+    held = program.plan.cache.held
+    for name, state in program.states.items():
+        own = held.get(state.capacity or "")
+        rows = held_rows(executable, 1, past) if own is None else own.rows(past)
+        for written in executable.read_rows([name], 0, 0, rows).values():
+            floats = written.is_floating_point()
+            random = torch.randn(written.shape) if floats else torch.randint(256, written.shape)
+            executable.write_rows(0, 0, {name: random.to(written.dtype)})
 
 
 def step_seconds(executable: Executable, width: int, past: int, repeats: int) -> float:
@@ -72,6 +85,7 @@ def main() -> None:
     for model in models.values():
         model.executable.begin(1, args.past + max(args.widths))
         model.executable.reserve(args.past + max(args.widths))
+        fill(model.executable, args.past)
     for _ in range(args.rounds):
         for width in args.widths:
             for recipe, model in models.items():

@@ -35,12 +35,14 @@ PLACES = {
         *("key", "value", "positions", "cos", "sin", "ancestors", "sinks", "slopes"),
     ),
     "MaskedAttention": ("q", "k", "v", "mask", "bias", "sinks"),
+    "PickedAttention": ("q", "k", "v", "rows", "sinks"),
 }
 F32, U8 = oir.DataType.FLOAT, oir.DataType.UINT8
 OUTPUTS = {
     "CachedAttention": [F32, F32, F32],
     "CachedQuantizedAttention": [F32, U8, U8, F32, F32],
     "MaskedAttention": [F32],
+    "PickedAttention": [F32],
 }
 SIZES: dict[str, dict[str, Any]] = {
     "CachedAttention": {
@@ -48,6 +50,7 @@ SIZES: dict[str, dict[str, Any]] = {
         **{"interleaved": 0, "threads": 2},
     },
     "MaskedAttention": {"scale": 0.25, "softcap": 0.0, "threads": 2},
+    "PickedAttention": {"scale": 0.25, "softcap": 0.0, "threads": 2},
 }
 SIZES["CachedQuantizedAttention"] = SIZES["CachedAttention"]
 

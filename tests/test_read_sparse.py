@@ -9,14 +9,17 @@ import pytest
 import torch
 from evidence import evidence_for
 from handmade import Shape, cached_llama
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from onnxruntime_helpers import without_own_attention
+from test_own_attention import node
 from test_quantize_cache import TOKENS, logits
 from test_runtime_cached import padded
 from tiny import in_int8
 
 from graftwork.backends import Target, compile
-from graftwork.ir import PassError, Program, arguments, run, verify
+from graftwork.backends.torch import cpu
+from graftwork.ir import InputError, PassError, Program, arguments, run, verify
 from graftwork.ir.ops.quantized_cache import quantize_rows, stored_values
 from graftwork.ir.ops.sparse import attend_rows, take_channels, top_rows
 from graftwork.ir.plan import RecyclingDraft, SuffixDraft
@@ -100,6 +103,56 @@ def test_attention_over_picked_rows_hides_all_others(extra):
         torch.testing.assert_close(got[:, heads], want)
 
 
+def picked_step(seed: int, width: int, count: int) -> tuple[torch.Tensor, ...]:
+    """Queries, keys, values and rows, of which some are none."""
+    random = torch.Generator().manual_seed(seed)
+    q = torch.randn(2, 4, width, 16, generator=random)
+    k, v = (torch.randn(2, 2, 21, wide, generator=random) for wide in (16, 24))
+    rows = torch.rand(2, 2, width, 21, generator=random).topk(count).indices
+    rows[..., 1:] = rows[..., 1:].where(torch.rand(rows.shape, generator=random)[..., 1:] < 0.8, -1)
+    return q, k, v, rows
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 99), st.integers(1, 5), st.integers(1, 21), st.sampled_from((None, 2.0)))
+def test_kernels_read_picked_rows_as_the_op_says(seed, width, count, softcap):
+    of = picked_step(seed, width, count)
+    sinks = None if softcap is None else torch.randn(4)
+    got = cpu.attend_rows(*of, sinks, scale=0.25, softcap=softcap)
+    want = attend_rows(*of, sinks, scale=0.25, softcap=softcap)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    names = dict(zip("qkv", of[:3], strict=True)) | {"rows": of[3], "sinks": sinks}
+    assert torch.equal(node("PickedAttention", names, softcap=softcap or 0.0)[0], got)
+    alone = cpu.attend_rows(*(x[1:] for x in of), sinks, scale=0.25, softcap=softcap)
+    assert torch.equal(alone, got[1:])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rows": torch.full((2, 2, 3, 4), 21)}, "index 21 lies outside 0..20"),
+        ({"rows": torch.full((2, 2, 3, 4), -2)}, "lies outside 0..20"),
+        ({"rows": torch.zeros(2, 1, 3, 4, dtype=torch.int64)}, "rows must be"),
+        ({"k": torch.zeros(2, 2, 20, 16)}, "v must be"),
+        ({"q": torch.zeros(2, 3, 3, 16)}, "multiple of G"),
+        ({"sinks": torch.zeros(2)}, "sinks must be"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(changes, says):
+    of = dict(zip(("q", "k", "v", "rows"), picked_step(0, 3, 4), strict=True)) | changes
+    with pytest.raises(Exception, match=says):
+        node("PickedAttention", of)
+    with pytest.raises(InputError):
+        cpu.attend_rows(**of, scale=0.25)
+
+
+def test_without_own_kernels_the_ops_meaning_runs(monkeypatch):
+    without_own_attention(monkeypatch)
+    program = sparse("labels")
+    got = logits(program, TOKENS, [6, 14], "onnxruntime")
+    torch.testing.assert_close(got, reference_logits(program, TOKENS), rtol=1e-4, atol=1e-4)
+
+
 def test_channels_are_those_that_make_the_most_of_products():
     program = cached_llama(SHAPE)
     windows = TOKENS[:2]
@@ -127,8 +180,8 @@ def read_rows(program: Program) -> tuple[dict[int, torch.Tensor], dict[str, torc
     fn = program.step.copy()
     nodes = fn.calls(G.attend.default, G.attend_rows.default)
     outputs, layers = {}, {}
-    for layer, node in enumerate(nodes):
-        of = arguments(node)
+    for layer, attend in enumerate(nodes):
+        of = arguments(attend)
         outputs |= {f"q.{layer}": of["q"], f"k.{layer}": of["k"]}
         if "rows" in of:
             outputs[f"rows.{layer}"] = layers[layer] = of["rows"]

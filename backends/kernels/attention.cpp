@@ -207,6 +207,42 @@ void graftwork::attend(const Masked& of, const Team& team) {
     });
 }
 
+void graftwork::attend(const Picked& of, const Team& team) {
+    const int64_t each = of.H / of.G, bytes = of.K * (of.D + of.E) * int64_t(sizeof(float));
+    const Stored floats = {32, false};
+    for (int64_t i = 0; i < of.B * of.G * of.T * of.K; i++)
+        if (of.rows[i] != -1) check_index(of.rows[i], of.C);
+    team.each(of.B * of.G * of.T, bytes, [&](int64_t place) {
+        // The rows of a token side by side, as a cache of its own.
+        static thread_local std::vector<float> keys, values;
+        keys.resize(of.K * of.D);
+        values.resize(of.K * of.E);
+        const int64_t group = place / of.T, t = place % of.T;
+        int64_t count = 0;
+        for (int64_t i = 0; i < of.K; i++) {
+            const int64_t row = of.rows[place * of.K + i];
+            if (row == -1) continue;
+            const float* const key = of.k + (group * of.C + row) * of.D;
+            const float* const value = of.v + (group * of.C + row) * of.E;
+            std::copy(key, key + of.D, keys.data() + count * of.D);
+            std::copy(value, value + of.E, values.data() + count * of.E);
+            count++;
+        }
+        const Attention own = {rows_of(floats, keys.data(), nullptr, 0, count, of.D),
+                               rows_of(floats, values.data(), nullptr, 0, count, of.E),
+                               count, of.scale, of.softcap};
+        in_gangs(own, false, 0, each, [&](int64_t head, int64_t) {
+            const int64_t at = (group * each + head) * of.T + t;
+            Query query = {};
+            query.values = of.q + at * of.D;
+            query.open = query.end = count;
+            query.sink = of.sinks ? of.sinks + group % of.G * each + head : nullptr;
+            query.out = of.out + at * of.E;
+            return query;
+        });
+    });
+}
+
 void graftwork::attend(const Cached& of, const Team& team) {
     const Tokens tokens(of);
     const int64_t each = of.H / of.G, rows = each * of.T;

@@ -33,6 +33,20 @@ struct Masked {
 
 void attend(const Masked& given, const Team& team);
 
+// `graftwork.attend_rows`: q [B,H,T,D], k [B,G,C,D], v [B,G,C,E], rows [B,G,T,K] and, unless it is null,
+// sinks [H]; out [B,H,T,E]. A softcap of 0 is none.
+struct Picked {
+    const float *q, *k, *v;
+    const int64_t* rows;
+    const float* sinks;
+    float* out;
+    int64_t B, H, G, T, C, D, E, K;
+    float scale, softcap;
+};
+
+// Throws for rows that the caches do not have.
+void attend(const Picked& given, const Team& team);
+
 // `graftwork.ort_attend`: tokens are put into caches, turned by their positions, and attend.
 //
 // query [B,T,H,D], key [B,T,G,D], value [B,T,G,E], where a token is so many numbers after the one

@@ -3,7 +3,7 @@
 //
 //   QuantizedLinear(x, packed, scale, offset?, table?, bias?; bits, group, N) -> y
 //   QuantizedEmbedding(ids, weight, scale, offset?, codebook?; bits, group) -> y
-//   CachedAttention, CachedQuantizedAttention, MaskedAttention: see ort_attention.h
+//   CachedAttention, CachedQuantizedAttention, MaskedAttention, PickedAttention: see ort_attention.h
 
 #include "ort_attention.h"
 #include "ort_recurrent.h"
@@ -128,6 +128,7 @@ extern "C" ort::Status* RegisterCustomOps(ort::Options* options, const ort::ApiB
         static const Op<CachedNode<false>> cached;
         static const Op<CachedNode<true>> cached_quantized;
         static const Op<MaskedAttention> masked;
+        static const Op<PickedAttention> picked;
         static const Op<LinearAttentionStep> recurrence;
         static ort::Domain* const domain = [&] {  // sessions use it as long as they live
             ort::Domain* const made = api->create_domain("graftwork");
@@ -136,6 +137,7 @@ extern "C" ort::Status* RegisterCustomOps(ort::Options* options, const ort::ApiB
             api->add_op(made, &cached);
             api->add_op(made, &cached_quantized);
             api->add_op(made, &masked);
+            api->add_op(made, &picked);
             api->add_op(made, &recurrence);
             return made;
         }();

@@ -142,6 +142,29 @@ void attend(
     attend(given, Threads(threads));
 }
 
+// `graftwork.attend_rows`; see attention.h.
+void attend_rows(
+    const float* q,
+    const float* k,
+    const float* v,
+    const int64_t* rows,
+    const float* sinks,
+    float* out,
+    int64_t B,
+    int64_t H,
+    int64_t G,
+    int64_t T,
+    int64_t C,
+    int64_t D,
+    int64_t E,
+    int64_t K,
+    const float* scale,
+    const float* softcap,
+    int64_t threads) {
+    const Picked given = {q, k, v, rows, sinks, out, B, H, G, T, C, D, E, K, *scale, *softcap};
+    attend(given, Threads(threads));
+}
+
 // `graftwork.quantize_rows` of x [count, width].
 void quantize_rows(
     const float* x,

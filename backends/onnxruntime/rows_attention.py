@@ -69,7 +69,7 @@ def _no_sinks(node: torch.fx.Node) -> bool:
 def _is_own(node: torch.fx.Node) -> bool:
     """Whether graftwork's own kernel can do an attention that reads any mask."""
     given = arguments(node)
-    floats = [given[name] for name in ("q", "k", "v", "bias", "sinks")]
+    floats = [given[name] for name in ("q", "k", "v", "bias", "sinks") if name in given]
     plain = all(x is None or ir_type(x).dtype == torch.float32 for x in floats)
     return plain and given["softcap"] != 0 and not own_attention_available()
 
@@ -88,6 +88,21 @@ def own_attend(
 ) -> Any:
     options = {"scale": scale, "softcap": softcap or 0.0, "threads": e.threads}
     return e.own("MaskedAttention", q, k, v, mask, bias, sinks, **options)
+
+
+@row(G.attend_rows.default, when=_is_own, native=True)
+def own_attend_rows(
+    e: Emitter,
+    q: oir.Value,
+    k: oir.Value,
+    v: oir.Value,
+    rows: oir.Value,
+    sinks: oir.Value | None,
+    scale: float,
+    softcap: float | None,
+) -> Any:
+    options = {"scale": scale, "softcap": softcap or 0.0, "threads": e.threads}
+    return e.own("PickedAttention", q, k, v, rows, sinks, **options)
 
 
 @row(G.ort_attend.default, native=True)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ir.ops import norm, quantized_cache
+from ...ir.ops import norm, quantized_cache, sparse
 from ...ir.ops.attention import check_attend
 from . import native, native_attention, native_quantized, native_recurrent
 from .rows import Row
@@ -127,6 +127,26 @@ def attend_quantized(
     return result
 
 
+def attend_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """`graftwork.attend_rows`; native in float32."""
+    found: Tensor
+    if _float32(q, k, v) and softcap != 0:
+        own = None if sinks is None else sinks.float()
+        found = native_attention.attend_rows(q, k, v, rows, own, scale, softcap or 0.0)
+    else:
+        found = sparse.attend_rows(q, k, v, rows, sinks, scale=scale, softcap=softcap)
+    return found
+
+
 def quantize_rows(x: Tensor, *, bits: int, turned: bool) -> tuple[Tensor, Tensor]:
     """`graftwork.quantize_rows`; native."""
     found: tuple[Tensor, Tensor] = native_attention.quantize_rows(x.float(), bits, turned)
@@ -220,6 +240,7 @@ CPU_ROWS: dict[Any, Row] = {
     native_quantized.EMBEDDING: native_quantized.quantized_embedding,
     torch.ops.graftwork.attend.default: attend,
     torch.ops.graftwork.attend_quantized.default: attend_quantized,
+    torch.ops.graftwork.attend_rows.default: attend_rows,
     torch.ops.graftwork.quantize_rows.default: quantize_rows,
     torch.ops.graftwork.linear_attention_step.default: native_recurrent.step,
     torch.ops.graftwork.rms_norm.default: rms_norm,

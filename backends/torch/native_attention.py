@@ -11,10 +11,12 @@ from ...ir import InputError
 from ...ir.ops.attention import check_attend
 from ...ir.ops.operands import Operands
 from ...ir.ops.quantized_cache import check_attend_quantized, check_stored
+from ...ir.ops.sparse import check_attend_rows
 from ..cached_library import SHARED
 from .native import F32, Kernel, native_op
 
 attend_kernel = Kernel("attend", SHARED)
+attend_rows_kernel = Kernel("attend_rows", SHARED)
 quantize_rows_kernel = Kernel("quantize_rows", SHARED)
 FLOATS = 32
 """Bits of rows that are stored as they are."""
@@ -121,6 +123,46 @@ def attend_quantized(
     sizes = batch, heads, groups, width, rows, dim, result.shape[3]
     tensors = q, k, v, k_steps, v_steps, mask, bias, sinks, result
     attend_kernel(*tensors, *sizes, scale, softcap, bits, int(turned), torch.get_num_threads())
+    return result
+
+
+def _check_attend_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+) -> None:
+    check_attend_rows(q, k, v, rows, sinks)
+    for tensor in (q, k, v, sinks):
+        if tensor is not None and tensor.dtype != F32:
+            raise InputError(f"attend_rows: the kernel takes {F32}, got {tensor.dtype}")
+
+
+@native_op(
+    "attend_rows(Tensor q, Tensor k, Tensor v, Tensor rows, Tensor? sinks, float scale, "
+    "float softcap) -> Tensor",
+    _check_attend_rows,
+    _attend_like,
+)
+def attend_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+) -> Tensor:
+    """`graftwork.attend_rows` in float32; a softcap of 0 is none."""
+    result = _attend_like(q, k, v)
+    batch, heads, width, dim = q.shape
+    groups, capacity, wide = v.shape[1:]
+    sizes = batch, heads, groups, width, capacity, dim, wide, rows.shape[3]
+    tensors = q, k, v, rows, sinks, result
+    attend_rows_kernel(*tensors, *sizes, scale, softcap, torch.get_num_threads())
     return result
 
 

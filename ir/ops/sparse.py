@@ -98,8 +98,13 @@ def top_rows(
     _top_fake(q, k, mask, rows=rows, scale=scale, softcap=softcap)
     batch, heads, width, _ = q.shape
     groups, capacity = k.shape[1], k.shape[2]
-    scores = _scores(q.float(), k.float(), scale, softcap).masked_fill(~mask, -1e30)
-    weights = torch.softmax(scores, dim=-1)
+    grouped = q.float().reshape(batch, groups, heads // groups * width, q.shape[3])
+    # Products by rows of the cache: what is turned over is not the keys, of which there are more.
+    scores = torch.matmul(k.float(), grouped.transpose(2, 3)).transpose(2, 3) * scale
+    scores = scores.reshape(batch, heads, width, capacity)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    weights = torch.softmax(scores.masked_fill(~mask, -1e30), dim=-1)
     mean = weights.reshape(batch, groups, heads // groups, width, capacity).mean(2)
     ranked = torch.round(mean.clamp(min=LEAST).log() * STEPS).to(I64) + 2**24
     place = torch.arange(capacity, device=k.device)
@@ -117,14 +122,8 @@ def _attend_samples() -> Iterator[Sample]:
     yield (q, k, v, rows, torch.randn(4)), {"scale": 0.3, "softcap": 4.0}
 
 
-def _attend_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: Tensor,
-    sinks: Tensor | None = None,
-    **options: object,
-) -> Tensor:
+def check_attend_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, sinks: Tensor | None) -> None:
+    """Whether `attend_rows` takes these operands. Errors: `InputError` naming what does not fit."""
     given = Operands("attend_rows")
     given.fit("q", q, "BHTD")
     given.fit("k", k, "BGCD")
@@ -133,6 +132,17 @@ def _attend_fake(
     given.fit("sinks", sinks, "H")
     given.multiple("H", of="G")
     given.at_least_one("C", "K")
+
+
+def _attend_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    sinks: Tensor | None = None,
+    **options: object,
+) -> Tensor:
+    check_attend_rows(q, k, v, rows, sinks)
     return q.new_empty((*q.shape[:3], v.shape[3]))
 
 
@@ -160,7 +170,7 @@ def attend_rows(
     none, at least one for every token; scale, sinks, softcap as in `attend`. Errors: `InputError`
     naming an operand of another rank, size or dtype.
     """
-    _attend_fake(q, k, v, rows, sinks)
+    check_attend_rows(q, k, v, rows, sinks)
     batch, heads, width, dim = q.shape
     groups, capacity, wide = v.shape[1:]
     each, count = heads // groups, rows.shape[3]
