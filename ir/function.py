@@ -18,7 +18,7 @@ from typing import Any
 import torch.fx
 
 from .errors import GraftworkError
-from .infer import infer
+from .infer import infer, inferred
 from .names import check_name
 from .signature import placed
 from .types import Sym, TensorType, ValueType
@@ -206,14 +206,21 @@ class Function:
         *args: Any,
         site: Site = NOWHERE,
         name: str | None = None,
+        granted: bool = False,
         **kwargs: Any,
     ) -> torch.fx.Node:
-        """A typed call at the insertion point. Errors: `VerifyError` if the types do not fit."""
-        node_type = infer(target, args, kwargs)
+        """A typed call at the insertion point.
+
+        granted: sizes compare as the call needs them to, see `infer`; the node keeps it.
+        Errors: `VerifyError` if the types do not fit.
+        """
+        node_type = infer(target, args, kwargs, granted=granted)
         name = name or _short_name(target)
         args, kwargs = placed(target, args, kwargs)
         node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         node.meta = {"type": node_type, "site": site}
+        if granted:
+            node.meta["granted"] = True
         return node
 
     def item(self, node: torch.fx.Node, index: int) -> torch.fx.Node:
@@ -235,7 +242,7 @@ class Function:
         changed = []
         for node in self.calls():
             before = node.meta["type"]
-            after = infer(node.target, node.args, dict(node.kwargs))  # type: ignore[arg-type]
+            after = inferred(node)
             if before != after:
                 node.meta["type"] = after
                 changed.append((node, before, after))

@@ -7,7 +7,8 @@ is one symbol of a `ShapeEnv` that lives as long as the process.
 A type must hold for every size of at least 1. An op whose result depends on how a symbol compares
 with a number is refused (``x[:, :5]`` of a ``f32[B,T]`` is f32[B,5] only where T >= 5). One kind of
 comparison is taken for granted: a slice with symbolic ends lies within a dim that is a number, as
-``table[:T]`` of a ``f32[2048,64]`` does.
+``table[:T]`` of a ``f32[2048,64]`` does. What an op asks of its operands is granted to the steps
+that the op is decomposed into.
 """
 
 from __future__ import annotations
@@ -142,24 +143,44 @@ def _instantiate(value: Any, shapes: _Shapes) -> Any:
     return value
 
 
-def infer(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ValueType:
+def infer(
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    granted: bool = False,
+) -> ValueType:
     """Result type of calling `target` on `args`, which hold `fx.Node`s that have types.
+
+    granted: comparisons of sizes that the type depends on hold, because an op that the call is part
+    of asks for them.
 
     Errors: `VerifyError` naming the op, its argument types and what its fake kernel said.
     """
-    return _infer(target, _freeze(args), _freeze(kwargs))
+    frozen = _freeze(args), _freeze(kwargs)
+    found, assumed = _infer(target, *frozen)
+    if assumed and not granted:
+        reason = f"the result depends on sizes: it would hold only where {' and '.join(assumed)}"
+        raise _refusal(target, *frozen, reason)
+    return found
+
+
+def inferred(node: torch.fx.Node) -> ValueType:
+    """Result type of a call node, as `Function.call` gave it. Errors: those of `infer`."""
+    granted = node.meta.get("granted", False)
+    return infer(node.target, node.args, dict(node.kwargs), granted=granted)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=65536)
 @traces
-def _infer(target: Callable[..., Any], args: Any, kwargs: Any) -> ValueType:
+def _infer(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[ValueType, list[str]]:
+    """The type, and the comparisons of sizes that it would hold for."""
     shapes = _shapes()
     if target is operator.getitem:
         source, index = args[1][0].value, args[1][1].value
         if not isinstance(source, tuple) or not -len(source) <= index < len(source):
             raise VerifyError(f"cannot take result {index} of a value of type {source}")
-        item: ValueType = source[index]
-        return item
+        return source[index], []
     known = len(shapes.env.guards)
     wrong = mismatch(target, _plain(args), {k: _plain(v) for k, v in kwargs[1]})
     if wrong is not None:
@@ -167,21 +188,17 @@ def _infer(target: Callable[..., Any], args: Any, kwargs: Any) -> ValueType:
     try:
         ruled = _ruled(target, args, kwargs)
         if ruled is not None:
-            return ruled
+            return ruled, []
         with shapes.mode, torch.no_grad(), _quiet():
             result = target(*_thaw(args, shapes), **_thaw(kwargs, shapes))
-        inferred = _type_of(result, shapes, target)
+        found = _type_of(result, shapes, target)
     except Exception as error:  # fake kernels raise whatever they like
-        _forget_guesses(shapes, known)
+        forget_guesses(shapes, known)
         raise _refusal(target, args, kwargs, shapes.readable(str(error))) from error
-    assumed = _forget_guesses(shapes, known)
-    if assumed:
-        reason = f"the result depends on sizes: it would hold only where {' and '.join(assumed)}"
-        raise _refusal(target, args, kwargs, reason)
-    return inferred
+    return found, forget_guesses(shapes, known)
 
 
-def _forget_guesses(shapes: _Shapes, known: int) -> list[str]:
+def forget_guesses(shapes: _Shapes, known: int) -> list[str]:
     """The guesses made since; they would stay in force for every later op, so start afresh."""
     assumed = shapes.assumptions(known)
     if assumed:

@@ -15,7 +15,7 @@ import torch.fx
 
 from .errors import GraftworkError, InputError, VerifyError
 from .function import Function, Role, site_of
-from .infer import infer
+from .infer import inferred
 from .names import check_name, check_program_name, is_name, shown
 from .printer import function_lines, site_text
 from .program import Program
@@ -211,7 +211,7 @@ class _Checker:
 
     def check_inferred(self, node: torch.fx.Node) -> None:
         try:
-            inferred = infer(node.target, node.args, dict(node.kwargs))  # type: ignore[arg-type]
+            found = inferred(node)
         except GraftworkError as error:
             self.fail(
                 node,
@@ -220,15 +220,15 @@ class _Checker:
                 got=str(error),
                 fix="check dtypes and sizes of the arguments",
             )
-        if inferred != node.meta["type"]:
+        if found != node.meta["type"]:
             self.fail(
                 node,
                 "a type is not what inference gives",
-                expected=type_text(inferred),
+                expected=type_text(found),
                 got=type_text(node.meta["type"]),
                 fix="call Function.retype() after changing arguments",
             )
-        leaves = [t for t in _leaves(inferred) if isinstance(t, TensorType)]
+        leaves = [t for t in _leaves(found) if isinstance(t, TensorType)]
         symbols = [d.symbols for t in leaves for d in t.dims if isinstance(d, Sym)]
         self.check_symbols(node, set().union(*symbols, set()))
 

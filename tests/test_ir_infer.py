@@ -121,6 +121,18 @@ def test_a_refused_guess_leaves_no_trace() -> None:
     assert scene.type(A.view.default, scene.x, [B * T, 64]) == "f32[B*T,64]"
 
 
+def test_a_granted_guess_holds_for_its_call_alone() -> None:
+    """What an op asks of its operands is granted to its steps; other calls are refused."""
+    scene = Scene()
+    for _ in range(2):
+        granted = scene.fn.call(A.topk.default, scene.x, 7, 1, granted=True)
+        assert str(scene.fn.item(granted, 0).meta["type"]) == "f32[B,7,64]"
+        with pytest.raises(VerifyError, match="T >= 7"):
+            scene.fn.call(A.topk.default, scene.x, 7, 1)
+        _infer.cache_clear()
+    assert scene.fn.retype() == []
+
+
 def test_results_by_index() -> None:
     scene = Scene()
     split = scene.fn.call(A.split_with_sizes.default, scene.x, [60, 4], 2)

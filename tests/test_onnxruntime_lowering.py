@@ -10,10 +10,13 @@ import pytest
 import torch
 from handmade import Shape, cached_llama
 
+from graftwork.backends.onnxruntime.decompose import decompose
 from graftwork.backends.onnxruntime.lower import Variant, lower
 from graftwork.backends.onnxruntime.norms import fuse_norms
 from graftwork.backends.onnxruntime.views import simplify_views
 from graftwork.ir import Function, Program, Sym, TensorType, Weight, run
+from graftwork.ir.errors import VerifyError
+from graftwork.ir.infer import _infer, _shapes
 from graftwork.ir.verify import verify
 from graftwork.passes.engine.validate import empty_states
 
@@ -211,3 +214,26 @@ def test_lowering_leaves_the_program_alone() -> None:
     lower(program, "step", "tree")
     assert str(program) == before
     assert replace(program, name="x").name == "x"
+
+
+def keeping() -> tuple[Function, torch.fx.Node]:
+    """A function that keeps rows of a cache, and scores with as many rows as there are."""
+    fn = Function("settle")
+    scores = fn.add_input("scores", TensorType(torch.float32, (Sym("B"), 2, Sym("C"))))
+    past = fn.add_input("past", TensorType(torch.int64, (Sym("B"),)))
+    kept = fn.call(G.keep_top.default, scores, past, rows=40, full=48, sinks=2, recent=8)
+    fn.set_outputs({"kept": kept})
+    return fn, scores
+
+
+def test_what_an_op_asks_of_sizes_is_granted_to_its_steps_alone() -> None:
+    """`keep_top` asks for C >= rows: its steps may pick 40 rows, whatever was lowered before."""
+    for _ in range(2):
+        fn, scores = keeping()
+        assert decompose(fn, native=False) > 0
+        assert fn.calls(A.topk.default) and fn.retype() == []
+        with fn.graph.inserting_after(scores), pytest.raises(VerifyError, match="C >= 40"):
+            fn.call(A.topk.default, scores, 40)
+        # Another op forgets what is known of sizes; what was traced before stays.
+        _shapes.cache_clear()
+        _infer.cache_clear()

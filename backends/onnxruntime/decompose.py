@@ -16,7 +16,7 @@ from torch._decomp import decomposition_table
 from torch.fx.node import map_aggregate
 
 from ...ir import Function, UnsupportedError, site_of
-from ...ir.infer import _freeze, _shapes, _thaw
+from ...ir.infer import _freeze, _shapes, _thaw, forget_guesses
 from ...ir.ops import op_of
 from ...ir.threads import traces
 from .emit import row_of, targets_with_rows
@@ -57,7 +57,9 @@ def _replace(function: Function, node: torch.fx.Node) -> None:
             elif "size" not in step.meta:
                 args = map_aggregate(step.args, lambda a: _argument(a, values))
                 kwargs = map_aggregate(step.kwargs, lambda a: _argument(a, values))
-                values[step] = function.call(step.target, *args, site=site_of(node), **kwargs)
+                values[step] = function.call(
+                    step.target, *args, site=site_of(node), granted=True, **kwargs
+                )
     _rewire(function, node, result)
 
 
@@ -90,10 +92,15 @@ def _tensors(node: torch.fx.Node) -> list[torch.fx.Node]:
 @lru_cache(maxsize=4096)
 @traces
 def _template(target: Any, args: Any, kwargs: Any) -> torch.fx.Graph:
-    """The decomposition as a graph of tensor placeholders; size nodes carry ``meta["size"]``."""
+    """The decomposition as a graph of tensor placeholders; size nodes carry ``meta["size"]``.
+
+    Sizes are compared as the op asks for them (C >= rows in `keep_top`): granted to its steps, and
+    to nothing else.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx
 
     shapes = _shapes()
+    known = len(shapes.env.guards)
     definition = op_of(target)
     call = definition.meaning if definition is not None else target
     with shapes.mode, torch.no_grad():
@@ -114,6 +121,8 @@ def _template(target: Any, args: Any, kwargs: Any) -> torch.fx.Graph:
             graph = make_fx(flat, decomposition_table=table)(*fakes, *carriers).graph
         except Exception as error:  # tracing raises whatever the code does
             raise UnsupportedError(f"onnxruntime: cannot decompose {target}: {error}") from error
+        finally:
+            forget_guesses(shapes, known)
     calls = [n for n in graph.nodes if n.op == "call_function"]
     if definition is None and [n.target for n in calls] == [target]:
         raise UnsupportedError(f"onnxruntime has no row for {target}, and torch no decomposition")

@@ -178,8 +178,18 @@ def attend_rows(
     flat = (rows.clamp(min=0) + first).reshape(-1)
     # Each token is a sequence of its own, with the rows that it picked as its cache.
     shape = batch, groups * width, count
-    keys = k.reshape(-1, dim).index_select(0, flat).reshape(*shape, dim).to(q.dtype)
-    values = v.reshape(-1, wide).index_select(0, flat).reshape(*shape, wide).to(q.dtype)
+    keys = (
+        k.reshape(batch * groups * capacity, dim)
+        .index_select(0, flat)
+        .reshape(*shape, dim)
+        .to(q.dtype)
+    )
+    values = (
+        v.reshape(batch * groups * capacity, wide)
+        .index_select(0, flat)
+        .reshape(*shape, wide)
+        .to(q.dtype)
+    )
     grouped = q.reshape(batch, groups, each, width, dim).transpose(2, 3)
     grouped = grouped.reshape(batch, groups * width * each, 1, dim)
     scores = _scores(grouped, keys, scale, softcap)

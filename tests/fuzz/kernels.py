@@ -31,7 +31,7 @@ from graftwork.backends.torch import (
     native_quantized,
     native_recurrent,
 )
-from graftwork.ir.ops import attention, norm, quantized_cache, recurrent
+from graftwork.ir.ops import attention, norm, quantized_cache, recurrent, sparse
 
 sys.path.append(str(Path(__file__).parents[1]))
 import quantized  # the tests' own
@@ -237,6 +237,34 @@ def native_quantized_embedding(make: Maker) -> Case:
     return Case("quantized_embedding", call, meaning, operands, options, tolerance=SAME)
 
 
+def native_attend_rows(make: Maker) -> Case:
+    given = attend(make).operands
+    (batch, groups, capacity), width = given["k"].shape[:3], given["q"].shape[2]
+    count = make.random.choice((0, 1, 3, 3, 20)) if capacity else 1
+    last = capacity + (make.random.random() < 0.1)
+    shape = batch, groups, width, count
+    rows = torch.randint(0, max(last, 1), shape, generator=make.generator)
+    absent = torch.rand(shape, generator=make.generator) < 0.2
+    absent[..., :1] = False  # every token reads one row at least
+    rows = rows.masked_fill(absent, -1 if make.random.random() < 0.9 else -2)
+
+    def meaning(*tensors: Any, scale: float, softcap: float) -> Tensor:
+        q, k, v, rows, sinks = tensors
+        want(all(t is None or t.dtype == F32 for t in (q, k, v, sinks)))
+        want(k.dim() == 4 and bool(((rows >= -1) & (rows < k.shape[2])).all()))
+        return sparse.attend_rows(*tensors, scale=scale, softcap=softcap or None)
+
+    operands = {name: given[name] for name in "qkv"} | {"rows": rows, "sinks": given["sinks"]}
+    options = {"scale": 0.3, "softcap": make.random.choice((0.0, 5.0))}
+
+    def call(*tensors: Any, scale: float, softcap: float) -> Tensor:
+        return native_attention.attend_rows(*tensors, scale, softcap)
+
+    near = {"rtol": 1e-4, "atol": 1e-4}
+    # What rows are worth no shape rule knows.
+    return Case("attend_rows", call, meaning, operands, options, tolerance=near)
+
+
 def _stored(make: Maker) -> tuple[int, bool, int]:
     """Bits, whether rows are turned, and a row's width, now and then one that does not fit them."""
     bits, turned = make.random.choice((4, 8)), make.random.random() < 0.5
@@ -348,6 +376,7 @@ MAKERS: list[Callable[[Maker], Case]] = [
     native_quantized_embedding,
     native_quantize_rows,
     native_attend_quantized,
+    native_attend_rows,
     native_linear_attention_step,
     *(
         partial(_norm, name=name, kernel=kernel)
