@@ -141,16 +141,15 @@ def encode_stream(tokenizer: Tokenizer, texts: list[str]) -> torch.Tensor:
     return torch.tensor(ids, dtype=torch.int64)
 
 
-def build_model(seed: int) -> LlamaForCausalLM:
-    """A freshly initialised float32 model; the seed fixes every weight."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
+def llama_config(hidden: int, inner: int, layers: int, heads: int, groups: int) -> LlamaConfig:
+    """A llama over this script's tokenizer: `heads` query heads of 64 over `groups` of keys."""
+    return LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
         head_dim=64,
         max_position_embeddings=CONTEXT,
         rms_norm_eps=1e-6,
@@ -161,6 +160,11 @@ def build_model(seed: int) -> LlamaForCausalLM:
         pad_token_id=0,
         use_cache=False,
     )
+
+
+def build_model(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
+    """A freshly initialised float32 model; the seed fixes every weight."""
+    torch.manual_seed(seed)
     model = LlamaForCausalLM(config).to(torch.float32)
     # GPT-2's rule: what writes to the residual stream starts smaller, the deeper the model.
     with torch.no_grad():
@@ -279,9 +283,9 @@ def cut_prompt(tokenizer: Tokenizer, text: str, rng: random.Random) -> str | Non
 
 
 def cut_prompts(
-    tokenizer: Tokenizer, heldout: dict[str, str], seed: int
+    tokenizer: Tokenizer, heldout: dict[str, str], seed: int, count: int = PROMPTS
 ) -> list[dict[str, object]]:
-    """PROMPTS prompts, each from another held-out file, chosen by the seed alone."""
+    """`count` prompts, each from another held-out file, chosen by the seed alone."""
     rng = random.Random(seed)
     names = list(heldout)
     rng.shuffle(names)
@@ -291,9 +295,9 @@ def cut_prompts(
         if text is None:
             continue
         prompts.append({"file": name, "text": text, "ids": tokenizer.encode(text).ids})
-        if len(prompts) == PROMPTS:
+        if len(prompts) == count:
             return prompts
-    raise SystemExit(f"expected {PROMPTS} prompts from {len(names)} files, got {len(prompts)}")
+    raise SystemExit(f"expected {count} prompts from {len(names)} files, got {len(prompts)}")
 
 
 def write_json(path: Path, value: object) -> None:
@@ -390,7 +394,7 @@ def main() -> None:
     unseen = encode_stream(tokenizer, list(corpus.heldout.values()))
     console.print(f"{len(stream):,} tokens to train on, {len(unseen):,} held out")
 
-    model = build_model(args.seed)
+    model = build_model(llama_config(192, 512, 6, heads=4, groups=2), args.seed)
     parameters = sum(p.numel() for p in model.parameters())
     console.print(f"{parameters:,} parameters, {torch.get_num_threads()} threads")
     steps = train(model, stream, args.minutes, args.seed, console)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .ir.errors import GraftworkError
     from .model import Model, load, optimize
     from .recipe import Recipe, recipes
-    from .training import fit
+    from .training import fit, train_exits
     from .tuning import tune
 
 __version__ = "0.1.0"
@@ -32,6 +32,7 @@ __all__ = [
     "load",
     "optimize",
     "recipes",
+    "train_exits",
     "tune",
 ]
 
@@ -46,6 +47,7 @@ _HOMES = {
     "load": ".model",
     "optimize": ".model",
     "recipes": ".recipe",
+    "train_exits": ".training",
     "tune": ".tuning",
 }
 

@@ -1,5 +1,16 @@
-"""Training what was grafted onto a program: `fit`, its data, objectives and checkpoints."""
+"""Training what was grafted onto a program (`fit`), or the model itself (`train_exits`)."""
 
-from .fit import FitOptions, FitState, Fitted, fit
+from .exits import ExitsTrained, train_exits
+from .fit import FitOptions, FitState, Fitted, Report, fit
+from .layerskip import LayerSkip
 
-__all__ = ["FitOptions", "FitState", "Fitted", "fit"]
+__all__ = [
+    "ExitsTrained",
+    "FitOptions",
+    "FitState",
+    "Fitted",
+    "LayerSkip",
+    "Report",
+    "fit",
+    "train_exits",
+]

@@ -78,18 +78,23 @@ class FitOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.minutes is None and self.steps is None:
-            raise InputError("say how long to train: minutes=, steps=, or both")
-        for name in ("minutes", "steps", "batch", "window", "passes", "rate", "clip", "save_every"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise InputError(f"{name}={value}: expected a positive number")
-        check_seed(self.seed, MOST_SEED)
+        check_budget(self, ("batch", "window", "passes", "rate", "clip", "save_every"))
         if not 0 <= self.own <= 1 or self.temperature < 0:
             raise InputError(
                 f"own={self.own}, temperature={self.temperature}: expected own in 0..1 and a "
                 f"temperature of at least 0"
             )
+
+
+def check_budget(options: Any, positive: tuple[str, ...]) -> None:
+    """That options say how long to train, in positive numbers. Errors: `InputError`."""
+    if options.minutes is None and options.steps is None:
+        raise InputError("say how long to train: minutes=, steps=, or both")
+    for name in ("minutes", "steps", *positive):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise InputError(f"{name}={value}: expected a positive number")
+    check_seed(options.seed, MOST_SEED)
 
 
 @dataclass(frozen=True)
