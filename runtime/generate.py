@@ -71,13 +71,12 @@ def _seeded(options: Mapping[str, Any], program: Program) -> Mapping[str, Any]:
 
 def _remark(plan: DecodePlan) -> None:
     """Warn of weights that know nothing; Python shows the same warning once."""
-    if not plan.speculates:
-        return
-    for record in untrained((plan.draft, plan.length, plan.verify)):
+    asked = (plan.draft, plan.length, plan.verify) if plan.speculates else ()
+    for record in untrained((*asked, plan.depth)):
         warnings.warn(
-            f"{record.slot}={record.kind} is untrained: its weights know nothing, so drafts are "
-            f"chance and cost more than they bring; train them (graftwork train, or graftwork.fit) "
-            f"and set the pass's option weights",
+            f"{record.slot}={record.kind} is untrained: its weights know nothing, and using them "
+            f"costs more than it brings; train them (graftwork train, or graftwork.fit) and set "
+            f"the pass's option weights",
             GraftworkWarning,
             stacklevel=2,
         )

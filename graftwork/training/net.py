@@ -15,16 +15,19 @@ from ..ir.protocol import OPTIONAL
 from ..passes.engine.subgraph import tables_of
 from ..passes.stepping.accept_trees import branched
 
+TRAINED = ("draft", "length", "verify", "depth")
+"""Slots of a plan whose records may have weights of their own."""
+
 
 def trained_parts(plan: DecodePlan) -> list[Record]:
     """What of a plan has weights of its own: drafters, and policies that ask a head."""
-    return [*plan.draft.trains, *plan.length.trains, *plan.verify.trains]
+    return [record for slot in TRAINED for record in getattr(plan, slot).trains]
 
 
 def functions_of(draft: Record) -> list[str]:
     """The program's functions that a drafter or another policy runs."""
     names = [getattr(draft, name, None) for name in ("entry", "function")]
-    names += getattr(draft, "functions", ())
+    names += [*getattr(draft, "functions", ()), *getattr(draft, "heads", ())]
     for part in (getattr(draft, name, None) for name in ("first", "then")):
         names += [] if part is None else functions_of(part)
     return list(dict.fromkeys(name for name in names if name))
@@ -137,8 +140,7 @@ class Net:
             tensor = self.tensors[name].detach().to("cpu", dtype, copy=True)
             weights = weights.replacing(Weight.of(name, tensor))
         plan = self.program.plan
-        slots = ("draft", "length", "verify")
-        marked: dict[str, Any] = {slot: _marked(getattr(plan, slot), drafts) for slot in slots}
+        marked: dict[str, Any] = {slot: _marked(getattr(plan, slot), drafts) for slot in TRAINED}
         plan = replace(plan, **marked)
         return self.program.replace(weights=weights, plan=plan)
 

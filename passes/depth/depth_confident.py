@@ -84,28 +84,32 @@ class DepthConfident(Pass):
     def _made(self, program: Program, probes: Mapping[str, Probe]) -> Outcome:
         """probes: by segment."""
         *segments, _ = program.plan.step.parts
-        if program.plan.step.halves:
-            raise PassError(
-                f"{self.name}: tokens leave behind whole layers, and step="
-                f"{program.plan.step.brief} is cut inside some: leave cut_depth.sublayers out"
-            )
+        check_whole_layers(program, self.name)
         functions, weights = dict(program.functions), program.weights
         for name in segments[:-1]:
             if self.measure == "saturation":
                 functions[name] = saturating(program.function(name), self.name)
             elif self.measure == "probe":
                 functions[name], weights = _probed(program.function(name), weights, probes[name])
-        for name in segments[1:]:
-            fill = _filling(program, name)
-            functions[fill.name] = fill
+        fills = [filling(program, name) for name in segments[1:]]
+        functions |= {fill.name: fill for fill in fills}
         score = "" if self.measure == "margin" else SCORE
-        fills = tuple(functions)[len(program.functions) :]
-        record = ConfidentDepth(self.threshold, self.decay, fills, score)
+        names = tuple(fill.name for fill in fills)
+        record = ConfidentDepth(self.threshold, self.decay, names, score)
         made = program.replace(functions=functions, weights=weights)
         return Outcome(with_record(made, self.name, record), len(fills))
 
 
-def _filling(program: Program, segment: str) -> Function:
+def check_whole_layers(program: Program, owner: str) -> None:
+    """That a step is cut behind whole layers alone. Errors: `PassError` naming `owner`."""
+    if program.plan.step.halves:
+        raise PassError(
+            f"{owner}: tokens leave behind whole layers, and step={program.plan.step.brief} is cut "
+            f"inside some: leave cut_depth.sublayers out"
+        )
+
+
+def filling(program: Program, segment: str) -> Function:
     """A function that makes a segment's cache rows of the state that the segment takes up."""
     whole = program.function(segment)
     fn = Function(f"{segment}.fill", whole.copy().graph, whole.role)

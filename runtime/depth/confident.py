@@ -1,13 +1,14 @@
 """Leave at the first exit that is sure; what deeper caches lack is made of the state there.
 
-Source: Schuster et al., "Confident Adaptive Language Modeling" (CALM, 2022).
+Sources: Schuster et al., "Confident Adaptive Language Modeling" (CALM, 2022); Valade, "Accelerating
+Large Language Model Inference with Self-Supervised Early Exits" (2024), for heads at exits.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ...ir.plan import ConfidentDepth
+from ...ir.plan import ConfidentDepth, HeadsDepth
 from ..feeding.outputs import Outputs
 from .base import DEPTHS, DepthPolicy, StepFeed
 from .sure import all_sure, margins
@@ -32,13 +33,17 @@ class ConfidentPolicy(DepthPolicy):
             if sure is not None and not all_sure(self.record, self.texts, live, sure):
                 continue
             fetch = step.fetch if score else tuple(dict.fromkeys(("logits", *step.fetch)))
-            outputs = self._run((self.head,), step, fetch)
+            outputs = self._run((self.head_at(index),), step, fetch)
             if sure is None and not self._wide_apart(outputs["logits"], live):
                 continue
             self.ran = sum(self.sizes[: index + 1])
             self._run(self.record.functions[index:], step, ())
             return outputs
         return self._run((self.parts[-1], self.head), step, step.fetch)
+
+    def head_at(self, exit: int) -> str:
+        """What makes logits of the state behind a part."""
+        return self.head
 
     def _wide_apart(self, logits: torch.Tensor, live: list[int]) -> bool:
         return all_sure(self.record, self.texts, live, margins(logits, live))
@@ -48,3 +53,14 @@ class ConfidentPolicy(DepthPolicy):
         return self.feeder.run_parts(
             parts, step.rows, step.past, step.starts, step.width, fetch, step.trees
         )
+
+
+@DEPTHS.register(HeadsDepth)
+class HeadsPolicy(ConfidentPolicy):
+    """The same, asking each exit's own head."""
+
+    record: HeadsDepth
+
+    def head_at(self, exit: int) -> str:
+        """See `ConfidentPolicy.head_at`."""
+        return self.record.heads[exit]
