@@ -98,7 +98,8 @@ def plan_of(program: Program, functions: dict[str, Any], tables: dict[str, Any])
     parts = [
         f"{name}:{part.kind}"
         for name, record in slots.items()
-        for part in record.every
+        # What drafts in the step runs with it: a runner need not know how.
+        for part in ([record] if getattr(record, "in_step", False) else record.every)
         if name not in _ADVICE
     ]
     (fed, spare), read = plan.step.fed(argmax=True), plan.step.read(argmax=True)[0]

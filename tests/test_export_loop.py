@@ -28,6 +28,10 @@ from graftwork.passes.engine.manager import run_passes
 from graftwork.recipe import Recipe
 
 PROMPTS = ([1, 2, 3, 4], [5, 6, 7, 5, 6, 7, 5, 6], [9])
+IN_INT8 = {"quantize_weights": {"bits": 8, "group": 0, "symmetric": True, "scales": "f32"}}
+LOW = {"threshold": 0.02}
+"""A threshold that random weights come to."""
+MLPS = {"first": 1, "last": 1, "warm": 2, "similarity": 0.9}
 RECIPES: dict[str, Any] = {
     "baseline": "baseline",
     "copyspec": "copyspec",
@@ -38,7 +42,20 @@ RECIPES: dict[str, Any] = {
     "int8_copyspec": "int8_copyspec",
     "h2o": {"extends": "h2o", "passes": [{"evict_cache": {"budget": 64, "block": 8}}]},
     "skip_layers": {"extends": "baseline", "passes": [{"skip_layers": {"layers": [1]}}]},
+    "unified_skipping": "unified_skipping",
+    "kv_int8": "kv_int8",
+    "layerskip": "layerskip",
+    "int8_layerskip": {"extends": "layerskip", "passes": [IN_INT8]},
+    "d3": "d3",
+    "skipdecode": "skipdecode",
+    "calm": {"extends": "calm", "passes": [{"depth_confident": LOW}]},
+    "calm_copyspec": {"extends": "calm", "passes": ["draft_suffix", {"depth_confident": LOW}]},
+    "int8_calm": {"extends": "calm", "passes": [IN_INT8, {"depth_confident": LOW}]},
+    "free": {"extends": "free", "passes": [{"depth_deferred": LOW}]},
+    "ffn_skipllm": {"extends": "ffn_skipllm", "passes": [{"depth_mlp": MLPS}]},
 }
+SHALLOW = ("d3", "skipdecode", "calm", "calm_copyspec", "int8_calm", "free", "ffn_skipllm")
+"""Not all of their tokens go through all layers."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*untrained")
 
@@ -105,6 +122,37 @@ def test_the_models_tokens(name: str, tmp_path: Path) -> None:
     assert counts == [6, 1]
 
 
+@pytest.mark.parametrize("name", SHALLOW)
+def test_tokens_leave_early(name: str) -> None:
+    """What the texts above are made of: without this, all of them could be whole steps'."""
+    ids = [[*PROMPTS[0]]]
+    done = made(name).generate(
+        ids, max_new_tokens=20, eos_token_id=[], return_dict_in_generate=True
+    )
+    assert done.stats.layers < 4
+
+
+@pytest.mark.parametrize("name", ["calm", "free", "d3"])
+def test_what_is_left_to_a_run_stands_in_ifs(name: str, tmp_path: Path) -> None:
+    """Layers that a token leaves out are in a branch that does not run."""
+    folder = made(name).export_onnx_loop(tmp_path / "out")
+    branches = [
+        branch.g
+        for graph in graphs_of(onnx.load(folder / "generate.onnx", load_external_data=False).graph)
+        for node in graph.node
+        if node.op_type == "If"
+        for branch in node.attribute
+    ]
+    products = [sum(node.op_type == "MatMul" for node in branch.node) for branch in branches]
+    assert branches and max(products) >= 4
+
+
+def graphs_of(graph: Any) -> list[Any]:
+    """A graph and all in it."""
+    inner = [a.g for node in graph.node for a in node.attribute if a.HasField("g")]
+    return [graph, *(found for one in inner for found in graphs_of(one))]
+
+
 @pytest.mark.parametrize("shape", [Shape(dim=12), Shape(window=3), Shape(dim=12, slopes=True)])
 def test_attention_of_other_kinds(shape: Shape, tmp_path: Path) -> None:
     """Caches with room for everything, windows, ALiBi."""
@@ -115,9 +163,12 @@ def test_attention_of_other_kinds(shape: Shape, tmp_path: Path) -> None:
     assert texts(session, asked(PROMPTS, 9, [])) == wanted
 
 
-def sampling(seed: int, rows: int, most: int, heat: float, k: int, p: float) -> dict[str, Any]:
+def sampling(
+    seed: int, rows: int, most: int, heat: float, k: int, p: float, penalty: float = 1.0
+) -> dict[str, Any]:
     uniforms = np.random.default_rng(seed).random((rows, most), np.float32)
     values = {"temperature": (heat, np.float32), "top_k": (k, np.int64), "top_p": (p, np.float32)}
+    values["repetition_penalty"] = penalty, np.float32
     return {"uniforms": uniforms, **{n: np.array(v, t) for n, (v, t) in values.items()}}
 
 
@@ -137,6 +188,22 @@ def test_sampling_follows_the_numbers_given(tmp_path: Path) -> None:
         assert texts(session, feeds | sampling(2, 3, 12, 1.5, 1, 1.0)) == cold
         assert texts(session, feeds | sampling(2, 3, 12, 1.5, 0, 1e-6)) == cold
     assert seen[0] == seen[1] == seen[2]
+
+
+@pytest.mark.parametrize("name", ["baseline", "copyspec", "int8", "calm"])
+def test_repetition_is_penalized_as_in_the_model(name: str, tmp_path: Path) -> None:
+    """What the prompt, the text and a draft's own earlier tokens have counts as said."""
+    model = made(name)
+    session = opened(model.export_onnx_loop(tmp_path / "out", sample=True))
+    given = asked(PROMPTS, 16, []) | sampling(0, 3, 16, 0.0, 0, 1.0, 1.6)
+    wanted = [
+        model.generate(
+            [prompt], max_new_tokens=16, eos_token_id=[], do_sample=False, repetition_penalty=1.6
+        )[0, len(prompt) :].tolist()
+        for prompt in PROMPTS
+    ]
+    assert texts(session, given) == wanted
+    assert wanted != [expected(model, prompt, 16, []) for prompt in PROMPTS]
 
 
 def test_sampled_tokens_have_the_models_chances(tmp_path: Path) -> None:
@@ -207,8 +274,7 @@ def test_the_same_file_in_node(tmp_path: Path) -> None:
 REFUSED = {
     "medusa": "tree=static",
     "eagle2": "draft=cached",
-    "layerskip": "step=segments",
-    "d3": "depth=decay",
+    "kangaroo": "draft=adapted_exit",
     "recycling": "draft=recycling",
     "h2o": "cache=evict",
     "medusa_typical": "verify=typical",
@@ -242,9 +308,7 @@ def test_weights_lie_where_they_are_used(tmp_path: Path) -> None:
     program: Program = made("copyspec").program
     path = tmp_path / "generate.onnx"
     store(generation(program), path, WeightFile(tmp_path / "data"))
-    graphs = [onnx.load(path, load_external_data=False).graph]
-    for graph in graphs:
-        graphs += [a.g for node in graph.node for a in node.attribute if a.name == "body"]
+    graphs = graphs_of(onnx.load(path, load_external_data=False).graph)
     held = [[t.name for t in graph.initializer if "weight." in t.name] for graph in graphs]
     assert [bool(names) for names in held] == [False, False, True]
     assert len(held[2]) == len(set(held[2])) > 10

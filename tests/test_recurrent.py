@@ -276,8 +276,10 @@ def test_what_cannot_go_back_is_refused():
     fast = gw.optimize(imported("lfm2")[0], target="eager")
     with pytest.raises(InputError, match="no rows that a prefix could keep"):
         fast.save_prefix(torch.arange(3, 43)[None], "prefix.safetensors")
-    with pytest.raises(UnsupportedError, match="recurrences, whose states the loops"):
-        fast.export_onnx("out")
+    formats = fast.export_onnx, fast.export_onnx_loop, fast.export_onnx_plan, fast.export_genai
+    for export in formats:
+        with pytest.raises(UnsupportedError, match="recurrences, whose states the loops"):
+            export("out")
 
 
 def test_functions_that_moved_are_named(monkeypatch):

@@ -13,33 +13,44 @@ from typing import Any
 import onnx_ir as oir
 
 from ...ir import Program
-from ...ir.plan import DraftRecord, FusedDraft, HeadsDraft, NoDraft, SuffixDraft
-from .graph_builder import GraphBuilder
+from ...ir.plan import DraftRecord, ExitDraft, FusedDraft, HeadsDraft, NoDraft, SuffixDraft
+from .depths_in_graph import led
+from .emit import DTYPES
+from .graph_builder import BOOL, I64, GraphBuilder
+from .steps_in_graph import Functions, Values
 
-Call = Callable[[str, Mapping[str, oir.Value]], Mapping[str, oir.Value]]
-"""Puts a function of the program into the graph: its outputs for its inputs."""
+Given = Callable[[GraphBuilder, oir.Value, oir.Value, oir.Value], Values]
+"""Inputs of functions that are fed tokens i64[B,T] behind rows i64[B], choosing at columns."""
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """What a drafter may look at: the text i64[L] up to the last committed token; the step's
-    outputs; and the column i64[] of the last of its tokens that was kept."""
+    """What a drafter may look at: the text i64[L] up to the last committed token; the column i64[]
+    of the last of the step's tokens that was kept; how many tokens there is room for, i64[]; all
+    values after the step: states, and outputs of its; and the program's functions."""
 
     text: oir.Value
-    outputs: Mapping[str, oir.Value]
     column: oir.Value
-    call: Call
+    room: oir.Value
+    values: Values
+    functions: Functions
+    given: Given
 
 
-Drafting = Callable[[GraphBuilder, Any, Program, Stepped], oir.Value]
+Drafting = Callable[[GraphBuilder, Any, Program, Stepped], tuple[oir.Value, Values]]
+"""The next chain, i64[D], of which as much is taken as there is room for; and the values then."""
 
 
-def no_chain(g: GraphBuilder, record: NoDraft, program: Program, step: Stepped) -> oir.Value:
+def no_chain(
+    g: GraphBuilder, record: NoDraft, program: Program, step: Stepped
+) -> tuple[oir.Value, Values]:
     """Nothing."""
-    return g.const([])
+    return g.const([]), step.values
 
 
-def copied(g: GraphBuilder, record: SuffixDraft, program: Program, step: Stepped) -> oir.Value:
+def copied(
+    g: GraphBuilder, record: SuffixDraft, program: Program, step: Stepped
+) -> tuple[oir.Value, Values]:
     """What followed the most recent of the longest earlier matches of the text's end, see
     `runtime.speculate.drafters.suffix`: all places and all lengths at once."""
     text, zero, one = step.text, g.const(0), g.const(1)
@@ -59,28 +70,68 @@ def copied(g: GraphBuilder, record: SuffixDraft, program: Program, step: Stepped
     turn = g.op("Mod", g.range(zero, g.const(record.tokens)), count)
     chain = g.op("Gather", text, g.op("Add", start, turn))
     enough = g.op("GreaterOrEqual", best, g.const(record.shortest))
-    found: oir.Value = g.slice(chain, None, g.op("Where", enough, g.const(record.tokens), zero))
-    return found
+    drafted = g.op("Where", enough, g.const(record.tokens), zero)
+    return g.slice(chain, None, drafted), step.values
 
 
-def by_heads(g: GraphBuilder, record: HeadsDraft, program: Program, step: Stepped) -> oir.Value:
+def by_heads(
+    g: GraphBuilder, record: HeadsDraft, program: Program, step: Stepped
+) -> tuple[oir.Value, Values]:
     """The best candidate of each head."""
-    hidden = g.op("Gather", step.outputs["hidden"], g.vector(step.column), axis=1)
-    made = step.call(record.function, {"hidden": hidden})["draft_tokens"]
+    hidden = g.op("Gather", step.values["hidden"], g.vector(step.column), axis=1)
+    made = step.functions.call(g, record.function, {"hidden": hidden})["draft_tokens"]
     depth = program.plan.tree.most
     best = g.op("Gather", made, g.const(0), axis=3)
     chain = g.op("Reshape", best, g.const([-1]))
-    found: oir.Value = g.slice(chain, None, g.const(record.levels if depth is None else depth))
-    return found
+    return g.slice(chain, None, g.const(record.levels if depth is None else depth)), step.values
 
 
-def in_the_step(g: GraphBuilder, record: FusedDraft, program: Program, step: Stepped) -> oir.Value:
+def in_the_step(
+    g: GraphBuilder, record: FusedDraft, program: Program, step: Stepped
+) -> tuple[oir.Value, Values]:
     """What the step has made, if it goes on from the last token that was kept."""
-    made = g.op("Reshape", step.outputs["drafted"], g.const([-1]))
+    made = g.op("Reshape", step.values["drafted"], g.const([-1]))
     place = g.op("Gather", made, g.const(0))
     count = g.op("Where", g.op("Equal", place, step.column), g.const(1 + record.levels), g.const(1))
-    found: oir.Value = g.slice(made, g.const(1), count)
-    return found
+    return g.slice(made, g.const(1), count), step.values
+
+
+def by_first_layers(
+    g: GraphBuilder, record: ExitDraft, program: Program, step: Stepped
+) -> tuple[oir.Value, Values]:
+    """The step's first parts and a head, token by token, in a Loop. They have the last committed
+    token and the whole chain behind them then: verification goes on from there."""
+    parts, functions = led(program), step.functions
+    body = g.body("generate.draft")
+    token, place = body.input("token", I64, [1, 1]), body.input("place", I64, [])
+    changed = [n for n in program.states if any(n in functions.of(p).outputs for p in parts)]
+    types = {name: program.states[name].type for name in changed}
+    own = {
+        name: body.input(name, DTYPES[type.dtype], [f"{name}.{i}" for i in range(len(type.dims))])
+        for name, type in types.items()
+    }
+    # As in the step: kernels add a lone token up in another order.
+    fed = body.op("Concat", token, token, axis=1) if functions.twice(parts) else token
+    given = step.given(body, fed, body.vector(place), body.const([[0]]))
+    values = {**step.values, **own}
+    for part in parts:
+        values |= functions.call(body, part, {**values, **given})
+    hidden = body.slice(values[record.output], None, body.const(1), 1)
+    made = functions.call(body, record.function, {"hidden": hidden})["draft_tokens"]
+    best = body.op("Gather", body.op("Reshape", made, body.const([-1])), body.const([0]))
+    body.output("going_on", body.graph.inputs[1], BOOL, [])
+    body.output("token_next", body.op("Unsqueeze", best, body.const([0])), I64, None)
+    body.output("place_next", body.op("Add", place, body.const(1)), I64, [])
+    for name in changed:
+        body.output(f"{name}_next", values[name], DTYPES[types[name].dtype], None)
+    body.output("drafted", best, I64, None)
+    count = g.op("Min", step.room, g.const(min(record.levels, program.plan.columns)))
+    last = g.op("Unsqueeze", g.slice(step.text, g.const(-1), None), g.const([0]))
+    start = [last, g.op("Sub", g.size(step.text, 0), g.const(1))]
+    start += [step.values[name] for name in changed]
+    _, _, *after, tokens = g.loop(body, g.op("Add", count, g.const(1)), None, start)
+    chain = g.slice(g.op("Reshape", tokens, g.const([-1])), None, count)
+    return chain, {**step.values, **dict(zip(changed, after, strict=True))}
 
 
 CHAINS: Mapping[type[DraftRecord], Drafting] = {
@@ -88,5 +139,6 @@ CHAINS: Mapping[type[DraftRecord], Drafting] = {
     SuffixDraft: copied,
     HeadsDraft: by_heads,
     FusedDraft: in_the_step,
+    ExitDraft: by_first_layers,
 }
 """By record; `SuffixDraft` serves copyspec and prompt lookup."""

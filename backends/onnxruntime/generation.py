@@ -7,10 +7,11 @@ is GroupQueryAttention; else they have room for everything from the start.
 
 Two forms:
 
-- together: nothing is drafted. A batch's sequences run side by side.
-- in turn: a chain is drafted, and how much of it is kept differs from sequence to sequence; or
-  products round activations, and a token's attention must not depend on what shares its step. An
-  outer Loop takes one sequence after the other.
+- together: nothing is drafted, and steps are whole. A batch's sequences run side by side.
+- in turn: a chain is drafted, and how much of it is kept differs from sequence to sequence; or a
+  step goes as deep as its token needs (see `depths_in_graph`); or products round activations, and a
+  token's attention must not depend on what shares its step. An outer Loop takes one sequence after
+  the other.
 
 A token is the step's argmax or, sampling, drawn by the number that `uniforms` has for its place. A
 draft is kept as far as it says what was chosen, so it changes no token, sampled or not.
@@ -19,7 +20,7 @@ draft is kept as far as it says what was chosen, so it changes no token, sampled
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -27,16 +28,15 @@ import numpy as np
 import onnx_ir as oir
 import torch
 
-from ...ir import Function, Program, UnsupportedError
-from ...ir.plan import DecodePlan, Whole
-from ..target import Target
+from ...ir import Program, UnsupportedError
+from ...ir.plan import DecodePlan, NoDraft, SuffixDraft, Whole
 from .attention import SEQLENS, TOTAL
 from .chains_in_graph import CHAINS, Stepped
-from .emit import DTYPES, OPSETS, Emitted, emit, output_name
-from .graph_builder import BOOL, I64, GraphBuilder, splice
-from .lower import lower
-from .routing import Router
-from .sampler import Sampling, sampled
+from .depths_in_graph import DEPTHS, called, carried, run_step
+from .emit import DTYPES, IR_VERSION, OPSETS, Emitted
+from .graph_builder import BOOL, I64, GraphBuilder
+from .sampler import Draw, Sampling, sampled, seen_after
+from .steps_in_graph import Fed, Functions, Steps, Values
 
 G = torch.ops.graftwork
 I32 = oir.DataType.INT32
@@ -59,26 +59,26 @@ def generation(program: Program, *, sample: bool = False, plain: bool = False) -
 
 
 def _check(program: Program, sample: bool) -> None:
-    plan, fed = program.plan, program.plan.step.fed(argmax=True)[0]
-    default = DecodePlan()
+    plan, default = program.plan, DecodePlan()
     known = {
-        "step": not plan.step.in_parts and plan.step.read(argmax=True)[0] == fed,
         "draft": type(plan.draft) in CHAINS,
         "tree": plan.tree.chain,
         "verify": plan.verify == default.verify,
-        "depth": plan.depth == default.depth,
+        "depth": type(plan.depth) in DEPTHS,
         "cache": plan.cache == default.cache,
     }
     # Nobody draws a tree where nothing drafts.
     strange = [s for s, fits in known.items() if not fits and (s != "tree" or plan.speculates)]
+    if plan.depth.stops and type(plan.draft) not in (NoDraft, SuffixDraft):
+        strange += ["depth"]  # what other drafts read, a token may not have come to
     if strange:
         said = ", ".join(f"{slot}={getattr(plan, slot).brief}" for slot in strange)
         raise UnsupportedError(
-            f"{program.name} cannot become one loop: {said} has no form there, which steps whole "
-            f"and drafts chains by copying, by heads or in the step. The format onnx-plan carries "
-            f"it; plain=True (--plain) leaves out what it drafts with"
+            f"{program.name} cannot become one loop: {said} has no form there, which drafts chains "
+            f"by copying, by heads, by the first layers or in the step. The format onnx-plan "
+            f"carries it; plain=True (--plain) leaves out what it drafts with"
         )
-    if "past" not in {str(node.target) for node in program.function(fed).inputs}:
+    if "past" not in {str(node.target) for node in program.step.inputs}:
         raise UnsupportedError(f"{program.name} (stage {program.stage}) has no KV cache")
     if sample and plan.draft.in_step:
         raise UnsupportedError(
@@ -87,29 +87,24 @@ def _check(program: Program, sample: bool) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Made:
-    """What a pass through the loop made: tokens chosen at the columns asked for, the step's
-    outputs, and the new states."""
-
-    chosen: oir.Value
-    outputs: Mapping[str, oir.Value]
-    states: list[oir.Value]
-
-
 class _Generation:
     def __init__(self, program: Program, sample: bool) -> None:
         self.program = program
-        self.name = program.plan.step.fed(argmax=True)[0]
-        self.router = Router(program, program.function(self.name), Target(), native=False)
-        lowered = lower(program, self.name, "chain" if self.router.kernel else "batch")
-        self.fn: Function = lowered.function(self.name)
-        self.emitted = emit(self.fn, lowered.weights, paired=self.router.pairs, standard=True)
-        self.states = [n for n in program.states if self.fn.has_input(n)]
+        self.functions = Functions(program)
+        names = called(program)
+        head = self.functions.of(names[-1])
+        self.picks = head.has_input("select")
+        best = "argmax" if "argmax" in head.outputs and not sample else "logits"
+        score = getattr(program.plan.depth, "score", "")
+        wanted = {best, "hidden", "drafted", score}  # of what drafts read, all but exits' states
+        self.steps = Steps(self.functions, frozenset(wanted - {""}))
+        fns = [self.functions.of(name) for name in names]
+        self.states = [n for n in program.states if any(fn.has_input(n) for fn in fns)]
+        self.numbers = carried(program)
         self.spare = program.plan.step.fed(argmax=True)[1]
-        self.alone = program.plan.speculates or self.router.rounds
-        # A lone token would be added up in another order, see `routing`.
-        self.twice = self.router.rounds and not self.router.pairs
+        rounds = self.functions.rounds(names)
+        self.alone = program.plan.speculates or rounds or len(names) > 1
+        self.twice = self.functions.twice(names)
         opsets = dict(OPSETS)
         self.g = GraphBuilder("generate", opsets)
         g = self.g
@@ -126,7 +121,7 @@ class _Generation:
         width = g.op("ReduceMax", counts, keepdims=0)
         g.output("tokens", g.slice(tokens, None, width, 1), I64, ["batch_size", "generated"])
         g.output("counts", counts, I64, ["batch_size"])
-        model = oir.Model(g.graph, ir_version=self.emitted.model.ir_version)
+        model = oir.Model(g.graph, ir_version=IR_VERSION)
         return Emitted(model, tuple(g.weights.values()))
 
     def checked(self, lengths: oir.Value) -> Any:
@@ -152,7 +147,8 @@ class _Generation:
     def grows(self) -> bool:
         """Whether caches may begin empty: GroupQueryAttention makes them as long as it must, as
         long as no row is taken back."""
-        return not self.alone and not self.fn.calls(G.cache_write.default)
+        step = self.functions.of(called(self.program)[-1])
+        return not self.alone and not step.calls(G.cache_write.default)
 
     # -- the step
 
@@ -171,12 +167,26 @@ class _Generation:
             made.append(g.op("ConstantOfShape", g.vector(*dims), value=zero))
         return made
 
-    def carried(self, body: GraphBuilder) -> list[oir.Value]:
-        """The body's inputs for states."""
-        return [
-            body.input(name, DTYPES[self.program.states[name].type.dtype], self.dims(name))
+    def carried(self, body: GraphBuilder) -> Values:
+        """The body's inputs for what a step leaves to the next."""
+        states = {
+            name: body.input(name, DTYPES[self.program.states[name].type.dtype], self.dims(name))
             for name in self.states
-        ]
+        }
+        return states | {name: body.input(name, I64, []) for name in self.numbers}
+
+    def begun(self, g: GraphBuilder, batch: oir.Value, rows: oir.Value) -> list[Any]:
+        """What `carried` begins with."""
+        numbers = [g.const(value) for value in self.numbers.values()]
+        return [*self.empty(g, batch, rows), *numbers]
+
+    def leave(self, body: GraphBuilder, values: Values) -> None:
+        """The body's outputs for what `carried` takes up."""
+        for name in self.states:
+            dtype = DTYPES[self.program.states[name].type.dtype]
+            body.output(f"{name}_next", values[name], dtype, None)
+        for name in self.numbers:
+            body.output(f"{name}_next", values[name], I64, [])
 
     def dims(self, name: str) -> list[int | str]:
         """A state's dims; its rows may be others every time."""
@@ -186,25 +196,17 @@ class _Generation:
             d if isinstance(d, int) else f"{name}.rows" if str(d) == rows else str(d) for d in dims
         ]
 
-    def run(
-        self,
-        g: GraphBuilder,
-        tokens: oir.Value,
-        past: oir.Value,
-        select: oir.Value,
-        states: list[oir.Value],
-        draws: Any,
-    ) -> _Made:
-        """Feed tokens i64[B,T] behind `past` i64[B] rows; choose at the columns `select` [B,S].
-
-        draws: f32[B,S], where it samples.
-        """
+    def given(
+        self, g: GraphBuilder, tokens: oir.Value, past: oir.Value, select: oir.Value
+    ) -> dict[str, oir.Value]:
+        """Inputs of functions that are fed tokens i64[B,T] behind `past` i64[B] rows; `select`
+        [B,S] are the columns to choose at."""
         width = g.size(tokens, 1)
         steps = g.range(g.const(0), width)
         places = g.op("Add", g.op("Unsqueeze", past, g.const([1])), steps)
         last = g.const(self.program.info.context - 1)
         end = g.op("Sub", g.op("Add", past, width), g.const(1))
-        given = {
+        return {
             "tokens": tokens,
             # Sequences that are through, and columns that nobody wants, may stand behind the end.
             "positions": g.op("Min", places, last),
@@ -212,34 +214,30 @@ class _Generation:
             "select": select,
             SEQLENS: g.cast(end, I32),
             TOTAL: g.cast(g.op("Add", g.op("ReduceMax", end, keepdims=0), g.const(1)), I32),
-            **dict(zip(self.states, states, strict=True)),
         }
-        outputs = splice(g, self.emitted, given)
-        new = [
-            outputs.get(output_name(self.fn, name), old)
-            for name, old in zip(self.states, states, strict=True)
-        ]
-        return _Made(self.choose(g, outputs, select, draws), outputs, new)
 
     def choose(
-        self, g: GraphBuilder, outputs: Mapping[str, oir.Value], select: oir.Value, draws: Any
+        self,
+        g: GraphBuilder,
+        outputs: Mapping[str, oir.Value],
+        select: oir.Value,
+        draw: Draw | None,
     ) -> oir.Value:
         """Tokens i64[B,S]."""
-        if self.sampling is None:
+        if self.sampling is None or draw is None:
             best = (
                 outputs["argmax"]
                 if "argmax" in outputs
                 else g.op("ArgMax", outputs["logits"], axis=-1, keepdims=0)
             )
-            picked = self.fn.has_input("select")
-            found: oir.Value = best if picked else g.op("GatherElements", best, select, axis=1)
+            found: oir.Value = best if self.picks else g.op("GatherElements", best, select, axis=1)
             return found
         logits = outputs["logits"]
-        if not self.fn.has_input("select"):
+        if not self.picks:
             index = g.op("Unsqueeze", select, g.const([2]))
             logits = g.op("GatherND", logits, index, batch_dims=1)
         rows = g.op("Reshape", logits, g.const([-1, self.program.info.vocab_size]))
-        flat = sampled(g, rows, g.op("Reshape", draws, g.const([-1])), self.sampling)
+        flat = sampled(g, rows, draw, self.sampling)
         chosen: oir.Value = g.op("Reshape", flat, g.op("Shape", select))
         return chosen
 
@@ -264,6 +262,7 @@ class _Generation:
         rows = g.op("Add", g.op("Add", g.size(self.ids, 1), self.most), g.const(1))
         zeros = g.op("Expand", g.const(0), g.vector(batch))
         column = g.op("Unsqueeze", g.op("Sub", self.lengths, g.const(1)), g.const([1]))
+        start = [self.ids, zeros, column, g.op("Not", g.op("Equal", zeros, zeros)), zeros]
         draws = self.uniforms(g) if self.sampling else None
 
         body = g.body("generate.pass")
@@ -272,11 +271,17 @@ class _Generation:
         chosen = body.input("column", I64, ["batch_size", 1])
         through = body.input("through", BOOL, ["batch_size"])
         counts = body.input("counts", I64, ["batch_size"])
-        states = self.carried(body)
-        turn = body.graph.inputs[0]
-        own = None if draws is None else body.op("Gather", draws, body.vector(turn), axis=1)
-        made = self.run(body, tokens, past, chosen, states, own)
-        new = body.op("Squeeze", made.chosen, body.const([1]))
+        draw = None
+        if draws is not None:
+            seen = body.input("seen", BOOL, ["batch_size", self.program.info.vocab_size])
+            turn = body.vector(body.graph.inputs[0])
+            draw = Draw(body.op("Gather", draws, turn, axis=1), seen)
+            start.append(self.seen_in_prompts(g))
+        values = self.carried(body)
+        name = called(self.program)[-1]
+        given = self.given(body, tokens, past, chosen)
+        values = {**values, **self.steps.call(name, given)(body, values)}
+        new = body.op("Squeeze", self.choose(body, values, chosen, draw), body.const([1]))
         token = body.op("Where", through, body.const(self.pad), new)
         fed = body.op("Add", body.op("Squeeze", chosen, body.const([1])), body.const(1))
         grown = body.op("Where", through, past, body.op("Add", past, fed))
@@ -291,12 +296,24 @@ class _Generation:
         body.output("column_next", body.op("Mul", chosen, body.const(0)), I64, None)
         body.output("through_next", done, BOOL, None)
         body.output("counts_next", body.op("Add", counts, more), I64, None)
-        for name, value in zip(self.states, made.states, strict=True):
-            body.output(f"{name}_next", value, DTYPES[self.program.states[name].type.dtype], None)
+        if draw is not None:
+            body.output("seen_next", body.marked(draw.seen, after), BOOL, None)
+        self.leave(body, values)
         body.output("token", token, I64, None)
-        start = [self.ids, zeros, column, g.op("Not", g.op("Equal", zeros, zeros)), zeros]
-        results = g.loop(body, self.most, None, [*start, *self.empty(g, batch, rows)])
+        results = g.loop(body, self.most, None, [*start, *self.begun(g, batch, rows)])
         return g.op("Transpose", results[-1], perm=[1, 0]), results[4]
+
+    def seen_in_prompts(self, g: GraphBuilder) -> Any:
+        """bool[B,V]: the tokens of each prompt."""
+        real = g.op(
+            "Less",
+            g.range(g.const(0), g.size(self.ids, 1)),
+            g.op("Unsqueeze", self.lengths, g.const([1])),
+        )
+        first = g.slice(self.ids, None, g.const(1), 1)
+        vocabulary = g.const(self.program.info.vocab_size)
+        none = g.flags(g.vector(g.size(self.ids, 0), vocabulary))
+        return g.marked(none, g.op("Where", real, self.ids, first))
 
     def in_turn(self) -> tuple[Any, Any]:
         """(tokens i64[B,max_new], counts i64[B]), a sequence after the other."""
@@ -315,9 +332,9 @@ class _Generation:
         body = self.chain_body(each, length, limit, own)
         step, draft = self.program.plan.columns + 2, each.const([])
         rows = each.op("Add", limit, each.const(step + self.spare))
-        states = self.empty(each, each.const(1), rows)
+        values = self.begun(each, each.const(1), rows)
         going = each.op("Less", length, limit)
-        text, *_ = each.loop(body, self.most, going, [prompt, draft, each.const(0), *states])
+        text, *_ = each.loop(body, self.most, going, [prompt, draft, each.const(0), *values])
         new = each.slice(text, length, None)
         count = each.size(new, 0)
         rest = each.op("Sub", self.most, count)
@@ -337,20 +354,18 @@ class _Generation:
         text = g.input("text", I64, ["text"])
         draft = g.input("draft", I64, ["drafted"])
         past = g.input("past", I64, [])
-        states = self.carried(g)
+        values = self.carried(g)
         new, count = g.slice(text, past, None), g.size(draft, 0)
         # Behind all that counts, so that no step has a lone token.
         again = [g.slice(text, g.const(-1), None)] if self.twice else []
         fed = g.op("Concat", new, draft, *again, axis=0)
         first = g.op("Sub", g.size(new, 0), one)
-        select = g.range(first, g.op("Add", g.op("Add", first, count), one))
-        own = None
-        if draws is not None:
-            begun = g.op("Sub", g.size(text, 0), length)
-            own = g.slice(draws, begun, g.op("Add", g.op("Add", begun, count), one))
-        batched = [g.op("Unsqueeze", value, g.const([0])) for value in (fed, select)]
-        made = self.run(g, batched[0], g.vector(past), batched[1], states, own)
-        chosen = g.op("Squeeze", made.chosen, g.const([0]))
+        columns = g.range(first, g.op("Add", g.op("Add", first, count), one))
+        tokens, select = (g.op("Unsqueeze", value, g.const([0])) for value in (fed, columns))
+        given = self.given(g, tokens, g.vector(past), select)
+        values = run_step(g, self.steps, self.fed(g, given, past, count, length, limit), values)
+        draw = None if draws is None else self.draw(g, text, draft, length, draws)
+        chosen = g.op("Squeeze", self.choose(g, values, select, draw), g.const([0]))
         agreed = g.leading(g.op("Equal", draft, g.slice(chosen, None, count)))
         accepted = g.total(agreed, 0)
         gained = g.slice(chosen, None, g.op("Add", accepted, one))
@@ -360,29 +375,38 @@ class _Generation:
         ended = g.op("Greater", g.total(ends, 0), g.const(0))
         grown = g.op("Concat", text, g.slice(gained, None, kept), axis=0)
         size = g.size(grown, 0)
-        column = g.op("Add", first, accepted)
-        chain = self.chain(g, Stepped(grown, made.outputs, column, self.caller(g)))
         room = g.op("Max", g.op("Sub", g.op("Sub", limit, size), one), g.const(0))
+        column = g.op("Add", first, accepted)
+        stepped = Stepped(grown, column, room, values, self.functions, self.given)
+        record = self.program.plan.draft
+        chain, values = CHAINS[type(record)](g, record, self.program, stepped)
         goes = g.op("And", g.op("Not", ended), g.op("Less", size, limit))
         g.output("goes", goes, BOOL, [])
         g.output("text_next", grown, I64, None)
         g.output("draft_next", g.slice(chain, None, room), I64, None)
         g.output("past_next", g.op("Sub", size, one), I64, [])
-        for name, value in zip(self.states, made.states, strict=True):
-            g.output(f"{name}_next", value, DTYPES[self.program.states[name].type.dtype], None)
+        self.leave(g, values)
         return g
 
-    def chain(self, g: GraphBuilder, step: Stepped) -> oir.Value:
-        """The next chain, i64[D]."""
-        draft = self.program.plan.draft
-        return CHAINS[type(draft)](g, draft, self.program, step)
+    def fed(
+        self,
+        g: GraphBuilder,
+        given: Mapping[str, oir.Value],
+        past: oir.Value,
+        count: oir.Value,
+        length: oir.Value,
+        limit: oir.Value,
+    ) -> Fed:
+        """What a step of one sequence is fed."""
+        first, alone = (g.op("Equal", value, g.const(0)) for value in (past, count))
+        lone = g.op("And", g.op("Not", first), alone)
+        return Fed(given, first, lone, g.op("Sub", past, length), g.op("Sub", limit, length))
 
-    def caller(self, g: GraphBuilder) -> Any:
-        """See `chains_in_graph.Call`."""
-
-        def call(name: str, inputs: Mapping[str, oir.Value]) -> Mapping[str, oir.Value]:
-            lowered = lower(self.program, name, "chain")
-            emitted = emit(lowered.function(name), lowered.weights, standard=True)
-            return splice(g, emitted, inputs)
-
-        return call
+    def draw(
+        self, g: GraphBuilder, text: oir.Value, draft: oir.Value, length: oir.Value, draws: Any
+    ) -> Draw:
+        """What decides the tokens behind the text and behind each token of the draft."""
+        begun = g.op("Sub", g.size(text, 0), length)
+        until = g.op("Add", g.op("Add", begun, g.size(draft, 0)), g.const(1))
+        seen = seen_after(g, text, draft, self.program.info.vocab_size)
+        return Draw(g.op("Unsqueeze", g.slice(draws, begun, until), g.const([0])), seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,13 +13,15 @@ from ...ir import Weight
 from .emit import Emitted
 from .store import OWNER
 
-I64, BOOL, F32 = oir.DataType.INT64, oir.DataType.BOOL, oir.DataType.FLOAT
+I64, BOOL = oir.DataType.INT64, oir.DataType.BOOL
+F32, F64 = oir.DataType.FLOAT, oir.DataType.DOUBLE
 
 
 class GraphBuilder:
     """A graph, and in it a node after the other. Names begin with the graph's.
 
-    inside: the graph that this one is a body in. weights: of the outermost, all that were put in.
+    inside: the graph that this one is a body in. Of the outermost: weights, all that were put in,
+    and the graph that holds each; copies, how often each function was.
     """
 
     def __init__(
@@ -28,14 +31,27 @@ class GraphBuilder:
         self.graph = oir.Graph([], [], nodes=[], opset_imports=dict(opsets), name=name)
         self.outermost: GraphBuilder = self if inside is None else inside.outermost
         self.weights: dict[str, tuple[oir.Value, Weight]] = {}
+        self.holders: dict[str, GraphBuilder] = {}
+        self.copies: Counter[str] = Counter()
         self.count = 0
 
     def body(self, name: str) -> GraphBuilder:
         """The builder of a graph inside this one, with the inputs of a Loop's body."""
-        made = GraphBuilder(name, self.opsets, self)
+        made = self.branch(name)
         made.input("iteration", I64, [])
         made.input("going", BOOL, [])
         return made
+
+    def branch(self, name: str) -> GraphBuilder:
+        """The builder of a graph inside this one, without inputs: a branch of an If."""
+        self.outermost.copies[name] += 1
+        number = self.outermost.copies[name]
+        return GraphBuilder(name if number == 1 else f"{name}.{number}", self.opsets, self)
+
+    @property
+    def around(self) -> list[GraphBuilder]:
+        """The graphs that this one is in, the outermost first, and itself."""
+        return [*([] if self.inside is None else self.inside.around), self]
 
     def input(self, name: str, dtype: oir.DataType, dims: Sequence[int | str]) -> oir.Value:
         """An input; that of a body has the body's name before its own."""
@@ -71,6 +87,12 @@ class GraphBuilder:
             value.name = f"{name}.{index}"
         self.graph.append(node)
         return node.outputs[0] if outputs is None else tuple(node.outputs)
+
+    def typed(self, op_type: str, dtype: oir.DataType, *inputs: oir.Value | None) -> Any:
+        """A node of ONNX's own whose value may go out of this graph."""
+        made = self.op(op_type, *inputs)
+        made.dtype = dtype
+        return made
 
     def const(self, data: Any, dtype: type = np.int64) -> oir.Value:
         """A small constant."""
@@ -121,6 +143,16 @@ class GraphBuilder:
         missing = self.cast(self.op("Not", flags), I64)
         return self.op("Equal", self.op("CumSum", missing, self.const(axis)), self.const(0))
 
+    def flags(self, shape: oir.Value) -> Any:
+        """Flags of a shape i64[R], none of them set."""
+        none = oir.tensor(np.zeros(1, np.bool_))
+        return self.op("ConstantOfShape", shape, value=none)
+
+    def marked(self, flags: oir.Value, places: oir.Value) -> Any:
+        """Flags bool[R,V], with those at the places i64[R,N] set."""
+        set = self.op("Equal", places, places)
+        return self.op("ScatterElements", flags, places, set, axis=1)
+
     def loop(
         self, body: GraphBuilder, most: oir.Value, going: oir.Value | None, start: Sequence[Any]
     ) -> tuple[Any, ...]:
@@ -138,7 +170,8 @@ def splice(
     """Put an emitted function's nodes at the end of a graph; its outputs by name.
 
     Weights become that graph's, each once: kernels pack those of their own graph beforehand, and
-    not those of a graph around it. Small constants become the outermost graph's.
+    not those of a graph around it. What two graphs use becomes that of the one around both. Small
+    constants become the outermost graph's.
     """
     graph, root = emitted.model.graph, builder.outermost
     outputs = {str(value.name): value for value in graph.outputs}
@@ -146,17 +179,31 @@ def splice(
     for value in list(graph.inputs):
         oir.convenience.replace_all_uses_with(value, inputs[str(value.name)])
     for name in list(graph.initializers):
-        root.graph.register_initializer(graph.initializers.pop(name))
+        value = graph.initializers.pop(name)
+        kept = root.graph.initializers.get(name, value)  # the same, from another copy
+        if kept is value:
+            root.graph.register_initializer(value)
+        else:
+            oir.convenience.replace_all_uses_with(value, kept)
     for value, weight in emitted.pending:
         kept, _ = root.weights.setdefault(weight.name, (value, weight))
-        kept.meta[OWNER] = builder.graph
+        holder = _around_both(root.holders.setdefault(weight.name, builder), builder)
+        root.holders[weight.name], kept.meta[OWNER] = holder, holder.graph
         if kept is not value:
             oir.convenience.replace_all_uses_with(value, kept)
+    root.copies[str(graph.name)] += 1
+    number = root.copies[str(graph.name)]
+    prefix = graph.name if number == 1 else f"{graph.name}.{number}"
     nodes = list(graph)
     graph.remove(nodes)
     for node in nodes:
-        node.name = f"{graph.name}/{node.name}"
+        node.name = f"{prefix}/{node.name}"
         for value in node.outputs:
-            value.name = f"{graph.name}/{value.name}" if value.name else value.name
+            value.name = f"{prefix}/{value.name}" if value.name else value.name
     builder.graph.extend(nodes)
     return outputs
+
+
+def _around_both(one: GraphBuilder, other: GraphBuilder) -> GraphBuilder:
+    """The innermost graph that holds both, or is one of them."""
+    return next(graph for graph in reversed(one.around) if graph in other.around)

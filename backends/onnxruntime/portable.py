@@ -81,7 +81,8 @@ def portable(program: Program, *, plain: bool = False, contrib: bool = True) -> 
         raise UnsupportedError(
             f"{program.name} moves or drops rows of its caches between steps "
             f"(cache={program.plan.cache.brief}), and the graph that other loaders run has no "
-            f"place for it: they would keep every row. Export another recipe, such as baseline"
+            f"place for it: they would keep every row. The format onnx-plan carries it, for "
+            f"runners that know it; or export another recipe, such as baseline"
         )
     if not plain:
         _refuse_more(program)
@@ -121,9 +122,11 @@ def _refuse_more(program: Program) -> None:
         raise UnsupportedError(
             f"{program.name} does not run every token through every layer "
             f"(depth={program.plan.depth.brief}), and the decode graph that other loaders run has "
-            f"no place for that. The format onnx-plan carries it; or export the whole step by name "
-            f"(plain=True, --plain on the command line), or another recipe, such as baseline"
+            f"no place for that. The formats onnx-loop and onnx-plan carry it; or export the whole "
+            f"step by name (plain=True, --plain on the command line), or another recipe, such as "
+            f"baseline"
         )
+    _refuse_two_steps(program)
     if not program.plan.speculates:
         return
     raise UnsupportedError(
@@ -135,6 +138,18 @@ def _refuse_more(program: Program) -> None:
     )
 
 
+def _refuse_two_steps(program: Program) -> None:
+    """Errors: `UnsupportedError` for prompts that run through another function than steps do."""
+    (fed, _), (read, _) = program.plan.step.fed(argmax=True), program.plan.step.read(argmax=True)
+    if fed != read:
+        raise UnsupportedError(
+            f"{program.name} runs prompts through more layers than other tokens "
+            f"(step={program.plan.step.brief}), and the decode graph that other loaders run has "
+            f"one step for both. The formats onnx-loop and onnx-plan carry both; or export the "
+            f"step alone by name (plain=True, --plain on the command line), for prompts, too"
+        )
+
+
 def _numbered(program: Program) -> dict[int, int]:
     """Layers that have caches, numbered without gaps. Errors: see `portable`."""
     strange = [name for name, s in program.states.items() if s.part not in ("key", "value")]
@@ -143,7 +158,8 @@ def _numbered(program: Program) -> dict[int, int]:
         found = f"states {', '.join(strange)}" if strange else f"outputs {', '.join(outputs)}"
         raise UnsupportedError(
             f"{program.name} cannot become a plain decode graph: expected a step with logits whose "
-            f"states are keys and values, got {found}; export another recipe, such as baseline"
+            f"states are keys and values, got {found}. The formats onnx-loop and onnx-plan carry "
+            f"states of other kinds; or export another recipe, such as baseline"
         )
     layers = sorted({state.layer for state in program.states.values()})
     return {layer: index for index, layer in enumerate(layers)}

@@ -12,7 +12,7 @@ const ort = require("onnxruntime-node");
 
 const KNOWN = {
   step: ["whole", "fused", "prefilled", "segments"],
-  draft: ["none", "suffix", "heads", "fused", "exit", "unrolled", "cached"],
+  draft: ["none", "suffix", "heads", "fused", "exit"],
   tree: ["chain", "static"],
   verify: ["lossless"],
   depth: ["full", "linear", "decay"],
@@ -23,6 +23,7 @@ const ARRAYS = {
   f16: [Uint16Array, "float16"],
   i64: [BigInt64Array, "int64"],
   i32: [Int32Array, "int32"],
+  u8: [Uint8Array, "uint8"],
 };
 
 const sum = (values) => values.reduce((a, b) => a + b, 0);

@@ -14,11 +14,11 @@ import onnxruntime as ort
 
 KNOWN = {
     "step": ["whole", "fused", "prefilled", "segments"],
-    "draft": ["none", "suffix", "heads", "fused", "exit", "unrolled", "cached"],
+    "draft": ["none", "suffix", "heads", "fused", "exit"],
     **{"tree": ["chain", "static"], "verify": ["lossless"], "cache": ["all"]},
     "depth": ["full", "linear", "decay"],
 }
-DTYPES = {"f32": np.float32, "f16": np.float16, "i64": np.int64}
+DTYPES = {"f32": np.float32, "f16": np.float16, "i64": np.int64, "u8": np.uint8}
 
 
 def chain(tokens):
