@@ -60,17 +60,24 @@ def compiled(backend: str, which: str, drafts: bool) -> Executable:
     return compile(made(*passes), Target(backend, "cpu", threads=1))
 
 
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
-@pytest.mark.parametrize("which", DRAFTS)
-def test_the_text_is_the_targets_own(which: str, backend: str) -> None:
-    plain, fast = compiled(backend, which, False), compiled(backend, which, True)
+def same_texts(plain: Executable, fast: Executable) -> bool:
+    """That drafts change no text, of a ragged batch and of a prompt alone; whether both drafted."""
+    drafted = []
     for rows in (slice(0, 4), slice(2, 3)):
         ids, mask = PROMPTS[rows], MASK[rows]
         expected = generate(plain, ids, attention_mask=mask, **ASKED)
         found = generate(fast, ids, attention_mask=mask, return_dict_in_generate=True, **ASKED)
         assert torch.equal(found.sequences, expected)
-        # Goodput may hold, of so short a text, that no draft pays.
-        assert found.stats.draft_tokens > 0 or "goodput" in which
+        drafted.append(found.stats.draft_tokens > 0)
+    return all(drafted)
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+@pytest.mark.parametrize("which", DRAFTS)
+def test_the_text_is_the_targets_own(which: str, backend: str) -> None:
+    drafted = same_texts(compiled(backend, which, False), compiled(backend, which, True))
+    # Goodput may hold, of so short a text, that no draft pays.
+    assert drafted or "goodput" in which
 
 
 def idle(*names: str) -> Program:

@@ -86,13 +86,34 @@ class Net:
         """The trained weights, in order."""
         return [self.tensors[name] for name in self.trained]  # type: ignore[misc]
 
-    def run(self, function: str | None, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A function's outputs but its states; None: the target's step."""
+    def run(
+        self, function: str | tuple[str, ...] | None, **inputs: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """A function's outputs but its states; None: the target's step. Several functions run one
+        after the other, each on those inputs that it takes, as segments of a step do."""
+        if isinstance(function, tuple):
+            return self._in_turn(function, inputs)
         function = function or self.program.step.name
-        outputs = self.program.function(function).outputs
-        wanted = [n for n in outputs if n not in self.program.states]
-        wanted = [n for n in wanted if n not in ("draft_tokens", "draft_scores", "argmax")]
-        return self.outputs(function, tuple(wanted), inputs)
+        return self.outputs(function, self._told(self.program.function(function)), inputs)
+
+    def _told(self, fn: Function) -> tuple[str, ...]:
+        """Outputs that objectives may look at."""
+        none = {*self.program.states, "draft_tokens", "draft_scores", "argmax"}
+        return tuple(name for name in fn.outputs if name not in none)
+
+    def _in_turn(
+        self, functions: tuple[str, ...], inputs: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The last function's outputs; the others hand on the stream and nothing else."""
+        stream: str = self.program.plan.step.state  # type: ignore[attr-defined]  # it is cut
+        given = dict(inputs)
+        for name in functions:
+            fn = self.program.function(name)
+            fn = branched(fn) if "ancestors" in given else fn
+            taken = {key: value for key, value in given.items() if fn.has_input(key)}
+            wanted = (stream,) if name != functions[-1] else self._told(fn)
+            given |= (made := self.outputs(fn, wanted, taken))
+        return made
 
     def outputs(
         self, function: str | Function, wanted: tuple[str, ...], inputs: dict[str, torch.Tensor]

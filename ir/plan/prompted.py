@@ -1,4 +1,4 @@
-"""The draft record of trained prompt tokens that ride along with a step."""
+"""Draft records of trained prompt tokens: behind a step's own, or in a draft's call."""
 
 from __future__ import annotations
 
@@ -57,3 +57,45 @@ class PromptDraft(DraftRecord):
     def riders(self, nodes: int) -> int:
         """`prompts` for each node that gets some."""
         return self.prompts * min(self.after, nodes + 1)
+
+
+@record
+@dataclass(frozen=True)
+class MaskedSkippingDraft(DraftRecord):
+    """The target's first and last layers, and mask tokens behind the last one (S3D).
+
+    functions: of a step that is cut, the segments that draft, and the head. The first takes the ids
+    vocabulary + 0, 1, ... for mask tokens; a draft is one call, on the last token and all of them,
+    and verification writes its rows anew. weight: f[prompts,H], their trained embeddings. prompts:
+    how many; one token more is drafted. decay: in training, the weight of level d's loss is
+    decay^d. trained: whether the weights know anything.
+    """
+
+    functions: tuple[str, ...] = ("step.0", "step.2", "step.head")
+    weight: str = "s3d.masks"
+    prompts: Levels = 3
+    decay: Factor = 0.8
+    trained: bool = False
+    kind: ClassVar[str] = "masked_skipping"
+    requires: ClassVar[frozenset[str]] = frozenset({"segments"})
+    grows: ClassVar[bool] = True
+    in_parts: ClassVar[bool] = True
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`."""
+        yield from ((name, {}) for name in self.functions[:-1])
+        yield self.functions[-1], {"logits": ("", "", "V")}
+
+    def looks_up(self) -> Iterator[tuple[str, bool, tuple[Size, ...]]]:
+        """See `Record.looks_up`."""
+        yield self.weight, False, (self.prompts, "")
+
+    @property
+    def levels(self) -> int:
+        """A token for each mask token, and one for the last token of the text."""
+        return self.prompts + 1
+
+    @property
+    def always(self) -> bool:
+        """True."""
+        return True

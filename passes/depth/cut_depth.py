@@ -64,10 +64,12 @@ Exits = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(max_length=512)
 @register
 class CutDepth(Pass):
     """exits: numbers of layers, counted from the first, after which the step is cut. every: cut it
-    behind every so many layers instead. sublayers: and behind each layer's attention."""
+    behind every so many layers instead. middle: or before and behind so large a share of the
+    layers, in the middle. sublayers: and behind each layer's attention."""
 
     exits: Exits = ()
     every: int = Field(default=0, ge=0)
+    middle: float = Field(default=0.0, ge=0, lt=1)
     sublayers: bool = False
 
     name: ClassVar[str] = "cut_depth"
@@ -114,19 +116,36 @@ class CutDepth(Pass):
 
     def _exits(self, cutter: _Cutter) -> tuple[int, ...]:
         """Where to cut. Errors: `PassError` for exits that are named twice, and for none."""
-        if bool(self.exits) == bool(self.every):
-            raise PassError(f"{self.name}: say where to cut: set exits or every, one of the two")
+        if sum(map(bool, (self.exits, self.every, self.middle))) != 1:
+            raise PassError(
+                f"{self.name}: say where to cut: set exits, every or middle, one of them"
+            )
         layers = sorted(cutter.blocks)
-        exits = (
-            self.exits or tuple(layer + 1 for layer in layers[:-1])[self.every - 1 :: self.every]
-        )
+        exits = self.exits
+        if self.every:
+            exits = tuple(layer + 1 for layer in layers[:-1])[self.every - 1 :: self.every]
+        elif self.middle:
+            exits = around(len(layers), self.middle)
         if not exits:
             raise PassError(
-                f"{self.name}: every={self.every} leaves {len(layers)} layers in one piece"
+                f"{self.name}: every={self.every}, middle={self.middle:g} leaves {len(layers)} "
+                f"layers in one piece"
             )
         if len(set(exits)) < len(exits):
             raise PassError(f"{self.name}: exits={list(exits)} names an exit twice")
         return tuple(sorted(exits))
+
+
+def around(layers: int, share: float) -> tuple[int, ...]:
+    """The exits before and behind a share of the layers, in the middle; () where nothing is left to
+    cut out.
+
+    >>> around(8, 0.5), around(5, 0.4), around(2, 0.5)
+    ((2, 6), (1, 3), ())
+    """
+    inner = min(max(round(share * layers), 1), layers - 2)
+    before = (layers - inner) // 2
+    return (before, before + inner) if inner > 0 else ()
 
 
 class _Cutter:

@@ -28,22 +28,17 @@ for anything but looking them up in one embedding table, and one that has drafts
 
 from __future__ import annotations
 
-import zlib
 from typing import ClassVar
 
-import torch
-import torch.fx
-
-from ...ir import Function, PassError, Program, TensorType, derive
+from ...ir import PassError, Program
 from ...ir.plan import PromptDraft
 from ...ir.plan.bounds import Levels, Nodes
 from ..engine.base import Outcome, register
 from .draft_pass import DraftPass
 from .grafts import candidates
 from .plan_edits import with_draft
-from .trained import TrainedWeights
+from .prompt_tokens import reading_prompts
 
-A = torch.ops.aten
 WEIGHT = "ppd.prompts"
 
 
@@ -60,48 +55,15 @@ class DraftPpd(DraftPass):
     def insert(self, program: Program) -> Outcome:
         """Let the step read prompt tokens. See the module docstring."""
         fn = program.step.copy()
-        if "draft_tokens" in fn.outputs or WEIGHT in program.weights:
+        if "draft_tokens" in fn.outputs:
             raise PassError(f"{self.name}: the step drafts already")
-        vocabulary = program.info.vocab_size
-        looked_up = self._lookup(fn)
-        table = program.weights[str(looked_up.args[0].target)]  # type: ignore[union-attr]
-        type = TensorType(table.type.dtype, (self.prompts, *table.type.dims[1:]))
-        fresh = derive(WEIGHT, type, lambda rows: _like(rows, self.prompts), table)
-        weight = TrainedWeights(self.weights, self.name, program).of(fresh)
-        tokens = fn.input("tokens")
-        with fn.graph.inserting_before(looked_up):
-            ours = fn.call(A.ge.Scalar, tokens, vocabulary)
-            ours = fn.call(A.unsqueeze.default, ours, -1)
-            place = fn.call(A.sub.Tensor, tokens, vocabulary)
-            place = fn.call(A.clamp.default, place, 0)
-            trained = fn.call(A.embedding.default, fn.weight(weight), place)
-            looked_up.update_arg(1, fn.call(A.clamp.default, tokens, 0, vocabulary - 1))
-        users = list(looked_up.users)
-        with fn.graph.inserting_after(looked_up):
-            either = fn.call(A.where.self, ours, trained, looked_up)
-        for user in users:
-            user.replace_input_with(looked_up, either)
+        weight = reading_prompts(fn, program, WEIGHT, self.prompts, self.name, self.weights)
         with fn.graph.inserting_before(fn.output_node):
-            best = candidates(fn, fn.outputs["logits"], min(self.candidates, vocabulary))
+            best = candidates(
+                fn, fn.outputs["logits"], min(self.candidates, program.info.vocab_size)
+            )
         del best["draft_logits"]
         fn.set_outputs({**fn.outputs, **best})
         draft = PromptDraft(WEIGHT, self.prompts, self.after, self.decay, bool(self.weights))
         program = program.with_function(fn, weights=program.weights.adding(weight))
         return Outcome(with_draft(program, draft), 1)
-
-    def _lookup(self, fn: Function) -> torch.fx.Node:
-        """The one node that looks the tokens up."""
-        users = list(fn.input("tokens").users)
-        if len(users) != 1 or users[0].target is not A.embedding.default:
-            raise PassError(
-                f"{self.name}: expected a step that uses its tokens to look them up in one "
-                f"embedding table, got {', '.join(str(user.target) for user in users) or 'no use'}"
-            )
-        return users[0]
-
-
-def _like(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """`count` random rows as large as those of a table [V,H] are."""
-    generator = torch.Generator().manual_seed(zlib.crc32(WEIGHT.encode()))
-    noise = torch.randn(count, *rows.shape[1:], generator=generator)
-    return (noise * rows.float().std()).to(rows.dtype)

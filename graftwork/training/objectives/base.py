@@ -82,10 +82,15 @@ def mean_loss(losses: Iterable[tuple[Batch, Loss]]) -> Loss:
     return Loss(torch.stack(totals).sum(), hits)
 
 
-class Run(Protocol):
-    """Runs a function of the program, or its step (None), differentiably, on inputs by name."""
+Functions = str | tuple[str, ...] | None
+"""A function of a program, several segments of its step, or the step (None)."""
 
-    def __call__(self, function: str | None, **inputs: torch.Tensor) -> dict[str, torch.Tensor]: ...
+
+class Run(Protocol):
+    """Runs a function of the program, several segments of its step in turn, or the step (None),
+    differentiably, on inputs by name."""
+
+    def __call__(self, function: Functions, **inputs: torch.Tensor) -> dict[str, torch.Tensor]: ...
 
 
 Objective = Callable[[Any, Run, Batch], Loss]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from ...ir.plan import ContinuedDraft
-from .base import Batch, Loss, Run, distilled, hit_rate, objective, objective_of
+from .base import Batch, Functions, Loss, Run, distilled, hit_rate, objective, objective_of
 from .eagle import noisy, rollout
 
 
@@ -36,7 +36,7 @@ def continued_loss(record: ContinuedDraft, run: Run, batch: Batch) -> Loss:
     if len(made) < first.levels:  # a window too short for the heads
         return Loss(total, hits)
 
-    def noting(function: str | None, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+    def noting(function: Functions, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         results = run(function, **inputs)
         made.extend(results[name] for name in ("state",) if name in results)
         return results

@@ -9,13 +9,28 @@ from __future__ import annotations
 
 import torch
 
-from ...ir.plan import PromptDraft
+from ...ir.plan import MaskedSkippingDraft, PromptDraft
 from .base import Batch, Loss, Run, distilled, hit_rate, objective
 
 
 @objective(PromptDraft)
 def prompts_loss(record: PromptDraft, run: Run, batch: Batch) -> Loss:
     """See the module docstring."""
+    return _loss(record, run, batch, None)
+
+
+@objective(MaskedSkippingDraft)
+def masks_loss(record: MaskedSkippingDraft, run: Run, batch: Batch) -> Loss:
+    """The same of tokens that run through the segments that draft alone."""
+    return _loss(record, run, batch, record.functions)
+
+
+def _loss(
+    record: PromptDraft | MaskedSkippingDraft,
+    run: Run,
+    batch: Batch,
+    functions: tuple[str, ...] | None,
+) -> Loss:
     many, width = batch.tokens.shape
     count = record.prompts
     places = _places(batch.tokens, count)
@@ -27,7 +42,7 @@ def prompts_loss(record: PromptDraft, run: Run, batch: Batch) -> Loss:
     seen = _seen(width, places, count).to(batch.tokens.device)
     columns = torch.arange(width, width + groups * count).to(batch.tokens)
     logits = run(
-        None,
+        functions,
         tokens=torch.cat([batch.tokens, riders.expand(many, -1)], 1),
         positions=positions.expand(many, -1),
         ancestors=seen.expand(many, -1, -1),

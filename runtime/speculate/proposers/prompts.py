@@ -13,6 +13,7 @@ probabilities tell.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,8 +29,28 @@ UNLIKELY = -30.0
 """Log probability of what is no candidate."""
 
 
+class ByDepth(Proposer):
+    """Predicts by depth alone: level `place` is the same for all nodes."""
+
+    place = 0
+
+    def root(self, count: int) -> Level:
+        """The first level."""
+        self.place = 0
+        return self.level(count)
+
+    def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
+        """The next level, the same for all nodes."""
+        self.place += 1
+        return repeated(self.level(count), parents)
+
+    @abstractmethod
+    def level(self, count: int) -> Level:
+        """The candidates of `place`."""
+
+
 @PROPOSERS.register(PromptDraft)
-class PromptProposer(Proposer):
+class PromptProposer(ByDepth):
     """Level d's candidates are those of prompt token d, for every node of that depth.
 
     tokens: i64[B,M,K], scores: f32[B,M,K], what the M prompt tokens said after the text; tokens are
@@ -59,17 +80,8 @@ class PromptProposer(Proposer):
             whole = (len(prompts), self.many, self.vocabulary)
             self.logits = np.zeros(whole, dtype=np.float32)
 
-    def root(self, count: int) -> Level:
-        """The first prompt token's candidates."""
-        self.place = 0
-        return self._level(count)
-
-    def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
-        """The next prompt token's candidates, the same for all nodes."""
-        self.place += 1
-        return repeated(self._level(count), parents)
-
-    def _level(self, count: int) -> Level:
+    def level(self, count: int) -> Level:
+        """What a prompt token said."""
         place = slice(self.place, self.place + 1)
         logits = None if self.logits is None else self.logits[:, place]
         return Level(self.tokens[:, place, :count], self.scores[:, place, :count], logits)
