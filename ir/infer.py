@@ -31,6 +31,9 @@ from .types import Dim, Sym, TensorType, ValueType, make_dim, type_text
 
 # Hints only decide comparisons such as "is this dim 1?" in torch's broadcasting rules; they differ
 # from each other and from the sizes that models have, so that no two dims are equal by accident.
+# The sizes that every program has come first, in this order: what is decided, and what a refusal
+# says, is the same whatever was inferred before.
+_FIRST = ("B", "T", "C")
 _HINTS = (7919, 7927, 7933, 7937, 7949, 7951, 7963, 7993, 8009, 8011, 8017, 8039)
 
 
@@ -46,6 +49,8 @@ class _Shapes:
         self.mode.cache_enabled = False  # results are kept by type, below
         self.sizes: dict[str, Any] = {}
         self.names: dict[str, str] = {}
+        for name in _FIRST:
+            self.size(name)
 
     def size(self, name: str) -> Any:
         """The SymInt that stands for symbol `name`."""

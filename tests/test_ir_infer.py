@@ -98,6 +98,17 @@ def test_refusals_name_the_op_and_say_why(reason: str) -> None:
     assert reason.strip().removeprefix("not ") in message
 
 
+def test_what_is_said_does_not_depend_on_what_was_inferred_before() -> None:
+    _shapes.cache_clear()
+    for first in (C, T):
+        _infer.cache_clear()
+        fn = Function("step")
+        fn.call(A.full.default, [first], 0.0)
+        with pytest.raises(VerifyError, match="would hold only where C >= T"):
+            fn.call(A.arange.start_step, T, C)
+        _shapes.cache_clear()
+
+
 def test_keyword_arguments_are_checked() -> None:
     scene = Scene()
     for kwargs, reason in (
