@@ -169,6 +169,14 @@ def table(w: Weight) -> Tensor:
     return scale * (w.q - (1 << (w.bits - 1)))
 
 
+def zeros(w: Weight) -> Tensor:
+    """How far the stored number 0 is from the value 0, f32[N,K]."""
+    scale = w.scale.float().repeat_interleave(w.group, 1).abs()
+    if w.codebook is not None:
+        return 0 * scale
+    return scale * (1 << w.bits)
+
+
 weights = st.builds(
     weight,
     st.integers(0, 999),

@@ -16,7 +16,7 @@ from graftwork.backends.onnxruntime.lower import lower
 from graftwork.backends.target import Target
 from graftwork.backends.torch import native_quantized
 from graftwork.backends.torch.tiled import with_tiles
-from graftwork.ir import Program
+from graftwork.ir import Program, type_of
 from graftwork.passes.engine.manager import run_passes
 from graftwork.recipe import Recipe
 from graftwork.runtime import generate
@@ -100,11 +100,19 @@ def test_a_table_that_is_the_heads_weight_is_held_once() -> None:
         assert torch.equal(text(program, backend), text(program, "eager"))
 
 
-def test_products_that_round_nothing_keep_their_meaning() -> None:
+def test_products_that_round_nothing_read_few_bits_too() -> None:
+    """Weights stay packed, and both backends give the logits of their values."""
     program = quantized(bits=4, rounded=False)
     laid = with_tiles(program)
-    assert laid.step.calls(G.quantized_linear.default)
-    assert not laid.step.calls(native_quantized.LINEAR)
+    products = laid.step.calls(native_quantized.FLOAT_LINEAR)
+    assert len(products) == len(program.step.calls(G.quantized_linear.default)) > 0
+    assert not laid.step.calls(native_quantized.LINEAR, G.quantized_linear.default)
+    assert {type_of(node.args[1]).dtype for node in products} == {torch.uint8}
+    assert step_model(program).has_own_ops
+    wanted = score(compile(program, Target("eager", "cpu")), PROMPTS)
+    for backend in ("torch", "onnxruntime"):
+        found = score(compile(program, Target(backend, "cpu")), PROMPTS)
+        assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
 def test_onnxruntime_does_without_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,15 +38,17 @@ def weights_of(w: quantized.Weight) -> list[Weight | None]:
 def session_of(w: quantized.Weight, folder: Path, threads: int, kind: str = "linear") -> Any:
     """A session with one node: x -> out."""
     e = Emitter(Function("call"), WeightStore())
-    element = oir.DataType.FLOAT if kind == "linear" else oir.DataType.INT64
-    x = oir.val("x", dtype=element, shape=[*"RS", w.q.shape[1]] if kind == "linear" else ["R"])
+    looks_up = kind == "embedding"
+    element = oir.DataType.INT64 if looks_up else oir.DataType.FLOAT
+    x = oir.val("x", dtype=element, shape=["R"] if looks_up else [*"RS", w.q.shape[1]])
     e.graph.inputs.append(x)
     sizes = {"bits": w.bits, "group": w.group}
-    if kind == "linear":
-        bias = None if w.bias is None else e.weight(Weight.of("bias", w.bias))
-        out = quantized_linear(e, x, *weights_of(w), bias, **sizes)
-    else:
+    if looks_up:
         out = quantized_embedding(e, x, *weights_of(w), **sizes)
+    else:
+        bias = None if w.bias is None else e.weight(Weight.of("bias", w.bias))
+        rounded = kind == "linear"
+        out = quantized_linear(e, x, *weights_of(w), bias, **sizes, rounded=rounded)
     out.name, out.dtype = "out", oir.DataType.FLOAT
     e.graph.outputs.append(out)
     path = folder / "model.onnx"
@@ -69,6 +71,14 @@ def test_products_have_torchs_bits(w, shape):
     for threads in (1, 2):
         with tempfile.TemporaryDirectory() as folder:
             assert torch.equal(ran(session_of(w, Path(folder), threads), x), want)
+
+
+@given(quantized.weights, st.sampled_from(((1, 1), (2, 3), (1, 9))))
+def test_float_products_have_torchs_bits(w, shape):
+    x = quantized.rows(1, *shape, w.q.shape[1])
+    want = native.float_linear(x, *w.table_in_tiles(), w.bias, *w.table_sizes)
+    with tempfile.TemporaryDirectory() as folder:
+        assert torch.equal(ran(session_of(w, Path(folder), 2, "float"), x), want)
 
 
 @pytest.mark.parametrize("kind", quantized.KINDS)

@@ -25,7 +25,6 @@ from safetensors.torch import load_file, save_file
 from selection import mostly_long
 
 import graftwork as gw
-from graftwork.backends.torch.dequantized import with_values
 from graftwork.frontends import import_model
 from graftwork.frontends.huggingface.checkpoint import tensors_of
 from graftwork.frontends.huggingface.formats import format_of, read
@@ -258,20 +257,6 @@ def test_activations_are_rounded_where_that_is_asked_for(tmp_path: Path) -> None
         assert unmet(fast.program) is None and idle(fast.program.plan) is None
         found.append(fast.generate([[1, 5, 9, 30]], **options))
     assert torch.equal(*found)
-
-
-def test_float_products_have_values_once_on_torch(tmp_path: Path) -> None:
-    """Compiled for torch, a weight of few bits whose products are float is its values, and what it
-    was stored as is gone."""
-    quantized, _ = write(tmp_path, awq_config(), awq_layer(), num_hidden_layers=1)
-    program = gw.optimize(quantized, target="torch:cpu:float32").program
-    spelled = with_values(program)
-    assert not spelled.step.calls(G.quantized_linear.default)
-    assert not any(weight.type.dtype == torch.uint8 for weight in spelled.weights.values())
-    ids, positions = tokens_and_positions()
-    traced = import_model(quantized, torch.float32)
-    wanted = logits_of(traced, ids, positions)
-    assert error(logits_of(with_values(traced), ids, positions), wanted) < 1e-6
 
 
 @pytest.mark.long

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import quantized
 import torch
+from conftest import PROCESSORS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from graftwork.backends import tiles
+from graftwork.backends import cached_library, tiles
 from graftwork.backends.torch import native_quantized as native
 from graftwork.backends.torch.compiled import inductor
 from graftwork.backends.torch.replay import Replay, record
@@ -70,6 +71,68 @@ def test_a_rows_bits_do_not_depend_on_the_others_or_on_threads(processor):
                     assert torch.equal(linear(x[first:last], w), whole[first:last])
     finally:
         torch.set_num_threads(threads)
+
+
+def float_linear(x: torch.Tensor, w: quantized.Weight) -> torch.Tensor:
+    return native.float_linear(x, *w.table_in_tiles(), w.bias, *w.table_sizes)
+
+
+@everywhere
+@given(quantized.weights, st.sampled_from((1, 2, 3, 5, 7, 8, 9, 16, 21)))
+def test_float_rows_are_multiplied_with_the_values(processor, w, count):
+    x = quantized.rows(count, count, w.q.shape[1])
+    values = quantized.table(w).double()
+    want = x.double() @ values.T
+    # Stored numbers are multiplied, not values: of those the zero is taken off afterwards.
+    size = x.double().abs() @ (values.abs() + quantized.zeros(w).double()).T
+    found = float_linear(x, w._replace(bias=None))
+    assert ((found - want).abs() <= 2e-6 * size).all()
+    if w.bias is not None:
+        assert torch.equal(float_linear(x, w), found + w.bias)
+
+
+@pytest.mark.parametrize("kind", quantized.KINDS)
+@pytest.mark.parametrize("bits", quantized.BITS)
+def test_float_rows_have_the_same_bits_among_others_with_threads_and_everywhere(bits, kind):
+    """Of groups that fill blocks, and of some that do not."""
+    threads, before = torch.get_num_threads(), cached_library.FLAGS
+    found = []
+    try:
+        for processor in PROCESSORS:
+            flags = [f"-march={processor}" if "march" in flag else flag for flag in before]
+            cached_library.FLAGS = tuple(flags)
+            cached_library.library.cache_clear()
+            for group in (32, 20):
+                w = quantized.weight(bits, 70, group, 4, bits, kind, half=True)
+                x = quantized.rows(1, 21, w.q.shape[1])
+                whole = float_linear(x, w)
+                found.append(whole)
+                for number in (1, 2):
+                    torch.set_num_threads(number)
+                    for first, last in ((0, 1), (5, 7), (3, 10), (20, 21), (8, 21)):
+                        assert torch.equal(float_linear(x[first:last], w), whole[first:last])
+    finally:
+        torch.set_num_threads(threads)
+        cached_library.FLAGS = before
+        cached_library.library.cache_clear()
+    for place, whole in enumerate(found):
+        assert torch.equal(whole, found[place % 2])
+
+
+def test_float_rows_check_their_operands():
+    w = quantized.weight(0, 20, 16, 2, 4, "offset")
+    packed, scale, offset, _ = w.table_in_tiles()
+    x = torch.zeros(2, 32)
+    for wrong, reason in (
+        ((x[:, :16], packed, scale, offset, None, None, *w.table_sizes), "packed"),
+        ((x, packed, scale[:1], offset, None, None, *w.table_sizes), "scale"),
+        ((x, packed, scale, offset, torch.zeros(16), None, *w.table_sizes), "no offset"),
+        ((x, packed, scale, None, torch.zeros(4), None, *w.table_sizes), "codebook"),
+        ((x, packed, scale, offset, None, torch.zeros(3), *w.table_sizes), "bias"),
+        ((x, packed, scale, offset, None, None, 5, 16, 20), "bits"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            native.float_linear(*wrong)
 
 
 def test_halves_are_rounded_to_even_and_rows_of_zeros_give_the_bias(processor):

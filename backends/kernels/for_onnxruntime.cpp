@@ -2,6 +2,7 @@
 // read where it has them: in a file that is mapped, they are not copied.
 //
 //   QuantizedLinear(x, packed, scale, offset?, table?, bias?; bits, group, N) -> y
+//   FloatLinear(x, packed, scale, offset?, codebook?, bias?; bits, group, N) -> y
 //   QuantizedEmbedding(ids, weight, scale, offset?, codebook?; bits, group) -> y
 //   CachedAttention, CachedQuantizedAttention, MaskedAttention, PickedAttention: see ort_attention.h
 
@@ -37,6 +38,45 @@ struct Node {
     const T* data(const ort::Tensor& tensor) const {
         return tensor.data<T>(api);
     }
+    void check_stored(
+        const ort::Tensor& packed,
+        const ort::Tensor& scale,
+        const ort::Tensor& offset,
+        int64_t groups) const {
+        const int64_t tiles = (outputs + 15) / 16;
+        want(packed.is({tiles, groups, (group + 15) / 16 * 32 * bits}), "packed must be [T, G, B]");
+        want(scale.is({tiles, groups, 16}), "scale must be [T, G, 16]");
+        want(offset.is({tiles, groups, 16}), "offset must be [T, G, 16]");
+        want(scale.is_float_or_half() && offset.is_float_or_half(), "scale must be float or half");
+    }
+    void check_codebook(const ort::Tensor& codebook, const ort::Tensor& offset) const {
+        want(codebook.is({int64_t(1) << bits}), "codebook must be [2^bits]");
+        want(!codebook.value || !offset.value, "a codebook goes with no offset");
+    }
+    Table table(
+        const ort::Tensor& packed,
+        const ort::Tensor& scale,
+        const ort::Tensor& offset,
+        const ort::Tensor& codebook,
+        int64_t K) const {
+        return {
+            data<uint8_t>(packed),       data<void>(scale),           data<void>(offset),
+            data<float>(codebook),       outputs,                     K,
+            group,                       bits,                        scale.type == ort::FLOAT16,
+            offset.type == ort::FLOAT16,
+        };
+    }
+    // Rows of x [..., K], and what becomes of them.
+    static int64_t rows_of(const ort::Tensor& x) {
+        int64_t rows = 1;
+        for (size_t axis = 0; axis + 1 < x.sizes.size(); axis++) rows *= x.sizes[axis];
+        return rows;
+    }
+    float* result(ort::Context* context, const ort::Tensor& x) const {
+        std::vector<int64_t> sizes = x.sizes;
+        sizes.back() = outputs;
+        return api.data<float>(api.output(context, 0, sizes));
+    }
 };
 
 struct Linear : Node {
@@ -54,27 +94,47 @@ struct Linear : Node {
         const ort::Tensor x(api, context, 0), packed(api, context, 1), scale(api, context, 2);
         const ort::Tensor offset(api, context, 3), table(api, context, 4), bias(api, context, 5);
         want(!x.sizes.empty(), "x must be [..., K]");
-        const int64_t K = x.sizes.back(), tiles = (outputs + 15) / 16, groups = K / group;
+        const int64_t K = x.sizes.back();
         want(K > 0 && K % group == 0, "K must be a multiple of group");
-        want(packed.is({tiles, groups, (group + 15) / 16 * 32 * bits}), "packed must be [T, G, B]");
-        want(scale.is({tiles, groups, 16}), "scale must be [T, G, 16]");
-        want(offset.is({tiles, groups, 16}), "offset must be [T, G, 16]");
-        want(scale.is_float_or_half() && offset.is_float_or_half(), "scale must be float or half");
+        check_stored(packed, scale, offset, K / group);
         want(table.is({16}), "table must be [16]");
         want(!table.value || (!offset.value && bits <= 4), "a table goes with 4 bits, no offset");
         want(bias.is({outputs}), "bias must be [N]");
-        std::vector<int64_t> sizes = x.sizes;
-        sizes.back() = outputs;
-        int64_t rows = 1;
-        for (size_t axis = 0; axis + 1 < x.sizes.size(); axis++) rows *= x.sizes[axis];
-        float* const y = api.data<float>(api.output(context, 0, sizes));
+        float* const y = result(context, x);
         const Weights weights = {
             data<uint8_t>(packed),       data<void>(scale),           data<void>(offset),
             data<int8_t>(table),         data<float>(bias),           outputs,
             K,                           group,                       bits,
             scale.type == ort::FLOAT16,  offset.type == ort::FLOAT16,
         };
-        products(weights, data<float>(x), rows, y, Pool(api, context));
+        products(weights, data<float>(x), rows_of(x), y, Pool(api, context));
+    }
+};
+
+struct FloatLinear : Node {
+    static constexpr const char* NAME = "FloatLinear";
+    static constexpr int INPUTS = 6;
+    static ort::Element input(int place) {
+        constexpr ort::Element kinds[] = {ort::FLOAT, ort::UINT8, ort::ANY,
+                                          ort::ANY,   ort::FLOAT, ort::FLOAT};
+        return kinds[place];
+    }
+
+    using Node::Node;
+
+    void run(ort::Context* context) const {
+        const ort::Tensor x(api, context, 0), packed(api, context, 1), scale(api, context, 2);
+        const ort::Tensor offset(api, context, 3), codebook(api, context, 4), bias(api, context, 5);
+        want(!x.sizes.empty(), "x must be [..., K]");
+        const int64_t K = x.sizes.back();
+        want(K > 0 && K % group == 0, "K must be a multiple of group");
+        check_stored(packed, scale, offset, K / group);
+        check_codebook(codebook, offset);
+        want(bias.is({outputs}), "bias must be [N]");
+        float* const y = result(context, x);
+        float_products(
+            table(packed, scale, offset, codebook, K), data<float>(bias), data<float>(x),
+            rows_of(x), y, Pool(api, context));
     }
 };
 
@@ -93,26 +153,18 @@ struct Embedding : Node {
         const ort::Tensor ids(api, context, 0), packed(api, context, 1), scale(api, context, 2);
         const ort::Tensor offset(api, context, 3), codebook(api, context, 4);
         want(scale.sizes.size() == 3, "scale must be [T, G, 16]");
-        const int64_t tiles = (outputs + 15) / 16, groups = scale.sizes[1], K = groups * group;
+        const int64_t groups = scale.sizes[1], K = groups * group;
         want(K > 0, "a table must have columns");
-        want(packed.is({tiles, groups, (group + 15) / 16 * 32 * bits}), "packed must be [T, G, B]");
-        want(scale.is({tiles, groups, 16}), "scale must be [T, G, 16]");
-        want(offset.is({tiles, groups, 16}), "offset must be [T, G, 16]");
-        want(scale.is_float_or_half() && offset.is_float_or_half(), "scale must be float or half");
-        want(codebook.is({int64_t(1) << bits}), "codebook must be [2^bits]");
-        want(!codebook.value || !offset.value, "a codebook goes with no offset");
+        check_stored(packed, scale, offset, groups);
+        check_codebook(codebook, offset);
         std::vector<int64_t> sizes = ids.sizes;
         sizes.push_back(K);
         int64_t count = 1;
         for (int64_t size : ids.sizes) count *= size;
         float* const y = api.data<float>(api.output(context, 0, sizes));
-        const Table table = {
-            data<uint8_t>(packed),       data<void>(scale),           data<void>(offset),
-            data<float>(codebook),       outputs,                     K,
-            group,                       bits,                        scale.type == ort::FLOAT16,
-            offset.type == ort::FLOAT16,
-        };
-        rows_of(table, data<int64_t>(ids), count, y, Pool(api, context));
+        graftwork::rows_of(
+            table(packed, scale, offset, codebook, K), data<int64_t>(ids), count, y,
+            Pool(api, context));
     }
 };
 
@@ -124,6 +176,7 @@ extern "C" ort::Status* RegisterCustomOps(ort::Options* options, const ort::ApiB
     if (!api) return nullptr;  // older than all that are served: its sessions find no such op
     return ort::guarded(*api, [&] {
         static const Op<Linear> linear;
+        static const Op<FloatLinear> float_linear;
         static const Op<Embedding> embedding;
         static const Op<CachedNode<false>> cached;
         static const Op<CachedNode<true>> cached_quantized;
@@ -133,6 +186,7 @@ extern "C" ort::Status* RegisterCustomOps(ort::Options* options, const ort::ApiB
         static ort::Domain* const domain = [&] {  // sessions use it as long as they live
             ort::Domain* const made = api->create_domain("graftwork");
             api->add_op(made, &linear);
+            api->add_op(made, &float_linear);
             api->add_op(made, &embedding);
             api->add_op(made, &cached);
             api->add_op(made, &cached_quantized);

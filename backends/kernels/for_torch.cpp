@@ -56,6 +56,28 @@ void quantized_linear(
     products(weights, x, rows, y, Threads(threads));
 }
 
+// The same, x not rounded. values [2^bits]: what stands for each q, or null.
+void float_linear(
+    const float* x,
+    const uint8_t* tiles,
+    const void* scale,
+    const void* offset,
+    const float* values,
+    const float* bias,
+    float* y,
+    int64_t rows,
+    int64_t N,
+    int64_t K,
+    int64_t group,
+    int64_t bits,
+    int64_t half_scale,
+    int64_t half_offset,
+    int64_t threads) {
+    const Table weights = {
+        tiles, scale, offset, values, N, K, group, bits, half_scale != 0, half_offset != 0};
+    float_products(weights, bias, x, rows, y, Threads(threads));
+}
+
 // y [count, K]: rows of a table [V, K] in tiles. Of offset and values each may be null.
 void quantized_embedding(
     const int64_t* ids,

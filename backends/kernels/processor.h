@@ -48,6 +48,7 @@ inline int32_t four_bytes(const int8_t* from) {
 // `Real` a number for each of its outputs. Weights are unsigned: `add` takes off `LEFT` first, for
 // which its caller makes up. WIDE: weights may take all eight bits, otherwise six. ROWS: of so many
 // rows sums fit in registers. CHAINS: of sums that wait for each other, as many as fill the time.
+// `reals<J>` and `look_up<J>` are of byte J of those of each output, the latter in a `Book` of floats.
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
@@ -94,6 +95,32 @@ struct Processor {
     static Real reals(const float* from, int) { return _mm512_loadu_ps(from); }
     static Real reals(const uint16_t* from, int) {
         return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+    }
+    // Byte J of each output's.
+    template <int J>
+    static Real reals(Bytes value) {
+        return _mm512_cvtepi32_ps(bytes_at<J>(value));
+    }
+    struct Book {
+        Real first;
+        const float* all;
+        bool few;
+    };
+    static Book book(const float* from, int count) {
+        if (!from) return Book{};
+        return Book{_mm512_maskz_loadu_ps(count < OUTPUTS ? (1 << count) - 1 : 0xffff, from), from,
+                count <= OUTPUTS};
+    }
+    template <int J>
+    static Real look_up(const Book& book, Bytes places) {
+        const Whole at = bytes_at<J>(places);
+        return book.few ? _mm512_permutexvar_ps(at, book.first)
+                        : _mm512_i32gather_ps(at, book.all, sizeof(float));
+    }
+    template <int J>
+    static Whole bytes_at(Bytes value) {
+        if constexpr (J > 0) value = _mm512_srli_epi32(value, 8 * J);
+        return J == 3 ? value : _mm512_and_si512(value, _mm512_set1_epi32(255));
     }
     static Real fused(Real a, Real b, Real c) { return _mm512_fmadd_ps(a, b, c); }
     static Real product(Real a, Real b) { return _mm512_mul_ps(a, b); }
@@ -154,6 +181,23 @@ struct Processor {
     static Real reals(const float* from, int part) { return _mm256_loadu_ps(from + part * LANES); }
     static Real reals(const uint16_t* from, int part) {
         return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from + part));
+    }
+    template <int J>
+    static Real reals(Bytes value) {
+        return _mm256_cvtepi32_ps(bytes_at<J>(value));
+    }
+    struct Book {
+        const float* all;
+    };
+    static Book book(const float* from, int) { return {from}; }
+    template <int J>
+    static Real look_up(const Book& book, Bytes places) {
+        return _mm256_i32gather_ps(book.all, bytes_at<J>(places), sizeof(float));
+    }
+    template <int J>
+    static Whole bytes_at(Bytes value) {
+        if constexpr (J > 0) value = _mm256_srli_epi32(value, 8 * J);
+        return J == 3 ? value : _mm256_and_si256(value, _mm256_set1_epi32(255));
     }
     static Real fused(Real a, Real b, Real c) { return _mm256_fmadd_ps(a, b, c); }
     static Real product(Real a, Real b) { return _mm256_mul_ps(a, b); }
@@ -251,6 +295,22 @@ struct Processor {
     static Real reals(const uint16_t* from, int) {
         Real all;
         for (int n = 0; n < OUTPUTS; n++) all.at[n] = half_to_float(from[n]);
+        return all;
+    }
+    template <int J>
+    static Real reals(const Bytes& value) {
+        Real all;
+        for (int n = 0; n < OUTPUTS; n++) all.at[n] = value.at[n * STEP + J];
+        return all;
+    }
+    struct Book {
+        const float* all;
+    };
+    static Book book(const float* from, int) { return {from}; }
+    template <int J>
+    static Real look_up(const Book& book, const Bytes& places) {
+        Real all;
+        for (int n = 0; n < OUTPUTS; n++) all.at[n] = book.all[places.at[n * STEP + J]];
         return all;
     }
     static Real fused(const Real& a, const Real& b, Real c) {

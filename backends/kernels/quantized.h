@@ -1,8 +1,9 @@
 // Products with weights of few bits, and rows of such weights.
 //
 // Rows of x are rounded to bytes with a scale each; products of bytes are added up exactly over a
-// group, and groups in one order. So a row's result has the same bits alone and among others, with
-// any number of threads, on every processor.
+// group, and groups in one order. Or they stay floats, whose products are added up in one order. So
+// a row's result has the same bits alone and among others, with any number of threads, on every
+// processor.
 
 #pragma once
 
@@ -39,6 +40,16 @@ struct Table {
 
 // y [count, N] = x [count, K] with weights. Throws for bits of which there are no tiles.
 void products(const Weights& weights, const float* x, int64_t count, float* y, const Team& team);
+
+// y [count, V] = x [count, K] with a table as weights, x not rounded; bias [V], or null. Throws for
+// bits of which there are no tiles.
+void float_products(
+    const Table& weights,
+    const float* bias,
+    const float* x,
+    int64_t count,
+    float* y,
+    const Team& team);
 
 // y [count, K]: the rows that ids [count] name. Throws for one that the table does not have.
 void rows_of(const Table& table, const int64_t* ids, int64_t count, float* y, const Team& team);

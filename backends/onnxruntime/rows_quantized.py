@@ -1,8 +1,8 @@
 """Rows of products with weights of a few bits.
 
-With activations rounded, graftwork's own kernels run them where a session may have any (see
-`rows_tiles`): that is the op's meaning bit for bit, and fastest. In models for others, and where
-there is no compiler, kernels of ONNX Runtime do.
+graftwork's own kernels run them where a session may have any (see `rows_tiles`): with activations
+rounded that is the op's meaning bit for bit, and fastest. In models for others, and where there is
+no compiler, kernels of ONNX Runtime do.
 
 Eight bits with one scale a row are a product of bytes (see `byte_products`), which is the meaning
 but for the order of its factors. What else MatMulNBits takes, it multiplies; everything else is a
@@ -217,10 +217,12 @@ def quantized_linear(
     given = [weight_of(part) for part in (weight, scale, offset, codebook)]
     assert given[0] is not None and given[1] is not None
     wide = e.cast(x, F32)
-    if rounded and e.native and not quantized_ops_available():
+    if e.native and not quantized_ops_available():
         added = None if bias is None else e.cast(bias, F32)
         parts = given[0], given[1], given[2], given[3]
-        result = rows_tiles.quantized_linear(e, wide, *parts, added, bits=bits, group=group)
+        result = rows_tiles.quantized_linear(
+            e, wide, *parts, added, bits=bits, group=group, rounded=rounded
+        )
         return e.cast(result, e.dtype(), F32)
     stored = _Stored(given[0], given[1], given[2], given[3], bits, group)
     dims = type_of(x).dims

@@ -28,16 +28,20 @@ def quantized_linear(
     *,
     bits: int,
     group: int,
+    rounded: bool,
 ) -> Any:
-    """`graftwork.quantized_linear`, rounded, of x f32[..., K], bias f32[N]: f32[..., N].
+    """`graftwork.quantized_linear` of x f32[..., K], bias f32[N]: f32[..., N].
 
     Weights are those of the op, as they are stored; scale and offset in float16 or float32.
-    Errors: `InputError` for sizes that kernels do not take, and when it is loaded, for a codebook
-    that is not of whole numbers.
+    Errors: `InputError` for sizes that kernels do not take, and when it is loaded, for the codebook
+    of a rounded product that is not of whole numbers.
     """
-    laid = tiles.tiled(weight, scale, offset, codebook, bits=bits, group=group)
+    lay_out, op = (
+        (tiles.tiled, "QuantizedLinear") if rounded else (tiles.tiled_table, "FloatLinear")
+    )
+    laid = lay_out(weight, scale, offset, codebook, bits=bits, group=group)
     values = [None if w is None else e.weight(w) for w in laid.parts]
-    return e.own("QuantizedLinear", x, *values, bias, bits=laid.bits, group=group, N=laid.outputs)
+    return e.own(op, x, *values, bias, bits=laid.bits, group=group, N=laid.outputs)
 
 
 def quantized_embedding(

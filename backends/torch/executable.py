@@ -21,7 +21,6 @@ from ..pages import Trimmer
 from ..target import Target
 from .compiled import Compiled, any_size, for_gpu, inductor
 from .cpu import CPU_ROWS
-from .dequantized import with_values
 from .emit import emit
 from .graphs import CapturedStep
 from .repeated import RepeatedCall
@@ -52,7 +51,7 @@ class TorchExecutable(StatefulExecutable):
         self.device = torch.device(target.device)
         # What is compiled; the program itself stays as others see it.
         laid_out = self.how == "inductor"
-        self.lowered = with_values(with_tiles(program)) if laid_out else program
+        self.lowered = with_tiles(program) if laid_out else program
         self.weights = self._load()
         self.tensors = {weight.data_ptr(): weight.nbytes for weight in self.weights.values()}
         self.code = 0

@@ -14,11 +14,38 @@ from ..cached_library import SHARED
 from .native import F32, Kernel, native_op
 
 quantized_linear_kernel = Kernel("quantized_linear", SHARED)
+float_linear_kernel = Kernel("float_linear", SHARED)
 quantized_embedding_kernel = Kernel("quantized_embedding", SHARED)
 
 
 def _quantized_linear_like(x: Tensor, *others: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], others[-1]))
+
+
+def _product(
+    op: str,
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group: int,
+    outputs: int,
+) -> Operands:
+    """Operands of which those fit that every product has; L is the outputs of a tile."""
+    given = Operands(op)
+    given.fit_rows("x", x, "K", F32)
+    if outputs < 0:
+        raise InputError(f"{op}: there are no {outputs} outputs")
+    layout = tiles.Layout(outputs, given.sizes["K"], bits, group)
+    given.sizes.update(N=outputs, T=layout.tiles, G=layout.groups, B=layout.group_bytes)
+    given.sizes.update(L=tiles.OUTPUTS, Q=1 << bits)
+    given.fit("packed", packed, "TGB", torch.uint8)
+    given.fit("scale", scale, "TGL", _half_or_float(scale))
+    given.fit("offset", offset, "TGL", _half_or_float(offset))
+    given.fit("bias", bias, "N", F32)
+    return given
 
 
 def _check_quantized_linear(
@@ -32,17 +59,8 @@ def _check_quantized_linear(
     group: int,
     outputs: int,
 ) -> None:
-    given = Operands("quantized_linear")
-    given.fit_rows("x", x, "K", F32)
-    if outputs < 0:
-        raise InputError(f"quantized_linear: there are no {outputs} outputs")
-    layout = tiles.Layout(outputs, given.sizes["K"], bits, group)
-    given.sizes.update(N=outputs, T=layout.tiles, G=layout.groups, B=layout.group_bytes, L=16)
-    given.fit("packed", packed, "TGB", torch.uint8)
-    given.fit("scale", scale, "TGL", _half_or_float(scale))
-    given.fit("offset", offset, "TGL", _half_or_float(offset))
+    given = _product("quantized_linear", x, packed, scale, offset, bias, bits, group, outputs)
     given.fit("table", table, "L", torch.int8)
-    given.fit("bias", bias, "N", F32)
     if table is not None and (offset is not None or bits > tiles.MOST_LOOKED_UP):
         raise InputError(
             f"quantized_linear: a table goes with at most {tiles.MOST_LOOKED_UP} bits and no "
@@ -82,6 +100,53 @@ def quantized_linear(
     halves = _is_half(scale), _is_half(offset)
     tensors = x, packed, scale, offset, table, bias, result
     quantized_linear_kernel(*tensors, *sizes, *halves, torch.get_num_threads())
+    return result
+
+
+def _check_float_linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    codebook: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group: int,
+    outputs: int,
+) -> None:
+    given = _product("float_linear", x, packed, scale, offset, bias, bits, group, outputs)
+    given.fit("codebook", codebook, "Q", F32)
+    if offset is not None and codebook is not None:
+        raise InputError("float_linear: a codebook goes with no offset")
+
+
+@native_op(
+    "float_linear(Tensor x, Tensor packed, Tensor scale, Tensor? offset, Tensor? codebook, "
+    "Tensor? bias, int bits, int group, int outputs) -> Tensor",
+    _check_float_linear,
+    _quantized_linear_like,
+)
+def float_linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    codebook: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group: int,
+    outputs: int,
+) -> Tensor:
+    """`graftwork.quantized_linear`, not rounded, of rows f32[..., K]: f32[..., N].
+
+    packed, scale, offset, codebook: as `tiles.tiled_table` makes them; bias f32[N]; outputs: N.
+    Sums are taken in one order: a row has the same bits whatever is beside it.
+    """
+    result = _quantized_linear_like(x, outputs)
+    sizes = x.shape[:-1].numel(), outputs, x.shape[-1], group, bits
+    halves = _is_half(scale), _is_half(offset)
+    tensors = x, packed, scale, offset, codebook, bias, result
+    float_linear_kernel(*tensors, *sizes, *halves, torch.get_num_threads())
     return result
 
 
@@ -158,5 +223,6 @@ def quantized_embedding(
 
 
 LINEAR = torch.ops.graftwork_native.quantized_linear.default
+FLOAT_LINEAR = torch.ops.graftwork_native.float_linear.default
 EMBEDDING = torch.ops.graftwork_native.quantized_embedding.default
 """The ops themselves, for programs."""

@@ -12,10 +12,11 @@ After::
     %y: f32[B,T,N] = graftwork_native.quantized_linear(%h, @w.q4.tiles.4.32,
       @w.q4.scale.columns, None, None, None, 4, 32, 96)
 
-Weights are laid out once for a program, before anything is compiled and in place of what is stored,
-so that each is in memory once whatever functions, outputs and widths are compiled, a table that is
-a head's weight, too. What kernels do not take stays: products of activations that are not rounded
-(see `dequantized`), and weights that a program computes.
+Products of activations that are not rounded become calls of `float_linear` in the same way, of the
+same tiles. Weights are laid out once for a program, before anything is compiled and in place of
+what is stored, so that each is in memory once whatever functions, outputs and widths are compiled,
+a table that is a head's weight, too. What kernels do not take stays: weights that a program
+computes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Sizes = tuple[int, ...]
 
 
 def with_tiles(program: Program) -> Program:
-    """The program with its rounded products of few bits, and its look-ups, as calls of kernels.
+    """The program with its products of few bits, and its look-ups, as calls of kernels.
 
     Errors: `InputError` for sizes that kernels do not take, and when weights are loaded, for a
     codebook that is not of whole numbers.
@@ -51,10 +52,11 @@ def _lay_out(fn: Function, weights: WeightStore) -> tuple[int, WeightStore]:
     for node in fn.calls(G.quantized_linear.default, G.quantized_embedding.default):
         given = arguments(node)
         stored = [given[name] for name in STORED]
-        if not given.get("rounded", True) or any(p and p.op != "get_attr" for p in stored):
+        if any(p and p.op != "get_attr" for p in stored):
             continue
         looks_up = node.target is G.quantized_embedding.default
-        lay_out = tiles.tiled_table if looks_up else tiles.tiled
+        rounded = not looks_up and given["rounded"]
+        lay_out = tiles.tiled if rounded else tiles.tiled_table
         parts: list[Any] = [p and weights[str(p.target)] for p in stored]
         laid = lay_out(*parts, bits=given["bits"], group=given["group"])
         known = [part and weights.taken(part) for part in laid.parts]
@@ -62,8 +64,10 @@ def _lay_out(fn: Function, weights: WeightStore) -> tuple[int, WeightStore]:
         with fn.graph.inserting_before(node):
             operands = [part and fn.weight(part) for part in known]
             sizes = laid.bits, laid.group, laid.outputs
-            call = _look_up if looks_up else _product
-            new = call(fn, node, operands, sizes)
+            if looks_up:
+                new = _look_up(fn, node, operands, sizes)
+            else:
+                new = _product(fn, node, operands, sizes, rounded)
         node.replace_all_uses_with(new)
         fn.graph.erase_node(node)
         count += 1
@@ -80,13 +84,16 @@ def _look_up(fn: Function, node: torch.fx.Node, operands: list[Any], sizes: Size
     return row
 
 
-def _product(fn: Function, node: torch.fx.Node, operands: list[Any], sizes: Sizes) -> torch.fx.Node:
+def _product(
+    fn: Function, node: torch.fx.Node, operands: list[Any], sizes: Sizes, rounded: bool
+) -> torch.fx.Node:
     """The call of the kernel, which is one of float32."""
     x, bias = (
         _in_dtype(fn, node, value, torch.float32)
         for value in (node.args[0], arguments(node)["bias"])
     )
-    new = fn.call(native_quantized.LINEAR, x, *operands, bias, *sizes, site=site_of(node))
+    kernel = native_quantized.LINEAR if rounded else native_quantized.FLOAT_LINEAR
+    new = fn.call(kernel, x, *operands, bias, *sizes, site=site_of(node))
     result: torch.fx.Node = _in_dtype(fn, node, new, type_of(node).dtype)
     return result
 

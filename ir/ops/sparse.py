@@ -131,7 +131,7 @@ def check_attend_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, sinks: Tens
     given.fit("rows", rows, "BGTK", I64)
     given.fit("sinks", sinks, "H")
     given.multiple("H", of="G")
-    given.at_least_one("C", "K")
+    given.at_least_one("T", "C", "K")
 
 
 def _attend_fake(

@@ -28,14 +28,13 @@ from graftwork.backends.torch import (
     cpu,
     native,
     native_attention,
-    native_quantized,
     native_recurrent,
 )
 from graftwork.ir.ops import attention, norm, quantized_cache, recurrent, sparse
 
 sys.path.append(str(Path(__file__).parents[1]))
-import quantized  # the tests' own
-from operands import F32, I8, Case, Maker, want
+import few_bits
+from operands import F32, Case, Maker, want
 
 SAME = {"rtol": 0.0, "atol": 0.0}
 
@@ -160,83 +159,6 @@ def native_topk(make: Maker) -> Case:
     return Case("topk", lambda x, count: native.topk(x, count), meaning, {"x": x}, {"count": count})
 
 
-def _quantized(make: Maker) -> quantized.Weight:
-    bits, kind = make.random.choice(quantized.BITS), make.random.choice(quantized.KINDS)
-    group, groups = make.random.choice((1, 3, 4, 8, 16, 20, 32, 130)), make.random.choice((1, 2, 3))
-    half, bias = (make.random.random() < 0.5 for _ in range(2))
-    seed, outputs = make.random.randrange(1000), make.size()
-    return quantized.weight(seed, outputs, group, groups, bits, kind, half=half, bias=bias)
-
-
-def native_quantized_linear(make: Maker) -> Case:
-    w = _quantized(make)
-    names = ("packed", "scale", "offset", "table", "bias")
-    operands = dict(zip(names, w.in_tiles(), strict=True))
-    options = dict(zip(("bits", "group", "outputs"), w.sizes, strict=True))
-    if make.random.random() < 0.2:
-        spoilt = make.random.choice(tuple(options))
-        options[spoilt] += make.random.choice((-options[spoilt], -1, 1, 16, 1 << 40))
-
-    def meaning(x: Tensor, *tensors: Any, bits: int, group: int, outputs: int) -> Tensor:
-        packed, scale, offset, table, bias = tensors
-        want(bits in quantized.BITS and 0 < group <= 1 << 16 and outputs >= 0)
-        want(x.dtype == F32 and x.shape[-1] > 0 and x.shape[-1] % group == 0)
-        shape = (-(-outputs // 16), x.shape[-1] // group)
-        want(packed.dtype == torch.uint8)
-        want(packed.shape == (*shape, -(-group // 16) * 32 * bits))
-        for columns in (scale, offset):
-            fits = columns is None or columns.dtype in (F32, torch.float16)
-            want(fits and (columns is None or columns.shape == (*shape, 16)))
-        want(table is None or (table.dtype == I8 and table.shape == (16,)))
-        want(table is None or (offset is None and bits <= 4))
-        want(bias is None or (bias.dtype == F32 and bias.shape == (outputs,)))
-        rows = [None if c is None else c.mT.flatten(0, 1)[:outputs] for c in (scale, offset)]
-        codebook = None if table is None else table[: 1 << bits].float()
-        q = quantized.from_tiles(packed, bits, group, outputs)
-        return quantized.linear(x, quantized.Weight(q, packed, *rows, codebook, bias, bits, group))
-
-    def call(*tensors: Any, bits: int, group: int, outputs: int) -> Any:
-        return native_quantized.quantized_linear(*tensors, bits, group, outputs)
-
-    operands = {"x": make.numbers(*make.rows(), w.q.shape[1]), **operands}
-    return Case("quantized_linear", call, meaning, operands, options, fake=True, tolerance=SAME)
-
-
-def native_quantized_embedding(make: Maker) -> Case:
-    w = _quantized(make)
-    low = -1 if make.random.random() < 0.1 else 0
-    ids = torch.randint(low, len(w.q) + 1, make.rows(), generator=make.generator)
-    ids = ids.clamp(max=max(0, len(w.q) - (make.random.random() < 0.9)))
-    packed, scale, offset, codebook = w.table_in_tiles()
-    operands = {"ids": ids, "packed": packed, "scale": scale, "offset": offset}
-    operands |= {"codebook": codebook}
-
-    def meaning(ids: Tensor, *tensors: Any, bits: int, group: int, outputs: int) -> Tensor:
-        packed, scale, offset, codebook = tensors
-        want(scale.dim() == 3 and ids.dtype == torch.int64 and packed.dtype == torch.uint8)
-        tiles, groups = -(-outputs // 16), scale.shape[1]
-        want(groups > 0 and scale.shape == (tiles, groups, 16))
-        want(packed.shape == (tiles, groups, -(-group // 16) * 32 * bits))
-        want(all(t is None or t.dtype in (F32, torch.float16) for t in (scale, offset)))
-        want(offset is None or offset.shape == scale.shape)
-        want(codebook is None or (codebook.dtype == F32 and codebook.shape == (1 << bits,)))
-        want(codebook is None or offset is None)
-        q = quantized.from_tiles(packed, bits, group, outputs)
-        by_row = [
-            None if t is None else t.mT.reshape(-1, groups)[:outputs] for t in (scale, offset)
-        ]
-        w = quantized.Weight(q, packed, *by_row, codebook, None, bits, group)
-        want(bool(((ids >= 0) & (ids < outputs)).all()))
-        return quantized.table(w)[ids]
-
-    def call(*tensors: Any, bits: int, group: int, outputs: int) -> Any:
-        return native_quantized.quantized_embedding(*tensors, bits, group, outputs)
-
-    options = dict(zip(("bits", "group", "outputs"), w.table_sizes, strict=True))
-    # What ids are worth no shape rule knows.
-    return Case("quantized_embedding", call, meaning, operands, options, tolerance=SAME)
-
-
 def native_attend_rows(make: Maker) -> Case:
     given = attend(make).operands
     (batch, groups, capacity), width = given["k"].shape[:3], given["q"].shape[2]
@@ -338,7 +260,9 @@ def native_linear_attention_step(make: Maker) -> Case:
     if make.random.random() < 0.1:
         past = past + make.random.choice((-100, -1, 1, 1 << 40))
     if make.random.random() < 0.1:
-        certain = certain + make.random.choice((-100, 1, 1 << 40, 2**63 - 1 - width))
+        # Up to where counting rows from there on would wrap around.
+        most = 2**63 - 1 - width - rows
+        certain = certain + make.random.choice((-100, 1, 1 << 40, most))
     operands = {
         "state": make.numbers(batch, heads, keys, values),
         "keys": unit(batch, groups, rows, keys),
@@ -372,8 +296,9 @@ MAKERS: list[Callable[[Maker], Case]] = [
     native_attend,
     native_indices,
     native_topk,
-    native_quantized_linear,
-    native_quantized_embedding,
+    few_bits.native_quantized_linear,
+    few_bits.native_float_linear,
+    few_bits.native_quantized_embedding,
     native_quantize_rows,
     native_attend_quantized,
     native_attend_rows,
