@@ -16,7 +16,7 @@ Format = Literal[
 TAKES: dict[str, tuple[str, ...]] = {
     "plain": ("onnx", "onnx-loop", "genai"),
     "qdq": ("onnx",),
-    "ops": ("onnx",),
+    "ops": ("onnx", "onnx-loop"),
     "opset": ("onnx",),
     "dtype": ("onnx", "onnx-loop", "onnx-plan", "genai"),
     "sample": ("onnx-loop",),
@@ -43,7 +43,7 @@ def export(
     ] = False,
     ops: Annotated[
         Literal["contrib", "standard"] | None,
-        typer.Option(help="onnx: with ONNX Runtime's own ops (the default), or ONNX's alone."),
+        typer.Option(help="With ONNX Runtime's own ops, too (the default), or ONNX's alone."),
     ] = None,
     sample: Annotated[
         bool, typer.Option("--sample", help="onnx-loop: with the inputs that sampling needs.")

@@ -15,14 +15,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import onnx_ir as oir
 
 from .backends.onnxruntime.emit import OPSETS, emit
 from .backends.onnxruntime.portable import Layer, Portable, portable
 from .backends.onnxruntime.store import WeightFile, store
-from .export_folder import CARD, Card, describe, refuse_recurrences, write_folder, write_json
+from .export_folder import (
+    CARD,
+    Card,
+    Ops,
+    check_ops,
+    describe,
+    refuse_recurrences,
+    write_folder,
+    write_json,
+)
 from .ir import InputError, ModelInfo, Program, UnsupportedError
 from .runtime.asking.options import SAMPLING
 
@@ -37,9 +46,6 @@ _DIMS = {
     "P": "total_sequence_length",
     "C+T": "total_sequence_length",
 }
-
-
-Ops = Literal["contrib", "standard"]
 
 _USAGE = """
 import numpy as np, onnxruntime
@@ -84,8 +90,7 @@ def export_onnx(
 
 
 def _check_ops(ops: str, opset: int) -> None:
-    if ops not in get_args(Ops):
-        raise InputError(f"ops: expected contrib or standard, got {ops!r}")
+    check_ops(ops)
     if not LEAST_OPSET <= opset <= OPSETS[""]:
         raise InputError(
             f"opset: expected {LEAST_OPSET} (the first with RMSNormalization and Attention) to "

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import onnx
 import onnx_ir as oir
@@ -26,6 +26,8 @@ from .passes.engine.manager import weakest
 
 GENERATION, CARD = "generation_config.json", "README.md"
 LICENCE = "LICENSE"
+Ops = Literal["contrib", "standard"]
+"""With ONNX Runtime's own ops, too, or ONNX's alone."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,12 @@ def write_folder(
         if CARD not in program.assets:
             (new / CARD).write_text(card_text(program, card), encoding="utf-8")
     return folder
+
+
+def check_ops(ops: str) -> None:
+    """Errors: `InputError` for what is neither."""
+    if ops not in get_args(Ops):
+        raise InputError(f"ops: expected contrib or standard, got {ops!r}")
 
 
 def refuse_recurrences(program: Program) -> None:

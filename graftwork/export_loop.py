@@ -4,7 +4,7 @@
                           eos i64[E] -> tokens i64[B,N] (after an end of text the pad id),
                           counts i64[B]; with sample=True also uniforms f32[B,max_new] in [0, 1),
                           temperature f32[] (0: the likeliest token), top_k i64[] (0: all),
-                          top_p f32[]
+                          top_p f32[], repetition_penalty f32[] (1: none)
     generate.onnx.data    its weights
 
 Any ONNX Runtime runs it in one call, from any language; see `backends.onnxruntime.generation`.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .backends.onnxruntime.generation import generation
 from .backends.onnxruntime.store import WeightFile, store
-from .export_folder import Card, describe, refuse_recurrences, write_folder
+from .export_folder import Card, Ops, check_ops, describe, refuse_recurrences, write_folder
 from .ir import Program
 
 LOOP, DATA = "generate.onnx", "generate.onnx.data"
@@ -36,25 +36,33 @@ feeds = {
     "max_new": np.array(32),
     "eos": np.array(EOS, np.int64),
 }
-# With sampling inputs also: uniforms float32[2, 32] in [0, 1), temperature, top_k, top_p.
+# With sampling inputs also: uniforms float32[2, 32] in [0, 1), temperature, top_k, top_p,
+# repetition_penalty.
 tokens, counts = session.run(None, feeds)  # the new tokens, and how many of each row count
 """,
 )
 
 
 def export_onnx_loop(
-    program: Program, folder: Path, *, sample: bool = False, plain: bool = False
+    program: Program,
+    folder: Path,
+    *,
+    sample: bool = False,
+    plain: bool = False,
+    ops: Ops = "contrib",
 ) -> Path:
     """Write a program as one generate loop; returns the folder.
 
     sample: with the inputs that sampling needs; the same uniforms give the same tokens, whatever is
-    drafted. plain: leave out what the program drafts with. A text ends at one of `eos`, after
-    `max_new` tokens, or where the model's context does. Errors: `UnsupportedError` for a plan that
-    one loop cannot carry out, naming the format that can, and for an op that ONNX Runtime has
-    nothing for; `InputError` if the folder holds something else.
+    drafted. plain: leave out what the program drafts with. ops: as in `export_onnx`; loops of
+    ONNX's own ops have plain steps. A text ends at one of `eos`, after `max_new` tokens, or where
+    the model's context does. Errors: `UnsupportedError` for a plan that one loop cannot carry out,
+    naming the format that can, and for an op that ONNX Runtime has nothing for; `InputError` if the
+    folder holds something else.
     """
+    check_ops(ops)
     refuse_recurrences(program)
-    emitted = generation(program, sample=sample, plain=plain)
+    emitted = generation(program, sample=sample, plain=plain, contrib=ops == "contrib")
     describe(program, emitted.model, f"Whole generations of {program.name}; see README.md.")
     card = Card(_CARD.title, _CARD.files, _CARD.usage.replace("EOS", str(list(program.info.eos))))
 

@@ -412,8 +412,8 @@ class Model:
         return export_onnx_plan(_checked(self.program), plain_path("export", folder))
 
     def export_onnx_loop(self, folder: str | Path, **options: Any) -> Path:
-        """Write ``generate.onnx``: prompts in, tokens out. Options (``sample``, ``plain``) and
-        errors: as `graftwork.export_loop.export_onnx_loop`."""
+        """Write ``generate.onnx``: prompts in, tokens out. Options (``sample``, ``plain``,
+        ``ops``) and errors: as `graftwork.export_loop.export_onnx_loop`."""
         from .export_loop import export_onnx_loop
 
         return export_onnx_loop(_checked(self.program), plain_path("export", folder), **options)

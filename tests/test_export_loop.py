@@ -122,6 +122,47 @@ def test_the_models_tokens(name: str, tmp_path: Path) -> None:
     assert counts == [6, 1]
 
 
+@pytest.mark.parametrize("name", ["baseline", "copyspec", "heads", "int8", "int8_copyspec"])
+def test_loops_of_onnx_alone(name: str, tmp_path: Path) -> None:
+    """No domain but ONNX's; caches grow, padding stays unseen in them, and rows are taken back."""
+    model = made(name)
+    folder = model.export_onnx_loop(tmp_path / "out", ops="standard")
+    path = folder / "generate.onnx"
+    onnx.checker.check_model(str(path), full_check=True)
+    graphs = graphs_of(onnx.load(path, load_external_data=False).graph)
+    assert {node.domain for graph in graphs for node in graph.node} == {""}
+    session = opened(folder)
+    for eos in ([], [0, 26]):
+        wanted = [expected(model, prompt, 20, eos) for prompt in PROMPTS]
+        assert texts(session, asked(PROMPTS, 20, eos)) == wanted
+        assert texts(session, asked(PROMPTS[1:2], 20, eos)) == wanted[1:2]
+
+
+def test_loops_that_onnx_alone_cannot_say(tmp_path: Path) -> None:
+    for name in ("eagle_chain", "calm", "unified_skipping"):
+        with pytest.raises(UnsupportedError, match=r"more than a plain step.*ops=contrib"):
+            made(name).export_onnx_loop(tmp_path / "out", ops="standard")
+    with pytest.raises(InputError, match="contrib or standard"):
+        made("baseline").export_onnx_loop(tmp_path / "out", ops="own")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["baseline", "copyspec", "heads", "eagle_chain"])
+def test_the_same_file_in_openvino(name: str, tmp_path: Path) -> None:
+    """Alone and in a ragged batch. Its GroupQueryAttention has one length for all of a batch."""
+    openvino = pytest.importorskip("openvino")
+    ops = "contrib" if name == "eagle_chain" else "standard"
+    folder = made(name).export_onnx_loop(tmp_path / "out", ops=ops)
+    exact = {"INFERENCE_PRECISION_HINT": "f32"}
+    path = str(folder / "generate.onnx")
+    for prompts in (PROMPTS[1:2], PROMPTS):
+        feeds = asked(prompts, 12, [0])
+        model = openvino.Core().compile_model(path, "CPU", exact)
+        tokens, counts = model(feeds).values()
+        found = [row[:n].tolist() for row, n in zip(tokens, counts, strict=True)]
+        assert found == texts(opened(folder), feeds)
+
+
 @pytest.mark.parametrize("name", SHALLOW)
 def test_tokens_leave_early(name: str) -> None:
     """What the texts above are made of: without this, all of them could be whole steps'."""
@@ -262,7 +303,7 @@ const longs = (values, dims) => new ort.Tensor("int64", BigInt64Array.from(value
 
 def test_the_same_file_in_node(tmp_path: Path) -> None:
     needs_node()
-    for name in ("baseline", "copyspec", "eagle_chain", "int8_copyspec"):
+    for name in ("baseline", "copyspec", "eagle_chain", "int8_copyspec", "calm", "layerskip"):
         folder = made(name).export_onnx_loop(tmp_path / name)
         feeds = asked(PROMPTS, 12, [0])
         said = json.dumps({key: value.tolist() for key, value in feeds.items()})

@@ -45,7 +45,7 @@ def no_chain(
     g: GraphBuilder, record: NoDraft, program: Program, step: Stepped
 ) -> tuple[oir.Value, Values]:
     """Nothing."""
-    return g.const([]), step.values
+    return g.none_of(step.text), step.values
 
 
 def copied(

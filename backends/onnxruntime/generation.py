@@ -35,6 +35,7 @@ from .chains_in_graph import CHAINS, Stepped
 from .depths_in_graph import DEPTHS, called, carried, run_step
 from .emit import DTYPES, IR_VERSION, OPSETS, Emitted
 from .graph_builder import BOOL, I64, GraphBuilder
+from .portable import MASK
 from .sampler import Draw, Sampling, sampled, seen_after
 from .steps_in_graph import Fed, Functions, Steps, Values
 
@@ -42,9 +43,12 @@ G = torch.ops.graftwork
 I32 = oir.DataType.INT32
 
 
-def generation(program: Program, *, sample: bool = False, plain: bool = False) -> Emitted:
+def generation(
+    program: Program, *, sample: bool = False, plain: bool = False, contrib: bool = True
+) -> Emitted:
     """The graph. sample: with the inputs that sampling needs (see `Sampling`). plain: leave out
-    what the program drafts with.
+    what the program drafts with. contrib: with ONNX Runtime's own ops, too; without them caches
+    begin empty and grow, and are cut where rows are taken back.
 
     Inputs: input_ids i64[B,S], padded on the right; lengths i64[B]; max_new i64[]; eos i64[E].
     Outputs: tokens i64[B,N], after an end of text the pad id; counts i64[B], the end included.
@@ -55,7 +59,13 @@ def generation(program: Program, *, sample: bool = False, plain: bool = False) -
         plan = DecodePlan(step=Whole(program.plan.step.plain), cache=program.plan.cache)
         program = program.replace(plan=replace(plan, depth=program.plan.depth))
     _check(program, sample)
-    return _Generation(program, sample).build()
+    if not contrib and not isinstance(program.plan.step, Whole):
+        raise UnsupportedError(
+            f"{program.name} has more than a plain step (step={program.plan.step.brief}), which "
+            f"loops of ONNX's own ops have no form for: export it with those of ONNX Runtime, too "
+            f"(ops=contrib), or plain (plain=True, --plain)"
+        )
+    return _Generation(program, sample, contrib).build()
 
 
 def _check(program: Program, sample: bool) -> None:
@@ -88,9 +98,9 @@ def _check(program: Program, sample: bool) -> None:
 
 
 class _Generation:
-    def __init__(self, program: Program, sample: bool) -> None:
-        self.program = program
-        self.functions = Functions(program)
+    def __init__(self, program: Program, sample: bool, contrib: bool) -> None:
+        self.program, self.contrib = program, contrib
+        self.functions = Functions(program, contrib)
         names = called(program)
         head = self.functions.of(names[-1])
         self.picks = head.has_input("select")
@@ -105,7 +115,7 @@ class _Generation:
         rounds = self.functions.rounds(names)
         self.alone = program.plan.speculates or rounds or len(names) > 1
         self.twice = self.functions.twice(names)
-        opsets = dict(OPSETS)
+        opsets = OPSETS if contrib else {"": OPSETS[""]}
         self.g = GraphBuilder("generate", opsets)
         g = self.g
         self.ids = g.input("input_ids", I64, ["batch_size", "prompt_length"])
@@ -148,7 +158,8 @@ class _Generation:
         """Whether caches may begin empty: GroupQueryAttention makes them as long as it must, as
         long as no row is taken back."""
         step = self.functions.of(called(self.program)[-1])
-        return not self.alone and not step.calls(G.cache_write.default)
+        kernel = not self.alone and not step.calls(G.cache_write.default)
+        return kernel or not self.contrib
 
     # -- the step
 
@@ -195,6 +206,12 @@ class _Generation:
         return [
             d if isinstance(d, int) else f"{name}.rows" if str(d) == rows else str(d) for d in dims
         ]
+
+    def cut(self, g: GraphBuilder, name: str, value: oir.Value, rows: oir.Value) -> Any:
+        """A state's first rows."""
+        state = self.program.states[name]
+        axis = [str(dim) for dim in state.type.dims].index(str(state.capacity))
+        return g.slice(value, None, rows, axis)
 
     def given(
         self, g: GraphBuilder, tokens: oir.Value, past: oir.Value, select: oir.Value
@@ -280,6 +297,11 @@ class _Generation:
         values = self.carried(body)
         name = called(self.program)[-1]
         given = self.given(body, tokens, past, chosen)
+        if not self.contrib:
+            # Padding behind a prompt stays in the caches, unseen.
+            mask = body.input(MASK, I64, ["batch_size", "rows"])
+            real = body.op("LessOrEqual", body.range(body.const(0), body.size(tokens, 1)), chosen)
+            given[MASK] = body.op("Concat", mask, body.cast(real, I64), axis=1)
         values = {**values, **self.steps.call(name, given)(body, values)}
         new = body.op("Squeeze", self.choose(body, values, chosen, draw), body.const([1]))
         token = body.op("Where", through, body.const(self.pad), new)
@@ -299,8 +321,12 @@ class _Generation:
         if draw is not None:
             body.output("seen_next", body.marked(draw.seen, after), BOOL, None)
         self.leave(body, values)
+        start += self.begun(g, batch, rows)
+        if not self.contrib:
+            body.output("mask_next", given[MASK], I64, None)
+            start.append(g.op("Expand", g.const([[0]]), g.vector(batch, g.const(0))))
         body.output("token", token, I64, None)
-        results = g.loop(body, self.most, None, [*start, *self.begun(g, batch, rows)])
+        results = g.loop(body, self.most, None, start)
         return g.op("Transpose", results[-1], perm=[1, 0]), results[4]
 
     def seen_in_prompts(self, g: GraphBuilder) -> Any:
@@ -321,8 +347,7 @@ class _Generation:
         draws = self.uniforms(g) if self.sampling else None
         each = g.body("generate.sequence")
         index = each.graph.inputs[0]
-        row = each.vector(index)
-        length = each.op("Squeeze", each.op("Gather", self.lengths, row))
+        length = each.op("Gather", self.lengths, index)
         padded = each.op("Gather", self.ids, index, axis=0)
         prompt = each.slice(padded, None, length)
         own = None if draws is None else each.op("Gather", draws, index, axis=0)
@@ -330,7 +355,7 @@ class _Generation:
             "Min", each.op("Add", length, self.most), each.const(self.program.info.context)
         )
         body = self.chain_body(each, length, limit, own)
-        step, draft = self.program.plan.columns + 2, each.const([])
+        step, draft = self.program.plan.columns + 2, each.none_of(prompt)
         rows = each.op("Add", limit, each.const(step + self.spare))
         values = self.begun(each, each.const(1), rows)
         going = each.op("Less", length, limit)
@@ -363,6 +388,10 @@ class _Generation:
         columns = g.range(first, g.op("Add", g.op("Add", first, count), one))
         tokens, select = (g.op("Unsqueeze", value, g.const([0])) for value in (fed, columns))
         given = self.given(g, tokens, g.vector(past), select)
+        if not self.contrib:
+            rows = g.op("Add", past, g.size(tokens, 1))
+            given[MASK] = g.op("Expand", g.const([[1]]), g.vector(g.const(1), rows))
+            values |= {name: self.cut(g, name, values[name], past) for name in self.states}
         values = run_step(g, self.steps, self.fed(g, given, past, count, length, limit), values)
         draw = None if draws is None else self.draw(g, text, draft, length, draws)
         chosen = g.op("Squeeze", self.choose(g, values, select, draw), g.const([0]))

@@ -113,12 +113,16 @@ class GraphBuilder:
     def size(self, value: oir.Value, axis: int) -> Any:
         """How long an axis is, i64[]."""
         shape = self.op("Shape", value, start=axis, end=axis + 1)
-        return self.op("Squeeze", shape)
+        return self.op("Squeeze", shape, self.const([0]))
 
     def vector(self, *values: oir.Value) -> Any:
         """Scalars as a vector."""
         rows = [self.op("Reshape", value, self.const([1])) for value in values]
         return rows[0] if len(rows) == 1 else self.op("Concat", *rows, axis=0)
+
+    def none_of(self, value: oir.Value) -> Any:
+        """None of a value's rows. (OpenVINO takes constants without entries for scalars.)"""
+        return self.slice(value, None, self.const(0))
 
     def range(self, start: oir.Value, end: oir.Value) -> Any:
         """The numbers from `start` to before `end`."""

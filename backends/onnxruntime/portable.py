@@ -116,6 +116,30 @@ def portable(program: Program, *, plain: bool = False, contrib: bool = True) -> 
     return Portable(fn, weights.only(fn.weights), not concatenates, shapes)
 
 
+def concatenated(program: Program, name: str) -> Program:
+    """A program with only the function `name`, in ops that ONNX has itself: it takes
+    `attention_mask` and caches without spare rows, and returns them longer, as the graphs above;
+    names and outputs stay as they are.
+
+    Errors: `UnsupportedError` for attention that reads its cache through something else than a step
+    mask.
+    """
+    fn = program.function(name).copy()
+    erase_markers(fn)
+    drop_ancestors(fn)
+    sweep(fn)
+    merge_equal(fn)
+    simplify_views(fn)
+    if fn.calls(G.attend.default):
+        _Counter(fn, True).run()
+    simplify_views(fn)
+    decompose(fn)
+    simplify_views(fn)
+    merge_equal(fn)
+    sweep(fn)
+    return program.replace(functions={name: fn}).pruned()
+
+
 def _refuse_more(program: Program) -> None:
     """Errors: `UnsupportedError` for a program that is more than its step."""
     if program.plan.depth.stops:

@@ -17,6 +17,7 @@ from ..target import Target
 from .emit import emit, output_name
 from .graph_builder import GraphBuilder, splice
 from .lower import has_states, lower
+from .portable import concatenated
 from .routing import Router
 
 Values = dict[str, oir.Value]
@@ -25,10 +26,14 @@ Part = Callable[[GraphBuilder, Values], Values]
 
 
 class Functions:
-    """A program's functions, each lowered once and put into graphs as often as wanted."""
+    """A program's functions, each lowered once and put into graphs as often as wanted.
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    contrib: with ONNX Runtime's own ops, too. Without them caches have no spare rows: a step
+    returns them longer (see `portable.concatenated`).
+    """
+
+    def __init__(self, program: Program, contrib: bool = True) -> None:
+        self.program, self.contrib = program, contrib
         self.lowered: dict[str, Program] = {}
         self.routers: dict[str, Router] = {}
 
@@ -42,15 +47,21 @@ class Functions:
     def of(self, name: str) -> Function:
         """A function as it is put into graphs."""
         if name not in self.lowered:
-            chain = self.router(name).kernel or not has_states(self.program.function(name))
-            self.lowered[name] = lower(self.program, name, "chain" if chain else "batch")
+            self.lowered[name] = self._lower(name)
         return self.lowered[name].function(name)
+
+    def _lower(self, name: str) -> Program:
+        if not self.contrib:
+            return concatenated(self.program, name)
+        chain = self.router(name).kernel or not has_states(self.program.function(name))
+        return lower(self.program, name, "chain" if chain else "batch")
 
     def call(self, g: GraphBuilder, name: str, given: Mapping[str, oir.Value]) -> Values:
         """Put a function into a graph; its outputs, states under their own names."""
         fn = self.of(name)
         weights, paired = self.lowered[name].weights, self.router(name).pairs
-        outputs = splice(g, emit(fn, weights, paired=paired, standard=True), given)
+        emitted = emit(fn, weights, paired=paired, standard=True, contrib=self.contrib)
+        outputs = splice(g, emitted, given)
         return {own: outputs[output_name(fn, own)] for own in fn.outputs}
 
     def rounds(self, names: Collection[str]) -> bool:
