@@ -42,10 +42,10 @@ def _unmet(program: Program) -> Iterator[tuple[str, str]]:
                 if output not in returned:
                     fault = f"draft={leaf.brief} reads {output!r}, which {name} does not return"
                     yield fault, output
-    if plan.depth.stops and not plan.step.in_parts:
+    if plan.depth.stops and plan.depth.parted and not plan.step.in_parts:
         yield f"depth={plan.depth.brief} needs a step that is cut into segments", "segments"
     elif plan.depth.stops:
-        head = program.function(plan.step.parts[-1]).outputs
+        head = program.function(plan.depth.ending(plan)).outputs
         for leaf in leaves:
             if missing := [output for output in leaf.reads if output not in head]:
                 fault = (
@@ -108,6 +108,11 @@ def _misfits(plan: DecodePlan) -> Iterator[str]:
             )
     if plan.depth.stops:
         yield from _undecided(plan)
+    if plan.depth.stops and not plan.depth.parted and plan.cache != DEFAULT.cache:
+        yield (
+            f"cache={plan.cache.brief} moves rows after steps, and depth={plan.depth.brief} makes "
+            f"some of them later: leave one of the two out"
+        )
     if plan.step.in_parts and plan.cache != DEFAULT.cache:
         yield (
             f"cache={plan.cache.brief} moves rows after steps, and step={plan.step.brief} hands "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ..contract import Contract
 from ..errors import InputError
 from .base import Record, Returned, policy, record
-from .bounds import Amount, Levels, Nodes, Part, Rollout, Share
+from .bounds import Amount, Context, Levels, Nodes, Part, Rollout, Share
 
 if TYPE_CHECKING:
     from .decode import DecodePlan
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class DepthRecord(Record):
     """Base of depth records.
 
-    stops: not every token runs through every layer, so the step must be cut. gaps: what a token
-    leaves out is never made up for, so every later one leaves it out, too. halves: it runs
+    stops: not every token runs through every layer; parted: so the step must be cut. gaps: what a
+    token leaves out is never made up for, so every later one leaves it out, too. halves: it runs
     attention without MLPs, so the step must be cut between them.
     """
 
@@ -31,6 +31,7 @@ class DepthRecord(Record):
     contract: ClassVar[Contract] = Contract.APPROXIMATE
     requires: ClassVar[frozenset[str]] = frozenset({"segments"})
     stops: ClassVar[bool] = True
+    parted: ClassVar[bool] = True
     gaps: ClassVar[bool] = False
     halves: ClassVar[bool] = False
 
@@ -43,6 +44,10 @@ class DepthRecord(Record):
     def widths(self) -> tuple[int, ...]:
         """Columns that calls of deeper layers often have, besides those of steps."""
         return ()
+
+    def ending(self, plan: DecodePlan) -> str:
+        """The function that ends any step, however few layers it runs through."""
+        return plan.step.parts[-1]
 
 
 @record
@@ -204,6 +209,43 @@ class HeadsDepth(ConfidentDepth):
                 f"outputs, and step={plan.step.brief} has {len(plan.step.cuts)} exits"
             )
         yield from ((head, {"logits": ("", "", "V")}) for head in self.heads)
+
+
+@record
+@dataclass(frozen=True)
+class EntropyDepth(DepthRecord):
+    """A smaller model writes where it is sure, the target where it is not (Entropy Adaptive
+    Decoding).
+
+    function: the smaller model's step, with a cache of its own. threshold: the target writes where
+    the mean entropy of the distributions that the latest `window` tokens were chosen from, by
+    whichever model, exceeds it, in nats. least: tokens that a model writes before the other may.
+    pending: tokens that one of them may lack before it reads them. context: the smaller model's
+    positions, where those are fewer. A batch changes together: one unsure text suffices. Source:
+    Simonds, "Entropy Adaptive Decoding" (2025).
+    """
+
+    function: str = "small"
+    threshold: Amount = 1.0
+    window: Nodes = 8
+    least: Nodes = 4
+    pending: Nodes = 31
+    context: Context | None = None
+    kind: ClassVar[str] = "entropy"
+    parted: ClassVar[bool] = False
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """All pending tokens and one more."""
+        return (self.pending + 1,)
+
+    def ending(self, plan: DecodePlan) -> str:
+        """`function`."""
+        return self.function
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`."""
+        yield self.function, {"logits": ("", "", "V")}
 
 
 @record

@@ -30,25 +30,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from ...ir import Function, InputError, ParseError, PassError, Program, Role
-from ...ir.files import LARGE, read_json
+from ...ir import ParseError, PassError, Program, Role
 from ...ir.plan import CachedDraft, StagedDraft
 from ...ir.plan.bounds import Levels, Nodes
 from ...ir.record_text import parse_record
 from ..engine.base import Contract, Effect, Outcome, Pass, register
 from ..stepping.pick_logits import pick_after
-from .decoder_layer import free_layer
 from .grafts import candidates
+from .guest_step import guest_of, untold, with_step_of
 from .plan_edits import with_draft
 
 G = torch.ops.graftwork
 NAME = "draft"
-TOKENIZER = "tokenizer.json"
 
 
 @register
@@ -85,28 +82,15 @@ class DraftModel(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Take the model in. See the module docstring."""
-        guest = program.guests.get(self.model)
-        if guest is None:
-            given = ", ".join(map(repr, program.guests)) or "none"
-            raise PassError(
-                f"draft_model: expected the model {self.model!r} beside the program, got {given}; "
-                f"set the option model to a checkpoint folder and start from graftwork.optimize"
-            )
-        _check(program, guest)
-        guest = self._drafting(guest)
-        layer, prefix = free_layer(program.functions.values()), f"{NAME}."
-        fn = _renamed(guest.step, layer)
-        weights = [guest.weights[n].renamed(prefix + n) for n in guest.step.weights]
-        merged = program.with_function(fn, weights=program.weights.adding(*weights))
-        rest = {path: model for path, model in program.guests.items() if path != self.model}
+        guest = self._drafting(guest_of(program, self.model, self.name, NAME))
+        merged = with_step_of(program, guest, self.model, NAME, Role.DRAFT)
         short = guest.info.context < program.info.context
         draft = CachedDraft(
             NAME, None, self.levels, guest.info.context if short else None, trained=True
         )
         if self.drafter:
             merged, draft = self._staged(merged, guest, draft)
-        made = with_draft(merged.replace(guests=rest), draft)
-        return Outcome(made, 1, remarks=_untold(program, guest))
+        return Outcome(with_draft(merged, draft), 1, remarks=untold(program, guest))
 
     def _staged(
         self, program: Program, guest: Program, draft: CachedDraft
@@ -140,58 +124,3 @@ class DraftModel(Pass):
         if markers and not pick_after(picked, picked.calls(G.hidden.default)[-1], "draft_logits"):
             fn = picked
         return guest.with_function(fn)
-
-
-def _renamed(step: Function, first_layer: int) -> Function:
-    """The function under its new name, with caches and weights that are its own."""
-    fn = Function(NAME, step.copy().graph, Role.DRAFT)
-    for node in fn:
-        if node.op == "get_attr":
-            node.target = f"{NAME}.{node.target}"
-    for node in fn.calls(G.attention.default):
-        layer = int(node.kwargs["layer"])  # type: ignore[arg-type]
-        node.kwargs = {**node.kwargs, "layer": first_layer + layer}
-    return fn
-
-
-def _check(program: Program, guest: Program) -> None:
-    if NAME in program.functions:
-        raise PassError(f"draft_model: the program has a function {NAME!r} already")
-    if guest.stage != "canonical" or guest.states:
-        raise PassError(
-            f"draft_model: expected {guest.name} at the stage canonical, got {guest.stage}"
-        )
-    ours, theirs = program.info.vocab_size, guest.info.vocab_size
-    if ours != theirs:
-        raise PassError(
-            f"draft_model: {guest.name} has a vocabulary of {theirs} tokens and {program.name} one "
-            f"of {ours}: a draft's tokens must be the target's; choose a model of the same family"
-        )
-    files = [p.assets.get(TOKENIZER) for p in (program, guest)]
-    if None not in files and _tokens(files[0]) != _tokens(files[1]):
-        raise PassError(
-            f"draft_model: the tokenizers of {program.name} and {guest.name} differ ({files[0]}, "
-            f"{files[1]}): a draft's tokens must be the target's; choose a model of the same family"
-        )
-
-
-def _untold(program: Program, guest: Program) -> tuple[str, ...]:
-    """What nobody could compare: the tokenizers, unless both models came with theirs."""
-    without = [p.name for p in (program, guest) if TOKENIZER not in p.assets]
-    if not without:
-        return ()
-    return (
-        f"{' and '.join(dict.fromkeys(without))} came without a {TOKENIZER}, so nothing shows that "
-        f"the draft's tokens are the target's: of another vocabulary few drafts are kept",
-    )
-
-
-def _tokens(path: Path | None) -> dict[str, Any]:
-    """What a tokenizer file says of which text becomes which token."""
-    assert path is not None
-    try:
-        content = read_json(path, LARGE)
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read the tokenizer {path}: {error}") from error
-    # How a batch is cut and padded changes no token.
-    return {k: v for k, v in content.items() if k not in ("truncation", "padding")}

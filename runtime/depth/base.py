@@ -15,6 +15,7 @@ from ..feeding.outputs import Outputs
 from ..memo import Resumes
 from ..registry import Registry
 from ..speculate.draft import Draft
+from ..speculate.drafters.base import UnverifiedStep
 
 G = torch.ops.graftwork
 
@@ -35,9 +36,12 @@ class DepthPolicy(Resumes):
     """Says how deep the steps of a generation go, and runs them.
 
     total: layers that there are. parts: of the step, in order, the head aside; sizes: layers of
-    each. ran: layers that the last step's tokens ran through before the head.
+    each. ran: layers that the last step's tokens ran through before the head. reads: whether `read`
+    has anything to do.
     Register a subclass with ``@DEPTHS.register(ItsRecord)`` in its own file of this folder.
     """
+
+    reads: bool = False
 
     def __init__(self, record: Any, executable: Executable) -> None:
         self.record, self.executable = record, executable
@@ -50,6 +54,9 @@ class DepthPolicy(Resumes):
     def begin(self, feeder: Feeder, texts: Sequence[Text]) -> None:
         """A generation of new sequences starts, whose prompts run through all layers."""
         self.feeder, self.texts = feeder, texts
+
+    def read(self, fed: UnverifiedStep) -> None:
+        """See `Drafter.read`: a piece of the prompts ran, or a step."""
 
     def feed(self, step: StepFeed) -> Outputs:
         """Run a step; every output has its columns."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -18,7 +18,7 @@ from ..depth.base import DEPTHS
 from ..feeding.feed import Feeder
 from ..feeding.prefill import prefill
 from ..speculate.draft import NO_DRAFT, Draft
-from ..speculate.drafters.base import VerifiedStep
+from ..speculate.drafters.base import UnverifiedStep, VerifiedStep
 from ..speculate.drafters.grown import drafter_for
 from ..speculate.lengths.base import LENGTHS
 from ..speculate.setting import Setting
@@ -54,7 +54,9 @@ class Decoding:
         self.verifier = verifier(plan.verify, program, options, batch)
         wanted = (*self.verifier.fetch, *self.drafter.wants, *self.length.wants)
         self.fetch = tuple(dict.fromkeys(wanted))
-        self.read = self.drafter.read if self.drafter.reads else None
+        parts: tuple[Reads, ...] = (self.drafter, self.depth)
+        readers = [part.read for part in parts if part.reads]
+        self.read = partial(_tell, readers) if readers else None
         self.emitter = request.emitter()
         self.no_drafts = [NO_DRAFT] * batch
         self.stats = Stats(target_layers=self.depth.total)
@@ -171,6 +173,21 @@ class Decoding:
         """Hand on what a step committed."""
         if self.emitter is not None:
             self.emitter.push(self.texts, commits)
+
+
+class Reads(Protocol):
+    """A part that may want to know what prompts and steps are fed."""
+
+    reads: bool
+
+    def read(self, fed: UnverifiedStep) -> None:
+        """A step ran, and nothing was verified."""
+
+
+def _tell(readers: Sequence[Callable[[UnverifiedStep], None]], fed: UnverifiedStep) -> None:
+    """Tell everyone who wants to know of a step before it is verified."""
+    for read in readers:
+        read(fed)
 
 
 class Round(ABC):

@@ -1,0 +1,139 @@
+"""Two models that take turns: by the definition, at the extremes, and whatever shares a batch."""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tiny import MASK, PROMPTS, in_int8, named, tiny_llama
+
+from graftwork.backends import compile
+from graftwork.backends.target import Target
+from graftwork.ir import PassError, Program, run
+from graftwork.ir.executable import Executable
+from graftwork.passes import Pass
+from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.depth.depth_entropy import DepthEntropy
+from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.stepping.add_argmax import AddArgmax
+from graftwork.passes.stepping.pick_logits import PickLogits
+from graftwork.runtime import generate
+from graftwork.runtime.generate import forget
+
+ASKED: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": []}
+COUNT = 24
+
+
+def target() -> Program:
+    return tiny_llama(4)
+
+
+def other() -> Program:
+    return tiny_llama(2, seed=1)
+
+
+def made(*passes: Pass) -> Program:
+    start = target().replace(guests={"other": other()})
+    every = (*passes, InsertKvCache(), PickLogits(), AddArgmax())
+    return run_passes(start, [Step(p) for p in every])[0]
+
+
+@cache
+def compiled(backend: str, threshold: float, *names: str) -> Executable:
+    more = [in_int8() if name == "int8" else named(name, shortest=1) for name in names]
+    turns = DepthEntropy(model="other", threshold=threshold, window=3, least=2, pending=5)
+    return compile(made(turns, *more), Target(backend, "cpu", threads=1))
+
+
+def plainly(program: Program, prompt: list[int]) -> list[int]:
+    """Greedy tokens of one model."""
+    text = list(prompt)
+    for _ in range(COUNT):
+        text.append(int(said(program, text).argmax()))
+    return text[len(prompt) :]
+
+
+def said(program: Program, text: list[int]) -> torch.Tensor:
+    tokens = torch.tensor([text])
+    given = {"tokens": tokens, "positions": torch.arange(len(text))[None]}
+    return run(program, "step", given)["logits"][0, -1]
+
+
+def by_hand(prompt: list[int], threshold: float) -> tuple[list[int], int]:
+    """Greedy tokens by the definition, and how many of those after the first the target wrote."""
+    models = {False: target(), True: other()}
+    text = [*prompt, int(said(models[False], prompt).argmax())]
+    recent: deque[float] = deque(maxlen=3)
+    small, since, count = False, 0, 0
+    while len(text) < len(prompt) + COUNT:
+        unsure = bool(recent) and sum(recent) / len(recent) > threshold
+        if since >= 2 and small is unsure:
+            small, since = not unsure, 0
+        since += 1
+        logits = said(models[small], text)
+        chances = logits.softmax(-1)
+        recent.append(float(-(chances * chances.log()).sum()))
+        text.append(int(logits.argmax()))
+        count += not small
+    return text[len(prompt) :], count
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+def test_models_take_turns_as_the_method_says(backend: str) -> None:
+    for index, threshold in ((1, 3.18), (2, 3.05), (2, 3.1)):
+        prompt = PROMPTS[index][MASK[index].bool()].tolist()
+        fast = compiled(backend, threshold)
+        found = generate(fast, torch.tensor([prompt]), return_dict_in_generate=True, **ASKED)
+        expected, count = by_hand(prompt, threshold)
+        assert found.sequences[0, len(prompt) :].tolist() == expected
+        assert found.stats.layers == pytest.approx(4 * count / (COUNT - 1))
+        assert 8 < count < COUNT - 4, "both must write"
+
+
+@pytest.mark.parametrize("more", [(), ("draft_suffix",), ("int8",)], ids=str)
+def test_at_a_threshold_of_nothing_the_text_is_the_targets(more: tuple[str, ...]) -> None:
+    fast = compiled("eager", 0.0, *more)
+    found = generate(fast, PROMPTS, attention_mask=MASK, **ASKED)
+    few = [in_int8()] if "int8" in more else []
+    passes = [Step(p) for p in (*few, InsertKvCache(), PickLogits(), AddArgmax())]
+    plain = compile(run_passes(target(), passes)[0], Target("eager", "cpu"))
+    expected = generate(plain, PROMPTS, attention_mask=MASK, **ASKED)
+    assert torch.equal(found, expected)
+
+
+def test_above_every_entropy_the_smaller_model_writes() -> None:
+    fast, prompt = compiled("eager", 100.0), PROMPTS[2:3]
+    found = generate(fast, prompt, return_dict_in_generate=True, **ASKED)
+    # The target writes the first token, and two more before the other may.
+    assert found.stats.layers == pytest.approx(4 * 2 / (COUNT - 1))
+    begun = found.sequences[0, : prompt.shape[1] + 3].tolist()
+    rest = found.sequences[0, prompt.shape[1] + 3 :].tolist()
+    assert plainly(other(), begun)[: len(rest)] == rest
+
+
+def test_a_prompt_that_goes_on_from_a_text_says_the_same() -> None:
+    fast = compiled("eager", 3.1)
+    prompt = torch.tensor([[(7 * i) % 31 + 1 for i in range(24)]])
+    generate(fast, prompt, **ASKED)
+    longer = torch.cat([prompt, torch.tensor([[3, 9]])], 1)
+    again = generate(fast, longer, return_dict_in_generate=True, **ASKED)
+    assert again.stats.reused_tokens >= 16
+    forget(fast)
+    assert torch.equal(generate(fast, longer, **ASKED), again.sequences)
+
+
+def test_drafts_are_verified_by_the_target_between_turns() -> None:
+    fast = compiled("eager", 100.0, "draft_suffix")
+    prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]])
+    found = generate(fast, prompt, return_dict_in_generate=True, **ASKED)
+    assert found.stats.draft_tokens > 0 and 0 < found.stats.layers < 4
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(PassError, match="expected the model 'elsewhere' beside the program"):
+        made(DepthEntropy(model="elsewhere"))
+    with pytest.raises(PassError, match="makes some of them later"):
+        made(DepthEntropy(model="other"), named("evict_cache", budget=64, block=32))
