@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..ir import LOG, InputError, Program, Sym, TensorType
+from ..ir import LOG, SOURCE, InputError, Program, Sym, TensorType
 
 _ALIGN = 64
 _BATCH = Sym("B")
@@ -51,8 +51,8 @@ class _Group:
 class StateBuffers:
     """Owns the memory of a program's states; errors are `InputError`.
 
-    limit: rows that a sequence may have at most. rounded: the capacity to make for so many rows,
-    if the limit allows it (it must not hold the executable).
+    limit: rows that a sequence may have at most, in states that steps write. rounded: the capacity
+    to make for so many rows, if the limit allows it (it must not hold the executable).
     together: whether states that are alike lie in one tensor. queued: where what is done with them
     is queued, on a device that works by itself. epoch: changes whenever addresses or
     sizes do. capacities: rows that each class of states has room for, by its symbol. tensors: the
@@ -90,6 +90,7 @@ class StateBuffers:
         self.rewritten = {name for name, state in program.states.items() if state.recurrent}
         # Classes without a row for every row of a text, which a plan's cache policy may want.
         self.held = program.plan.cache.held
+        self.source = program.plan.source.rows
 
     @property
     def capacity(self) -> int:
@@ -98,15 +99,19 @@ class StateBuffers:
         sizes = [rows for rows in fits if rows is not None]
         return min(sizes, default=self.limit if self.batch else 0)
 
+    def _most(self, symbol: str | None) -> int:
+        """Rows that a class of states, or all that steps write, may have."""
+        return self.source if symbol == SOURCE else self.limit
+
     def _fits(self, symbol: str, capacity: int) -> int | None:
-        if symbol == LOG:
+        if symbol in (LOG, SOURCE):
             return None
         return self.held[symbol].fits(capacity) if symbol in self.held else capacity
 
     def _wanted(self, rows: int, symbol: str) -> int:
         """The capacity of a class for so many rows of a sequence."""
-        if symbol == LOG:
-            return self.capacities[LOG]
+        if symbol in (LOG, SOURCE):
+            return self.capacities[symbol]
         held = self.held.get(symbol)
         wanted = self.rounded(rows) if held is None else held.capacity(rows, self.rounded)
         return min(wanted, self.limit)
@@ -134,16 +139,16 @@ class StateBuffers:
         of the last rows no further than to all that they hold)."""
         if symbol is not None and symbol not in self.capacities:
             raise InputError(f"no state has the capacity {symbol}; there are {self.capacities}")
-        if rows > self.limit:
+        if rows > self._most(symbol):
             raise InputError(
                 f"{rows} cache rows asked for; with a context of {self.context} tokens a cache has "
-                f"{self.limit} rows at most"
+                f"{self._most(symbol)} rows at most"
             )
         wanted = {s: self._wanted(rows, s) for s in self.capacities}
         if symbol is not None:
             # All of a log is looked at in every step: no row more than there is need.
             whole = rows if symbol == LOG else self.rounded(rows)
-            wanted = {symbol: min(whole, self.limit)}
+            wanted = {symbol: min(whole, self._most(symbol))}
         small = {s: self.capacities[s] for s, n in wanted.items() if self.capacities[s] < n}
         if small:
             self.capacities = {**self.capacities, **{s: wanted[s] for s in small}}

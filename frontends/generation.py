@@ -29,6 +29,11 @@ def defaults_of(generation: Any) -> Defaults:
     """What a generation config says of how to generate; None: nothing."""
     said = {f.name: getattr(generation, f.name, None) for f in fields(Defaults)}
     other = {name: getattr(generation, name, None) for name in NEUTRAL}
+    never = list(said["suppress_tokens"] or ())
+    if all(len(words) == 1 for words in other["bad_words_ids"] or ()):
+        never += [words[0] for words in other.pop("bad_words_ids") or ()]
+    said["suppress_tokens"] = tuple(never)
+    said["begin_suppress_tokens"] = tuple(said["begin_suppress_tokens"] or ())
     wanted = [(n, v) for n, v in other.items() if v is not None and v not in NEUTRAL[n]]
     said["unsupported"] = tuple(f"{name}={value}" for name, value in wanted)
     try:

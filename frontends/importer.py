@@ -19,8 +19,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.node import map_aggregate
 
-from ..ir import Function, GraftworkError, Site, TensorType, UnsupportedError, Weight
-from . import aten_math, aten_shapes  # noqa: F401  (they fill the table of lowerings)
+from ..ir import Function, GraftworkError, Site, TensorType, UnsupportedError, Weight, type_of
+from . import aten_convolution, aten_math, aten_shapes  # noqa: F401  (they fill the table)
 from .aten import Call, known, lower
 from .builder import Builder
 from .complex_pairs import involves_complex, lower_complex
@@ -52,8 +52,9 @@ def import_exported(
     weight_of: Callable[[str], Weight],
     inputs: Mapping[str, TensorType] = INPUTS,
     outputs: Sequence[str] = LOGITS,
+    name: str = "step",
 ) -> Imported:
-    """The function ``step`` of a trace.
+    """The function of a trace, called `name`.
 
     root: path of the model inside the traced wrapper. weight_of: the weight for a parameter or
     buffer, by its path in the model. inputs: what the trace takes, in order, ``tokens`` first.
@@ -62,7 +63,7 @@ def import_exported(
     """
     if _must_functionalize(exported.graph, _results(exported, len(outputs))):
         exported = exported.run_decompositions(_decompositions())
-    return _Importer(exported, root, weight_of, inputs).run(outputs)
+    return _Importer(exported, root, weight_of, inputs, name).run(outputs)
 
 
 def _decompositions() -> dict[Any, Any]:
@@ -80,9 +81,10 @@ class _Importer:
         root: str,
         weight_of: Callable[[str], Weight],
         inputs: Mapping[str, TensorType],
+        name: str,
     ) -> None:
         self.exported, self.root, self.weight_of = exported, root, weight_of
-        self.b = Builder("step")
+        self.b = Builder(name)
         self.sizes = Sizes({}, {})
         self.env: dict[torch.fx.Node, Any] = {}
         self.inputs = {name: self.b.fn.add_input(name, type) for name, type in inputs.items()}
@@ -103,14 +105,16 @@ class _Importer:
         placeholders = {
             node.name: node for node in self.exported.graph.find_nodes(op="placeholder")
         }
+        specs = self.exported.graph_signature.input_specs
+        given = [placeholders[s.arg.name] for s in specs if s.kind == InputKind.USER_INPUT]
+        taken = zip(given, self.inputs.values(), strict=False)
+        types = [(node.meta["val"], type_of(own)) for node, own in taken]
+        self.sizes = Sizes.of(types, self.exported.range_constraints)
         names = iter(self.inputs)
-        for spec in self.exported.graph_signature.input_specs:
+        for spec in specs:
             node = placeholders[spec.arg.name]
             if spec.kind == InputKind.USER_INPUT:
-                name = next(names)
-                self.env[node] = self.inputs[name]
-                if name == "tokens":
-                    self.sizes = Sizes.of(node.meta["val"], _limits(self.exported, node))
+                self.env[node] = self.inputs[next(names)]
             elif spec.kind == InputKind.TOKEN:
                 self.env[node] = _Unusable("the model has side effects")
             else:
@@ -210,16 +214,6 @@ class _Importer:
         if isinstance(arg, _Unusable):
             raise UnsupportedError(arg.reason)
         return self.sizes.dim(arg) if isinstance(arg, torch.SymInt) else arg
-
-
-def _limits(exported: ExportedProgram, tokens: torch.fx.Node) -> dict[str, int]:
-    """The largest T of a trace, if it has one."""
-    size = tokens.meta["val"].shape[1]
-    if not isinstance(size, torch.SymInt):
-        return {}
-    ranges = exported.range_constraints
-    bound = ranges[size.node.expr].upper if size.node.expr in ranges else None
-    return {"T": int(bound)} if bound is not None and bound.is_Integer else {}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ After::
     %x2 = aten.add.Tensor(%h1, %mlp)
     %h2 = graftwork.hidden(%x2, layer=0, point="block")
 
-A block whose attention and MLP run side by side has one boundary, "block". Blocks that normalise
+A block whose attention and MLP run side by side has one boundary, "block". Attention to a source
+behind a block's own counts as a part of it. Blocks that normalise
 after the sum (OpenAI GPT) have their marker behind the normalisation, where the next block reads.
 Refuses, naming the layer, a model with several residual streams.
 """
@@ -52,8 +53,10 @@ def mark_hidden(fn: Function) -> int:
     order = {node: index for index, node in enumerate(fn)}
     hidden = _stream_type(spine)
     blocks: list[_Block] = []
+    to_source = [order[node] for node in fn.calls(G.source_attention.default)]
     for segment in _segments(spine, mixers, order):
-        sums = [i for i, node in enumerate(segment) if _is_sum(node, hidden)]
+        last = max((at for at in to_source if at < order[segment[-1]]), default=-1)
+        sums = [i for i, n in enumerate(segment) if order[n] > last and _is_sum(n, hidden)]
         if not sums:
             raise UnsupportedError(
                 f"block {len(blocks)} ({_place(mixers, len(blocks))}): its output is not one "

@@ -11,12 +11,14 @@ G = torch.ops.graftwork
 MIXERS = (G.attention.default, G.linear_attention.default, G.causal_conv.default)
 """The ops in which tokens of a sequence meet."""
 
+NUMBERED = (*MIXERS, G.source_attention.default)
+
 
 def number_layers(fn: Function) -> None:
     """Number them in place: by the layer of their module, or, where two of a kind share a layer or
     the path holds no index, in the order of the graph.
     """
-    for kind in MIXERS:
+    for kind in NUMBERED:
         nodes = fn.calls(kind)
         layers = [site_of(node).layer for node in nodes]
         if None in layers or len(set(layers)) != len(layers):

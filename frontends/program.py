@@ -23,6 +23,7 @@ from .mark_hidden import mark_hidden
 from .number_layers import number_layers
 from .positions import tabulate_positions
 from .raise_attention import raise_attention
+from .source_attention import settle_attention
 
 
 @dataclass(frozen=True)
@@ -44,29 +45,44 @@ def build_program(
 
     Errors: `UnsupportedError` naming the op, module and source line that cannot be imported.
     """
-    imported = import_exported(
-        source.exported, source.root, source.weight_of, source.inputs, source.outputs
-    )
-    raise_attention(imported)
-    context = tabulate_positions(imported, info.context)
-    number_layers(imported.fn)
-    check_traced(imported.fn)
+    imported, context = settled(source, "step", info.context)
     mark_hidden(imported.fn)
-    vocabulary = _vocabulary(imported, name)
-    # No text has tokens that the vocabulary lacks: configurations name some, or -1 for none.
-    known = range(vocabulary)
-    info = replace(
-        info,
-        vocab_size=vocabulary,
-        context=context,
-        eos=tuple(token for token in info.eos if token in known),
-        bos=info.bos if info.bos in known else None,
-        pad=info.pad if info.pad in known else None,
-    )
+    info = described(imported, replace(info, context=context), name)
     weights = WeightStore(imported.weights)
     return Program(
         name, {imported.fn.name: imported.fn}, weights, info, assets=dict(assets)
     ).pruned()
+
+
+def settled(source: Source, name: str, context: int) -> tuple[Imported, int]:
+    """The function of a trace in the ops of programs, and for how many positions it is one.
+
+    context: positions to be ready for. Errors: as `build_program`.
+    """
+    imported = import_exported(
+        source.exported, source.root, source.weight_of, source.inputs, source.outputs, name
+    )
+    settle_attention(imported, context)
+    raise_attention(imported)
+    if imported.fn.has_input("positions"):
+        context = tabulate_positions(imported, context)
+    number_layers(imported.fn)
+    check_traced(imported.fn)
+    return imported, context
+
+
+def described(imported: Imported, info: ModelInfo, name: str) -> ModelInfo:
+    """What is known of a model with this step. Errors: `UnsupportedError` for no logits."""
+    vocabulary = _vocabulary(imported, name)
+    # No text has tokens that the vocabulary lacks: configurations name some, or -1 for none.
+    known = range(vocabulary)
+    return replace(
+        info,
+        vocab_size=vocabulary,
+        eos=tuple(token for token in info.eos if token in known),
+        bos=info.bos if info.bos in known else None,
+        pad=info.pad if info.pad in known else None,
+    )
 
 
 def _vocabulary(imported: Imported, name: str) -> int:

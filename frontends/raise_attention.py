@@ -51,7 +51,7 @@ class Scores:
 def raise_attention(imported: Imported) -> None:
     """Replace every hand-written attention of the function, in place."""
     fn = imported.fn
-    reach = reached_from(fn, fn.input("tokens"))
+    reach = reached_from(fn, fn.inputs[0])
     for node in fn.calls(A._softmax.default):
         _raise_softmax(imported, node, reach)
     for node in fn.calls(A.scaled_dot_product_attention.default):

@@ -9,7 +9,7 @@ from typing import Any
 import sympy
 import torch
 
-from ..ir import Dim, InputError, UnsupportedError, make_dim
+from ..ir import Dim, InputError, Sym, TensorType, UnsupportedError, make_dim
 
 
 class Sizes:
@@ -23,19 +23,26 @@ class Sizes:
         self.limits = dict(limits)
 
     @classmethod
-    def of(cls, tokens: torch.Tensor, limits: Mapping[str, int]) -> Sizes:
-        """Sizes named after the dims of the traced token ids [B,T].
+    def of(
+        cls, inputs: Sequence[tuple[torch.Tensor, TensorType]], ranges: Mapping[Any, Any]
+    ) -> Sizes:
+        """Sizes named as in the types of the traced inputs, such as token ids [B,T].
 
-        Errors: `UnsupportedError` if the trace fixed one of them.
+        ranges: of the trace's symbols. Errors: `UnsupportedError` if the trace fixed one of them.
         """
         names: dict[Any, str] = {}
-        for size, name in zip(tokens.shape, ("B", "T"), strict=True):
-            if not isinstance(size, torch.SymInt):
-                raise UnsupportedError(
-                    f"the model runs for {name} = {size} only; expected any batch B and any number "
-                    "of tokens T (a loop over tokens cannot be traced)"
-                )
-            names[_expr(size)] = name
+        for traced, type in inputs:
+            for size, dim in zip(traced.shape, type.dims, strict=True):
+                if not isinstance(dim, Sym):
+                    continue
+                if not isinstance(size, torch.SymInt):
+                    raise UnsupportedError(
+                        f"the model runs for {dim} = {size} only; expected any batch B and any "
+                        "number of tokens T (a loop over tokens cannot be traced)"
+                    )
+                names.setdefault(_expr(size), dim.text)
+        bounds = {name: ranges[s].upper for s, name in names.items() if s in ranges and name != "B"}
+        limits = {name: int(most) for name, most in bounds.items() if most.is_Integer}
         return cls(names, limits)
 
     def dim(self, size: int | torch.SymInt) -> Dim:

@@ -22,10 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from ..ir import GraftworkError, TensorType, UnsupportedError
+from ..ir import GraftworkError, Sym, TensorType, UnsupportedError
 from .importer import INPUTS
 
-_BATCH, _TOKENS = 2, 11
+_SIZES = {"B": 2, "T": 11, "N": 13}
 """Sizes that a trace is made with; any would do, but 0 and 1, which torch treats specially."""
 
 
@@ -84,25 +84,28 @@ def export(
     name: str,
     inputs: Sequence[TensorType] = tuple(INPUTS.values()),
 ) -> ExportedProgram:
-    """The trace of a module that maps tensors [B,T,...] of these types to logits.
+    """The trace of a module that maps tensors of these types to logits, or to what a part gives.
 
-    wrapper: its attribute ``model`` is the model. context: the largest T, None to find it out from
+    wrapper: its attribute ``model`` is the model. inputs: with the symbols B, T, the tokens of a
+    step, and N, the rows of a source. context: the largest T, None to find it out from
     what the model does. name: the model, for errors. Errors: `UnsupportedError` saying in which
     module and line tracing stopped.
     """
-    bound = [type.bind({"B": _BATCH, "T": _TOKENS}) for type in inputs]
+    bound = [type.bind(_SIZES) for type in inputs]
     with mode:
         arguments = tuple(torch.zeros(type.shape, dtype=type.dtype) for type in bound)
-    sizes = {0: Dim.AUTO, 1: Dim.AUTO}
+    sizes = dict.fromkeys(_SIZES, Dim.AUTO)
     if context is not None:
         # One below the context: models compare T with the length of their tables, to skip a slice.
-        longest = max(context - 1, _TOKENS)
-        sizes = {0: Dim("B", min=1, max=2**16), 1: Dim("T", min=1, max=longest)}
+        longest = {"B": 2**16, "T": context - 1, "N": 2**20}
+        sizes = {n: Dim(n, min=1, max=max(most, _SIZES[n])) for n, most in longest.items()}
+    shapes = tuple(
+        {axis: sizes[dim.text] for axis, dim in enumerate(type.dims) if isinstance(dim, Sym)}
+        for type in inputs
+    )
     try:
         with _quiet(), torch.no_grad():
-            return torch.export.export(
-                wrapper, arguments, dynamic_shapes=(sizes,) * len(bound), strict=False
-            )
+            return torch.export.export(wrapper, arguments, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # tracing runs the model's code, which raises whatever it likes
         raise UnsupportedError(_explain(name, wrapper, error)) from error
 

@@ -150,7 +150,7 @@ def optimize(
 @app.command()
 def generate(
     model: AnyModel,
-    prompt: Annotated[str, typer.Option(help="The text to continue.")],
+    prompt: Annotated[str, typer.Option(help="The text to continue, or to write from.")],
     max_new_tokens: Annotated[
         int | None, typer.Option(help="At most this many (default: the checkpoint's, else 128).")
     ] = None,
@@ -186,11 +186,12 @@ def generate(
     with progress() as show:
         opened = open_model(model, recipe, (), target, show)
         ids, info = encode(opened.tokenizer, prompt), opened.program.info
+        begun = opened.program.plan.source.beginning(ids)
         _require(bool(ids), "--prompt: expected some text; the tokenizer makes no tokens of this")
         sampled = keywords.get("do_sample", info.defaults.do_sample)
         _require(not shapes or bool(sampled), _NEED_TEMPERATURE)
         if info.defaults.supported.keys().isdisjoint(("max_new_tokens", "max_length")):
-            keywords.setdefault("max_new_tokens", max(1, min(128, info.context - len(ids))))
+            keywords.setdefault("max_new_tokens", max(1, min(128, info.context - len(begun))))
         keywords["return_dict_in_generate"] = True
         check_request(as_ids([ids]), keywords, opened.program)
         show("compile")
@@ -206,7 +207,7 @@ def generate(
             f"{'; approximate: not all of it need be what the target says' if approximate else ''}"
         )
         return
-    new = result.sequences[0, len(ids) :].tolist()
+    new = result.sequences[0, len(begun) :].tolist()
     text = opened.tokenizer.decode(new, skip_special_tokens=True)
     print(json.dumps({"text": text, "ids": new, "stats": stats.to_dict()}))
 

@@ -28,7 +28,7 @@ from .export_folder import (
     Ops,
     check_ops,
     describe,
-    refuse_recurrences,
+    refuse_other_states,
     write_folder,
     write_json,
 )
@@ -84,7 +84,7 @@ def export_onnx(
     folder holds something else, or for an opset that there is not.
     """
     _check_ops(ops, opset)
-    refuse_recurrences(program)
+    refuse_other_states(program)
     graph = portable(program, plain=plain, contrib=ops == "contrib")
     return _write(program, graph, folder, {}, _CARD, qdq=qdq, ops=ops, opset=opset)
 
@@ -104,7 +104,7 @@ def export_genai(program: Program, folder: Path, *, plain: bool = False) -> Path
     plain and errors: as `export_onnx`, and `UnsupportedError` if layers differ in their heads or
     widths, or for defaults of the checkpoint, which its configuration cannot say.
     """
-    refuse_recurrences(program)
+    refuse_other_states(program)
     graph = portable(program, plain=plain)
     usage = "import onnxruntime_genai as og\nmodel = og.Model('.')  # see its documentation"
     files = {**_FILES, CONFIG: "what onnxruntime-genai reads first"}

@@ -79,8 +79,14 @@ def check_ops(ops: str) -> None:
         raise InputError(f"ops: expected contrib or standard, got {ops!r}")
 
 
-def refuse_recurrences(program: Program) -> None:
-    """Errors: `UnsupportedError` for a program whose states are more than key-value caches."""
+def refuse_other_states(program: Program) -> None:
+    """Errors: `UnsupportedError` for a program whose states are more than key-value caches of its
+    texts."""
+    if program.plan.source.encoder is not None:
+        raise UnsupportedError(
+            f"{program.name} writes from a source, which the loops that run exported graphs do not "
+            "read; save it with `save`, and export models that go on with their prompts"
+        )
     if program.recurrent:
         raise UnsupportedError(
             f"{program.name} has recurrences, whose states the loops that run exported graphs do "

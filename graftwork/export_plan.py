@@ -33,7 +33,7 @@ from .export_folder import (
     describe,
     generation_config,
     licence,
-    refuse_recurrences,
+    refuse_other_states,
     write_folder,
     write_json,
 )
@@ -68,7 +68,7 @@ def export_onnx_plan(program: Program, folder: Path) -> Path:
     Errors: `UnsupportedError` for a program without caches, or naming an op that ONNX Runtime has
     nothing for; `InputError` if the folder holds something else.
     """
-    refuse_recurrences(program)
+    refuse_other_states(program)
     if not program.step.has_input("past"):
         raise UnsupportedError(
             f"{program.name} (stage {program.stage}) has no KV cache, so there is no step to run "

@@ -291,16 +291,21 @@ class Model:
         this very model gets an `InputError`, and one that waits for another thread's call of it
         waits for ever.
         """
+        from .runtime.asking.sources import FEATURES, TOKENS, takes_features
         from .runtime.generate import check_request, generate
 
-        named = options.pop("input_ids", None)
+        wanted = FEATURES if takes_features(self.program) else TOKENS
+        named = options.pop(wanted, None)
         if (input_ids is None) == (named is None):
             got = "both" if named is not None else ", ".join(options) or "nothing"
-            raise InputError(
-                f"generate: expected the prompts' token ids i64[B,S] as its first argument or as "
-                f"input_ids=, got {got}"
+            what = (
+                "the sources' features" if wanted == FEATURES else "the prompts' token ids i64[B,S]"
             )
-        ids = as_ids(named if input_ids is None else input_ids)
+            raise InputError(
+                f"generate: expected {what} as its first argument or as {wanted}=, got {got}"
+            )
+        given: Any = named if input_ids is None else input_ids
+        ids = given if wanted == FEATURES else as_ids(given)
         if _COMPILED not in self.__dict__:
             check_request(ids, options, self.program)  # compiling takes a while
         return generate(self.executable, ids, **options)

@@ -61,8 +61,20 @@ def as_ids(input_ids: Any) -> torch.Tensor:
     return (ids if ids.dim() == 2 else ids[None]).long()
 
 
+def refuse_sources(program: Program) -> None:
+    """Errors: `InputError` for a program whose texts mean nothing without their sources."""
+    if program.plan.source.encoder is not None:
+        raise InputError(
+            f"{program.name} writes from sources, and texts without theirs say nothing of it: "
+            "validate on random ones (without data), and take a recipe that neither calibrates nor "
+            "trains on text"
+        )
+
+
 def read_prompts(data: Prompts, program: Program) -> list[list[int]]:
-    """All prompts as token ids. Errors: `InputError` with the file and line that cannot be read."""
+    """All prompts as token ids. Errors: `InputError` with the file and line that cannot be read,
+    and for models that write from sources."""
+    refuse_sources(program)
     if isinstance(data, (str, Path)):
         items: list[Any] = _read_file(plain_path("data", data))
     else:

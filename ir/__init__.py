@@ -18,7 +18,7 @@ from .match import Match
 from .parser import parse_function, parse_program
 from .plan import DecodePlan
 from .printer import function_text
-from .program import LOG, ModelInfo, PassRecord, Program, State, program_text
+from .program import LOG, SOURCE, ModelInfo, PassRecord, Program, State, program_text
 from .rewrite import Builder, Rewritten, Rule, apply_rules
 from .types import Dim, Sym, TensorType, make_dim
 from .verify import verify
@@ -27,6 +27,7 @@ from .weights import Weight, WeightStore, derive, from_safetensors
 __all__ = [
     "LOG",
     "NOWHERE",
+    "SOURCE",
     "Builder",
     "DecodePlan",
     "Defaults",

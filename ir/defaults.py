@@ -19,11 +19,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "no_repeat_ngram_size": (0,),
     "guidance_scale": (1.0,),
     "bad_words_ids": (),
-    "suppress_tokens": (),
-    "begin_suppress_tokens": (),
     "sequence_bias": (),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
     "exponential_decay_length_penalty": (),
     "watermarking_config": (),
     "stop_strings": (),
@@ -52,6 +48,10 @@ class Defaults:
     max_new_tokens: int | None = None
     max_length: int | None = None
     min_new_tokens: int | None = None
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | None = None
     unsupported: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

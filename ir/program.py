@@ -19,10 +19,13 @@ from .printer import call_text, fields_of, function_lines, literal, name_text, r
 from .types import Sym, TensorType
 from .weights import WeightStore
 
-_SYMBOL = re.compile(r"B|W|C(?:\.[0-9]+)?", re.ASCII)
+_SYMBOL = re.compile(r"B|W|E|C(?:\.[0-9]+)?", re.ASCII)
 
 LOG = "W"
 """The capacity of states that hold rows of the last step only, those that may be taken back."""
+
+SOURCE = "E"
+"""The capacity of states that hold rows of the source that a text is written from."""
 
 STAGES = ("traced", "canonical", "cached")
 
@@ -32,8 +35,9 @@ class State:
     """A buffer that lives across steps, such as one layer's keys.
 
     type: with the symbols ``B`` and, if it has rows, the capacity in rows of its class of states:
-    ``C``, ``C.1``, ..., or `LOG` for rows of the last step. part: "key", "value", ... ; layer:
-    whose. Errors: `InputError` for another symbol, of which nobody would know the size.
+    ``C``, ``C.1``, ..., `LOG` for rows of the last step, `SOURCE` for those of a source. part:
+    "key", "value", ... ; layer: whose. Errors: `InputError` for another symbol, of which nobody
+    would know the size.
     """
 
     name: str
@@ -49,13 +53,18 @@ class State:
         if strange or len(set(symbols)) < len(symbols) or len(set(symbols) - {Sym("B")}) > 1:
             raise InputError(
                 f"state {self.name}: expected a type with the symbol B and at most one capacity "
-                f"(C, C.1, C.2, ..., or {LOG}), got {self.type}"
+                f"(C, C.1, C.2, ..., {LOG} or {SOURCE}), got {self.type}"
             )
 
     @property
     def capacity(self) -> str | None:
         """The symbol of its capacity in rows; None for a state without rows."""
         return next((str(d) for d in self.type.dims if isinstance(d, Sym) and str(d) != "B"), None)
+
+    @property
+    def grows(self) -> bool:
+        """Whether it has rows for the tokens of a text, so that steps add some."""
+        return self.capacity not in (None, LOG, SOURCE)
 
     @property
     def recurrent(self) -> bool:

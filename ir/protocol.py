@@ -36,6 +36,8 @@ INPUTS: Mapping[str, Input] = MappingProxyType(
     {
         "tokens": Input("i64[B,T]", "the tokens: ids of the vocabulary"),
         "positions": Input("i64[B,T]", "where in its text each token stands; the first is 0"),
+        "features": Input("", "a source that is no text, f[B,...]"),
+        "lengths": Input("i64[B]", "rows of the source that each sequence is written from"),
         "past": Input("i64[B]", "rows of its states that each sequence holds before the step"),
         "certain": Input(
             "i64[B]", "how many of a step's first tokens will not be taken back, for recurrences"

@@ -64,9 +64,12 @@ _RAISED = frozenset({"rms_norm", "layer_norm", "rotary", "glu"})
 # What sources that hold weights of a few bits are read as.
 _STORED = frozenset({"quantized_linear", "quantized_embedding"})
 # What lets tokens of a sequence meet, before and after there are states.
-_MIXERS = frozenset({"attention", "causal_conv", "linear_attention"})
+_MIXERS = frozenset({"attention", "causal_conv", "linear_attention", "source_attention"})
 _CACHE_OPS = frozenset(
-    {"attend", "cache_write", "step_mask", "alibi", "causal_conv_step", "linear_attention_step"}
+    {
+        *("attend", "cache_write", "step_mask", "alibi", "distance_bias"),
+        *("causal_conv_step", "linear_attention_step"),
+    }
 )
 
 _STAGES = {

@@ -21,7 +21,7 @@ from .plan import DraftRecord, Record
 from .plan.base import Returned, Size
 from .plan.bounds import MOST_NODES, MOST_PARTS
 from .plan.held import Latest
-from .program import Program
+from .program import SOURCE, Program
 from .types import TensorType
 
 A, G = torch.ops.aten, torch.ops.graftwork
@@ -54,6 +54,7 @@ def verify_plan(program: Program) -> None:
                     _check_returns(program, part, function, returned)
             for name, ids, sizes in part.looks_up():
                 _check_weight(program, part, name, ids, sizes)
+    _check_source(program)
     _check_windows(program)
     _check_upkeep(program)
     if program.plan.columns > MOST_NODES:
@@ -61,6 +62,38 @@ def verify_plan(program: Program) -> None:
             f"plan: a step verifies up to {program.plan.columns} tokens; expected at most "
             f"{MOST_NODES}: make drafts or trees smaller"
         )
+
+
+def _check_source(program: Program) -> None:
+    """Where texts are written from a source, one function reads it and no other writes what it
+    makes; elsewhere there is nothing of a source."""
+    plan, vocabulary = program.plan.source, program.info.vocab_size
+    held = {name for name, state in program.states.items() if state.capacity == SOURCE}
+    if held and plan.encoder is None:
+        raise VerifyError(
+            f"state {min(held)} has rows of a source (capacity {SOURCE}), and the plan has none"
+        )
+    if plan.encoder is None:
+        return
+    if strange := [token for token in plan.beginning(()) if token >= vocabulary]:
+        raise VerifyError(
+            f"plan: {plan.brief} begins texts with {strange[0]}, outside the vocabulary of "
+            f"{vocabulary}"
+        )
+    encode = program.function(plan.encoder)
+    sources = [name for name in ("tokens", "features") if encode.has_input(name)]
+    if len(sources) != 1 or not encode.has_input("lengths"):
+        given = ", ".join(str(node.target) for node in encode.inputs)
+        raise VerifyError(
+            f"plan: {plan.brief} reads a source: expected the inputs lengths and tokens, or "
+            f"features; {encode.name} takes {given}"
+        )
+    for function in program.functions.values():
+        if function is not encode and (written := held & function.outputs.keys()):
+            raise VerifyError(
+                f"{function.name} writes {min(written)}, which {encode.name} makes of the source "
+                f"that steps go on reading"
+            )
 
 
 def _check_windows(program: Program) -> None:

@@ -56,7 +56,8 @@ def generate(
     request = read_request(input_ids, _seeded(options, executable.program), executable.program)
     _remark(executable.program.plan)
     with executable.turn:
-        stats = decode(executable, request)
+        open_ = not all(text.done for text in request.texts)
+        stats = decode(executable, request) if open_ else Stats()
     sequences = request.sequences().to(input_ids.device)
     return Generated(sequences, stats) if request.options.return_dict_in_generate else sequences
 

@@ -48,6 +48,11 @@ def save_prefix(executable: Executable, ids: torch.Tensor, path: Path) -> int:
         raise InputError(
             f"{program.name} has recurrences, whose states have no rows that a prefix could keep"
         )
+    if program.plan.source.encoder is not None:
+        raise InputError(
+            f"{program.name} writes from a source, and what the caches hold of a text belongs to "
+            "that source: a prefix would serve no other"
+        )
     asked = {"max_new_tokens": 1, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     request = read_request(ids, asked, program)
     with executable.turn:

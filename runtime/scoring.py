@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..ir import InputError
+from ..ir import InputError, UnsupportedError
 from ..ir.executable import Executable
 from ..ir.protocol import chain_inputs
 from .asking.prompts import check_ids
@@ -24,6 +24,11 @@ def score(executable: Executable, input_ids: torch.Tensor) -> torch.Tensor:
     than the context; `UnsupportedError` for a program without a cache.
     """
     program = executable.program
+    if program.plan.source.encoder is not None:
+        raise UnsupportedError(
+            f"{program.name} writes from a source; scores of a text without one mean nothing. Take "
+            "generate"
+        )
     check_ids(input_ids, program.info)
     ids, (batch, length) = input_ids.cpu(), input_ids.shape
     if length > program.info.context and not program.plan.cache.endless:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from graftwork.ir import Program, Sym, TensorType, Weight, WeightStore, type_of
+from graftwork.passes.engine.feed import encoded
 
 
 def random_tensor(name: str, tensor_type: TensorType) -> torch.Tensor:
@@ -49,15 +50,19 @@ def step_inputs(program: Program, batch: int = 2, width: int = 5) -> dict[str, t
         "past": torch.zeros(batch, dtype=torch.int64),
         "ancestors": torch.ones(width, width).tril().bool().expand(batch, width, width),
         "select": positions,
+        **encoded(program, batch),
     }
     inputs = {}
     for node in function.inputs:
         name, node_type = str(node.target), type_of(node)
         assert name in known or name in program.states, f"do not know what to feed {name}"
+        if name in known:
+            inputs[name] = known[name]
+            continue
         extra = [d for d in node_type.dims if isinstance(d, Sym) and d.symbols - set(sizes)]
         assert not extra, f"do not know the sizes {extra} of {name}"
         bound = node_type.bind(sizes)
-        inputs[name] = known.get(name, torch.zeros(bound.shape, dtype=bound.dtype))
+        inputs[name] = torch.zeros(bound.shape, dtype=bound.dtype)
     return inputs
 
 

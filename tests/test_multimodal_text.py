@@ -10,8 +10,6 @@ from archs import text_config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import graftwork as gw
-from graftwork.frontends import import_model
-from graftwork.ir import UnsupportedError
 
 TOWER = {
     "hidden_size": 16,
@@ -83,30 +81,3 @@ def test_text_alone_is_what_transformers_makes_of_it(name, tmp_path):
         fast = gw.optimize(source, target="eager")
         assert torch.equal(fast.generate(IDS, **plain), expected)
         assert fast.program.info.vocab_size == 128 and fast.program.info.context == 64
-
-
-def test_encoder_decoders_are_refused(tmp_path):
-    """A decoder has its weights in such a checkpoint, too, but writes nonsense without a source."""
-    from transformers import (
-        T5Config,
-        T5ForConditionalGeneration,
-        WhisperConfig,
-        WhisperForConditionalGeneration,
-    )
-
-    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2}
-    text = T5ForConditionalGeneration(T5Config(num_layers=1, **sizes)).eval()
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    halves = {
-        f"{half}_{name}": size
-        for half in ("encoder", "decoder")
-        for name, size in {"layers": 1, "attention_heads": 2, "ffn_dim": 32}.items()
-    }
-    config = WhisperConfig(vocab_size=64, d_model=16, **halves, **tokens)
-    config.suppress_tokens = config.begin_suppress_tokens = None
-    speech = WhisperForConditionalGeneration(config).eval()
-    for name, model in {"t5": text, "whisper": speech}.items():
-        model.save_pretrained(tmp_path / name)
-        for source in (model, tmp_path / name):
-            with pytest.raises(UnsupportedError, match=f"cannot import {name}: .*encoder-decoder"):
-                import_model(source)

@@ -57,13 +57,13 @@ class Router:
         self, program: Program, function: Function, target: Target, *, native: bool = True
     ) -> None:
         self.name = function.name
-        self.cached = has_states(function)
+        self.cached = has_states(function) and function.has_input("past")
         self.trees = function.has_input(ANCESTORS)
         self.drafts_trees = self.trees and program.plan.tree.branches
         self.rounds = function.role is Role.TARGET and rounds_activations(function)
         # Of a step that also drafts, the plain step's part is what counts.
         counts = program.step if self.name in program.plan.step.variants else function
-        dtypes = {s.type.dtype for s in program.states.values() if not s.recurrent}
+        dtypes = {s.type.dtype for s in program.states.values() if s.grows}
         # Of few bits are states that only own attention writes and reads in one kernel.
         known = bool(dtypes) and dtypes <= {torch.float32, torch.uint8}
         plain = native and target.device == "cpu" and known

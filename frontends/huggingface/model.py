@@ -33,6 +33,7 @@ from .formats import format_of
 from .formats import read as read_quantized
 from .recurrences import as_ops, check
 from .registry import NAME, one_sequence_a_row, register
+from .sequences import traced_pair
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +50,6 @@ def import_folder(folder: Path, dtype: torch.dtype | None = None) -> Program:
     """
     _check_files(folder)
     config = read_config(folder)
-    _check_alone(config)
     tensors, kept = contents(folder, config)
     assets = {name: folder / name for name in ASSETS if (folder / name).exists()}
     return import_tensors(
@@ -175,18 +175,26 @@ def without_data(folder: Path, dtype: torch.dtype) -> Any:
 
 def instantiate(config: Any, dtype: torch.dtype, mode: FakeTensorMode) -> Any:
     """The model of a configuration, its parameters without data. Errors: `UnsupportedError`."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSeq2SeqLM,
+        AutoModelForSpeechSeq2Seq,
+    )
     from transformers.initialization import no_init_weights
 
     made: Any = AutoModelForCausalLM
-    if _is_in(AutoModelForImageTextToText, config) and not _is_in(made, config):
+    if getattr(config, "is_encoder_decoder", False):
+        texts = _is_in(AutoModelForSeq2SeqLM, config)
+        made = AutoModelForSeq2SeqLM if texts else AutoModelForSpeechSeq2Seq
+    elif _is_in(AutoModelForImageTextToText, config) and not _is_in(made, config):
         made = AutoModelForImageTextToText  # its text path is what is traced
     try:
         with parameters_without_data(mode), no_init_weights():
             model = made.from_config(config, dtype=dtype).eval()
     except ValueError as error:
         raise UnsupportedError(
-            f"{config.model_type} is no causal language model of transformers: {error}"
+            f"{config.model_type} is no language model of transformers: {error}"
         ) from error
     model.tie_weights()  # a part of what was left out
     return model
@@ -265,15 +273,19 @@ def traced(
     """The program of a model without data. weight_of: see `Source`. wrap: what of the model is
     traced. Errors: `UnsupportedError` for what cannot be."""
     config = twin.config
-    _check_alone(config)
     check(twin, config.model_type)
     register()
     config.use_cache = False
-    config._attn_implementation = _implementation(twin)
+    implementation = _implementation(twin)
+    for own in {id(c): c for m in twin.modules() if (c := getattr(m, "config", None))}.values():
+        own._attn_implementation = implementation  # encoders and decoders may have their own
     if any(hasattr(type(module), "_apply_gate") for module in twin.modules()):
         config._experts_implementation = NAME
     prepare_experts(twin)
     info = _info(config, generation)
+    if getattr(config, "is_encoder_decoder", False):
+        start = _start(config, generation, info)
+        return traced_pair(twin, mode, weight_of, info, start, assets)
     with one_sequence_a_row(), as_ops(twin):
         wrapper = wrap(twin)
         info = replace(info, context=info.context - wrapper.reserved)
@@ -283,16 +295,18 @@ def traced(
     return build_program(config.model_type, source, info, assets)
 
 
-def _check_alone(config: Any) -> None:
-    """A decoder may have a checkpoint's names and still be half of its model: without the source
-    that its encoder reads, it writes something else. Errors: `UnsupportedError`."""
-    if getattr(config, "is_encoder_decoder", False):
+def _start(config: Any, generation: Any, info: ModelInfo) -> tuple[int, ...]:
+    """The tokens that texts written from a source begin with. Errors: `UnsupportedError`."""
+    for owner in (generation, config, _text_config(config)):
+        token = getattr(owner, "decoder_start_token_id", None)
+        if token is not None:
+            return (int(token[0] if isinstance(token, (list, tuple)) else token),)
+    if info.bos is None:
         raise UnsupportedError(
-            f"cannot import {config.model_type}: it is an encoder-decoder (is_encoder_decoder in "
-            "its configuration), which writes from a source that its encoder reads; expected a "
-            "causal language model, which goes on with its prompt. Encoder-decoders are not "
-            "supported yet"
+            f"cannot import {config.model_type}: neither its generation config nor its "
+            "configuration says decoder_start_token_id, with which its texts begin"
         )
+    return (info.bos,)
 
 
 def _implementation(twin: Any) -> str:

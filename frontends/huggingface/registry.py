@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from ...ir import UnsupportedError
+from .. import source_attention  # noqa: F401  (defines traced_attention)
 from .experts import experts_forward
 
 NAME = "graftwork"
@@ -40,6 +42,20 @@ _HARMLESS = frozenset(
     }
 )
 """Keyword arguments of attention functions that do not change what the op computes here."""
+
+
+_SOURCES: ContextVar[bool] = ContextVar("_SOURCES", default=False)
+"""Whether what is traced reads a source, all of which every token may see."""
+
+
+@contextlib.contextmanager
+def reading_sources() -> Iterator[None]:
+    """Inside, this thread traces models whose attention may be to a source."""
+    before = _SOURCES.set(True)
+    try:
+        yield
+    finally:
+        _SOURCES.reset(before)
 
 
 @dataclass(frozen=True)
@@ -95,12 +111,15 @@ def attention_forward(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Registered as an attention function: one ``graftwork.attention``.
+    """Registered as an attention function: one ``graftwork.attention``, or one `traced_attention`
+    where it goes to a source or has a bias.
 
-    query [B,H,T,D], key [B,G,T,D], value [B,G,T,E], s_aux (sinks) [H]; the result is [B,T,H,E].
-    Errors: `UnsupportedError` naming an argument that would change the result, or the mask.
+    query [B,H,T,D], key [B,G,N,D], value [B,G,N,E], s_aux (sinks) [H], position_bias [B,H,T,N]; the
+    result is [B,T,H,E]. Errors: `UnsupportedError` naming an argument that would change the result,
+    or the mask.
     """
     given = [name for name, item in kwargs.items() if item is not None]
     unknown = sorted(set(given) - _HARMLESS)
@@ -111,7 +130,7 @@ def attention_forward(
         kind = attention_mask
     if not isinstance(kind, MaskKind):
         raise UnsupportedError("the model changes its attention mask before attention uses it")
-    if not kind.causal:
+    if not kind.causal and not _SOURCES.get():
         raise UnsupportedError(
             "attention to later tokens is not supported: expected a causal mask, got one that "
             "hides nothing (bidirectional_mask_function, is_causal=False)"
@@ -124,9 +143,17 @@ def attention_forward(
     if softcap is not None:
         options["softcap"] = float(softcap)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    out = torch.ops.graftwork.attention(
-        query, key, value, s_aux, layer=_layer(module), scale=scale, **options
-    )
+    how: dict[str, Any] = {"layer": _layer(module), "scale": scale}
+    if kind.causal and position_bias is None:
+        out = torch.ops.graftwork.attention(query, key, value, s_aux, **how, **options)
+    elif options or s_aux is not None:
+        raise UnsupportedError(
+            f"attention with {next(iter(options), 'sinks')} and a bias, or to a source, is not "
+            "supported yet"
+        )
+    else:
+        traced = torch.ops.graftwork.traced_attention
+        out = traced(query, key, value, position_bias, causal=kind.causal, **how)
     return out.transpose(1, 2).contiguous(), None
 
 

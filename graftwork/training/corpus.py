@@ -11,7 +11,7 @@ import torch
 
 from ..ir import InputError, Program
 from ..ir.files import LARGE, check_regular, plain_path, read_text
-from ..prompts import Prompts, encoder, read_prompts
+from ..prompts import Prompts, encoder, read_prompts, refuse_sources
 from ..runtime.asking.options import BEST
 
 HELD_OUT = 10
@@ -25,6 +25,7 @@ def read_corpus(data: Prompts | torch.Tensor | None, program: Program) -> list[l
     of integers, a tensor of token ids [N] or [N,T], or a sequence of texts or token ids. Errors:
     `InputError` saying which file cannot be used, or that nothing is there.
     """
+    refuse_sources(program)
     documents = _documents(data, program)
     size = program.info.vocab_size
     for document in documents:

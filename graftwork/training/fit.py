@@ -26,7 +26,7 @@ from ..ir.files import plain_path
 from ..ir.plan import Chain, FixedLength, NoDraft
 from ..passes.drafting.trained import trained_on
 from ..planned import Planned
-from ..prompts import Prompts, check_seed
+from ..prompts import Prompts, check_seed, refuse_sources
 from ..runtime.asking.options import BEST
 from ..runtime.generate import Generated, generate
 from . import checkpoint, lessons
@@ -158,6 +158,7 @@ class _Fit:
         progress: Report,
     ) -> None:
         self.model, self.out, self.options, self.progress = model, out, options, progress
+        refuse_sources(model.program)
         parts = trained_parts(model.program.plan)
         self.drafts = [part for part in parts if trainable(model.program, part)]
         if not self.drafts:

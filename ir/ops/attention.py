@@ -45,14 +45,33 @@ def _attention_samples() -> Iterator[Sample]:
         q = torch.randn(2, heads, 5, 8)
         k, v = torch.randn(2, groups, 5, 8), torch.randn(2, groups, 5, 6)
         yield (q, k, v), {"layer": 0, "scale": 8**-0.5, **extra}
-    yield (
-        (torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)),
-        {"sinks": torch.randn(2), "slopes": torch.rand(2), "layer": 1, "scale": 0.5},
-    )
+    qkv = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    yield qkv, {"sinks": torch.randn(2), "slopes": torch.rand(2), "layer": 1, "scale": 0.5}
+    yield qkv, {"distances": torch.randn(2, 7), "layer": 1, "scale": 1.0}
+
+
+def by_distance(table: Tensor, distance: Tensor) -> Tensor:
+    """What a table [H,2R+1] says of distances i64[...], key position - query position, those beyond
+    R as R: f32[...,H]."""
+    reach = table.shape[1] // 2
+    place = distance.clamp(-reach, reach) + reach
+    return torch.nn.functional.embedding(place, table.float().t())
+
+
+def check_table(given: Operands, name: str, table: Tensor | None) -> None:
+    """Whether a table of distances is [H,2R+1]. Errors: `InputError`."""
+    given.fit(name, table, "HP")
+    if table is not None and table.shape[1] % 2 == 0:
+        given.refuse(name, table, "H,2R+1")
 
 
 def _check_attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    distances: Tensor | None,
 ) -> None:
     given = Operands("attention")
     given.fit("q", q, "BHTD")
@@ -61,6 +80,7 @@ def _check_attention(
     given.multiple("H", of="G")
     given.fit("sinks", sinks, "H")
     given.fit("slopes", slopes, "H")
+    check_table(given, "distances", distances)
 
 
 def _attention_fake(
@@ -69,15 +89,17 @@ def _attention_fake(
     v: Tensor,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    distances: Tensor | None = None,
     **options: object,
 ) -> Tensor:
-    _check_attention(q, k, v, sinks, slopes)
+    _check_attention(q, k, v, sinks, slopes, distances)
     return q.new_empty((*q.shape[:3], v.shape[3]))
 
 
 @define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks=None, Tensor? slopes=None, *, "
-    "int layer, float scale, int? window=None, float? softcap=None) -> Tensor",
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks=None, Tensor? slopes=None, "
+    "Tensor? distances=None, *, int layer, float scale, int? window=None, float? softcap=None) "
+    "-> Tensor",
     samples=_attention_samples,
     fake=_attention_fake,
 )
@@ -87,6 +109,7 @@ def attention(
     v: Tensor,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    distances: Tensor | None = None,
     *,
     layer: int,
     scale: float,
@@ -100,9 +123,11 @@ def attention(
     q [B,H,T,D]; k [B,G,T,D]; v [B,G,T,E], H a multiple of G (grouped-query attention). Token t sees
     tokens max(0, t - window + 1) .. t. `softcap` c bounds scores to c tanh(s/c); `sinks` [H] adds
     one logit a head that takes weight and contributes nothing; `slopes` [H] adds slope * (key
-    position - query position) (ALiBi). `layer` names the layer whose cache this attention will own.
+    position - query position) (ALiBi); `distances` [H,2R+1] adds what it says of that difference,
+    from -R to R, what is farther counting as R (T5). `layer` names the layer whose cache this
+    attention will own.
     """
-    _check_attention(q, k, v, sinks, slopes)
+    _check_attention(q, k, v, sinks, slopes, distances)
     width = q.shape[2]
     steps = torch.arange(width, device=q.device)
     distance = steps[:, None] - steps[None, :]
@@ -112,6 +137,8 @@ def attention(
     scores = _scores(q, k, scale, softcap)
     if slopes is not None:
         scores = scores - slopes.float()[:, None, None] * distance
+    if distances is not None:
+        scores = scores + by_distance(distances, -distance).permute(2, 0, 1)
     return _weighted(scores, v, mask[None, None], sinks, q.dtype)
 
 
@@ -176,15 +203,16 @@ def _check_mask(
     given.fit("past", past, "B", I64)
     given.fit("positions", positions, "BT", I64)
     given.fit("ancestors", ancestors, "BTT", BOOL)
-    _check_row_positions(given, row_positions, capacity)
+    check_row_positions(given, row_positions, capacity)
 
 
-def _check_row_positions(given: Operands, row_positions: Tensor | None, capacity: int) -> None:
+def check_row_positions(given: Operands, row_positions: Tensor | None, capacity: int) -> None:
+    """Whether positions of rows are i64[B,C]. Errors: `InputError`."""
     given.sizes["C"] = capacity
     given.fit("row_positions", row_positions, "BC", I64)
 
 
-def _held_positions(
+def held_positions(
     past: Tensor, positions: Tensor, capacity: int, row_positions: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row: the position that it holds after a step, i64[B,C]; whether the step writes it,
@@ -242,7 +270,7 @@ def step_mask(
     _check_mask(past, positions, ancestors, capacity, row_positions)
     width = positions.shape[1]
     offset = torch.arange(capacity, device=past.device)[None, :] - past[:, None]
-    held, inside, token = _held_positions(past, positions, capacity, row_positions)
+    held, inside, token = held_positions(past, positions, capacity, row_positions)
     if ancestors is None:
         fresh = token[:, None, :] <= torch.arange(width, device=past.device)[None, :, None]
     else:
@@ -270,7 +298,7 @@ def _check_alibi(
     given.fit("slopes", slopes, "H")
     given.fit("past", past, "B", I64)
     given.fit("positions", positions, "BT", I64)
-    _check_row_positions(given, row_positions, capacity)
+    check_row_positions(given, row_positions, capacity)
 
 
 def _alibi_fake(
@@ -306,7 +334,7 @@ def alibi(
     Source: Press et al., "Train Short, Test Long" (2021).
     """
     _check_alibi(slopes, past, positions, capacity, row_positions)
-    held, _, _ = _held_positions(past, positions, capacity, row_positions)
+    held, _, _ = held_positions(past, positions, capacity, row_positions)
     distance = (held[:, None, :] - positions[:, :, None]).float()
     return slopes.float()[None, :, None, None] * distance[:, None]
 

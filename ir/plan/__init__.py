@@ -26,6 +26,7 @@ from .length import *
 from .prompted import *
 from .shallow import *
 from .skipping import *
+from .source import *
 from .step import *
 from .trained import *
 from .tree import *

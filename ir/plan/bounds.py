@@ -27,6 +27,9 @@ Ngram: TypeAlias = Annotated[int, Field(ge=2, le=MOST_LEVELS)]
 Place: TypeAlias = Annotated[int, Field(ge=0, le=2**31 - 1)]
 """A place in a text, or a number of places."""
 
+Opening: TypeAlias = Annotated[tuple[Place, ...], Field(min_length=1, max_length=MOST_LEVELS)]
+"""Ids of the tokens that texts begin with."""
+
 Context: TypeAlias = Annotated[int, Field(ge=1, le=2**31 - 1)]
 """Positions that a model supports."""
 

@@ -8,6 +8,7 @@ from .cache import CacheRecord, KeepAll
 from .depth import DepthRecord, FullDepth
 from .draft import DraftRecord, NoDraft
 from .length import FixedLength, LengthRecord
+from .source import NoSource, SourceRecord
 from .step import StepRecord, Whole
 from .tree import Chain, TreeRecord
 from .verify import Lossless, VerifyRecord
@@ -15,8 +16,10 @@ from .verify import Lossless, VerifyRecord
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """What a step runs, and drafter, tree, length, verification, depth and cache policies."""
+    """What texts are written from, what a step runs, and drafter, tree, length, verification, depth
+    and cache policies."""
 
+    source: SourceRecord = field(default_factory=NoSource)
     step: StepRecord = field(default_factory=Whole)
     draft: DraftRecord = field(default_factory=NoDraft)
     tree: TreeRecord = field(default_factory=Chain)

@@ -14,7 +14,8 @@ After (stage cached)::
       %vw: f32[B,G,C,D] = graftwork.cache_write(%kv.0.value, %v, %past)
       %y: f32[B,H,T,D] = graftwork.attend(%q, %kw, %vw, %m, scale=0.125)
 
-Recurrences and convolutions get their states likewise, see `recurrent_states`. Layers with the same
+Recurrences and convolutions get their states likewise, see `recurrent_states`, and so does what is
+made of a source, see `source_states`. Layers with the same
 window share one mask. The target's functions share the caches of their layers,
 because a layer's rows are the same whoever writes them. A function that drafts gets its own: those
 of ``eagle`` are called ``eagle.kv.0.key`` and so on. Refuses a program whose step has nothing to
@@ -45,9 +46,10 @@ from ...ir.protocol import INPUTS
 from ..engine.base import Effect, Outcome, Pass, register
 from ..fusing.dce import sweep
 from .recurrent_states import RECURRENT, insert_recurrent_states
+from .source_states import insert_source_states
 
 G = torch.ops.graftwork
-MIXERS = (G.attention.default, *RECURRENT)
+MIXERS = (G.attention.default, *RECURRENT, G.source_attention.default)
 
 
 @register
@@ -69,16 +71,20 @@ class InsertKvCache(Pass):
             return Outcome(program, 0, f"{program.step.name} has no graftwork.attention{left}")
         functions, states = dict(program.functions), dict(program.states)
         count = 0
-        for name, function in program.functions.items():
+        encoder = program.plan.source.encoder
+        # First what makes the states that others read.
+        for name in sorted(functions, key=lambda name: name != encoder):
+            function = functions[name]
             if found := len(function.calls(*MIXERS)):
-                functions[name] = _cached(function, states)
+                functions[name] = _cached(function, states, encodes=name == encoder)
                 count += found
         cached = program.replace(functions=functions, states=states, stage="cached")
         return Outcome(cached, count)
 
 
-def _cached(function: Function, states: dict[str, State]) -> Function:
-    """A function with cached attention; its states are added to those there are."""
+def _cached(function: Function, states: dict[str, State], *, encodes: bool) -> Function:
+    """A function with cached attention; its states are added to those there are. encodes: it reads
+    the source."""
     fn = function.copy()
     nodes = fn.calls(G.attention.default)
     layers = [int(node.kwargs["layer"]) for node in nodes]  # type: ignore[arg-type]
@@ -93,6 +99,7 @@ def _cached(function: Function, states: dict[str, State]) -> Function:
             inserter.replace(node)
         fn.set_outputs({**fn.outputs, **inserter.written})
     insert_recurrent_states(fn, states)
+    insert_source_states(fn, states, encodes=encodes)
     return fn
 
 
@@ -104,6 +111,7 @@ class _Inserter:
         self.past = fn.add_input("past", INPUTS["past"].type)
         self.written: dict[str, torch.fx.Node] = {}
         self.masks: dict[object, torch.fx.Node] = {}
+        self.biases: dict[object, torch.fx.Node] = {}
 
     def mask(self, window: object) -> torch.fx.Node:
         """The mask of all attentions with this window, at the top of the function."""
@@ -139,10 +147,27 @@ class _Inserter:
         self.written[state.name] = node
         return node
 
+    def bias(
+        self, slopes: torch.fx.Node | None, distances: torch.fx.Node | None, site: Any
+    ) -> torch.fx.Node | None:
+        """What is added to scores; one for all attentions that add the same."""
+        if slopes is not None and distances is not None:
+            raise PassError(f"insert_kv_cache: {self.fn.name} has attention with two biases")
+        given = slopes if distances is None else distances
+        if given is None:
+            return None
+        target = G.alibi.default if distances is None else G.distance_bias.default
+        key = target, given.target
+        if key not in self.biases:
+            positions = self.fn.input("positions")
+            args = given, self.past, positions, Sym("C")
+            self.biases[key] = self.fn.call(target, *args, site=site)
+        return self.biases[key]
+
     def replace(self, node: torch.fx.Node) -> None:
         """Turn one attention into two cache writes and a read."""
         given = arguments(node)
-        q, k, v, sinks, slopes = (given[name] for name in ("q", "k", "v", "sinks", "slopes"))
+        q, k, v, sinks = (given[name] for name in ("q", "k", "v", "sinks"))
         layer, window = given["layer"], given["window"]
         options: dict[str, Any] = {
             name: n for name, n in node.kwargs.items() if name in ("scale", "softcap")
@@ -151,12 +176,7 @@ class _Inserter:
         with self.fn.graph.inserting_before(node):
             keys = self.write(layer, "key", k, site)
             values = self.write(layer, "value", v, site)
-            bias = None
-            if slopes is not None:
-                positions = self.fn.input("positions")
-                bias = self.fn.call(
-                    G.alibi.default, slopes, self.past, positions, Sym("C"), site=site
-                )
+            bias = self.bias(given["slopes"], given["distances"], site)
             args = [q, keys, values, mask]
             if bias is not None or sinks is not None:
                 args += [bias, sinks]

@@ -4,8 +4,36 @@ from __future__ import annotations
 
 import torch
 
-from ...ir import Program, type_of
+from ...ir import SOURCE, Program, run, type_of
+from ...ir.plan import Encoded
 from ...ir.protocol import chain_inputs
+
+SOURCE_ROWS = 24
+"""Rows of the source that texts are written from in the interpreter, at most."""
+
+
+def encoded(program: Program, batch: int) -> dict[str, torch.Tensor]:
+    """What a program's steps take that follows from a source, of sources that are the same every
+    time and differ in length; nothing where there is none."""
+    plan = program.plan.source
+    if not isinstance(plan, Encoded):
+        return {}
+    fn, random = program.function(plan.function), torch.Generator().manual_seed(0)
+    rows = plan.most if fn.has_input("features") else min(SOURCE_ROWS, plan.most)
+    lengths = torch.tensor([max(rows - 5 * index, 1) for index in range(batch)])
+    given = {"lengths": lengths}
+    if fn.has_input("features"):
+        wanted = type_of(fn.input("features")).bind({"B": batch})
+        given["features"] = torch.randn(wanted.shape, generator=random).to(wanted.dtype)
+    else:
+        given["tokens"] = torch.randint(plan.vocabulary, (batch, rows), generator=random)
+        given["positions"] = torch.arange(rows).repeat(batch, 1)
+    for name in program.states_of(plan.function):
+        kind = program.states[name].type.bind({"B": batch, SOURCE: rows})
+        given[name] = torch.zeros(kind.shape, dtype=kind.dtype)
+    wanted_inputs = {str(node.target) for node in fn.inputs}
+    made = run(program, fn.name, {n: t for n, t in given.items() if n in wanted_inputs})
+    return {**made, "lengths": lengths}
 
 
 def empty_inputs(program: Program, function: str, tokens: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ...ir import LOG, PassError, Program, run, type_of
+from ...ir import LOG, SOURCE, PassError, Program, run, type_of
 from ...ir.protocol import chain_inputs
 from .base import Contract
+from .feed import encoded
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest difference of logits, as a share of their scale, that is float error."""
@@ -47,7 +48,7 @@ def step_inputs(
 
 def empty_states(program: Program, batch: int, capacity: int) -> dict[str, torch.Tensor]:
     """Zeroed state tensors for the reference interpreter."""
-    sizes = {"B": batch, "C": capacity, LOG: capacity}
+    sizes = {"B": batch, "C": capacity, LOG: capacity, SOURCE: 1}
     types = {name: state.type.bind(sizes) for name, state in program.states.items()}
     return {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in types.items()}
 
@@ -59,7 +60,7 @@ def reference_logits(
 
     widths: how many tokens each step takes (one step for all by default; needs a cache if several).
     """
-    states = empty_states(program, *tokens.shape)
+    states = empty_states(program, *tokens.shape) | encoded(program, len(tokens))
     parts, past = [], 0
     for width in widths or [tokens.shape[1]]:
         chunk = tokens[:, past : past + width]

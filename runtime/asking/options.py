@@ -48,6 +48,12 @@ INSTEAD = {
     "assistant_model": "a recipe with a drafter",
     "prompt_lookup_num_tokens": "a recipe with a drafter, such as copyspec",
     "logits_processor": "repetition_penalty, temperature, top_k, top_p, min_p",
+    "input_features": "input_ids: the model's source is a text",
+    "language": "decoder_input_ids, which begin with the tokens of language and task",
+    "task": "decoder_input_ids, which begin with the tokens of language and task",
+    "return_timestamps": "decoder_input_ids, without the token that turns timestamps off",
+    "decoder_attention_mask": "decoder_input_ids of one length",
+    "encoder_outputs": "the source itself",
     "generation_config": "its values as keywords",
 }
 
@@ -93,6 +99,10 @@ class GenerationOptions:
     (default: torch's global generator); a seed repeats its text as long as the drafts are the same,
     and some drafters learn from call to call (recycling, goodput). num_return_sequences: of each
     prompt, one after the other; sampled. return_dict_in_generate: return `.sequences` and `.stats`.
+    suppress_tokens: never generated; begin_suppress_tokens: not as the first new token.
+    forced_bos_token_id: what a text of one token goes on with; forced_eos_token_id: what a text
+    that is full ends with. decoder_input_ids i64[B,S]: what texts begin with that are written from
+    a source; input_ids and attention_mask are then the source's.
 
     given: the options that the call itself gave; the rest are defaults.
     """
@@ -116,12 +126,18 @@ class GenerationOptions:
     seed: int | None = None
     num_return_sequences: int = 1
     return_dict_in_generate: bool = False
+    suppress_tokens: Sequence[int] = ()
+    begin_suppress_tokens: Sequence[int] = ()
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | None = None
+    decoder_input_ids: torch.Tensor | None = None
     given: frozenset[str] = frozenset()
 
     @property
     def reshapes_logits(self) -> bool:
         """Whether even a greedy choice needs the logits instead of their argmax."""
-        return self.repetition_penalty != 1.0 or self.min_new_tokens > 0
+        suppressed = bool(self.suppress_tokens) or bool(self.begin_suppress_tokens)
+        return self.repetition_penalty != 1.0 or self.min_new_tokens > 0 or suppressed
 
     @property
     def by_argmax(self) -> bool:
@@ -398,4 +414,9 @@ _CHECKS: dict[str, Callable[[str, Any, ModelInfo], Any]] = {
     "seed": _integer(0, MOST_SEED),
     "num_return_sequences": _integer(1),
     "return_dict_in_generate": _flag,
+    "suppress_tokens": _tokens,
+    "begin_suppress_tokens": _tokens,
+    "forced_bos_token_id": _token,
+    "forced_eos_token_id": _token,
+    "decoder_input_ids": _mask,
 }

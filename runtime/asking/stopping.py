@@ -10,13 +10,17 @@ from .text import Text
 
 
 class Stopping:
-    """Ends a sequence at its limit, at an end token, at a stop sequence, or when a hook says so."""
+    """Ends a sequence at its limit, at an end token, at a stop sequence, or when a hook says so.
+
+    last: the token that a text which is full ends with; None: any.
+    """
 
     def __init__(self, options: GenerationOptions, info: ModelInfo) -> None:
         self.eos = frozenset(options.eos(info))
         self.stop = [list(tokens) for tokens in options.stop]
         self.hooks: tuple[Hook, ...] = tuple(options.stopping_criteria)  # type: ignore[arg-type]
         self.simple = not self.stop and not self.hooks
+        self.last = options.forced_eos_token_id
 
     @property
     def early(self) -> bool:
@@ -34,6 +38,9 @@ class Stopping:
             text.position += count
             return new
         count = 0
+        full = text.limit - len(text.tokens)
+        if self.last is not None and len(new) >= full:
+            new = [*new[: full - 1], self.last]
         for token in new:
             text.tokens.append(token)
             count += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 class Text:
     """tokens: prompt and committed tokens, no padding. prompt: how many of them are the prompt.
     limit: the length at which the sequence is full, in tokens. done: nothing more is wanted.
+    source: tokens that it is written from, which are no part of it.
 
     rows: of the caches, those that hold something of the sequence; a step appends after them.
     position: of the next token that is fed. The last token is not fed yet. Both grow with the text;
@@ -21,6 +23,7 @@ class Text:
     done: bool = False
     rows: int = 0
     position: int = 0
+    source: Sequence[int] = ()
 
     @property
     def generated(self) -> int:

@@ -317,7 +317,8 @@ class Feeder:
         names = dict.fromkeys(name for some in read for name in some)
         kept, latest = program.plan.cache.held, program.plan.cache.latest
         symbols = {name: program.states[name].capacity or "" for name in names}
-        whole = tuple(name for name in names if symbols[name] not in {LOG, "", *kept})
+        grown = [name for name in names if program.states[name].grows]
+        whole = tuple(name for name in grown if symbols[name] not in kept)
         logged = tuple(name for name in names if symbols[name] == LOG)
         return (
             whole,

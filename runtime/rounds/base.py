@@ -15,6 +15,7 @@ from ..asking.request import Request
 from ..cache.base import CACHES
 from ..cache.conversations import Conversations, Start, memo_of
 from ..depth.base import DEPTHS
+from ..feeding.encode import encode
 from ..feeding.feed import Feeder
 from ..feeding.prefill import prefill
 from ..speculate.draft import NO_DRAFT, Draft
@@ -60,8 +61,11 @@ class Decoding:
         self.emitter = request.emitter()
         self.no_drafts = [NO_DRAFT] * batch
         self.stats = Stats(target_layers=self.depth.total)
-        # A step without states is none of a model's.
-        self.kept = Conversations.of(executable) if program.states else None
+        # A step without states is none of a model's. What texts are written from a source holds of
+        # them is nothing to texts from another one.
+        self.sources = request.sources
+        holds = bool(program.states) and self.sources is None
+        self.kept = Conversations.of(executable) if holds else None
         self.retired: set[int] = set()
 
     @property
@@ -87,7 +91,11 @@ class Decoding:
         if self.cache.most is not None:
             rows = min(rows, self.cache.most)
         starts = self._starts(rows)
+        if self.sources is not None:
+            encode(self.feeder.executable, self.sources)
         self.reader.rows = self.feeder.rows
+        if any(text.generated for text in texts):  # what no step was asked for
+            self.emit([text.tokens[text.prompt :] for text in texts])
         self.depth.begin(self.feeder, texts)
         self.cache.begin(batch)
         self.drafter.begin([text.tokens for text in texts])

@@ -204,7 +204,14 @@ class Scorer:
             seen = self._seen(texts, drafts, owners)
             scores = penalize_repetition(scores, seen, self.options.repetition_penalty)
         if self.options.min_new_tokens and self.eos:
-            scores = self._forbid_end(scores, texts, drafts, owners)
+            scores = self._forbid(
+                self.eos, self.options.min_new_tokens, scores, texts, drafts, owners
+            )
+        if first := list(self.options.begin_suppress_tokens):
+            scores = self._forbid(first, 1, scores, texts, drafts, owners)
+        if never := list(self.options.suppress_tokens):
+            scores = scores.clone()
+            scores[:, torch.tensor(never)] = NOTHING
         return scores, owners
 
     def warp(self, scores: torch.Tensor) -> Chances:
@@ -223,14 +230,16 @@ class Scorer:
             seen[row, [draft.tokens[before] for before in draft.path(node)]] = True
         return seen
 
-    def _forbid_end(
+    def _forbid(
         self,
+        tokens: list[int],
+        least: int,
         scores: torch.Tensor,
         texts: Sequence[Text],
         drafts: Sequence[Draft],
         owners: list[tuple[int, int]],
     ) -> torch.Tensor:
-        least = self.options.min_new_tokens
+        """Scores under which none of these is among a text's first `least` new tokens."""
         early = [
             row
             for row, (index, node) in enumerate(owners)
@@ -239,7 +248,7 @@ class Scorer:
         if not early:
             return scores
         scores = scores.clone()
-        scores[torch.tensor(early)[:, None], torch.tensor(self.eos)] = NOTHING
+        scores[torch.tensor(early)[:, None], torch.tensor(tokens)] = NOTHING
         return scores
 
 

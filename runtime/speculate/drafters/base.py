@@ -69,10 +69,20 @@ class Drafter(Resumes, ABC):
 
     def __init__(self, record: Any, setting: Setting) -> None:
         self.record, self.executable, self.options = record, setting.executable, setting.options
+        self.setting = setting
 
     @abstractmethod
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """New sequences, one prompt each."""
+
+    def sources(self, count: int) -> Sequence[Sequence[int]]:
+        """What each of `count` texts is written from; () where that is nothing of its own."""
+        return [text.source for text in self.setting.texts] or [()] * count
+
+    def readable(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """What may be copied when texts begin: their sources, and the prompts behind them."""
+        sources = self.sources(len(prompts))
+        return [[*source, *prompt] for source, prompt in zip(sources, prompts, strict=True)]
 
     @abstractmethod
     def propose(self, rooms: Sequence[int]) -> list[Draft]:

@@ -119,8 +119,8 @@ class CorpusDrafter(ChainDrafter):
         """Match the prompts."""
         self.texts = [SuffixIndex(LONGEST) for _ in prompts]
         self.matches = [(0, 0)] * len(prompts)
-        for index, prompt in enumerate(prompts):
-            self._extend(index, prompt)
+        for index, known in enumerate(self.readable(prompts)):
+            self._extend(index, known)
 
     def learn(self, index: int, new: Sequence[int], row: Sequence[int]) -> None:
         """Match the committed tokens."""

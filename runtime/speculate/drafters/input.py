@@ -63,10 +63,14 @@ class InputDrafter(ChainDrafter):
     record: InputDraft
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """At the prompts' tokens `start`."""
+        """At the tokens `start` of what texts are written from, or else of their prompts."""
         record = self.record
         self.levels = record.tokens
-        self.places = [Place(p, record.start, record.longest) for p in prompts]
+        self.places = []
+        for source, prompt in zip(self.sources(len(prompts)), prompts, strict=True):
+            self.places.append(Place(source or prompt, record.start, record.longest))
+            if source and len(prompt) > 1:  # the first token only begins the text
+                self.places[-1].move(prompt[1:])
 
     def learn(self, index: int, new: Sequence[int], row: Sequence[int]) -> None:
         """Move on, or find the place again."""

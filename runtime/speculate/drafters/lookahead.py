@@ -119,7 +119,7 @@ class LookaheadDrafter(Drafter):
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """Windows of the prompts' own tokens."""
-        self.windows = [_Window(prompt, self.record) for prompt in prompts]
+        self.windows = [_Window(prompt, self.record) for prompt in self.readable(prompts)]
 
     def propose(self, rooms: Sequence[int]) -> list[Draft]:
         """Both branches of each sequence."""

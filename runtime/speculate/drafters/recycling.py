@@ -83,7 +83,7 @@ class RecyclingDrafter(Drafter):
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """Learn what followed the prompts' own contexts; start from their last tokens."""
-        for prompt in prompts:
+        for prompt in self.readable(prompts):
             for size in range(1, self.record.context + 1):
                 self._read(prompt, size)
         pad = (-1,) * self.record.context

@@ -126,11 +126,11 @@ class SuffixDrafter(ChainDrafter):
     record: SuffixDraft
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Index the prompts."""
+        """Index the prompts, and what texts are written from."""
         self.levels = self.record.tokens
         self.indexes = [SuffixIndex(self.record.longest) for _ in prompts]
-        for index, prompt in zip(self.indexes, prompts, strict=True):
-            index.extend(prompt)
+        for index, known in zip(self.indexes, self.readable(prompts), strict=True):
+            index.extend(known)
 
     def learn(self, index: int, new: Sequence[int], row: Sequence[int]) -> None:
         """Index the committed tokens."""

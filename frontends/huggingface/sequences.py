@@ -1,0 +1,130 @@
+"""Models that write from a source: encoder and decoder are traced apart and joined (see `source`).
+
+The encoder is traced over tokens, or over features of a fixed size; the decoder with what the
+encoder returns as one input more. Attention to a source comes out of transformers' registries like
+any other, see `registry`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+
+from ...ir import ModelInfo, Program, Sym, TensorType, UnsupportedError, Weight
+from ...ir.plan import Encoded
+from ..importer import INPUTS
+from ..program import Source
+from ..source import SOURCE, build_with_source
+from ..trace import export
+from .recurrences import as_ops
+from .registry import one_sequence_a_row, reading_sources
+
+
+class _TokenEncoder(nn.Module):
+    """Token ids [B,T] of a source to its states [B,T,H]."""
+
+    inputs = INPUTS
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> Any:
+        """States."""
+        return self.model.get_encoder()(input_ids=tokens, return_dict=True).last_hidden_state
+
+
+class _FeatureEncoder(nn.Module):
+    """Features [B,M,F] of a sound to its states [B,N,H]."""
+
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model = model
+        encoder = model.get_encoder()
+        strides = encoder.conv1.stride[0] * encoder.conv2.stride[0]
+        frames = int(model.config.max_source_positions) * strides
+        sizes = (Sym("B"), int(model.config.num_mel_bins), frames)
+        self.inputs = {"features": TensorType(dtype, sizes)}
+
+    def forward(self, features: torch.Tensor) -> Any:
+        """States."""
+        return self.model.get_encoder()(features, return_dict=True).last_hidden_state
+
+
+class _Decoder(nn.Module):
+    """Token ids [B,T] and the source's states [B,N,H] to logits [B,T,V]."""
+
+    def __init__(self, model: Any, source: TensorType) -> None:
+        super().__init__()
+        self.model = model
+        self.inputs = {**INPUTS, SOURCE: source}
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, source: torch.Tensor) -> Any:
+        """Logits."""
+        from transformers.modeling_outputs import BaseModelOutput
+
+        made = BaseModelOutput(last_hidden_state=source)
+        given = {"decoder_input_ids": tokens, "encoder_outputs": made}
+        return self.model(**given, use_cache=False, return_dict=True).logits
+
+
+def traced_pair(
+    twin: Any,
+    mode: FakeTensorMode,
+    weight_of: Callable[[str], Weight],
+    info: ModelInfo,
+    start: tuple[int, ...],
+    assets: Mapping[str, Path],
+) -> Program:
+    """The program of a model without data that has an encoder and a decoder, ready to be traced.
+
+    weight_of: see `Source`; start: the tokens that texts begin with. Errors: `UnsupportedError`.
+    """
+    known: dict[str, Weight] = {}
+
+    def once(name: str) -> Weight:
+        if name not in known:
+            known[name] = weight_of(name)
+        return known[name]
+
+    wrapper, plan = _encoder(twin, info)
+    kind = twin.config.model_type
+    with one_sequence_a_row(), as_ops(twin), reading_sources():
+        encoder = export(wrapper, mode, plan.most, kind, list(wrapper.inputs.values()))
+        decoding = _Decoder(twin, _made(encoder))
+        decoder = export(decoding, mode, info.context, kind, list(decoding.inputs.values()))
+    sources = (
+        Source(encoder, "model", once, wrapper.inputs, (SOURCE,)),
+        Source(decoder, "model", once, decoding.inputs),
+    )
+    return build_with_source(kind, *sources, info, replace(plan, start=start), assets)
+
+
+def _encoder(twin: Any, info: ModelInfo) -> tuple[Any, Encoded]:
+    """What is traced of an encoder, and what the plan says of its source."""
+    given = twin.main_input_name
+    if given == "input_ids":
+        vocabulary = twin.get_encoder().get_input_embeddings().weight.shape[0]
+        return _TokenEncoder(twin), Encoded(most=info.context, vocabulary=int(vocabulary))
+    encoder = twin.get_encoder()
+    if given != "input_features" or not (hasattr(encoder, "conv1") and hasattr(encoder, "conv2")):
+        raise UnsupportedError(
+            f"cannot import {twin.config.model_type}: its encoder reads {given}; expected "
+            "input_ids, or input_features of a fixed size as whisper's"
+        )
+    most = int(twin.config.max_source_positions)
+    return _FeatureEncoder(twin, encoder.conv1.weight.dtype), Encoded(most=most)
+
+
+def _made(encoder: ExportedProgram) -> TensorType:
+    """The type of what an encoder's trace returns, its rows those of a source."""
+    (result,) = encoder.graph.output_node().args[0]
+    states = result.meta["val"]
+    return TensorType(states.dtype, (Sym("B"), Sym("N"), int(states.shape[-1])))

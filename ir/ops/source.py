@@ -1,0 +1,161 @@
+"""Attention to a source that a text is written from, and biases by the distance of two tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from . import Sample, define
+from .attention import attend, by_distance, check_row_positions, check_table, held_positions
+from .operands import Operands
+
+I64 = torch.int64
+
+
+def _distance_samples() -> Iterator[Sample]:
+    past, positions = torch.tensor([2, 5]), torch.tensor([[2, 3, 3], [5, 6, 7]])
+    yield (torch.randn(4, 7), past, positions, 9), {}
+    yield (torch.randn(2, 5), past, positions + 4, 9, torch.arange(18).reshape(2, 9) // 2), {}
+
+
+def _check_distance(
+    table: Tensor, past: Tensor, positions: Tensor, capacity: int, row_positions: Tensor | None
+) -> None:
+    given = Operands("distance_bias")
+    check_table(given, "table", table)
+    given.fit("past", past, "B", I64)
+    given.fit("positions", positions, "BT", I64)
+    check_row_positions(given, row_positions, capacity)
+
+
+def _distance_fake(
+    table: Tensor,
+    past: Tensor,
+    positions: Tensor,
+    capacity: int,
+    row_positions: Tensor | None = None,
+) -> Tensor:
+    _check_distance(table, past, positions, capacity, row_positions)
+    batch, width = positions.shape
+    return table.new_empty((batch, table.shape[0], width, capacity), dtype=torch.float32)
+
+
+@define(
+    "distance_bias(Tensor table, Tensor past, Tensor positions, SymInt capacity, "
+    "Tensor? row_positions=None) -> Tensor",
+    samples=_distance_samples,
+    fake=_distance_fake,
+)
+def distance_bias(
+    table: Tensor,
+    past: Tensor,
+    positions: Tensor,
+    capacity: int,
+    row_positions: Tensor | None = None,
+) -> Tensor:
+    """An additive score bias over cache rows that depends on the distance of row and token alone.
+
+    ``%b: f32[B,H,T,C] = graftwork.distance_bias(@table, %past, %positions, C)``
+
+    table [H,2R+1]: for key position - query position from -R to R; what is farther counts as R.
+    past i64[B]; positions i64[B,T]; row_positions i64[B,C] as in `step_mask`. Source: Raffel et
+    al., "Exploring the Limits of Transfer Learning" (T5's relative position buckets, 2020).
+    """
+    _check_distance(table, past, positions, capacity, row_positions)
+    held, _, _ = held_positions(past, positions, capacity, row_positions)
+    return by_distance(table, held[:, None, :] - positions[:, :, None]).permute(0, 3, 1, 2)
+
+
+def _rows_samples() -> Iterator[Sample]:
+    yield (torch.tensor([3, 0, 5]), 5), {}
+
+
+def _rows_fake(lengths: Tensor, count: int) -> Tensor:
+    Operands("source_rows").fit("lengths", lengths, "B", I64)
+    return lengths.new_empty((lengths.shape[0], count), dtype=torch.bool)
+
+
+@define(
+    "source_rows(Tensor lengths, SymInt count) -> Tensor",
+    samples=_rows_samples,
+    fake=_rows_fake,
+)
+def source_rows(lengths: Tensor, count: int) -> Tensor:
+    """Which of `count` rows each sequence's source has: its first `lengths`.
+
+    ``%m: bool[B,E] = graftwork.source_rows(%lengths, E)``
+
+    lengths i64[B].
+    """
+    Operands("source_rows").fit("lengths", lengths, "B", I64)
+    return torch.arange(count, device=lengths.device)[None, :] < lengths[:, None]
+
+
+def _source_samples() -> Iterator[Sample]:
+    q, lengths = torch.randn(2, 4, 3, 8), torch.tensor([4, 6])
+    yield (q, torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 5), lengths), {"layer": 0, "scale": 0.3}
+    k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 3, 8)
+    alone = {"layer": 1, "scale": 1.0, "softcap": 4.0}
+    yield (q, k, v, torch.tensor([1, 3]), torch.randn(4, 5)), alone
+
+
+def _check_source(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None) -> None:
+    given = Operands("source_attention")
+    given.fit("q", q, "BHTD")
+    given.fit("k", k, "BGND")
+    given.fit("v", v, "BGNE")
+    given.multiple("H", of="G")
+    given.fit("lengths", lengths, "B", I64)
+    check_table(given, "distances", table)
+
+
+def _source_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    distances: Tensor | None = None,
+    **options: object,
+) -> Tensor:
+    _check_source(q, k, v, lengths, distances)
+    return q.new_empty((*q.shape[:3], v.shape[3]))
+
+
+@define(
+    "source_attention(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor? distances=None, *, "
+    "int layer, float scale, float? softcap=None) -> Tensor",
+    samples=_source_samples,
+    fake=_source_fake,
+)
+def source_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    distances: Tensor | None = None,
+    *,
+    layer: int,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention to a source: every token sees all of it. An encoder's own attention, where q is of
+    the source, too, and a decoder's to what the encoder made.
+
+    ``%y: f32[B,H,T,E] = graftwork.source_attention(%q, %k, %v, %lengths, layer=0, scale=0.125)``
+
+    q [B,H,T,D]; k [B,G,N,D]; v [B,G,N,E], H a multiple of G; lengths i64[B]: rows of each
+    sequence's source, at least 1; those behind them are padding, which has no influence. distances
+    [H,2R+1]: as in `distance_bias`, for token t and row n at the positions t and n. `softcap` as in
+    `attention`. `layer` names the layer.
+    """
+    _check_source(q, k, v, lengths, distances)
+    width, rows = q.shape[2], k.shape[2]
+    mask = source_rows(lengths, rows)[:, None, None, :].expand(-1, 1, width, -1)
+    bias = None
+    if distances is not None:
+        steps = torch.arange(width, device=q.device).expand(len(q), width)
+        bias = distance_bias(distances, torch.zeros_like(lengths), steps, rows)
+    attended: Tensor = attend(q, k, v, mask, bias, scale=scale, softcap=softcap)
+    return attended

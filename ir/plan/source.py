@@ -1,0 +1,79 @@
+"""Source records: what texts are written from, where that is more than their own beginning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from .base import Record, Returned, record
+from .bounds import Context, Opening, Place
+
+if TYPE_CHECKING:
+    from .decode import DecodePlan
+
+
+@dataclass(frozen=True)
+class SourceRecord(Record):
+    """Base of source records."""
+
+    slot: ClassVar[str] = "source"
+    noun: ClassVar[str] = "source"
+
+    @property
+    def encoder(self) -> str | None:
+        """The function that reads the source; None where there is none."""
+        return None
+
+    @property
+    def rows(self) -> int:
+        """Rows that a source has at most."""
+        return 0
+
+    def beginning(self, prompt: Sequence[int]) -> Sequence[int]:
+        """What the text begins with that is asked for with a prompt."""
+        return prompt
+
+
+@record
+@dataclass(frozen=True)
+class NoSource(SourceRecord):
+    """A text follows from what it begins with, and from nothing else."""
+
+    kind: ClassVar[str] = "none"
+
+
+@record
+@dataclass(frozen=True)
+class Encoded(SourceRecord):
+    """Texts are written from a source, which `function` reads once, before the first step.
+
+    It takes the source's ``tokens`` and ``positions``, or ``features``, and ``lengths``; what it
+    makes of them lies in states that steps read. most: rows that a source has at most.
+    vocabulary: ids of source tokens are below it; 0 where the source is none of tokens. start: the
+    tokens that every text begins with, unless a call says others.
+    """
+
+    function: str = "encode"
+    most: Context = 512
+    vocabulary: Place = 0
+    start: Opening = (0,)
+    kind: ClassVar[str] = "encoded"
+
+    @property
+    def encoder(self) -> str:
+        """See `SourceRecord.encoder`."""
+        return self.function
+
+    @property
+    def rows(self) -> int:
+        """See `SourceRecord.rows`."""
+        return self.most
+
+    def beginning(self, prompt: Sequence[int]) -> Sequence[int]:
+        """See `SourceRecord.beginning`: the prompt is the source."""
+        return self.start
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`."""
+        yield self.function, {}

@@ -1,0 +1,31 @@
+"""Reading the sources of a call, once, before anything is written."""
+
+from __future__ import annotations
+
+import torch
+
+from ...ir import SOURCE
+from ...ir.executable import Executable
+from ..asking.sources import Sources
+
+LEAST = 16
+"""Columns that a source is fed in at least where each width is compiled by itself."""
+
+
+def encode(executable: Executable, sources: Sources) -> None:
+    """Have the states hold what is made of the sources. The executable has begun."""
+    plan = executable.program.plan.source
+    assert plan.encoder is not None
+    executable.reserve(sources.rows, SOURCE)
+    inputs = dict(sources.inputs)
+    if "tokens" in inputs:
+        width = inputs["tokens"].shape[1]
+        if executable.widths(plan.encoder) is not None:
+            doubled = 1 << max(width - 1, LEAST - 1).bit_length()
+            width = max(width, min(doubled, plan.rows))
+        short = width - inputs["tokens"].shape[1]
+        inputs["tokens"] = torch.nn.functional.pad(inputs["tokens"], (0, short))
+        executable.reserve(width, SOURCE)
+        inputs["positions"] = torch.arange(width).repeat(len(inputs["tokens"]), 1)
+    taken = executable.program.function(plan.encoder)
+    executable.run(plan.encoder, {n: t for n, t in inputs.items() if taken.has_input(n)}, ())
