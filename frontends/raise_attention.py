@@ -65,15 +65,16 @@ def _raise_softmax(imported: Imported, softmax: torch.fx.Node, reach: set[torch.
         return
     scores, product = found
     described = _describe(imported, scores, softmax.args[0])  # type: ignore[arg-type]
-    q, k_transposed = scores.args
-    described = replace(described, scale=_exact(described.scale, type_of(q).dims[-1]))  # type: ignore
+    (q, by), (k_transposed, more) = (_unscaled(side) for side in scores.args)  # type: ignore
+    scale = described.scale * by * more
+    described = replace(described, scale=_exact(scale, type_of(q).dims[-1]))
     v = product.args[1]
     fn = imported.fn
     with fn.graph.inserting_before(product):
         site = site_of(softmax)
         axes = list(range(len(type_of(scores).dims)))
         axes[-2:] = axes[-2:][::-1]
-        k = _permute(fn, k_transposed, axes)  # type: ignore[arg-type]
+        k = _permute(fn, k_transposed, axes)
         out = _attention(imported, (q, k, v), described, site)
         out = _shaped(fn, out, product)
     product.replace_all_uses_with(out)
@@ -105,6 +106,16 @@ def _find_scores(
 
 
 _HARMLESS = (A._to_copy.default, A.reshape.default)
+
+
+def _unscaled(x: torch.fx.Node) -> tuple[torch.fx.Node, float]:
+    """What is multiplied by a number before the scores are made, and the number: exporters put half
+    of the scale on each side."""
+    by = 1.0
+    while x.target is A.mul.Tensor and isinstance(x.args[1], (int, float)):
+        by *= float(x.args[1])
+        x = x.args[0]  # type: ignore[assignment]
+    return x, by
 
 
 def _exact(scale: float, dim: Dim) -> float:

@@ -106,8 +106,10 @@ def test_passes_work_on_what_was_read(tmp_path: Path) -> None:
     assert texts(optimized(folder, "medusa"), 8) == texts(optimized(folder), 8)
 
 
-def traced_by_torch(folder: Path, cached: bool, eager: bool) -> tuple[Path, Any]:
-    """A tiny llama of transformers, exported by torch.onnx."""
+def traced_by_torch(
+    folder: Path, cached: bool, eager: bool, script: bool = False
+) -> tuple[Path, Any]:
+    """A tiny llama of transformers, exported by torch.onnx; script: as optimum-onnx does it."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("onnxscript")
     torch.manual_seed(0)
@@ -164,28 +166,40 @@ def traced_by_torch(folder: Path, cached: bool, eager: bool) -> tuple[Path, Any]
         module = Step()
         parts = [f"past_key_values.{i}.{part}" for i in (0, 1) for part in ("key", "value")]
         names = ["input_ids", "attention_mask", "position_ids", *parts]
-    program = torch.onnx.export(
-        module,
-        (ids, *rest),
-        dynamo=True,
-        dynamic_shapes=shapes,
-        input_names=names,
-        verbose=False,
-    )
-    assert program is not None
     folder.mkdir()
-    program.save(str(folder / "model.onnx"))
+    path = str(folder / "model.onnx")
+    if script:
+        axes = {name: {0: "batch", 2 if "past" in name else 1: "rows"} for name in names}
+        args, outputs = (ids, *rest), ["logits", *(f"present.{part}" for part in names[3:])]
+        torch.onnx.export(
+            module, args, path, dynamo=False, opset_version=18,
+            input_names=names, output_names=outputs, dynamic_axes=axes,
+        )  # fmt: skip
+    else:
+        program = torch.onnx.export(
+            module,
+            (ids, *rest),
+            dynamo=True,
+            dynamic_shapes=shapes,
+            input_names=names,
+            verbose=False,
+        )
+        assert program is not None
+        program.save(path)
     config.save_pretrained(folder)
     return folder, model
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    ("cached", "eager"), [(False, False), (False, True), (True, False)], ids=str
+    ("cached", "eager", "script"),
+    [(False, False, False), (False, True, False), (True, False, False), (True, False, True)],
+    ids=str,
 )
-def test_exports_of_torch(cached: bool, eager: bool, tmp_path: Path) -> None:
+def test_exports_of_torch(cached: bool, eager: bool, script: bool, tmp_path: Path) -> None:
     """With and without a cache; rotary embeddings, norms and gates are found again."""
-    folder, theirs = traced_by_torch(tmp_path / "out", cached, eager)
+    folder, theirs = traced_by_torch(tmp_path / "out", cached, eager, script)
     model = optimized(folder)
     for prompt in PROMPTS:
         wanted = theirs.generate(

@@ -76,6 +76,8 @@ def _binary(name: str) -> None:
     def meaning(c: Context, a: Value, b: Value) -> Value:
         if isinstance(a, Numbers) and isinstance(b, Numbers):
             return _paired(compute, a, b)
+        if name == "Div" and isinstance(b, Root) and isinstance(a, Numbers) and a.items == (1.0,):
+            return b.value.rsqrt()
         return compute(operand(a), operand(b))  # type: ignore[no-any-return]
 
     op(name)(meaning)

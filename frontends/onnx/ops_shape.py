@@ -119,8 +119,8 @@ def transpose(c: Context, x: Value) -> Value:
 @op("Concat")
 def concat(c: Context, *parts: Value) -> Value:
     there = [part for part in parts if not isinstance(part, EmptyPast)]
-    if len(there) == 1:
-        return there[0]
+    if len(there) <= 1:
+        return (there or parts)[0]
     if all(isinstance(part, Numbers) for part in there):
         return Numbers(tuple(item for part in there for item in numbers(part)))
     return torch.cat([tensor(part) for part in there], c.attribute("axis"))
@@ -198,11 +198,13 @@ def tile(c: Context, x: Value, times: Value) -> Value:
 
 @op("ConstantOfShape")
 def constant_of_shape(c: Context, to: Value) -> Value:
-    given = c.attribute("value")
+    given, sizes = c.attribute("value"), numbers(to)
     if given is None:
-        return torch.full(numbers(to), 0.0)
+        return torch.full(sizes, 0.0)
     array = given.numpy()
-    return torch.full(numbers(to), array.item(), dtype=torch.from_numpy(array.copy()).dtype)
+    if array.dtype.kind in "iub" and len(sizes) <= 1 and all(isinstance(n, int) for n in sizes):
+        return known(np.full(sizes, array.item()))
+    return torch.full(sizes, array.item(), dtype=torch.from_numpy(array.copy()).dtype)
 
 
 @op("Range")
