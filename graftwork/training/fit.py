@@ -314,8 +314,9 @@ class _Fit:
     def _loss(self, net: Net, teacher: lessons.Teacher, lesson: lessons.Lesson) -> Loss:
         """All drafters' losses on some windows, whose states at the target are known."""
         taps = {name: lesson.states[name] for name in teacher.taps}
-        logits, draft = teacher.logits(lesson.states), self.model.program.plan.draft
-        batch = Batch(lesson.tokens, taps, logits, draft, lesson.firsts.tolist())
+        logits, plan = teacher.logits(lesson.states), self.model.program.plan
+        firsts, parts = lesson.firsts.tolist(), plan.step.parts
+        batch = Batch(lesson.tokens, taps, logits, plan.draft, firsts, parts)
         losses = [
             objective(draft, net.run, batch)
             for draft, objective in zip(self.drafts, self.objectives, strict=True)

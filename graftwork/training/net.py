@@ -27,7 +27,8 @@ def trained_parts(plan: DecodePlan) -> list[Record]:
 def functions_of(draft: Record) -> list[str]:
     """The program's functions that a drafter or another policy runs."""
     names = [getattr(draft, name, None) for name in ("entry", "function")]
-    names += [*getattr(draft, "functions", ()), *getattr(draft, "heads", ())]
+    for field in ("functions", "heads", "routers"):
+        names += getattr(draft, field, ())
     for part in (getattr(draft, name, None) for name in ("first", "then")):
         names += [] if part is None else functions_of(part)
     return list(dict.fromkeys(name for name in names if name))
@@ -75,7 +76,9 @@ class Net:
         for name, weight in program.weights.items():
             tensor = weight.load().to(device)
             if name in trained:
-                tensor = torch.nn.Parameter(tensor.float() if tensor.dtype.itemsize < 4 else tensor)
+                wide = torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype
+                # A copy: the program that is trained stays as it is.
+                tensor = torch.nn.Parameter(tensor.to(wide, copy=True))
             self.tensors[name] = tensor
         self.trained = trained
         self.modules: dict[tuple[str, tuple[str, ...], tuple[str, ...]], Any] = {}
@@ -97,8 +100,10 @@ class Net:
         return self.outputs(function, self._told(self.program.function(function)), inputs)
 
     def _told(self, fn: Function) -> tuple[str, ...]:
-        """Outputs that objectives may look at."""
-        none = {*self.program.states, "draft_tokens", "draft_scores", "argmax"}
+        """Outputs that objectives may look at: what segments hand on, but no cache."""
+        states = self.program.states
+        none = {name for name, state in states.items() if state.part != "hidden"}
+        none |= {"draft_tokens", "draft_scores", "argmax"}
         return tuple(name for name in fn.outputs if name not in none)
 
     def _in_turn(

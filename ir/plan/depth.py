@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ..contract import Contract
 from ..errors import InputError
 from .base import Record, Returned, policy, record
-from .bounds import Amount, Context, Levels, Nodes, Part, Rollout, Share
+from .bounds import Amount, Context, Levels, Nodes, Part, Place, Rollout, Share
 
 if TYPE_CHECKING:
     from .decode import DecodePlan
@@ -246,6 +246,45 @@ class EntropyDepth(DepthRecord):
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         """See `Record.calls`."""
         yield self.function, {"logits": ("", "", "V")}
+
+
+@record
+@dataclass(frozen=True)
+class MixtureDepth(DepthRecord):
+    """A trained router before some layers says whether a token runs through them (mixture of
+    depths).
+
+    functions: for each routed layer what makes its cache rows alone, of the state that a token
+    passes by with. routers: for each the segment before it. routed: places of those layers among
+    the step's segments, which are a layer each. shares: of the tokens of a window that run through
+    each, in training. threshold: of the score, above which a token does. score: what routers
+    return, the probability that the token is among those, [B,T]. trained: whether they know more.
+    Prompts run through all layers, and a batch runs through a layer if one of its tokens does.
+    Sources: Raposo et al., "Mixture-of-Depths" (2024); Zhang et al., "p-MoD" (2024).
+    """
+
+    functions: tuple[str, ...] = ("step.1.fill",)
+    routers: tuple[str, ...] = ("step.0",)
+    routed: tuple[Place, ...] = (1,)
+    shares: tuple[Share, ...] = (0.5,)
+    threshold: Share = 0.5
+    score: str = "route"
+    trained: bool = False
+    kind: ClassVar[str] = "mixture"
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`. Errors: `InputError` unless each routed layer has a segment before
+        and behind it, and what fills it."""
+        *segments, _ = plan.step.parts or ("", "")
+        within = all(0 < place < len(segments) - 1 for place in self.routed)
+        if not within or not len(self.functions) == len(self.routed) == len(self.shares):
+            raise InputError(
+                f"{self.brief} routes places {self.routed} of {len(segments)} segments, with "
+                f"{len(self.functions)} functions and {len(self.shares)} shares: expected one each "
+                f"for places between the first and the last"
+            )
+        yield from ((function, {}) for function in self.functions)
+        yield from ((router, {self.score: ("", "")}) for router in self.routers)
 
 
 @record

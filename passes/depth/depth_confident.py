@@ -31,7 +31,7 @@ and thresholds outside 0..1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -144,17 +144,24 @@ def saturating(segment: Function, owner: str) -> Function:
 
 def _probed(segment: Function, weights: WeightStore, probe: Probe) -> tuple[Function, WeightStore]:
     """A segment that returns, too, what a linear classifier says of the state behind it."""
-    fn = segment.copy()
-    last = _blocks(fn)[-1]
+    dtype = type_of(_blocks(segment)[-1]).dtype
     parts = [
-        Weight.of(f"{fn.name}.probe.{kind}", tensor.to(type_of(last).dtype))
+        Weight.of(f"{segment.name}.probe.{kind}", tensor.to(dtype))
         for kind, tensor in zip(("weight", "bias"), probe, strict=True)
     ]
+    return scored(segment, parts, SCORE), weights.adding(*parts)
+
+
+def scored(segment: Function, parts: Sequence[Weight], name: str) -> Function:
+    """A segment that returns, too, as `name`, what a classifier with a weight [1,H] and a bias [1]
+    says of the state behind it: a probability f32[B,T]."""
+    fn = segment.copy()
+    last = _blocks(fn)[-1]
     with fn.graph.inserting_before(fn.output_node):
         odds = fn.call(A.linear.default, last, *map(fn.weight, parts), site=site_of(last))
         score = fn.call(A.sigmoid.default, fn.call(A.squeeze.dim, _in_float(fn, odds), -1))
-    fn.set_outputs({**fn.outputs, SCORE: score})
-    return fn, weights.adding(*parts)
+    fn.set_outputs({**fn.outputs, name: score})
+    return fn
 
 
 def _in_float(fn: Function, node: torch.fx.Node) -> torch.fx.Node:

@@ -64,6 +64,12 @@ class DepthPolicy(Resumes):
             step.rows, step.past, step.starts, step.width, step.fetch, trees=step.trees
         )
 
+    def run_parts(self, parts: Sequence[str], step: StepFeed, fetch: tuple[str, ...]) -> Outputs:
+        """Some of the step's parts, or what stands in for them, on its tokens."""
+        return self.feeder.run_parts(
+            tuple(parts), step.rows, step.past, step.starts, step.width, fetch, step.trees
+        )
+
 
 def layers_of(executable: Executable, function: str) -> int:
     """Layers that a function has: the states behind them are marked."""

@@ -27,19 +27,19 @@ class ConfidentPolicy(DepthPolicy):
             return super().feed(step)
         score, live = self.record.score, [i for i, text in enumerate(self.texts) if not text.done]
         for index, part in enumerate(self.parts[:-1]):
-            made = self._run((part,), step, (score,) if score else ())
+            made = self.run_parts((part,), step, (score,) if score else ())
             # A copy: outputs live until the next run.
             sure = made[score][live, 0].tolist() if score else None
             if sure is not None and not all_sure(self.record, self.texts, live, sure):
                 continue
             fetch = step.fetch if score else tuple(dict.fromkeys(("logits", *step.fetch)))
-            outputs = self._run((self.head_at(index),), step, fetch)
+            outputs = self.run_parts((self.head_at(index),), step, fetch)
             if sure is None and not self._wide_apart(outputs["logits"], live):
                 continue
             self.ran = sum(self.sizes[: index + 1])
-            self._run(self.record.functions[index:], step, ())
+            self.run_parts(self.record.functions[index:], step, ())
             return outputs
-        return self._run((self.parts[-1], self.head), step, step.fetch)
+        return self.run_parts((self.parts[-1], self.head), step, step.fetch)
 
     def head_at(self, exit: int) -> str:
         """What makes logits of the state behind a part."""
@@ -47,12 +47,6 @@ class ConfidentPolicy(DepthPolicy):
 
     def _wide_apart(self, logits: torch.Tensor, live: list[int]) -> bool:
         return all_sure(self.record, self.texts, live, margins(logits, live))
-
-    def _run(self, parts: tuple[str, ...], step: StepFeed, fetch: tuple[str, ...]) -> Outputs:
-        """Some parts on a step's tokens."""
-        return self.feeder.run_parts(
-            parts, step.rows, step.past, step.starts, step.width, fetch, step.trees
-        )
 
 
 @DEPTHS.register(HeadsDepth)

@@ -37,13 +37,7 @@ class MlpPolicy(DepthPolicy):
                 continue
             waiting.append(part)
             if place in places and not idle:
-                alike = self._run(waiting, step, (record.score,))[record.score]
+                alike = self.run_parts(waiting, step, (record.score,))[record.score]
                 idle = bool((alike[live, 0] > record.similarity).all())
                 waiting = []
-        return self._run([*waiting, self.head], step, step.fetch)
-
-    def _run(self, parts: list[str], step: StepFeed, fetch: tuple[str, ...]) -> Outputs:
-        """Some parts on a step's tokens."""
-        return self.feeder.run_parts(
-            tuple(parts), step.rows, step.past, step.starts, step.width, fetch, step.trees
-        )
+        return self.run_parts([*waiting, self.head], step, step.fetch)

@@ -22,7 +22,8 @@ class Batch:
 
     tokens: i64[N,T]. hidden: f[N,T,H] by the step's output name. logits: f[N,T,V] after each.
     draft: the plan's drafter, for policies that learn about it. firsts: by window, the place of the
-    last token that the target did not write itself; none given: the first place.
+    last token that the target did not write itself; none given: the first place. parts: the
+    functions of the target's step, if it was cut.
     """
 
     tokens: torch.Tensor
@@ -30,6 +31,7 @@ class Batch:
     logits: torch.Tensor
     draft: DraftRecord = field(default_factory=NoDraft)
     firsts: Sequence[int] = ()
+    parts: tuple[str, ...] = ()
 
     def alone(self) -> Iterator[Batch]:
         """Each window by itself, from where the target goes on with it: there drafts are asked for.
@@ -40,7 +42,7 @@ class Batch:
         for index, first in enumerate(self.firsts):
             part = (slice(index, index + 1), slice(first, None))
             hidden = {name: states[part] for name, states in self.hidden.items()}
-            yield Batch(self.tokens[part], hidden, self.logits[part], self.draft)
+            yield Batch(self.tokens[part], hidden, self.logits[part], self.draft, (), self.parts)
 
     @cached_property
     def best(self) -> torch.Tensor:
