@@ -4,8 +4,9 @@
     python benchmarks/plan_memory.py DIR --ids 1,2,3 [--tokens 16]
 
 Generates with run.py, with each session's own packed copies of the weights and, `share`, without,
-each in a process of its own, and prints the proportional set size that came on top of what the
-libraries take, in MB and over the file's.
+each in a process of its own, and prints the proportional set size that came on top of what was
+there before, in MB and over the file's: mapped weights and private memory. Code of the libraries
+that was read in meanwhile, once however many sessions there are, is counted apart.
 """
 
 from __future__ import annotations
@@ -44,20 +45,28 @@ def measure(folder: Path, ids: list[int], tokens: int, share: int) -> None:
     runner = module.Runner(folder, share=bool(share))
     runner.generate(ids, tokens, eos=[])
     states = sum(array.nbytes for array, _, _ in runner.states.values())
-    taken, weights = proportional() - before - states, (folder / "weights.data").stat().st_size
+    (taken, code), weights = proportional(), (folder / "weights.data").stat().st_size
+    taken -= before[0] + states
     row = {
         "share": bool(share),
         "sessions": len(runner.sessions),
         "mb": round(taken / 1e6, 1),
         "over_weights": round(taken / weights, 3),
+        "code_mb": round((code - before[1]) / 1e6, 1),
     }
     print(json.dumps(row))
 
 
-def proportional() -> int:
-    """This process's proportional set size, in bytes."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) << 10
+def proportional() -> tuple[int, int]:
+    """This process's proportional set size in bytes: without the code of libraries, and of it."""
+    sizes, library = [0, 0], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if first == "Pss:":
+            sizes[library] += int(rest[0]) << 10
+        elif not first.endswith(":"):  # a mapping: addresses, mode, ..., the file
+            library = ".so" in line.rpartition("/")[2]
+    return sizes[0], sizes[1]
 
 
 if __name__ == "__main__":

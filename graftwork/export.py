@@ -14,6 +14,7 @@ written, and what else is in them, `export_folder` says.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,14 @@ from .export_folder import (
     write_json,
 )
 from .ir import InputError, ModelInfo, Program, UnsupportedError
+from .ir.plan import NoDraft, SuffixDraft
 from .runtime.asking.options import SAMPLING
 
 MODEL, DATA, CONFIG = "model.onnx", "model.onnx.data", "genai_config.json"
 LEAST_OPSET = 23
+
+MOST_DRAFTED, LONGEST_MATCH = 16, 16
+"""Tokens that onnxruntime-genai drafts at most, and that its matches may have."""
 
 # What our symbols are called in decode graphs elsewhere.
 _DIMS = {
@@ -101,15 +106,28 @@ def _check_ops(ops: str, opset: int) -> None:
 def export_genai(program: Program, folder: Path, *, plain: bool = False) -> Path:
     """Write a folder for onnxruntime-genai: the decode graph, its configuration, the tokenizer.
 
-    plain and errors: as `export_onnx`, and `UnsupportedError` if layers differ in their heads or
-    widths, or for defaults of the checkpoint, which its configuration cannot say.
+    A program that drafts by copying asks for onnxruntime-genai's own n-gram drafts, which change no
+    token; it makes them one sequence at a time. plain and errors: as `export_onnx`, and
+    `UnsupportedError` if layers differ in their heads or widths, or for defaults of the checkpoint,
+    which its configuration cannot say.
     """
     refuse_other_states(program)
+    draft, copying = program.plan.draft, {}
+    if type(draft) is SuffixDraft and not plain:
+        copying = _copying(draft)
+        program = program.replace(plan=replace(program.plan, draft=NoDraft()))
     graph = portable(program, plain=plain)
+    config = genai_config(program, graph) | copying
     usage = "import onnxruntime_genai as og\nmodel = og.Model('.')  # see its documentation"
     files = {**_FILES, CONFIG: "what onnxruntime-genai reads first"}
     card = Card("folder for onnxruntime-genai", files, usage)
-    return _write(program, graph, folder, {CONFIG: genai_config(program, graph)}, card)
+    return _write(program, graph, folder, {CONFIG: config}, card)
+
+
+def _copying(draft: SuffixDraft) -> dict[str, Any]:
+    """What genai_config.json says for drafts like these, as near as it can be."""
+    tokens, match = min(draft.tokens, MOST_DRAFTED), min(max(draft.shortest, 2), LONGEST_MATCH)
+    return {"speculative": {"max_draft_tokens": tokens, "ngram_size": match}}
 
 
 def genai_config(program: Program, graph: Portable) -> dict[str, Any]:

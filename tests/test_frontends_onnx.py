@@ -285,6 +285,10 @@ LOOK_UP = helper.make_node("Gather", ["table", "input_ids"], ["x"], name="look_u
             r"node h \(Hardmax\)",
         ),
         (
+            [LOOK_UP, helper.make_node("MatMul", ["x", "x"], ["logits"], name="m")],
+            r"node m \(MatMul\): what it is given does not fit",
+        ),
+        (
             [helper.make_node("Gather", ["table", "input_ids"], ["logits"])],
             "no residual stream|no attention",
         ),

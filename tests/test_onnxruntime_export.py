@@ -257,9 +257,12 @@ def test_portable_norms_are_bit_for_bit_our_own(tmp_path: Path) -> None:
 def test_drafts_are_left_out_by_name_only(drafter: Pass, write: Any, tmp_path: Path) -> None:
     """Other loaders have no place for them; what is exported then is the plain graph."""
     drafting = drafting_llama(drafter)
-    with pytest.raises(UnsupportedError, match=r"drafts \(draft=.*plain=True, --plain.*baseline"):
-        write(drafting, tmp_path / "out")
-    assert not list(tmp_path.iterdir())
+    if (write, drafter.name) != (export_genai, "draft_suffix"):  # it copies by itself
+        with pytest.raises(
+            UnsupportedError, match=r"drafts \(draft=.*plain=True, --plain.*baselin"
+        ):
+            write(drafting, tmp_path / "out")
+        assert not list(tmp_path.iterdir())
     folder = write(drafting, tmp_path / "out", plain=True)
     onnx.checker.check_model(str(folder / "model.onnx"), full_check=True)
     tokens = torch.tensor([[3, 4, 5, 9]])
@@ -309,6 +312,29 @@ def test_genai_generates_our_tokens(tmp_path: Path) -> None:
     while not generator.is_done():
         generator.generate_next_token()
     assert [int(t) for t in generator.get_sequence(0)] == prompt + _greedy(program, prompt, count)
+
+
+def test_genai_copies_by_its_own_n_grams(tmp_path: Path) -> None:
+    """Its configuration asks for drafts like the program's; they are used, and change no token."""
+    program = _with_tokenizer(cached_llama(Shape(layers=2, vocab=64)), tmp_path)
+    program = named("draft_suffix", tokens=20, shortest=1).run(program).program
+    folder = export_genai(program, tmp_path / "out")
+    said = json.loads((folder / "genai_config.json").read_text())
+    assert said["speculative"] == {"max_draft_tokens": 16, "ngram_size": 2}
+    if not hasattr(genai.Generator, "get_speculative_stats"):
+        pytest.skip("this onnxruntime-genai has no drafts")
+    prompt, count = [5, 9, 2, 17, 5, 9, 2, 17, 5, 9], 24
+    options = genai.GeneratorParams(genai.Model(str(folder)))
+    most = len(prompt) + count
+    options.set_search_options(max_length=most, min_length=most, do_sample=False)
+    generator = genai.Generator(genai.Model(str(folder)), options)
+    generator.append_tokens(np.array([prompt], np.int32))
+    while not generator.is_done():
+        generator.generate_next_token()
+    assert [int(t) for t in generator.get_sequence(0)] == prompt + _greedy(program, prompt, count)
+    assert generator.get_speculative_stats()["draft_tokens_proposed"] > 0
+    plain = export_genai(program, tmp_path / "plain", plain=True)
+    assert "speculative" not in json.loads((plain / "genai_config.json").read_text())
 
 
 def _greedy(program: Program, prompt: list[int], count: int) -> list[int]:

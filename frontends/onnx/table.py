@@ -79,7 +79,7 @@ def op(*names: str, domain: str = "") -> Callable[[Op], Op]:
 
 def run(context: Context, inputs: list[Value]) -> Any:
     """The value, or values, of a node. Errors: `UnsupportedError` naming an op that is not known,
-    or what of it is not."""
+    or what of it is not, or that its inputs do not fit."""
     node = context.node
     function = OPS.get(("" if node.domain == "ai.onnx" else node.domain, node.op_type))
     where = f"node {node.name or node.outputs[0].name} ({node.op_type})"
@@ -89,3 +89,6 @@ def run(context: Context, inputs: list[Value]) -> Any:
         return function(context, *inputs)
     except UnsupportedError as error:
         raise UnsupportedError(f"{where}: {error}") from error
+    except (IndexError, TypeError, ValueError, RuntimeError) as error:
+        said = str(error).partition("\n")[0]
+        raise UnsupportedError(f"{where}: what it is given does not fit: {said}") from error

@@ -17,6 +17,7 @@ const KNOWN = {
   verify: ["lossless"],
   depth: ["full", "linear", "decay"],
   cache: ["all"],
+  source: ["none"],
 };
 const ARRAYS = {
   f32: [Float32Array, "float32"],
@@ -48,7 +49,7 @@ class Runner {
       throw new Error("expected a plan.json of format graftwork-plan, version 1");
     }
     for (const [slot, kind] of this.said.requires.map((entry) => entry.split(":"))) {
-      if (!KNOWN[slot].includes(kind)) throw new Error(`this runner does not know ${slot}=${kind}`);
+      if (!KNOWN[slot]?.includes(kind)) throw new Error(`this runner does not know ${slot}=${kind}`);
     }
     this.model = this.said.model;
     this.functions = this.said.functions;

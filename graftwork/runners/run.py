@@ -14,9 +14,8 @@ import onnxruntime as ort
 
 KNOWN = {
     "step": ["whole", "fused", "prefilled", "segments"],
-    "draft": ["none", "suffix", "heads", "fused", "exit"],
-    **{"tree": ["chain", "static"], "verify": ["lossless"], "cache": ["all"]},
-    "depth": ["full", "linear", "decay"],
+    **{"draft": ["none", "suffix", "heads", "fused", "exit"], "cache": ["all"], "source": ["none"]},
+    **{"tree": ["chain", "static"], "verify": ["lossless"], "depth": ["full", "linear", "decay"]},
 }
 DTYPES = {"f32": np.float32, "f16": np.float16, "i64": np.int64, "u8": np.uint8}
 
@@ -33,7 +32,7 @@ class Runner:
         if self.said.get("format") != "graftwork-plan" or self.said["version"] != 1:
             raise SystemExit("expected a plan.json of format graftwork-plan, version 1")
         for slot, kind in (entry.split(":") for entry in self.said["requires"]):
-            if kind not in KNOWN[slot]:
+            if kind not in KNOWN.get(slot, []):
                 raise SystemExit(f"this runner does not know {slot}={kind}")
         self.model, self.functions = self.said["model"], self.said["functions"]
         self.plan, self.parts = self.said["plan"], self.said["step"]["decode"]
@@ -42,9 +41,10 @@ class Runner:
         self.levels = min(self.plan["tree"].get("depth") or 99, self.plan["draft"].get("levels", 0))
         paths = self.plan["tree"].get("paths") or [[0] * (d + 1) for d in range(self.levels)]
         self.paths = list(map(tuple, paths))
-        self.options = ort.SessionOptions()
-        self.options.intra_op_num_threads, self.options.log_severity_level = threads, 3
-        self.options.add_session_config_entry("session.disable_prepacking", str(int(share)))
+        self.options = options = ort.SessionOptions()
+        options.intra_op_num_threads, options.log_severity_level = threads, 3
+        options.enable_cpu_mem_arena = not share  # nothing is kept to be used again
+        options.add_session_config_entry("session.disable_prepacking", str(int(share)))
         self.sessions, self.states, self.steps = {}, {}, 0
 
     def session(self, name, variant):
