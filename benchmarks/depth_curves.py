@@ -50,11 +50,14 @@ METHODS: dict[str, Knobs] = {
     "d3": ("d3", "depth_decay.alpha", (0.999, 0.997, 0.995, 0.99)),
     "ffn_skipllm": ("ffn_skipllm", "depth_mlp.similarity", (0.999, 0.995, 0.99, 0.985, 0.98)),
     "free": ("free", "depth_deferred.threshold", (0.95, 0.8, 0.6, 0.4, 0.2)),
+    "free, learnt": ("free", "depth_deferred.posterior", (0.97, 0.9, 0.8, 0.6, 0.4)),
     "calm, margin": ("calm", "depth_confident.threshold", (0.95, 0.8, 0.6, 0.4, 0.2)),
     "calm, saturation": ("calm", "depth_confident.threshold", (0.995, 0.99, 0.985, 0.98, 0.97)),
+    "calm, probe": ("calm", "depth_confident.threshold", (0.9, 0.75, 0.6, 0.45, 0.3)),
 }
 MORE: dict[str, tuple[str, ...]] = {
     "calm, saturation": ("depth_confident.measure=saturation",),
+    "calm, probe": ("depth_confident.measure=probe",),
     "ffn_skipllm": ("depth_mlp.first=1", "depth_mlp.last=1"),
 }
 """Settings that a method has besides."""

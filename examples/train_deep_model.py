@@ -2,7 +2,7 @@
 
     python examples/train_deep_model.py --out DIR [--minutes 60] [--threads N] [--seed 0]
 
-What: a llama of 20 layers, hidden 256, 4 query heads over one key/value head of 64, tied
+What: a llama of 24 layers, hidden 128, 2 query heads over one key/value head of 64, tied
 embeddings, context 1,024, trained from nothing on the running interpreter's own standard library
 with the tokenizer of graftwork's bundled model (2,048 tokens). The objective is LayerSkip's, for
 training from scratch: dropout up to 0.1 that rises with the depth and over the training, early-exit
@@ -45,7 +45,7 @@ def encoded(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 def fresh_model(folder: Path, seed: int) -> None:
     """Write an untrained model with its tokenizer into a folder."""
-    model = build_model(llama_config(256, 688, 20, heads=4, groups=1), seed)
+    model = build_model(llama_config(128, 352, 24, heads=2, groups=1), seed)
     model.config.use_cache = True
     model.generation_config = GenerationConfig(bos_token_id=END, eos_token_id=END)
     model.save_pretrained(folder)
@@ -91,7 +91,7 @@ def main() -> None:
             minutes=args.minutes,
             batch=4,
             window=128,
-            rate=2e-3,
+            rate=3e-3,
             decay=0.1,
             half=True,
             save_every=250,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,7 @@ def calibrate_exits(
 
     tried, threshold = lowest(measured(), 1 - confidence)
     risks, layers = trial.risks(threshold, apart)
-    recipe = Recipe.load(model.recipe).with_options([f"depth_{depth.kind}.threshold={threshold:g}"])
+    recipe = Recipe.load(model.recipe).with_options(_settings(depth, depth.fixed(threshold)))
     return Calibrated(
         threshold,
         tolerance,
@@ -161,6 +161,16 @@ def calibrate_exits(
         trial.total,
         recipe,
     )
+
+
+def _settings(before: ThresholdDepth, after: ThresholdDepth) -> list[str]:
+    """Options by which a recipe has the one record where it had the other; the threshold always."""
+    changed = [
+        field.name
+        for field in fields(after)
+        if field.name == "threshold" or getattr(before, field.name) != getattr(after, field.name)
+    ]
+    return [f"depth_{after.kind}.{name}={getattr(after, name):g}" for name in changed]
 
 
 def lowest(measured: Iterator[Tried], error: float) -> tuple[tuple[Tried, ...], float]:
@@ -248,7 +258,7 @@ class _Trial:
     def risks(self, threshold: float, which: Sequence[int]) -> tuple[list[float], float]:
         """Of some texts at a threshold, and the mean of their tokens' layers."""
         record: Any = self.plan.depth
-        plan = replace(self.plan, depth=replace(record, threshold=threshold))
+        plan = replace(self.plan, depth=record.fixed(threshold))
         found, layers = [], []
         for index in which:
             said = self._text(plan, self.prompts[index])

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as oir
 import torch
 
-from ...ir import Program
+from ...ir import Program, UnsupportedError
 from ...ir.plan import (
     ConfidentDepth,
     DecayBudget,
@@ -133,7 +133,13 @@ def deferred(
     g: GraphBuilder, record: DeferredDepth, steps: Steps, fed: Fed, values: Values
 ) -> Values:
     """A token leaves after the first parts where it is sure; the rows that it lacks in the deeper
-    ones are made with those of the next token that goes deep."""
+    ones are made with those of the next token that goes deep. Errors: `UnsupportedError` for a
+    threshold that is learnt while decoding."""
+    if record.posterior:
+        raise UnsupportedError(
+            f"depth={record.brief} learns its threshold while decoding, and a graph does not: set "
+            f"depth_deferred.posterior=0 and a threshold, such as graftwork calibrate finds"
+        )
     *parts, head = called(steps.program)
     count = steps.program.plan.step.cuts.index(record.exit) + 1
     for part in parts[:count]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from ..contract import Contract
 from ..errors import InputError
@@ -126,6 +126,10 @@ class ThresholdDepth(DepthRecord):
         """
         return self.threshold * (0.9 + 0.1 * math.exp(-self.decay * along))
 
+    def fixed(self, threshold: float) -> Self:
+        """The record with a threshold that stays."""
+        return replace(self, threshold=threshold)
+
 
 @policy
 @dataclass(frozen=True)
@@ -138,12 +142,22 @@ class DeferredDepth(ThresholdDepth):
     (synchronised parallel decoding; Bae et al. 2023). A batch leaves together, or goes on together.
     threshold: of that difference, at the first place; at place t of N it is 0.9 threshold + 0.1
     threshold exp(-decay t / N) (CALM, Schuster et al. 2022), so with decay=0 the same everywhere.
-    pending: tokens that may lack rows before all go deep.
+    pending: tokens that may lack rows before all go deep. posterior: where it is not 0, the
+    threshold is learnt: of the first `compared` predictions of the first layers it is seen whether
+    the whole model's are the same, and the threshold becomes the lowest confidence that makes that
+    so probable, by a Beta distribution for each of the two kinds. What was learnt is kept as long
+    as the model is.
     """
 
     exit: Levels = 3
     pending: Nodes = 7
+    posterior: Share = 0.0
+    compared: Context = 1024
     kind: ClassVar[str] = "deferred"
+
+    def fixed(self, threshold: float) -> Self:
+        """See `ThresholdDepth.fixed`: nothing is learnt."""
+        return replace(self, threshold=threshold, posterior=0.0)
 
     @property
     def exits(self) -> tuple[int, ...]:

@@ -8,13 +8,42 @@ Adaptive Language Modeling" (CALM, 2022).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeAlias
 
 from ...ir.plan import DeferredDepth
 from ..asking.text import Text
 from ..feeding.feed import Feeder
 from ..feeding.outputs import Outputs
+from .alignment import threshold
 from .base import DEPTHS, DepthPolicy, StepFeed
 from .sure import all_sure, margins
+
+Said: TypeAlias = tuple[float, int]
+"""How sure the first layers were of a prediction, and the token."""
+
+
+class Learnt:
+    """What a model's texts have told of the threshold. record: with the one that holds now."""
+
+    def __init__(self, record: DeferredDepth) -> None:
+        self.record, self.start = record, record.threshold
+        self.sure: list[float] = []
+        self.shared: list[bool] = []
+
+    @property
+    def learns(self) -> bool:
+        """Whether more is to be learnt."""
+        return self.record.posterior > 0 and len(self.sure) < self.record.compared
+
+    def compare(self, asked: Sequence[Sequence[Said]], deep: Sequence[Sequence[int]]) -> None:
+        """Take in predictions, and the whole model's for the same tokens, by sequence."""
+        for said, tokens in zip(asked, deep, strict=True):
+            for (sure, best), token in zip(said, tokens, strict=False):
+                self.sure.append(sure)
+                self.shared.append(best == token)
+        found = threshold(self.sure, self.shared, self.record.posterior, self.start)
+        self.record = replace(self.record, threshold=found)
 
 
 @DEPTHS.register(DeferredDepth)
@@ -27,6 +56,10 @@ class DeferredPolicy(DepthPolicy):
         """See `DepthPolicy.begin`."""
         super().begin(feeder, texts)
         self.lacking = [0] * len(texts)
+        self.asked: list[list[Said]] = [[] for _ in texts]
+        self.learnt: Learnt = self.executable.scratch(DeferredPolicy).setdefault(
+            self.record, Learnt(self.record)
+        )
         self.count = self.executable.program.plan.step.cuts.index(self.record.exit) + 1
 
     def feed(self, step: StepFeed) -> Outputs:
@@ -42,7 +75,12 @@ class DeferredPolicy(DepthPolicy):
             wanted = tuple(dict.fromkeys(("logits", *step.fetch)))
             outputs = feeder.run_parts((self.head,), *place, step.width, wanted)
             live = [index for index, text in enumerate(self.texts) if not text.done]
-            if all_sure(self.record, self.texts, live, margins(outputs["logits"], live)):
+            sure = margins(outputs["logits"], live)
+            if self.learnt.learns:
+                best = outputs["logits"][live, 0].argmax(-1).tolist()
+                for index, said in zip(live, zip(sure, best, strict=True), strict=True):
+                    self.asked[index].append(said)
+            if all_sure(self.learnt.record, self.texts, live, sure):
                 self.ran = sum(self.sizes[: self.count])
                 for index, text in enumerate(self.texts):
                     self.lacking[index] += not text.done
@@ -69,4 +107,8 @@ class DeferredPolicy(DepthPolicy):
         rows = [[0] * (count + more) for count in lacking]
         width = self.feeder.width(max(map(len, rows)), max(past))
         self.feeder.run_parts(deep, rows, past, starts, width, ())
+        if any(self.asked):
+            outputs = self.feeder.run_parts((self.head,), rows, past, starts, width, ("logits",))
+            self.learnt.compare(self.asked, outputs["logits"].argmax(-1).tolist())
+            self.asked = [[] for _ in lacking]
         self.lacking = [0] * len(lacking)
