@@ -198,7 +198,7 @@ def test_what_does_not_go_together_is_refused() -> None:
         ((leaves, EACH, DraftMedusa()), "which deeper layers make"),
         ((leaves, CutDepth(exits=(3,))), "cut after 2 layers; it is cut after 3"),
         ((leaves, EACH, named("depth_linear")), "has a depth policy already"),
-        ((CutDepth(), leaves), "set exits or every"),
+        ((CutDepth(), leaves), "set exits, every or middle"),
         ((CutDepth(every=9), leaves), "every=9 leaves 4 layers in one piece"),
     ]:
         with pytest.raises(PassError, match=why):

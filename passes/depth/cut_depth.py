@@ -127,10 +127,8 @@ class CutDepth(Pass):
         elif self.middle:
             exits = around(len(layers), self.middle)
         if not exits:
-            raise PassError(
-                f"{self.name}: every={self.every}, middle={self.middle:g} leaves {len(layers)} "
-                f"layers in one piece"
-            )
+            asked = f"every={self.every}" if self.every else f"middle={self.middle:g}"
+            raise PassError(f"{self.name}: {asked} leaves {len(layers)} layers in one piece")
         if len(set(exits)) < len(exits):
             raise PassError(f"{self.name}: exits={list(exits)} names an exit twice")
         return tuple(sorted(exits))
