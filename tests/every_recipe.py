@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from evidence import evidence_for
+from selection import mostly_long
 from tiny import layer_ahead, tiny_llama
 
 from graftwork.ir import Program
@@ -19,6 +20,11 @@ SPREAD = ("tensor_parallel",)
 """Recipes whose programs several processes run together: `test_shard_tensors` has those."""
 
 NAMES = [recipe.name for recipe in recipes() if recipe.name not in (*QUANTIZED, *SPREAD)]
+
+CASES = mostly_long(
+    NAMES, keep=("baseline", "eagle_chain", "medusa", "lookahead", "snapkv", "free", "kangaroo")
+)
+"""All of them as parameters, most of them marked `long`: one of each kind stays."""
 
 
 def program_of(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Program:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,28 @@ import pytest
 def mostly_long(cases: Iterable[str], keep: Collection[str]) -> list[Any]:
     """All cases as parameters, those that are not to be kept with the mark `long`."""
     names = list(cases)
-    strange = set(keep) - set(names)
-    assert not strange, f"no such cases: {', '.join(sorted(strange))}"
+    _check(keep, names)
     return [n if n in keep else pytest.param(n, marks=pytest.mark.long) for n in names]
+
+
+def on_backends(
+    cases: Iterable[str],
+    everywhere: Collection[str],
+    backends: Sequence[str] = ("eager", "onnxruntime"),
+) -> list[Any]:
+    """(case, backend) as parameters: all cases on the first backend, and on the others those of
+    `everywhere`; the rest with the mark `long`."""
+    names = list(cases)
+    _check(everywhere, names)
+    return [
+        (name, backend)
+        if name in everywhere or backend == backends[0]
+        else pytest.param(name, backend, marks=pytest.mark.long)
+        for name in names
+        for backend in backends
+    ]
+
+
+def _check(chosen: Collection[str], names: Collection[str]) -> None:
+    strange = set(chosen) - set(names)
+    assert not strange, f"no such cases: {', '.join(sorted(strange))}"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from archs import ARCHS, build
-from every_recipe import NAMES, program_of
+from every_recipe import CASES, program_of
 from tiny import tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -55,7 +55,7 @@ def run_elsewhere(program: Program, name: str) -> Iterator[torch.Tensor]:
         yield from module(*inputs)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_all_that_functions_make_is_on_their_device(name: str, tmp_path: Path) -> None:
     program = program_of(name, tmp_path)
     for function in program.functions:

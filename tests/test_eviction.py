@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from handmade import Shape, cached_llama
+from selection import mostly_long, on_backends
 from test_runtime_cached import padded, with_itself
 from tiny import named, tiny_llama
 
@@ -66,6 +67,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "pyramid": {"method": "snapkv", "recent": 6, "layers": "pyramid"},
     "sums in a pyramid": {"method": "h2o", "recent": 6, "layers": "pyramid"},
 }
+USUAL = ("window", "snapkv", "h2o", "pyramid")
+"""Those that the everyday run tries everywhere."""
+
 TEXT = torch.randint(2, 9, (1, 75), generator=torch.Generator().manual_seed(5))
 """Few different tokens: equal ones have equal keys in the first layer, and scores are tied."""
 
@@ -274,8 +278,10 @@ def held_rows(executable: Any, layer: int) -> torch.Tensor:
     return rows
 
 
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    on_backends(METHODS, USUAL),
+)
 def test_it_keeps_what_the_papers_rule_keeps(name: str, backend: str) -> None:
     """Rows and tokens, through a prompt of several blocks and in decoding."""
     reference, prompt = Reference(name), TEXT[0].tolist()
@@ -302,7 +308,7 @@ def test_a_budget_that_is_never_full_changes_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("draft", [SuffixDraft(tokens=5), RecyclingDraft(nodes=7)])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", mostly_long(METHODS, USUAL))
 def test_drafts_and_batches_change_nothing(name: str, draft: DraftRecord) -> None:
     """Speculation, alone and in ragged batches, gives what the same evicted target says plainly."""
     prompts = [TEXT[0].tolist(), TEXT[0, 9:20].tolist(), TEXT[0, 3:53].tolist()]

@@ -36,7 +36,7 @@ def fed(width: int, last: int) -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "positions": every.clone(), "past": past, "select": every}
 
 
-@pytest.mark.parametrize("width", [1, 128])
+@pytest.mark.parametrize("width", [1, pytest.param(128, marks=pytest.mark.long)])
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_token_outside_the_vocabulary_is_an_error(target, width, program):
     executable = compile(program, Target.parse(target))

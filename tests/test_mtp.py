@@ -45,7 +45,7 @@ def changed(folder: Path, **changes: torch.Tensor | None) -> None:
     save_file(tensors, path, {"format": "pt"})
 
 
-@pytest.mark.parametrize("family", [few(name, "glm4_moe", "ernie4_5_moe") for name in FAMILIES])
+@pytest.mark.parametrize("family", [few(name, "glm4_moe") for name in FAMILIES])
 def test_draft_logits_are_those_of_transformers_own_layer(family: str, tmp_path: Path) -> None:
     made = write(tmp_path, family)
     program = trace(str(tmp_path), gw.Recipe.load("mtp"), target="eager", after="draft_mtp")
@@ -64,7 +64,8 @@ def test_draft_logits_are_those_of_transformers_own_layer(family: str, tmp_path:
 @pytest.mark.parametrize(
     ("family", "target"),
     [
-        *(("glm4_moe", target) for target in ("eager", "onnxruntime")),
+        ("glm4_moe", "onnxruntime"),
+        pytest.param("glm4_moe", "eager", marks=pytest.mark.long),
         *(
             pytest.param("qwen3_5_text", t, marks=pytest.mark.long)
             for t in ("eager", "onnxruntime")
@@ -92,6 +93,7 @@ def _learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Made]:
     return folder, write(folder, "glm4_moe", taught("glm4_moe", 150))
 
 
+@pytest.mark.long
 def test_drafts_of_a_trained_layer_are_kept(learned: tuple[Path, Made]) -> None:
     fast, prompts = optimized(learned[0]), rising(4, 8)
     found = fast.generate(prompts, max_new_tokens=24, return_dict_in_generate=True)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from handmade import Shape, cached_llama
+from selection import on_backends
 from test_runtime_cached import padded
 from tiny import named, tiny_llama
 
@@ -256,8 +257,7 @@ def read_rows(program: Program, executable: Any, past: int) -> torch.Tensor:
     return found["rows"][0, :, :past]
 
 
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "backend"), on_backends(KINDS, {"low rank"}))
 def test_rows_are_what_the_papers_rule_leaves_of_them(kind: str, backend: str) -> None:
     """Tokens and rows, through a prompt of several blocks and in decoding."""
     reference = Reference(kind)

@@ -72,7 +72,9 @@ def test_scoring_in_between_leaves_a_conversation_alone() -> None:
     assert torch.equal(found.sequences, asked(model(MODELS["plain"]()), again).sequences)
 
 
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime", "torch"])
+@pytest.mark.parametrize(
+    "backend", ["eager", "onnxruntime", pytest.param("torch", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("name", ["plain", "eagle", "snapkv"])
 def test_a_prefix_goes_to_a_file_and_comes_back(name: str, backend: str, tmp_path: Path) -> None:
     if backend == "torch" and name != "plain":

@@ -125,7 +125,7 @@ def _check(name: str, recipe: str, target: str) -> Any:
     return alone.stats
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", ["onnxruntime", pytest.param("eager", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_texts_are_transformers(name, target):
     _check(name, "baseline", target)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import on_backends
 from tiny import MASK, PROMPTS, in_int8, named, tiny_llama
 
 from graftwork.backends import compile
@@ -63,8 +64,10 @@ def compiled(backend: str, which: str = "", drafts: bool = True) -> Executable:
     return compile(made(*kept), Target(backend, "cpu"))
 
 
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
-@pytest.mark.parametrize("which", DRAFTS)
+@pytest.mark.parametrize(
+    ("which", "backend"),
+    on_backends(DRAFTS, {"own head", "layer, thompson"}),
+)
 def test_the_text_is_the_targets_own(which: str, backend: str) -> None:
     plain, fast = compiled(backend, which, drafts=False), compiled(backend, which)
     for rows in (slice(0, 4), slice(2, 3)):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import on_backends
 from tiny import MASK, PROMPTS, in_int8, named, tiny_llama
 
 from graftwork.backends import compile
@@ -72,8 +73,7 @@ def same_texts(plain: Executable, fast: Executable) -> bool:
     return all(drafted)
 
 
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
-@pytest.mark.parametrize("which", DRAFTS)
+@pytest.mark.parametrize(("which", "backend"), on_backends(DRAFTS, {"likest", "searched"}))
 def test_the_text_is_the_targets_own(which: str, backend: str) -> None:
     drafted = same_texts(compiled(backend, which, False), compiled(backend, which, True))
     # Goodput may hold, of so short a text, that no draft pays.

@@ -185,7 +185,10 @@ def test_quantized_weights_stay_bytes_and_give_the_same_logits(pass_):
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("pass_", [in_int8(), FEW_BITS], ids=["int8", "int4"])
+@pytest.mark.parametrize(
+    "pass_",
+    [pytest.param(in_int8(), id="int8", marks=pytest.mark.long), pytest.param(FEW_BITS, id="int4")],
+)
 def test_a_token_has_the_same_bits_alone_and_among_others(pass_):
     # Wide enough that a sum over a row of one would be shared out among threads.
     program = pass_.run(cached_llama(layers=1, dim=256, context=64)).program

@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as oir
 import pytest
 import torch
-from every_recipe import NAMES, program_of
+from every_recipe import CASES, program_of
 
 from graftwork.backends.onnxruntime.emit import emit
 from graftwork.backends.onnxruntime.lower import lower
@@ -72,7 +72,7 @@ def test_other_types_stay() -> None:
         assert widen(model.graph) == 0 and oir.to_proto(model).SerializeToString() == before
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_no_recipe_asks_cuda_for_a_kernel_that_is_not_there(name: str, tmp_path: Path) -> None:
     program = program_of(name, tmp_path, dtype=torch.bfloat16)
     for function in program.functions:
