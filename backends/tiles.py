@@ -137,6 +137,31 @@ def tiled_table(
     return Tiled(packed, _by_tile(scale, layout), moved, codebook, bits, group, layout.outputs)
 
 
+def tiled_experts(
+    weight: Weight, scale: Weight, offset: Weight | None, *, bits: int, group: int
+) -> Tiled:
+    """A stack of `graftwork.quantized_experts`, as the op has it, in tiles: expert after expert.
+
+    Its outputs are an expert's, which must be whole tiles (see `whole_tiles`). Errors: `InputError`
+    for sizes that kernels do not take.
+    """
+    parts = [None if part is None else _flat(part) for part in (weight, scale, offset)]
+    assert parts[0] is not None and parts[1] is not None
+    laid = tiled_table(parts[0], parts[1], parts[2], None, bits=bits, group=group)
+    return laid._replace(outputs=weight.type.shape[1])
+
+
+def whole_tiles(outputs: int) -> bool:
+    """Whether an expert of so many outputs begins where a tile does."""
+    return outputs % OUTPUTS == 0
+
+
+def _flat(part: Weight) -> Weight:
+    experts, rows, columns = part.type.shape
+    sizes = TensorType(part.type.dtype, (experts * rows, columns))
+    return derive(f"{part.name}.rows", sizes, lambda t: t.flatten(0, 1), part)
+
+
 def _layout(weight: Weight, bits: int, group: int) -> Layout:
     outputs, stored = weight.type.shape
     return Layout(outputs, stored * 8 // bits, bits, group)

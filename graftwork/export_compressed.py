@@ -152,7 +152,7 @@ class _Checkpoint:
 
     def __post_init__(self) -> None:
         step = self.program.step
-        if step.calls(G.moe.default):
+        if step.calls(G.moe.default, G.quantized_moe.default):
             raise UnsupportedError(
                 "mixtures of experts cannot be exported in this format yet: their experts are one "
                 "stack here"

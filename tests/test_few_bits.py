@@ -6,18 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from archs import ARCHS, build
 from handmade import Shape, llama
-from tiny import MASK, PROMPTS, tiny_llama
+from selection import mostly_long
+from tiny import MASK, PROMPTS, named, tiny_llama
 
 from graftwork.backends import compile
-from graftwork.backends.onnxruntime import probe, rows_quantized
+from graftwork.backends.onnxruntime import probe, rows_moe, rows_quantized
 from graftwork.backends.onnxruntime.emit import Emitted, emit
 from graftwork.backends.onnxruntime.lower import lower
 from graftwork.backends.target import Target
 from graftwork.backends.torch import native_quantized
 from graftwork.backends.torch.tiled import with_tiles
+from graftwork.frontends import import_model
 from graftwork.ir import Program, type_of
-from graftwork.passes.engine.manager import run_passes
+from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.recipe import Recipe
 from graftwork.runtime import generate
 from graftwork.runtime.scoring import score
@@ -127,3 +130,47 @@ def test_onnxruntime_does_without_own_kernels(monkeypatch: pytest.MonkeyPatch) -
         said.append(score(executable, PROMPTS))
     # It may round activations by block; the meaning does by row.
     assert (said[0] - said[1]).abs().max() < 0.05 * said[0].abs().max()
+
+
+MIXTURES = mostly_long(("mixtral", "gpt_oss", "qwen3_moe"), keep=("gpt_oss",))
+"""Gated by silu, and with biases and limits."""
+
+
+@pytest.mark.parametrize("rounded", [True, False])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_of_mixtures_have_few_bits(name: str, rounded: bool) -> None:
+    """They stay packed on both backends, and a token's logits are those of the meaning, whatever
+    shares its step."""
+    given = named("quantize_weights", bits=4, group=8, rounded=rounded)
+    start = import_model(build(ARCHS[name]))
+    steps = [*Recipe.load("baseline").steps, Step(given)]
+    program = run_passes(start, steps)[0]
+    mixtures = program.step.calls(G.quantized_moe.default)
+    assert mixtures and not program.step.calls(G.moe.default)
+    laid = with_tiles(program)
+    assert len(laid.step.calls(native_quantized.EXPERTS)) == 2 * len(mixtures)
+    assert not laid.step.calls(G.quantized_moe.default, G.quantized_experts.default)
+    assert step_model(program).has_own_ops
+    ids = torch.randint(2, 60, (3, 9), generator=torch.Generator().manual_seed(0))
+    wanted = score(compile(program, Target("eager", "cpu")), ids)
+    for backend in ("torch", "onnxruntime"):
+        executable = compile(program, Target(backend, "cpu"))
+        found = score(executable, ids)
+        assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
+        alone = score(executable, ids[1:2])
+        assert torch.equal(alone[0], found[1])
+
+
+def test_experts_without_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime's own kernel takes their values, as in models for others."""
+    start = import_model(build(ARCHS["gpt_oss"]))
+    given = named("quantize_weights", bits=4, group=8, rounded=False)
+    program = run_passes(start, [*Recipe.load("baseline").steps, Step(given)])[0]
+    for module in (rows_quantized, rows_moe):
+        monkeypatch.setattr(module, "quantized_ops_available", lambda: "no compiler")
+    assert "MoE" in {node.op_type for node in step_model(program).model.graph}
+    assert not step_model(program).has_own_ops
+    ids = torch.tensor([[3, 9, 4, 11, 30, 8]])
+    wanted = score(compile(program, Target("eager", "cpu")), ids)
+    found = score(compile(program, Target("onnxruntime", "cpu")), ids)
+    assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()

@@ -3,6 +3,7 @@
 //
 //   QuantizedLinear(x, packed, scale, offset?, table?, bias?; bits, group, N) -> y
 //   FloatLinear(x, packed, scale, offset?, codebook?, bias?; bits, group, N) -> y
+//   QuantizedExperts(x, experts, packed, scale, offset?, bias?; bits, group, N, E, rounded) -> y
 //   QuantizedEmbedding(ids, weight, scale, offset?, codebook?; bits, group) -> y
 //   CachedAttention, CachedQuantizedAttention, MaskedAttention, PickedAttention: see ort_attention.h
 
@@ -42,8 +43,9 @@ struct Node {
         const ort::Tensor& packed,
         const ort::Tensor& scale,
         const ort::Tensor& offset,
-        int64_t groups) const {
-        const int64_t tiles = (outputs + 15) / 16;
+        int64_t groups,
+        int64_t rows) const {
+        const int64_t tiles = (rows + 15) / 16;
         want(packed.is({tiles, groups, (group + 15) / 16 * 32 * bits}), "packed must be [T, G, B]");
         want(scale.is({tiles, groups, 16}), "scale must be [T, G, 16]");
         want(offset.is({tiles, groups, 16}), "offset must be [T, G, 16]");
@@ -57,11 +59,11 @@ struct Node {
         const ort::Tensor& packed,
         const ort::Tensor& scale,
         const ort::Tensor& offset,
-        const ort::Tensor& codebook,
+        const float* codebook,
         int64_t K) const {
         return {
             data<uint8_t>(packed),       data<void>(scale),           data<void>(offset),
-            data<float>(codebook),       outputs,                     K,
+            codebook,                    outputs,                     K,
             group,                       bits,                        scale.type == ort::FLOAT16,
             offset.type == ort::FLOAT16,
         };
@@ -96,7 +98,7 @@ struct Linear : Node {
         want(!x.sizes.empty(), "x must be [..., K]");
         const int64_t K = x.sizes.back();
         want(K > 0 && K % group == 0, "K must be a multiple of group");
-        check_stored(packed, scale, offset, K / group);
+        check_stored(packed, scale, offset, K / group, outputs);
         want(table.is({16}), "table must be [16]");
         want(!table.value || (!offset.value && bits <= 4), "a table goes with 4 bits, no offset");
         want(bias.is({outputs}), "bias must be [N]");
@@ -128,13 +130,52 @@ struct FloatLinear : Node {
         want(!x.sizes.empty(), "x must be [..., K]");
         const int64_t K = x.sizes.back();
         want(K > 0 && K % group == 0, "K must be a multiple of group");
-        check_stored(packed, scale, offset, K / group);
+        check_stored(packed, scale, offset, K / group, outputs);
         check_codebook(codebook, offset);
         want(bias.is({outputs}), "bias must be [N]");
         float* const y = result(context, x);
         float_products(
-            table(packed, scale, offset, codebook, K), data<float>(bias), data<float>(x),
+            table(packed, scale, offset, data<float>(codebook), K), data<float>(bias), data<float>(x),
             rows_of(x), y, Pool(api, context));
+    }
+};
+
+struct Experts : Node {
+    static constexpr const char* NAME = "QuantizedExperts";
+    static constexpr int REQUIRED = 4, INPUTS = 6;
+    static ort::Element input(int place) {
+        constexpr ort::Element kinds[] = {ort::FLOAT, ort::INT64, ort::UINT8,
+                                          ort::ANY,   ort::ANY,   ort::FLOAT};
+        return kinds[place];
+    }
+    int64_t experts;
+    bool rounded;
+
+    Experts(const ort::Api& api, const ort::Info* info)
+        : Node(api, info),
+          experts(api.whole_number(info, "E")),
+          rounded(api.whole_number(info, "rounded") != 0) {
+        want(experts >= 1 && outputs % 16 == 0, "experts must have whole tiles of outputs");
+        want(outputs <= (int64_t(1) << 40) / experts, "there are too many experts");
+    }
+
+    void run(ort::Context* context) const {
+        const ort::Tensor x(api, context, 0), chosen(api, context, 1), packed(api, context, 2);
+        const ort::Tensor scale(api, context, 3), offset(api, context, 4), bias(api, context, 5);
+        want(chosen.sizes.size() == 2, "experts must be [N, C]");
+        const int64_t count = chosen.sizes[0], choices = chosen.sizes[1];
+        want(!x.sizes.empty(), "x must be [N, K] or [N, C, K]");
+        const int64_t K = x.sizes.back();
+        const bool each = x.sizes.size() == 3;
+        want(each ? x.is({count, choices, K}) : x.is({count, K}), "x must be [N, K] or [N, C, K]");
+        want(K > 0 && K % group == 0, "K must be a multiple of group");
+        check_stored(packed, scale, offset, K / group, experts * outputs);
+        want(bias.is({experts, outputs}), "bias must be [E, N]");
+        float* const y = api.data<float>(api.output(context, 0, {count, choices, outputs}));
+        const Choices choice = {data<int64_t>(chosen), count, choices, experts, each};
+        expert_products(
+            table(packed, scale, offset, nullptr, K), data<float>(bias), choice, data<float>(x),
+            rounded, y, Pool(api, context));
     }
 };
 
@@ -155,7 +196,7 @@ struct Embedding : Node {
         want(scale.sizes.size() == 3, "scale must be [T, G, 16]");
         const int64_t groups = scale.sizes[1], K = groups * group;
         want(K > 0, "a table must have columns");
-        check_stored(packed, scale, offset, groups);
+        check_stored(packed, scale, offset, groups, outputs);
         check_codebook(codebook, offset);
         std::vector<int64_t> sizes = ids.sizes;
         sizes.push_back(K);
@@ -163,7 +204,7 @@ struct Embedding : Node {
         for (int64_t size : ids.sizes) count *= size;
         float* const y = api.data<float>(api.output(context, 0, sizes));
         graftwork::rows_of(
-            table(packed, scale, offset, codebook, K), data<int64_t>(ids), count, y,
+            table(packed, scale, offset, data<float>(codebook), K), data<int64_t>(ids), count, y,
             Pool(api, context));
     }
 };
@@ -177,6 +218,7 @@ extern "C" ort::Status* RegisterCustomOps(ort::Options* options, const ort::ApiB
     return ort::guarded(*api, [&] {
         static const Op<Linear> linear;
         static const Op<FloatLinear> float_linear;
+        static const Op<Experts> experts;
         static const Op<Embedding> embedding;
         static const Op<CachedNode<false>> cached;
         static const Op<CachedNode<true>> cached_quantized;
@@ -187,6 +229,7 @@ extern "C" ort::Status* RegisterCustomOps(ort::Options* options, const ort::ApiB
             ort::Domain* const made = api->create_domain("graftwork");
             api->add_op(made, &linear);
             api->add_op(made, &float_linear);
+            api->add_op(made, &experts);
             api->add_op(made, &embedding);
             api->add_op(made, &cached);
             api->add_op(made, &cached_quantized);

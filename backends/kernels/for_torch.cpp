@@ -78,6 +78,34 @@ void float_linear(
     float_products(weights, bias, x, rows, y, Threads(threads));
 }
 
+// y [count, choices, R]: rows with the weights of chosen experts. Of offset and bias each may be
+// null; each: x has a row for each choice.
+void quantized_experts(
+    const float* x,
+    const int64_t* chosen,
+    const uint8_t* tiles,
+    const void* scale,
+    const void* offset,
+    const float* bias,
+    float* y,
+    int64_t count,
+    int64_t choices,
+    int64_t each,
+    int64_t experts,
+    int64_t R,
+    int64_t K,
+    int64_t group,
+    int64_t bits,
+    int64_t half_scale,
+    int64_t half_offset,
+    int64_t rounded,
+    int64_t threads) {
+    const Table weights = {
+        tiles, scale, offset, nullptr, R, K, group, bits, half_scale != 0, half_offset != 0};
+    const Choices choice = {chosen, count, choices, experts, each != 0};
+    expert_products(weights, bias, choice, x, rounded != 0, y, Threads(threads));
+}
+
 // y [count, K]: rows of a table [V, K] in tiles. Of offset and values each may be null.
 void quantized_embedding(
     const int64_t* ids,

@@ -51,6 +51,26 @@ void float_products(
     float* y,
     const Team& team);
 
+// Rows of x, each with `chosen` [count, choices] of the experts: x [count, K], or with `each`
+// [count, choices, K].
+struct Choices {
+    const int64_t* chosen;
+    int64_t count, choices, experts;
+    bool each;
+};
+
+// y [count, choices, V] = products of rows with the weights of the experts that they chose, whose
+// V outputs are whole tiles: expert after expert in tiles, scales and bias [experts, V]. rounded:
+// as `products`, else as `float_products`. Throws for an expert that is not there.
+void expert_products(
+    const Table& weights,
+    const float* bias,
+    const Choices& choices,
+    const float* x,
+    bool rounded,
+    float* y,
+    const Team& team);
+
 // y [count, K]: the rows that ids [count] name. Throws for one that the table does not have.
 void rows_of(const Table& table, const int64_t* ids, int64_t count, float* y, const Team& team);
 

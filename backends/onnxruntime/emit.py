@@ -57,7 +57,7 @@ DTYPES: dict[torch.dtype, oir.DataType] = {
 
 Row = Callable[..., Any]
 Guard = Callable[[torch.fx.Node], bool]
-_ROWS: dict[tuple[Any, bool], tuple[Row, Guard | None]] = {}
+_ROWS: dict[tuple[Any, bool], tuple[Row | None, Guard | None]] = {}
 
 
 def row(*targets: Any, when: Guard | None = None, native: bool = False) -> Callable[[Row], Row]:
@@ -77,13 +77,24 @@ def row(*targets: Any, when: Guard | None = None, native: bool = False) -> Calla
     return enter
 
 
+def native_parts(*targets: Any, when: Guard) -> None:
+    """Enter ops that are decomposed where models may have graftwork's own ops, because their parts
+    have rows there; when: for which calls. Elsewhere the row that serves all models is taken."""
+    for target in targets:
+        _ROWS[target, True] = (None, when)
+
+
 def row_of(node: torch.fx.Node, native: bool = False) -> Row | None:
     """The row that emits a call, or None if it has to be decomposed. native: see `emit`."""
     for kind in (True, False) if native else (False,):
-        found, when = _ROWS.get((node.target, kind), (None, None))
-        if found is not None and (when is None or when(node)):
+        found, when = _ROWS.get((node.target, kind), (None, _never))
+        if when is None or when(node):
             return found
     return None
+
+
+def _never(node: torch.fx.Node) -> bool:
+    return False
 
 
 def targets_with_rows() -> frozenset[Any]:

@@ -14,8 +14,12 @@ import onnx_ir as oir
 import torch
 import torch.fx
 
-from ...ir import Weight, arguments, derive
-from .emit import Emitter, row, type_of, weight_of
+from ...ir import TensorType, Weight, arguments, derive
+from ...ir import type_of as ir_type
+from ...ir.numerics import dequantize
+from .. import tiles
+from .emit import Emitter, native_parts, row, type_of, weight_of
+from .probe import quantized_ops_available
 
 G = torch.ops.graftwork
 I64 = torch.int64
@@ -67,6 +71,110 @@ def moe(
     )
     total = e.op("ReduceSum", shares, e.const([1], I64), keepdims=1)
     return e.op("Mul", mixed, total)
+
+
+def _is_stored_swiglu(node: torch.fx.Node) -> bool:
+    return _is_stored(node) and _is_swiglu_of_weights(node)
+
+
+def _is_stored(node: torch.fx.Node) -> bool:
+    """Whether all that is stored of the experts are weights of the program."""
+    scales = [p for name, p in arguments(node).items() if name.endswith(("scale", "offset"))]
+    return all(p is None or p.op == "get_attr" for p in (*_stacks(node), *scales))
+
+
+def _stacks(node: torch.fx.Node) -> list[torch.fx.Node]:
+    given = arguments(node)
+    return [given[name] for name in ("gate_up", "down", "weight") if name in given]
+
+
+def _has_kernels(node: torch.fx.Node) -> bool:
+    """Whether kernels of ours run the products of a mixture, or of experts."""
+    whole = all(tiles.whole_tiles(int(str(ir_type(p).dims[1]))) for p in _stacks(node))
+    return whole and _is_stored(node) and not quantized_ops_available()
+
+
+native_parts(G.quantized_moe.default, when=_has_kernels)
+
+
+@row(G.quantized_moe.default, when=_is_stored_swiglu)
+def quantized_moe(
+    e: Emitter,
+    x: oir.Value,
+    experts: oir.Value,
+    weights: oir.Value,
+    gate_up: oir.Value,
+    gate_up_scale: oir.Value,
+    gate_up_offset: oir.Value | None,
+    down: oir.Value,
+    down_scale: oir.Value,
+    down_offset: oir.Value | None,
+    gate_up_bias: oir.Value | None,
+    down_bias: oir.Value | None,
+    activation: str,
+    bits: int,
+    group: int,
+    down_group: int,
+    limit: float | None,
+    alpha: float | None,
+    rounded: bool,
+) -> Any:
+    """In models for others: the float kernel, with values worked out when the model is stored."""
+    values = [
+        e.weight(_values(stack, bits).cast(e.dtype()))
+        for stack in (
+            (gate_up, gate_up_scale, gate_up_offset),
+            (down, down_scale, down_offset),
+        )
+    ]
+    biases = gate_up_bias, down_bias
+    return moe(e, x, experts, weights, *values, *biases, activation, limit, alpha)
+
+
+def _values(stack: tuple[oir.Value | None, ...], bits: int) -> Weight:
+    """What a stored stack stands for, f32[E,R,K]."""
+    parts = [part for part in map(weight_of, stack) if part is not None]
+    weight = parts[0]
+    experts, rows, stored = weight.type.shape
+    dims = (experts, rows, stored * 8 // bits)
+
+    def make(*given: torch.Tensor) -> torch.Tensor:
+        return dequantize(*given, bits=bits)
+
+    return derive(f"{weight.name}.values", TensorType(torch.float32, dims), make, *parts)
+
+
+@row(G.quantized_experts.default, when=_has_kernels, native=True)
+def quantized_experts(
+    e: Emitter,
+    x: oir.Value,
+    experts: oir.Value,
+    weight: oir.Value,
+    scale: oir.Value,
+    offset: oir.Value | None,
+    bias: oir.Value | None,
+    bits: int,
+    group: int,
+    rounded: bool,
+) -> Any:
+    stack = [weight_of(part) for part in (weight, scale, offset)]
+    assert stack[0] is not None and stack[1] is not None
+    laid = tiles.tiled_experts(stack[0], stack[1], stack[2], bits=bits, group=group)
+    values = [None if w is None else e.weight(w) for w in laid.parts[:3]]
+    wide, added = (v if v is None else e.cast(v, torch.float32) for v in (x, bias))
+    result = e.own(
+        "QuantizedExperts",
+        wide,
+        e.cast(experts, I64),
+        *values,
+        added,
+        bits=bits,
+        group=group,
+        N=laid.outputs,
+        E=stack[0].type.shape[0],
+        rounded=int(rounded),
+    )
+    return e.cast(result, e.dtype(), torch.float32)
 
 
 def _interleaved(e: Emitter, value: oir.Value | None) -> oir.Value | None:

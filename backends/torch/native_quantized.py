@@ -9,12 +9,14 @@ from torch import Tensor
 
 from ...ir import InputError
 from ...ir.ops.operands import Operands
+from ...ir.ops.quantized import half_or_float
 from .. import tiles
 from ..cached_library import SHARED
 from .native import F32, Kernel, native_op
 
 quantized_linear_kernel = Kernel("quantized_linear", SHARED)
 float_linear_kernel = Kernel("float_linear", SHARED)
+quantized_experts_kernel = Kernel("quantized_experts", SHARED)
 quantized_embedding_kernel = Kernel("quantized_embedding", SHARED)
 
 
@@ -42,8 +44,8 @@ def _product(
     given.sizes.update(N=outputs, T=layout.tiles, G=layout.groups, B=layout.group_bytes)
     given.sizes.update(L=tiles.OUTPUTS, Q=1 << bits)
     given.fit("packed", packed, "TGB", torch.uint8)
-    given.fit("scale", scale, "TGL", _half_or_float(scale))
-    given.fit("offset", offset, "TGL", _half_or_float(offset))
+    given.fit("scale", scale, "TGL", half_or_float(scale))
+    given.fit("offset", offset, "TGL", half_or_float(offset))
     given.fit("bias", bias, "N", F32)
     return given
 
@@ -66,11 +68,6 @@ def _check_quantized_linear(
             f"quantized_linear: a table goes with at most {tiles.MOST_LOOKED_UP} bits and no "
             f"offset, got {bits} bits and {'no' if offset is None else 'an'} offset"
         )
-
-
-def _half_or_float(tensor: Tensor | None) -> torch.dtype:
-    half = tensor is not None and tensor.dtype == torch.float16
-    return torch.float16 if half else F32
 
 
 @native_op(
@@ -150,8 +147,75 @@ def float_linear(
     return result
 
 
+def _quantized_experts_like(x: Tensor, experts: Tensor, *others: Any) -> Tensor:
+    return x.new_empty((*experts.shape, others[-2]))
+
+
+def _check_quantized_experts(
+    x: Tensor,
+    experts: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group: int,
+    outputs: int,
+    rounded: bool,
+) -> None:
+    given = Operands("quantized_experts")
+    given.fit("experts", experts, "NC", torch.int64)
+    given.fit("x", x, "NK" if x.dim() == 2 else "NCK", F32)
+    if outputs < 1 or not tiles.whole_tiles(outputs):
+        raise InputError(f"quantized_experts: experts of {outputs} outputs are no whole tiles")
+    if packed.dim() != 3 or packed.shape[0] * tiles.OUTPUTS % outputs:
+        raise InputError(
+            f"quantized_experts: packed must be tiles of experts of {outputs} outputs, got "
+            f"{list(packed.shape)}"
+        )
+    layout = tiles.Layout(packed.shape[0] * tiles.OUTPUTS, given.sizes["K"], bits, group)
+    given.sizes.update(T=layout.tiles, G=layout.groups, B=layout.group_bytes, L=tiles.OUTPUTS)
+    given.sizes.update(E=layout.outputs // outputs, R=outputs)
+    given.fit("packed", packed, "TGB", torch.uint8)
+    given.fit("scale", scale, "TGL", half_or_float(scale))
+    given.fit("offset", offset, "TGL", half_or_float(offset))
+    given.fit("bias", bias, "ER", F32)
+
+
+@native_op(
+    "quantized_experts(Tensor x, Tensor experts, Tensor packed, Tensor scale, Tensor? offset, "
+    "Tensor? bias, int bits, int group, int outputs, bool rounded) -> Tensor",
+    _check_quantized_experts,
+    _quantized_experts_like,
+)
+def quantized_experts(
+    x: Tensor,
+    experts: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group: int,
+    outputs: int,
+    rounded: bool,
+) -> Tensor:
+    """`graftwork.quantized_experts` of x f32[N,K] or f32[N,C,K] and experts i64[N,C]: f32[N,C,R].
+
+    packed, scale, offset: as `tiles.tiled_experts` makes them; bias f32[E,R]; outputs: R. Errors:
+    `InputError` for an expert that is not in 0..E-1.
+    """
+    result = _quantized_experts_like(x, experts, outputs, rounded)
+    count = packed.shape[0] * tiles.OUTPUTS // outputs
+    sizes = *experts.shape, x.dim() == 3, count, outputs, x.shape[-1], group, bits
+    how = _is_half(scale), _is_half(offset), rounded
+    tensors = x, experts, packed, scale, offset, bias, result
+    quantized_experts_kernel(*tensors, *sizes, *how, torch.get_num_threads())
+    return result
+
+
 def _is_half(tensor: Tensor | None) -> bool:
-    return _half_or_float(tensor) == torch.float16
+    return half_or_float(tensor) == torch.float16
 
 
 def _quantized_embedding_like(
@@ -183,11 +247,11 @@ def _check_quantized_embedding(
     if outputs < 0:
         raise InputError(f"quantized_embedding: a table cannot have {outputs} rows")
     given.sizes.update(T=-(-outputs // tiles.OUTPUTS), L=tiles.OUTPUTS, Q=1 << bits)
-    given.fit("scale", scale, "TGL", _half_or_float(scale))
+    given.fit("scale", scale, "TGL", half_or_float(scale))
     columns = tiles.check_sizes(bits, group, given.sizes["G"] * max(group, 0))
     given.sizes["B"] = tiles.Layout(outputs, columns, bits, group).group_bytes
     given.fit("packed", packed, "TGB", torch.uint8)
-    given.fit("offset", offset, "TGL", _half_or_float(offset))
+    given.fit("offset", offset, "TGL", half_or_float(offset))
     given.fit("codebook", codebook, "Q", F32)
     if offset is not None and codebook is not None:
         raise InputError("quantized_embedding: a codebook goes with no offset")
@@ -223,6 +287,7 @@ def quantized_embedding(
 
 
 LINEAR = torch.ops.graftwork_native.quantized_linear.default
+EXPERTS = torch.ops.graftwork_native.quantized_experts.default
 FLOAT_LINEAR = torch.ops.graftwork_native.float_linear.default
 EMBEDDING = torch.ops.graftwork_native.quantized_embedding.default
 """The ops themselves, for programs."""

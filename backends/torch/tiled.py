@@ -27,6 +27,7 @@ import torch
 import torch.fx
 
 from ...ir import Function, Program, WeightStore, arguments, site_of, type_of
+from ...ir.expand import expand
 from ...passes.engine.functions import edit_with_weights
 from ...passes.fusing.dce import sweep
 from .. import tiles
@@ -48,7 +49,7 @@ def with_tiles(program: Program) -> Program:
 
 
 def _lay_out(fn: Function, weights: WeightStore) -> tuple[int, WeightStore]:
-    count = 0
+    count, weights = _lay_out_experts(fn, weights)
     for node in fn.calls(G.quantized_linear.default, G.quantized_embedding.default):
         given = arguments(node)
         stored = [given[name] for name in STORED]
@@ -73,6 +74,40 @@ def _lay_out(fn: Function, weights: WeightStore) -> tuple[int, WeightStore]:
         count += 1
     sweep(fn)
     return count, weights
+
+
+def _lay_out_experts(fn: Function, weights: WeightStore) -> tuple[int, WeightStore]:
+    """Mixtures of experts as their products, and those as calls of kernels, where the outputs of an
+    expert are whole tiles."""
+    mixtures = [n for n in fn.calls(G.quantized_moe.default) if _are_whole_tiles(n)]
+    for node in mixtures:
+        expand(fn, node)
+    for node in fn.calls(G.quantized_experts.default):
+        given = arguments(node)
+        stored = [given[name] for name in ("weight", "scale", "offset")]
+        parts: list[Any] = [p and weights[str(p.target)] for p in stored]
+        laid = tiles.tiled_experts(*parts, bits=given["bits"], group=given["group"])
+        known = [part and weights.taken(part) for part in laid.parts[:3]]
+        weights = weights.adding(*filter(None, known))
+        with fn.graph.inserting_before(node):
+            operands = [part and fn.weight(part) for part in known]
+            x, bias = (_in_dtype(fn, node, given[n], torch.float32) for n in ("x", "bias"))
+            chosen = _in_dtype(fn, node, given["experts"], torch.int64)
+            sizes = laid.bits, laid.group, laid.outputs, given["rounded"]
+            kernel = native_quantized.EXPERTS
+            new = fn.call(kernel, x, chosen, *operands, bias, *sizes, site=site_of(node))
+            new = _in_dtype(fn, node, new, type_of(node).dtype)
+        node.replace_all_uses_with(new)
+        fn.graph.erase_node(node)
+    return len(mixtures), weights
+
+
+def _are_whole_tiles(node: torch.fx.Node) -> bool:
+    given = arguments(node)
+    stacks = [given[name] for name in ("gate_up", "down")]
+    scales = [part for name, part in given.items() if name.endswith(("scale", "offset"))]
+    held = all(p is None or p.op == "get_attr" for p in (*stacks, *scales))
+    return held and all(tiles.whole_tiles(int(str(type_of(p).dims[1]))) for p in stacks)
 
 
 def _look_up(fn: Function, node: torch.fx.Node, operands: list[Any], sizes: Sizes) -> torch.fx.Node:

@@ -51,6 +51,18 @@ def _check(
         )
 
 
+def gated(
+    hidden: Tensor, activation: str, limit: float | None = None, alpha: float | None = None
+) -> Tensor:
+    """What an expert makes of gate and up [...,2F], one after the other: [...,F] (see `moe`)."""
+    gate, up = hidden.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    if alpha is not None:
+        return (up + 1) * gate * torch.sigmoid(alpha * gate)
+    return activate(gate, activation) * up
+
+
 def _fake(
     x: Tensor,
     experts: Tensor,
@@ -97,20 +109,12 @@ def moe(
     """
     _check(x, experts, weights, gate_up, down, gate_up_bias, down_bias)
     rows, chosen = experts.shape
-
-    def gated(hidden: Tensor) -> Tensor:
-        gate, up = hidden.chunk(2, dim=-1)
-        if limit is not None:
-            gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-        if alpha is not None:
-            return (up + 1) * gate * torch.sigmoid(alpha * gate)
-        return activate(gate, activation) * up
-
+    how = activation, limit, alpha
     # Few tokens: read the chosen experts only. Many: every expert is needed by some token.
     if rows * chosen <= gate_up.shape[0]:
         hidden = torch.einsum("nh,nkfh->nkf", x, gate_up[experts])
         hidden = hidden if gate_up_bias is None else hidden + gate_up_bias[experts]
-        out = torch.einsum("nkf,nkhf->nkh", gated(hidden), down[experts])
+        out = torch.einsum("nkf,nkhf->nkh", gated(hidden, *how), down[experts])
         out = out if down_bias is None else out + down_bias[experts]
         return (out * weights[..., None]).sum(1).to(x.dtype)
     total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, weights.dtype), device=x.device)
@@ -118,7 +122,7 @@ def moe(
         bias = None if gate_up_bias is None else gate_up_bias[expert]
         hidden = torch.nn.functional.linear(x, gate_up[expert], bias)
         bias = None if down_bias is None else down_bias[expert]
-        out = torch.nn.functional.linear(gated(hidden), down[expert], bias)
+        out = torch.nn.functional.linear(gated(hidden, *how), down[expert], bias)
         share = (weights * (experts == expert)).sum(1)
         total = total + out * share[:, None]
     return total.to(x.dtype)

@@ -71,15 +71,16 @@ def _check_stored(
     """The operands of a stored weight, K and group known to `given` by K, P and G."""
     given.at_least_one("K")
     given.fit("weight", weight, "NP", torch.uint8)
-    given.fit("scale", scale, "NG", _half_or_float(scale))
-    given.fit("offset", offset, "NG", _half_or_float(offset))
+    given.fit("scale", scale, "NG", half_or_float(scale))
+    given.fit("offset", offset, "NG", half_or_float(offset))
     given.sizes["L"] = 2**bits
     given.fit("codebook", codebook, "L", torch.float32)
     if offset is not None and codebook is not None:
         raise InputError(f"{given.op}: a weight has an offset or a codebook, not both")
 
 
-def _half_or_float(tensor: Tensor | None) -> torch.dtype:
+def half_or_float(tensor: Tensor | None) -> torch.dtype:
+    """What scales may be stored as: float16 if these are, else float32."""
     half = tensor is not None and tensor.dtype == torch.float16
     return torch.float16 if half else torch.float32
 

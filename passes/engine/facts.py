@@ -110,6 +110,7 @@ def _quantized(program: Program) -> str:
     ops = (
         torch.ops.graftwork.quantized_linear.default,
         torch.ops.graftwork.quantized_embedding.default,
+        torch.ops.graftwork.quantized_moe.default,
     )
     some = any(fn.calls(*ops) for fn in program.functions.values())
     return "" if some else "no function has weights of a few bits"

@@ -4,6 +4,7 @@ Before::
 
     %h: f32[B,T,64] = aten.embedding(@embed, %tokens)
     %y: f32[B,T,96] = aten.linear(%h, @up.weight)
+    %z: f32[B*T,64] = graftwork.moe(%r, %experts, %w, @gate_up, @down, activation="silu")
 
 After, with 4 bits for layers and 8 for the embedding, in groups of 32::
 
@@ -11,6 +12,9 @@ After, with 4 bits for layers and 8 for the embedding, in groups of 32::
       @embed.q8.offset, bits=8, group=32)
     %y: f32[B,T,96] = graftwork.quantized_linear(%h, @up.weight.q4, @up.weight.q4.scale,
       @up.weight.q4.offset, bits=4, group=32)
+    %z: f32[B*T,64] = graftwork.quantized_moe(%r, %experts, %w, @gate_up.q4, @gate_up.q4.scale,
+      @gate_up.q4.offset, @down.q4, @down.q4.scale, @down.q4.offset, activation="silu", bits=4,
+      group=32, down_group=32)
 
 Activations are rounded by row (see `ir.ops.quantized`), so a token's result is the same whatever
 shares its step, and speculation on a quantized model stays lossless with respect to that model. How
@@ -19,14 +23,16 @@ them their own. A recipe may have the pass several times: each takes what is sti
 
 How values are chosen, a method says (`methods`). One that reads text sees the target's step run
 over it (`engine.calibrate`), with products in float: activations that are rounded come later. The
-embedding and the head are rounded to nearest whatever the method is.
+embedding, the head and the experts of mixtures are rounded to nearest whatever the method is.
 
-Refuses a program without float weights to take, a pattern that names no weight, rows that the
-group does not divide, and, with a method that reads text, weights that the step does not multiply.
+Refuses a program without float weights to take, a pattern that names no weight, or one stack of a
+mixture's experts without the other, rows that the group does not divide, and, with a method that
+reads text, weights that the step does not multiply.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Literal
@@ -44,6 +50,7 @@ from ...ir import (
     TensorType,
     Weight,
     WeightStore,
+    arguments,
     derive,
     site_of,
     type_of,
@@ -59,6 +66,8 @@ from .methods.base import method_of
 from .solver import WeightSolver, part_names, scaled_name
 
 A, G = torch.ops.aten, torch.ops.graftwork
+STACKS = ("gate_up", "down")
+"""Experts of a mixture."""
 SCALES = {"f16": torch.float16, "f32": torch.float32}
 
 
@@ -174,7 +183,8 @@ class QuantizeWeights(Pass):
         learned: Mapping[str, Weight],
     ) -> tuple[int | str, WeightStore]:
         found = self._chosen(fn, weights, tables)
-        if not found:
+        mixtures = [node for node in fn.calls(G.moe.default) if self._takes_experts(node, weights)]
+        if not found and not mixtures:
             return "float weights are multiplied or looked up, none is chosen", weights
         reads_text = self.text is not None
         for node, weight in found:
@@ -186,9 +196,11 @@ class QuantizeWeights(Pass):
                 stored = _rounded(weight, numeric, weights)
             weights = weights.adding(*stored)
             self._replace(fn, node, stored, numeric)
+        for node in mixtures:
+            weights = self._store_experts(fn, node, weights)
         weights = _with_factors(fn, weights, learned)
         sweep(fn)
-        return len(found), weights
+        return len(found) + len(mixtures), weights
 
     def _learned(
         self, fn: Function, weight: Weight, numeric: Numeric, learned: Mapping[str, Weight]
@@ -210,9 +222,60 @@ class QuantizeWeights(Pass):
         chosen = named and not _matches(weight.name, self.exclude)
         return chosen and (self.embedding is not False or not known)
 
+    def _takes_experts(self, node: torch.fx.Node, weights: WeightStore) -> bool:
+        """Whether the float experts of a mixture are chosen. Errors: `PassError` for one stack of
+        them without the other."""
+        stacks = [arguments(node)[name] for name in STACKS]
+        if any(stack.op != "get_attr" for stack in stacks):
+            return False
+        names = [str(stack.target) for stack in stacks]
+        named = [not self.select or _matches(name, self.select) for name in names]
+        taken = [n and not _matches(w, self.exclude) for n, w in zip(named, names, strict=True)]
+        if taken[0] != taken[1]:
+            raise PassError(
+                f"quantize_weights: {names[0]} and {names[1]} are the experts of one mixture, and "
+                f"have one number of bits: choose both, or exclude both"
+            )
+        return taken[0] and weights[names[0]].type.dtype.is_floating_point
+
+    def _store_experts(
+        self, fn: Function, node: torch.fx.Node, weights: WeightStore
+    ) -> WeightStore:
+        """Replace a mixture by one of stored experts."""
+        given, operands, groups = arguments(node), [], []
+        for name in STACKS:
+            weight = weights[str(given[name].target)]
+            numeric = self.numeric_of(weight, False)
+            stored = _rounded(weight, numeric, weights)
+            weights = weights.adding(*stored)
+            with fn.graph.inserting_before(node):
+                parts = [fn.weight(part) for part in stored]
+            operands += [*parts, *[None] * (3 - len(parts))]
+            groups.append(numeric.group)
+        options = {name: given[name] for name in ("activation", "limit", "alpha")}
+        if not self.rounded:
+            options["rounded"] = False
+        rows = [given[name] for name in ("x", "experts", "weights")]
+        biases = [given[name] for name in ("gate_up_bias", "down_bias")]
+        with fn.graph.inserting_before(node):
+            new = fn.call(
+                G.quantized_moe.default,
+                *rows,
+                *operands,
+                *([] if biases == [None, None] else biases),
+                bits=self.bits,
+                group=groups[0],
+                down_group=groups[1],
+                site=site_of(node),
+                **{name: value for name, value in options.items() if value is not None},
+            )
+        node.replace_all_uses_with(new)
+        fn.graph.erase_node(node)
+        return weights
+
     def numeric_of(self, weight: Weight, known: bool) -> Numeric:
         """How a weight is stored. Errors: `PassError` for a group that does not divide its rows."""
-        columns = int(str(weight.type.dims[1]))
+        columns = int(str(weight.type.dims[-1]))
         kind: Literal["symmetric", "affine"] = "symmetric" if self.symmetric else "affine"
         bits = self.embedding if known and self.embedding is not True else self.bits
         numeric = Numeric(bits, self.group or columns, kind, SCALES[self.scales])
@@ -295,12 +358,13 @@ def _weight_of(node: torch.fx.Node, weights: WeightStore) -> Weight | None:
 
 
 def _rounded(weight: Weight, numeric: Numeric, weights: WeightStore) -> tuple[Weight, ...]:
-    """A weight's bits, scales and offsets, computed when loaded."""
-    rows, columns = (int(str(dim)) for dim in weight.type.dims)
-    packed, scale = numeric.types(rows, columns)
+    """The bits, scales and offsets of a weight, or a stack of some, computed when loaded."""
+    *outer, columns = weight.type.shape
+    packed, scale = numeric.types(math.prod(outer), columns)
     parts = []
     for place, name in enumerate(part_names(weight.name, numeric)):
-        type = scale if place else packed
+        flat = scale if place else packed
+        type = TensorType(flat.dtype, (*outer, flat.dims[-1]))
         part = _part(fresh_name(weights, name), type, weight, numeric, place)
         parts.append(weights.alike(part))
     return tuple(parts)
@@ -308,8 +372,8 @@ def _rounded(weight: Weight, numeric: Numeric, weights: WeightStore) -> tuple[We
 
 def _part(name: str, type: TensorType, weight: Weight, numeric: Numeric, place: int) -> Weight:
     def part(tensor: torch.Tensor) -> torch.Tensor:
-        found = numeric.quantize(tensor)[place]
+        found = numeric.quantize(tensor.flatten(0, -2))[place]
         assert found is not None
-        return found
+        return found.view(*tensor.shape[:-1], found.shape[-1])
 
     return derive(name, type, part, weight, key=("quantized", numeric, place))

@@ -45,7 +45,7 @@ class RoundActivations(Pass):
         """Round them in every function."""
 
         def edit(fn: Function) -> int | str:
-            calls = fn.calls(G.quantized_linear.default)
+            calls = fn.calls(G.quantized_linear.default, G.quantized_moe.default)
             plain = [node for node in calls if not arguments(node)["rounded"]]
             for node in plain:
                 self._check(program, node)
@@ -56,7 +56,7 @@ class RoundActivations(Pass):
 
     def _check(self, program: Program, node: torch.fx.Node) -> None:
         """Errors: `PassError` for a codebook that sums of whole numbers cannot have."""
-        codebook = arguments(node)["codebook"]
+        codebook = arguments(node).get("codebook")  # mixtures have none
         if codebook is None:
             return
         values = program.weights[str(codebook.target)].load()

@@ -104,6 +104,55 @@ def native_float_linear(make: Maker) -> Case:
     return Case("float_linear", call, meaning, operands, options, fake=True, tolerance=NEAR)
 
 
+def native_quantized_experts(make: Maker) -> Case:
+    bits, rounded = make.random.choice(quantized.BITS), make.random.random() < 0.5
+    kind = make.random.choice(("symmetric", "offset"))
+    experts, outputs = make.random.choice((1, 2, 5)), 16 * make.random.choice((1, 2, 3))
+    group, seed = make.random.choice((3, 8, 16, 20, 32)), make.random.randrange(1000)
+    w = quantized.weight(seed, experts * outputs, group, 2, bits, kind)
+    packed, scale, offset, _ = w.table_in_tiles()
+    rows, choices = make.random.choice((0, 1, 2, 9)), make.random.choice((1, 2, 3))
+    low = -1 if make.random.random() < 0.1 else 0
+    chosen = torch.randint(low, experts, (rows, choices), generator=make.generator)
+    each = make.random.random() < 0.5
+    x = make.numbers(*((rows, choices) if each else (rows,)), w.q.shape[1])
+    bias = make.maybe(make.numbers(experts, outputs))
+    operands = {"x": x, "experts": chosen, "packed": packed, "scale": scale}
+    operands |= {"offset": offset, "bias": bias}
+
+    def meaning(x: Tensor, chosen: Tensor, *tensors: Any, rounded: bool, **sizes: int) -> Tensor:
+        packed, scale, offset, bias = tensors
+        outputs = sizes["outputs"]
+        want(outputs > 0 and outputs % 16 == 0 and packed.dim() == 3)
+        want(packed.shape[0] * 16 % outputs == 0)
+        count = packed.shape[0] * 16 // outputs
+        want(chosen.dim() == 2 and chosen.dtype == torch.int64)
+        want(x.dim() in (2, 3) and x.shape[:-1] == chosen.shape[: x.dim() - 1])
+        want(bias is None or (bias.dtype == F32 and bias.shape == (count, outputs)))
+        given = packed, scale, offset, None, None
+        all_sizes = sizes | {"outputs": count * outputs}
+        stored = _stored(x, given, None, **all_sizes)
+        want(bool(((chosen >= 0) & (chosen < count)).all()))
+        rows = x if x.dim() == 3 else x[:, None].expand(*chosen.shape, x.shape[-1])
+        if rounded:
+            every = quantized.linear(rows, stored)
+        else:
+            every = (rows.double() @ quantized.table(stored).double().T).float()
+        every = every.unflatten(-1, (count, outputs))
+        every = every if bias is None else every + bias
+        index = chosen[..., None, None].expand(*chosen.shape, 1, outputs)
+        return every.gather(2, index).squeeze(2)
+
+    def call(*tensors: Any, bits: int, group: int, outputs: int, rounded: bool) -> Any:
+        return native_quantized.quantized_experts(*tensors, bits, group, outputs, rounded)
+
+    options: dict[str, Any] = _spoilt(make, (bits, group, outputs))
+    near = SAME if rounded else NEAR
+    options |= {"rounded": rounded}
+    # What experts are there no shape rule knows.
+    return Case("quantized_experts", call, meaning, operands, options, tolerance=near)
+
+
 def native_quantized_embedding(make: Maker) -> Case:
     w = _weight(make)
     low = -1 if make.random.random() < 0.1 else 0

@@ -298,6 +298,7 @@ MAKERS: list[Callable[[Maker], Case]] = [
     native_topk,
     few_bits.native_quantized_linear,
     few_bits.native_float_linear,
+    few_bits.native_quantized_experts,
     few_bits.native_quantized_embedding,
     native_quantize_rows,
     native_attend_quantized,
