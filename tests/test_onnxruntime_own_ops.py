@@ -207,6 +207,40 @@ def test_a_product_whose_operands_do_not_fit_is_refused(changes, says):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({}, None),
+        ({"x": torch.zeros(2, 4, 32)}, "x must be"),
+        ({"experts": torch.tensor([0, 1, 0])}, "experts must be"),
+        ({"experts": torch.tensor([[0], [2], [1]])}, "index 2 lies outside 0..1"),
+        ({"experts": torch.tensor([[0], [-1], [1]])}, "index -1 lies outside 0..1"),
+        ({"packed": torch.zeros(1, 2, 128, dtype=torch.uint8)}, "packed must be"),
+        ({"scale": torch.zeros(2, 2, 15)}, "scale must be"),
+        ({"offset": torch.zeros(1, 2, 16)}, "offset must be"),
+        ({"bias": torch.zeros(32)}, "bias must be"),
+        ({"N": 20}, "whole tiles"),
+        ({"E": 0}, "whole tiles"),
+        ({"E": 1 << 50}, "too many experts"),
+    ],
+)
+def test_products_of_experts_that_do_not_fit_are_refused(changes, says):
+    w = quantized.weight(0, 32, 16, 2, 4, "offset")
+    packed, scale, offset, _ = w.table_in_tiles()
+    given = {"x": quantized.rows(0, 3, 32), "experts": torch.tensor([[0], [1], [1]])}
+    given |= {"packed": packed, "scale": scale, "offset": offset, "bias": torch.zeros(2, 16)}
+    given |= {"bits": 4, "group": 16, "N": 16, "E": 2, "rounded": 1}
+    given |= changes
+    sizes = {name: given.pop(name) for name in ("bits", "group", "N", "E", "rounded")}
+    if says is None:
+        every = quantized.linear(given["x"], w).view(3, 2, 16)
+        want = torch.stack([every[0, 0], every[1, 1], every[2, 1]])[:, None]
+        assert torch.equal(torch.from_numpy(node("QuantizedExperts", sizes, **given)), want)
+        return
+    with pytest.raises(Exception, match=says):
+        node("QuantizedExperts", sizes, **given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
         ({"packed": torch.zeros(2, 2, 127, dtype=torch.uint8)}, "packed must be"),
         ({"packed": torch.zeros(1, 2, 128, dtype=torch.uint8)}, "packed must be"),
         ({"scale": torch.zeros(20)}, "scale must be"),

@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from archs import ARCHS, build
 from tiny import PROMPTS, tiny_llama
 
 import graftwork as gw
 from graftwork.backends import compile
 from graftwork.backends.target import Target
+from graftwork.frontends import import_model
 from graftwork.ir import PassError, Program
 from graftwork.ir.numerics import pack, unpack
 from graftwork.model import Model
-from graftwork.passes.engine.manager import run_passes
+from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights
 from graftwork.passes.numerics.shift_weights import ShiftWeights
 from graftwork.recipe import Recipe
@@ -93,3 +95,11 @@ def test_weights_that_share_a_store_share_what_is_made_of_it() -> None:
     program = QuantizeWeights(bits=8, embedding=True, group=16).run(tiny_llama()).program
     first = ShiftWeights(bits=4).run(program).program
     assert len([name for name in first.weights if name.startswith("embed")]) == 3
+
+
+def test_experts_are_not_shifted() -> None:
+    """A program of which only a part would have fewer bits is refused."""
+    start = import_model(build(ARCHS["mixtral"]))
+    steps = [*Recipe.load("baseline").steps, Step(QuantizeWeights(group=8))]
+    with pytest.raises(PassError, match="has mixtures whose experts are stored"):
+        ShiftWeights(bits=3).run(run_passes(start, steps)[0])

@@ -62,6 +62,11 @@ class ShiftWeights(Pass):
         return edit_with_weights(program, self._shift)
 
     def _shift(self, fn: Function, weights: WeightStore) -> tuple[int | str, WeightStore]:
+        if fn.calls(G.quantized_moe.default):
+            raise PassError(
+                f"shift_weights: {fn.name} has mixtures whose experts are stored, which "
+                f"it does not shift: quantize them in as many bits as you want (quantize_weights)"
+            )
         calls = fn.calls(*STORED)
         found = [node for node in calls if int(arguments(node)["bits"]) > self.bits]
         if not found:
