@@ -123,7 +123,8 @@ class _Training:
         if isinstance(model, (str, Path)):
             self.source, model = Path(model), _opened(Path(model))
         self.model: PreTrainedModel = model
-        program = _traced(model)
+        # Of a folder the program has the tokenizer, too.
+        program = _traced(self.source or self.model)
         names = {name for name, _ in self.model.named_parameters()}
         self.trainer = ExitTrainer(program, objective, names, torch.device("cpu"))
         self.mark = {**asdict(objective), "layers": self.trainer.layers, "program": program.name}
@@ -229,7 +230,7 @@ class _Training:
             held[name].copy_(tensor)
 
 
-def _traced(model: PreTrainedModel) -> Program:
+def _traced(model: PreTrainedModel | Path) -> Program:
     from ..frontends import import_model
 
     return import_model(model, dtype=torch.float32)
