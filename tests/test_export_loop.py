@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import torch
 from handmade import Shape
 from handmade import cached_llama as handmade_llama
 from onnxruntime_helpers import needs_node
@@ -186,6 +187,16 @@ def test_what_is_left_to_a_run_stands_in_ifs(name: str, tmp_path: Path) -> None:
     ]
     products = [sum(node.op_type == "MatMul" for node in branch.node) for branch in branches]
     assert branches and max(products) >= 4
+
+
+@pytest.mark.parametrize("name", ["calm", "free", "ffn_skipllm", "layerskip"])
+def test_branches_agree_in_their_types(name: str, tmp_path: Path) -> None:
+    """In halves, too, and with logits that go out of them."""
+    recipe = Recipe.load(RECIPES.get(name, name))
+    program, _ = run_passes(tiny_llama(4, dtype=torch.float16), recipe.steps)
+    folder = export_onnx_loop(program, tmp_path / "out", sample=True)
+    onnx.checker.check_model(str(folder / "generate.onnx"), full_check=True)
+    opened(folder)
 
 
 def graphs_of(graph: Any) -> list[Any]:

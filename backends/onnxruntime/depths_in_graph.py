@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as oir
 import torch
 
-from ...ir import Program, UnsupportedError
+from ...ir import Program, UnsupportedError, type_of
 from ...ir.plan import (
     ConfidentDepth,
     DecayBudget,
@@ -28,6 +28,7 @@ from ...ir.plan import (
 )
 from ...ir.plan.depth import ThresholdDepth
 from .attention import SEQLENS, TOTAL
+from .emit import DTYPES
 from .graph_builder import BOOL, F32, F64, I64, GraphBuilder
 from .steps_in_graph import Fed, Steps, Values, either, nothing
 
@@ -174,8 +175,9 @@ def without_mlps(
     places = set(record.places(steps.program.plan.step))
     written = g.op("Greater", g.op("Add", fed.place, g.const(1)), g.const(record.warm))
     asks, idle = g.op("And", fed.lone, written), g.const(False, np.bool_)
-    unlike = g.const(-2.0, np.float32)  # less than any cosine
-    values = {**values, record.score: g.typed("Reshape", F32, unlike, g.const([1, 1]))}
+    unlike = g.const([[-2.0]], np.float32)  # less than any cosine
+    kind = _dtype(steps.program, parts[min(places)], record.score)
+    values = {**values, record.score: g.typed("Cast", kind, unlike, to=int(kind))}
     for place, name in enumerate(parts):
         part = steps.call(name, fed.given)
         if place not in places:
@@ -201,10 +203,11 @@ DEPTHS: Mapping[type[DepthRecord], Form] = {
 
 def _unasked(g: GraphBuilder, steps: Steps) -> Values:
     """What stands for an answer where nobody asks."""
+    kind = _dtype(steps.program, called(steps.program)[-1], "logits")
     return {
         SURE: g.typed("Identity", BOOL, g.const(False, np.bool_)),
         "argmax": g.typed("Identity", I64, g.const([[0]])),
-        "logits": g.typed("Identity", F32, g.const([[[0.0]]], np.float32)),
+        "logits": g.typed("Cast", kind, g.const([[[0.0]]], np.float32), to=int(kind)),
     }
 
 
@@ -258,6 +261,10 @@ def _bound(g: GraphBuilder, record: ThresholdDepth, fed: Fed) -> Any:
 def _first(g: GraphBuilder, value: oir.Value) -> Any:
     """The first entry [] of a value, as f32."""
     return g.cast(g.op("Gather", g.op("Reshape", value, g.const([-1])), g.const(0)), F32)
+
+
+def _dtype(program: Program, name: str, output: str) -> Any:
+    return DTYPES[type_of(program.function(name).outputs[output]).dtype]
 
 
 def _layers(program: Program, name: str) -> int:

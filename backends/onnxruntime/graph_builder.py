@@ -88,9 +88,11 @@ class GraphBuilder:
         self.graph.append(node)
         return node.outputs[0] if outputs is None else tuple(node.outputs)
 
-    def typed(self, op_type: str, dtype: oir.DataType, *inputs: oir.Value | None) -> Any:
+    def typed(
+        self, op_type: str, dtype: oir.DataType, *inputs: oir.Value | None, **attributes: Any
+    ) -> Any:
         """A node of ONNX's own whose value may go out of this graph."""
-        made = self.op(op_type, *inputs)
+        made = self.op(op_type, *inputs, **attributes)
         made.dtype = dtype
         return made
 
