@@ -49,6 +49,7 @@ from .program import Source, described, settled
 from .regions import needed_for, reached_from
 
 G = torch.ops.graftwork
+LOOK_UP = torch.ops.aten.embedding.default
 SOURCE = "source"
 """What the encoder's trace returns and the decoder's takes."""
 
@@ -63,7 +64,8 @@ def build_with_source(
 ) -> Program:
     """The program of a model that writes from a source, at stage "traced".
 
-    plan: of the source; its `most` is the number of positions that the encoder is asked to have.
+    plan: of the source; its `most` is the number of positions that the encoder is asked to have,
+    and its `vocabulary` what the encoder turns out to have.
     Errors: `UnsupportedError` as `build_program`, and for steps that read their source otherwise
     than by attention.
     """
@@ -75,8 +77,21 @@ def build_with_source(
     info = described(step, replace(info, context=context), name)
     functions = {fn.name: fn for fn in (step.fn, encode.fn)}
     weights = WeightStore({**encode.weights, **step.weights})
-    decode = DecodePlan(source=replace(plan, most=most))
-    return Program(name, functions, weights, info, plan=decode, assets=dict(assets)).pruned()
+    source = replace(plan, most=most, vocabulary=_vocabulary(encode.fn))
+    return Program(
+        name, functions, weights, info, plan=DecodePlan(source=source), assets=dict(assets)
+    ).pruned()
+
+
+def _vocabulary(encode: Function) -> int:
+    """Tokens that the encoder has rows for; 0 where it reads none."""
+    if not encode.has_input("tokens"):
+        return 0
+    tables = [node.args[0] for node in encode.input("tokens").users if node.target is LOOK_UP]
+    sizes = [type_of(table).dims[0] for table in tables if isinstance(table, torch.fx.Node)]
+    if not sizes:
+        raise UnsupportedError("the encoder does not look its tokens up in a table")
+    return min(int(str(size)) for size in sizes)
 
 
 def _keep_apart(encode: Imported, step: Imported) -> None:

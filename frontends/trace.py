@@ -173,7 +173,7 @@ def _explain(name: str, wrapper: nn.Module, error: BaseException) -> str:
     if "specialized" in reason:
         reason = f"it runs Python code for each token (a loop over the sequence); {reason}"
     return (
-        f"cannot trace {name}{where}: {reason}. Expected a causal language model whose graph does "
+        f"cannot trace {name}{where}: {reason}. Expected a language model whose graph does "
         "not depend on the data; such models are not supported yet"
     )
 

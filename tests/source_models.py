@@ -135,3 +135,57 @@ def copying() -> Any:
             looking.v_proj.weight[EDITED.get(token, token), token] = 1.0
         looking.out_proj.weight[:TOKENS] = 20.0 * tokens
     return model
+
+
+SMALL: dict[str, Any] = {
+    **_SIZES,
+    **dict.fromkeys(("hidden_size", "embed_dim"), 32),
+    **dict.fromkeys(("decoder_vocab_size", "src_vocab_size", "tgt_vocab_size"), VOCABULARY),
+    **dict.fromkeys(("num_encoder_layers", "num_decoder_layers", "num_layers"), 2),
+    **dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_heads", "num_attention_heads", "num_experts"), 4),
+    **dict.fromkeys(("forced_eos_token_id", "forced_bos_token_id"), None),
+    "d_kv": 8,
+    "d_ff": 48,
+    "n_positions": 128,
+    "max_position_embeddings": 128,
+    "num_sparse_encoder_layers": 1,
+    "num_sparse_decoder_layers": 1,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+}
+"""What shrinks any configuration that has such a setting."""
+MOST_PARAMETERS = 20_000_000
+
+
+def model_types() -> list[str]:
+    """Every type that transformers takes for one that writes a text from a text, and whisper."""
+    from transformers.models.auto import modeling_auto
+
+    return sorted({*modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "whisper"})
+
+
+def shrunk(name: str) -> Any:
+    """A tiny random model of a type, as far as its settings have usual names. Errors: whatever the
+    type's own code raises, and `ValueError` for one that stays large."""
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+    if name in CONFIGS:
+        return made(name)
+    usual = AutoConfig.for_model(name)
+    known = {key: value for key, value in SMALL.items() if hasattr(usual, key)}
+    if "num_encoder_layers" in known and "encoder_layers" not in usual.to_dict():
+        known = {key: value for key, value in known.items() if key != "num_hidden_layers"}
+    config = AutoConfig.for_model(name, **known)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForSeq2SeqLM.from_config(config).parameters())
+    if size > MOST_PARAMETERS:
+        raise ValueError(f"{size >> 20} million parameters are left of it")
+    model = AutoModelForSeq2SeqLM.from_config(config).eval()
+    torch.manual_seed(3)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.4)
+    return model

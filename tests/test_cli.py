@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from source_models import made, written
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import graftwork as gw
@@ -163,6 +164,21 @@ def test_generate_from_a_checkpoint_and_from_an_artifact(
     result: dict[str, Any] = json.loads(text)
     assert code == 0 and result["text"] + "\n" == direct
     assert len(result["ids"]) == result["stats"]["new_tokens"] <= 12
+
+
+def test_generate_writes_from_a_source(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The prompt is what the model reads; what it writes is shown, and is transformers'."""
+    model = made("bart", vocab_size=320)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((checkpoint / "tokenizer.json").read_bytes())
+    args = ("--prompt", TEXT[0], "--max-new-tokens", 8, "--target", CPU, "--json")
+    code, out, errors = run(capsys, "generate", tmp_path, *args)
+    assert code == 0, errors
+    ids = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(TEXT[0]).ids
+    want = written(model, {"input_ids": torch.tensor([ids])}, max_new_tokens=8)
+    assert json.loads(out)["ids"] == want[0, 1:].tolist()
 
 
 def test_generate_agrees_with_transformers(

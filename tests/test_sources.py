@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +16,6 @@ import graftwork as gw
 from graftwork.ir import GraftworkError
 
 QUANTIZED = torch.ops.graftwork.quantized_linear.default
-TARGETS = ["eager", "onnxruntime", pytest.param("torch", marks=pytest.mark.long)]
 
 
 @lru_cache(maxsize=32)
@@ -23,8 +23,15 @@ def fast(name: str, recipe: str, target: str) -> Any:
     return gw.optimize(model(name), recipe, target=target)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", TYPES)
+def combinations() -> Iterator[Any]:
+    """Types on targets; the first that show it, and the rest."""
+    for name in TYPES:
+        for target in ("eager", "onnxruntime", "torch"):
+            quick = target == "onnxruntime" or (name, target) == ("bart", "eager")
+            yield pytest.param(name, target, marks=[] if quick else [pytest.mark.long])
+
+
+@pytest.mark.parametrize(("name", "target"), combinations())
 def test_the_same_tokens(name: str, target: str) -> None:
     """Alone, and in a batch of sources of several lengths, whose padding changes nothing."""
     for count in (1, 3):
@@ -49,7 +56,7 @@ def test_from_a_folder_validated_and_saved(tmp_path) -> None:
     assert torch.equal(loaded.generate(**given, max_new_tokens=16), want)
 
 
-@pytest.mark.parametrize("name", ["t5", "whisper"])
+@pytest.mark.parametrize("name", ["t5", pytest.param("whisper", marks=pytest.mark.long)])
 def test_drafts_of_all_shapes(name: str) -> None:
     """Chains and trees are verified by the same cross-attention and biases, and fed together."""
     given = sources(name, 3)
@@ -62,7 +69,7 @@ def test_drafts_of_all_shapes(name: str) -> None:
         assert out.stats.accepted_tokens > 3
 
 
-@pytest.mark.parametrize("target", ["eager", "onnxruntime"])
+@pytest.mark.parametrize("target", ["eager", pytest.param("onnxruntime", marks=pytest.mark.long)])
 def test_drafts_are_copied_from_the_source(target: str) -> None:
     """Aggressive decoding: a text that follows its source costs few steps, edits included."""
     copier = copying()
@@ -212,3 +219,21 @@ def test_nothing_is_held_of_other_sources() -> None:
         out = plain.generate(**given, **options, return_dict_in_generate=True)
         assert out.stats.reused_tokens == 0
         assert torch.equal(out.sequences, written(model("bart"), given, **options))
+
+
+def test_caches_of_few_bits_and_of_fewer_rows() -> None:
+    """What is made of a source is stored in few bits like any cache; rules that drop a text's rows
+    leave it alone, and are refused where a bias counts them."""
+    given, recipe = sources("bart", 3), gw.Recipe.load("kv_int8")
+    stored = gw.optimize(model("bart"), recipe, target="eager")
+    assert str(stored.program.states["cross.0.key.codes"].type) == "u8[B,4,E,8]"
+    ours = stored.generate(**given, max_new_tokens=12)
+    assert (ours == written(model("bart"), given, max_new_tokens=12)).float().mean() > 0.5
+    options = ["evict_cache.budget=32", "evict_cache.block=16", "evict_cache.positions=absolute"]
+    dropping = gw.Recipe.load("streaming_llm").with_options(options)
+    kept = gw.optimize(model("bart"), dropping, target="eager")
+    few = kept.generate(**given, max_new_tokens=40)
+    assert torch.equal(few[:, :40], written(model("bart"), given, max_new_tokens=39))
+    assert kept.generate(**given, max_new_tokens=60).shape == (3, 61)
+    with pytest.raises(GraftworkError, match="weighs rows by their distance"):
+        gw.optimize(model("t5"), dropping, target="eager")

@@ -37,6 +37,7 @@ _BY_ROW = frozenset(
         G.glu.default,
         G.step_mask.default,
         G.alibi.default,
+        G.distance_bias.default,
         G.cache_write.default,
         G.quantize_rows.default,
         G.quantized_embedding.default,

@@ -38,7 +38,11 @@ class _TokenEncoder(nn.Module):
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> Any:
         """States."""
-        return self.model.get_encoder()(input_ids=tokens, return_dict=True).last_hidden_state
+        encoder = self.model.get_encoder()
+        given = {"input_ids": tokens}
+        if _numbers_by_ids(encoder):
+            given = {"inputs_embeds": encoder.embed_tokens(tokens)}
+        return encoder(**given, return_dict=True).last_hidden_state
 
 
 class _FeatureEncoder(nn.Module):
@@ -71,8 +75,17 @@ class _Decoder(nn.Module):
         from transformers.modeling_outputs import BaseModelOutput
 
         made = BaseModelOutput(last_hidden_state=source)
-        given = {"decoder_input_ids": tokens, "encoder_outputs": made}
-        return self.model(**given, use_cache=False, return_dict=True).logits
+        given, decoder = {"decoder_input_ids": tokens}, self.model.get_decoder()
+        if _numbers_by_ids(decoder):
+            given = {"decoder_inputs_embeds": decoder.embed_tokens(tokens)}
+        out = self.model(**given, encoder_outputs=made, use_cache=False, return_dict=True)
+        return out.logits
+
+
+def _numbers_by_ids(half: nn.Module) -> bool:
+    """Whether an encoder or decoder numbers tokens by which of them are padding. There is none in
+    what programs read: with embeddings in their place it counts on from the first."""
+    return any(hasattr(m, "create_position_ids_from_input_ids") for m in half.modules())
 
 
 def traced_pair(
@@ -111,8 +124,7 @@ def _encoder(twin: Any, info: ModelInfo) -> tuple[Any, Encoded]:
     """What is traced of an encoder, and what the plan says of its source."""
     given = twin.main_input_name
     if given == "input_ids":
-        vocabulary = twin.get_encoder().get_input_embeddings().weight.shape[0]
-        return _TokenEncoder(twin), Encoded(most=info.context, vocabulary=int(vocabulary))
+        return _TokenEncoder(twin), Encoded(most=info.context)
     encoder = twin.get_encoder()
     if given != "input_features" or not (hasattr(encoder, "conv1") and hasattr(encoder, "conv2")):
         raise UnsupportedError(

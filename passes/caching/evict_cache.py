@@ -155,9 +155,11 @@ def _writes(functions: dict[str, Function], program: Program) -> Iterator[Writte
                 f"{fn.name} looks back over a sliding window of {mask.kwargs.get('window')} "
                 f"positions, which rows that were dropped would shift",
             )
+        by_distance = fn.calls(G.alibi.default, G.distance_bias.default)
         refuse(
-            bool(fn.calls(G.alibi.default)),
-            f"{fn.name} weighs rows by their distance (ALiBi), and dropped rows would shift it",
+            bool(by_distance and fn.calls(G.step_mask.default)),
+            f"{fn.name} weighs rows by their distance (ALiBi, or a table), and dropped rows would "
+            f"shift it",
         )
     seen: set[str] = set()
     step = program.step.name
@@ -173,7 +175,7 @@ def _writes(functions: dict[str, Function], program: Program) -> Iterator[Writte
             )
             seen.update(write.names)
             yield write
-    lost = [n for n, s in program.states.items() if s.capacity and n not in seen]
+    lost = [n for n, s in program.states.items() if s.grows and n not in seen]
     refuse(bool(lost), f"no attention reads {', '.join(lost)} as keys and values")
 
 

@@ -94,8 +94,10 @@ class QuantizeOldRows(Pass):
     def run(self, program: Program) -> Outcome:
         """Give old rows codes. See the module docstring."""
         self._check(program)
-        # A draft's own cache, where the step makes the draft, stays as it is.
-        wanted = {name for name in cached_states(program) if program.step.has_input(name)}
+        # A draft's own cache, where the step makes the draft, stays as it is, and so does what is
+        # made of a source: no row of that is older than another.
+        read = {name for name in cached_states(program) if program.step.has_input(name)}
+        wanted = {name for name in read if program.states[name].grows}
         if not wanted:
             return Outcome(program, 0, "no attention of the target reads a cache")
         forms = {name: self._form(program, program.states[name]) for name in sorted(wanted)}

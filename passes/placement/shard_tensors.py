@@ -83,6 +83,11 @@ class ShardTensors(Pass):
 
     def run(self, program: Program) -> Outcome:
         """Split the blocks, the head and the embedding. See the module docstring."""
+        if program.plan.source.encoder is not None:
+            raise PassError(
+                f"pass {self.name!r}: {program.name} writes from a source, and the states that are "
+                "made of it are not split yet: run it in one process"
+            )
         if any(fn.calls(G.all_reduce.default) for fn in program.functions.values()):
             raise PassError(f"pass {self.name!r}: the program is a part of another one already")
         part, left = self._part(), list[str]()
