@@ -1,8 +1,9 @@
 """Every causal language model type of the installed transformers: the same tokens, or a reason.
 
 Each is shrunk to a tiny random model (`shrunk`). Nothing may crash, and nothing may be wrong.
-``pytest tests/test_every_model.py -m long --update`` rewrites docs/models.md's table, which the
-last test compares with what this run found.
+Every fourth one is looked at in each long run, the others before a release.
+``pytest tests/test_every_model.py -m "long or sweep" --update`` rewrites docs/models.md's table,
+which the last test compares with what this run found.
 """
 
 from __future__ import annotations
@@ -24,14 +25,18 @@ from graftwork.ir import Defaults, Program, UnsupportedError
 from graftwork.passes.engine.manager import run_passes
 from graftwork.runtime.generate import generate
 
-pytestmark = pytest.mark.long
 TABLE = Path(__file__).parent.parent / "docs" / "models.md"
 NEW, MOST = 12, 20_000_000
 FOUND: dict[str, tuple[str, str]] = {}
 """By model type: what came of it on eager torch, and on ONNX Runtime."""
 
+TYPES = [
+    pytest.param(name, marks=pytest.mark.sweep if place % 4 else pytest.mark.long)
+    for place, name in enumerate(model_types())
+]
 
-@pytest.mark.parametrize("name", model_types())
+
+@pytest.mark.parametrize("name", TYPES)
 def test_the_same_tokens_or_a_reason(name: str) -> None:
     """Logits in the interpreter, and greedy tokens on two targets, are transformers'."""
     try:
@@ -101,6 +106,7 @@ def _short(error: BaseException) -> str:
     return (text or type(error).__name__)[:160]
 
 
+@pytest.mark.sweep
 def test_the_table_in_the_docs_is_what_was_found(update: bool) -> None:
     """docs/models.md lists every type; most that can be built run on both."""
     if len(FOUND) < len(model_types()):
