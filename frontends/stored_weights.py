@@ -10,9 +10,10 @@ becomes::
     %y: f32[B,T,96] = graftwork.quantized_linear(%x, @up.weight.q4, @up.weight.q4.scale,
       @up.weight.q4.offset, bits=4, group=32, rounded=False)
 
-and nobody asks for the float weight any more. What something else than a product or a look-up reads
-(stacked experts, a weight with a norm folded in) stays float, with a warning that names it. Values
-are the source's, bit for bit: products are float unless the source rounds its activations.
+and nobody asks for the float weight any more. Experts of mixtures become a stack of stored weights
+(`graftwork.quantized_moe`). What something else than a product or a look-up reads (a weight with a
+norm folded in) stays float, with a warning that names it. Values are the source's, bit for bit, and
+products are float unless the source rounds its activations.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from ..ir import (
     site_of,
     type_of,
 )
+from ..ir.mixtures import Stack, store_experts
 from ..ir.numerics import Numeric, dequantize
 
 A, G = torch.ops.aten, torch.ops.graftwork
@@ -46,7 +48,8 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight [N,K] of a few bits, as `graftwork.quantized_linear` takes it.
+    """A weight [N,K] of a few bits, as `graftwork.quantized_linear` takes it; or a stack of experts
+    [E,N,K], whose parts have an axis of experts before the others.
 
     weight: u8[N,K*bits/8]. scale, offset: f32|f16[N,K/group]. codebook: f32[2^bits]. order: i64[K],
     the input channel that each stored column belongs to; None: they are in order. rounded: the
@@ -97,6 +100,10 @@ def keep_stored(program: Program, stored: Mapping[str, StoredWeight]) -> Program
         for node in fn.calls(A.linear.default, A.embedding.default):
             if (key := _weight_name(node)) in names:
                 _replace(fn, node, parts.of(key, stored[key]))
+        for node in fn.calls(G.moe.default):
+            keys = [_named(arguments(node)[name]) for name in ("gate_up", "down")]
+            if names.issuperset(keys) and _alike(*(stored[key] for key in keys)):
+                _replace_experts(fn, node, *(parts.of(key, stored[key]) for key in keys))
         fn.graph.eliminate_dead_code()
         functions[name] = fn
     kept = program.replace(functions=functions, weights=parts.weights).pruned()
@@ -158,8 +165,23 @@ class _Parts:
 
 
 def _weight_name(node: torch.fx.Node) -> str:
-    source = arguments(node)["weight"]
+    return _named(arguments(node)["weight"])
+
+
+def _named(source: torch.fx.Node) -> str:
     return str(source.target) if source.op == "get_attr" else ""
+
+
+def _alike(first: StoredWeight, second: StoredWeight) -> bool:
+    """Whether stacks can be those of one mixture."""
+    return (first.numeric.bits, first.rounded) == (second.numeric.bits, second.rounded)
+
+
+def _replace_experts(
+    fn: Function, node: torch.fx.Node, gate_up: StoredWeight, down: StoredWeight
+) -> None:
+    stacks = [Stack(s.weight, s.scale, s.offset, s.numeric.group) for s in (gate_up, down)]
+    store_experts(fn, node, *stacks, bits=gate_up.numeric.bits, rounded=gate_up.rounded)
 
 
 def _replace(fn: Function, node: torch.fx.Node, stored: StoredWeight) -> None:

@@ -257,10 +257,30 @@ def test_activations_are_rounded_where_that_is_asked_for(tmp_path: Path) -> None
     assert torch.equal(*found)
 
 
+def test_experts_become_a_stack_of_what_they_are_stored_as(tmp_path: Path) -> None:
+    """No float is made of them; tokens are those of the model of their values on every target."""
+    quantized, plain = write(tmp_path, gptq_config(4, 8), gptq_layer(4, 8), arch="qwen2_moe")
+    program = import_model(quantized, torch.float32)
+    (mixture,) = program.step.calls(G.quantized_moe.default)
+    assert not program.step.calls(G.moe.default) and not arguments(mixture)["rounded"]
+    assert program.weights[str(arguments(mixture)["gate_up"].target)].type.dtype == torch.uint8
+    ids, positions = tokens_and_positions()
+    wanted = logits_of(import_model(plain, torch.float32), ids, positions)
+    assert error(logits_of(program, ids, positions), wanted) < 1e-5
+    asked: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": []}
+    texts = [
+        gw.optimize(source, target=target).generate(ids[:1], **asked)
+        for source, target in ((plain, "eager"), (quantized, "eager"), (quantized, "onnxruntime"))
+    ]
+    assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])
+
+
 @pytest.mark.long
 def test_what_no_product_reads_is_dequantized_aloud(tmp_path: Path) -> None:
-    """Experts that become one stack are floats, a warning names them; the rest keeps its bits."""
-    quantized, plain = write(tmp_path, gptq_config(4, 8), gptq_layer(4, 8), arch="qwen2_moe")
+    """Experts whose columns have orders of their own have no stack: they are floats, a warning
+    names them; the rest keeps its bits."""
+    layer = gptq_layer(4, 8, ordered=False)
+    quantized, plain = write(tmp_path, gptq_config(4, 8, desc_act=True), layer, arch="qwen2_moe")
     with pytest.warns(
         GraftworkWarning, match=r"12 weights of few bits are dequantized.*experts\.0"
     ):

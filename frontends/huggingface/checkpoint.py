@@ -8,7 +8,7 @@ loads the weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -198,18 +198,65 @@ class Checkpoint:
     def stored(self) -> dict[str, StoredWeight]:
         """Parameters that the checkpoint holds in few bits.
 
-        Warns of those that transformers' rules make of several tensors: they are floats. Errors:
-        `UnsupportedError` for a module that has a weight which is laid in another way.
+        Experts that transformers' rules make one stack of are stacked as they are stored. Warns of
+        what else those rules make of several tensors: it is floats. Errors: `UnsupportedError` for
+        a module that has a weight which is laid in another way.
         """
-        found, left = {}, []
+        found: dict[str, StoredWeight] = {}
+        left: list[str] = []
         for name, recipe in self.recipes.items():
             if recipe.rule is not None:
+                stack = self._stack(name, recipe)
+                if stack is not None:
+                    found[name] = stack
+                    continue
                 left += [held.name for _, held in recipe.parts if held.name in self.kept]
             elif recipe.parts[0][0] in self.kept:
                 self._check_rows(name)
                 found[name] = self.kept[recipe.parts[0][0]]
         warn_of_dequantized(sorted(set(left)), "several make one weight here")
         return found
+
+    def _stack(self, name: str, recipe: _Recipe) -> StoredWeight | None:
+        """A parameter [E,N,K] of which each expert's weights are stored alike, as a stack of them;
+        None for what has no stack: other formats side by side, codebooks, columns in an order of
+        their own, or a rule that does not leave rows as they are."""
+        known = [self.kept.get(held.name) for _, held in recipe.parts]
+        stored = [part for part in known if part is not None]
+        formats = {(part.numeric, part.rounded) for part in stored}
+        plain = all(part.codebook is None and part.order is None for part in stored)
+        expected = TensorType.of(self.expected[name])
+        if len(stored) < len(known) or len(formats) != 1 or not plain or len(expected.dims) != 3:
+            return None
+        experts, rows, columns = expected.shape
+        numeric = stored[0].numeric
+        packed, scale = numeric.types(rows, columns)
+        parts: dict[str, Weight | None] = {}
+        for field_, type in (("weight", packed), ("scale", scale), ("offset", scale)):
+            single = [getattr(part, field_) for part in stored]
+            if single[0] is None:
+                parts[field_] = None
+                continue
+            made = TensorType(single[0].type.dtype, (experts, *type.dims))
+            fakes = [torch.empty(part.type.shape, device="meta") for part in single]
+            if not self._gives(recipe, name, fakes, made):
+                return None
+            stacked = partial(self._stacked, recipe, name, single)
+            parts[field_] = Weight(f"{name}.{field_}", made, stacked)
+        weight, scales = parts["weight"], parts["scale"]
+        assert weight is not None and scales is not None
+        return StoredWeight(numeric, weight, scales, parts["offset"], rounded=stored[0].rounded)
+
+    def _stacked(self, recipe: _Recipe, name: str, parts: Sequence[Weight]) -> torch.Tensor:
+        return self._converted(recipe, name, (part.load() for part in parts))
+
+    def _gives(
+        self, recipe: _Recipe, name: str, tensors: Iterable[torch.Tensor], wanted: TensorType
+    ) -> bool:
+        try:
+            return self._converted(recipe, name, tensors).shape == wanted.shape
+        except Exception:  # rules may ask for the sizes of floats; they raise whatever they like
+            return False
 
     def _check_rows(self, name: str) -> None:
         module = self.twin.get_submodule(name.rpartition(".")[0])
@@ -221,9 +268,15 @@ class Checkpoint:
 
     def _convert(self, recipe: _Recipe, name: str) -> torch.Tensor:
         """Load the parts of a converted parameter and let transformers put them together."""
+        return self._converted(recipe, name, (weight.load() for _, weight in recipe.parts))
+
+    def _converted(
+        self, recipe: _Recipe, name: str, tensors: Iterable[torch.Tensor]
+    ) -> torch.Tensor:
+        """What a rule makes of a tensor for each part."""
         rule = deepcopy(recipe.rule)
-        for pattern, weight in recipe.parts:
-            rule.collected_tensors[pattern].append(weight.load())
+        for (pattern, _), tensor in zip(recipe.parts, tensors, strict=True):
+            rule.collected_tensors[pattern].append(tensor)
         made = rule.convert(recipe.first, model=self.twin, config=self.twin.config)
         if name not in made:
             raise InputError(f"{self.folder}: converting {recipe.first} did not give {name}")

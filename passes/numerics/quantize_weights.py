@@ -55,6 +55,7 @@ from ...ir import (
     site_of,
     type_of,
 )
+from ...ir.mixtures import Stack, store_experts
 from ...ir.numerics import Numeric
 from ..engine.base import STATES, Contract, Effect, Evidence, Outcome, Pass, TextSample, register
 from ..engine.calibrate import calibrate
@@ -242,35 +243,15 @@ class QuantizeWeights(Pass):
         self, fn: Function, node: torch.fx.Node, weights: WeightStore
     ) -> WeightStore:
         """Replace a mixture by one of stored experts."""
-        given, operands, groups = arguments(node), [], []
+        given, stacks = arguments(node), []
         for name in STACKS:
             weight = weights[str(given[name].target)]
             numeric = self.numeric_of(weight, False)
             stored = _rounded(weight, numeric, weights)
             weights = weights.adding(*stored)
-            with fn.graph.inserting_before(node):
-                parts = [fn.weight(part) for part in stored]
-            operands += [*parts, *[None] * (3 - len(parts))]
-            groups.append(numeric.group)
-        options = {name: given[name] for name in ("activation", "limit", "alpha")}
-        if not self.rounded:
-            options["rounded"] = False
-        rows = [given[name] for name in ("x", "experts", "weights")]
-        biases = [given[name] for name in ("gate_up_bias", "down_bias")]
-        with fn.graph.inserting_before(node):
-            new = fn.call(
-                G.quantized_moe.default,
-                *rows,
-                *operands,
-                *([] if biases == [None, None] else biases),
-                bits=self.bits,
-                group=groups[0],
-                down_group=groups[1],
-                site=site_of(node),
-                **{name: value for name, value in options.items() if value is not None},
-            )
-        node.replace_all_uses_with(new)
-        fn.graph.erase_node(node)
+            offset = stored[2] if len(stored) > 2 else None
+            stacks.append(Stack(stored[0], stored[1], offset, numeric.group))
+        store_experts(fn, node, *stacks, bits=self.bits, rounded=self.rounded)
         return weights
 
     def numeric_of(self, weight: Weight, known: bool) -> Numeric:
