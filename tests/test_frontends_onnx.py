@@ -220,9 +220,10 @@ def import_raised(source: Path) -> Program:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("precision", ["fp32", "int4"])
-def test_folders_of_genai(precision: str, tmp_path: Path) -> None:
-    """Made by its own builder; the configuration says where the decoder is, and what ends texts."""
+@pytest.mark.parametrize(("precision", "tied"), [("fp32", False), ("int4", False), ("int4", True)])
+def test_folders_of_genai(precision: str, tied: bool, tmp_path: Path) -> None:
+    """Made by its own builder; the configuration says where the decoder is, and what ends texts. A
+    table that is the head, too, is the head's bits in another shape."""
     pytest.importorskip("onnxruntime_genai")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -236,6 +237,7 @@ def test_folders_of_genai(precision: str, tmp_path: Path) -> None:
         max_position_embeddings=256,
         bos_token_id=1,
         eos_token_id=2,
+        tie_word_embeddings=tied,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
     demo = Path(gw.__file__).parent / "demo_model"

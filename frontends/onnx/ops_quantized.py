@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+import onnx_ir as oir
 import torch
 import torch.nn.functional as F
 
@@ -46,11 +47,20 @@ def nibbles(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
 
 
 def constant(c: Context, index: int) -> np.ndarray:
-    """The data of an input that is a constant."""
+    """The data of an input that is a constant, or one in another shape: tables that are also heads
+    are laid out for these."""
     value = c.node.inputs[index]
-    if value is None or value.const_value is None:
+    node = None if value is None else value.producer()
+    if node is None or node.op_type != "Reshape":
+        return _data(value, index)
+    return _data(node.inputs[0], index).reshape(_data(node.inputs[1], index).tolist())
+
+
+def _data(value: oir.Value | None, index: int) -> np.ndarray:
+    found = None if value is None else oir.convenience.get_const_tensor(value)
+    if found is None:
         raise UnsupportedError(f"input {index} of a weight of few bits is no constant")
-    array: np.ndarray = value.const_value.numpy()
+    array: np.ndarray = found.numpy()
     return array
 
 
