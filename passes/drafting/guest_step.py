@@ -18,8 +18,8 @@ TOKENIZER = "tokenizer.json"
 def guest_of(program: Program, model: str, owner: str, name: str) -> Program:
     """The model beside a program (`Program.guests`) that is to become its function `name`.
 
-    Errors: `PassError` naming `owner` for a model that is not there, and one whose tokens are
-    others than the program's.
+    Errors: `PassError` naming `owner` for a model that is not there, one whose tokens are others
+    than the program's, and one that writes from a source.
     """
     guest = program.guests.get(model)
     if guest is None:
@@ -32,6 +32,11 @@ def guest_of(program: Program, model: str, owner: str, name: str) -> Program:
         raise PassError(f"{owner}: the program has a function {name!r} already")
     if guest.stage != "canonical" or guest.states:
         raise PassError(f"{owner}: expected {guest.name} at the stage canonical, got {guest.stage}")
+    if guest.plan.source.encoder is not None:
+        raise PassError(
+            f"{owner}: {guest.name} writes from a source, which nobody would read for it; choose a "
+            "decoder-only model"
+        )
     ours, theirs = program.info.vocab_size, guest.info.vocab_size
     if ours != theirs:
         raise PassError(
