@@ -52,8 +52,7 @@ from graftwork.runtime.cache.conversations import Conversations
 from graftwork.runtime.scoring import score
 from graftwork.runtime.speculate.drafters.fused import FusedDrafter
 
-G = torch.ops.graftwork
-LAYERS, BUDGET, BLOCK = 2, 24, 8
+G, LAYERS, BUDGET, BLOCK = torch.ops.graftwork, 2, 24, 8
 SHAPE = Shape(layers=LAYERS, context=256)
 METHODS: dict[str, dict[str, Any]] = {
     "window": {"method": "window", "sinks": 4},
@@ -67,9 +66,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "pyramid": {"method": "snapkv", "recent": 6, "layers": "pyramid"},
     "sums in a pyramid": {"method": "h2o", "recent": 6, "layers": "pyramid"},
 }
-USUAL = ("window", "snapkv", "h2o", "pyramid")
-"""Those that the everyday run tries everywhere."""
-
+USUAL = ("window", "snapkv", "h2o", "pyramid")  # tried everywhere in the everyday run
 TEXT = torch.randint(2, 9, (1, 75), generator=torch.Generator().manual_seed(5))
 """Few different tokens: equal ones have equal keys in the first layer, and scores are tied."""
 
@@ -278,10 +275,7 @@ def held_rows(executable: Any, layer: int) -> torch.Tensor:
     return rows
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    on_backends(METHODS, USUAL),
-)
+@pytest.mark.parametrize(("name", "backend"), on_backends(METHODS, USUAL))
 def test_it_keeps_what_the_papers_rule_keeps(name: str, backend: str) -> None:
     """Rows and tokens, through a prompt of several blocks and in decoding."""
     reference, prompt = Reference(name), TEXT[0].tolist()
