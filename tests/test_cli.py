@@ -279,7 +279,7 @@ def test_export_of_a_recipe_that_drafts(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Refused unless the plain graph is asked for by name."""
-    args = ("export", checkpoint, "--recipe", "copyspec", "--format", "genai", "--out")
+    args = ("export", checkpoint, "--recipe", "recycling", "--format", "genai", "--out")
     code, _, errors = run(capsys, *args, tmp_path / "out")
     assert code == 2 and "--plain" in errors and not (tmp_path / "out").exists()
     assert run(capsys, *args, tmp_path / "out", "--plain")[0] == 0

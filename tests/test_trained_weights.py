@@ -19,12 +19,17 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import GraftworkWarning, PassError, Program
 from graftwork.ir.fingerprint import fingerprint
+from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.depth.cut_depth import CutDepth
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_hydra import DraftHydra
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.drafting.draft_mlp_speculator import DraftMlpSpeculator
 from graftwork.passes.drafting.draft_model import DraftModel
 from graftwork.passes.engine.base import Pass, all_passes
+from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.stepping.add_argmax import AddArgmax
+from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import generate
 from graftwork.training import fit
 from graftwork.training.net import trainable, trained_parts
@@ -33,14 +38,19 @@ TAKING = {name: cls for name, cls in all_passes().items() if "weights" in cls.mo
 EAGER = Target("eager", "cpu")
 
 
-def target() -> Program:
-    """Deep enough for drafters that read several layers, with what a checkpoint brings besides."""
-    return tiny_llama(7).replace(guests={"mtp.0": layer_ahead()})
+def target(*kinds: type[Pass]) -> Program:
+    """What passes of these kinds work on: deep enough for drafters that read several layers, with
+    what a checkpoint brings besides, and its step cut where they ask for that."""
+    whole = tiny_llama(7).replace(guests={"mtp.0": layer_ahead()})
+    if not any("segments" in kind.requires for kind in kinds):
+        return whole
+    cutting = (InsertKvCache(), PickLogits(), AddArgmax(), CutDepth(every=1))
+    return run_passes(whole, [Step(one) for one in cutting])[0]
 
 
 def trained(*passes: Pass) -> dict[str, torch.Tensor]:
     """What training some passes would leave."""
-    program = target()
+    program = target(*map(type, passes))
     for one in passes:
         program = one.run(program).program
     parts = trained_parts(program.plan)
@@ -48,9 +58,11 @@ def trained(*passes: Pass) -> dict[str, torch.Tensor]:
     return {name: program.weights[name].load().contiguous() for name in names}
 
 
-def written(folder: Path, tensors: Mapping[str, torch.Tensor], ours: bool = True) -> str:
-    """A heads file, as training here writes it or as others publish theirs."""
-    mark = {"target": fingerprint(target())} if ours else {"format": "pt"}
+def written(
+    folder: Path, tensors: Mapping[str, torch.Tensor], ours: bool = True, of: Program | None = None
+) -> str:
+    """A heads file, as training here writes it (of a program) or as others publish theirs."""
+    mark = {"target": fingerprint(of or target())} if ours else {"format": "pt"}
     save_file(dict(tensors), folder / "heads.safetensors", metadata=mark)
     return str(folder)
 
@@ -61,18 +73,19 @@ def test_every_pass_takes_all_of_a_file_or_refuses_it(
     name: str, ours: bool, tmp_path: Path
 ) -> None:
     kind = TAKING[name]
-    whole = trained(kind())
-    folder = written(tmp_path, whole, ours)
-    outcome = kind(weights=folder).run(target())
+    whole, start = trained(kind()), target(kind)
+    folder = written(tmp_path, whole, ours, start)
+    outcome = kind(weights=folder).run(start)
     assert outcome.remarks == ()
     first = min(whole)
     odd = f"{first}.odd"
-    written(tmp_path, {**whole, odd: torch.zeros(3)}, ours)
+    written(tmp_path, {**whole, odd: torch.zeros(3)}, ours, start)
     with pytest.raises(PassError, match=rf"{name}: .*'{odd}' as f32\[3\].*have no place"):
-        kind(weights=folder).run(target())
-    written(tmp_path, {n: t for n, t in whole.items() if n != first} | {"x": torch.zeros(1)}, ours)
+        kind(weights=folder).run(start)
+    fewer = {n: t for n, t in whole.items() if n != first}
+    written(tmp_path, fewer | {"x": torch.zeros(1)}, ours, start)
     with pytest.raises(PassError, match=rf"{name}: .*has no '{first}'"):
-        kind(weights=folder).run(target())
+        kind(weights=folder).run(start)
 
 
 @pytest.mark.parametrize(
@@ -104,12 +117,14 @@ def test_a_file_may_hold_what_several_passes_take(tmp_path: Path) -> None:
 
 
 def test_layers_of_the_checkpoint_are_trained() -> None:
-    assert [name for name in TAKING if not TAKING[name]().run(target()).remarks] == ["draft_mtp"]
+    silent = [name for name, kind in TAKING.items() if not kind().run(target(kind)).remarks]
+    assert silent == ["draft_mtp"]
 
 
 @pytest.mark.parametrize("name", [name for name in TAKING if name != "draft_mtp"])
 def test_untrained_weights_are_remarked(name: str) -> None:
-    (remark,) = TAKING[name]().run(target()).remarks
+    kind = TAKING[name]
+    (remark,) = kind().run(target(kind)).remarks
     assert "untrained" in remark and f"{name}.weights" in remark
 
 
