@@ -61,7 +61,8 @@ def traced_attention(
 ) -> Tensor:
     """Attention with a bias [.,H,T,N] of any kind, or to a source; only traces have it.
 
-    ``%y: f32[B,H,T,E] = graftwork.traced_attention(%q, %k, %v, %b, layer=0, ...)``
+    ``%y: f32[B,H,T,E] = graftwork.traced_attention(%q, %k, %v, %b, layer=0, scale=1.0,
+    causal=False)``
 
     q [B,H,T,D]; k [B,H,N,D]; v [B,H,N,E]; causal: whether later tokens are hidden.
     """
