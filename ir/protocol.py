@@ -39,6 +39,7 @@ INPUTS: Mapping[str, Input] = MappingProxyType(
         "features": Input("", "a source that is no text, f[B,...]"),
         "lengths": Input("i64[B]", "rows of the source that each sequence is written from"),
         "past": Input("i64[B]", "rows of its states that each sequence holds before the step"),
+        "shift": Input("i64[B]", "positions by which rows from `past` on are to be moved on"),
         "certain": Input(
             "i64[B]", "how many of a step's first tokens will not be taken back, for recurrences"
         ),

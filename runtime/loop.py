@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from time import perf_counter
 
 from ..ir import Program, UnsupportedError
 from ..ir.executable import Executable
 from ..ir.legality import unmet
 from .asking.request import Request
+from .edits import edits, put_together
 from .rounds import ROUNDS, Decoding
 from .shared import shared_request
 from .stats import Stats
@@ -21,11 +23,25 @@ def decode(executable: Executable, request: Request) -> Stats:
     """
     _check_plan(executable.program)
     decoding = Decoding(executable, request)
+    edited = [put_together(executable, e, partial(_fed, executable)) for e in edits(decoding)]
     ahead = shared_request(decoding)
     before = Stats() if ahead is None else decode(executable, ahead)
     run(decoding)
     decoding.finish()
-    return _with_shared(decoding.stats, before)
+    stats = _with_shared(decoding.stats, before)
+    for other in edited:
+        stats.turned_tokens += other.turned_tokens
+        stats.reused_tokens += other.reused_tokens
+        stats.prefill_seconds += other.prefill_seconds
+    return stats
+
+
+def _fed(executable: Executable, request: Request) -> Stats:
+    """Carry out a request as it is."""
+    decoding = Decoding(executable, request)
+    run(decoding)
+    decoding.finish()
+    return decoding.stats
 
 
 def _with_shared(stats: Stats, before: Stats) -> Stats:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..ir import Program
 from .asking.request import Request, read_request
 from .cache.conversations import common
 from .rounds.base import Decoding
@@ -41,7 +42,7 @@ def shared_request(decoding: Decoding) -> Request | None:
         begun = [n for n, text in zip(known, texts, strict=True) if text[: len(piece)] == piece]
         if len(piece) >= LEAST and sum(len(piece) - n >= LEAST for n in begun) > 1:
             wanted.append(piece)
-    return _asking(wanted, decoding) if wanted else None
+    return asking(wanted, program) if wanted else None
 
 
 def _left_off(decoding: Decoding, piece: list[int]) -> list[int]:
@@ -51,8 +52,8 @@ def _left_off(decoding: Decoding, piece: list[int]) -> list[int]:
     return piece
 
 
-def _asking(pieces: Sequence[list[int]], decoding: Decoding) -> Request:
-    """Greedy, one token each: it is not fed."""
+def asking(pieces: Sequence[list[int]], program: Program) -> Request:
+    """A request that feeds texts: greedy, one token each, which is not fed."""
     width = max(map(len, pieces))
     ids = torch.zeros(len(pieces), width, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -60,4 +61,4 @@ def _asking(pieces: Sequence[list[int]], decoding: Decoding) -> Request:
         ids[row, width - len(piece) :] = torch.tensor(piece)
         mask[row, width - len(piece) :] = 1
     asked = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
-    return read_request(ids, {**asked, "attention_mask": mask}, decoding.program)
+    return read_request(ids, {**asked, "attention_mask": mask}, program)

@@ -12,12 +12,12 @@ class Stats:
     steps: decode steps (the prefill, which yields each sequence's first token, is none).
     sequence_steps: steps times the sequences that were unfinished in them. new_tokens: tokens
     generated, first ones included. reused_tokens: of the prompts, those that an earlier call had
-    fed; shared_tokens: those that were fed once for several sequences of this call. draft_tokens:
-    proposed and verified. accepted_tokens: of those, the ones kept. prefill_seconds,
-    decode_seconds: wall time; decode_seconds covers executable_seconds, the time spent inside the
-    executable during decode steps. target_layers: layers of the step; skipped_layers: of those,
-    what decoded tokens did not run through before they were continued, summed over tokens; an MLP
-    is half a layer.
+    fed; shared_tokens: those that were fed once for several sequences of this call; turned_tokens:
+    those behind an edit, whose rows were kept from the text before it. draft_tokens: proposed and
+    verified. accepted_tokens: of those, the ones kept. prefill_seconds, decode_seconds: wall time;
+    decode_seconds covers executable_seconds, the time spent inside the executable during decode
+    steps. target_layers: layers of the step; skipped_layers: of those, what decoded tokens did not
+    run through before they were continued, summed over tokens; an MLP is half a layer.
     """
 
     steps: int = 0
@@ -28,6 +28,7 @@ class Stats:
     decoded_tokens: int = 0
     reused_tokens: int = 0
     shared_tokens: int = 0
+    turned_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     executable_seconds: float = 0.0

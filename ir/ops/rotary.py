@@ -1,4 +1,4 @@
-"""Rotary position embedding."""
+"""Rotary position embedding, and rows that it has turned."""
 
 from __future__ import annotations
 
@@ -79,3 +79,67 @@ def turned_on(
     cos = (new_cos * old_cos + new_sin * old_sin) / size
     sin = (new_sin * old_cos - new_cos * old_sin) / size
     return rotated(x, cos, sin, interleaved)
+
+
+def _shift_samples() -> Iterator[Sample]:
+    angle = torch.outer(torch.arange(6.0), torch.tensor([1.0, 0.3]))
+    first, shift = torch.tensor([2, 0]), torch.tensor([-3, 5])
+    for interleaved in (False, True):
+        given = torch.randn(2, 2, 7, 6), first, shift, angle.cos(), angle.sin()
+        yield given, {"interleaved": interleaved}
+
+
+def _shift_fake(
+    keys: Tensor,
+    first: Tensor,
+    shift: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+) -> Tensor:
+    given = Operands("shift_rows")
+    given.fit("keys", keys, "BGCD")
+    given.fit("first", first, "B", torch.int64)
+    given.fit("shift", shift, "B", torch.int64)
+    given.fit("cos", cos, "PR")
+    given.fit("sin", sin, "PR")
+    if 2 * cos.shape[1] > keys.shape[3]:
+        raise InputError(
+            f"shift_rows: expected tables [P,R] with 2R <= D={keys.shape[3]}, got {list(cos.shape)}"
+        )
+    return torch.empty_like(keys)
+
+
+@define(
+    "shift_rows(Tensor keys, Tensor first, Tensor shift, Tensor cos, Tensor sin, *, "
+    "bool interleaved=False) -> Tensor",
+    samples=_shift_samples,
+    fake=_shift_fake,
+)
+def shift_rows(
+    keys: Tensor,
+    first: Tensor,
+    shift: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+) -> Tensor:
+    """Keys from a row on, rotated on by a number of positions; those before it as they are.
+
+    ``%y: f32[B,G,C,D] = graftwork.shift_rows(%kv.0.key, %past, %shift, @cos, @sin)``
+
+    keys [B,G,C,D] after `rotary` by row p of the tables cos, sin [P,R] for position p; first
+    i64[B], a row; shift i64[B], -P < shift < P. Tables may be scaled: what is turned keeps its
+    length.
+    Source: He et al., "Let the Code LLM Edit Itself When You Edit the Code" (2024).
+    """
+    _shift_fake(keys, first, shift, cos, sin, interleaved=interleaved)
+    angles = [table.float()[shift.abs()][:, None, None] for table in (cos, sin)]
+    size = (angles[0] * angles[0] + angles[1] * angles[1]).sqrt()
+    forward = torch.sign(shift).to(torch.float32)[:, None, None, None]
+    turned = rotated(keys, angles[0] / size, angles[1] / size * forward, interleaved)
+    place = torch.arange(keys.shape[2], device=first.device)
+    after = place[None] >= first[:, None]
+    return torch.where(after[:, None, :, None], turned, keys)

@@ -69,6 +69,24 @@ class KeepAll(CacheRecord):
 
 @record
 @dataclass(frozen=True)
+class KeepEdited(CacheRecord):
+    """The cache keeps every committed token's rows, also those behind what was edited.
+
+    Where a prompt is an earlier text edited, `function` turns the keys behind the edit to where
+    they come to stand. least: tokens of a run that is found again.
+    """
+
+    function: str = "shift"
+    least: Nodes = 32
+    kind: ClassVar[str] = "edited"
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`."""
+        yield self.function, {}
+
+
+@record
+@dataclass(frozen=True)
 class Evict(CacheRecord):
     """A sequence that has `budget` + `block` rows is left `budget` of them by `function`.
 

@@ -13,11 +13,13 @@ from ..registry import Registry
 class CachePolicy:
     """Says when the states of a generation lose rows.
 
-    most: rows that they hold of a sequence at most; None: one for every token of its text.
+    most: rows that they hold of a sequence at most; None: one for every token of its text. least:
+    tokens of a run behind an edit whose rows may be kept (see `runtime/edits`); None: no rows may.
     Register a subclass with ``@CACHES.register(ItsRecord)`` in its own file of this folder.
     """
 
     most: int | None = None
+    least: int | None = None
 
     def __init__(self, record: Any, executable: Executable) -> None:
         self.record, self.executable = record, executable

@@ -52,6 +52,13 @@ class Conversation:
         held = [*(self.states or {}).values(), *self.memo.values()]
         return sum(tensor.nbytes for tensor in held)
 
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Rows of so many more tokens lie behind its own. No drafter has seen them."""
+        self.tokens = [*self.tokens, *tokens]
+        self.rows += len(tokens)
+        self.position += len(tokens)
+        self.draft, self.memo = None, {}
+
     def rows_at(self, count: int) -> int:
         """Rows of its first `count` tokens."""
         return self.rows - len(self.tokens) + count
@@ -132,6 +139,23 @@ class Conversations:
             if count > most:
                 best, most = conversation, count
         return None if best is None else Start(best, most)
+
+    def known(self, executable: Executable, program: Program) -> list[Conversation]:
+        """Those that texts of a program may go on from, the one that was used last at the end."""
+        lying = self.lying if self.begun == executable.begun else []
+        held = [*self.stored, *(one for one in lying if one is not None)]
+        return [one for one in held if one.plan == deciding(program)]
+
+    def rows(
+        self, executable: Executable, conversation: Conversation, start: int, count: int
+    ) -> dict[str, torch.Tensor]:
+        """Rows of a conversation that holds one for each token, of all states."""
+        program = executable.program
+        if conversation.states is None:
+            slot = next(n for n, one in enumerate(self.lying) if one is conversation)
+            return executable.read_rows(list(program.states), slot, start, start + count)
+        axes = {name: _row_axis(program, name) for name in conversation.states}
+        return {n: t.narrow(axes[n], start, count) for n, t in conversation.states.items()}
 
     def place(self, executable: Executable, starts: Sequence[Start | None], rows: int) -> None:
         """Begin with the rows of the conversations that texts go on from; `rows` is room to make.
@@ -235,9 +259,13 @@ def read_text(executable: Executable, slot: int, rows: int) -> dict[str, torch.T
 
 def _first_rows(program: Program, name: str, held: torch.Tensor, rows: int) -> torch.Tensor:
     """The first rows of what `read_text` gave of a state."""
+    return held.narrow(_row_axis(program, name), 0, rows_of(program, name, rows))
+
+
+def _row_axis(program: Program, name: str) -> int:
+    """The axis of a state's rows in what is held of one sequence."""
     state = program.states[name]
-    axis = [str(dim) for dim in state.type.dims if str(dim) != "B"].index(str(state.capacity))
-    return held.narrow(axis, 0, rows_of(program, name, rows))
+    return [str(dim) for dim in state.type.dims if str(dim) != "B"].index(str(state.capacity))
 
 
 def memo_of(going: Going, conversation: Conversation) -> Memo:

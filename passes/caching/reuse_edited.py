@@ -1,0 +1,124 @@
+"""Let an edited prompt go on from the rows of the text that it was made of.
+
+Before::
+
+    func step(..., past: i64[B], kv.0.key: f32[B,G,C,64], kv.0.value: f32[B,G,C,64], ...) { ... }
+
+After::
+
+    func step(..., past: i64[B], kv.0.key: f32[B,G,C,64], kv.0.value: f32[B,G,C,64], ...) { ... }
+
+    upkeep func shift(past: i64[B], shift: i64[B], kv.0.key: f32[B,G,C,64], ...) -> kv.0.key, ... {
+      %y: f32[B,G,C,64] = graftwork.shift_rows(%kv.0.key, %past, %shift, @cos, @sin)
+      ...
+    decode {
+      cache = edited(function="shift", least=32)
+
+A prompt that is a text of an earlier call with tokens put in, taken out or replaced feeds what was
+edited, and what follows the text. The rows behind an edit are kept: their values as they are, their
+keys turned by as many positions as the edit moved them. What those rows hold was computed from the
+old text before them, so what the model says is not what it would say of the new one: only recipes
+that ask for it do so.
+
+Source: He et al., "Let the Code LLM Edit Itself When You Edit the Code" (2024), positional
+integrity encoding.
+
+Refuses caches that lose rows, store them in few bits or are not keys and values alone; keys that
+are not what a rotation by the tokens' own positions makes them; attention over a sliding window, or
+that weighs rows by their distance; drafts with a cache of their own; recurrences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+
+from ...ir import Function, PassError, Program, Role
+from ...ir.contract import Contract
+from ...ir.plan import KeepAll, KeepEdited
+from ...ir.protocol import INPUTS
+from ..engine.base import Effect, Outcome, Pass, register
+from .cached_rows import Written, written
+from .rotation import Rotation
+
+G = torch.ops.graftwork
+
+
+@register
+class ReuseEdited(Pass):
+    """least: tokens that a run behind an edit must have to be found again; fewer are fed."""
+
+    least: Annotated[int, Field(ge=1, le=4096)] = 32
+
+    name: ClassVar[str] = "reuse_edited"
+    contract: ClassVar[Contract] = Contract.APPROXIMATE
+    requires: ClassVar[frozenset[str]] = frozenset({"cached"})
+    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.CACHE_CONTENTS})
+    reads: ClassVar[frozenset[Effect]] = frozenset(
+        {Effect.CACHE_LAYOUT, Effect.DECODE_PLAN, Effect.FUNCTIONS, Effect.LAYER_SET}
+    )
+
+    def run(self, program: Program) -> Outcome:
+        """Add the function. See the module docstring."""
+        writes = list(written(program.step, program))
+        if not writes:
+            return Outcome(program, 0, "the step writes no keys and values into caches")
+        self._check(program, writes)
+        name = "shift"
+        while name in program.functions:
+            name += "_"
+        fn = Function(name, role=Role.UPKEEP)
+        past, shift = (fn.add_input(n, INPUTS[n].type) for n in ("past", "shift"))
+        moved = {}
+        for write in writes:
+            (state,) = write.keys.names
+            rotation = Rotation.of(program.step, write.keys.new)
+            assert rotation is not None
+            tables = [fn.weight(program.weights[n]) for n in (rotation.cos, rotation.sin)]
+            keys = fn.add_input(state, program.states[state].type)
+            given = keys, past, shift, *tables
+            inner = rotation.interleaved
+            moved[state] = fn.call(G.shift_rows.default, *given, interleaved=inner)
+        fn.set_outputs(moved)
+        plan = replace(program.plan, cache=KeepEdited(name, self.least))
+        made = program.replace(functions={**program.functions, name: fn}, plan=plan)
+        return Outcome(made, len(writes))
+
+    def _check(self, program: Program, writes: list[Written]) -> None:
+        """Errors: `PassError` for rows that cannot be kept behind an edit."""
+        self._refuse(
+            not isinstance(program.plan.cache, KeepAll),
+            f"the plan has cache={program.plan.cache.brief} already",
+        )
+        self._refuse(
+            program.recurrent,
+            f"{program.name} has recurrences, which hold what all rows before an edit add up to",
+        )
+        for fn in program.functions.values():
+            near = any(m.kwargs.get("window") for m in fn.calls(G.step_mask.default))
+            self._refuse(near, f"{fn.name} looks back over a sliding window of positions")
+            far = fn.calls(G.alibi.default, G.distance_bias.default)
+            self._refuse(bool(far), f"{fn.name} weighs rows by their distance (ALiBi, or a table)")
+        for write in writes:
+            self._refuse(
+                bool(write.how), f"rows of {write.what} are stored in few bits and cannot be turned"
+            )
+            self._refuse(
+                Rotation.of(program.step, write.keys.new) is None,
+                f"keys of {write.what} are not what a rotation by the tokens' own positions gives, "
+                f"from tables (tabulate_positions makes them)",
+            )
+        own = {name for write in writes for name in write.names}
+        for name, state in program.states.items():
+            self._refuse(
+                state.grows and name not in own,
+                f"{name} holds something else of a text than the keys and values that the step "
+                f"attends to, such as a draft's own cache: draft without one",
+            )
+
+    def _refuse(self, wrong: bool, why: str) -> None:
+        if wrong:
+            raise PassError(f"{self.name}: {why}")

@@ -1,0 +1,115 @@
+"""Prompts that are earlier texts edited: what was edited is fed, and the rows behind it are kept.
+
+The rows of a run that both texts have are put behind the new text before it, and its keys turned by
+as many positions as it moved (see the pass `reuse_edited`). What comes of that is held as any text
+of an earlier call is, and the prompt goes on from it (`cache/conversations.py`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+from ..ir.executable import Executable
+from ..ir.plan import KeepEdited
+from .asking.request import Request
+from .cache.conversations import Conversations, common
+from .rounds.base import Decoding
+from .shared import asking
+from .stats import Stats
+
+
+class Run(NamedTuple):
+    """Tokens that two texts have: `length` of them from `old` on in one, from `new` on in
+    the other."""
+
+    old: int
+    new: int
+    length: int
+
+    @property
+    def shift(self) -> int:
+        """Positions by which the other text has it later."""
+        return self.new - self.old
+
+
+def runs(old: Sequence[int], new: Sequence[int], least: int) -> list[Run]:
+    """What of a text is found again in one that it was edited to, in the order of both, behind what
+    both begin with: runs of at least `least` tokens, each the first that there is."""
+    at = place = max(common(old, new, len(new)), 1)  # a text begins with what was fed
+    places: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for start in range(at, len(old) - least + 1):
+        places[tuple(old[start : start + least])].append(start)
+    found = []
+    while place + least <= len(new):
+        starts = places.get(tuple(new[place : place + least]), ())
+        first = bisect_left(starts, at)
+        if first == len(starts):
+            place += 1
+            continue
+        start = starts[first]
+        most = min(len(old) - start, len(new) - place)
+        count = common(old[start:], new[place:], most)
+        found.append(Run(start, place, count))
+        at, place = start + count, place + count
+    return found
+
+
+class Edit(NamedTuple):
+    """A prompt, what is found again of the text of an earlier call that it was made of, and the
+    rows of each such run."""
+
+    tokens: list[int]
+    runs: list[Run]
+    rows: Sequence[Mapping[str, torch.Tensor]]
+
+
+def edits(decoding: Decoding) -> list[Edit]:
+    """Of the prompts of a call that has not begun, those that are earlier texts edited, and of
+    whose tokens fewer need be fed so."""
+    kept, least = decoding.kept, decoding.cache.least
+    if kept is None or least is None or decoding.drafter.reads:
+        return []
+    executable = decoding.feeder.executable
+    known = kept.known(executable, decoding.program)
+    made: dict[tuple[int, ...], Edit] = {}
+    for start, text in zip(kept.find(executable, decoding), decoding.texts, strict=True):
+        tokens = text.tokens[:-1]  # something must be fed: only a step says what follows
+        best, most = None, (0 if start is None else start.count) + least - 1
+        for one in known:
+            found = runs(one.tokens, tokens, least)
+            gained = common(one.tokens, tokens, len(tokens)) + sum(run.length for run in found)
+            if found and gained > most:
+                best, most = (one, found), gained
+        if best is not None and tuple(tokens) not in made:
+            one, found = best
+            rows = [kept.rows(executable, one, run.old, run.length) for run in found]
+            made[tuple(tokens)] = Edit(tokens, found, rows)
+    return list(made.values())
+
+
+def put_together(executable: Executable, edit: Edit, feed: Callable[[Request], Stats]) -> Stats:
+    """Leave a conversation that ends with the edit's last run; what that cost. feed: runs a request
+    of one text, of which rows lie in the buffers then."""
+    program, stats = executable.program, Stats()
+    record = program.plan.cache
+    assert isinstance(record, KeepEdited)
+    for run, rows in zip(edit.runs, edit.rows, strict=True):
+        ahead = feed(asking([edit.tokens[: run.new]], program))
+        begun = perf_counter()
+        conversation = Conversations.of(executable).lying[0]
+        assert conversation is not None
+        executable.reserve(run.new + run.length)
+        executable.write_rows(0, run.new, rows)
+        moved = {"past": torch.tensor([run.new]), "shift": torch.tensor([run.shift])}
+        executable.run(record.function, moved, ())
+        conversation.extend(edit.tokens[run.new : run.new + run.length])
+        stats.turned_tokens += run.length
+        stats.reused_tokens -= run.new - ahead.reused_tokens  # they were fed, by this very call
+        stats.prefill_seconds += ahead.prefill_seconds + perf_counter() - begun
+    return stats
