@@ -30,7 +30,9 @@ import importlib.resources
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,9 @@ from .yamlfile import Document, parse, parse_value
 KEYS = ("title", "paper", "differs", "contract", "extends", "needs", "passes")
 NEEDS = {"data": "sample text or prompts, given as data="}
 TEXT = "calibration text"
+
+_document = lru_cache(maxsize=256)(parse)
+"""A text's document, parsed once: recipes are read again for each that extends them."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +264,7 @@ def _read(path: Path, below: tuple[Path, ...]) -> Recipe:
     origin = f"recipes/{path.name}" if path.parent == _folder() else str(path)
     if path.resolve() in below:
         raise InputError(f"{origin}: recipes extend each other in a circle")
-    return _Reader(parse(text, origin), path.parent).recipe(path.stem, (*below, path.resolve()))
+    return _Reader(_document(text, origin), path.parent).recipe(path.stem, (*below, path.resolve()))
 
 
 class _Reader:
@@ -307,10 +312,18 @@ class _Reader:
         if not name:
             return None
         try:
-            beside = self.folder is not None and name.endswith((".yaml", ".yml"))
-            return _read(Path(self.folder or "") / name if beside else _find(name), below)
+            return _read(self.beside(name) or _find(name), below)
         except InputError as error:
             raise self.error(("extends",), str(error)) from error
+
+    def beside(self, name: str) -> Path | None:
+        """The file beside this one that a name means: its own, or of graftwork's recipes another."""
+        if self.folder is None:
+            return None
+        if name.endswith((".yaml", ".yml")):
+            return self.folder / name
+        path = self.folder / f"{name}.yaml"
+        return path if self.folder == _folder() and path.is_file() else None
 
     def needs(self, base: Recipe | None) -> tuple[str, ...]:
         """What the user must bring, with what the base needs."""
@@ -360,7 +373,7 @@ class _Reader:
             raise self.error((*path, "options"), f"{name}: expected options, got {options!r}")
         if not isinstance(optional, bool):
             raise self.error((*path, "optional"), f"optional: expected a bool, got {optional!r}")
-        return Use(name, dict(options), optional, where)
+        return Use(name, deepcopy(dict(options)), optional, where)
 
     def short(self, entry: Mapping[str, Any], path: tuple[str | int, ...]) -> Mapping[str, Any]:
         """``name: {options}`` as its long form."""

@@ -19,14 +19,16 @@ def on_backends(
     cases: Iterable[str],
     everywhere: Collection[str],
     backends: Sequence[str] = ("eager", "onnxruntime"),
+    rare: Collection[str] = (),
 ) -> list[Any]:
-    """(case, backend) as parameters: all cases on the first backend, and on the others those of
-    `everywhere`; the rest with the mark `long`."""
+    """(case, backend) as parameters: all cases but the `rare` on the first backend, and on the
+    others those of `everywhere`; the rest with the mark `long`."""
     names = list(cases)
-    _check(everywhere, names)
+    _check({*everywhere, *rare}, names)
+    first = set(names) - set(rare)
     return [
         (name, backend)
-        if name in everywhere or backend == backends[0]
+        if name in everywhere or (name in first and backend == backends[0])
         else pytest.param(name, backend, marks=pytest.mark.long)
         for name in names
         for backend in backends

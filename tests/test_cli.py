@@ -288,6 +288,7 @@ def test_export_of_a_recipe_that_drafts(
     assert "--plain is for onnx, onnx-loop and genai" in run(capsys, *heads)[2]
 
 
+@pytest.mark.long
 def test_export_in_another_dtype(
     checkpoint: Path, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

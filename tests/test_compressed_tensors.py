@@ -73,7 +73,7 @@ def test_float8(scales: torch.dtype, strategy: str, tmp_path: Path) -> None:
         assert torch.equal(values, expected[name]), name
 
 
-@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("rounds", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_tokens(rounds: bool, tmp_path: Path) -> None:
     """Products are float, and give the tokens of the dequantized model; or rounded by token, where
     the checkpoint says so."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from archs import ARCHS, build
 from every_recipe import CASES, program_of
+from selection import mostly_long
 from tiny import tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -63,7 +64,7 @@ def test_all_that_functions_make_is_on_their_device(name: str, tmp_path: Path) -
             assert result.device == ELSEWHERE, function
 
 
-@pytest.mark.parametrize("backend", ["torch", "onnxruntime"])
+@pytest.mark.parametrize("backend", mostly_long(("torch", "onnxruntime"), keep=("onnxruntime",)))
 def test_weights_of_few_bits_are_refused_where_they_have_no_kernels(
     backend: str, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from graftwork.runtime import generate
 CASES = [("keydiff", 8), ("h2o", 8), ("expected", 4), ("pyramid", 8)]
 
 
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("onnxruntime", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("name", "bits"), CASES)
 def test_it_keeps_what_the_papers_rule_keeps(name: str, bits: int, backend: str) -> None:
     """Tokens and codes, through a prompt of several blocks and in decoding."""
@@ -48,6 +48,7 @@ def test_codes_are_not_turned() -> None:
         evicting("norm", bits=8, positions="cache")
 
 
+@pytest.mark.long
 def test_recipes_compose() -> None:
     evict = {"evict_cache": {"method": "norm", "budget": 64, "block": 32}}
     both = {"title": "both", "contract": "approximate", "extends": "kv_int8", "passes": [evict]}

@@ -156,6 +156,7 @@ def table(folder: Path) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.long
 def test_the_documented_table(tmp_path: Path) -> None:
     docs = Path(__file__).parents[1] / "docs" / "formats.md"
     assert table(tmp_path) in docs.read_text(encoding="utf-8"), table(tmp_path / "again")

@@ -136,7 +136,7 @@ MIXTURES = mostly_long(("mixtral", "gpt_oss", "qwen3_moe"), keep=("gpt_oss",))
 """Gated by silu, and with biases and limits."""
 
 
-@pytest.mark.parametrize("rounded", [True, False])
+@pytest.mark.parametrize("rounded", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_of_mixtures_have_few_bits(name: str, rounded: bool) -> None:
     """They stay packed on both backends, and a token's logits are those of the meaning, whatever

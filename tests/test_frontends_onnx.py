@@ -64,8 +64,15 @@ def own_runtime(folder: Path, tokens: list[int]) -> torch.Tensor:
     return torch.from_numpy(session.run(["logits"], feeds)[0][0])
 
 
-@pytest.mark.parametrize("dim", [16, 12])
-@pytest.mark.parametrize("ops", ["contrib", "standard"])
+@pytest.mark.parametrize(
+    ("dim", "ops"),
+    [
+        (12, "contrib"),
+        (16, "standard"),
+        pytest.param(16, "contrib", marks=pytest.mark.long),
+        pytest.param(12, "standard", marks=pytest.mark.long),
+    ],
+)
 def test_our_own_exports_come_back(dim: int, ops: str, tmp_path: Path) -> None:
     """The same tokens, ends and context; drafts work on top; and out it goes again."""
     folder = made("baseline", dim).export_onnx(tmp_path / "out", ops=ops)
@@ -79,8 +86,15 @@ def test_our_own_exports_come_back(dim: int, ops: str, tmp_path: Path) -> None:
     assert texts(again) == texts(model)
 
 
-@pytest.mark.parametrize("recipe", ["int8", "int4"])
-@pytest.mark.parametrize("qdq", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "qdq"),
+    [
+        ("int4", False),
+        ("int8", True),
+        pytest.param("int4", True, marks=pytest.mark.long),
+        pytest.param("int8", False, marks=pytest.mark.long),
+    ],
+)
 def test_exports_of_few_bits_keep_their_bits(recipe: str, qdq: bool, tmp_path: Path) -> None:
     folder = made(recipe).export_onnx(tmp_path / "out", qdq=qdq)
     model = optimized(folder)

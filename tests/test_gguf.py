@@ -133,7 +133,7 @@ def test_rounded_activations(tmp_path: Path) -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("recipe", ["eagle_chain", "medusa"])
+@pytest.mark.parametrize("recipe", mostly_long(("eagle_chain", "medusa"), keep=("eagle_chain",)))
 def test_heads_grow_on_a_head_of_few_bits(recipe: str, tmp_path: Path) -> None:
     """Drafts read the file's table and head, or float copies to be trained; texts stay the same."""
     path = tmp_path / "tiny.gguf"

@@ -92,6 +92,7 @@ def test_values_have_so_many_bits_on_average(method: str) -> None:
     assert f"{packed / values:.2f} bits on average" in outcome.remarks[0]
 
 
+@pytest.mark.long
 def test_it_harms_less_than_the_same_bits_everywhere() -> None:
     program = tiny_llama(4)
     evidence = evidence_for(program)

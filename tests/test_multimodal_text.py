@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from archs import text_config
+from selection import mostly_long
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import graftwork as gw
@@ -71,7 +72,7 @@ def _model(name: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_long(CASES, keep=("llava",)))
 def test_text_alone_is_what_transformers_makes_of_it(name, tmp_path):
     model = _model(name)
     plain = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}

@@ -257,7 +257,7 @@ def read_rows(program: Program, executable: Any, past: int) -> torch.Tensor:
     return found["rows"][0, :, :past]
 
 
-@pytest.mark.parametrize(("kind", "backend"), on_backends(KINDS, {"low rank"}))
+@pytest.mark.parametrize(("kind", "backend"), on_backends(KINDS, {"kivi"}))
 def test_rows_are_what_the_papers_rule_leaves_of_them(kind: str, backend: str) -> None:
     """Tokens and rows, through a prompt of several blocks and in decoding."""
     reference = Reference(kind)

@@ -219,6 +219,7 @@ def test_rows_of_an_odd_width_are_refused():
     assert QuantizeCache(turned=False).run(cached_llama(Shape(dim=12))).matches == 4
 
 
+@pytest.mark.long
 def test_bytes_are_told_and_few():
     tokens = torch.arange(2, 40)[None]
     sizes = {}
@@ -247,6 +248,7 @@ def test_drafts_change_no_token_of_a_stored_target(base):
     assert torch.equal(got, want)
 
 
+@pytest.mark.long
 def test_conversations_go_on_from_stored_rows():
     tokens = torch.arange(3, 43)[None] % 17
     fast = stored_demo("baseline")

@@ -257,6 +257,7 @@ def test_activations_are_rounded_where_that_is_asked_for(tmp_path: Path) -> None
     assert torch.equal(*found)
 
 
+@pytest.mark.long
 def test_experts_become_a_stack_of_what_they_are_stored_as(tmp_path: Path) -> None:
     """No float is made of them; tokens are those of the model of their values on every target."""
     quantized, plain = write(tmp_path, gptq_config(4, 8), gptq_layer(4, 8), arch="qwen2_moe")

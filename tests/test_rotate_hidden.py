@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from archs import imported
+from selection import mostly_long
 from test_raising import error, raised
 from test_shard_tensors import feeds, logits_of
 from tiny import MASK, PROMPTS, tiny_llama
@@ -25,7 +26,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", TURNED)
+@pytest.mark.parametrize("name", mostly_long(TURNED, keep=("qwen3", "gemma")))
 def test_logits_stay_and_the_stream_turns(name: str) -> None:
     whole = raised(imported(name)[1])
     outcome = RotateHidden().run(whole)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from evidence import evidence_for
+from selection import on_backends
 from tiny import MASK, PROMPTS, in_int8, named, tiny_llama
 
 from graftwork.backends import compile
@@ -102,8 +103,7 @@ def by_hand(prompt: list[int], measure: str, threshold: float) -> tuple[list[int
     return found, layers
 
 
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
-@pytest.mark.parametrize("measure", THRESHOLDS)
+@pytest.mark.parametrize(("measure", "backend"), on_backends(THRESHOLDS, {"margin"}))
 def test_tokens_leave_where_the_method_says(measure: str, backend: str) -> None:
     threshold = THRESHOLDS[measure]
     fast, seen = compiled(backend, measure, threshold), set()

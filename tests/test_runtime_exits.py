@@ -64,9 +64,12 @@ def compiled(backend: str, which: str = "", drafts: bool = True) -> Executable:
     return compile(made(*kept), Target(backend, "cpu"))
 
 
+RARE = ("adapter in int8", "layer in int4", "adapter after copies")
+
+
 @pytest.mark.parametrize(
     ("which", "backend"),
-    on_backends(DRAFTS, {"own head", "layer, thompson"}),
+    on_backends(DRAFTS, {"own head", "layer, thompson"}, rare=RARE),
 )
 def test_the_text_is_the_targets_own(which: str, backend: str) -> None:
     plain, fast = compiled(backend, which, drafts=False), compiled(backend, which)

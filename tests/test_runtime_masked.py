@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import on_backends
 from test_runtime_skipping import same_texts
 from test_training import TEXT
 from tiny import PROMPTS, in_int8, named, tiny_llama
@@ -50,8 +51,9 @@ def compiled(backend: str, which: str, drafts: bool) -> Executable:
     return compile(made(*(DRAFTS[which] if drafts else plain)), Target(backend, "cpu", threads=1))
 
 
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
-@pytest.mark.parametrize("which", DRAFTS)
+@pytest.mark.parametrize(
+    ("which", "backend"), on_backends(DRAFTS, {"chain", "tree"}, rare=["after copies"])
+)
 def test_the_text_is_the_targets_own(which: str, backend: str) -> None:
     assert same_texts(compiled(backend, which, False), compiled(backend, which, True))
 

@@ -70,6 +70,7 @@ def test_values_are_the_stored_ones_up_to_half_a_step(bits: int, symmetric: bool
         assert (error < 0.501).float().mean() > 0.85
 
 
+@pytest.mark.long
 def test_an_artifact_is_read_in_fewer_bits_and_every_backend_runs_it(tmp_path: Path) -> None:
     program = stored()
     model = Model(program, Target("eager", "cpu"), {"name": "test", "passes": []})

@@ -41,7 +41,7 @@ def test_without_a_step_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_
 @pytest.mark.parametrize(
     ("recipe", "settings", "named"),
     [
-        ("judge", [], ("draft_medusa", "verify_judge")),
+        pytest.param("judge", [], ("draft_medusa", "verify_judge"), marks=pytest.mark.long),
         ("specdec_plus_plus", [], ("draft_medusa", "length_acceptance")),
     ],
 )

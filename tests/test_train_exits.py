@@ -102,6 +102,7 @@ def test_first_layers_learn_and_the_folder_is_a_checkpoint(tmp_path: Path) -> No
     gw.optimize(tmp_path / "m", "baseline", target="eager")
 
 
+@pytest.mark.long
 def test_a_folder_brings_its_tokenizer_along(tmp_path: Path) -> None:
     demo = Path(gw.__file__).parent / "demo_model"
     texts = [f"def f{i}(x):\n    return x + {i}\n" * 4 for i in range(12)]
@@ -112,6 +113,7 @@ def test_a_folder_brings_its_tokenizer_along(tmp_path: Path) -> None:
         assert (tmp_path / "m" / name).read_bytes() == (demo / name).read_bytes()
 
 
+@pytest.mark.long
 def test_what_was_interrupted_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     whole = gw.train_exits(build(ARCHS["llama"]), TEXT, out=tmp_path / "whole", **SHORT)
     stopped = {"count": 0}
