@@ -6,10 +6,16 @@ import importlib
 
 from ..ir import Program
 from ..ir.executable import Executable
-from .faults import check_constant_indices, check_kernels, check_memory, check_processes
+from .faults import (
+    check_columns,
+    check_constant_indices,
+    check_kernels,
+    check_memory,
+    check_processes,
+)
 from .target import BACKENDS, Target
 
-__all__ = ["BACKENDS", "Target", "check_kernels", "compile"]
+__all__ = ["BACKENDS", "Target", "check_columns", "check_kernels", "compile"]
 
 _MODULES = {"eager": "torch", "torch": "torch", "onnxruntime": "onnxruntime"}
 
@@ -20,11 +26,12 @@ def compile(program: Program, target: Target) -> Executable:
     Errors: `InputError` if the device is missing or its memory too small for the weights, a
     constant index lies outside what it looks up, or the program is a part of one and this process
     not the one that runs it; `UnsupportedError` naming an op that the backend
-    cannot lower, see `check_kernels`, too.
+    cannot lower, see `check_kernels` and `check_columns`, too.
     """
     target.require_device()
     check_processes(program, target)
     check_kernels(program, target)
+    check_columns(program, target)
     check_memory(program, target)
     check_constant_indices(program)
     module = importlib.import_module(f"{__name__}.{_MODULES[target.backend]}")

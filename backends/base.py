@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
-from ..ir import Program
+from ..ir import Program, Role
 from ..ir.threads import Turn
 from .states import StateBuffers
-from .target import Target
+from .target import MOST_COLUMNS, Target
 
 
 class StatefulExecutable:
@@ -28,6 +29,8 @@ class StatefulExecutable:
         queued: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.program, self.target = program, target
+        if target.columns is not None:
+            rounded = partial(max, limit)
         device = torch.device(target.device)
         self.buffers = StateBuffers(
             program, device, limit, rounded, together=together, queued=queued
@@ -36,6 +39,13 @@ class StatefulExecutable:
         self.begun = 0
         self.turn = Turn()
         self._kept: dict[Hashable, dict[Any, Any]] = {}
+
+    def _fixed(self, function: str) -> tuple[int, ...] | None:
+        """The widths of a function of the target where every step has so many columns."""
+        columns = self.target.columns
+        if columns is None or self.program.function(function).role is not Role.TARGET:
+            return None
+        return tuple(sorted({columns, MOST_COLUMNS}))
 
     @property
     def capacity(self) -> int:

@@ -104,6 +104,18 @@ def check_kernels(program: Program, target: Target) -> None:
             )
 
 
+def check_columns(program: Program, target: Target) -> None:
+    """Whether a step verifies no more than the columns that a target gives it. Errors: `InputError`
+    saying how many it takes."""
+    needed = program.plan.columns + 1
+    if target.columns is not None and needed > target.columns:
+        raise InputError(
+            f"target {target}: steps of {program.name} have up to {needed} columns (the last token "
+            f"and what is drafted): take columns={needed} or more, here and in what it is compared "
+            f"with"
+        )
+
+
 def check_processes(program: Program, target: Target) -> None:
     """Join the processes that run a program's parts, if it is one of several.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .backends import check_kernels
+from .backends import check_columns, check_kernels
 from .backends.target import Target
 from .calibration import check_data, evidence_for, evidence_of, read_documents
 from .guests import check_guests, with_guests
@@ -94,6 +94,7 @@ def transform(
         start, recipe.steps, validator=validator, progress=progress, evidence=evidence
     )
     check_kernels(result, target)
+    check_columns(result, target)
     report = Report(
         source=traced.source,
         model_type=program.info.model_type,

@@ -317,7 +317,7 @@ class _Reader:
             raise self.error(("extends",), str(error)) from error
 
     def beside(self, name: str) -> Path | None:
-        """The file beside this one that a name means: its own, or of graftwork's recipes another."""
+        """The file beside this one that a name means: a path, or one of graftwork's own recipes."""
         if self.folder is None:
             return None
         if name.endswith((".yaml", ".yml")):

@@ -196,6 +196,37 @@ def test_caches_grow(backend: str) -> None:
     assert near_ties(program, found, wanted) <= 1
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_of_so_many_columns_have_the_same_bits(
+    backend: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Whatever is drafted, and whoever shares the batch: not near ties, but bits."""
+    fixed, rows = Target(backend, DEVICE, dtype, columns=12), []
+    for name in ("baseline", "copyspec"):
+        executable = compile(program_of(name, tmp_path, dtype), fixed)
+        found = generate(executable, PROMPTS[2:3], **{**ASKED, "max_new_tokens": 100})
+        states = [name for name in executable.program.states if name.startswith("kv.")]
+        held = executable.read_rows(states, 0, 0, found.shape[1] - 1)
+        rows.append({"text": found, **held})
+    assert all(torch.equal(rows[0][name], rows[1][name]) for name in rows[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_memory_is_that_of_weights_and_caches(backend: str) -> None:
+    """Of what torch allocates; ONNX Runtime's own shows as memory that is not free any more."""
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    shape = Shape(layers=8, dim=128, heads=16, groups=4, inner=8192, context=2048)
+    program = cached_llama(shape)
+    executable = compile(program, target(backend))
+    generate(executable, PROMPTS[2:3] % 61, **{**ASKED, "max_new_tokens": 200})
+    torch.cuda.empty_cache()
+    used = free - torch.cuda.mem_get_info()[0]
+    kernels = 512 << 20  # what libraries load and reserve once, whatever the model
+    assert used <= 1.2 * executable.memory().total + kernels
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_training_goes_on_from_its_checkpoint(backend: str, tmp_path: Path) -> None:
     from graftwork import Model

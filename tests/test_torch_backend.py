@@ -222,7 +222,7 @@ def test_argmax_is_the_logits_argmax(program, expected):
         ("onnxruntim", "did you mean 'onnxruntime'"),
         ("torch:gpu", "expected one of cpu, cuda"),
         ("torch:cpu:float31", "did you mean 'float32'"),
-        ("torch:cpu:float32:x", "backend"),
+        ("torch:cpu:float32:x", "columns=N"),
     ],
 )
 def test_bad_targets_are_named(text, message):

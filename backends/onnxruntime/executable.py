@@ -72,8 +72,8 @@ class OnnxExecutable(StatefulExecutable):
         return Memory(self._weights.end, self.state_bytes(), graphs)
 
     def widths(self, function: str) -> tuple[int, ...] | None:
-        """None: shapes are dynamic."""
-        return None
+        """None, since shapes are dynamic, unless the target says how many columns steps have."""
+        return self._fixed(function)
 
     def run(
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]

@@ -117,9 +117,11 @@ class TorchExecutable(StatefulExecutable):
         return Memory(sum(self.tensors.values()), self.state_bytes(), self.code)
 
     def widths(self, function: str) -> tuple[int, ...] | None:
-        """None when eager; else what the plan's steps take, and prefill chunks."""
-        if self.target.backend == "eager":
-            return None
+        """None when eager; else what the plan's steps take, or the target's columns, and prefill
+        chunks."""
+        fixed = self._fixed(function)
+        if fixed is not None or self.target.backend == "eager":
+            return fixed
         return tuple(sorted({*self.program.plan.widths, *PREFILL}))
 
     def run(
