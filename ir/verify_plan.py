@@ -29,6 +29,7 @@ READ_WINDOWS = (
     G.row_attention.default,
     G.expected_queries.default,
     G.first_queries.default,
+    G.probe_query.default,
 )
 """Ops that know which rows of a window count."""
 

@@ -63,6 +63,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "snapkv": {"method": "snapkv", "recent": 6},
     "h2o": {"method": "h2o"},
     "expected": {"method": "expected", "ahead": 40},
+    "probe": {"method": "probe", "sinks": 2, "recent": 5},
     "pyramid": {"method": "snapkv", "recent": 6, "layers": "pyramid"},
     "sums in a pyramid": {"method": "h2o", "recent": 6, "layers": "pyramid"},
 }
@@ -177,7 +178,7 @@ class Reference:
         return sorted(always + others[: budget - len(always)])
 
     def rounded(self, score: float) -> float:
-        if self.rule["method"] in ("tova", "snapkv", "h2o", "expected"):
+        if self.rule["method"] in ("tova", "snapkv", "h2o", "expected", "probe"):
             score = math.log(max(score, 1e-30))
         return round(score * 1024)
 
@@ -208,6 +209,8 @@ class Reference:
             return {row: sums[row] for row in held}
         if method == "expected":
             return self.expected(layer, group, keys)
+        if method == "probe":
+            return self.probed(layer, group, keys)
         recent = self.rule["recent"]
         given = self.attention(layer, group, keys, recent)
         line = [0.0 if row in held[-recent:] else given[row] for row in held]
@@ -225,6 +228,23 @@ class Reference:
                 weights = torch.softmax(keys[seen] @ query * self.scale, 0)
                 for row, weight in zip(seen, weights.tolist(), strict=True):
                     total[row] += weight / (last * each)
+        return total
+
+    def probed(self, layer: int, group: int, keys: torch.Tensor) -> dict[int, float]:
+        """Xiao et al. (2025): what a mean query looks at, in which those weigh most that are least
+        like the plain mean."""
+        held, each = self.held[layer][group], self.heads // self.groups
+        total = dict.fromkeys(held, 0.0)
+        for head in range(group * each, group * each + each):
+            block = [
+                self.queries[layer][n][head].double() for n in range(self.fed - BLOCK, self.fed)
+            ]
+            mean = sum(block) / BLOCK
+            apart = [float((query - mean).pow(2).sum()) for query in block]
+            probe = sum(q * a for q, a in zip(block, apart, strict=True)) / sum(apart)
+            weights = torch.softmax(keys[held] @ probe * self.scale, 0)
+            for row, weight in zip(held, weights.tolist(), strict=True):
+                total[row] += weight / each
         return total
 
     def expected(self, layer: int, group: int, keys: torch.Tensor) -> dict[int, float]:

@@ -191,7 +191,7 @@ def test_it_runs_compiled() -> None:
 
 
 def test_what_would_go_wrong_is_refused() -> None:
-    with pytest.raises(PassError, match="layers='adaptive' shares a layer's rows among its caches"):
+    with pytest.raises(PassError, match="layers='adaptive' shares rows among caches of heads"):
         run_passes(
             base(), [Step(EvictCache.model_validate(OPTIONS))], evidence=evidence_for(base(), 4096)
         )

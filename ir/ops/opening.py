@@ -1,4 +1,5 @@
-"""What a text's first tokens would look at now: their queries, kept and turned to its end."""
+"""Queries that ask for others: those of a text's first tokens, turned to its end, and one that
+stands for a block's."""
 
 from __future__ import annotations
 
@@ -102,3 +103,39 @@ def queries_at_end(
     ends = ends.clamp(max=cos.shape[0] - 1)
     after = cos[ends][:, None], sin[ends][:, None]
     return turned_on(x, (cos[:count], sin[:count]), after, interleaved)
+
+
+def _probe_samples() -> Iterator[Sample]:
+    yield (torch.randn(2, 4, 5, 6),), {"block": 4}
+    yield (torch.ones(1, 2, 3, 4),), {"block": 3}
+
+
+def _probe_fake(queries: Tensor, *, block: int) -> Tensor:
+    Operands("probe_query").fit("queries", queries, "BHWD")
+    if block < 1:
+        raise InputError(f"probe_query: expected block >= 1, got {block}")
+    return queries.new_empty((*queries.shape[:2], 1, queries.shape[3]), dtype=torch.float32)
+
+
+@define(
+    "probe_query(Tensor queries, *, int block) -> Tensor",
+    samples=_probe_samples,
+    fake=_probe_fake,
+)
+def probe_query(queries: Tensor, *, block: int) -> Tensor:
+    """One query that stands for those of a block: their mean, each weighing as much as the square
+    of its distance from their plain mean.
+
+    ``%p: f32[B,H,1,D] = graftwork.probe_query(%kv.0.query, block=64)``
+
+    queries [B,H,W,D], W >= block, of which the first `block` count. Where all are alike, they weigh
+    the same. Source: Xiao et al., "Activation-aware Probe-Query" (2025): tokens whose activations
+    are far from their window's are those that carry its meaning.
+    """
+    _probe_fake(queries, block=block)
+    index = torch.arange(block, device=queries.device)
+    rows = queries.index_select(2, index).float()
+    mean = rows.mean(2, keepdim=True)
+    apart = (rows - mean).pow(2).sum(-1, keepdim=True)
+    apart = apart + 1e-20
+    return (rows * apart).sum(2, keepdim=True) / apart.sum(2, keepdim=True)

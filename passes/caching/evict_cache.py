@@ -50,7 +50,7 @@ from ...ir.protocol import INPUTS
 from ..engine.base import Effect, Evidence, Outcome, Pass, TextSample, register
 from ..fusing.dce import sweep
 from .cached_rows import ATTENDS, CachedRows, Written, written
-from .evict_settings import Settings, refuse
+from .evict_settings import FOUND, Settings, refuse
 from .layer_budgets import narrow, narrowed
 from .rotation import table_of
 from .row_scores import SCORES, Layer, RowScores, sum_type
@@ -69,13 +69,14 @@ class EvictCache(Pass):
     ahead: positions beyond the text's end that methods look at which judge by what is to come.
     opening: first tokens of a text that methods ask which judge by its instruction.
     layers: "alike"; "pyramid": the budget is what a layer keeps on average, the first ones more
-    and the last ones less (see `layer_budgets`); or "adaptive": it is what a layer's caches keep on
+    and the last ones less (see `layer_budgets`); "adaptive": it is what a layer's caches keep on
     average, each of them as many as its heads look at on text (see `head_budgets`), of which
-    `windows` of `length` tokens are read."""
+    `windows` of `length` tokens are read; or "spans": it is what all caches keep on average, each
+    as far back as its heads look on text (see `head_spans`)."""
 
-    method: Literal["window", "norm", "keydiff", "tova", "snapkv", "h2o", "expected", "opening"] = (
-        "window"
-    )
+    method: Literal[
+        "window", "norm", "keydiff", "tova", "snapkv", "h2o", "expected", "opening", "probe"
+    ] = "window"
     budget: Rows = 1024
     block: Rows = 64
     sinks: Annotated[int, Field(ge=-1)] = -1
@@ -83,7 +84,7 @@ class EvictCache(Pass):
     positions: Literal["absolute", "cache"] = "absolute"
     ahead: Rows = 512
     opening: Rows = 32
-    layers: Literal["alike", "pyramid", "adaptive"] = "alike"
+    layers: Literal["alike", "pyramid", "adaptive", "spans"] = "alike"
     windows: Annotated[int, Field(ge=1, le=4096)] = 8
     length: Rows = 2048
 
@@ -98,7 +99,7 @@ class EvictCache(Pass):
     @property
     def text(self) -> TextSample | None:
         """What budgets are found on."""
-        return TextSample(self.windows, self.length) if self.layers == "adaptive" else None
+        return TextSample(self.windows, self.length) if self.layers in FOUND else None
 
     def learn(self, program: Program, evidence: Evidence) -> Outcome:
         """The same as `run`, with budgets that are found on text."""

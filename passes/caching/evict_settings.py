@@ -12,6 +12,7 @@ from ...ir import PassError, Program
 from ...ir.plan import KeepAll
 from .cached_rows import Written
 from .head_budgets import adaptive
+from .head_spans import spans
 from .layer_budgets import pyramid
 from .row_scores import RowScores
 
@@ -90,10 +91,12 @@ class Settings:
             number = {layer: n for n, layer in enumerate(dict.fromkeys(layers))}
             by_cache = [found[number[layer]] for layer in layers]
         if windows is not None:
-            _check_adaptive(options, layers, windows)
-            by_cache = adaptive(
-                program, caches, windows, budget=budget, block=block, sinks=sinks, recent=recent
-            )
+            _check_found(options, layers, windows)
+            how = {"budget": budget, "block": block, "sinks": sinks}
+            if options.layers == "adaptive":
+                by_cache = adaptive(program, caches, windows, **how, recent=recent)
+            else:
+                by_cache = spans(program, caches, windows, **how, longest=context)
         refuse(
             bool(by_cache) and options.positions == "cache",
             f"layers={options.layers!r} has rows end at other places in other layers, and "
@@ -115,19 +118,21 @@ class Settings:
         )
 
 
-def _check_adaptive(
-    options: EvictCache, layers: Sequence[int | None], windows: torch.Tensor
-) -> None:
+FOUND = {"adaptive": "snapkv", "spans": "window"}
+"""Ways to find what caches keep on text, and the method that keeps it."""
+
+
+def _check_found(options: EvictCache, layers: Sequence[int | None], windows: torch.Tensor) -> None:
     """Errors: `PassError` where text cannot tell a layer's caches apart."""
+    what, method = f"layers={options.layers!r}", FOUND[options.layers]
     refuse(
         len(set(layers)) == len(layers),
-        "layers='adaptive' shares a layer's rows among its caches, and every layer has one: run "
-        "split_heads before",
+        f"{what} shares rows among caches of heads, and every layer has one cache: run split_heads "
+        f"before",
     )
     refuse(
-        options.method != "snapkv",
-        f"layers='adaptive' asks what queries look at, as method='snapkv' does, got "
-        f"{options.method!r}",
+        options.method != method,
+        f"{what} asks what queries look at, as method={method!r} does, got {options.method!r}",
     )
     refuse(
         windows.shape[1] <= options.budget,

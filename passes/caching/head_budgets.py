@@ -7,7 +7,8 @@ Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,23 +67,44 @@ def _scores(
 ) -> list[torch.Tensor]:
     """Of each cache, f32[rows], the attention of the last `recent` queries, but for those rows that
     are kept in any case."""
+    past = torch.tensor([len(window)])
+    made = []
+    for read in read_of(program, caches, window):
+        queries = read.queries[:, :, -recent:]
+        weights = G.row_attention(
+            queries, read.keys, past, block=recent, last=recent, **read.options
+        )
+        ranked = G.row_scores_attention(weights, past, pool=POOL, recent=recent)
+        made.append(ranked[0].amax(0)[sinks : len(window) - recent])
+    return made
+
+
+class Read(NamedTuple):
+    """What attention over a cache reads of a text: queries f[1,H,T,D], keys f[1,G,T,D], values
+    f[1,G,T,E], and its scale and softcap."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    options: dict[str, Any]
+
+
+def read_of(program: Program, caches: Sequence[Written], window: torch.Tensor) -> Iterator[Read]:
+    """What each of the step's caches is read with, when a text i64[T] is fed."""
     whole = caches[0].function
     fn = whole.copy()
     copies = dict(zip(whole, fn, strict=True))
     asked = [arguments(copies[cache.attend]) for cache in caches]
-    read = ("q", "k", "k_steps")
+    read = ("q", "k", "k_steps", "v", "v_steps")
     fn.set_outputs({f"{r}.{n}": g[r] for n, g in enumerate(asked) for r in read if r in g})
     watched = program.with_function(fn)
     found = run(watched, fn.name, empty_inputs(watched, fn.name, window[None]))
-    past = torch.tensor([len(window)])
-    made = []
     for n, (cache, given) in enumerate(zip(caches, asked, strict=True)):
-        keys = found[f"k.{n}"]
-        if cache.how:
-            keys = G.stored_rows(keys, found[f"k_steps.{n}"], **cache.how)
-        queries = found[f"q.{n}"][:, :, -recent:]
+        keys, values = (
+            G.stored_rows(found[f"{r}.{n}"], found[f"{r}_steps.{n}"], **cache.how)
+            if cache.how
+            else found[f"{r}.{n}"]
+            for r in "kv"
+        )
         options = {o: given[o] for o in ("scale", "softcap") if given[o] is not None}
-        weights = G.row_attention(queries, keys, past, block=recent, last=recent, **options)
-        ranked = G.row_scores_attention(weights, past, pool=POOL, recent=recent)
-        made.append(ranked[0].amax(0)[sinks : len(window) - recent])
-    return made
+        yield Read(found[f"q.{n}"], keys, values, options)

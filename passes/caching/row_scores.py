@@ -224,6 +224,22 @@ class Opening(RowScores):
         return layer.ranked(layer.given(layer.opening, count, count))
 
 
+@method("probe")
+class Probe(RowScores):
+    """Rows that one query looks at which stands for those of the last block, each weighing as much
+    as it is unlike their mean. Source: Xiao et al., "Activation-aware Probe-Query: Effective
+    Key-Value Retrieval for Long-Context LLMs Inference" (2025)."""
+
+    queries = True
+    sinks = 4
+    recent = 32
+
+    def scores(self, layer: Layer) -> torch.fx.Node:
+        """See `RowScores.scores`."""
+        probe = layer.fn.call(G.probe_query.default, layer.queries, block=layer.block)
+        return layer.ranked(layer.given(probe, 1, 1), recent=layer.recent)
+
+
 def sum_type(keys: TensorType) -> TensorType:
     """The type of the sums of a layer with such keys."""
     return TensorType(torch.float32, (*keys.dims[:3], 1))
