@@ -18,6 +18,8 @@ from .target import MOST_COLUMNS, Target
 class StatefulExecutable:
     """The part of `ir.executable.Executable` that no backend does differently."""
 
+    packs: bool = False
+
     def __init__(
         self,
         program: Program,

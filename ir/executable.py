@@ -49,6 +49,8 @@ class Executable(Protocol):
     limit: int
     """Rows that a sequence may have at most: the model's context, and what its widest step, or a
     tree, may reach beyond it."""
+    packs: bool
+    """Whether every function that runs takes memory for its weights, whoever else has them."""
     preparing: float
     """Seconds spent so far on what is done once: compiling and loading what was first asked for."""
     begun: int

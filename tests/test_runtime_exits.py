@@ -27,6 +27,8 @@ from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import generate
 from graftwork.runtime.rounds import Decoding
+from graftwork.runtime.rounds.led import LedRound
+from graftwork.runtime.speculate.lengths.goodput import GoodputPolicy
 from graftwork.training.net import Net, trainable
 from graftwork.training.objectives.base import Batch, objective_of
 
@@ -80,6 +82,32 @@ def test_the_text_is_the_targets_own(which: str, backend: str) -> None:
         assert torch.equal(found.sequences, expected)
         # Goodput may hold, of so short a text, that no draft pays.
         assert found.stats.draft_tokens > 0 or "goodput" in which
+
+
+@pytest.mark.parametrize("which", ["shared head", "unsure adapter", "layer, thompson"])
+def test_a_round_of_its_own_drafts_what_general_steps_draft(
+    which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[int] = []
+    steps = LedRound._steps
+    monkeypatch.setattr(LedRound, "_steps", lambda *args: ran.append(n := steps(*args)) or n)
+    counts = []
+    for fits in (True, False):
+        if not fits:
+            monkeypatch.setattr(LedRound, "fits", classmethod(lambda cls, decoding: False))
+        made = [
+            generate(
+                compiled("eager", which),
+                PROMPTS[rows],
+                attention_mask=MASK[rows],
+                return_dict_in_generate=True,
+                **{**ASKED, "max_new_tokens": 12},
+            ).stats
+            for rows in (slice(0, 4), slice(2, 3))
+        ]
+        counts.append([(s.steps, s.draft_tokens, s.accepted_tokens) for s in made])
+    assert counts[0] == counts[1]
+    assert sum(ran) == sum(steps for steps, _, _ in counts[0])
 
 
 def agreeing() -> Program:
@@ -203,6 +231,26 @@ def test_no_layer_runs_twice_for_a_token(monkeypatch: pytest.MonkeyPatch) -> Non
     assert calls["step.0", 1] == 4 * steps and calls["step.1", 4] == steps
     prompt = PROMPTS.shape[1]
     assert set(calls) == {("step.0", 1), ("step.1", 4), ("step.0", prompt), ("step.1", prompt)}
+
+
+def test_a_rest_runs_the_whole_step_where_weights_are_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(GoodputPolicy, "rest", lambda self: 8)
+    fast = compile(made(*DRAFTS["adapter, goodput"]), Target("eager", "cpu"))
+    ran: Counter[str] = Counter()
+    run = fast.run
+
+    def counted(function: str, inputs: Any, fetch: Any) -> Any:
+        if "tokens" in inputs and inputs["tokens"].shape[1] == 1:
+            ran[function] += 1
+        return run(function, inputs, fetch)
+
+    monkeypatch.setattr(fast, "run", counted)
+    asked = {**ASKED, "max_new_tokens": 9}
+    found = generate(fast, PROMPTS[2:3], **asked)
+    assert torch.equal(found, generate(compiled("eager"), PROMPTS[2:3], **asked))
+    assert ran == {"step": 8}
 
 
 @pytest.mark.parametrize("kind", ["own head", "adapter"])

@@ -38,6 +38,8 @@ class OnnxExecutable(StatefulExecutable):
     Weights lie in a temporary folder that lives as long as the executable; sessions map them.
     """
 
+    packs = True
+
     def __init__(self, program: Program, target: Target) -> None:
         _require_dtypes(program, target)
         limit = program.info.context + OVERHANG

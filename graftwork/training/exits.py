@@ -165,7 +165,7 @@ class _Training:
             {"params": [p for p in tensors if p.dim() > 1], "weight_decay": self.options.decay},
             {"params": [p for p in tensors if p.dim() <= 1], "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(groups, lr=self.options.rate, betas=(0.9, 0.95))
+        return torch.optim.AdamW(groups, lr=self.options.rate, betas=(0.9, 0.95), fused=True)
 
     def _step(self, optimizer: torch.optim.Optimizer, step: int, share: float) -> float:
         rising = min(1.0, (step + 1) / WARM_UP)

@@ -22,11 +22,19 @@ class Outputs(dict[str, torch.Tensor]):
 
     def integers(self, name: str) -> list[list[int]]:
         """An output i64[B,S] as lists. Its memory is read: torch takes 50 us after a step."""
+        found: list[list[int]] = self._view(name).tolist()
+        return found
+
+    def candidates(self, name: str) -> list[list[list[int]]]:
+        """The same of an output i64[B,S,K]."""
+        found: list[list[list[int]]] = self._view(name).tolist()
+        return found
+
+    def _view(self, name: str) -> Any:
         view: Any = self._views.get(name)
         if view is None:
             view = self._views[name] = self[name].cpu().numpy().data
-        found: list[list[int]] = view.tolist()
-        return found
+        return view
 
 
 def integers(outputs: Mapping[str, torch.Tensor], name: str) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from .base import Decoding, Round
 from .chained import ChainedRound
 from .general import GeneralRound
+from .led import LedRound
 from .plain import PlainRound, RestingRound
 from .staged import StagedRound
 
@@ -11,6 +12,7 @@ ROUNDS: tuple[type[Round], ...] = (
     PlainRound,
     ChainedRound,
     RestingRound,
+    LedRound,
     GeneralRound,
 )
 """Those that touch least come first: of the rounds that fit a generation, the first that wants to

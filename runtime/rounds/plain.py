@@ -19,6 +19,9 @@ FETCH = ("argmax",)
 MISSED = 64
 """Steps of which a drafter is told at once, at most: what it wants of them is kept so long."""
 
+MANY = 4
+"""Parts of a step from which on calling them costs more than memory for one that is whole."""
+
 REST = 4
 """Steps without drafts from which on plain steps are worth changing to."""
 
@@ -31,6 +34,14 @@ class PlainRound(Round):
 
     fetch: tuple[str, ...] = FETCH
     missed: MissedSteps | None = None
+
+    def __init__(self, decoding: Decoding) -> None:
+        super().__init__(decoding)
+        step, executable = decoding.program.plan.step, decoding.feeder.executable
+        # What the parts hand on is wanted of the last tokens alone: a step that is whole leaves
+        # nothing out that a later one needs.
+        whole = step.in_parts and (not executable.packs or len(step.parts) > MANY)
+        self.parts = (step.plain,) if whole else ()
 
     @classmethod
     def fits(cls, decoding: Decoding) -> bool:
@@ -60,7 +71,7 @@ class PlainRound(Round):
         tokens go to `new`."""
         decoding, texts = self.decoding, self.decoding.texts
         eos, vocabulary = decoding.stopping.eos, decoding.program.info.vocab_size
-        memory = decoding.feeder.buffers(1)
+        memory = decoding.feeder.buffers(1, self.parts)
         call = memory.chain.fetching(decoding.feeder.executable, self.fetch)
         fed, positions, past = memory.tokens, memory.positions, memory.past
         # What finished sequences are fed goes to their first rows, which nobody reads any more.

@@ -90,11 +90,11 @@ class CommittedRows:
         return memo
 
     def reach(self, memo: Memo, count: int) -> int:
-        """See `Resumes.reach`. The row of a feature also holds the token after it."""
+        """See `Resumes.reach`. The row of a feature may also hold the token after it."""
         if not self.shift or count == 0:
             return count
         rows, features = _kept(memo)
-        return min(count, rows + len(features)) if rows < count else count - 1
+        return min(count, rows + len(features)) if rows < count else count - self.takes_tokens
 
     def resume(self, index: int, memo: Memo, count: int) -> None:
         """See `Resumes.resume`."""
@@ -107,6 +107,23 @@ class CommittedRows:
         while self._pending(self.cache.widest + 1):
             self._extend(1, silent=True)
         return self._extend(0)
+
+    def settle(self) -> None:
+        """Bring the cache up to the text, whatever that returns."""
+        while self._pending(1):
+            self._extend(0, silent=True)
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Somebody else has made so many rows more of each sequence, of text; see `settled`."""
+        self.rows = [rows + count for rows, count in zip(self.rows, counts, strict=True)]
+
+    def settled(self, tokens: Sequence[Sequence[int]]) -> None:
+        """The tokens that each text has gained, of all of which but the last there are rows."""
+        for index, new in enumerate(tokens):
+            self.texts[index] += new
+            self.alive[index] = self.alive[index] and bool(new)
+            known = len(self.texts[index]) - self.shift
+            self.rows[index] = self.known[index] = min(self.rows[index], known)
 
     def look_ahead(self, features: torch.Tensor) -> dict[str, torch.Tensor]:
         """As `catch_up`, with one row more: that of the last token, whose feature f[B,1,H] the

@@ -32,6 +32,11 @@ class LengthPolicy:
         self.most = executable.program.plan.most
         self.always = np.ones(batch, dtype=np.bool_)
 
+    @property
+    def learns(self) -> bool:
+        """Whether it wants to be told what came of steps."""
+        return type(self).observe is not LengthPolicy.observe
+
     def limits(self, rooms: Sequence[int]) -> list[int]:
         """Draft tokens wanted for each sequence; 0: do not speculate. rooms: levels that fit."""
         return [self.most if room > 0 else 0 for room in rooms]

@@ -15,6 +15,7 @@ from ....ir.plan import AdaptedExitDraft
 from ...memo import Memo
 from ..committed import CommittedRows
 from ..drafters.base import UnverifiedStep, VerifiedStep
+from ..leading import CachedLeader
 from ..setting import Setting
 from .base import PROPOSERS, Ids, Level
 from .hidden import level_of
@@ -27,6 +28,7 @@ class AdaptedExitProposer(ExitProposer):
 
     record: AdaptedExitDraft
     reads = True
+    leads = CachedLeader
 
     def __init__(self, record: AdaptedExitDraft, setting: Setting) -> None:
         super().__init__(record, setting)
@@ -57,6 +59,22 @@ class AdaptedExitProposer(ExitProposer):
     def resume(self, index: int, memo: Memo, count: int) -> None:
         """See `Resumes.resume`."""
         self.committed.resume(index, memo, count)
+
+    def settle(self) -> None:
+        """See `ExitProposer.settle`."""
+        self.committed.settle()
+
+    def places(self, level: int) -> list[int]:
+        """See `ExitProposer.places`."""
+        return [rows + level for rows in self.committed.rows]
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """See `ExitProposer.advance`. A drafted token's state is the text's, and so is its row."""
+        self.committed.advance(counts)
+
+    def settled(self, tokens: Sequence[Sequence[int]]) -> None:
+        """See `ExitProposer.settled`."""
+        self.committed.settled(tokens)
 
     def root(self, count: int) -> Level:
         """What may follow each text's last token."""

@@ -13,7 +13,9 @@ import torch
 
 from ....ir.executable import HeldCall
 from ....ir.plan import ExitDraft
+from ..draft_cache import CHOSEN
 from ..drafters.base import VerifiedStep
+from ..leading import Leader
 from ..setting import Setting
 from .base import PROPOSERS, Ids, Level, Proposer
 from .hidden import level_of
@@ -24,6 +26,7 @@ class ExitProposer(Proposer):
     """Feeds a chain token by token through the first segments of the step."""
 
     record: ExitDraft
+    leads: type[Leader] = Leader
 
     def __init__(self, record: ExitDraft, setting: Setting) -> None:
         super().__init__(record, setting)
@@ -41,6 +44,29 @@ class ExitProposer(Proposer):
 
     def observe(self, taken: VerifiedStep) -> None:
         """See `begin`."""
+
+    # -- for rounds that lead tokens themselves, and tell of it afterwards (see `led`)
+
+    def leader(self, scores: bool) -> Leader:
+        """What drafts a token at a time. scores: whether more is wanted than the best token."""
+        wanted = CHOSEN if scores else ("draft_tokens",)
+        parts = self.feeder.parts[: self.parts]
+        return self.leads(self.feeder, parts, self.record.output, self.record.function, wanted)
+
+    def settle(self) -> None:
+        """Bring caches of the draft's own up to the texts."""
+
+    def places(self, level: int) -> list[int]:
+        """Rows of caches of the draft's own for tokens `level` behind the texts' last ones."""
+        return []
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Each text has gained so many tokens, for all of which but the last there are rows."""
+
+    def settled(self, tokens: Sequence[Sequence[int]]) -> None:
+        """The tokens that each text has gained since `settle`."""
+
+    # -- for general ones
 
     def root(self, count: int) -> Level:
         """What may follow each text's last token."""
