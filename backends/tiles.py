@@ -9,8 +9,9 @@ What is made of a weight u8[N, K*bits/8] with scales [N, K/group], T tiles, G gr
 
 - `pack`: u8[T, G, B], the whole numbers;
 - `columns`: [T, G, 16], of scales, and likewise of offsets, in the dtype that they have;
-- `table`: i8[16], of a codebook of at most four bits. One of more bits is looked up while the
-  weight is packed, which then has eight bits (`kept_bits`), and neither table nor offset.
+- `table`: i8[16], of a codebook of at most four bits, [32] if values stand in pairs, [S, ...] of
+  S codebooks of whole tiles. One of more bits is looked up while the weight is packed, which then
+  has eight bits (`kept_bits`), and neither table nor offset.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ OUTPUTS = 16
 DEPTH = 16
 """Values of K of a block; groups are filled up to a multiple of it."""
 
-BITS = (2, 3, 4, 6, 8)
+BITS = (1, 2, 3, 4, 6, 8)
 
 MOST_LOOKED_UP = 4
 """Bits of whose codebooks a kernel looks values up."""
@@ -110,7 +111,9 @@ def tiled(
         return Tiled(
             packed, _by_tile(scale, layout), None, None, layout.bits, group, layout.outputs
         )
-    whole = TensorType(torch.int8, (OUTPUTS,))
+    *several, entries = codebook.type.shape
+    check_books(several[0] if several else 1, weight.type.shape[0])
+    whole = TensorType(torch.int8, (*several, OUTPUTS * max(entries >> bits, 1)))
     made = derive(f"{codebook.name}.table.{bits}", whole, partial(table, bits=bits), codebook)
     return tiled_table(weight, scale, offset, None, bits=bits, group=group)._replace(table=made)
 
@@ -131,6 +134,8 @@ def tiled_table(
     Errors: `InputError` for sizes that kernels do not take.
     """
     layout = _layout(weight, bits, group)
+    if codebook is not None and len(codebook.type.shape) > 1:
+        check_books(codebook.type.shape[0], layout.outputs)
     name = f"{weight.name}.tiles.{bits}.{group}"
     packed = derive(name, _sizes(layout), partial(_packed, bits=bits, group=group), weight)
     moved = None if offset is None else _by_tile(offset, layout)
@@ -149,6 +154,23 @@ def tiled_experts(
     assert parts[0] is not None and parts[1] is not None
     laid = tiled_table(parts[0], parts[1], parts[2], None, bits=bits, group=group)
     return laid._replace(outputs=weight.type.shape[1])
+
+
+def check_books(count: int, outputs: int) -> None:
+    """Errors: `InputError` for several codebooks whose outputs are no whole tiles."""
+    if count != 1 and (count < 1 or outputs % (count * OUTPUTS)):
+        raise InputError(
+            f"native kernels take codebooks of whole tiles of {OUTPUTS} outputs, got {count} of "
+            f"{outputs}"
+        )
+
+
+def books_of(codebook: Tensor | None, entries: int) -> tuple[int, bool]:
+    """How many codebooks a kernel is given, [L] or [S,L], and whether they are of pairs: twice as
+    long as `entries`."""
+    if codebook is None:
+        return 1, False
+    return (codebook.shape[0] if codebook.dim() > 1 else 1), codebook.shape[-1] == 2 * entries
 
 
 def whole_tiles(outputs: int) -> bool:
@@ -236,21 +258,26 @@ def columns(scale: Tensor) -> Tensor:
 
 
 def table(codebook: Tensor, bits: int) -> Tensor:
-    """A codebook f32[2^bits] of at most four bits as a table i8[16].
+    """A codebook f32[2^bits] of at most four bits as a table i8[16], one of pairs f32[32] as
+    i8[32], S of them f32[S,L] as i8[S,...].
 
     Errors: `InputError` for more bits, or if it is not of whole numbers in -127..127.
     """
     if bits > MOST_LOOKED_UP:
         raise InputError(f"a codebook of {bits} bits has no table: packed weights are its values")
-    found = torch.zeros(1 << MOST_LOOKED_UP, dtype=torch.int8)
-    found[: 1 << bits] = _whole(codebook, bits)
+    whole = _whole(codebook, bits)
+    if whole.shape[-1] > OUTPUTS:
+        return whole
+    found = whole.new_zeros(*whole.shape[:-1], OUTPUTS)
+    found[..., : 1 << bits] = whole
     return found
 
 
 def _whole(codebook: Tensor, bits: int) -> Tensor:
-    """A codebook as i8[2^bits]."""
+    """Codebooks as i8 of the same shape."""
     wide = codebook.detach().cpu().double()
-    if wide.shape != (1 << bits,):
+    pairs = bits == MOST_LOOKED_UP and wide.shape[-1:] == (2 << bits,)
+    if wide.dim() not in (1, 2) or not (pairs or wide.shape[-1] == 1 << bits):
         raise InputError(
             f"a codebook of {bits} bits has {1 << bits} values, got {list(wide.shape)}"
         )

@@ -1,8 +1,13 @@
 """How quantized weights are stored: the one place that knows the bits.
 
 A row of K values is a dense little-endian bitstream of K unsigned integers of `bits` bits; each
-`group` of them shares a scale. Bits 2, 3, 4, 6 and 8 fill whole bytes. Read as int32, it is the
+`group` of them shares a scale. Bits 1, 2, 3, 4, 6 and 8 fill whole bytes. Read as int32, it is the
 layout of compressed-tensors' `pack_to_int32`, so weights come and go without moving a bit.
+
+What values stand for may stand in codebooks, of which each serves a run of outputs: f32[L], or
+f32[S,L] with S of them for N/S outputs each. L is 2^bits, or twice that where values stand in pairs
+(2k, 2k+1): beside a value that is `mark(bits)`, which says that its own place is given up, one is
+looked up in the second half (Guo et al., "OliVe" (2023)).
 
     >>> packed = pack(torch.tensor([[1, 2, 3, 4, 5, 6, 7, 0]]), 3)
     >>> packed.tolist(), unpack(packed, 3).tolist()
@@ -21,22 +26,26 @@ from torch import Tensor
 from .errors import InputError
 from .types import DTYPE_NAMES, TensorType
 
-WIDTHS = (2, 3, 4, 6, 8)
+WIDTHS = (1, 2, 3, 4, 6, 8)
 """Bits that a stored value may have."""
 
 SCALES = (torch.float32, torch.float16)
 """What scales and offsets may be stored as."""
 
-Kind = Literal["symmetric", "affine", "codebook"]
+LOOKED_UP = 4
+"""The most bits of values that stand in pairs, or have several codebooks."""
+
+Kind = Literal["symmetric", "affine", "codebook", "pairs"]
 
 
 class Quantized(NamedTuple):
     """A weight [N,K] as it is stored: weight u8[N,K*bits/8]; scale and offset [N,K/group], offset
-    for affine weights only."""
+    for affine weights only; codebook f32[L] or f32[S,L] for those that have one of their own."""
 
     weight: Tensor
     scale: Tensor
     offset: Tensor | None = None
+    codebook: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,8 @@ class Numeric:
 
     bits: of a stored value q in 0..2^bits-1. group: values along K that share a scale. kind: what q
     stands for: scale * (q - 2^(bits-1)) if symmetric, scale * q + offset if affine,
-    scale * codebook[q] with a codebook. scale: the dtype of scales and offsets.
+    scale * codebook[q] with a codebook, or pairs of values. scale: the dtype of scales and offsets.
+    books: codebooks, of as many runs of outputs.
     Errors: `InputError` for numbers that are none of these.
     """
 
@@ -53,6 +63,7 @@ class Numeric:
     group: int
     kind: Kind = "symmetric"
     scale: torch.dtype = torch.float32
+    books: int = 1
 
     def __post_init__(self) -> None:
         check_bits(self.bits)
@@ -62,6 +73,34 @@ class Numeric:
             raise InputError(f"kind: expected one of {', '.join(get_args(Kind))}, got {self.kind}")
         if self.scale not in SCALES:
             raise InputError(f"scale: expected torch.float32 or torch.float16, got {self.scale}")
+        if self.kind == "symmetric" and self.bits == 1:
+            raise InputError("1 bit has no middle: store it as affine")
+        if self.kind == "pairs" and (self.bits != LOOKED_UP or self.group % 2):
+            raise InputError(
+                f"pairs: expected {LOOKED_UP} bits and groups of pairs, got {self.bits} bits and a "
+                f"group of {self.group}"
+            )
+        if self.books < 1 or (self.books > 1 and not (self._looks_up and self.bits <= LOOKED_UP)):
+            raise InputError(
+                f"books: expected 1, or with a codebook of at most {LOOKED_UP} bits more, got "
+                f"{self.books} for {self.bits} bits, {self.kind}"
+            )
+
+    @property
+    def _looks_up(self) -> bool:
+        return self.kind in ("codebook", "pairs")
+
+    @property
+    def entries(self) -> int:
+        """L: of a codebook; 0 without one."""
+        several = 2 if self.kind == "pairs" else 1
+        return several * 2**self.bits if self._looks_up else 0
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The fields of `Quantized` that a weight of its own codebooks has."""
+        more = {"affine": ("offset",), "symmetric": ()}.get(self.kind, ("codebook",))
+        return ("weight", "scale", *more)
 
     @property
     def brief(self) -> str:
@@ -106,7 +145,7 @@ class Numeric:
         """
         packed, scale = self.types(rows, columns)
         scales = 2 if self.kind == "affine" else 1
-        book = 4 * 2**self.bits if self.kind == "codebook" else 0
+        book = 4 * self.entries * self.books
         return packed.nbytes + scales * scale.nbytes + book
 
     def quantize(self, weight: Tensor, codebook: Tensor | None = None) -> Quantized:
@@ -169,7 +208,8 @@ class Numeric:
 
     def dequantize(self, stored: Quantized, codebook: Tensor | None = None) -> Tensor:
         """The values f32[N,K] that a stored weight stands for."""
-        return dequantize(*stored, codebook, bits=self.bits)
+        book = stored.codebook if codebook is None else codebook
+        return dequantize(*stored[:3], book, bits=self.bits)
 
 
 def check_bits(bits: int) -> None:
@@ -187,7 +227,7 @@ def dequantize(
     bits: int,
 ) -> Tensor:
     """The values f32[...,K] that stored ones stand for: weight u8[...,K*bits/8], scale and offset
-    [...,K/group], codebook f32[2^bits]."""
+    [...,K/group], codebook f32[L] or f32[S,L]."""
     values = levels(weight, offset, codebook, bits=bits)
     grouped = values.reshape(*scale.shape, -1) * _last(scale.float())
     grouped = grouped if offset is None else grouped + _last(offset.float())
@@ -199,8 +239,26 @@ def levels(weight: Tensor, offset: Tensor | None, codebook: Tensor | None, *, bi
     there is an offset, or q - 2^(bits-1)."""
     values = unpack(weight, bits)
     if codebook is not None:
-        return codebook.float()[values.long()]
+        return looked_up(values, codebook, bits)
     return (values if offset is not None else values - 2 ** (bits - 1)).float()
+
+
+def mark(bits: int) -> int:
+    """What a value says beside which another stands alone: the code of a zero with a sign."""
+    return int(2 ** (bits - 1))
+
+
+def looked_up(values: Tensor, codebook: Tensor, bits: int) -> Tensor:
+    """What values i32[...,K] stand for by codebooks, f32: of several each serves a run of the rows
+    of values [N,K]."""
+    places = values.long()
+    if codebook.shape[-1] == 2 * 2**bits:
+        beside = places.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        places = places + 2**bits * (beside == mark(bits))
+    if codebook.dim() == 1:
+        return codebook.float()[places]
+    runs = places.unflatten(0, (len(codebook), -1)).flatten(1)
+    return codebook.float().gather(1, runs).view(places.shape)
 
 
 def nearest(values: Tensor, codebook: Tensor) -> Tensor:

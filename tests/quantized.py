@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graftwork.backends import tiles
 
-BITS = (2, 3, 4, 6, 8)
+BITS = (1, 2, 3, 4, 6, 8)
 KINDS = ("symmetric", "offset", "codebook")
 
 
@@ -64,6 +64,9 @@ def from_tiles(packed: Tensor, bits: int, group: int, outputs: int) -> Tensor:
     """Whole numbers [N,K] of tiles u8[T,G,B], as `kernels/tiles.h` draws them."""
     blocks = packed.to(torch.int64).reshape(*packed.shape[:2], -(-group // 16), 32 * bits)
     low = {6: 4, 3: 2}.get(bits, bits)
+    if bits == 1:
+        halves = torch.cat([blocks, blocks >> 4], -1)
+        return _in_rows(halves[..., None, :] >> torch.arange(4)[:, None] & 1, group, outputs)
     planes = blocks[..., : 32 * low].unflatten(-1, (-1, 1, 64))
     steps = planes >> low * torch.arange(8 // low)[:, None] & (1 << low) - 1
     steps = steps.flatten(-3, -2)
@@ -73,6 +76,11 @@ def from_tiles(packed: Tensor, bits: int, group: int, outputs: int) -> Tensor:
     if bits == 3:
         high = torch.cat([blocks[..., 64:], blocks[..., 64:] >> 4], -1)
         steps = steps | (high[..., None, :] >> which & 1) << 2
+    return _in_rows(steps, group, outputs)
+
+
+def _in_rows(steps: Tensor, group: int, outputs: int) -> Tensor:
+    """Numbers [T,G,block,step,64] by output."""
     values = steps.unflatten(-1, (16, 4)).permute(0, 4, 1, 2, 3, 5)  # T, output, G, block, step, k
     return values.flatten(3)[..., :group].flatten(2).flatten(0, 1)[:outputs]
 

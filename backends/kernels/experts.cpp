@@ -63,7 +63,7 @@ void expert_products(
         if (rounded)
             products(
                 {w.tiles, w.scale, w.offset, nullptr, own, w.V, w.K, w.group, w.bits, w.half_scale,
-                 w.half_offset},
+                 w.half_offset, w.books},
                 rows.data(), count, found.data(), team);
         else
             float_products(w, own, rows.data(), count, found.data(), team);

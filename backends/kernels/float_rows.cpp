@@ -70,7 +70,7 @@ INLINE void add_value(
     }
 }
 
-template <class Format, int ROWS>
+template <class Format, bool PAIRED, int ROWS>
 INLINE void add_block(
     const uint8_t* block,
     int part,
@@ -79,7 +79,10 @@ INLINE void add_block(
     Chains<ROWS>& chains) {
     if (part == 0) Format::ask_ahead(block);
     Processor::Bytes steps[STEPS];
-    Format::unpack(block, part, Processor::Bytes{}, steps);
+    Format::unpack(block, part, Tables{}, steps);
+    if constexpr (PAIRED)
+        for (Processor::Bytes& places : steps)
+            places = Processor::raised(places, mark(Format::NUMBER), 1 << Format::NUMBER);
 #pragma GCC unroll 4
     for (int s = 0; s < STEPS; s++) {
         const float* of_step = values + s * STEP * ROWS;
@@ -119,14 +122,18 @@ void give(const Tile& tile, int part, const Processor::Real (&totals)[ROWS], flo
 }
 
 // Products of a gang of ROWS rows, from its first one on, with a tile: of y the tile's columns.
-template <class Format, bool BOOK, int ROWS>
+template <class Format, Looked LOOKED, int ROWS>
 __attribute__((noinline)) void tile_products(
     const Tile& tile, const Rows& rows, int64_t first, float* y) {
     const Table& w = *tile.of;
     const int64_t groups = w.K / w.group, blocks = blocks_of(w.group);
     const float* sums = rows.sums + first * groups;
     const float zero = w.offset ? 0.0f : -float(1 << (w.bits - 1));
-    const Processor::Book known = Processor::book(BOOK ? w.values : nullptr, 1 << w.bits);
+    constexpr bool BOOK = LOOKED != NOT;
+    const int entries = LOOKED == IN_PAIRS ? 2 << w.bits : 1 << w.bits;
+    const int64_t each = w.books.count > 1 ? tiles_of(w.V) / w.books.count : tiles_of(w.V);
+    const float* const from = BOOK ? w.values + tile.number / each * entries : nullptr;
+    const Processor::Book known = Processor::book(from, entries);
     const Processor::Book* const book = BOOK ? &known : nullptr;
     for (int part = 0; part < Processor::PARTS; part++) {
         const float* values = rows.values + first * steps_of(w);
@@ -139,7 +146,7 @@ __attribute__((noinline)) void tile_products(
             for (int i = 0; i < CHAINS * ROWS; i++)
                 chains[i / ROWS][i % ROWS] = Processor::real(0.0f);
             for (int64_t b = 0; b < blocks; b++, block += Format::BLOCK, values += DEPTH * ROWS)
-                add_block<Format, ROWS>(block, part, book, values, chains);
+                add_block<Format, LOOKED == IN_PAIRS, ROWS>(block, part, book, values, chains);
             const int64_t at = (tile.number * groups + g) * OUTPUTS;
             const Processor::Real scale = factors(w.scale, w.half_scale, at, part);
             for (int r = 0; r < ROWS; r++) {
@@ -157,33 +164,36 @@ __attribute__((noinline)) void tile_products(
     }
 }
 
-template <class Format, bool BOOK, int ROWS = TOGETHER>
+template <class Format, Looked LOOKED, int ROWS = TOGETHER>
 void tile_products_of(int64_t count, const Tile& tile, const Rows& rows, int64_t first, float* y) {
     if constexpr (ROWS > 1)
         if (count < ROWS)
-            return tile_products_of<Format, BOOK, ROWS - 1>(count, tile, rows, first, y);
-    tile_products<Format, BOOK, ROWS>(tile, rows, first, y);
+            return tile_products_of<Format, LOOKED, ROWS - 1>(count, tile, rows, first, y);
+    tile_products<Format, LOOKED, ROWS>(tile, rows, first, y);
 }
 
 // Products of all rows with a tile, whose weights stay near meanwhile.
-template <int BITS, bool BOOK>
+template <int BITS, Looked LOOKED>
 void every_row(const Tile& tile, const Rows& rows, float* y) {
     for (int64_t gang = 0; gang < rows.gangs(); gang++) {
         const int64_t first = rows.first(gang);
-        tile_products_of<Packed<BITS, false>, BOOK>(
+        tile_products_of<Packed<BITS, NOT>, LOOKED>(
             rows.first(gang + 1) - first, tile, rows, first, y);
     }
 }
 
 typedef void (*EveryRow)(const Tile&, const Rows&, float*);
 
-EveryRow every_row_of(int64_t bits, bool book) {
-    switch (bits) {
-        case 2: return book ? every_row<2, true> : every_row<2, false>;
-        case 3: return book ? every_row<3, true> : every_row<3, false>;
-        case 4: return book ? every_row<4, true> : every_row<4, false>;
-        case 6: return book ? every_row<6, true> : every_row<6, false>;
-        case 8: return book ? every_row<8, true> : every_row<8, false>;
+EveryRow every_row_of(int64_t bits, Looked looked) {
+    const bool book = looked != NOT;
+    switch (looked == IN_PAIRS ? 16 + bits : bits) {
+        case 1: return book ? every_row<1, IN_TABLE> : every_row<1, NOT>;
+        case 2: return book ? every_row<2, IN_TABLE> : every_row<2, NOT>;
+        case 3: return book ? every_row<3, IN_TABLE> : every_row<3, NOT>;
+        case 4: return book ? every_row<4, IN_TABLE> : every_row<4, NOT>;
+        case 6: return book ? every_row<6, IN_TABLE> : every_row<6, NOT>;
+        case 8: return book ? every_row<8, IN_TABLE> : every_row<8, NOT>;
+        case 16 + 4: return every_row<4, IN_PAIRS>;
     }
     throw std::invalid_argument("no tiles of " + std::to_string(bits) + " bits");
 }
@@ -196,7 +206,7 @@ void float_products(
     const Table& w, const float* bias, const float* x, int64_t count, float* y, const Team& team) {
     // Of the calling thread: other threads' steps have their own.
     static thread_local std::vector<float> values, sums;
-    const EveryRow every_row = every_row_of(w.bits, w.values);
+    const EveryRow every_row = every_row_of(w.bits, !w.values ? NOT : w.books.paired ? IN_PAIRS : IN_TABLE);
     const int64_t size = w.K / w.group * blocks_of(w.group) * block_bytes(w.bits);
     values.resize(count * steps_of(w));
     sums.resize(count * (w.K / w.group));

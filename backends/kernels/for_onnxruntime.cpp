@@ -31,8 +31,8 @@ struct Node {
           group(api.whole_number(info, "group")),
           outputs(api.whole_number(info, "N")) {
         want(outputs >= 0, "N must not be negative");
-        const bool known = bits == 2 || bits == 3 || bits == 4 || bits == 6 || bits == 8;
-        want(known, "bits must be 2, 3, 4, 6 or 8");
+        const bool known = (bits >= 1 && bits <= 4) || bits == 6 || bits == 8;
+        want(known, "bits must be 1, 2, 3, 4, 6 or 8");
         want(group >= 1 && group <= LARGEST, "group must be in 1..65536");
     }
     template <class T>
@@ -55,17 +55,31 @@ struct Node {
         want(codebook.is({int64_t(1) << bits}), "codebook must be [2^bits]");
         want(!codebook.value || !offset.value, "a codebook goes with no offset");
     }
+    // Codebooks [entries] or [books, entries], entries of one number or, in pairs, of twice as many.
+    Books books_of(const ort::Tensor& found, int64_t entries, const ort::Tensor& offset) const {
+        if (!found.value) return {};
+        want(!offset.value, "a codebook goes with no offset");
+        const size_t axes = found.sizes.size();
+        want(axes == 1 || axes == 2, "codebooks must be [L] or [S, L]");
+        const int64_t last = found.sizes.back(), count = axes == 2 ? found.sizes[0] : 1;
+        const bool paired = last == 2 * entries && bits == 4 && group % 2 == 0;
+        want(paired || last == entries, "codebooks must be of 2^bits numbers, or 4 bits in pairs");
+        want(count >= 1, "there must be a codebook");
+        want(count == 1 || outputs % (count * 16) == 0, "codebooks must be of whole tiles");
+        return {count, paired};
+    }
     Table table(
         const ort::Tensor& packed,
         const ort::Tensor& scale,
         const ort::Tensor& offset,
         const float* codebook,
-        int64_t K) const {
+        int64_t K,
+        Books books = {}) const {
         return {
             data<uint8_t>(packed),       data<void>(scale),           data<void>(offset),
             codebook,                    outputs,                     K,
             group,                       bits,                        scale.type == ort::FLOAT16,
-            offset.type == ort::FLOAT16,
+            offset.type == ort::FLOAT16, books,
         };
     }
     // Rows of x [..., K], and what becomes of them.
@@ -99,8 +113,8 @@ struct Linear : Node {
         const int64_t K = x.sizes.back();
         want(K > 0 && K % group == 0, "K must be a multiple of group");
         check_stored(packed, scale, offset, K / group, outputs);
-        want(table.is({16}), "table must be [16]");
-        want(!table.value || (!offset.value && bits <= 4), "a table goes with 4 bits, no offset");
+        want(!table.value || bits <= 4, "a table goes with 4 bits");
+        const Books books = books_of(table, 16, offset);
         want(bias.is({outputs}), "bias must be [N]");
         float* const y = result(context, x);
         const Weights weights = {
@@ -108,6 +122,7 @@ struct Linear : Node {
             data<int8_t>(table),         data<float>(bias),           outputs,
             K,                           group,                       bits,
             scale.type == ort::FLOAT16,  offset.type == ort::FLOAT16,
+            books,
         };
         products(weights, data<float>(x), rows_of(x), y, Pool(api, context));
     }
@@ -131,11 +146,11 @@ struct FloatLinear : Node {
         const int64_t K = x.sizes.back();
         want(K > 0 && K % group == 0, "K must be a multiple of group");
         check_stored(packed, scale, offset, K / group, outputs);
-        check_codebook(codebook, offset);
+        const Books books = books_of(codebook, int64_t(1) << bits, offset);
         want(bias.is({outputs}), "bias must be [N]");
         float* const y = result(context, x);
         float_products(
-            table(packed, scale, offset, data<float>(codebook), K), data<float>(bias), data<float>(x),
+            table(packed, scale, offset, data<float>(codebook), K, books), data<float>(bias), data<float>(x),
             rows_of(x), y, Pool(api, context));
     }
 };

@@ -50,13 +50,16 @@ void quantized_linear(
     int64_t bits,
     int64_t half_scale,
     int64_t half_offset,
+    int64_t books,
+    int64_t paired,
     int64_t threads) {
     const Weights weights = {
-        tiles, scale, offset, table, bias, N, K, group, bits, half_scale != 0, half_offset != 0};
+        tiles, scale, offset, table, bias, N, K, group, bits, half_scale != 0, half_offset != 0,
+        {books, paired != 0}};
     products(weights, x, rows, y, Threads(threads));
 }
 
-// The same, x not rounded. values [2^bits]: what stands for each q, or null.
+// The same, x not rounded. values [books, entries]: what stands for each q, or null.
 void float_linear(
     const float* x,
     const uint8_t* tiles,
@@ -72,9 +75,12 @@ void float_linear(
     int64_t bits,
     int64_t half_scale,
     int64_t half_offset,
+    int64_t books,
+    int64_t paired,
     int64_t threads) {
     const Table weights = {
-        tiles, scale, offset, values, N, K, group, bits, half_scale != 0, half_offset != 0};
+        tiles, scale, offset, values, N, K, group, bits, half_scale != 0, half_offset != 0,
+        {books, paired != 0}};
     float_products(weights, bias, x, rows, y, Threads(threads));
 }
 
@@ -101,7 +107,7 @@ void quantized_experts(
     int64_t rounded,
     int64_t threads) {
     const Table weights = {
-        tiles, scale, offset, nullptr, R, K, group, bits, half_scale != 0, half_offset != 0};
+        tiles, scale, offset, nullptr, R, K, group, bits, half_scale != 0, half_offset != 0, {}};
     const Choices choice = {chosen, count, choices, experts, each != 0};
     expert_products(weights, bias, choice, x, rounded != 0, y, Threads(threads));
 }
@@ -123,7 +129,7 @@ void quantized_embedding(
     int64_t half_offset,
     int64_t threads) {
     const Table table = {
-        tiles, scale, offset, values, V, K, group, bits, half_scale != 0, half_offset != 0};
+        tiles, scale, offset, values, V, K, group, bits, half_scale != 0, half_offset != 0, {}};
     rows_of(table, ids, count, y, Threads(threads));
 }
 

@@ -47,7 +47,8 @@ inline int32_t four_bytes(const int8_t* from) {
 // A tile's vectors are read in PARTS; `Bytes` are the weights of a step in a part, `Whole` and
 // `Real` a number for each of its outputs. Weights are unsigned: `add` takes off `LEFT` first, for
 // which its caller makes up. WIDE: weights may take all eight bits, otherwise six. ROWS: of so many
-// rows sums fit in registers. CHAINS: of sums that wait for each other, as many as fill the time.
+// rows sums fit in registers. `beside`: places are in pairs of bytes, and beside a mark one is looked
+// up in the other table. CHAINS: of sums that wait for each other, as many as fill the time.
 // `reals<J>` and `look_up<J>` are of byte J of those of each output, the latter in a `Book` of floats.
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
@@ -72,6 +73,18 @@ struct Processor {
         return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)from));
     }
     static Bytes look_up(Bytes table, Bytes places) { return _mm512_shuffle_epi8(table, places); }
+    static Bytes look_up(Bytes table, Bytes other, Bytes places, char mark) {
+        const Bytes beside = swapped(places);
+        const __mmask64 marked = _mm512_cmpeq_epi8_mask(beside, _mm512_set1_epi8(mark));
+        return _mm512_mask_shuffle_epi8(look_up(table, places), marked, other, places);
+    }
+    static Bytes raised(Bytes places, char mark, char by) {
+        const __mmask64 marked = _mm512_cmpeq_epi8_mask(swapped(places), _mm512_set1_epi8(mark));
+        return _mm512_mask_add_epi8(places, marked, places, _mm512_set1_epi8(by));
+    }
+    static Bytes swapped(Bytes value) {
+        return _mm512_or_si512(_mm512_slli_epi16(value, 8), _mm512_srli_epi16(value, 8));
+    }
     template <int RIGHT>
     static Bytes bits(Bytes value, char mask) {
         if constexpr (RIGHT > 0) value = _mm512_srli_epi16(value, RIGHT);
@@ -102,20 +115,23 @@ struct Processor {
         return _mm512_cvtepi32_ps(bytes_at<J>(value));
     }
     struct Book {
-        Real first;
+        Real first, second;
         const float* all;
-        bool few;
+        int count;
     };
     static Book book(const float* from, int count) {
         if (!from) return Book{};
-        return Book{_mm512_maskz_loadu_ps(count < OUTPUTS ? (1 << count) - 1 : 0xffff, from), from,
-                count <= OUTPUTS};
+        const Real first =
+            _mm512_maskz_loadu_ps(count < OUTPUTS ? (1 << count) - 1 : 0xffff, from);
+        const bool two = count == 2 * OUTPUTS;
+        return Book{first, two ? _mm512_loadu_ps(from + OUTPUTS) : first, from, count};
     }
     template <int J>
     static Real look_up(const Book& book, Bytes places) {
         const Whole at = bytes_at<J>(places);
-        return book.few ? _mm512_permutexvar_ps(at, book.first)
-                        : _mm512_i32gather_ps(at, book.all, sizeof(float));
+        if (book.count <= OUTPUTS) return _mm512_permutexvar_ps(at, book.first);
+        if (book.count == 2 * OUTPUTS) return _mm512_permutex2var_ps(book.first, at, book.second);
+        return _mm512_i32gather_ps(at, book.all, sizeof(float));
     }
     template <int J>
     static Whole bytes_at(Bytes value) {
@@ -154,6 +170,19 @@ struct Processor {
         return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)from));
     }
     static Bytes look_up(Bytes table, Bytes places) { return _mm256_shuffle_epi8(table, places); }
+    static Bytes look_up(Bytes table, Bytes other, Bytes places, char mark) {
+        return _mm256_blendv_epi8(
+            look_up(table, places), look_up(other, places), marked(places, mark));
+    }
+    static Bytes raised(Bytes places, char mark, char by) {
+        const Bytes more = _mm256_and_si256(marked(places, mark), _mm256_set1_epi8(by));
+        return _mm256_add_epi8(places, more);
+    }
+    static Bytes marked(Bytes places, char mark) {
+        const Bytes beside =
+            _mm256_or_si256(_mm256_slli_epi16(places, 8), _mm256_srli_epi16(places, 8));
+        return _mm256_cmpeq_epi8(beside, _mm256_set1_epi8(mark));
+    }
     template <int RIGHT>
     static Bytes bits(Bytes value, char mask) {
         if constexpr (RIGHT > 0) value = _mm256_srli_epi16(value, RIGHT);
@@ -246,6 +275,18 @@ struct Processor {
     static Bytes look_up(const Bytes& table, Bytes places) {
         for (int i = 0; i < VECTOR; i++) places.at[i] = table.at[places.at[i] & 15];
         return places;
+    }
+    static Bytes look_up(const Bytes& table, const Bytes& other, const Bytes& places, char mark) {
+        Bytes found;
+        for (int i = 0; i < VECTOR; i++)
+            found.at[i] = (places.at[i ^ 1] == mark ? other : table).at[places.at[i] & 15];
+        return found;
+    }
+    static Bytes raised(const Bytes& places, char mark, char by) {
+        Bytes found = places;
+        for (int i = 0; i < VECTOR; i++)
+            if (places.at[i ^ 1] == mark) found.at[i] = uint8_t(places.at[i] + by);
+        return found;
     }
     template <int RIGHT>
     static Bytes bits(Bytes value, char mask) {

@@ -22,11 +22,16 @@ int64_t blocks_of(const Weights& w) { return blocks_of(w.group); }  // of a grou
 
 int64_t tile_bytes(const Weights& w) { return w.groups() * blocks_of(w) * block_bytes(w.bits); }
 
-// A weight's table, of unsigned bytes.
-Processor::Bytes table_of(const Weights& w) {
-    uint8_t bytes[OUTPUTS] = {};
-    for (int i = 0; w.table && i < OUTPUTS; i++) bytes[i] = uint8_t(w.table[i] + 128);
-    return Processor::table(bytes);
+// The tables of a tile of a weight, of unsigned bytes.
+Tables tables_of(const Weights& w, int64_t tile) {
+    uint8_t bytes[2][OUTPUTS] = {};
+    const int several = w.books.paired ? 2 : 1;
+    const int64_t each = w.books.count > 1 ? tiles_of(w.N) / w.books.count : tiles_of(w.N);
+    for (int half = 0; w.table && half < several; half++)
+        for (int i = 0; i < OUTPUTS; i++)
+            bytes[half][i] =
+                uint8_t(w.table[(tile / each * several + half) * OUTPUTS + i] + 128);
+    return {Processor::table(bytes[0]), Processor::table(bytes[1])};
 }
 
 // What products are to have added for each value of x, because bytes stand for weights.
@@ -147,13 +152,13 @@ template <class Format, int ROWS, int CHAINS>
 INLINE void add_block(
     const uint8_t* block,
     const int8_t* values,
-    Processor::Bytes table,
+    const Tables& tables,
     Sums<Processor::Whole, ROWS> (&chains)[CHAINS]) {
     Format::ask_ahead(block);
 #pragma GCC unroll 2
     for (int part = 0; part < Processor::PARTS; part++) {
         Processor::Bytes steps[STEPS];
-        Format::unpack(block, part, table, steps);
+        Format::unpack(block, part, tables, steps);
 #pragma GCC unroll 32
         for (int i = 0; i < STEPS * ROWS; i++)
             Processor::add<Format::WIDE>(
@@ -168,7 +173,7 @@ INLINE void add_group(
     const int8_t* values,
     const int32_t* starts,
     int64_t blocks,
-    Processor::Bytes table,
+    const Tables& tables,
     Sums<Processor::Whole, ROWS>& sums) {
     // A sum waits for the one before it; a few rows have too few of them to fill the time.
     constexpr int CHAINS = std::max(1, std::min(STEPS, Processor::CHAINS / ROWS));
@@ -180,7 +185,7 @@ INLINE void add_group(
             i < EACH ? Processor::whole(starts[i % ROWS]) : Processor::whole(0);
     for (int64_t b = 0; b < blocks; b++)
         add_block<Format, ROWS>(
-            block + b * Format::BLOCK, values + b * DEPTH * ROWS, table, chains);
+            block + b * Format::BLOCK, values + b * DEPTH * ROWS, tables, chains);
 #pragma GCC unroll 32
     for (int i = 0; i < EACH; i++) sums[i / ROWS][i % ROWS] = chains[0][i / ROWS][i % ROWS];
 #pragma GCC unroll 32
@@ -236,7 +241,7 @@ __attribute__((noinline)) void tile_products(
     const int8_t* values = rows.values + first * rows.steps * STEP;
     const int32_t* starts = rows.starts + first * groups;
     const float* sums = rows.sums + first * groups;
-    const Processor::Bytes table = table_of(w);
+    const Tables tables = tables_of(w, tile.number);
     Sums<Processor::Real, ROWS> totals;
 #pragma GCC unroll 32
     for (int i = 0; i < Processor::PARTS * ROWS; i++)
@@ -246,7 +251,7 @@ __attribute__((noinline)) void tile_products(
         const int64_t at = (tile.number * groups + g) * OUTPUTS;
         Sums<Processor::Whole, ROWS> found;
         add_group<Format, ROWS>(
-            block, values + g * blocks * DEPTH * ROWS, starts + g * ROWS, blocks, table, found);
+            block, values + g * blocks * DEPTH * ROWS, starts + g * ROWS, blocks, tables, found);
         const auto product = [&](int part, int r) { return Processor::real(found[part][r]); };
         const auto sum = [&](int, int r) { return Processor::real(sums[g * ROWS + r]); };
         add_scaled<ROWS>(product, w.scale, w.half_scale, at, totals);
@@ -273,16 +278,19 @@ void every_row(const Tile& tile, const Rows& rows, float* y) {
 
 typedef void (*EveryRow)(const Tile&, const Rows&, float*);
 
-EveryRow every_row_of(int64_t bits, bool table) {
-    switch (bits + (table ? 16 : 0)) {
-        case 2: return every_row<Packed<2, false>>;
-        case 3: return every_row<Packed<3, false>>;
-        case 4: return every_row<Packed<4, false>>;
-        case 6: return every_row<Packed<6, false>>;
-        case 8: return every_row<Packed<8, false>>;
-        case 16 + 2: return every_row<Packed<2, true>>;
-        case 16 + 3: return every_row<Packed<3, true>>;
-        case 16 + 4: return every_row<Packed<4, true>>;
+EveryRow every_row_of(int64_t bits, Looked looked) {
+    switch (bits + 16 * looked) {
+        case 1: return every_row<Packed<1, NOT>>;
+        case 2: return every_row<Packed<2, NOT>>;
+        case 3: return every_row<Packed<3, NOT>>;
+        case 4: return every_row<Packed<4, NOT>>;
+        case 6: return every_row<Packed<6, NOT>>;
+        case 8: return every_row<Packed<8, NOT>>;
+        case 16 * IN_TABLE + 1: return every_row<Packed<1, IN_TABLE>>;
+        case 16 * IN_TABLE + 2: return every_row<Packed<2, IN_TABLE>>;
+        case 16 * IN_TABLE + 3: return every_row<Packed<3, IN_TABLE>>;
+        case 16 * IN_TABLE + 4: return every_row<Packed<4, IN_TABLE>>;
+        case 16 * IN_PAIRS + 4: return every_row<Packed<4, IN_PAIRS>>;
     }
     throw std::invalid_argument("no tiles of " + std::to_string(bits) + " bits");
 }
@@ -321,7 +329,7 @@ void products(const Weights& w, const float* x, int64_t count, float* y, const T
     static thread_local std::vector<int8_t> values;
     static thread_local std::vector<int32_t> starts;
     static thread_local std::vector<float> sums, scales;
-    const EveryRow every_row = every_row_of(w.bits, w.table);
+    const EveryRow every_row = every_row_of(w.bits, !w.table ? NOT : w.books.paired ? IN_PAIRS : IN_TABLE);
     const int64_t steps = w.groups() * blocks_of(w) * STEPS, size = tile_bytes(w);
     values.resize(count * steps * STEP);
     starts.resize(count * w.groups());

@@ -13,16 +13,25 @@
 
 namespace graftwork {
 
+// How many codebooks a weight has, each of a run of as many outputs, which are whole tiles if there
+// are several; and whether numbers are in pairs, of which one beside a mark is looked up in the
+// second half of its codebook.
+struct Books {
+    int64_t count = 1;
+    bool paired = false;
+};
+
 // Weights [N, K] in tiles, see tiles.h. A value is scale * q + offset, scale * table[q], or
 // scale * (q - half of what q may be).
 struct Weights {
     const uint8_t* tiles;
     const void* scale;    // [tiles, groups, 16] float, or half
     const void* offset;   // likewise, or null
-    const int8_t* table;  // [16], or null
+    const int8_t* table;  // [books, 16], in pairs [books, 32], or null
     const float* bias;    // [N], or null
     int64_t N, K, group, bits;
     bool half_scale, half_offset;
+    Books books;
 
     int64_t groups() const { return K / group; }
 };
@@ -33,9 +42,10 @@ struct Table {
     const uint8_t* tiles;
     const void* scale;    // [tiles, groups, 16] float, or half
     const void* offset;   // likewise, or null
-    const float* values;  // [2^bits], or null
+    const float* values;  // [books, 2^bits], in pairs [books, 2^(bits + 1)], or null
     int64_t V, K, group, bits;
     bool half_scale, half_offset;
+    Books books;
 };
 
 // y [count, N] = x [count, K] with weights. Throws for bits of which there are no tiles.
@@ -71,7 +81,8 @@ void expert_products(
     float* y,
     const Team& team);
 
-// y [count, K]: the rows that ids [count] name. Throws for one that the table does not have.
+// y [count, K]: the rows that ids [count] name, of a table with one codebook and no pairs. Throws for
+// a row that the table does not have.
 void rows_of(const Table& table, const int64_t* ids, int64_t count, float* y, const Team& team);
 
 // Rows [N, K * bits / 8] as tiles. values: what stands for each q, then of eight bits, or null.

@@ -15,8 +15,9 @@
 //   4 bits   two vectors: steps 0 and 2 in the low halves of their bytes, 1 and 3 in the high ones
 //   2 bits   a vector: steps 0 to 3 in bits 0-1, 2-3, 4-5, 6-7 of its bytes
 //   6 bits   the low four bits as of 4 bits, then the high two as of 2 bits
-//   3 bits   the low two bits as of 2 bits, then half a vector of the highest ones: of its byte i
-//            bits 0-3 belong to steps 0-3 of place i, bits 4-7 to those of place i + 32
+//   1 bit    half a vector: of its byte i bits 0-3 belong to steps 0-3 of place i, bits 4-7 to those
+//            of place i + 32
+//   3 bits   the low two bits as of 2 bits, then the highest ones as of 1 bit
 
 #pragma once
 
@@ -48,10 +49,13 @@ inline uint64_t eight_values(const uint8_t* row, int64_t bytes, int64_t first, i
     return found;
 }
 
+// Of a value's bits, those that lie in whole vectors.
+constexpr int low_bits(int bits) { return bits == 6 ? 4 : bits == 3 ? 2 : bits == 1 ? 0 : bits; }
+
 // Steps [4, 64] as a block.
 inline void pack_block(const uint8_t (&steps)[STEPS][VECTOR], int bits, uint8_t* block) {
-    const int low = bits == 6 ? 4 : bits == 3 ? 2 : bits, each = 8 / low;
-    for (int v = 0; v < STEPS / each; v++)
+    const int low = low_bits(bits), each = low ? 8 / low : STEPS;
+    for (int v = 0; low && v < STEPS / each; v++)
         for (int i = 0; i < VECTOR; i++) {
             int byte = 0;
             for (int s = 0; s < each; s++)
@@ -63,23 +67,22 @@ inline void pack_block(const uint8_t (&steps)[STEPS][VECTOR], int bits, uint8_t*
         for (int s = 0; s < STEPS; s++) byte |= steps[s][i] >> 4 << 2 * s;
         *block++ = uint8_t(byte);
     }
-    for (int i = 0; bits == 3 && i < VECTOR / 2; i++) {
+    for (int i = 0; bits % 2 && i < VECTOR / 2; i++) {
         int byte = 0;
         for (int s = 0; s < STEPS; s++)
-            byte |= steps[s][i] >> 2 << s | steps[s][i + VECTOR / 2] >> 2 << (4 + s);
+            byte |= steps[s][i] >> low << s | steps[s][i + VECTOR / 2] >> low << (4 + s);
         *block++ = uint8_t(byte);
     }
 }
 
 // The value in a place of 64 of a block's step.
 inline int value_in(const uint8_t* block, int bits, int step, int place) {
-    const int low = bits == 6 ? 4 : bits == 3 ? 2 : bits, each = 8 / low;
-    int q = block[step / each * VECTOR + place] >> step % each * low & ((1 << low) - 1);
+    const int low = low_bits(bits), each = low ? 8 / low : STEPS, half = VECTOR / 2;
+    int q = 0;
+    if (low) q = block[step / each * VECTOR + place] >> step % each * low & ((1 << low) - 1);
     if (bits == 6) q |= (block[2 * VECTOR + place] >> 2 * step & 3) << 4;
-    if (bits == 3) {
-        const int half = VECTOR / 2;
-        q |= (block[VECTOR + place % half] >> (step + place / half * 4) & 1) << 2;
-    }
+    if (bits % 2)
+        q |= (block[low / 2 * VECTOR + place % half] >> (step + place / half * 4) & 1) << low;
     return q;
 }
 
@@ -111,12 +114,24 @@ inline void pack_tile(
         }
 }
 
-// How a block becomes four steps of weights, a byte each. TABLE: each is looked up in a table.
-template <int BITS, bool TABLE>
+// What becomes of the numbers of a block: nothing, each is looked up in a table, or in one of two by
+// what is beside it.
+enum Looked { NOT, IN_TABLE, IN_PAIRS };
+
+// Tables of a weight's codes.
+struct Tables {
+    Processor::Bytes first, second;
+};
+
+constexpr int mark(int bits) { return 1 << (bits - 1); }  // a code beside which another is looked up
+
+// How a block becomes four steps of weights, a byte each.
+template <int BITS, Looked LOOKED>
 struct Packed {
     typedef Processor::Bytes Bytes;
+    static constexpr int NUMBER = BITS;
     static constexpr int64_t BLOCK = block_bytes(BITS);
-    static constexpr bool WIDE = TABLE || BITS == 8;
+    static constexpr bool WIDE = LOOKED != NOT || BITS == 8;
     // Bytes between the weights in use and those asked for. Of eight bits the memory alone limits
     // the speed, and the second cache has more places for what is on its way; otherwise the time
     // in which they come from there shows, too.
@@ -138,21 +153,26 @@ struct Packed {
         } else if constexpr (BITS == 6) {
             const Bytes high = Processor::bytes(block + 2 * VECTOR, part);
             return Processor::both(
-                Packed<4, false>::step<S>(block, part), Processor::bits<S * 2 - 4>(high, 48));
+                Packed<4, NOT>::step<S>(block, part), Processor::bits<S * 2 - 4>(high, 48));
+        } else if constexpr (BITS == 1) {
+            return Processor::bits<S>(Processor::halves(block, part), 1);
         } else {
             const Bytes high = Processor::halves(block + VECTOR, part);
             return Processor::both(
-                Packed<2, false>::step<S>(block, part), Processor::bits<S - 2>(high, 4));
+                Packed<2, NOT>::step<S>(block, part), Processor::bits<S - 2>(high, 4));
         }
     }
 
-    static void unpack(const uint8_t* block, int part, Bytes table, Bytes (&steps)[STEPS]) {
+    static void unpack(const uint8_t* block, int part, const Tables& tables, Bytes (&steps)[STEPS]) {
         steps[0] = step<0>(block, part);
         steps[1] = step<1>(block, part);
         steps[2] = step<2>(block, part);
         steps[3] = step<3>(block, part);
-        if constexpr (TABLE)
-            for (Bytes& places : steps) places = Processor::look_up(table, places);
+        if constexpr (LOOKED == IN_TABLE)
+            for (Bytes& places : steps) places = Processor::look_up(tables.first, places);
+        if constexpr (LOOKED == IN_PAIRS)
+            for (Bytes& places : steps)
+                places = Processor::look_up(tables.first, tables.second, places, mark(BITS));
     }
 };
 

@@ -27,7 +27,7 @@ import torch.fx
 
 from ...ir import Dim, TensorType, Weight, derive
 from ...ir import arguments as arguments_of
-from ...ir.numerics import dequantize, pack, unpack
+from ...ir.numerics import dequantize, looked_up, pack, unpack
 from . import rows_tiles
 from .byte_products import ZERO, byte_product, quantized_rows
 from .emit import Emitter, row, type_of, weight_of
@@ -102,7 +102,9 @@ class _Stored:
 
         def make(weight: Any, scale: Any, offset: Any, codebook: Any) -> torch.Tensor:
             values = unpack(weight, self.bits)
-            values = values + more if codebook is None else codebook.int()[values.long()] + ZERO
+            if codebook is not None:
+                return pack(looked_up(values, codebook, self.bits).int() + ZERO, bits).reshape(dims)
+            values = values + more
             return pack(values, bits).reshape(dims)
 
         dims = (self.rows, self.groups * self.group // block, block * bits // 8)

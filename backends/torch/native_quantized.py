@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...ir import InputError
 from ...ir.ops.operands import Operands
-from ...ir.ops.quantized import half_or_float
+from ...ir.ops.quantized import check_pairs, half_or_float
 from .. import tiles
 from ..cached_library import SHARED
 from .native import F32, Kernel, native_op
@@ -50,6 +50,22 @@ def _product(
     return given
 
 
+def _fit_books(
+    given: Operands, name: str, books: Tensor | None, dtype: torch.dtype, entries: int
+) -> None:
+    """Codebooks of so many entries, or of pairs of 4 bits twice as many; one, or several of whole
+    tiles."""
+    count, pairs = tiles.books_of(books, entries)
+    if pairs:
+        check_pairs(
+            given.op, given.sizes["Q"].bit_length() - 1, given.sizes["K"] // given.sizes["G"]
+        )
+    given.sizes["E"] = entries * (2 if pairs else 1)
+    several = books is not None and books.dim() > 1
+    given.fit(name, books, "SE" if several else "E", dtype)
+    tiles.check_books(count, given.sizes["N"])
+
+
 def _check_quantized_linear(
     x: Tensor,
     packed: Tensor,
@@ -62,7 +78,7 @@ def _check_quantized_linear(
     outputs: int,
 ) -> None:
     given = _product("quantized_linear", x, packed, scale, offset, bias, bits, group, outputs)
-    given.fit("table", table, "L", torch.int8)
+    _fit_books(given, "table", table, torch.int8, tiles.OUTPUTS)
     if table is not None and (offset is not None or bits > tiles.MOST_LOOKED_UP):
         raise InputError(
             f"quantized_linear: a table goes with at most {tiles.MOST_LOOKED_UP} bits and no "
@@ -94,9 +110,9 @@ def quantized_linear(
     """
     result = _quantized_linear_like(x, outputs)
     sizes = x.shape[:-1].numel(), outputs, x.shape[-1], group, bits
-    halves = _is_half(scale), _is_half(offset)
+    how = _is_half(scale), _is_half(offset), *tiles.books_of(table, tiles.OUTPUTS)
     tensors = x, packed, scale, offset, table, bias, result
-    quantized_linear_kernel(*tensors, *sizes, *halves, torch.get_num_threads())
+    quantized_linear_kernel(*tensors, *sizes, *how, torch.get_num_threads())
     return result
 
 
@@ -112,7 +128,7 @@ def _check_float_linear(
     outputs: int,
 ) -> None:
     given = _product("float_linear", x, packed, scale, offset, bias, bits, group, outputs)
-    given.fit("codebook", codebook, "Q", F32)
+    _fit_books(given, "codebook", codebook, F32, 1 << bits)
     if offset is not None and codebook is not None:
         raise InputError("float_linear: a codebook goes with no offset")
 
@@ -141,9 +157,9 @@ def float_linear(
     """
     result = _quantized_linear_like(x, outputs)
     sizes = x.shape[:-1].numel(), outputs, x.shape[-1], group, bits
-    halves = _is_half(scale), _is_half(offset)
+    how = _is_half(scale), _is_half(offset), *tiles.books_of(codebook, 1 << bits)
     tensors = x, packed, scale, offset, codebook, bias, result
-    float_linear_kernel(*tensors, *sizes, *halves, torch.get_num_threads())
+    float_linear_kernel(*tensors, *sizes, *how, torch.get_num_threads())
     return result
 
 

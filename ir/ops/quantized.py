@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..numerics import Numeric, check_bits, dequantize, levels
+from ..numerics import LOOKED_UP, Numeric, check_bits, dequantize, levels
 from . import Product, Sample, define
 from .operands import Operands
 
@@ -53,6 +53,10 @@ def _samples() -> Iterator[Sample]:
     book = torch.tensor([-127.0, -20.0, 35.0, 127.0])
     weight, scale = _stored(6, 16, 2, 8, False)
     yield (torch.randn(1, 2, 16), weight, scale, None, book), {"bits": 2, "group": 8}
+    books = torch.randint(-127, 128, (2, 32)).float()
+    weight, scale = _stored(6, 16, 4, 8, False)
+    yield (torch.randn(1, 2, 16), weight, scale, None, books), {"bits": 4, "group": 8}
+    yield (torch.randn(3, 16), *_stored(6, 16, 1, 16, True)), {"bits": 1, "group": 16}
     wide = _stored(3, 1200, 6, 1200, False)
     yield (torch.randn(1, 2, 1200), *wide), {"bits": 6, "group": 1200}
     plain = _stored(6, 16, 4, 8, True)
@@ -67,16 +71,35 @@ def _check_stored(
     offset: Tensor | None,
     codebook: Tensor | None,
     bits: int,
+    pairs: bool = False,
 ) -> None:
-    """The operands of a stored weight, K and group known to `given` by K, P and G."""
+    """The operands of a stored weight, K and group known to `given` by K, P and G. pairs: values
+    may stand in pairs, and outputs have several codebooks."""
     given.at_least_one("K")
     given.fit("weight", weight, "NP", torch.uint8)
     given.fit("scale", scale, "NG", half_or_float(scale))
     given.fit("offset", offset, "NG", half_or_float(offset))
     given.sizes["L"] = 2**bits
-    given.fit("codebook", codebook, "L", torch.float32)
+    if pairs and codebook is not None and codebook.shape[-1] == 2 * 2**bits:
+        check_pairs(given.op, bits, given.sizes["K"] // given.sizes["G"])
+        given.sizes["L"] = 2 * 2**bits
+    several = pairs and codebook is not None and codebook.dim() == 2
+    given.fit("codebook", codebook, "SL" if several else "L", torch.float32)
+    if several and given.sizes["N"] % max(given.sizes["S"], 1):
+        raise InputError(
+            f"{given.op}: {given.sizes['N']} outputs are no runs of {given.sizes['S']} codebooks"
+        )
     if offset is not None and codebook is not None:
         raise InputError(f"{given.op}: a weight has an offset or a codebook, not both")
+
+
+def check_pairs(op: str, bits: int, group: int) -> None:
+    """Errors: `InputError` for bits or groups in which no values stand in pairs."""
+    if bits != LOOKED_UP or group % 2:
+        raise InputError(
+            f"{op}: values in pairs have {LOOKED_UP} bits and groups of an even number, got {bits} "
+            f"bits and a group of {group}"
+        )
 
 
 def half_or_float(tensor: Tensor | None) -> torch.dtype:
@@ -116,7 +139,7 @@ def check_quantized_linear(
     given = Operands("quantized_linear")
     given.fit_rows("x", x, "K")
     given = _sized("quantized_linear", given.sizes["K"], bits, group)
-    _check_stored(given, weight, scale, offset, codebook, bits)
+    _check_stored(given, weight, scale, offset, codebook, bits, pairs=True)
     given.fit("bias", bias, "N")
 
 
@@ -166,8 +189,9 @@ def quantized_linear(
     group=32)``
 
     x [..., K] floating; weight u8[N, K*bits/8], a bitstream of values q (see `ir.numerics`); scale
-    and offset f32|f16[N, K/group]; codebook f32[2^bits]; bias [N]. A weight is scale * (q -
-    2^(bits-1)), with an offset scale * q + offset, with a codebook scale * codebook[q].
+    and offset f32|f16[N, K/group]; codebook f32[2^bits], or f32[32] with pairs of 4 bits, or
+    f32[S,L] with S of either; bias [N]. A weight is scale * (q - 2^(bits-1)), with an offset
+    scale * q + offset, with a codebook scale * codebook[q] (see `ir.numerics`).
 
     rounded: row r is rounded, s = max|x_r| / 127 (1 for a row of zeros), a = round(x_r / s), half
     to even; sums of a group are exact; groups are added in float32, ascending, each with one

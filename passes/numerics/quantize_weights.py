@@ -21,9 +21,10 @@ shares its step, and speculation on a quantized model stays lossless with respec
 the bits lie, `ir.numerics` says. Functions that only draft follow the same options; `role` gives
 them their own. A recipe may have the pass several times: each takes what is still float.
 
-How values are chosen, a method says (`methods`). One that reads text sees the target's step run
-over it (`engine.calibrate`), with products in float: activations that are rounded come later. The
-embedding, the head and the experts of mixtures are rounded to nearest whatever the method is.
+How values are chosen, and in which form (`stored`), a method says (`methods`). One that reads text
+sees the target's step run over it (`engine.calibrate`), with products in float: activations that
+are rounded come later. The embedding, the head and the experts of mixtures are rounded to nearest
+whatever the method is.
 
 Refuses a program without float weights to take, a pattern that names no weight, or one stack of a
 mixture's experts without the other, rows that the group does not divide, and, with a method that
@@ -32,10 +33,12 @@ reads text, weights that the step does not multiply.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import threading
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.fx
@@ -52,8 +55,6 @@ from ...ir import (
     WeightStore,
     arguments,
     derive,
-    site_of,
-    type_of,
 )
 from ...ir.mixtures import Stack, store_experts
 from ...ir.numerics import Numeric
@@ -63,8 +64,11 @@ from ..engine.functions import EVERY, edit_with_weights, token_look_ups
 from ..engine.subgraph import fresh_name
 from ..fusing.dce import sweep
 from ..fusing.products import product_of, source_product
-from .methods.base import method_of
-from .solver import WeightSolver, part_names, scaled_name
+from .layer_products import LayerProducts
+from .methods.base import Method, method_of
+from .methods.rtn import RoundToNearest
+from .solver import WeightSolver, scaled_name
+from .stored import Form
 
 A, G = torch.ops.aten, torch.ops.graftwork
 STACKS = ("gate_up", "down")
@@ -129,7 +133,7 @@ class QuantizeWeights(Pass):
         """The same, by a method that sees what the weights are multiplied with."""
         self._check_patterns(program)
         layers = self.layers(program)
-        numerics = {node: self.numeric_of(weight, False) for node, weight in layers}
+        forms = {node: self.form_of(weight) for node, weight in layers}
         names = [weight.name for _, weight in layers]
         if twice := [name for name in names if names.count(name) > 1]:
             raise PassError(
@@ -137,15 +141,15 @@ class QuantizeWeights(Pass):
                 f"values: {self.method} takes weights that are multiplied once "
                 f"(exclude: [{twice[0]!r}])"
             )
-        if not numerics or Role.TARGET not in self._roles:
+        if not forms or Role.TARGET not in self._roles:
             return Outcome(program, 0, f"{program.step.name} has no layer that {self.method} takes")
         assert self.text is not None
         method = method_of(self.method, self.tuning)
-        formats = {_weight_name(node): numeric for node, numeric in numerics.items()}
+        named_forms = {_weight_name(node): form for node, form in forms.items()}
         fixed = _read_by_others(program)
-        solver = WeightSolver(method, formats, fixed)
-        mark = f"{self.method} {method!r} {formats} {sorted(fixed)}"
-        found = calibrate(program, list(numerics), evidence, self.text, solver, mark)
+        solver = WeightSolver(method, named_forms, fixed)
+        mark = f"{self.method} {method!r} {named_forms} {sorted(fixed)}"
+        found = calibrate(program, list(forms), evidence, self.text, solver, mark)
         named = {name: w.renamed(fresh_name(program.weights, name)) for name, w in found.items()}
         return self._edited(program, named)
 
@@ -187,16 +191,17 @@ class QuantizeWeights(Pass):
         mixtures = [node for node in fn.calls(G.moe.default) if self._takes_experts(node, weights)]
         if not found and not mixtures:
             return "float weights are multiplied or looked up, none is chosen", weights
-        reads_text = self.text is not None
+        method = method_of(self.method, self.tuning)
+        product = LayerProducts(fn, self.rounded)
         for node, weight in found:
             known = weight.name in tables
-            numeric = self.numeric_of(weight, known)
-            if reads_text and not known:
-                stored = self._learned(fn, weight, numeric, learned)
+            form = Form((self.numeric_of(weight, True),)) if known else self.form_of(weight)
+            if method.reads_text and not known:
+                parts = self._learned(fn, weight, form, learned)
             else:
-                stored = _rounded(weight, numeric, weights)
-            weights = weights.adding(*stored)
-            self._replace(fn, node, stored, numeric)
+                parts = _computed(weight, form, RoundToNearest() if known else method, weights)
+            weights = weights.adding(*parts.values())
+            product.replace(node, weight.name, form, parts)
         for node in mixtures:
             weights = self._store_experts(fn, node, weights)
         weights = _with_factors(fn, weights, learned)
@@ -204,16 +209,16 @@ class QuantizeWeights(Pass):
         return len(found) + len(mixtures), weights
 
     def _learned(
-        self, fn: Function, weight: Weight, numeric: Numeric, learned: Mapping[str, Weight]
-    ) -> tuple[Weight, ...]:
-        names = part_names(weight.name, numeric)
+        self, fn: Function, weight: Weight, form: Form, learned: Mapping[str, Weight]
+    ) -> dict[str, Weight]:
+        names = form.names(weight.name)
         if names[0] not in learned:
             raise PassError(
                 f"quantize_weights: {self.method} sees what the target's step multiplies, and "
                 f"{weight.name} of {fn.name} ({fn.role.value}) is not among it: give this pass "
                 f"role: target, and quantize drafts with another, method: rtn and role: draft"
             )
-        return tuple(learned[name] for name in names)
+        return {name: learned[name] for name in names}
 
     def _takes(self, node: torch.fx.Node, weight: Weight, tables: frozenset[str]) -> bool:
         known = weight.name in tables
@@ -247,10 +252,10 @@ class QuantizeWeights(Pass):
         for name in STACKS:
             weight = weights[str(given[name].target)]
             numeric = self.numeric_of(weight, False)
-            stored = _rounded(weight, numeric, weights)
-            weights = weights.adding(*stored)
-            offset = stored[2] if len(stored) > 2 else None
-            stacks.append(Stack(stored[0], stored[1], offset, numeric.group))
+            parts = _computed(weight, Form((numeric,)), RoundToNearest(), weights)
+            weights = weights.adding(*parts.values())
+            packed, scale, *offset = parts.values()
+            stacks.append(Stack(packed, scale, offset[0] if offset else None, numeric.group))
         store_experts(fn, node, *stacks, bits=self.bits, rounded=self.rounded)
         return weights
 
@@ -264,6 +269,18 @@ class QuantizeWeights(Pass):
             raise PassError(f"quantize_weights: {weight.name}: {why} (exclude: [{weight.name!r}])")
         return numeric
 
+    def form_of(self, weight: Weight) -> Form:
+        """How a layer's weight is stored. Errors: `PassError` for what does not fit its rows."""
+        rows, columns = weight.type.shape
+        method = method_of(self.method, self.tuning)
+        try:
+            form = method.form(self.numeric_of(weight, False), rows, columns)
+        except InputError as error:
+            raise PassError(f"quantize_weights: {weight.name}: {self.method}: {error}") from error
+        if why := form.refusal(columns):
+            raise PassError(f"quantize_weights: {weight.name}: {why} (exclude: [{weight.name!r}])")
+        return form
+
     def _check_patterns(self, program: Program) -> None:
         for pattern in (*self.select, *self.exclude):
             if not any(fnmatchcase(name, pattern) for name in program.weights):
@@ -271,25 +288,6 @@ class QuantizeWeights(Pass):
                     f"quantize_weights: the pattern {pattern!r} names no weight of "
                     f"{program.name}; its weights look like {next(iter(program.weights), '')!r}"
                 )
-
-    def _replace(
-        self, fn: Function, node: torch.fx.Node, stored: tuple[Weight, ...], numeric: Numeric
-    ) -> None:
-        looked_up = node.target is A.embedding.default
-        source = node.args[1] if looked_up else node.args[0]
-        bias = () if looked_up or len(node.args) < 3 or node.args[2] is None else node.args[2:]
-        missing = [None] * (5 - 1 - len(stored)) if bias else []
-        options: dict[str, Any] = {"bits": numeric.bits, "group": numeric.group}
-        if not looked_up and not self.rounded:
-            options["rounded"] = False
-        op = G.quantized_embedding if looked_up else G.quantized_linear
-        with fn.graph.inserting_before(node):
-            parts = [source, *map(fn.weight, stored), *missing, *bias]
-            new = fn.call(op.default, *parts, site=site_of(node), **options)
-            if type_of(new) != type_of(node):  # tables give float32
-                new = fn.call(A._to_copy.default, new, dtype=type_of(node).dtype)
-        node.replace_all_uses_with(new)
-        fn.graph.erase_node(node)
 
 
 def _with_factors(fn: Function, weights: WeightStore, learned: Mapping[str, Weight]) -> WeightStore:
@@ -338,23 +336,51 @@ def _weight_of(node: torch.fx.Node, weights: WeightStore) -> Weight | None:
     return weights[name] if plain else None
 
 
-def _rounded(weight: Weight, numeric: Numeric, weights: WeightStore) -> tuple[Weight, ...]:
-    """The bits, scales and offsets of a weight, or a stack of some, computed when loaded."""
+def _computed(
+    weight: Weight, form: Form, method: Method, weights: WeightStore
+) -> dict[str, Weight]:
+    """The parts of a weight, or a stack of some, by name as it would be alone: made by a method
+    that needs no text, when they are loaded."""
     *outer, columns = weight.type.shape
-    packed, scale = numeric.types(math.prod(outer), columns)
-    parts = []
-    for place, name in enumerate(part_names(weight.name, numeric)):
-        flat = scale if place else packed
-        type = TensorType(flat.dtype, (*outer, flat.dims[-1]))
-        part = _part(fresh_name(weights, name), type, weight, numeric, place)
-        parts.append(weights.alike(part))
-    return tuple(parts)
+    parts, once = {}, _Once(form, method)
+    types = form.types(math.prod(outer), columns)
+    for place, (name, flat) in enumerate(zip(form.names(weight.name), types, strict=True)):
+        by_row = flat.dtype in (torch.uint8, *SCALES.values()) and len(outer) > 1
+        type = TensorType(flat.dtype, (*outer, flat.dims[-1])) if by_row else flat
+        part = _part(fresh_name(weights, name), type, weight, once, place)
+        parts[name] = weights.alike(part)
+    return parts
 
 
-def _part(name: str, type: TensorType, weight: Weight, numeric: Numeric, place: int) -> Weight:
+class _Once:
+    """Parts of a weight, which a method makes together: kept until each has been asked for, unless
+    another weight is in its place by then. A quick method makes them for each."""
+
+    def __init__(self, form: Form, method: Method) -> None:
+        self.form, self.method = form, method
+        self.left: dict[tuple[bytes, int], torch.Tensor] = {}
+        self.lock = threading.Lock()
+
+    def part(self, tensor: torch.Tensor, place: int) -> torch.Tensor:
+        """A part of a weight, or of a stack of some."""
+        rows = tensor.flatten(0, -2)
+        if self.method.quick:
+            return self._made(rows)[place]
+        data = rows.contiguous().view(torch.uint8).numpy().data
+        mark = hashlib.blake2b(data).digest()
+        with self.lock:
+            if (mark, place) not in self.left:
+                made = enumerate(self._made(rows))
+                self.left = {(mark, number): part for number, part in made}
+            return self.left.pop((mark, place))
+
+    def _made(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.form.tensors(self.method.stored(rows.float(), self.form, None))
+
+
+def _part(name: str, type: TensorType, weight: Weight, once: _Once, place: int) -> Weight:
+
     def part(tensor: torch.Tensor) -> torch.Tensor:
-        found = numeric.quantize(tensor.flatten(0, -2))[place]
-        assert found is not None
-        return found.view(*tensor.shape[:-1], found.shape[-1])
+        return once.part(tensor, place).view(type.shape)
 
-    return derive(name, type, part, weight, key=("quantized", numeric, place))
+    return derive(name, type, part, weight, key=("quantized", repr(once.method), once.form, place))

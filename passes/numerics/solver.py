@@ -7,17 +7,10 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from ...ir import PassError
-from ...ir.numerics import Numeric, Quantized
 from ..engine.blocks import weight_of
 from ..engine.calibrate import Seen
 from .methods.base import Method
-
-
-def part_names(weight: str, numeric: Numeric) -> tuple[str, ...]:
-    """Names of the parts of a stored weight: bits, scales, offsets."""
-    name = f"{weight}.q{numeric.bits}"
-    suffixes = ("", ".scale", ".offset") if numeric.kind == "affine" else ("", ".scale")
-    return tuple(name + suffix for suffix in suffixes)
+from .stored import Form
 
 
 def scaled_name(weight: str) -> str:
@@ -32,18 +25,19 @@ class WeightSolver:
     """
 
     def __init__(
-        self, method: Method, numerics: Mapping[str, Numeric], fixed: frozenset[str] = frozenset()
+        self, method: Method, forms: Mapping[str, Form], fixed: frozenset[str] = frozenset()
     ) -> None:
-        self.method, self.numerics, self.fixed = method, numerics, fixed
+        self.method, self.forms, self.fixed = method, forms, fixed
 
     def solve(self, seen: Seen) -> dict[str, Tensor]:
         """The parts of the block's weights. Errors: `PassError` naming the block and the value that
         the method cannot use."""
-        changed = self.method.balanced(seen, self.numerics, self.fixed)
+        numerics = {name: form.numerics[0] for name, form in self.forms.items()}
+        changed = self.method.balanced(seen, numerics, self.fixed)
         kept = {
             scaled_name(name): tensor.to(seen.weights[name].dtype)
             for name, tensor in changed.items()
-            if name not in self.numerics
+            if name not in self.forms
         }
         count, done = sum(map(len, seen.products.values())), 0
         for tap, nodes in seen.products.items():
@@ -54,26 +48,21 @@ class WeightSolver:
             for node in nodes:
                 name = weight_of(node)
                 weight = changed.get(name, seen.weights[name]).float()
-                kept |= self._parts(
-                    name, self.method.quantize(weight, self.numerics[name], prepared)
-                )
+                form = self.forms[name]
+                found = form.tensors(self.method.stored(weight, form, prepared))
+                kept |= dict(zip(form.names(name), found, strict=True))
                 done += 1
                 seen.progress(done / count)
         return kept
-
-    def _parts(self, name: str, stored: Quantized) -> dict[str, Tensor]:
-        parts = [part for part in stored if part is not None]
-        return dict(zip(part_names(name, self.numerics[name]), parts, strict=True))
 
     def replaced(self, kept: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Those with factors of others, and what the stored weights stand for, f32."""
         for name, tensor in kept.items():
             if _is_scaled(name):
                 yield name.removesuffix(".scaled"), tensor
-        for weight, numeric in self.numerics.items():
-            names = part_names(weight, numeric)
-            if names[0] in kept:
-                yield weight, numeric.dequantize(Quantized(*(kept[name] for name in names)))
+        for weight, form in self.forms.items():
+            if form.names(weight)[0] in kept:
+                yield weight, form.values(form.of(weight, kept))
 
 
 def _is_scaled(name: str) -> bool:

@@ -16,16 +16,19 @@ from ....ir import InputError
 from ....ir.discovery import import_all
 from ....ir.numerics import Numeric, Quantized
 from ...engine.calibrate import Moments, Seen
+from ..stored import Form, Stored
 
 
 class Method(BaseModel):
     """Base of all methods. reads_text: whether it looks at what products read (`Moments`); one that
-    does not is asked weight by weight when weights are loaded."""
+    does not is asked weight by weight when weights are loaded. quick: it takes no longer than
+    reading the weight does."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: ClassVar[str] = ""
     reads_text: ClassVar[bool] = True
+    quick: ClassVar[bool] = False
 
     def balanced(
         self, seen: Seen, numerics: Mapping[str, Numeric], fixed: frozenset[str]
@@ -40,8 +43,19 @@ class Method(BaseModel):
         and the moments are let go. Errors: `PassError` for moments that it cannot use."""
         return moments
 
+    def form(self, numeric: Numeric, rows: int, columns: int) -> Form:
+        """How a weight [N,K] is stored, of which a recipe says `numeric`.
+
+        Errors: `InputError` for a format that the method has no use for.
+        """
+        return Form((numeric,))
+
+    def stored(self, weight: Tensor, form: Form, prepared: Any) -> Stored:
+        """A weight f32[N,K] in a form; may write into `weight`."""
+        return Stored((self.quantize(weight, form.numerics[0], prepared),))
+
     def quantize(self, weight: Tensor, numeric: Numeric, prepared: Any) -> Quantized:
-        """A weight f32[N,K] in a format; may write into `weight`."""
+        """The same for a form of one format."""
         raise NotImplementedError
 
 

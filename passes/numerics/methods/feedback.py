@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ....ir import PassError
-from ....ir.numerics import Numeric, Quantized, pack
+from ....ir.numerics import Numeric, Quantized, nearest, pack
 from ...engine.calibrate import Moments
 
 BLOCK = 128
@@ -113,3 +113,22 @@ def _block(columns: int, group: int) -> int:
     if group <= BLOCK:
         return BLOCK // group * group
     return BLOCK if group % BLOCK == 0 or group == columns else group
+
+
+def mapped_with_feedback(weight: Tensor, factor: Factor, scale: Tensor, book: Tensor) -> Tensor:
+    """Entries u8[N,K] of a codebook f32[L], times a scale a row f32[N,1], for a weight f32[N,K]."""
+    left = weight.T.float().clone(memory_format=torch.contiguous_format)
+    left[factor.dead] = 0
+    by = scale.flatten()
+    codes = torch.empty(left.shape, dtype=torch.uint8)
+    for start in range(0, len(left), BLOCK):
+        end = min(start + BLOCK, len(left))
+        errors = torch.empty(end - start, left.shape[1])
+        for i in range(start, end):
+            found = nearest(left[i] / by, book)
+            codes[i] = found.to(torch.uint8)
+            error = (left[i] - book[found.long()] * by) / factor.upper[i, i]
+            left[i:end].addr_(factor.upper[i, i:end], error, alpha=-1)
+            errors[i - start] = error
+        left[end:].addmm_(factor.upper[start:end, end:].T, errors, alpha=-1)
+    return codes.T.contiguous()

@@ -16,6 +16,7 @@ class RoundToNearest(Method):
 
     name: ClassVar[str] = "rtn"
     reads_text: ClassVar[bool] = False
+    quick: ClassVar[bool] = True
 
     def quantize(self, weight: Tensor, numeric: Numeric, prepared: Any) -> Quantized:
         """See `Numeric.quantize`."""
