@@ -55,7 +55,8 @@ def test_the_threshold_is_where_the_posterior_begins() -> None:
         torch.distributions.Beta(*fitted(torch.tensor(v).double())) for v in (right, wrong)
     )
     at = torch.tensor(found[1]).double()
-    densities = 0.6 * good.log_prob(at).exp(), 0.4 * bad.log_prob(at).exp()
+    # The two kinds count alike, though there are more of one.
+    densities = good.log_prob(at).exp(), bad.log_prob(at).exp()
     assert float(densities[0] / sum(densities)) == pytest.approx(0.4, abs=0.03)
     # Too few of a kind tell nothing, and what is never probable enough nobody reaches.
     assert (

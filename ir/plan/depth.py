@@ -233,7 +233,7 @@ class EntropyDepth(DepthRecord):
 
     function: the smaller model's step, with a cache of its own. threshold: the target writes where
     the mean entropy of the distributions that the latest `window` tokens were chosen from, by
-    whichever model, exceeds it, in nats. least: tokens that a model writes before the other may.
+    whichever model, exceeds it, in bits. least: tokens that a model writes before the other may.
     pending: tokens that one of them may lack before it reads them. context: the smaller model's
     positions, where those are fewer. A batch changes together: one unsure text suffices. Source:
     Simonds, "Entropy Adaptive Decoding" (2025).

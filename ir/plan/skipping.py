@@ -85,7 +85,7 @@ class SearchedSkippingDraft(SkippingDraft):
     window: Nodes = 32
     period: Levels = 1
     tries: Nodes = 100
-    guided: Levels = 5
-    enough: Share = 0.98
+    guided: Levels = 25
+    enough: Share = 0.95
     seed: Seed = 0
     kind: ClassVar[str] = "searched_skipping"

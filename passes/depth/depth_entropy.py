@@ -36,7 +36,7 @@ NAME = "small"
 
 @register
 class DepthEntropy(Pass):
-    """model: folder of the smaller model's checkpoint. threshold: of the mean entropy, in nats;
+    """model: folder of the smaller model's checkpoint. threshold: of the mean entropy, in bits;
     window: tokens that it is a mean of. least: tokens that a model writes before the other may.
     pending: tokens that one may lack before it reads them all."""
 

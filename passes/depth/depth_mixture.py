@@ -18,8 +18,8 @@ After (every=2)::
 
 Every other layer has a router, a linear function of the state before it. In training the tokens of
 a window with the highest scores run through the layer, as many as a cosine schedule gives it: the
-share 0.5 cos(pi l / L) + `shift` of layer l of L, 1 at most and `least` at least (Zhang et al.,
-"p-MoD: Building Mixture-of-Depths MLLMs via Progressive Ratio Decay", 2024; Raposo et al.,
+share 0.5 cos(pi l / (L - 1)) + `shift` of layer l of 0..L-1, 1 at most and `least` at least (Zhang
+et al., "p-MoD: Building Mixture-of-Depths MLLMs via Progressive Ratio Decay", 2024; Raposo et al.,
 "Mixture-of-Depths: Dynamically allocating compute in transformer-based language models", 2024). In
 decoding nobody knows the scores of tokens to come, so a token runs through the layer where its
 score says with more than `threshold` that it would be among them: routers learn that, too. A token
@@ -58,7 +58,7 @@ class DepthMixture(TrainedPass):
 
     every: int = Field(default=2, ge=2, le=64)
     shift: float = Field(default=0.5, ge=0, le=1)
-    least: Share = 0.1
+    least: Share = 0.15
     threshold: Share = 0.5
 
     name: ClassVar[str] = "depth_mixture"
@@ -105,10 +105,10 @@ class DepthMixture(TrainedPass):
 def schedule(layer: int, layers: int, shift: float, least: float) -> float:
     """The share of tokens that run through a layer.
 
-    >>> [round(schedule(layer, 8, 0.5, 0.1), 2) for layer in (0, 4, 6)]
-    [1.0, 0.5, 0.15]
+    >>> [round(schedule(layer, 9, 0.5, 0.15), 3) for layer in (0, 2, 4, 7)]
+    [1.0, 0.854, 0.5, 0.15]
     """
-    share = 0.5 * math.cos(math.pi * layer / layers) + shift
+    share = 0.5 * math.cos(math.pi * layer / (layers - 1)) + shift
     return round(min(max(share, least), 1.0), 4)
 
 

@@ -1,10 +1,13 @@
 """How sure the first layers must be, learnt from where they say what the deeper ones say.
 
 Confidences of predictions that the whole model shares, and of those that it does not, follow a Beta
-distribution each. The threshold is the lowest confidence from which on a prediction is shared with
-the posterior probability that was asked for. Source: Bae et al., "Fast and Robust Early-Exiting
-Framework for Autoregressive Language Models with Synchronized Parallel Decoding" (FREE, 2023),
-section 3.3 and algorithm 1.
+distribution each. The threshold is the lowest confidence c from which on a prediction is shared
+with the posterior probability that was asked for, where the two kinds count alike:
+
+    p(c | shared) / (p(c | shared) + p(c | not shared))
+
+Source: Bae et al., "Fast and Robust Early-Exiting Framework for Autoregressive Language Models with
+Synchronized Parallel Decoding" (FREE, 2023), section 3.3 and algorithm 1.
 """
 
 from __future__ import annotations
@@ -31,9 +34,8 @@ def threshold(
     right = torch.tensor(list(shared), dtype=torch.bool)
     if min(int(right.sum()), int((~right).sum())) < LEAST:
         return start
-    share = float(right.double().mean())
     good, bad = (_density(given[kind]) for kind in (right, ~right))
-    chance = share * good / (share * good + (1 - share) * bad)
+    chance = good / (good + bad)
     # From where on it holds: far below, where both densities are next to nothing, it may, too.
     below = (chance < posterior).nonzero()
     first = int(below[-1]) + 1 if len(below) else 0

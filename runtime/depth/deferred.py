@@ -70,10 +70,11 @@ class DeferredPolicy(DepthPolicy):
             return super().feed(step)
         shallow, deep = tuple(self.parts[: self.count]), tuple(self.parts[self.count :])
         feeder, place = self.feeder, (step.rows, step.past, step.starts)
-        feeder.run_parts(shallow, *place, step.width, ())
-        if max(self.lacking) < self.record.pending:
+        if max(self.lacking) >= self.record.pending:
+            feeder.run_parts(shallow, *place, step.width, ())
+        else:
             wanted = tuple(dict.fromkeys(("logits", *step.fetch)))
-            outputs = feeder.run_parts((self.head,), *place, step.width, wanted)
+            outputs = feeder.run_parts((*shallow, self.head), *place, step.width, wanted)
             live = [index for index, text in enumerate(self.texts) if not text.done]
             sure = margins(outputs["logits"], live)
             if self.learnt.learns:
@@ -85,6 +86,8 @@ class DeferredPolicy(DepthPolicy):
                 for index, text in enumerate(self.texts):
                     self.lacking[index] += not text.done
                 return outputs
+        if not any(self.lacking) and not any(self.asked):
+            return feeder.run_parts((*deep, self.head), *place, step.width, step.fetch)
         self._deepen(deep, step, 1)
         return feeder.run_parts((self.head,), *place, step.width, step.fetch)
 

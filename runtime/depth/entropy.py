@@ -7,6 +7,7 @@ when its turn comes, or when they are many.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -147,8 +148,8 @@ class EntropyPolicy(DepthPolicy):
         return sum(recent) / len(recent) if recent else 0.0
 
     def _note(self, logits: torch.Tensor) -> None:
-        """Take in the entropies of a step's distributions, in nats."""
+        """Take in the entropies of a step's distributions, in bits."""
         logs = logits[:, 0].float().log_softmax(-1).cpu()
-        entropies = -(logs.exp() * logs).nan_to_num(0.0).sum(-1)
+        entropies = -(logs.exp() * logs).nan_to_num(0.0).sum(-1) / math.log(2)
         for recent, entropy in zip(self.recent, entropies.tolist(), strict=True):
             recent.append(entropy)

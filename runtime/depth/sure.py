@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ...ir.plan.depth import ThresholdDepth
@@ -16,9 +18,18 @@ from ..asking.text import Text
 def margins(logits: torch.Tensor, live: Sequence[int]) -> list[float]:
     """By how much the likeliest token is more probable than the second, by the first column of
     f[B,S,V], of some sequences."""
-    best = logits[list(live), 0].float().softmax(-1).topk(2).values.cpu()
-    found: list[float] = (best[:, 0] - best[:, 1]).tolist()
-    return found
+    # By numpy: torch takes 0.3 ms for so little right after a model has run.
+    rows: npt.NDArray[np.float32] = logits[:, 0].float().cpu().numpy()
+    return [_margin(rows[index]) for index in live]
+
+
+def _margin(logits: npt.NDArray[np.float32]) -> float:
+    """Of logits f32[V]. NaN where there is one."""
+    best = int(logits.argmax())
+    chances = np.exp(logits - logits[best])
+    total = float(chances.sum())
+    chances[best] = 0.0
+    return (1.0 - float(chances.max())) / total
 
 
 def all_sure(

@@ -20,6 +20,9 @@ from .skipping import FETCH, SkippingProposer
 POOL = 64
 """Choices among which a suggestion is looked for."""
 
+KAPPA = 2.5
+"""Deviations above the mean that a suggestion is judged by."""
+
 NOISE = 1e-2
 """Variance of a score on one window, next to that of all choices."""
 
@@ -71,9 +74,9 @@ class Search:
 
 
 def promise(known: torch.Tensor, scores: torch.Tensor, new: torch.Tensor) -> int:
-    """Which of `new` f64[M,P] has the highest upper confidence bound (mean and one deviation) under
-    a Gaussian process over what `known` f64[N,P] scored, f64[N]; its kernel falls with the squared
-    distance next to the places.
+    """Which of `new` f64[M,P] has the highest upper confidence bound (mean and `KAPPA` deviations)
+    under a Gaussian process over what `known` f64[N,P] scored, f64[N]; its kernel falls with the
+    squared distance next to the places.
     """
     mean, scale = scores.mean(), scores.std(unbiased=False).clamp(min=1e-6)
     within = _kernel(known, known) + NOISE * torch.eye(len(known), dtype=known.dtype)
@@ -81,7 +84,7 @@ def promise(known: torch.Tensor, scores: torch.Tensor, new: torch.Tensor) -> int
     across = _kernel(known, new)
     weights = torch.cholesky_solve(((scores - mean) / scale)[:, None], root)
     spread = torch.linalg.solve_triangular(root, across, upper=False).square().sum(0)
-    return int(((across.T @ weights)[:, 0] + (1 - spread).clamp(min=0).sqrt()).argmax())
+    return int(((across.T @ weights)[:, 0] + KAPPA * (1 - spread).clamp(min=0).sqrt()).argmax())
 
 
 def _kernel(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
