@@ -43,7 +43,7 @@ from graftwork.recipe import Recipe
 
 METHODS = (
     "streaming_llm,knorm,keydiff,tova,snapkv,h2o,expected_attention,pyramidkv,adakv,moa,citrus,actqkv,"
-    "tidaldecode,double_sparsity,kv_int8,kv_int4,"
+    "tidaldecode,double_sparsity,shadowkv,kv_int8,kv_int4,"
     + ",".join(
         f"{name}:quantize_old_rows.bits={bits}"
         for name, some in {
@@ -94,7 +94,7 @@ def settings(
     name, *options = said.split(":")
     recipe = Recipe.load(name).with_options(options)
     uses = {use.name for use in recipe.passes}
-    if not uses & {"evict_cache", "read_sparse"}:
+    if not uses & {"evict_cache", "read_sparse", "read_chunks"}:
         yield ", ".join(option.split(".")[-1] for option in options), recipe
         return
     for percent in sorted(percents, reverse=True):
@@ -102,6 +102,8 @@ def settings(
         rows = [f"evict_cache.budget={budget}", f"evict_cache.block={block}"]
         if "read_sparse" in uses:
             rows = [f"read_sparse.rows={budget}"]
+        if "read_chunks" in uses:  # a block of the latest rows is read besides
+            rows = [f"read_chunks.rows={budget - block}", f"read_chunks.block={block}"]
         yield f"{budget} rows", recipe.with_options(rows)
 
 

@@ -29,7 +29,7 @@ from graftwork.runtime import generate
 from graftwork.runtime.cache.conversations import Conversations, read_text
 from graftwork.runtime.edits import Run, runs
 
-ASKED: dict[str, Any] = {"return_dict_in_generate": True, "pad_token_id": 0, "do_sample": False}
+ASKED: dict[str, Any] = {"return_dict_in_generate": True, "pad_token_id": 0, "eos_token_id": []}
 
 
 def program(layers: int = 1, least: int = 6, **shape: Any) -> Program:

@@ -201,3 +201,123 @@ def attend_rows(
     out = _weighted(scores, values, picked, own, q.dtype)
     out = out.reshape(batch, groups, width, each, wide).transpose(2, 3)
     return out.reshape(batch, heads, width, wide)
+
+
+def _means_samples() -> Iterator[Sample]:
+    yield (torch.randn(2, 2, 9, 4), torch.tensor([8, 4])), {"block": 4, "chunk": 2}
+
+
+def _means_fake(keys: Tensor, past: Tensor, *, block: int, chunk: int) -> Tensor:
+    given = Operands("chunk_means")
+    given.fit("keys", keys, "BGCD")
+    given.fit("past", past, "B", I64)
+    if chunk < 1 or block % chunk:
+        raise InputError(f"chunk_means: block={block} is no multiple of chunk={chunk}")
+    return keys.new_empty((*keys.shape[:2], block // chunk, keys.shape[3]), dtype=torch.float32)
+
+
+@define(
+    "chunk_means(Tensor keys, Tensor past, *, int block, int chunk) -> Tensor",
+    samples=_means_samples,
+    fake=_means_fake,
+)
+def chunk_means(keys: Tensor, past: Tensor, *, block: int, chunk: int) -> Tensor:
+    """The mean of each `chunk` of the last `block` keys.
+
+    ``%n: f32[B,G,8,D] = graftwork.chunk_means(%kv.0.key, %past, block=64, chunk=8)``
+
+    keys [B,G,C,D]; past i64[B] rows are valid, a multiple of block; where it is 0, what comes is
+    undefined. Source: Sun et al., "ShadowKV: KV Cache in Shadows for High-Throughput Long-Context
+    LLM Inference" (2024): a chunk's landmark.
+    """
+    _means_fake(keys, past, block=block, chunk=chunk)
+    place = torch.arange(block, device=past.device)
+    index = (past[:, None] - block + place).clamp(min=0)[:, None, :, None]
+    batch, groups, _, dim = keys.shape
+    rows = keys.gather(2, index.expand(batch, groups, block, dim)).float()
+    return rows.reshape(batch, groups, block // chunk, chunk, dim).mean(3)
+
+
+def _chunk_samples() -> Iterator[Sample]:
+    past = torch.tensor([8, 5])
+    place = torch.arange(14)
+    mask = place <= past[:, None, None, None] + torch.arange(3)[:, None]
+    q, marks = torch.randn(2, 4, 3, 6), torch.randn(2, 2, 7, 6)
+    how = {"chunk": 2, "block": 4, "latest": 5, "scale": 0.3}
+    yield (q, marks, mask, past), {"chunks": 2, **how}
+    yield (q, marks, mask, past), {"chunks": 9, **how, "softcap": 2.0}
+
+
+def _chunk_fake(
+    q: Tensor,
+    marks: Tensor,
+    mask: Tensor,
+    past: Tensor,
+    *,
+    chunks: int,
+    chunk: int,
+    block: int,
+    latest: int,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    given = Operands("chunk_rows")
+    given.fit("q", q, "BHTD")
+    given.fit("marks", marks, "BGSD")
+    given.fit("mask", mask, "B1TC", torch.bool)
+    given.fit("past", past, "B", I64)
+    given.multiple("H", of="G")
+    if min(chunks, chunk) < 1 or block % chunk or latest < block:
+        raise InputError(
+            f"chunk_rows: expected chunks >= 1, block a multiple of chunk and latest >= block, got "
+            f"chunks={chunks}, chunk={chunk}, block={block}, latest={latest}"
+        )
+    wide = chunks * chunk + latest
+    return mask.new_empty((q.shape[0], marks.shape[1], q.shape[2], wide), dtype=I64)
+
+
+@define(
+    "chunk_rows(Tensor q, Tensor marks, Tensor mask, Tensor past, *, int chunks, int chunk, "
+    "int block, int latest, float scale, float? softcap=None) -> Tensor",
+    samples=_chunk_samples,
+    fake=_chunk_fake,
+)
+def chunk_rows(
+    q: Tensor,
+    marks: Tensor,
+    mask: Tensor,
+    past: Tensor,
+    *,
+    chunks: int,
+    chunk: int,
+    block: int,
+    latest: int,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """The rows of the chunks whose landmarks each token looks at most, and those since the last
+    whole block, `latest` of them: i64[B,G,T,chunks*chunk+latest].
+
+    ``%r: i64[B,G,T,320] = graftwork.chunk_rows(%q, %marks, %m, %past, chunks=32, chunk=8, block=64,
+    latest=64, scale=0.125)``
+
+    q [B,H,T,D]; marks [B,G,S,D], of which those of the past's whole blocks are valid; mask, scale,
+    softcap as in `attend`, a token sees all rows of whole blocks; past i64[B]. Chunks are ranked as
+    rows are in `top_rows`. Where there are fewer, and rows that a token does not see, are -1.
+    """
+    sizes = {"chunks": chunks, "chunk": chunk, "block": block, "latest": latest}
+    _chunk_fake(q, marks, mask, past, **sizes, scale=scale)
+    batch, groups, count, _ = marks.shape
+    begin = past - torch.remainder(past, block)
+    whole = torch.div(begin, chunk, rounding_mode="floor")
+    known = torch.arange(count, device=past.device)[None] < whole[:, None]
+    seen = known[:, None, None].expand(batch, 1, q.shape[2], count)
+    best = top_rows(q, marks, seen, rows=chunks, scale=scale, softcap=softcap)
+    inside = torch.arange(chunk, device=past.device)
+    rows = best[..., None] * chunk + inside
+    rows = torch.where(best[..., None] >= 0, rows, torch.full_like(rows, -1)).flatten(3)
+    behind = begin[:, None] + torch.arange(latest, device=past.device)
+    there = behind.clamp(max=mask.shape[3] - 1)[:, None, None].expand(batch, 1, q.shape[2], latest)
+    sees = mask.gather(3, there) & (behind < mask.shape[3])[:, None, None]
+    near = torch.where(sees, there, torch.full_like(there, -1))
+    return torch.cat([rows, near.expand(batch, groups, q.shape[2], latest)], dim=-1)

@@ -221,3 +221,41 @@ class StoreOld(CacheRecord):
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         """See `Record.calls`."""
         yield self.function, {}
+
+
+@record
+@dataclass(frozen=True)
+class MarkChunks(CacheRecord):
+    """The cache keeps every committed token's rows, and a landmark for every `chunk` of them.
+
+    Where a text ends a block, `function` makes those of the block: no step goes beyond such a
+    place. groups: the capacity of states with landmarks.
+    """
+
+    function: str = "mark"
+    block: Nodes = 64
+    chunk: Nodes = 8
+    groups: str = "C.2"
+    kind: ClassVar[str] = "marked"
+
+    def check(self) -> None:
+        """See `Record.check`."""
+        if self.block % self.chunk or not _OWN.fullmatch(self.groups):
+            raise InputError(
+                f"marked: block={self.block}, chunk={self.chunk} and groups={self.groups!r}: "
+                f"expected blocks of whole chunks, and a capacity such as C.2"
+            )
+
+    @property
+    def held(self) -> Mapping[str, Held]:
+        """See `CacheRecord.held`."""
+        return {self.groups: Groups(self.chunk)}
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """See `CacheRecord.widths`."""
+        return (self.block,)
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`."""
+        yield self.function, {}

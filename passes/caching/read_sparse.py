@@ -121,7 +121,7 @@ class ReadSparse(Pass):
         for fn in program.functions.values():
             for write in written(fn, program):
                 if write.keys.names[0] in turns:
-                    _check(write)
+                    check_sparse(self.name, write)
         labels = self._labels(program, caches, windows)
         states = {s.name: s for label in labels.values() for s in label.states}
         functions = {
@@ -300,18 +300,18 @@ class _Editor:
         return fn.call(G.stored_rows.default, *parts, **how)
 
 
-def _check(write: Written) -> None:
+def check_sparse(what: str, write: Written) -> None:
     """Errors: `PassError` for attention that cannot be made to read some rows."""
     given = arguments(write.attend)
     if write.how:
         raise PassError(
-            f"read_sparse: {write.what} stores rows in {write.how['bits']} bits, and picked rows "
+            f"{what}: {write.what} stores rows in {write.how['bits']} bits, and picked rows "
             f"are read as they are: leave out quantize_cache, or this pass"
         )
     if not write.whole:
-        raise PassError(f"read_sparse: attention of {write.what} reads what is not a cache's rows")
+        raise PassError(f"{what}: attention of {write.what} reads what is not a cache's rows")
     if given["bias"] is not None:
         raise PassError(
-            f"read_sparse: {write.what} weighs rows by their distance (ALiBi), and picked rows "
+            f"{what}: {write.what} weighs rows by their distance (ALiBi), and picked rows "
             f"have no weights of that kind"
         )

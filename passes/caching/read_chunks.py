@@ -1,0 +1,172 @@
+"""Let attention read the chunks of a cache whose landmarks count, and the latest rows.
+
+Before, of each layer::
+
+    func step(..., past: i64[B], kv.3.key: f32[B,G,C,64], kv.3.value: f32[B,G,C,64]) -> ... {
+      %m: bool[B,1,T,C] = graftwork.step_mask(%past, %positions, None, C)
+      %kw: f32[B,G,C,64] = graftwork.cache_write(%kv.3.key, %k, %past)
+      %y: f32[B,H,T,64] = graftwork.attend(%q, %kw, %vw, %m, scale=0.125)
+
+After (rows 256, chunk 8, block 64)::
+
+    state kv.3.marks: f32[B,G,C.2,64]
+      %r: i64[B,G,T,320] = graftwork.chunk_rows(%q, %kv.3.marks, %m, %past, chunks=32, chunk=8,
+          block=64, latest=64, scale=0.125)
+      %y: f32[B,H,T,64] = graftwork.attend_rows(%q, %kw, %vw, %r, scale=0.125)
+
+    upkeep func mark(past: i64[B], kv.3.key: f32[B,G,C,64], kv.3.marks: f32[B,G,C.2,64], ...) {
+      %n: f32[B,G,8,64] = graftwork.chunk_means(%kv.3.key, %past, block=64, chunk=8)
+      %s: f32[B,G,C.2,64] = graftwork.store_rows(%kv.3.marks, %n, %past, after=64, each=8)
+    decode {
+      cache = marked(function="mark", block=64, chunk=8, groups="C.2")
+
+A chunk's landmark is the mean of its keys, and made where a text ends a block: a step reads
+landmarks, one for `chunk` rows, and the rows of the chunks that it picks. Rows since the last whole
+block are read in any case. Every token picks for itself, so drafts and batches change nothing.
+
+Source: Sun et al., "ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference"
+(2024). Refuses what `read_sparse` does, and sliding windows, where a token does not see all rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+
+from ...ir import Function, PassError, Program, Role, State, Sym, TensorType, arguments, site_of
+from ...ir.contract import Contract
+from ...ir.plan import KeepAll, MarkChunks
+from ...ir.protocol import INPUTS
+from ..engine.base import Effect, Outcome, Pass, register
+from .cached_rows import Written, written
+from .read_sparse import check_sparse
+
+G = torch.ops.graftwork
+GROUPS = "C.2"
+
+Rows = Annotated[int, Field(ge=1, le=2**20)]
+
+
+@register
+class ReadChunks(Pass):
+    """rows: that a token reads of whole blocks, so many chunks as they make. chunk: rows that share
+    a landmark. block: rows that come before they get landmarks. full: first layers that read all
+    rows."""
+
+    rows: Rows = 256
+    chunk: Annotated[int, Field(ge=1, le=4096)] = 8
+    block: Annotated[int, Field(ge=1, le=4096)] = 64
+    full: Annotated[int, Field(ge=0, le=4096)] = 0
+
+    name: ClassVar[str] = "read_chunks"
+    contract: ClassVar[Contract] = Contract.APPROXIMATE
+    requires: ClassVar[frozenset[str]] = frozenset({"cached"})
+    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.CACHE_CONTENTS})
+    reads: ClassVar[frozenset[Effect]] = frozenset(
+        {Effect.CACHE_LAYOUT, Effect.DECODE_PLAN, Effect.FUNCTIONS, Effect.LAYER_SET}
+    )
+
+    def run(self, program: Program) -> Outcome:
+        """Read what is picked. See the module docstring."""
+        caches = list(written(program.step, program))[self.full :]
+        if not caches:
+            return Outcome(program, 0, f"no attention of {program.step.name} is left to read fewer")
+        self._check(program)
+        marks = {cache.keys.names[0]: self._marks(program, cache) for cache in caches}
+        functions = {
+            name: self._edited(fn.copy(), program, marks) for name, fn in program.functions.items()
+        }
+        mark = self._mark(program, marks)
+        functions[mark.name] = mark
+        states = {**program.states, **{state.name: state for state in marks.values()}}
+        record = MarkChunks(mark.name, self.block, self.chunk, GROUPS)
+        plan = replace(program.plan, cache=record)
+        made = program.replace(functions=functions, states=states, plan=plan)
+        return Outcome(made, len(marks))
+
+    def _check(self, program: Program) -> None:
+        draft = program.plan.columns + 1
+        wrong = None
+        if not isinstance(program.plan.cache, KeepAll):
+            wrong = f"the plan has cache={program.plan.cache.brief} already"
+        elif self.block % self.chunk or self.rows % self.chunk:
+            wrong = (
+                f"rows={self.rows}, block={self.block} and chunk={self.chunk}: expected rows and "
+                f"blocks of whole chunks"
+            )
+        elif self.block < draft:
+            wrong = (
+                f"block={self.block} is smaller than a step with a draft, {draft} tokens, which "
+                f"may not go beyond the end of a block"
+            )
+        elif self.block > program.info.context:
+            wrong = (
+                f"block={self.block} is more than the model's context of {program.info.context}: "
+                f"no chunk would ever get a landmark"
+            )
+        if wrong is not None:
+            raise PassError(f"{self.name}: {wrong}")
+
+    def _marks(self, program: Program, cache: Written) -> State:
+        keys = program.states[cache.keys.names[0]]
+        batch, heads, _, width = keys.type.dims
+        type = TensorType(torch.float32, (batch, heads, Sym(GROUPS), width))
+        return State(f"{keys.name.rpartition('.key')[0]}.marks", type, keys.layer, "marks")
+
+    def _edited(self, fn: Function, program: Program, marks: dict[str, State]) -> Function:
+        """The function, changed where it reads a cache that has landmarks."""
+        for write in list(written(fn, program)):
+            state = marks.get(write.keys.names[0])
+            if state is None:
+                continue
+            check_sparse(self.name, write)
+            given = arguments(write.attend)
+            if given["mask"].kwargs.get("window"):
+                raise PassError(
+                    f"{self.name}: {write.what} looks back over a sliding window, and chunks are "
+                    f"picked among all rows"
+                )
+            kept = fn.add_input(state.name, state.type)
+            with fn.graph.inserting_before(write.attend):
+                how = {n: given[n] for n in ("scale", "softcap") if given[n] is not None}
+                rows = fn.call(
+                    G.chunk_rows.default,
+                    *(given["q"], kept, given["mask"], fn.input("past")),
+                    chunks=self.rows // self.chunk,
+                    chunk=self.chunk,
+                    block=self.block,
+                    # A tree has more nodes than levels: they may lie beyond the block's end.
+                    latest=self.block + program.plan.columns,
+                    **how,
+                )
+                sinks = [] if given["sinks"] is None else [given["sinks"]]
+                read = fn.call(
+                    G.attend_rows.default,
+                    *(given["q"], given["k"], given["v"], rows, *sinks),
+                    site=site_of(write.attend),
+                    **how,
+                )
+            write.attend.replace_all_uses_with(read)
+            fn.graph.erase_node(write.attend)
+        return fn
+
+    def _mark(self, program: Program, marks: dict[str, State]) -> Function:
+        """The function that gives the last block's chunks their landmarks."""
+        name = "mark"
+        while name in program.functions:
+            name += "_"
+        fn = Function(name, role=Role.UPKEEP)
+        past = fn.add_input("past", INPUTS["past"].type)
+        made = {}
+        for key, state in marks.items():
+            keys = fn.add_input(key, program.states[key].type)
+            kept = fn.add_input(state.name, state.type)
+            means = fn.call(G.chunk_means.default, keys, past, block=self.block, chunk=self.chunk)
+            made[state.name] = fn.call(
+                G.store_rows.default, kept, means, past, after=self.block, each=self.chunk
+            )
+        fn.set_outputs(made)
+        return fn

@@ -1,0 +1,129 @@
+"""Chunks that are picked by their landmarks, against loops over rows written from the paper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from handmade import Shape, cached_llama
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_edits import said, text
+from test_read_sparse import picked_by_hand
+from tiny import in_int8
+
+from graftwork.backends import compile
+from graftwork.backends.onnxruntime.portable import portable
+from graftwork.backends.target import Target
+from graftwork.ir import PassError, Program, UnsupportedError, verify
+from graftwork.ir.ops.sparse import chunk_means, chunk_rows
+from graftwork.ir.plan import DraftRecord, NoDraft, RecyclingDraft, SuffixDraft
+from graftwork.passes.caching.evict_cache import EvictCache
+from graftwork.passes.caching.quantize_cache import QuantizeCache
+from graftwork.passes.caching.read_chunks import ReadChunks
+from graftwork.passes.drafting.plan_edits import with_plan
+from graftwork.passes.stepping.add_top_tokens import AddTopTokens
+from graftwork.runtime.cache.conversations import read_text
+
+SHAPE = Shape(layers=2, context=160)
+FEW: dict[str, Any] = {"rows": 8, "chunk": 4, "block": 16}
+
+
+def chunked(draft: DraftRecord | None = None, **options: Any) -> Program:
+    # In 8 bits a row's products have the same bits whatever shares its step.
+    program = AddTopTokens().run(in_int8().run(cached_llama(SHAPE)).program).program
+    program = with_plan(program, draft=draft or NoDraft())
+    made = ReadChunks(**{**FEW, **options}).run(program).program
+    verify(made)
+    return made
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 99), st.sampled_from((1, 2, 9)))
+def test_chunks_are_picked_as_by_hand_ties_included(seed, chunks):
+    random = torch.Generator().manual_seed(seed)
+    marks = torch.randint(-1, 2, (2, 2, 7, 2), generator=random).double()
+    q = torch.randint(-2, 3, (2, 4, 3, 2), generator=random).double()
+    past = torch.tensor([9, 3])  # two whole blocks of four, and none
+    place = torch.arange(14)
+    mask = place <= past[:, None, None, None] + torch.arange(3)[:, None]
+    how = {"chunks": chunks, "chunk": 2, "block": 4, "latest": 6, "scale": 0.5}
+    got = chunk_rows(q.float(), marks.float(), mask, past, **how)
+    for b, g, t in ((b, g, t) for b in range(2) for g in range(2) for t in range(3)):
+        begin = int(past[b]) // 4 * 4
+        known = [c < begin // 2 for c in range(7)]
+        best = [-1] * chunks
+        if any(known):
+            best = picked_by_hand(q[b, 2 * g : 2 * g + 2, t], marks[b, g], known, chunks, 0.5)
+        want = [row for c in best for row in ((2 * c, 2 * c + 1) if c >= 0 else (-1, -1))]
+        want += [r if r <= int(past[b]) + t else -1 for r in range(begin, begin + 6)]
+        assert got[b, g, t].tolist() == want
+
+
+def test_landmarks_are_the_means_of_their_keys():
+    keys = torch.randn(2, 2, 13, 3)
+    got = chunk_means(keys, torch.tensor([12, 8]), block=4, chunk=2)
+    for b, past in ((0, 12), (1, 8)):
+        for chunk in range(2):
+            first = past - 4 + 2 * chunk
+            want = (keys[b, :, first] + keys[b, :, first + 1]) / 2
+            torch.testing.assert_close(got[b, :, chunk], want)
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+def test_as_many_rows_as_there_are_change_nothing(backend):
+    full = AddTopTokens().run(in_int8().run(cached_llama(SHAPE)).program).program
+    prompts = text(1, 70), text(2, 33)
+    wanted, _ = said(compile(full, Target(backend, threads=1)), *prompts, tokens=30)
+    every, _ = said(compile(chunked(rows=160), Target(backend, threads=1)), *prompts, tokens=30)
+    few, _ = said(compile(chunked(), Target(backend, threads=1)), *prompts, tokens=30)
+    assert every == wanted != few
+
+
+def test_what_is_held_of_whole_blocks_are_their_landmarks():
+    executable = compile(chunked(), Target("eager"))
+    said(executable, text(3, 60), tokens=20)  # 79 rows are fed: four blocks, and 15 more
+    held = read_text(executable, 0, 79)
+    for layer in range(SHAPE.layers):
+        keys, marks = held[f"kv.{layer}.key"], held[f"kv.{layer}.marks"]
+        want = keys[:, :64].reshape(2, 16, 4, SHAPE.dim).mean(2)
+        torch.testing.assert_close(marks[:, :16], want)
+
+
+@pytest.mark.parametrize("draft", [SuffixDraft(tokens=5), RecyclingDraft(nodes=7)])
+def test_drafts_batches_and_earlier_calls_change_nothing(draft):
+    prompts = [text(1, 70), text(2, 12) * 3, text(4, 9)]
+    plain, fast = chunked(), compile(chunked(draft), Target("eager"))
+    wanted = [said(compile(plain, Target("eager")), p, tokens=40)[0][0] for p in prompts]
+    got, stats = said(fast, *prompts, tokens=40)
+    assert got == wanted
+    assert stats.accepted_tokens > 2
+    for cut in (100, 64, 37):  # behind, at and before the ends of blocks
+        longer = (prompts[0] + wanted[0])[:cut] + text(7, 11)
+        again, stats = said(fast, longer, tokens=20)
+        assert again == said(compile(plain, Target("eager")), longer, tokens=20)[0]
+        assert stats.reused_tokens >= cut
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "shape", "says"),
+    [
+        ({"chunk": 5}, None, {}, "blocks of whole chunks"),
+        ({}, EvictCache(budget=32, block=8), {}, "cache=evict.* already"),
+        ({}, QuantizeCache(), {}, "leave out quantize_cache"),
+        ({}, None, {"window": 8}, "a sliding window"),
+        ({}, None, {"slopes": True}, "by their distance"),
+        ({"block": 128, "rows": 128}, None, {}, "more than the model's context of 96"),
+    ],
+)
+def test_what_cannot_be_read_by_chunks_is_refused(options, change, shape, says):
+    made = cached_llama(Shape(**shape))
+    made = made if change is None else change.run(made).program
+    with pytest.raises(PassError, match=says):
+        ReadChunks(**{**FEW, **options}).run(made)
+
+
+def test_graphs_for_other_loaders_have_no_place_for_landmarks():
+    with pytest.raises(UnsupportedError, match="between steps"):
+        portable(chunked())
