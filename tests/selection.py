@@ -15,6 +15,19 @@ def mostly_long(cases: Iterable[str], keep: Collection[str]) -> list[Any]:
     return [n if n in keep else pytest.param(n, marks=pytest.mark.long) for n in names]
 
 
+def rarely(cases: Iterable[str], every: int, keep: Collection[str] = ()) -> list[Any]:
+    """All cases as parameters: those that are to be kept, of the others one in `every` with the
+    mark `long`, and the rest with the mark `sweep`."""
+    names = list(cases)
+    _check(keep, names)
+    others = [n for n in names if n not in keep]
+    marks = {
+        n: pytest.mark.sweep if place % every else pytest.mark.long
+        for place, n in enumerate(others)
+    }
+    return [n if n in keep else pytest.param(n, marks=marks[n]) for n in names]
+
+
 def on_backends(
     cases: Iterable[str],
     everywhere: Collection[str],

@@ -23,6 +23,7 @@ from archs import (
     logits_of,
     tokens_and_positions,
 )
+from selection import rarely
 
 import graftwork as gw
 from graftwork.backends import Target, compile
@@ -45,9 +46,7 @@ FAMILIES = (
 )
 """Of each way in which models differ, one."""
 
-NAMES = [
-    pytest.param(name, marks=() if name in FAMILIES else pytest.mark.long) for name in sorted(ARCHS)
-]
+NAMES = rarely(sorted(ARCHS), every=4, keep=FAMILIES)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,7 +1,7 @@
 """Every causal language model type of the installed transformers: the same tokens, or a reason.
 
 Each is shrunk to a tiny random model (`shrunk`). Nothing may crash, and nothing may be wrong.
-Every fourth one is looked at in each long run, the others before a release.
+Every eighth one is looked at in each long run, the others before a release.
 ``pytest tests/test_every_model.py -m "long or sweep" --update`` rewrites docs/models.md's table,
 which the last test compares with what this run found.
 """
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from archs import build, error, logits_of, tokens_and_positions
+from selection import rarely
 from shrunk import model_types, shrunk
 from test_architectures import same_tokens
 
@@ -30,13 +31,8 @@ NEW, MOST = 12, 20_000_000
 FOUND: dict[str, tuple[str, str]] = {}
 """By model type: what came of it on eager torch, and on ONNX Runtime."""
 
-TYPES = [
-    pytest.param(name, marks=pytest.mark.sweep if place % 4 else pytest.mark.long)
-    for place, name in enumerate(model_types())
-]
 
-
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", rarely(model_types(), every=8))
 def test_the_same_tokens_or_a_reason(name: str) -> None:
     """Logits in the interpreter, and greedy tokens on two targets, are transformers'."""
     try:

@@ -1,6 +1,6 @@
 """Every model type of transformers that writes a text from another: the same tokens, or a reason.
 
-``pytest tests/test_every_source.py -m long --update`` rewrites docs/sources.md's table, which the
+``pytest tests/test_every_source.py -m "long or sweep" --update`` rewrites docs/sources.md's table, which the
 last test compares with what this run found.
 """
 
@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from selection import rarely
 from source_models import model_types, shrunk, sources, written
 
 import graftwork as gw
 from graftwork.ir import UnsupportedError
 
-pytestmark = pytest.mark.long
 TABLE = Path(__file__).parent.parent / "docs" / "sources.md"
 HEAD = "| model type | eager | onnxruntime |"
 FOUND: dict[str, tuple[str, str]] = {}
 """By model type: what came of it on eager torch, and on ONNX Runtime."""
 
 
-@pytest.mark.parametrize("name", model_types())
+@pytest.mark.parametrize("name", rarely(model_types(), every=3))
 def test_the_same_tokens_or_a_reason(name: str) -> None:
     """Greedy tokens from three sources of different lengths are transformers', on two targets."""
     given = sources("whisper" if name == "whisper" else "bart", 3)
@@ -49,6 +49,7 @@ def _short(error: BaseException) -> str:
     return " ".join(str(error).split()).replace("|", "/").replace("<", "(").replace(">", ")")[:160]
 
 
+@pytest.mark.sweep
 def test_the_table_in_the_docs_is_what_was_found(update: bool) -> None:
     """docs/sources.md lists every type."""
     if len(FOUND) < len(model_types()):

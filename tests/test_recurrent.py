@@ -153,7 +153,11 @@ def _marks(name: str, recipe: str, target: str) -> Any:
     if target == "torch":
         return pytest.mark.long if (name, recipe) in COMPILED_DRAFTS else pytest.mark.sweep
     short = {("lfm2", "recycling", "eager"), ("mamba2", "recycling", "onnxruntime")}
-    return () if (name, recipe, target) in short else pytest.mark.long
+    if (name, recipe, target) in short:
+        return ()
+    # Chains and trees of every family on one target, and every recipe on the other.
+    often = target == "onnxruntime" if recipe in ("copyspec", "recycling") else name == "lfm2"
+    return pytest.mark.long if often else pytest.mark.sweep
 
 
 DRAFTED = [
