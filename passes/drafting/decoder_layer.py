@@ -31,6 +31,9 @@ B, T = Sym("B"), Sym("T")
 THETA = 10000.0
 """Base of the rotary frequencies where the target has no rotary embedding."""
 
+DIM = 64
+"""Channels of a head where no layer of the target has heads."""
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -45,19 +48,25 @@ class LayerShape:
 
     @classmethod
     def of(cls, step: Function, owner: str, hidden: int) -> LayerShape:
-        """The sizes of the target's last layer. Errors: `PassError` without an attention node."""
+        """The sizes of the target's last layer; where none attends, of `hidden` channels in heads
+        of `DIM`. Errors: `PassError` where neither says anything."""
         attentions = step.calls(G.attention.default)
-        if not attentions:
+        if not attentions and not hidden:
             raise PassError(
                 f"{owner}: step has no graftwork.attention to take the layer's shape of"
             )
-        query, key = (type_of(node).dims for node in attentions[-1].all_input_nodes[:2])
         gated = [_size(node, -1) for node in step.calls(G.glu.default)]
         norms = [float(n.kwargs["eps"]) for n in step.calls(G.rms_norm.default)]  # type: ignore[arg-type]
+        if attentions:
+            query, key = (type_of(node).dims for node in attentions[-1].all_input_nodes[:2])
+            heads, groups, dim = int(str(query[1])), int(str(key[1])), int(str(query[3]))
+        else:
+            heads = groups = -(-hidden // DIM)
+            dim = DIM
         return cls(
-            heads=int(str(query[1])),
-            groups=int(str(key[1])),
-            dim=int(str(query[3])),
+            heads=heads,
+            groups=groups,
+            dim=dim,
             # Experts' projections are not `glu`, and a plain MLP is four times as wide.
             inner=gated[-1] if gated else 4 * hidden,
             eps=norms[-1] if norms else 1e-6,
