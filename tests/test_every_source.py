@@ -1,7 +1,7 @@
 """Every model type of transformers that writes a text from another: the same tokens, or a reason.
 
-``pytest tests/test_every_source.py -m "long or sweep" --update`` rewrites docs/sources.md's table, which the
-last test compares with what this run found.
+``pytest tests/test_every_source.py -m "long or sweep" --update`` rewrites docs/sources.md's table,
+which the last test compares with what this run found.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ Decoding via Early-exiting for Faster LLM Inference with Thompson Sampling Contr
 2024). The step must be cut at the exit (`cut_depth`), so that verification takes the
 drafted tokens up where the draft has left them. The second exit, from drafting, is a length policy
 (`length_confidence`). New weights know nothing: train them with `graftwork train`; the target stays
-as it is. Refuses exits where there is no layer, and programs without markers, an attention or a
+as it is. Refuses exits where there is no layer, and programs without markers or a
 language-model head, or with a function of that name.
 """
 

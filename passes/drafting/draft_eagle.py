@@ -19,7 +19,7 @@ first level of a tree it stands in for the target's own (Li et al., "EAGLE", 202
 of the likeliest nodes: "EAGLE-2", 2024). `insert_kv_cache` and `accept_trees` treat the function as
 they treat the step. New layers know nothing: train them with `graftwork train`. `weights` may also
 be a published layer (``fc.*``, ``layers.0.*``), as safetensors. Refuses programs without a marker,
-an attention, an embedding table or a language-model head, or with a function of that name, and
+an embedding table or a language-model head, or with a function of that name, and
 published tensors that do not fit, by name.
 """
 

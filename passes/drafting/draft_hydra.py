@@ -25,8 +25,8 @@ but what a decoder layer with a cache makes of all hidden states up to it (Hydra
 
 New heads know nothing: train them with `graftwork train`. `weights` may also be published ones
 (``hydra_mlp.*``, ``hydra_lm_head.*``, ``prefix_embeding_layer.*``), as safetensors; those have
-biases everywhere. Refuses what `draft_medusa` refuses, a step without an embedding table, with a
-prefix one without attention, and published tensors that do not fit, by name.
+biases everywhere. Refuses what `draft_medusa` refuses, a step without an embedding table, and
+published tensors that do not fit, by name.
 """
 
 from __future__ import annotations
