@@ -41,6 +41,16 @@ LARGEST_GROUP = 1 << 16
 """Products of two bytes that add up in 32 bits, whatever they are."""
 
 
+def kernel_name() -> str:
+    """The native kernels, for people: whose, and of which instructions.
+
+    Errors: `UnsupportedError` if there are no kernels.
+    """
+    made = library(SHARED).processor
+    made.restype = ctypes.c_char_p
+    return f"graftwork's own ({made().decode()})"
+
+
 class Layout(NamedTuple):
     """The sizes of a weight [outputs, columns] in tiles. Errors: see `check_sizes`."""
 

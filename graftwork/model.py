@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -17,7 +17,7 @@ from .backends.target import Target
 from .calibration import check_data, evidence_for, evidence_of, read_documents
 from .guests import check_guests, with_guests
 from .ir import GraftworkError, InputError, Program, Weight, WeightStore
-from .ir.executable import Memory
+from .ir.executable import KernelUse, Memory
 from .ir.files import plain_path
 from .ir.threads import traces
 from .passes.engine.evidence import Evidence
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .ir.executable import Executable
 
 _COMPILED = "compiled"
+T = TypeVar("T")
 
 Source = str | Path | torch.nn.Module
 """A local checkpoint folder, .gguf or .onnx file, or a model in memory."""
@@ -236,8 +237,13 @@ class Model:
     def __post_init__(self) -> None:
         if self.report is not None:
             # Weakly: a cycle would keep the executable's weights until somebody collects garbage.
-            measure = weakref.WeakMethod(self._memory)
-            object.__setattr__(self, "report", self.report.of(partial(_measured, measure)))
+            memory, kernels = weakref.WeakMethod(self._memory), weakref.WeakMethod(self._kernels)
+            measures = partial(_measured, memory), partial(_measured, kernels)
+            object.__setattr__(self, "report", self.report.of(*measures))
+
+    def _kernels(self) -> tuple[KernelUse, ...]:
+        made: Executable | None = self.__dict__.get(_COMPILED)
+        return () if made is None else made.kernels()
 
     def _memory(self) -> Memory:
         made: Executable | None = self.__dict__.get(_COMPILED)
@@ -455,7 +461,7 @@ class Model:
         return f"{self.program.name} for {self.target}, recipe {self.recipe.get('name')}, {size}"
 
 
-def _measured(measure: weakref.WeakMethod[Callable[[], Memory]]) -> Memory | None:
+def _measured(measure: weakref.WeakMethod[Callable[[], T]]) -> T | None:
     method = measure()
     return None if method is None else method()
 

@@ -12,8 +12,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from .backends.kernel_uses import kernels_line
 from .ir import InputError, Program
-from .ir.executable import Memory
+from .ir.executable import KernelUse, Memory
 from .passes.engine.base import Contract
 from .passes.engine.manager import PassReport
 
@@ -74,12 +75,25 @@ class Report(_Frozen):
     passes: tuple[PassLine, ...]
     generates: str = ""
     _measure: Callable[[], Memory | None] | None = PrivateAttr(default=None)
+    _uses: Callable[[], tuple[KernelUse, ...] | None] | None = PrivateAttr(default=None)
 
-    def of(self, measure: Callable[[], Memory | None]) -> Report:
-        """The same report, on a model whose memory `measure` tells; None once it is gone."""
+    def of(
+        self,
+        measure: Callable[[], Memory | None],
+        uses: Callable[[], tuple[KernelUse, ...] | None],
+    ) -> Report:
+        """The same report, on a model whose memory `measure` tells, and whose kernels `uses`; None
+        once it is gone."""
         made = self.model_copy()
-        made._measure = measure
+        made._measure, made._uses = measure, uses
         return made
+
+    def kernels(self) -> tuple[KernelUse, ...]:
+        """What runs products, look-ups and experts with weights of few bits: graftwork's own
+        kernels, ONNX Runtime's, or other ops on the floats that the weights stand for. Functions
+        that were not run yet may be missing.
+        """
+        return (None if self._uses is None else self._uses()) or ()
 
     def memory(self) -> Memory:
         """Bytes that the model takes now: weights, caches, code. Functions that did not run yet
@@ -113,6 +127,8 @@ class Report(_Frozen):
             for line in self.passes
             for remark in line.remarks
         ]
+        if kernels := kernels_line(self.kernels()):
+            notes.append(Text(f"weights of few bits run by {kernels}"))
         if self.generates:
             notes.append(Text(f"generates, unless told otherwise, with {self.generates}"))
         return Group(head, self._table(validated), weights, *notes)

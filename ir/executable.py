@@ -31,6 +31,23 @@ class Memory(NamedTuple):
         return sum(self)
 
 
+class KernelUse(NamedTuple):
+    """How a function runs what it does with weights of few bits.
+
+    what: product, look-up or experts. bits: of the weights. kernel: what runs them; `DECOMPOSED`
+    where that is other ops, on the floats that the weights stand for. calls: how many.
+    """
+
+    function: str
+    what: str
+    bits: int
+    kernel: str
+    calls: int
+
+
+DECOMPOSED = "decomposed into other ops"
+
+
 class Executable(Protocol):
     """A compiled program that owns its state buffers.
 
@@ -127,3 +144,6 @@ class Executable(Protocol):
 
     def memory(self) -> Memory:
         """Bytes that everything occupies now, by part."""
+
+    def kernels(self) -> tuple[KernelUse, ...]:
+        """What runs products with weights of few bits, in the functions that are compiled."""

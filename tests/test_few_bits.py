@@ -11,7 +11,8 @@ from handmade import Shape, llama
 from selection import mostly_long
 from tiny import MASK, PROMPTS, named, tiny_llama
 
-from graftwork.backends import compile
+from graftwork.backends import compile, tiles
+from graftwork.backends.kernel_uses import kernels_line
 from graftwork.backends.onnxruntime import probe, rows_moe, rows_quantized
 from graftwork.backends.onnxruntime.emit import Emitted, emit
 from graftwork.backends.onnxruntime.lower import lower
@@ -20,6 +21,7 @@ from graftwork.backends.torch import native_quantized
 from graftwork.backends.torch.tiled import with_tiles
 from graftwork.frontends import import_model
 from graftwork.ir import Program, type_of
+from graftwork.ir.executable import DECOMPOSED
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.recipe import Recipe
 from graftwork.runtime import generate
@@ -174,3 +176,25 @@ def test_experts_without_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = score(compile(program, Target("eager", "cpu")), ids)
     found = score(compile(program, Target("onnxruntime", "cpu")), ids)
     assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+
+def test_executables_name_the_kernels_of_few_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager runs the meaning; ONNX Runtime graftwork's own kernels, or else its own."""
+    program = quantized(bits=4, embedding=8)
+    eager = compile(program, Target("eager", "cpu")).kernels()
+    assert {use.kernel for use in eager} == {DECOMPOSED}
+    made = compile(program, Target("onnxruntime", "cpu"))
+    assert made.kernels() == ()  # nothing is compiled
+    generate(made, PROMPTS, **ASKED)
+    assert {use.kernel for use in made.kernels()} == {tiles.kernel_name()}
+    assert sorted(use[:3] + use[4:] for use in made.kernels()) == sorted(
+        use[:3] + use[4:] for use in eager
+    )
+    monkeypatch.setattr(rows_quantized, "quantized_ops_available", lambda: "no compiler")
+    other = compile(program, Target("onnxruntime", "cpu"))
+    generate(other, PROMPTS, **ASKED)
+    found = {(use.what, use.bits): use.kernel for use in other.kernels()}
+    assert found["look-up", 8] == DECOMPOSED and found["product", 4].startswith("MatMulNBits (4 b")
+    line = kernels_line(made.kernels())
+    count = sum(use.calls for use in eager if use.bits == 4)
+    assert line == f"{tiles.kernel_name()}: {count} in 4, 2 in 8 bits"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from archs import ARCHS, build
 from evidence import evidence_for
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
+from graftwork.frontends import import_model
 from graftwork.ir import PassError, Program, parse_program, program_text
 from graftwork.ir.numerics import Numeric
 from graftwork.passes.engine.calibrate import Moments, loss
@@ -194,3 +196,12 @@ def test_a_weight_that_is_multiplied_twice_is_refused() -> None:
     pass_ = QuantizeWeights(method="gptq", group=16)
     with pytest.raises(PassError, match=r"layers\.0\.up is multiplied in several places.*exclude"):
         pass_.apply(shared, evidence_for(shared))
+
+
+def test_experts_that_are_rounded_all_the_same_are_told_of() -> None:
+    start = import_model(build(ARCHS["mixtral"]))
+    given = {"group": 8, "windows": 2, "length": 16, "method": "gptq"}
+    recipe = Recipe.load({"extends": "baseline", "passes": [{"quantize_weights": given}]})
+    reports = run_passes(start, recipe.steps, evidence=evidence_for(start, 200))[1]
+    (remark,) = next(r for r in reports if r.record.name == "quantize_weights").remarks
+    assert "mixtures are rounded to nearest, not by gptq" in remark

@@ -13,7 +13,7 @@ import graftwork as gw
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.frontends import import_model
-from graftwork.ir import PassError, Program
+from graftwork.ir import PassError, Program, arguments
 from graftwork.ir.numerics import pack, unpack
 from graftwork.model import Model
 from graftwork.passes.engine.manager import Step, run_passes
@@ -21,7 +21,9 @@ from graftwork.passes.numerics.quantize_weights import QuantizeWeights
 from graftwork.passes.numerics.shift_weights import ShiftWeights
 from graftwork.recipe import Recipe
 from graftwork.runtime import generate
+from graftwork.runtime.scoring import score
 
+G = torch.ops.graftwork
 NAME = "layers.0.o.q8"
 
 
@@ -98,9 +100,24 @@ def test_weights_that_share_a_store_share_what_is_made_of_it() -> None:
     assert len([name for name in first.weights if name.startswith("embed")]) == 3
 
 
-def test_experts_are_not_shifted() -> None:
-    """A program of which only a part would have fewer bits is refused."""
+def test_experts_are_shifted_too() -> None:
+    """As the weights of layers are: numbers rounded to fewer, scales larger."""
     start = import_model(build(ARCHS["mixtral"]))
-    steps = [*Recipe.load("baseline").steps, Step(QuantizeWeights(group=8))]
-    with pytest.raises(PassError, match="has mixtures whose experts are stored"):
-        ShiftWeights(bits=3).run(run_passes(start, steps)[0])
+    steps = [*Recipe.load("baseline").steps, Step(QuantizeWeights(bits=8, group=8))]
+    program = run_passes(start, steps)[0]
+    made = ShiftWeights(bits=4).run(program).program
+    (node, *_) = made.step.calls(G.quantized_moe.default)
+    given = arguments(node)
+    assert given["bits"] == 4
+    for stack in ("gate_up", "down"):
+        name = str(given[stack].target)
+        eight = unpack(program.weights[name.removesuffix(".as4")].load(), 8)
+        assert torch.equal(unpack(made.weights[name].load(), 4), ((eight + 8) // 16).clamp(max=15))
+        scale = str(given[f"{stack}_scale"].target)
+        before = program.weights[scale.removesuffix(".as4")].load()
+        assert torch.equal(made.weights[scale].load(), before * 16)
+    ids = torch.tensor([[3, 9, 4]])
+    eight_bits, four_bits = (
+        score(compile(p, Target("eager", "cpu")), ids) for p in (program, made)
+    )
+    assert 0 < (four_bits - eight_bits).abs().max() < 0.5 * eight_bits.abs().max()

@@ -1,6 +1,7 @@
 // The kernels for callers in this process, such as torch: addresses and whole numbers.
 
 #include "attention.h"
+#include "processor.h"
 #include "quantized.h"
 #include "recurrent.h"
 
@@ -21,6 +22,9 @@ struct Threads final : Team {
 }  // namespace
 
 extern "C" {
+
+// What products of bytes are made of.
+const char* processor() { return Processor::NAME; }
 
 void pack_tiles(
     const uint8_t* rows,

@@ -54,6 +54,7 @@ inline int32_t four_bytes(const int8_t* from) {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
 struct Processor {
+    static constexpr const char* NAME = "AVX-512 VNNI";
     typedef __m512i Bytes;
     typedef __m512i Whole;
     typedef __m512 Real;
@@ -147,6 +148,7 @@ struct Processor {
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
 struct Processor {
+    static constexpr const char* NAME = "AVX2";
     typedef __m256i Bytes;
     typedef __m256i Whole;
     typedef __m256 Real;
@@ -239,6 +241,7 @@ struct Processor {
 #else
 
 struct Processor {
+    static constexpr const char* NAME = "plain C++";
     struct Bytes {
         uint8_t at[VECTOR];
     };

@@ -9,6 +9,7 @@ and weights; it knows no op.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -111,11 +112,13 @@ def output_name(function: Function, name: str) -> str:
 class Emitted:
     """An ONNX model whose large initializers are not there yet.
 
-    pending: the weight behind each such initializer, and the value that stands for it.
+    pending: the weight behind each such initializer, and the value that stands for it. ran: how
+    often which kernel runs what with weights of so many bits (see `ir.executable.KernelUse`).
     """
 
     model: oir.Model
     pending: tuple[tuple[oir.Value, Weight], ...]
+    ran: tuple[tuple[tuple[str, int, str], int], ...] = ()
 
     @property
     def has_own_ops(self) -> bool:
@@ -172,6 +175,7 @@ class Emitter:
         self.values: dict[torch.fx.Node, Any] = {}
         self.inputs: dict[str, oir.Value] = {}
         self.pending: dict[str, tuple[oir.Value, Weight]] = {}
+        self.ran: Counter[tuple[str, int, str]] = Counter()
         self.counter = 0
         self.prefix = ""
         self.looked_up = _looked_up(self.function)
@@ -191,7 +195,7 @@ class Emitter:
         for name, node in self.function.outputs.items():
             self._output(output_name(self.function, name), node)
         model = oir.Model(self.graph, ir_version=IR_VERSION, producer_name="graftwork")
-        return Emitted(model, tuple(self.pending.values()))
+        return Emitted(model, tuple(self.pending.values()), tuple(self.ran.items()))
 
     def _input(self, node: torch.fx.Node) -> oir.Value:
         """An input of the graph; those that nothing reads, not even for a size, are left out."""

@@ -11,10 +11,11 @@ import torch
 
 from ...ir import GraftworkError, InputError, Program, Role, UnsupportedError, type_of
 from ...ir.errors import execution_error
-from ...ir.executable import HeldCall, Memory, Outputs
+from ...ir.executable import DECOMPOSED, HeldCall, KernelUse, Memory, Outputs
 from ...ir.scratch import Scratch
 from ...ir.threads import traces
 from ..base import StatefulExecutable
+from ..kernel_uses import decomposed
 from ..staging import Stream
 from ..target import Target
 from .attention import OVERHANG
@@ -49,6 +50,7 @@ class OnnxExecutable(StatefulExecutable):
         self._scratch = _scratch()
         self._weights = WeightFile(self._scratch.path / "weights.data")
         self.buffers.begin(1, 1, anew=True)
+        self._kernels: dict[str, tuple[KernelUse, ...]] = {}
         self._made: dict[str, dict[Variant, Step]] = {name: {} for name in program.functions}
         self._routers = {n: Router(program, f, target) for n, f in program.functions.items()}
 
@@ -72,6 +74,20 @@ class OnnxExecutable(StatefulExecutable):
         """The weight file, the states, and the graphs of the sessions so far."""
         graphs = sum(path.stat().st_size for path in self._scratch.path.glob("*.onnx"))
         return Memory(self._weights.end, self.state_bytes(), graphs)
+
+    def kernels(self) -> tuple[KernelUse, ...]:
+        """Of the functions that have a session."""
+        return tuple(use for uses in self._kernels.values() for use in uses)
+
+    def _note_kernels(self, function: str, ran: Mapping[tuple[str, int, str], int]) -> None:
+        """Keep what runs products of few bits; look-ups and experts that no kernel takes are
+        decomposed before they could be counted."""
+        uses = dict(ran)
+        known = {what for what, _, _ in uses}
+        for use in decomposed(self.program.functions[function]):
+            if use.what != "product" and use.what not in known:
+                uses[use.what, use.bits, DECOMPOSED] = use.calls
+        self._kernels[function] = tuple(KernelUse(function, *use, n) for use, n in uses.items())
 
     def widths(self, function: str) -> tuple[int, ...] | None:
         """None, since shapes are dynamic, unless the target says how many columns steps have."""
@@ -132,6 +148,7 @@ class OnnxExecutable(StatefulExecutable):
             if self.target.device == "cuda":
                 widen(model.model.graph)
             store(model, path, self._weights)
+            self._note_kernels(function, dict(model.ran))
         except OSError as error:
             raise InputError(
                 f"cannot write {size >> 20} MB of weights to {path.parent}: {error}; "

@@ -162,6 +162,7 @@ def quantized_experts(
     laid = tiles.tiled_experts(stack[0], stack[1], stack[2], bits=bits, group=group)
     values = [None if w is None else e.weight(w) for w in laid.parts[:3]]
     wide, added = (v if v is None else e.cast(v, torch.float32) for v in (x, bias))
+    e.ran["experts", bits, tiles.kernel_name()] += 1
     result = e.own(
         "QuantizedExperts",
         wide,

@@ -27,7 +27,9 @@ import torch.fx
 
 from ...ir import Dim, TensorType, Weight, derive
 from ...ir import arguments as arguments_of
+from ...ir.executable import DECOMPOSED
 from ...ir.numerics import dequantize, looked_up, pack, unpack
+from .. import tiles
 from . import rows_tiles
 from .byte_products import ZERO, byte_product, quantized_rows
 from .emit import Emitter, row, type_of, weight_of
@@ -200,6 +202,7 @@ def quantized_embedding(
     assert given[0] is not None and given[1] is not None
     parts = given[0], given[1], given[2], given[3]
     wide = e.cast(ids, torch.int64)
+    e.ran["look-up", bits, tiles.kernel_name()] += 1
     return rows_tiles.quantized_embedding(e, wide, *parts, bits=bits, group=group)
 
 
@@ -222,17 +225,21 @@ def quantized_linear(
     if e.native and not quantized_ops_available():
         added = None if bias is None else e.cast(bias, F32)
         parts = given[0], given[1], given[2], given[3]
+        e.ran["product", bits, tiles.kernel_name()] += 1
         result = rows_tiles.quantized_linear(
             e, wide, *parts, added, bits=bits, group=group, rounded=rounded
         )
         return e.cast(result, e.dtype(), F32)
     stored = _Stored(given[0], given[1], given[2], given[3], bits, group)
     dims = type_of(x).dims
+    kernel = DECOMPOSED
     chosen = None if e.qdq or not e.contrib else next(_fitting(e, stored, rounded), None)
     if rounded and stored.is_bytes_by_row and not e.qdq:
         result = byte_product(e, wide, stored.weight, stored.scale)
+        kernel = "MatMulIntegerToFloat" if e.contrib else "MatMulInteger"
     elif chosen is not None:
         result = _few_bits(e, wide, stored, *chosen, rounded)
+        kernel = f"MatMulNBits ({chosen[0]} bits, blocks of {chosen[1]})"
         if offset is not None:
             sums = _group_sums(e, wide, dims, group)
             shifts = e.weight(stored.shifts())
@@ -243,6 +250,7 @@ def quantized_linear(
         result = e.op("Mul", _float(e, steps, dims, _values(e, stored), rounded), row_scale)
     else:
         result = _float(e, wide, dims, _values(e, stored), rounded)
+    e.ran["product", bits, kernel] += 1
     if bias is not None:
         result = e.op("Add", result, e.cast(bias, F32))
     return e.cast(result, e.dtype(), F32)

@@ -12,7 +12,7 @@ import torch
 
 from ...ir import LOG, GraftworkError, InputError, Program, Sym
 from ...ir.errors import execution_error
-from ...ir.executable import HeldCall, Memory, Outputs
+from ...ir.executable import HeldCall, KernelUse, Memory, Outputs
 from ...ir.protocol import OPTIONAL
 from ...ir.threads import traces
 from ..base import StatefulExecutable
@@ -26,7 +26,7 @@ from .graphs import CapturedStep
 from .repeated import RepeatedCall
 from .replay import Recording, Replay, record
 from .rows import ROWS
-from .tiled import with_tiles
+from .tiled import kernels_of, with_tiles
 
 PREFILL = (128, 512)
 """Tokens that prefill steps take when widths are static: weights are read once a step, and what a
@@ -115,6 +115,10 @@ class TorchExecutable(StatefulExecutable):
     def memory(self) -> Memory:
         """Weights and what was prepared of them, the states, and the modules so far, as text."""
         return Memory(sum(self.tensors.values()), self.state_bytes(), self.code)
+
+    def kernels(self) -> tuple[KernelUse, ...]:
+        """Of all functions: weights are laid out for kernels before any is compiled."""
+        return kernels_of(self.lowered)
 
     def widths(self, function: str) -> tuple[int, ...] | None:
         """None when eager; else what the plan's steps take, or the target's columns, and prefill

@@ -27,14 +27,23 @@ import torch
 import torch.fx
 
 from ...ir import Function, Program, WeightStore, arguments, site_of, type_of
+from ...ir.executable import KernelUse
 from ...ir.expand import expand
 from ...passes.engine.functions import edit_with_weights
 from ...passes.fusing.dce import sweep
 from .. import tiles
+from ..kernel_uses import decomposed, uses
 from . import native_quantized
 
 A, G = torch.ops.aten, torch.ops.graftwork
 STORED = ("weight", "scale", "offset", "codebook")
+NATIVE = {
+    native_quantized.LINEAR: "product",
+    native_quantized.FLOAT_LINEAR: "product",
+    native_quantized.EMBEDDING: "look-up",
+    native_quantized.EXPERTS: "experts",
+}
+"""What kernels of few bits do."""
 Sizes = tuple[int, ...]
 """Bits, group and outputs."""
 
@@ -46,6 +55,16 @@ def with_tiles(program: Program) -> Program:
     codebook that is not of whole numbers.
     """
     return edit_with_weights(program, _lay_out).program
+
+
+def kernels_of(program: Program) -> tuple[KernelUse, ...]:
+    """What runs the products and look-ups of few bits of a program, laid out or not."""
+    found: list[KernelUse] = []
+    for fn in program.functions.values():
+        native = any(fn.calls(*NATIVE))
+        found += uses(fn, NATIVE, tiles.kernel_name()) if native else ()
+        found += decomposed(fn)
+    return tuple(found)
 
 
 def _lay_out(fn: Function, weights: WeightStore) -> tuple[int, WeightStore]:

@@ -37,6 +37,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Annotated, ClassVar, Literal
 
@@ -168,10 +169,18 @@ class QuantizeWeights(Pass):
         self._check_patterns(program)
         known = vocabulary(program)
 
+        mixtures = 0
+
         def edit(fn: Function, weights: WeightStore) -> tuple[int | str, WeightStore]:
+            nonlocal mixtures
+            mixtures += sum(self._takes_experts(n, weights) for n in fn.calls(G.moe.default))
             return self._quantize(fn, weights, known, learned)
 
-        return edit_with_weights(program, edit, self._roles)
+        outcome = edit_with_weights(program, edit, self._roles)
+        if not mixtures or method_of(self.method, self.tuning).quick:
+            return outcome
+        said = f"the experts of {mixtures} mixtures are rounded to nearest, not by {self.method}"
+        return replace(outcome, remarks=(*outcome.remarks, said))
 
     def _chosen(
         self, fn: Function, weights: WeightStore, tables: frozenset[str]

@@ -12,7 +12,8 @@ After, with 4 bits::
 
 A stored value q becomes min((q + 2^(d-1)) >> d, 2^bits - 1) for d bits less, its scale 2^d times as
 much, and offsets stay: nothing is quantized anew, and nothing but the store is needed. Weights of
-no more bits stay as they are. `graftwork.load` does this to an artifact (``bits=``).
+no more bits stay as they are; the experts of mixtures are shifted alike. `graftwork.load` does this
+to an artifact (``bits=``).
 
 Refuses a program without stored weights of more bits, with a codebook, or where rows would not fill
 whole bytes. Source: Huang et al., "Nearly Lossless Adaptive Bit Switching" (2025).
@@ -20,7 +21,7 @@ whole bytes. Source: Huang et al., "Nearly Lossless Adaptive Bit Switching" (202
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.fx
@@ -43,7 +44,16 @@ from ..engine.subgraph import fresh_name
 from ..fusing.dce import sweep
 
 G = torch.ops.graftwork
-STORED = (G.quantized_linear.default, G.quantized_embedding.default)
+ONE = (("weight", "scale", "group"),)
+STORED: dict[Any, tuple[tuple[str, str, str], ...]] = {
+    G.quantized_linear.default: ONE,
+    G.quantized_embedding.default: ONE,
+    G.quantized_moe.default: (
+        ("gate_up", "gate_up_scale", "group"),
+        ("down", "down_scale", "down_group"),
+    ),
+}
+"""What is stored for an op: names of weights, of their scales and of their groups."""
 
 
 @register
@@ -62,11 +72,6 @@ class ShiftWeights(Pass):
         return edit_with_weights(program, self._shift)
 
     def _shift(self, fn: Function, weights: WeightStore) -> tuple[int | str, WeightStore]:
-        if fn.calls(G.quantized_moe.default):
-            raise PassError(
-                f"shift_weights: {fn.name} has mixtures whose experts are stored, which "
-                f"it does not shift: quantize them in as many bits as you want (quantize_weights)"
-            )
         calls = fn.calls(*STORED)
         found = [node for node in calls if int(arguments(node)["bits"]) > self.bits]
         if not found:
@@ -78,14 +83,15 @@ class ShiftWeights(Pass):
         return len(found), weights
 
     def _replace(self, fn: Function, node: torch.fx.Node, weights: WeightStore) -> WeightStore:
-        given = arguments(node)
-        packed, scale = (weights[str(given[name].target)] for name in ("weight", "scale"))
-        self._check(packed, given)
-        made = _shifted(packed, scale, int(given["bits"]), self.bits, weights)
-        weights = weights.adding(*made)
+        given, target = arguments(node), cast(Any, node.target)
         with fn.graph.inserting_before(node):
-            nodes = {"weight": fn.weight(made[0]), "scale": fn.weight(made[1])}
-            target: Any = node.target
+            nodes: dict[str, torch.fx.Node] = {}
+            for names in STORED[target]:
+                packed, scale = (weights[str(given[name].target)] for name in names[:2])
+                self._check(packed, given, int(given[names[2]]))
+                made = _shifted(packed, scale, int(given["bits"]), self.bits, weights)
+                weights = weights.adding(*made)
+                nodes |= {name: fn.weight(part) for name, part in zip(names, made, strict=False)}
             places = [a.name for a in target._schema.arguments if not a.kwarg_only]
             parts = [nodes.get(name, value) for name, value in zip(places, node.args, strict=False)]
             options: dict[str, Any] = {**node.kwargs, "bits": self.bits}
@@ -94,15 +100,15 @@ class ShiftWeights(Pass):
         fn.graph.erase_node(node)
         return weights
 
-    def _check(self, packed: Weight, given: dict[str, Any]) -> None:
+    def _check(self, packed: Weight, given: dict[str, Any], group: int) -> None:
         """Errors: `PassError` for a weight that cannot be shifted."""
-        if given["codebook"] is not None:
+        if given.get("codebook") is not None:
             raise PassError(
                 f"shift_weights: {packed.name} is stored by a codebook, whose entries have no "
                 f"order to shift in"
             )
-        columns = int(str(packed.type.dims[1])) * 8 // int(given["bits"])
-        if why := Numeric(self.bits, int(given["group"])).refusal(columns):
+        columns = int(str(packed.type.dims[-1])) * 8 // int(given["bits"])
+        if why := Numeric(self.bits, group).refusal(columns):
             raise PassError(f"shift_weights: {packed.name}: {why}")
 
 
@@ -111,7 +117,7 @@ def _shifted(
 ) -> tuple[Weight, Weight]:
     """A weight's bits and scales as fewer bits, computed when loaded."""
     down = before - bits
-    rows, width = (int(str(dim)) for dim in packed.type.dims)
+    *outer, width = packed.type.shape
 
     def fewer(tensor: torch.Tensor) -> torch.Tensor:
         steps = (unpack(tensor, before) + 2 ** (down - 1)) // 2**down
@@ -120,7 +126,7 @@ def _shifted(
     def larger(tensor: torch.Tensor) -> torch.Tensor:
         return Numeric(bits, 1, scale=tensor.dtype).stored(tensor.float() * 2**down)
 
-    type = TensorType(torch.uint8, (rows, width * bits // before))
+    type = TensorType(torch.uint8, (*outer, width * bits // before))
     names = (fresh_name(weights, f"{weight.name}.as{bits}") for weight in (packed, scale))
     made = (
         derive(next(names), type, fewer, packed, key=("shifted", before, bits)),
