@@ -60,7 +60,8 @@ def main() -> None:
     prompt = torch.randint(3, 4000, (1, 32))
     asked = {"max_new_tokens": given.tokens + 1, "do_sample": False, "eos_token_id": []}
     for target in given.targets.split(","):
-        made = {name: gw.optimize(model, name, target=target) for name in given.recipes.split(",")}
+        where = gw.Target.parse(target, threads=given.threads)
+        made = {name: gw.optimize(model, name, target=where) for name in given.recipes.split(",")}
         times: dict[str, list[float]] = {name: [] for name in made}
         for _ in range(given.rounds):
             for name, fast in made.items():

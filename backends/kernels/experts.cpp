@@ -47,29 +47,27 @@ void expert_products(
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
         return given.chosen[a] < given.chosen[b];
     });
-    std::vector<float> rows, found;
+    std::vector<float> rows(pairs * all.K), found(pairs * all.V);
+    std::vector<Job> jobs;
+    for (int64_t i = 0; i < pairs; i++) {
+        const int64_t row = given.each ? order[i] : order[i] / given.choices;
+        std::copy(x + row * all.K, x + (row + 1) * all.K, &rows[i * all.K]);
+    }
     for (int64_t first = 0, last; first < pairs; first = last) {
         const int64_t expert = given.chosen[order[first]];
         for (last = first; last < pairs && given.chosen[order[last]] == expert;) last++;
-        const int64_t count = last - first;
-        rows.resize(count * all.K);
-        found.resize(count * all.V);
-        for (int64_t i = 0; i < count; i++) {
-            const int64_t pair = order[first + i], row = given.each ? pair : pair / given.choices;
-            std::copy(x + row * all.K, x + (row + 1) * all.K, &rows[i * all.K]);
-        }
         const Table w = of_expert(all, expert);
         const float* const own = bias ? bias + expert * all.V : nullptr;
-        if (rounded)
-            products(
-                {w.tiles, w.scale, w.offset, nullptr, own, w.V, w.K, w.group, w.bits, w.half_scale,
-                 w.half_offset, w.books},
-                rows.data(), count, found.data(), team);
-        else
-            float_products(w, own, rows.data(), count, found.data(), team);
-        for (int64_t i = 0; i < count; i++)
-            std::copy(&found[i * all.V], &found[i * all.V] + all.V, y + order[first + i] * all.V);
+        const Weights weights = {
+            w.tiles, w.scale, w.offset, nullptr, own, w.V, w.K, w.group, w.bits, w.half_scale,
+            w.half_offset, w.books};
+        jobs.push_back({weights, &rows[first * all.K], last - first, &found[first * all.V]});
+        if (!rounded)
+            float_products(w, own, jobs.back().x, last - first, jobs.back().y, team);
     }
+    if (rounded && pairs) products(jobs.data(), int64_t(jobs.size()), team);
+    for (int64_t i = 0; i < pairs; i++)
+        std::copy(&found[i * all.V], &found[i * all.V] + all.V, y + order[i] * all.V);
 }
 
 }  // namespace graftwork

@@ -324,24 +324,52 @@ void read_row(const Table& t, int64_t row, float* y) {
 
 namespace graftwork {
 
-void products(const Weights& w, const float* x, int64_t count, float* y, const Team& team) {
+void products(const Job* jobs, int64_t number, const Team& team) {
     // Of the calling thread: other threads' steps have their own.
     static thread_local std::vector<int8_t> values;
     static thread_local std::vector<int32_t> starts;
     static thread_local std::vector<float> sums, scales;
-    const EveryRow every_row = every_row_of(w.bits, !w.table ? NOT : w.books.paired ? IN_PAIRS : IN_TABLE);
-    const int64_t steps = w.groups() * blocks_of(w) * STEPS, size = tile_bytes(w);
+    static thread_local std::vector<Rows> rows;
+    static thread_local std::vector<int64_t> gangs;  // those of jobs before each
+    const Weights& alike = jobs->weights;
+    const EveryRow every_row = every_row_of(
+        alike.bits, !alike.table ? NOT : alike.books.paired ? IN_PAIRS : IN_TABLE);
+    const int64_t groups = alike.groups(), steps = groups * blocks_of(alike) * STEPS;
+    const int64_t size = tile_bytes(alike), tiles = tiles_of(alike.N);
+    int64_t count = 0, most = 0;
+    for (int64_t i = 0; i < number; i++) count += jobs[i].count;
     values.resize(count * steps * STEP);
-    starts.resize(count * w.groups());
-    sums.resize(count * w.groups());
+    starts.resize(count * groups);
+    sums.resize(count * groups);
     scales.resize(count);
-    const Rows rows = {count, steps, values.data(), starts.data(), sums.data(), scales.data()};
-    team.each(rows.gangs(), TOGETHER * w.K * int64_t(sizeof(float)), [&](int64_t gang) {
-        round_gang(x, w, rows, gang);
+    rows.clear();
+    gangs.assign(1, 0);
+    int64_t before = 0;
+    for (int64_t i = 0; i < number; before += jobs[i++].count) {
+        rows.push_back(
+            {jobs[i].count, steps, values.data() + before * steps * STEP,
+             starts.data() + before * groups, sums.data() + before * groups,
+             scales.data() + before});
+        gangs.push_back(gangs.back() + rows.back().gangs());
+        most = std::max(most, rows.back().gangs());
+    }
+    const Rows* const all = rows.data();
+    const int64_t *const first = gangs.data(), *const last = first + number;
+    team.each(*last, TOGETHER * alike.K * int64_t(sizeof(float)), [=](int64_t gang) {
+        const int64_t job = std::upper_bound(first, last, gang) - first - 1;
+        round_gang(jobs[job].x, jobs[job].weights, all[job], gang - first[job]);
     });
-    team.each(tiles_of(w.N), size * rows.gangs(), [&](int64_t number) {
-        every_row(Tile{w.tiles + number * size, &w, number}, rows, y);
+    team.each(number * tiles, size * most, [=](int64_t place) {
+        const Job& job = jobs[place / tiles];
+        const int64_t tile = place % tiles;
+        every_row(
+            Tile{job.weights.tiles + tile * size, &job.weights, tile}, all[place / tiles], job.y);
     });
+}
+
+void products(const Weights& w, const float* x, int64_t count, float* y, const Team& team) {
+    const Job job = {w, x, count, y};
+    products(&job, 1, team);
 }
 
 void rows_of(const Table& t, const int64_t* ids, int64_t count, float* y, const Team& team) {

@@ -51,6 +51,15 @@ struct Table {
 // y [count, N] = x [count, K] with weights. Throws for bits of which there are no tiles.
 void products(const Weights& weights, const float* x, int64_t count, float* y, const Team& team);
 
+// The same of several weights that differ in their numbers alone, shared out at once.
+struct Job {
+    Weights weights;
+    const float* x;
+    int64_t count;
+    float* y;
+};
+void products(const Job* jobs, int64_t number, const Team& team);
+
 // y [count, V] = x [count, K] with a table as weights, x not rounded; bias [V], or null. Throws for
 // bits of which there are no tiles.
 void float_products(

@@ -107,27 +107,25 @@ class Jlcm(Method):
         book = clusters(weight / scale, scale.square() * hessian.diagonal(), 2**numeric.bits)
         codes = mapped_with_feedback(weight, prepared.factor, scale, book)
 
-        def judged(codes: Tensor) -> Learned:
-            whole = book.round()
-            error = whole[codes.long()] * scale - weight
-            return Learned(codes.to(torch.uint8), whole, loss(error, hessian).sum())
-
-        learned = judged(codes)
+        best = Learned(codes, book.round(), torch.full((), torch.inf))
         leaning = torch.zeros(*weight.shape, len(book))
         leaning.scatter_(-1, codes.long()[..., None], 1.0)
         first, second = torch.zeros_like(book), torch.zeros_like(book)
-        for step in range(self.steps):
-            share = 1 - step / self.steps
-            codes = leaning.argmax(-1)
-            pull = 2 * ((book[codes] * scale - weight) @ hessian) * scale
-            leaning -= self.mapping * share * slopes(pull, book, codes)
-            slope = torch.zeros_like(book).scatter_add_(0, codes.flatten(), pull.flatten())
+        for step in range(self.steps + 1):
+            mapped, whole = leaning.argmax(-1), book.round()
+            error = whole[mapped] * scale - weight
+            pull = error @ hessian
+            now = Learned(mapped.to(torch.uint8), whole, (pull * error).sum())
+            best = now if now.loss < best.loss else best
+            share = 1 - step / max(self.steps, 1)
+            pull *= scale
+            leaning -= self.mapping * share * slopes(pull, book, mapped)
+            slope = torch.zeros_like(book).scatter_add_(0, mapped.flatten(), pull.flatten())
             first, second = 0.9 * first + 0.1 * slope, 0.99 * second + 0.01 * slope.square()
             fair = 1 - 0.9 ** (step + 1), 1 - 0.99 ** (step + 1)  # averages began with zeros
             moved = first / fair[0] / ((second / fair[1]).sqrt() + 1e-12)
             book = (book - 2 * LARGEST * self.rate * share * moved).clamp(-LARGEST, LARGEST)
-            learned = min(learned, judged(leaning.argmax(-1)), key=lambda found: float(found.loss))
-        return learned.codes, learned.book, rescaled(weight, learned, scale, numeric, hessian)
+        return best.codes, best.book, rescaled(weight, best, scale, numeric, hessian)
 
 
 def alike(values: Tensor, books: int) -> Tensor:
