@@ -24,9 +24,11 @@ from typing import Any
 
 import matplotlib
 import torch
-from quality import cut, read_texts
+from quality import calibration_ids, cut, read_texts, text_paths
 from systems import optimized_model
 
+import graftwork as gw
+from graftwork.backends import Target
 from graftwork.recipe import Recipe
 from graftwork.runtime.asking.options import BEST
 from graftwork.runtime.asking.request import read_request
@@ -43,6 +45,9 @@ import matplotlib.pyplot as plt
 Knobs = tuple[str, str, tuple[Any, ...]]
 """A recipe, the setting that is turned, and its values."""
 
+PROBE = "depth_confident.measure=probe"
+"""The measure that is fitted on text."""
+
 METHODS: dict[str, Knobs] = {
     "skip_layers": ("skip_layers", "skip_layers.layers", ([-2], [-3, -2], [-4, -3, -2])),
     "unified_skipping": ("unified_skipping", "skip_layers.speedup", (1.14, 1.33, 1.6, 2.0)),
@@ -57,10 +62,14 @@ METHODS: dict[str, Knobs] = {
 }
 MORE: dict[str, tuple[str, ...]] = {
     "calm, saturation": ("depth_confident.measure=saturation",),
-    "calm, probe": ("depth_confident.measure=probe",),
+    "calm, probe": (PROBE,),
     "ffn_skipllm": ("depth_mlp.first=1", "depth_mlp.last=1"),
 }
 """Settings that a method has besides."""
+
+
+LEARNT = 1 << 14
+"""Tokens of other files that probes are fitted on, at least."""
 
 
 class Reader(Verifier):
@@ -100,10 +109,15 @@ def read(
 
 
 def measured(
-    args: argparse.Namespace, recipe: Recipe, windows: Sequence[Sequence[int]]
+    args: argparse.Namespace,
+    recipe: Recipe,
+    windows: Sequence[Sequence[int]],
+    documents: Sequence[Sequence[int]] = (),
 ) -> tuple[list[float], list[int], float]:
-    """All windows, one after the other."""
-    model = optimized_model(args.model, recipe, args.target, args.threads)
+    """All windows, one after the other. documents: what a recipe that reads text learns from."""
+    given: dict[str, Any] = {"data": documents} if recipe.reads_text else {}
+    target = Target.parse(args.target, threads=args.threads)
+    model = gw.optimize(args.model, recipe, target=target, **given)
     losses: list[float] = []
     best: list[int] = []
     layers = []
@@ -163,12 +177,17 @@ def main() -> None:
     print(
         f"{args.model.name}: perplexity {math.exp(sum(nats) / len(nats)):.2f}, {len(nats)} tokens"
     )
+    documents: list[list[int]] = []
+    if any(PROBE in MORE.get(name, ()) for name in args.methods.split(";")):
+        # Files that are scored are none to learn from.
+        held = frozenset(path.resolve() for path in text_paths(args.text, args.files))
+        documents = calibration_ids(whole, args.text, held, LEARNT)
     rows = []
     for name in args.methods.split(";"):
         recipe, knob, values = METHODS[name]
         for value in values:
             chosen = Recipe.load(recipe).with_options([f"{knob}={value}", *MORE.get(name, ())])
-            losses, best, layers = measured(args, chosen, windows)
+            losses, best, layers = measured(args, chosen, windows, documents)
             more = (sum(losses) - sum(nats)) / len(nats)
             alike = sum(a == b for a, b in zip(best, said, strict=True)) / len(said)
             row = {"method": name, "knob": knob, "value": value, "share": layers / total}
