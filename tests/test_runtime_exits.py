@@ -29,6 +29,7 @@ from graftwork.runtime import generate
 from graftwork.runtime.rounds import Decoding
 from graftwork.runtime.rounds.led import LedRound
 from graftwork.runtime.speculate.lengths.goodput import GoodputPolicy
+from graftwork.runtime.speculate.lengths.thompson import ThompsonPolicy
 from graftwork.training.net import Net, trainable
 from graftwork.training.objectives.base import Batch, objective_of
 
@@ -231,6 +232,24 @@ def test_no_layer_runs_twice_for_a_token(monkeypatch: pytest.MonkeyPatch) -> Non
     assert calls["step.0", 1] == 4 * steps and calls["step.1", 4] == steps
     prompt = PROMPTS.shape[1]
     assert set(calls) == {("step.0", 1), ("step.1", 4), ("step.0", prompt), ("step.1", prompt)}
+
+
+def test_what_is_done_once_is_no_part_of_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Policies hear neither of compiling, for a draft nor for a step."""
+    passes = (DraftExit(exit=1, own_head=False), CUT, named("length_thompson"))
+    fast = compile(made(*passes), Target("eager", "cpu"))
+    run, seen, heard = fast.run, set[str](), list[float]()
+
+    def preparing(function: str, inputs: Any, fetch: Any) -> Any:
+        fast.preparing += 1000.0 * (function not in seen)
+        seen.add(function)
+        return run(function, inputs, fetch)
+
+    monkeypatch.setattr(fast, "run", preparing)
+    monkeypatch.setattr(ThompsonPolicy, "observe", lambda self, taken, *s: heard.extend(s))
+    generate(fast, PROMPTS[2:3], **ASKED)
+    # It is taken off; nobody has really waited for it.
+    assert min(heard) < -900 and max(heard) < 100
 
 
 def test_a_rest_runs_the_whole_step_where_weights_are_shared(

@@ -219,3 +219,7 @@ class Round(ABC):
 
         Errors: `InputError` for logits that are NaN.
         """
+
+    def clock(self) -> float:
+        """Seconds; what is done once and never again takes none."""
+        return perf_counter() - self.decoding.feeder.executable.preparing

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import perf_counter
 
 from ..depth.base import StepFeed
 from ..speculate.draft import Draft
@@ -26,14 +25,14 @@ class GeneralRound(Round):
     def run(self, most: int | None) -> int:
         """See `Round.run`."""
         decoding, live = self.decoding, len(self.decoding.live)
-        before = self._clock()
+        before = self.clock()
         drafts = self.propose()
-        between = self._clock()
+        between = self.clock()
         made = sum(text.generated for text in decoding.texts)
         step = self.step(drafts)
         made = sum(text.generated for text in decoding.texts) - made
         decoding.stats.skipped_layers += (decoding.depth.total - decoding.depth.ran) * made
-        decoding.length.observe(step, between - before, self._clock() - between)
+        decoding.length.observe(step, between - before, self.clock() - between)
         decoding.stats.count(1, live)
         return 1
 
@@ -73,7 +72,3 @@ class GeneralRound(Round):
             fed = [0 if text.done else text.fed for text in texts]
             decoding.read(UnverifiedStep(rows, fed, outputs))
         return decoding.verify(outputs, drafts, [0] * len(texts))
-
-    def _clock(self) -> float:
-        """Seconds; what is done once and never again takes none."""
-        return perf_counter() - self.decoding.feeder.executable.preparing

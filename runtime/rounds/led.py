@@ -80,10 +80,10 @@ class LedRound(Round):
         rooms = [text.room for text in texts]
         steps, drafted, accepted, ended = 0, 0, 0, False
         while steps < most and not ended:
-            before = perf_counter()
+            before = self.clock()
             counts = list(map(min, rooms, length.limits(rooms)))
             chains = self._drafted(last, past, starts, counts)
-            between = perf_counter()
+            between = self.clock()
             rows = [
                 [] if text.done else [last[b], *chains[b][: counts[b]]]
                 for b, text in enumerate(texts)
@@ -120,7 +120,7 @@ class LedRound(Round):
                 self.leader.follow(self.proposer.places(len(chains[0])))
             self.proposer.advance(list(map(len, tokens)))
             if length.learns:
-                after = perf_counter()
+                after = self.clock()
                 length.observe(_taken(rows, tokens, outputs), between - before, after - between)
                 ended = ended or length.rest() >= REST
         feeder.seconds += self.leader.seconds
