@@ -80,10 +80,15 @@ def quantize_rows(x: Tensor, *, bits: int, turned: bool) -> tuple[Tensor, Tensor
     step = (most - least) / float(2**bits - 1)
     codes = torch.round((rows - least) / torch.where(step > 0, step, torch.ones_like(step)))
     codes = torch.clamp(codes, 0.0, float(2**bits - 1))
+    return packed(codes, bits), torch.cat([step, least], dim=-1)
+
+
+def packed(codes: Tensor, bits: int) -> Tensor:
+    """Whole numbers f32[...,D] as bytes: of 4 bits, two in one."""
     if bits == 4:
-        half = x.shape[3] // 2
+        half = codes.shape[-1] // 2
         codes = codes[..., :half] + codes[..., half:] * 16.0
-    return codes.to(torch.uint8), torch.cat([step, least], dim=-1)
+    return codes.to(torch.uint8)
 
 
 def stored_values(codes: Tensor, steps: Tensor, bits: int) -> Tensor:
@@ -225,3 +230,58 @@ def attend_quantized(
     out = attend(query, keys, values, mask, bias, sinks, scale=scale, softcap=softcap)
     out = hadamard(out) if turned else out
     return out.to(q.dtype)
+
+
+def _static_samples() -> Iterator[Sample]:
+    for bits in (8, 4):
+        yield (torch.randn(2, 2, 5, 8), torch.rand(2, 8) + 0.01, torch.randn(2, 8)), {"bits": bits}
+
+
+def _static_fake(x: Tensor, step: Tensor, least: Tensor, *, bits: int) -> Tensor:
+    given = Operands("static_codes")
+    given.fit("x", x, "BGTD")
+    given.fit("step", step, "GD", torch.float32)
+    given.fit("least", least, "GD", torch.float32)
+    check_stored("static_codes", x.shape[3], bits, False)
+    return x.new_empty((*x.shape[:3], x.shape[3] * bits // 8), dtype=torch.uint8)
+
+
+@define(
+    "static_codes(Tensor x, Tensor step, Tensor least, *, int bits) -> Tensor",
+    samples=_static_samples,
+    fake=_static_fake,
+)
+def static_codes(x: Tensor, step: Tensor, least: Tensor, *, bits: int) -> Tensor:
+    """Rows as whole numbers of 4 or 8 bits, each channel on a step of its own, clipped to what
+    these reach.
+
+    ``%c: u8[B,G,T,32] = graftwork.static_codes(%k, @kv.0.key.step, @kv.0.key.least, bits=4)``
+
+    x [B,G,T,D]; step, least f32[G,D], steps above 0 -> u8[B,G,T,D*bits/8], packed as in
+    `quantize_rows`. Errors: `InputError` for other widths and bits.
+    """
+    _static_fake(x, step, least, bits=bits)
+    codes = torch.round((x.float() - least[:, None]) / step[:, None])
+    return packed(torch.clamp(codes, 0.0, float(2**bits - 1)), bits)
+
+
+def _unit_samples() -> Iterator[Sample]:
+    yield (torch.randint(0, 255, (2, 2, 5, 4), dtype=torch.uint8),), {}
+
+
+def _unit_fake(codes: Tensor) -> Tensor:
+    Operands("unit_steps").fit("codes", codes, "BGCK", torch.uint8)
+    return codes.new_empty((*codes.shape[:3], 2), dtype=torch.float32)
+
+
+@define("unit_steps(Tensor codes) -> Tensor", samples=_unit_samples, fake=_unit_fake)
+def unit_steps(codes: Tensor) -> Tensor:
+    """Steps of rows whose numbers are their codes: 1, and 0 that is added.
+
+    ``%u: f32[B,G,C,2] = graftwork.unit_steps(%kc)``
+
+    codes u8[B,G,C,K].
+    """
+    _unit_fake(codes)
+    one = torch.ones_like(codes[..., :1], dtype=torch.float32)
+    return torch.cat([one, one - one], dim=-1)
