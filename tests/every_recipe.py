@@ -34,6 +34,7 @@ def program_of(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> P
     brought = {"draft_model.model": "other", "draft_corpus.path": str(corpus)}
     brought |= {"depth_entropy.model": "other"}
     few = {"budget": "64", "block": "32", "ahead": "64"}  # of a context of 128
+    few |= {"sinks": "32"} if name == "moa" else {}
     brought |= {f"evict_cache.{name}": rows for name, rows in few.items()}
     brought |= {"quantize_old_rows.residual": "64", "quantize_old_rows.block": "64"}
     brought |= {"read_sparse.rows": "16", "read_sparse.picks": "1"}

@@ -37,9 +37,8 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _stored(rows: int, columns: int, bits: int, group: int, affine: bool) -> tuple[Tensor, ...]:
-    numeric = Numeric(bits, group)
-    if affine:
-        numeric = Numeric(bits, group, "affine", torch.float16)
+    plain = Numeric(bits, group) if not affine else None
+    numeric = plain or Numeric(bits, group, "affine", torch.float16)
     found = numeric.quantize(torch.randn(rows, columns))
     return tuple(part for part in found if part is not None)
 
