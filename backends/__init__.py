@@ -13,6 +13,7 @@ from .faults import (
     check_memory,
     check_processes,
 )
+from .pictures import with_pictures
 from .target import BACKENDS, Target
 
 __all__ = ["BACKENDS", "Target", "check_columns", "check_kernels", "compile"]
@@ -35,5 +36,5 @@ def compile(program: Program, target: Target) -> Executable:
     check_memory(program, target)
     check_constant_indices(program)
     module = importlib.import_module(f"{__name__}.{_MODULES[target.backend]}")
-    executable: Executable = module.compile(program, target)
+    executable: Executable = module.compile(with_pictures(program), target)
     return executable

@@ -13,7 +13,7 @@ Nothing of graftwork is needed to run it; `plan.json` says in `requires` what a 
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from .export_folder import (
     write_json,
 )
 from .ir import Function, Program, UnsupportedError, type_of
+from .ir.plan import NoSource
 from .ir.plan.base import Record
 from .plan_format import PlanFile
 
@@ -94,6 +95,8 @@ def export_onnx_plan(program: Program, folder: Path) -> Path:
 def plan_of(program: Program, functions: dict[str, Any], tables: dict[str, Any]) -> PlanFile:
     """What plan.json says."""
     info, plan = program.info, program.plan
+    if plan.source.encoder is None:  # runners are given texts alone
+        plan = replace(plan, source=NoSource())
     slots: dict[str, Record] = {slot.name: getattr(plan, slot.name) for slot in fields(plan)}
     parts = [
         f"{name}:{part.kind}"

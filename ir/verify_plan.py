@@ -70,7 +70,7 @@ def _check_source(program: Program) -> None:
     makes; elsewhere there is nothing of a source."""
     plan, vocabulary = program.plan.source, program.info.vocab_size
     held = {name for name, state in program.states.items() if state.capacity == SOURCE}
-    if held and plan.encoder is None:
+    if held and not plan.rows:
         raise VerifyError(
             f"state {min(held)} has rows of a source (capacity {SOURCE}), and the plan has none"
         )

@@ -31,6 +31,7 @@ from .checkpoint import Checkpoint, Tensors, opened, tensors_of
 from .experts import prepare_experts
 from .formats import format_of
 from .formats import read as read_quantized
+from .pictures import pictures_of
 from .recurrences import as_ops, check
 from .registry import NAME, one_sequence_a_row, register
 from .sequences import traced_pair
@@ -292,7 +293,8 @@ def traced(
         taken = list(wrapper.inputs.values())
         exported = export(wrapper, mode, info.context, config.model_type, taken)
     source = Source(exported, "model", weight_of, wrapper.inputs, wrapper.outputs)
-    return build_program(config.model_type, source, info, assets)
+    program = build_program(config.model_type, source, info, assets)
+    return program.replace(plan=replace(program.plan, source=pictures_of(config, program.info)))
 
 
 def _start(config: Any, generation: Any, info: ModelInfo) -> tuple[int, ...]:

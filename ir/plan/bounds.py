@@ -33,6 +33,9 @@ Opening: TypeAlias = Annotated[tuple[Place, ...], Field(min_length=1, max_length
 Context: TypeAlias = Annotated[int, Field(ge=1, le=2**31 - 1)]
 """Positions that a model supports."""
 
+Width: TypeAlias = Annotated[int, Field(ge=1, le=2**31 - 1)]
+"""Numbers of a row."""
+
 Budgets: TypeAlias = Annotated[tuple[Context, ...], Field(max_length=MOST_LEVELS)]
 """Rows that layers keep, or none."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from .base import Record, Returned, record
-from .bounds import Context, Opening, Place
+from .bounds import Context, Opening, Place, Width
 
 if TYPE_CHECKING:
     from .decode import DecodePlan
@@ -41,6 +41,33 @@ class NoSource(SourceRecord):
     """A text follows from what it begins with, and from nothing else."""
 
     kind: ClassVar[str] = "none"
+
+
+@record
+@dataclass(frozen=True)
+class Pictures(SourceRecord):
+    """A text may hold pictures: rows that something else made, in the places of a token.
+
+    token: what stands for a row of a picture in prompts. width: numbers of a row. most: rows that a
+    text has at most.
+    """
+
+    token: Place = 0
+    width: Width = 1
+    most: Context = 512
+    kind: ClassVar[str] = "pictures"
+    state: ClassVar[str] = "pictures"
+    """What holds a text's rows; made when a program is compiled."""
+
+    @staticmethod
+    def function(name: str) -> str:
+        """What reads prompts with pictures as the function `name` does texts; made then, too."""
+        return f"{name}.pictures"
+
+    @property
+    def rows(self) -> int:
+        """See `SourceRecord.rows`."""
+        return self.most
 
 
 @record

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...ir import Defaults, InputError, ModelInfo
+from ...ir import Defaults, InputError, ModelInfo, TensorType
 from ...ir.defaults import NEUTRAL
 
 MOST_SEED = 2**64 - 1
@@ -54,6 +54,8 @@ INSTEAD = {
     "return_timestamps": "decoder_input_ids, without the token that turns timestamps off",
     "decoder_attention_mask": "decoder_input_ids of one length",
     "encoder_outputs": "the source itself",
+    "pixel_values": "image_embeds: what the model's tower makes of them, one row an image token "
+    "(transformers' get_image_features)",
     "generation_config": "its values as keywords",
 }
 
@@ -102,7 +104,8 @@ class GenerationOptions:
     suppress_tokens: never generated; begin_suppress_tokens: not as the first new token.
     forced_bos_token_id: what a text of one token goes on with; forced_eos_token_id: what a text
     that is full ends with. decoder_input_ids i64[B,S]: what texts begin with that are written from
-    a source; input_ids and attention_mask are then the source's.
+    a source; input_ids and attention_mask are then the source's. image_embeds f[N,H]: what the
+    model's own tower makes of pictures, a row for each of the prompts' image tokens, in order.
 
     given: the options that the call itself gave; the rest are defaults.
     """
@@ -131,6 +134,7 @@ class GenerationOptions:
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | None = None
     decoder_input_ids: torch.Tensor | None = None
+    image_embeds: torch.Tensor | None = None
     given: frozenset[str] = frozenset()
 
     @property
@@ -273,8 +277,9 @@ def _refuse(name: str, value: object) -> None:
         return
     close = difflib.get_close_matches(name, SUPPORTED, n=1)
     instead = INSTEAD.get(name, close[0] if close else None)
+    shown = TensorType.of(value) if isinstance(value, torch.Tensor) else repr(value)
     raise InputError(
-        f"generate does not support {name}={value!r}"
+        f"generate does not support {name}={shown}"
         + (f"; nearest: {instead}" if instead else "")
         + f". Supported: {', '.join(SUPPORTED)}"
     )
@@ -419,4 +424,5 @@ _CHECKS: dict[str, Callable[[str, Any, ModelInfo], Any]] = {
     "forced_bos_token_id": _token,
     "forced_eos_token_id": _token,
     "decoder_input_ids": _mask,
+    "image_embeds": _mask,
 }

@@ -11,6 +11,7 @@ import torch
 from ...ir import InputError, Program
 from ...ir.plan import Encoded
 from .options import GenerationOptions, read_options
+from .pictures import read_pictures
 from .prompts import read_prompts
 from .sources import Sources, read_sources, takes_features
 from .stopping import Stopping
@@ -25,7 +26,8 @@ ENDLESS = 2**31 - 1
 class Request:
     """prompts: i64[B,S] on the CPU, as given, each as often as it is continued. texts: the
     sequences without padding, with their limits. stopping: what ends one. pad: the token that fills
-    finished ones. sources: what the texts are written from, where the model reads that first."""
+    finished ones. sources: what the texts are written from, where the model reads that first.
+    pictures: the rows of each text's pictures f[R,H], where some have any."""
 
     prompts: torch.Tensor
     texts: Sequence[Text]
@@ -33,6 +35,7 @@ class Request:
     stopping: Stopping
     pad: int
     sources: Sources | None = None
+    pictures: Sequence[torch.Tensor] = ()
 
     def emitter(self) -> Emitter | None:
         """Who hands tokens to the streamer, if there is one; it is shown the prompts at once."""
@@ -65,6 +68,7 @@ def read_request(input_ids: torch.Tensor, keywords: Mapping[str, Any], program: 
             f"decoder_input_ids: {program.name} reads no source; its prompts are input_ids"
         )
     texts = read_prompts(input_ids, options, info)
+    pictures = read_pictures(options.image_embeds, texts, options.num_return_sequences, program)
     if sources is not None:
         for text, tokens in zip(texts, sources.tokens, strict=True):
             text.source = tokens
@@ -77,7 +81,7 @@ def read_request(input_ids: torch.Tensor, keywords: Mapping[str, Any], program: 
             "end token is known: give pad_token_id"
         )
     prompts = input_ids.cpu().repeat_interleave(options.num_return_sequences, 0)
-    return Request(prompts, texts, options, stopping, 0 if pad is None else pad, sources)
+    return Request(prompts, texts, options, stopping, 0 if pad is None else pad, sources, pictures)
 
 
 def _beginnings(options: GenerationOptions, batch: int, program: Program) -> torch.Tensor:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
 class Text:
     """tokens: prompt and committed tokens, no padding. prompt: how many of them are the prompt.
     limit: the length at which the sequence is full, in tokens. done: nothing more is wanted.
-    source: tokens that it is written from, which are no part of it.
+    source: tokens that it is written from, which are no part of it. stands: by their places in the
+    text, ids that are fed for tokens in whose places rows of pictures stand.
 
     rows: of the caches, those that hold something of the sequence; a step appends after them.
     position: of the next token that is fed. The last token is not fed yet. Both grow with the text;
@@ -24,6 +25,7 @@ class Text:
     rows: int = 0
     position: int = 0
     source: Sequence[int] = ()
+    stands: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def generated(self) -> int:
@@ -39,6 +41,13 @@ class Text:
     def room(self) -> int:
         """Draft tokens that a step can still use: a step yields one token more than it accepts."""
         return 0 if self.done else self.limit - len(self.tokens) - 1
+
+    def fed_as(self, start: int, stop: int) -> list[int]:
+        """What is fed for its tokens from `start` on, up to `stop`."""
+        row = self.tokens[start:stop]
+        if not self.stands:
+            return row
+        return [self.stands.get(place, token) for place, token in enumerate(row, start)]
 
     def grow(self, count: int) -> None:
         """So many tokens more have rows of their own."""

@@ -1,11 +1,14 @@
-"""Reading the sources of a call, once, before anything is written."""
+"""Reading the sources of a call, or its pictures, once, before anything is written."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from ...ir import SOURCE
 from ...ir.executable import Executable
+from ...ir.plan import Pictures
 from ..asking.sources import Sources
 
 LEAST = 16
@@ -29,3 +32,12 @@ def encode(executable: Executable, sources: Sources) -> None:
         inputs["positions"] = torch.arange(width).repeat(len(inputs["tokens"]), 1)
     taken = executable.program.function(plan.encoder)
     executable.run(plan.encoder, {n: t for n, t in inputs.items() if taken.has_input(n)}, ())
+
+
+def place(executable: Executable, pictures: Sequence[torch.Tensor]) -> None:
+    """Have the states hold the rows f[R,H] of each text's pictures. The executable has begun."""
+    executable.reserve(max(1, *map(len, pictures)), SOURCE)
+    dtype = executable.program.states[Pictures.state].type.dtype
+    for index, rows in enumerate(pictures):
+        if len(rows):
+            executable.write_rows(index, 0, {Pictures.state: rows.to(dtype)})

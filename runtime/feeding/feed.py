@@ -12,6 +12,7 @@ import torch
 
 from ...ir import LOG, InputError, Program, UnsupportedError
 from ...ir.executable import Executable
+from ...ir.plan import Pictures
 from ...ir.plan.held import Latest
 from ...ir.protocol import INPUTS, OPTIONAL
 from ..speculate.draft import Draft
@@ -72,6 +73,8 @@ class Feeder:
         # Prompt tokens have ids above the vocabulary's.
         prompts = [getattr(part, "prompts", 0) for part in program.plan.draft.every]
         self.ids = program.info.vocab_size + max(prompts)
+        if step.has_input(Pictures.state):  # so have rows of pictures
+            self.ids += program.plan.source.rows
         self.names = frozenset(n for n in INPUTS if n not in OPTIONAL and step.has_input(n))
         self.selects = "select" in self.names
         self.widths = executable.widths(function)

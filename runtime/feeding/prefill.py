@@ -50,7 +50,8 @@ def prefill(
         column = [len(row) - 1 if row else 0 for row in rows]
         # Without `select` every output has a prompt's worth of columns: fetch only what is used.
         wanted = fetch if ending or feeder.selects or read else ()
-        outputs = feeder.run_picking(rows, past, starts, width, wanted, column)
+        given = [text.fed_as(n, n + piece) for text, n in zip(texts, fed, strict=True)]
+        outputs = feeder.run_picking(given, past, starts, width, wanted, column)
         if read is not None:
             read(UnverifiedStep(rows, fed, outputs))
         for b, row in enumerate(rows):

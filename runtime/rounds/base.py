@@ -10,12 +10,14 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from ...ir import InputError, Program
 from ...ir.executable import Executable
+from ...ir.plan import Pictures
 from ..asking.request import Request
 from ..cache.base import CACHES
 from ..cache.conversations import Conversations, Start, memo_of
 from ..depth.base import DEPTHS
-from ..feeding.encode import encode
+from ..feeding.encode import encode, place
 from ..feeding.feed import Feeder
 from ..feeding.prefill import prefill
 from ..speculate.draft import NO_DRAFT, Draft
@@ -46,6 +48,9 @@ class Decoding:
         self.cache = CACHES.find(plan.cache)(plan.cache, executable)
         self.length = LENGTHS.find(plan.length)(plan.length, executable, batch)
         fed, read = plan.step.fed(options.by_argmax), plan.step.read(options.by_argmax)
+        if request.pictures:
+            read = Pictures.function(read[0]), read[1]
+            _require(program, read[0])
         self.feeder = Feeder(executable, batch, *fed, parts=plan.step.parts)
         self.reader = self.feeder if read == fed else Feeder(executable, batch, *read)
         setting = Setting(executable, options, self.length, self.feeder, self.texts)
@@ -63,8 +68,8 @@ class Decoding:
         self.stats = Stats(target_layers=self.depth.total)
         # A step without states is none of a model's. What texts are written from a source holds of
         # them is nothing to texts from another one.
-        self.sources = request.sources
-        holds = bool(program.states) and self.sources is None
+        self.sources, self.pictures = request.sources, request.pictures
+        holds = bool(program.states) and self.sources is None and not self.pictures
         self.kept = Conversations.of(executable) if holds else None
         self.retired: set[int] = set()
 
@@ -93,6 +98,8 @@ class Decoding:
         starts = self._starts(rows)
         if self.sources is not None:
             encode(self.feeder.executable, self.sources)
+        if self.pictures:
+            place(self.feeder.executable, self.pictures)
         self.reader.rows = self.feeder.rows
         if any(text.generated for text in texts):  # what no step was asked for
             self.emit([text.tokens[text.prompt :] for text in texts])
@@ -190,6 +197,15 @@ class Reads(Protocol):
 
     def read(self, fed: UnverifiedStep) -> None:
         """A step ran, and nothing was verified."""
+
+
+def _require(program: Program, function: str) -> None:
+    """Errors: `InputError` for a recipe whose step reads texts alone."""
+    if function not in program.functions:
+        raise InputError(
+            f"image_embeds: the recipe's step reads texts alone: it is cut, or its drafts have "
+            f"tokens of their own ({program.plan.draft.brief}): take another recipe"
+        )
 
 
 def _tell(readers: Sequence[Callable[[UnverifiedStep], None]], fed: UnverifiedStep) -> None:
