@@ -23,6 +23,7 @@ import torch
 
 from .backends.onnxruntime.attention import OVERHANG, SEQLENS, TOTAL
 from .backends.onnxruntime.emit import emit, output_name
+from .backends.onnxruntime.generation import strange_to_loops
 from .backends.onnxruntime.lower import Variant, has_states, lower
 from .backends.onnxruntime.routing import Router
 from .backends.onnxruntime.store import WeightFile, store
@@ -92,6 +93,10 @@ def export_onnx_plan(program: Program, folder: Path) -> Path:
     return write_folder(program, folder, fill, _CARD, ours=PLAN)
 
 
+OWN = "graftwork itself runs it (save, and graftwork.load)"
+"""Who knows every recipe."""
+
+
 def plan_of(program: Program, functions: dict[str, Any], tables: dict[str, Any]) -> PlanFile:
     """What plan.json says."""
     info, plan = program.info, program.plan
@@ -108,6 +113,7 @@ def plan_of(program: Program, functions: dict[str, Any], tables: dict[str, Any])
     (fed, spare), read = plan.step.fed(argmax=True), plan.step.read(argmax=True)[0]
     said = {
         "requires": list(dict.fromkeys(parts)),
+        "instead": OWN if strange_to_loops(plan) else f"the format onnx-loop carries it, and {OWN}",
         "model": {
             "name": program.name,
             "model_type": info.model_type,

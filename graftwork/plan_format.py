@@ -105,6 +105,8 @@ class PlanFile(_Record):
     requires: list[Annotated[str, Field(pattern=r"^[a-z]+:[a-z_0-9]+$")]]
     """slot:kind of the records that decide which tokens come out, or without which nothing is
     drafted. A runner that does not know one must refuse."""
+    instead: str
+    """What carries the recipe where a runner must refuse it."""
     model: ModelRecord
     weights: str
     """The file that all models name as their external data."""

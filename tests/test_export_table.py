@@ -141,7 +141,10 @@ def cell(name: str, format: str, folder: Path) -> str:
     try:
         found = run(written)
     except SystemExit as error:
-        return str(error)
+        assert "does not know" in str(error)
+        return "no: " + (
+            "onnx-loop" if "onnx-loop carries it" in str(error) else "graftwork itself"
+        )
     if found == wanted(name):
         return "tokens"
     return "tokens of MatMulNBits" if found == of_kernels(name) else "other tokens"

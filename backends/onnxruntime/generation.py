@@ -68,8 +68,9 @@ def generation(
     return _Generation(program, sample, contrib).build()
 
 
-def _check(program: Program, sample: bool) -> None:
-    plan, default = program.plan, DecodePlan()
+def strange_to_loops(plan: DecodePlan) -> list[str]:
+    """The slots of a plan whose records one loop has no form for."""
+    default = DecodePlan()
     known = {
         "draft": type(plan.draft) in CHAINS,
         "tree": plan.tree.chain,
@@ -81,7 +82,12 @@ def _check(program: Program, sample: bool) -> None:
     strange = [s for s, fits in known.items() if not fits and (s != "tree" or plan.speculates)]
     if plan.depth.stops and type(plan.draft) not in (NoDraft, SuffixDraft):
         strange += ["depth"]  # what other drafts read, a token may not have come to
-    if strange:
+    return strange
+
+
+def _check(program: Program, sample: bool) -> None:
+    plan = program.plan
+    if strange := strange_to_loops(plan):
         said = ", ".join(f"{slot}={getattr(plan, slot).brief}" for slot in strange)
         raise UnsupportedError(
             f"{program.name} cannot become one loop: {said} has no form there, which drafts chains "

@@ -49,7 +49,8 @@ class Runner {
       throw new Error("expected a plan.json of format graftwork-plan, version 1");
     }
     for (const [slot, kind] of this.said.requires.map((entry) => entry.split(":"))) {
-      if (!KNOWN[slot]?.includes(kind)) throw new Error(`this runner does not know ${slot}=${kind}`);
+      if (KNOWN[slot]?.includes(kind)) continue;
+      throw new Error(`this runner does not know ${slot}=${kind}; ${this.said.instead}`);
     }
     this.model = this.said.model;
     this.functions = this.said.functions;

@@ -33,7 +33,7 @@ class Runner:
             raise SystemExit("expected a plan.json of format graftwork-plan, version 1")
         for slot, kind in (entry.split(":") for entry in self.said["requires"]):
             if kind not in KNOWN.get(slot, []):
-                raise SystemExit(f"this runner does not know {slot}={kind}")
+                raise SystemExit(f"this runner does not know {slot}={kind}; {self.said['instead']}")
         self.model, self.functions = self.said["model"], self.said["functions"]
         self.plan, self.parts = self.said["plan"], self.said["step"]["decode"]
         self.layers = [self.functions[name]["layers"] for name in self.parts]
