@@ -27,8 +27,8 @@ def prefill(
     is where the second result says. read: told of every piece that was fed, and then everything is
     fetched each time. cache: has its turn before every piece, and says how large one may be.
     The texts' rows and positions go up to the last token, whose row counts when what follows it is
-    committed, as that of any step's first token does. Sequences that are through get garbage after
-    it, where the next step overwrites it.
+    committed, as that of any step's first token does. What sequences get that are through, the next
+    step overwrites.
     """
     sizes = [len(text.tokens) for text in texts]
     fed = [0] * len(texts) if begun is None else list(begun)
@@ -41,16 +41,23 @@ def prefill(
         width = feeder.chunk(left, most)
         piece = width if most is None else min(width, most)
         rows = [text.tokens[n : n + piece] for text, n in zip(texts, fed, strict=True)]
-        # Behind the last row of a sequence that is through, which does not count yet.
-        through = [int(count == size) for count, size in zip(fed, sizes, strict=True)]
-        past = [text.rows + past for text, past in zip(texts, through, strict=True)]
-        starts = [text.position + past for text, past in zip(texts, through, strict=True)]
+        # A sequence that is through gets garbage behind its last row, which does not count yet.
+        # Where blocks end, that would begin another one, in the place of what this one still
+        # needs: its last token is fed again.
+        through = [count == size for count, size in zip(fed, sizes, strict=True)]
+        again = most is not None
+        given = [
+            text.fed_as(n - int(done and again), n + piece)
+            for text, n, done in zip(texts, fed, through, strict=True)
+        ]
+        behind = [int(done and not again) for done in through]
+        past = [text.rows + past for text, past in zip(texts, behind, strict=True)]
+        starts = [text.position + past for text, past in zip(texts, behind, strict=True)]
         counts = [count + len(row) for count, row in zip(fed, rows, strict=True)]
         ending = [b for b in open_texts if counts[b] == sizes[b]]
         column = [len(row) - 1 if row else 0 for row in rows]
         # Without `select` every output has a prompt's worth of columns: fetch only what is used.
         wanted = fetch if ending or feeder.selects or read else ()
-        given = [text.fed_as(n, n + piece) for text, n in zip(texts, fed, strict=True)]
         outputs = feeder.run_picking(given, past, starts, width, wanted, column)
         if read is not None:
             read(UnverifiedStep(rows, fed, outputs))
