@@ -7,7 +7,7 @@ from typing import Any
 from ...ir import ModelInfo
 from ...ir.plan import NoSource, Pictures, SourceRecord
 
-PLACED = frozenset({"internvl", "llava", "mistral3"})
+PLACED = frozenset({"aya_vision", "cohere2_vision", "internvl", "llava", "mistral3"})
 """Model types whose text sees a picture's rows as it sees tokens: each in its order, and what is
 before it. Elsewhere rows of a picture see each other (gemma3, paligemma), or stand at positions of
 their own (qwen2_vl and what follows it): those models read text alone."""

@@ -27,8 +27,8 @@ def read_pictures(
     plan = program.plan.source
     if not isinstance(plan, Pictures):
         raise InputError(
-            f"{GIVEN}: {program.name} reads text alone; pictures are read of llava, internvl "
-            f"and mistral3, whose text sees their rows as it sees tokens"
+            f"{GIVEN}: {program.name} reads text alone; pictures are read of llava and "
+            f"models whose text sees their rows as llava's does, in the order of tokens"
         )
     places = [
         [place for place, token in enumerate(text.tokens) if token == plan.token] for text in texts
