@@ -28,7 +28,7 @@ Products = Callable[[torch.Tensor], Any]
 def stored(weight: torch.Tensor, bits: int, group: int) -> tuple[Any, ...]:
     """A weight's operands of a kernel: in tiles, with scales and offsets, and no codebook."""
     made = Numeric(bits, group, "affine", torch.float16).quantize(weight)
-    named = [Weight.of(name, part) for name, part in zip("wso", made, strict=True)]
+    named = [Weight.of(name, part) for name, part in zip("wso", made[:3], strict=True)]
     laid = tiles.tiled(*named, None, bits=bits, group=group)
     return tuple(part and part.load() for part in laid.parts)
 
