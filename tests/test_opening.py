@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_endless_texts import Streamed
 from test_eviction import (
     BLOCK,
     BUDGET,
     LAYERS,
     SHAPE,
     TEXT,
-    Streamed,
     asked,
     base,
     executable_of,
