@@ -166,6 +166,7 @@ def test_generate_from_a_checkpoint_and_from_an_artifact(
     assert len(result["ids"]) == result["stats"]["new_tokens"] <= 12
 
 
+@pytest.mark.long
 def test_generate_writes_from_a_source(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,7 +68,7 @@ def own_runtime(folder: Path, tokens: list[int]) -> torch.Tensor:
     ("dim", "ops"),
     [
         (12, "contrib"),
-        (16, "standard"),
+        pytest.param(16, "standard", marks=pytest.mark.long),
         pytest.param(16, "contrib", marks=pytest.mark.long),
         pytest.param(12, "standard", marks=pytest.mark.long),
     ],

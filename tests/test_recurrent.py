@@ -9,6 +9,7 @@ import pytest
 import torch
 from archs import Arch, build, error, logits_of, text_config, tokens_and_positions
 from recurrent_archs import RECURRENT
+from selection import mostly_long
 from test_architectures import same_tokens
 from tiny import named
 
@@ -126,7 +127,7 @@ def _check(name: str, recipe: str, target: str) -> Any:
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", pytest.param("eager", marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", mostly_long(RECURRENT, keep=("mamba2",)))
 def test_texts_are_transformers(name, target):
     _check(name, "baseline", target)
 
@@ -152,7 +153,7 @@ def _marks(name: str, recipe: str, target: str) -> Any:
     """How often a text with drafts is made: always, in the long tests, or in the sweep."""
     if target == "torch":
         return pytest.mark.long if (name, recipe) in COMPILED_DRAFTS else pytest.mark.sweep
-    short = {("lfm2", "recycling", "eager"), ("mamba2", "recycling", "onnxruntime")}
+    short = {("lfm2", "recycling", "eager")}
     if (name, recipe, target) in short:
         return ()
     # Chains and trees of every family on one target, and every recipe on the other.

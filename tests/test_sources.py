@@ -27,11 +27,7 @@ def combinations() -> Iterator[Any]:
     """Types on targets; the first that show it, and the rest."""
     for name in TYPES:
         for target in ("eager", "onnxruntime", "torch"):
-            quick = (name, target) in {
-                ("t5", "onnxruntime"),
-                ("bart", "eager"),
-                ("whisper", "eager"),
-            }
+            quick = (name, target) in {("t5", "onnxruntime"), ("bart", "eager")}
             yield pytest.param(name, target, marks=[] if quick else [pytest.mark.long])
 
 
@@ -47,6 +43,7 @@ def test_the_same_tokens(name: str, target: str) -> None:
         assert torch.equal(got, want)
 
 
+@pytest.mark.long
 def test_from_a_folder_validated_and_saved(tmp_path) -> None:
     """A checkpoint's folder is as good as the model, every pass keeps its contract on random
     sources, and what was saved runs elsewhere."""
