@@ -15,6 +15,16 @@ def mostly_long(cases: Iterable[str], keep: Collection[str]) -> list[Any]:
     return [n if n in keep else pytest.param(n, marks=pytest.mark.long) for n in names]
 
 
+def one_in(every: int, cases: Iterable[Any]) -> list[Any]:
+    """All cases as parameters: the first of each `every`, and the others with the mark `long`."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long)
+        if place % every
+        else case
+        for place, case in enumerate(cases)
+    ]
+
+
 def rarely(cases: Iterable[str], every: int, keep: Collection[str] = ()) -> list[Any]:
     """All cases as parameters: those that are to be kept, of the others one in `every` with the
     mark `long`, and the rest with the mark `sweep`."""

@@ -210,6 +210,7 @@ def bad(ids: list[int], rows: Any, recipe: str = "baseline", name: str = "llava"
     fast.generate(torch.tensor([ids]), image_embeds=rows, **ASKED)
 
 
+@pytest.mark.long
 def test_bad_input() -> None:
     rows = rows_of("llava", 1)
     ids = prompt_of("llava", [1, 7], 1, [9])

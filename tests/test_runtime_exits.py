@@ -67,7 +67,8 @@ def compiled(backend: str, which: str = "", drafts: bool = True) -> Executable:
     return compile(made(*kept), Target(backend, "cpu"))
 
 
-RARE = ("adapter in int8", "layer in int4", "adapter after copies")
+RARE = ("adapter in int8", "layer in int4", "adapter after copies", "shared head", "int8")
+RARE += ("unsure adapter", "adapter, goodput", "cache in int8")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from selection import one_in
 from test_runtime_cached import with_itself
 from test_training import FEW, TEXT, drafted
 from tiny import drafting_llama, layer_ahead, named, tiny_llama
@@ -68,7 +69,7 @@ def written(
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "published"])
-@pytest.mark.parametrize("name", TAKING)
+@pytest.mark.parametrize("name", one_in(2, TAKING))
 def test_every_pass_takes_all_of_a_file_or_refuses_it(
     name: str, ours: bool, tmp_path: Path
 ) -> None:
