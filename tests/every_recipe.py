@@ -21,6 +21,9 @@ SPREAD = ("tensor_parallel",)
 
 NAMES = [recipe.name for recipe in recipes() if recipe.name not in (*QUANTIZED, *SPREAD)]
 
+FLOAT32 = ("kv_int8_static", "kv_int4_static")
+"""Recipes that refuse other dtypes."""
+
 CASES = mostly_long(
     NAMES, keep=("baseline", "eagle_chain", "medusa", "lookahead", "snapkv", "free", "kangaroo")
 )
