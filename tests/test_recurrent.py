@@ -133,9 +133,7 @@ def test_texts_are_transformers(name, target):
 
 
 COMPILED = [
-    pytest.param(
-        name, marks=pytest.mark.long if name in ("lfm2", "qwen3_next") else pytest.mark.sweep
-    )
+    pytest.param(name, marks=pytest.mark.long if name == "lfm2" else pytest.mark.sweep)
     for name in RECURRENT
 ]
 

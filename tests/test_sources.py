@@ -28,7 +28,9 @@ def combinations() -> Iterator[Any]:
     for name in TYPES:
         for target in ("eager", "onnxruntime", "torch"):
             quick = (name, target) in {("t5", "onnxruntime"), ("bart", "eager")}
-            yield pytest.param(name, target, marks=[] if quick else [pytest.mark.long])
+            seldom = target == "torch" and name != "t5"
+            mark = pytest.mark.sweep if seldom else pytest.mark.long
+            yield pytest.param(name, target, marks=[] if quick else [mark])
 
 
 @pytest.mark.parametrize(("name", "target"), combinations())
