@@ -20,6 +20,7 @@ from .cache.conversations import (
     Conversation,
     Conversations,
     deciding,
+    kept_states,
     read_text,
     rows_of,
 )
@@ -105,7 +106,8 @@ class _Reader:
         tokens = self._tokens()
         rows = self._number(said, "rows", len(tokens))
         position = self._number(said, "position", len(tokens))
-        states = {n: self._state(state, rows) for n, state in self.program.states.items()}
+        own = self.program.states
+        states = {name: self._state(own[name], rows) for name in kept_states(self.program)}
         memo = {
             name.removeprefix("memo."): self._memo(name, len(tokens))
             for name in self.file.keys()  # noqa: SIM118  (the file is not a mapping)

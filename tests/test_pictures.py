@@ -191,6 +191,31 @@ def test_several_texts_of_a_prompt_share_its_picture() -> None:
     assert torch.equal(found, want.repeat_interleave(2, 0))
 
 
+def test_conversations_and_prefixes_hold_texts(tmp_path: Any) -> None:
+    """Beside prompts with pictures, whose rows nothing holds."""
+    fast = gw.optimize(model_of("llava"), "copyspec", target="eager")
+    fresh = gw.optimize(model_of("llava"), target="eager")
+    ids = torch.tensor([prompt_of("llava", [1, 7], 1, [9, 30])])
+    texts = [list(range(3, 25)), list(range(40, 62))]
+    for turn in range(6):
+        text = texts[turn % 2]
+        found = fast.generate(torch.tensor([text]), return_dict_in_generate=True, **ASKED)
+        fresh.forget()
+        assert torch.equal(found.sequences, fresh.generate(torch.tensor([text]), **ASKED))
+        assert (found.stats.reused_tokens > 16) == (turn > 1)
+        texts[turn % 2] = [*found.sequences[0].tolist(), 5][: len(text) + 3]
+        if turn == 2:
+            want = expected("llava", ids, None, 1)
+            assert torch.equal(fast.generate(ids, image_embeds=rows_of("llava", 1), **ASKED), want)
+    fast.save_prefix(texts[0], tmp_path / "prefix")
+    other = gw.optimize(model_of("llava"), "copyspec", target="eager")
+    other.load_prefix(tmp_path / "prefix")
+    longer = torch.tensor([[*texts[0], 9]])
+    found = other.generate(longer, return_dict_in_generate=True, **ASKED)
+    assert found.stats.reused_tokens == len(texts[0])
+    assert torch.equal(found.sequences, fresh.generate(longer, **ASKED))
+
+
 def test_the_function_is_a_programs() -> None:
     program = with_pictures(gw.optimize(model_of("llava"), "int8", target="eager").program)
     verify(program)

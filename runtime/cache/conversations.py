@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...ir import Program
+from ...ir import SOURCE, Program
 from ...ir.executable import Executable
 from ..asking.text import Text
 from ..memo import Memo, Resumes
@@ -153,7 +153,7 @@ class Conversations:
         program = executable.program
         if conversation.states is None:
             slot = next(n for n, one in enumerate(self.lying) if one is conversation)
-            return executable.read_rows(list(program.states), slot, start, start + count)
+            return executable.read_rows(kept_states(program), slot, start, start + count)
         axes = {name: _row_axis(program, name) for name in conversation.states}
         return {n: t.narrow(axes[n], start, count) for n, t in conversation.states.items()}
 
@@ -239,6 +239,11 @@ def deciding(program: Program) -> tuple[Any, ...]:
     return program.plan.cache, program.plan.depth
 
 
+def kept_states(program: Program) -> list[str]:
+    """The states that hold something of a text itself, and not of what it is written from."""
+    return [name for name, state in program.states.items() if state.capacity != SOURCE]
+
+
 def rows_of(program: Program, state: str, rows: int) -> int:
     """Rows that a state holds of a text for which others hold `rows`."""
     symbol = program.states[state].capacity or ""
@@ -249,7 +254,7 @@ def rows_of(program: Program, state: str, rows: int) -> int:
 def read_text(executable: Executable, slot: int, rows: int) -> dict[str, torch.Tensor]:
     """All that the states hold of a sequence."""
     program = executable.program
-    counts = {name: rows_of(program, name, rows) for name in program.states}
+    counts = {name: rows_of(program, name, rows) for name in kept_states(program)}
     found: dict[str, torch.Tensor] = {}
     for count in set(counts.values()):
         names = [name for name, n in counts.items() if n == count]
