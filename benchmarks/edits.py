@@ -28,6 +28,7 @@ from systems import optimized_model, settle
 
 import graftwork as gw
 from graftwork.ir import Program
+from graftwork.ir.plan import KeepEdited
 from graftwork.runtime.cache.conversations import Conversations
 
 
@@ -67,7 +68,8 @@ def edited(window: list[int], other: list[int], kind: str, tokens: int) -> list[
 
 def unturned(program: Program) -> Program:
     """The same, but that keys stay as they were: what turning them is compared with."""
-    fn = program.function(program.plan.cache.function).copy()  # type: ignore[attr-defined]
+    assert isinstance(program.plan.cache, KeepEdited)
+    fn = program.function(program.plan.cache.function).copy()
     fn.set_outputs({name: fn.input(name) for name in fn.outputs})
     return program.with_function(fn)
 

@@ -243,7 +243,7 @@ def test_bad_input() -> None:
         InputError, match=r"expected rows f\[4,32\], one for each image token \(101\)"
     ):
         bad(ids, rows[:3])
-    with pytest.raises(InputError, match=r"expected rows f\[0,32\].*got torch.float32 of shape"):
+    with pytest.raises(InputError, match=r"expected rows f\[0,32\].*got torch.float32 of"):
         bad([1, 7, 9], rows)
     with pytest.raises(InputError, match="expected finite numbers"):
         bad(ids, rows * torch.inf)

@@ -49,19 +49,14 @@ def read_pictures(
 
 def _rows(given: object, wanted: int, plan: Pictures) -> torch.Tensor:
     """What was given, checked: f[N,H] on the CPU."""
-    width = plan.width
-    fits = isinstance(given, torch.Tensor) and given.dtype.is_floating_point and given.dim() == 2
-    if not fits or tuple(given.shape) != (wanted, width):  # type: ignore[attr-defined]
-        got = (
-            f"{given.dtype} of shape {list(given.shape)}"
-            if isinstance(given, torch.Tensor)
-            else type(given).__name__
-        )
+    wide = [wanted, plan.width]
+    tensor = given if isinstance(given, torch.Tensor) else None
+    if tensor is None or not tensor.dtype.is_floating_point or list(tensor.shape) != wide:
+        got = type(given).__name__ if tensor is None else f"{tensor.dtype} of {list(tensor.shape)}"
         raise InputError(
-            f"{GIVEN}: expected rows f[{wanted},{width}], one for each image token "
+            f"{GIVEN}: expected rows f[{wanted},{plan.width}], one for each image token "
             f"({plan.token}) of the prompts, got {got}"
         )
-    assert isinstance(given, torch.Tensor)
-    if not bool(given.isfinite().all()):
+    if not bool(tensor.isfinite().all()):
         raise InputError(f"{GIVEN}: expected finite numbers")
-    return given.detach().cpu()
+    return tensor.detach().cpu()
