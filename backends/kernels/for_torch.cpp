@@ -14,7 +14,9 @@ struct Threads final : Team {
     explicit Threads(int64_t count) : count(count) {}
     int64_t threads() const override { return count; }
     void each(int64_t number, int64_t, const Work& work) const override {
-#pragma omp parallel for schedule(static) num_threads(count) if (number > 1)
+        // Not a region of one thread: OpenMP would let the team of the last region go.
+        if (number == 1) return work(0);
+#pragma omp parallel for schedule(static) num_threads(count)
         for (int64_t i = 0; i < number; i++) work(i);
     }
 };
