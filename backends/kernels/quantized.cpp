@@ -61,8 +61,13 @@ typedef int8_t SixteenBytes __attribute__((vector_size(16)));
 
 template <class V, class T>
 V some(const T* from, int64_t count) {
+    constexpr int64_t whole = sizeof(V) / sizeof(T);
     V value = {};
-    std::memcpy(&value, from, std::min<int64_t>(count * sizeof(T), sizeof(V)));
+    // A size that is known is a load; another one is a call, and waits for memory to come back.
+    if (count >= whole)
+        std::memcpy(&value, from, sizeof(V));
+    else
+        std::memcpy(&value, from, count * sizeof(T));
     return value;
 }
 
