@@ -18,7 +18,8 @@ class LengthRecord(Record):
     """Base of length records.
 
     shortens: drafts may be shorter than drafter and tree make them. by_level: it looks at what the
-    drafter predicts, level by level, and at nothing else. gives_up: it asks for no draft at all where drafts do not pay.
+    drafter predicts, level by level, and at nothing else. gives_up: it asks for no draft at all
+    where drafts do not pay.
     """
 
     slot: ClassVar[str] = "length"
