@@ -81,16 +81,16 @@ def check_ops(ops: str) -> None:
 
 def refuse_other_states(program: Program) -> None:
     """Errors: `UnsupportedError` for a program whose states are more than key-value caches of its
-    texts."""
+    texts, which the graphs that other loaders run have no place for."""
     if program.plan.source.encoder is not None:
         raise UnsupportedError(
-            f"{program.name} writes from a source, which the loops that run exported graphs do not "
-            "read; save it with `save`, and export models that go on with their prompts"
+            f"{program.name} writes from a source, which loops around one decode graph do not "
+            f"read. The formats onnx-loop and onnx-plan carry it"
         )
     if program.recurrent:
         raise UnsupportedError(
-            f"{program.name} has recurrences, whose states the loops that run exported graphs do "
-            "not keep; save it with `save`, and export models made of attention"
+            f"{program.name} has recurrences, whose states loops around one decode graph do not "
+            f"keep. The format onnx-plan carries it"
         )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .backends.onnxruntime.generation import generation
 from .backends.onnxruntime.store import WeightFile, store
-from .export_folder import Card, Ops, check_ops, describe, refuse_other_states, write_folder
+from .export_folder import Card, Ops, check_ops, describe, write_folder
 from .ir import Program
 
 LOOP, DATA = "generate.onnx", "generate.onnx.data"
@@ -61,7 +61,6 @@ def export_onnx_loop(
     folder holds something else.
     """
     check_ops(ops)
-    refuse_other_states(program)
     emitted = generation(program, sample=sample, plain=plain, contrib=ops == "contrib")
     describe(program, emitted.model, f"Whole generations of {program.name}; see README.md.")
     card = Card(_CARD.title, _CARD.files, _CARD.usage.replace("EOS", str(list(program.info.eos))))

@@ -5,8 +5,8 @@
     0.chain.onnx, ...   a function in one variant: chain (tokens follow one another), tree (batch 1,
                         with an ancestor mask), batch (several sequences)
     weights.data        the weights of all of them, each once
-    run.py, run.js      reference runners: Python with onnxruntime and numpy, Node with
-                        onnxruntime-node
+    run.py, run.js      reference runners: Python with onnxruntime and numpy (plan_functions.py is
+                        part of it), Node with onnxruntime-node
 
 Nothing of graftwork is needed to run it; `plan.json` says in `requires` what a runner must know.
 """
@@ -34,17 +34,17 @@ from .export_folder import (
     describe,
     generation_config,
     licence,
-    refuse_other_states,
     write_folder,
     write_json,
 )
-from .ir import Function, Program, UnsupportedError, type_of
+from .ir import Function, Program, UnsupportedError, arguments, type_of
+from .ir.ops.recurrent import BLOCK, SHORT_BLOCK
 from .ir.plan import NoSource
 from .ir.plan.base import Record
 from .plan_format import PlanFile
 
 PLAN, SCHEMA, WEIGHTS = "plan.json", "plan.schema.json", "weights.data"
-RUNNERS = ("run.py", "run.js")
+RUNNERS = ("run.py", "plan_functions.py", "run.js")
 _ADVICE = ("length",)
 """Slots that decide how much of a draft is worth its time: a runner may do without."""
 
@@ -55,6 +55,7 @@ _CARD = Card(
         "*.onnx": "functions, in the variants that plan.json names",
         WEIGHTS: "the weights of all of them",
         "run.py": "a reference runner: python run.py . 1,2,3 32",
+        "plan_functions.py": "what it runs functions with",
         "run.js": "the same for Node: npm install onnxruntime-node; node run.js . 1,2,3 32",
     },
     """
@@ -70,7 +71,6 @@ def export_onnx_plan(program: Program, folder: Path) -> Path:
     Errors: `UnsupportedError` for a program without caches, or naming an op that ONNX Runtime has
     nothing for; `InputError` if the folder holds something else.
     """
-    refuse_other_states(program)
     if not program.step.has_input("past"):
         raise UnsupportedError(
             f"{program.name} (stage {program.stage}) has no KV cache, so there is no step to run "
@@ -110,6 +110,8 @@ def plan_of(program: Program, functions: dict[str, Any], tables: dict[str, Any])
         for part in ([record] if getattr(record, "in_step", False) else record.every)
         if name not in _ADVICE
     ]
+    if program.recurrent:
+        parts.append("states:recurrent")
     (fed, spare), read = plan.step.fed(argmax=True), plan.step.read(argmax=True)[0]
     said = {
         "requires": list(dict.fromkeys(parts)),
@@ -135,6 +137,7 @@ def plan_of(program: Program, functions: dict[str, Any], tables: dict[str, Any])
                 "part": state.part,
                 "next": f"{name}.next",
                 "rows": state.capacity,
+                "in_place": not state.recurrent,
             }
             for name, state in program.states.items()
         },
@@ -145,6 +148,7 @@ def plan_of(program: Program, functions: dict[str, Any], tables: dict[str, Any])
             "plain": plan.step.plain,
             "most_columns": 1 + plan.columns,
             "spare_rows": spare,
+            "chunk": _chunk(program, read),
         },
         "derived": {
             SEQLENS: "i32[B]: past + T - 1",
@@ -154,6 +158,16 @@ def plan_of(program: Program, functions: dict[str, Any], tables: dict[str, Any])
         "plan": {name: record_of(record) for name, record in slots.items()},
     }
     return PlanFile.model_validate(said)
+
+
+def _chunk(program: Program, name: str) -> int:
+    """Tokens of a prompt that a call is fed at most: pairs of them are worked out at once in
+    recurrences."""
+    steps = program.function(name).calls(torch.ops.graftwork.linear_attention_step.default)
+    alone = [type_of(arguments(node)["g"]).dims[3] == 1 for node in steps]
+    if not alone:
+        return max(program.info.context, 1)
+    return BLOCK if all(alone) else SHORT_BLOCK
 
 
 def record_of(value: Any) -> Any:
@@ -200,7 +214,7 @@ def _function(
     return {
         "role": fn.role.value,
         "layers": _layers(fn),
-        "lone_token": "twice" if router.rounds and not router.pairs else "once",
+        "lone_token": "twice" if router.widens else "once",
         "variants": variants,
     }
 

@@ -42,15 +42,18 @@ class ModelRecord(_Record):
 
 class StateRecord(_Record):
     """A buffer that lives across calls. A function reads it under its name and writes it under
-    `next`; both may be bound to one buffer. Rows that a later call's past does not count are
-    forgotten."""
+    `next`. Rows that a later call's past does not count are forgotten."""
 
     type: Type
     layer: int
     part: str
     next: str
     rows: str | None
-    """The symbol of its rows in its type; null: it has none."""
+    """The symbol of its rows in its type; null: it has none. C, C.1, ...: rows of the text; E: of
+    the source that it is written from; W: of the last step's tokens behind its certain ones."""
+    in_place: bool
+    """Whether both may be bound to one buffer; false: to two, which change places after the
+    call."""
 
 
 class VariantRecord(_Record):
@@ -86,6 +89,8 @@ class StepFunctions(_Record):
     """Tokens of a step, at most."""
     spare_rows: int = Field(ge=0)
     """Rows that a step makes for itself behind those of its tokens."""
+    chunk: int = Field(ge=1)
+    """Tokens of a prompt that a call is fed at most."""
 
 
 class Table(_Record):
@@ -104,7 +109,8 @@ class PlanFile(_Record):
     version: Literal[1] = 1
     requires: list[Annotated[str, Field(pattern=r"^[a-z]+:[a-z_0-9]+$")]]
     """slot:kind of the records that decide which tokens come out, or without which nothing is
-    drafted. A runner that does not know one must refuse."""
+    drafted, and states:recurrent where some are not in_place. A runner that does not know one must
+    refuse."""
     instead: str
     """What carries the recipe where a runner must refuse it."""
     model: ModelRecord

@@ -90,7 +90,7 @@ def test_what_a_folder_holds(recipe: str, folders: Any) -> None:
     assert {path.name for path in folder.glob("*.onnx")} == files
     assert sorted(path.name for path in folder.iterdir() if path.name not in files) == [
         *("README.md", "generation_config.json", "plan.json", "plan.schema.json"),
-        *("run.js", "run.py", "weights.data"),
+        *("plan_functions.py", "run.js", "run.py", "weights.data"),
     ]
     places: dict[str, tuple[str, ...]] = {}
     for name in files:

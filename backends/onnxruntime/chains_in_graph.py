@@ -25,11 +25,13 @@ Given = Callable[[GraphBuilder, oir.Value, oir.Value, oir.Value], Values]
 
 @dataclass(frozen=True)
 class Stepped:
-    """What a drafter may look at: the text i64[L] up to the last committed token; the column i64[]
-    of the last of the step's tokens that was kept; how many tokens there is room for, i64[]; all
-    values after the step: states, and outputs of its; and the program's functions."""
+    """What a drafter may look at: the text i64[L] up to the last committed token; the source i64[R]
+    that it is written from, where it is one of the same vocabulary; the column i64[] of the last of
+    the step's tokens that was kept; how many tokens there is room for, i64[]; all values after the
+    step: states, and outputs of its; and the program's functions."""
 
     text: oir.Value
+    source: oir.Value | None
     column: oir.Value
     room: oir.Value
     values: Values
@@ -54,6 +56,8 @@ def copied(
     """What followed the most recent of the longest earlier matches of the text's end, see
     `runtime.speculate.drafters.suffix`: all places and all lengths at once."""
     text, zero, one = step.text, g.const(0), g.const(1)
+    if step.source is not None:
+        text = g.op("Concat", step.source, text, axis=0)
     length = g.size(text, 0)
     last = g.op("Sub", length, one)
     back = g.range(zero, g.const(record.longest))

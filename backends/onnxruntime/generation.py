@@ -24,7 +24,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import onnx_ir as oir
 import torch
 
@@ -36,7 +35,9 @@ from .depths_in_graph import DEPTHS, called, carried, run_step
 from .emit import DTYPES, IR_VERSION, OPSETS, Emitted
 from .graph_builder import BOOL, I64, GraphBuilder
 from .portable import MASK
+from .rules_in_graph import Rules
 from .sampler import Draw, Sampling, sampled, seen_after
+from .sources_in_graph import SourceInputs
 from .steps_in_graph import Fed, Functions, Steps, Values
 
 G = torch.ops.graftwork
@@ -51,6 +52,8 @@ def generation(
     begin empty and grow, and are cut where rows are taken back.
 
     Inputs: input_ids i64[B,S], padded on the right; lengths i64[B]; max_new i64[]; eos i64[E].
+    Where texts are written from a source, input_ids and lengths, or input_features, are that, and
+    decoder_input_ids i64[B,D] is what they begin with.
     Outputs: tokens i64[B,N], after an end of text the pad id; counts i64[B], the end included.
     Errors: `UnsupportedError` for a program that is more than a step and a chain, naming the format
     that carries it.
@@ -58,7 +61,7 @@ def generation(
     if plain:
         plan = DecodePlan(step=Whole(program.plan.step.plain), cache=program.plan.cache)
         program = program.replace(plan=replace(plan, depth=program.plan.depth))
-    _check(program, sample)
+    _check(program, sample, contrib)
     if not contrib and not isinstance(program.plan.step, Whole):
         raise UnsupportedError(
             f"{program.name} has more than a plain step (step={program.plan.step.brief}), which "
@@ -85,7 +88,7 @@ def strange_to_loops(plan: DecodePlan) -> list[str]:
     return strange
 
 
-def _check(program: Program, sample: bool) -> None:
+def _check(program: Program, sample: bool, contrib: bool) -> None:
     plan = program.plan
     if strange := strange_to_loops(plan):
         said = ", ".join(f"{slot}={getattr(plan, slot).brief}" for slot in strange)
@@ -96,6 +99,16 @@ def _check(program: Program, sample: bool) -> None:
         )
     if "past" not in {str(node.target) for node in program.step.inputs}:
         raise UnsupportedError(f"{program.name} (stage {program.stage}) has no KV cache")
+    if plan.source.encoder is not None and not contrib:
+        raise UnsupportedError(
+            f"{program.name} writes from a source, which loops of ONNX's own ops have no form for: "
+            f"export it with those of ONNX Runtime, too (ops=contrib)"
+        )
+    if program.recurrent:
+        raise UnsupportedError(
+            f"{program.name} has recurrences, whose prompts are fed piece by piece, which one loop "
+            f"has no form for. The format onnx-plan carries it"
+        )
     if sample and plan.draft.in_step:
         raise UnsupportedError(
             f"{program.name} drafts in the step (draft={plan.draft.kind}), which follows the "
@@ -110,12 +123,14 @@ class _Generation:
         names = called(program)
         head = self.functions.of(names[-1])
         self.picks = head.has_input("select")
-        best = "argmax" if "argmax" in head.outputs and not sample else "logits"
+        self.rules = Rules(program.info.defaults, program.info.vocab_size)
+        scored = sample or self.rules.forbid or "argmax" not in head.outputs
+        best = "logits" if scored else "argmax"
         score = getattr(program.plan.depth, "score", "")
         wanted = {best, "hidden", "drafted", score}  # of what drafts read, all but exits' states
         self.steps = Steps(self.functions, frozenset(wanted - {""}))
         fns = [self.functions.of(name) for name in names]
-        self.states = [n for n in program.states if any(fn.has_input(n) for fn in fns)]
+        self.states = [n for n in program.states if any(n in fn.outputs for fn in fns)]
         self.numbers = carried(program)
         self.spare = program.plan.step.fed(argmax=True)[1]
         rounds = self.functions.rounds(names)
@@ -124,8 +139,14 @@ class _Generation:
         opsets = OPSETS if contrib else {"": OPSETS[""]}
         self.g = GraphBuilder("generate", opsets)
         g = self.g
-        self.ids = g.input("input_ids", I64, ["batch_size", "prompt_length"])
-        self.lengths = self.checked(g.input("lengths", I64, ["batch_size"]))
+        self.source = None
+        if program.plan.source.encoder is None:
+            self.ids = g.input("input_ids", I64, ["batch_size", "prompt_length"])
+            self.lengths = g.checked_lengths(self.ids, g.input("lengths", I64, ["batch_size"]))
+        else:
+            self.source = SourceInputs(g, program, self.functions)
+            self.ids = g.input("decoder_input_ids", I64, ["batch_size", "begin_length"])
+            self.lengths = g.op("Expand", g.size(self.ids, 1), g.vector(g.size(self.ids, 0)))
         self.most = g.input("max_new", I64, [])
         self.eos = g.input("eos", I64, ["ends"])
         self.sampling = Sampling.inputs(g) if sample else None
@@ -139,19 +160,6 @@ class _Generation:
         g.output("counts", counts, I64, ["batch_size"])
         model = oir.Model(g.graph, ir_version=IR_VERSION)
         return Emitted(model, tuple(g.weights.values()))
-
-    def checked(self, lengths: oir.Value) -> Any:
-        """The lengths; any that is no length of a prompt is an error that says so."""
-        g = self.g
-        width = g.size(self.ids, 1)
-        last = g.op("Sub", lengths, g.const(1))
-        # Places count from the end, too, where they are negative.
-        outside = g.op("Less", last, g.const(0))
-        place = g.op("Where", outside, width, last)
-        found = g.op(
-            "Gather", g.range(g.const(0), width), place, called="lengths_are_1_to_prompt_length"
-        )
-        return g.op("Add", found, g.const(1))
 
     @property
     def pad(self) -> int:
@@ -171,18 +179,9 @@ class _Generation:
 
     def empty(self, g: GraphBuilder, batch: oir.Value, rows: oir.Value) -> list[Any]:
         """States before anything was fed. rows: room for so many, where they do not grow."""
-        made = []
-        for name in self.states:
-            state = self.program.states[name]
-            room = g.const(0) if self.grows else rows
-            sizes = {"B": batch, state.capacity: room}
-            dims = [
-                sizes[str(d)] if str(d) in sizes else g.const(int(str(d))) for d in state.type.dims
-            ]
-            dtype = torch.zeros(1, dtype=state.type.dtype).numpy().dtype
-            zero = oir.tensor(np.zeros(1, dtype=dtype))
-            made.append(g.op("ConstantOfShape", g.vector(*dims), value=zero))
-        return made
+        states = [self.program.states[name] for name in self.states]
+        room = g.const(0) if self.grows else rows
+        return [g.zeros(s.type, {"B": batch, str(s.capacity): room}) for s in states]
 
     def carried(self, body: GraphBuilder) -> Values:
         """The body's inputs for what a step leaves to the next."""
@@ -245,8 +244,12 @@ class _Generation:
         outputs: Mapping[str, oir.Value],
         select: oir.Value,
         draw: Draw | None,
+        begins: oir.Value,
     ) -> oir.Value:
-        """Tokens i64[B,S]."""
+        """Tokens i64[B,S]. begins: bool[], whether they are the first new ones."""
+        if self.rules.forbid:
+            allowed = self.rules.allowed(g, outputs["logits"], begins)
+            outputs = {"logits": allowed}
         if self.sampling is None or draw is None:
             best = (
                 outputs["argmax"]
@@ -287,8 +290,10 @@ class _Generation:
         column = g.op("Unsqueeze", g.op("Sub", self.lengths, g.const(1)), g.const([1]))
         start = [self.ids, zeros, column, g.op("Not", g.op("Equal", zeros, zeros)), zeros]
         draws = self.uniforms(g) if self.sampling else None
+        read = {} if self.source is None else self.source.together(g)
 
         body = g.body("generate.pass")
+        turn = body.graph.inputs[0]
         tokens = body.input("tokens", I64, ["batch_size", "fed"])
         past = body.input("past", I64, ["batch_size"])
         chosen = body.input("column", I64, ["batch_size", 1])
@@ -297,10 +302,9 @@ class _Generation:
         draw = None
         if draws is not None:
             seen = body.input("seen", BOOL, ["batch_size", self.program.info.vocab_size])
-            turn = body.vector(body.graph.inputs[0])
-            draw = Draw(body.op("Gather", draws, turn, axis=1), seen)
+            draw = Draw(body.op("Gather", draws, body.vector(turn), axis=1), seen)
             start.append(self.seen_in_prompts(g))
-        values = self.carried(body)
+        values = {**read, **self.carried(body)}
         name = called(self.program)[-1]
         given = self.given(body, tokens, past, chosen)
         if not self.contrib:
@@ -309,11 +313,16 @@ class _Generation:
             real = body.op("LessOrEqual", body.range(body.const(0), body.size(tokens, 1)), chosen)
             given[MASK] = body.op("Concat", mask, body.cast(real, I64), axis=1)
         values = {**values, **self.steps.call(name, given)(body, values)}
-        new = body.op("Squeeze", self.choose(body, values, chosen, draw), body.const([1]))
-        token = body.op("Where", through, body.const(self.pad), new)
+        begins = body.op("Equal", turn, body.const(0))
+        new = self.choose(body, values, chosen, draw, begins)
+        new = body.op("Squeeze", new, body.const([1]))
         fed = body.op("Add", body.op("Squeeze", chosen, body.const([1])), body.const(1))
         grown = body.op("Where", through, past, body.op("Add", past, fed))
         full = body.op("GreaterOrEqual", grown, body.const(context - 1))
+        new = self.rules.begun(body, new, begins, body.size(tokens, 1))
+        last = body.op("Equal", body.op("Add", turn, body.const(1)), self.most)
+        new = self.rules.ended(body, new, body.op("Or", full, last))
+        token = body.op("Where", through, body.const(self.pad), new)
         done = body.op("Or", through, body.op("Or", self.ends(body, token), full))
         more = body.cast(body.op("Not", through), I64)
         still = body.op("Greater", body.total(body.op("Not", done), 0), body.const(0))
@@ -360,7 +369,12 @@ class _Generation:
         limit = each.op(
             "Min", each.op("Add", length, self.most), each.const(self.program.info.context)
         )
-        body = self.chain_body(each, length, limit, own)
+        source, read = None, Values()
+        if self.source is not None:
+            source = self.source.of(each, index)
+            read = self.source.alone(each, index, source)
+            source = source if self.source.readable else None
+        body = self.chain_body(each, length, limit, own, read, source)
         step, draft = self.program.plan.columns + 2, each.none_of(prompt)
         rows = each.op("Add", limit, each.const(step + self.spare))
         values = self.begun(each, each.const(1), rows)
@@ -377,15 +391,22 @@ class _Generation:
         return tokens, counts
 
     def chain_body(
-        self, each: GraphBuilder, length: oir.Value, limit: oir.Value, draws: Any
+        self,
+        each: GraphBuilder,
+        length: oir.Value,
+        limit: oir.Value,
+        draws: Any,
+        read: Values,
+        source: oir.Value | None,
     ) -> GraphBuilder:
-        """A pass of one sequence: feed what is new and the draft, keep what agrees, draft."""
+        """A pass of one sequence: feed what is new and the draft, keep what agrees, draft. read:
+        what states hold of its source; source: the tokens of that, where drafts may copy them."""
         g = each.body("generate.pass")
         one = g.const(1)
         text = g.input("text", I64, ["text"])
         draft = g.input("draft", I64, ["drafted"])
         past = g.input("past", I64, [])
-        values = self.carried(g)
+        values = {**read, **self.carried(g)}
         new, count = g.slice(text, past, None), g.size(draft, 0)
         # Behind all that counts, so that no step has a lone token.
         again = [g.slice(text, g.const(-1), None)] if self.twice else []
@@ -398,9 +419,11 @@ class _Generation:
             rows = g.op("Add", past, g.size(tokens, 1))
             given[MASK] = g.op("Expand", g.const([[1]]), g.vector(g.const(1), rows))
             values |= {name: self.cut(g, name, values[name], past) for name in self.states}
-        values = run_step(g, self.steps, self.fed(g, given, past, count, length, limit), values)
+        step = self.fed(g, given, past, count, length, limit)
+        values = run_step(g, self.steps, step, values)
         draw = None if draws is None else self.draw(g, text, draft, length, draws)
-        chosen = g.op("Squeeze", self.choose(g, values, select, draw), g.const([0]))
+        chosen = g.op("Squeeze", self.choose(g, values, select, draw, step.first), g.const([0]))
+        chosen = self.rules.begun(g, chosen, step.first, length)
         agreed = g.leading(g.op("Equal", draft, g.slice(chosen, None, count)))
         accepted = g.total(agreed, 0)
         gained = g.slice(chosen, None, g.op("Add", accepted, one))
@@ -410,9 +433,12 @@ class _Generation:
         ended = g.op("Greater", g.total(ends, 0), g.const(0))
         grown = g.op("Concat", text, g.slice(gained, None, kept), axis=0)
         size = g.size(grown, 0)
+        if self.rules.last is not None:
+            full = g.op("Equal", g.range(one, g.op("Add", size, one)), limit)
+            grown = self.rules.ended(g, grown, full)
         room = g.op("Max", g.op("Sub", g.op("Sub", limit, size), one), g.const(0))
         column = g.op("Add", first, accepted)
-        stepped = Stepped(grown, column, room, values, self.functions, self.given)
+        stepped = Stepped(grown, source, column, room, values, self.functions, self.given)
         record = self.program.plan.draft
         chain, values = CHAINS[type(record)](g, record, self.program, stepped)
         goes = g.op("And", g.op("Not", ended), g.op("Less", size, limit))

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as oir
+import torch
 
-from ...ir import Weight
+from ...ir import TensorType, Weight
 from .emit import Emitted
 from .store import OWNER
 
@@ -109,6 +110,25 @@ class GraphBuilder:
         )
         self.graph.register_initializer(value)
         return value
+
+    def checked_lengths(self, ids: oir.Value, lengths: oir.Value) -> Any:
+        """The lengths i64[B] of rows of ids i64[B,S]; any that is none of a row is an error that
+        says so."""
+        width = self.size(ids, 1)
+        last = self.op("Sub", lengths, self.const(1))
+        # Places count from the end, too, where they are negative.
+        outside = self.op("Less", last, self.const(0))
+        place = self.op("Where", outside, width, last)
+        places = self.range(self.const(0), width)
+        found = self.op("Gather", places, place, called="lengths_are_1_to_prompt_length")
+        return self.op("Add", found, self.const(1))
+
+    def zeros(self, type: TensorType, sizes: Mapping[str, oir.Value]) -> Any:
+        """Zeros of a type, with sizes for its symbols."""
+        dims = [self.const(d) if isinstance(d, int) else sizes[str(d)] for d in type.dims]
+        dtype = torch.zeros(1, dtype=type.dtype).numpy().dtype
+        zero = oir.tensor(np.zeros(1, dtype=dtype))
+        return self.op("ConstantOfShape", self.vector(*dims), value=zero)
 
     # -- what is said often
 

@@ -50,7 +50,7 @@ class Router:
     through the step. What other functions make is only proposed: their last bits may differ.
 
     native: whether graftwork's own ops may run. own: whether attention is one of them, so that one
-    variant takes every step.
+    variant takes every step. widens: whether a lone token is fed twice.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Router:
         self.own = plain and not own_attention_available()
         self.kernel = self.own or all(attention_kernel_works(target.device, d) for d in dtypes)
         self.pairs = self.rounds and only_attention_needs_pairs(counts, own=self.own)
+        self.widens = self.cached and self.rounds and not self.pairs
         self.tokenwise = {
             str(node.target): type_of(node).dims.index(WIDTH)
             for node in function.inputs
@@ -99,7 +100,7 @@ class Router:
             )
         width = self._columns(inputs)
         alone = self.rounds and width == 1
-        widened = alone and not self.pairs
+        widened = alone and self.widens
         feeds = self._doubled(inputs) if widened else dict(inputs)
         if widened:
             width, ancestors = 2, None

@@ -3,7 +3,8 @@
 // plan.schema.json describes plan.json. One cycle serves all kinds: draft, step, verify, commit.
 //
 //     npm install onnxruntime-node
-//     node run.js FOLDER 1,2,3 32        # a prompt's token ids, and how many more
+//     node run.js FOLDER 1,2,3 32        # a prompt's, or a source's, token ids, and how many more
+//     node run.js FOLDER sound.f32 32    # a source that is no text: its features, raw float32
 "use strict";
 
 const fs = require("fs");
@@ -17,7 +18,8 @@ const KNOWN = {
   verify: ["lossless"],
   depth: ["full", "linear", "decay"],
   cache: ["all"],
-  source: ["none"],
+  source: ["none", "encoded"],
+  states: ["recurrent"],
 };
 const ARRAYS = {
   f32: [Float32Array, "float32"],
@@ -25,11 +27,15 @@ const ARRAYS = {
   i64: [BigInt64Array, "int64"],
   i32: [Int32Array, "int32"],
   u8: [Uint8Array, "uint8"],
+  bool: [Uint8Array, "bool"],
 };
 
 const sum = (values) => values.reduce((a, b) => a + b, 0);
 const range = (count, from = 0) => Array.from({ length: count }, (_, i) => from + i);
 const longs = (values, dims) => new ort.Tensor("int64", BigInt64Array.from(values, BigInt), dims);
+
+// The dims in a type such as f32[B,T,64].
+const dimsOf = (type) => type.slice(type.indexOf("[") + 1, -1).split(",");
 
 // A draft whose nodes follow one another: tokens, and each one's parent (-1: the text).
 const chain = (tokens) => [tokens, range(tokens.length, -1)];
@@ -76,20 +82,24 @@ class Runner {
     return [this.sessions[key], said[variant], variant];
   }
 
-  // New state buffers of `rows` rows.
-  reserve(rows) {
+  // New states, with `rows` rows for a text and `source` for what it is written from: where each is
+  // read, and where its next value is written.
+  reserve(rows, source) {
+    const log = Math.max(this.said.step.most_columns - 1, 1); // a step's first token is certain
+    const sizes = { B: 1, E: source, W: log };
     for (const [name, state] of Object.entries(this.said.states)) {
-      const [dtype, inside] = state.type.slice(0, -1).split("[");
-      const names = inside.split(",");
-      const dims = names.map((d) => (d === "B" ? 1 : d === state.rows ? rows : Number(d)));
-      const [array, type] = ARRAYS[dtype];
+      const [array, type] = ARRAYS[state.type.slice(0, state.type.indexOf("["))];
+      const names = dimsOf(state.type);
+      const dims = names.map((d) => (/^[0-9]+$/.test(d) ? Number(d) : sizes[d] ?? rows));
       const size = dims.reduce((a, b) => a * b, 1);
-      const value = new ort.Tensor(type, new array(size), dims);
-      this.states[name] = { value, axis: state.rows === null ? null : names.indexOf(state.rows) };
+      const made = () => new ort.Tensor(type, new array(size), dims);
+      const axis = state.rows === null ? null : names.indexOf(state.rows);
+      const value = made();
+      this.states[name] = { value, next: state.in_place ? value : made(), axis, rows: state.rows };
     }
   }
 
-  // Outputs of a function behind `past` rows; its states change in place.
+  // Outputs of a function behind `past` rows; its states change.
   async call(name, inputs, fetch, past = 0, ancestors = null) {
     let width = Object.values(inputs)[0].dims[1];
     const twice = width === 1 && this.functions[name].lone_token === "twice";
@@ -98,7 +108,10 @@ class Runner {
       const double = (t) =>
         new ort.Tensor(t.type, t.data.constructor.from([...t.data, ...t.data]), [1, 2, ...t.dims.slice(2)]);
       inputs = Object.fromEntries(
-        Object.entries(inputs).map(([k, v]) => [k, k === "select" ? v : double(v)])
+        Object.entries(inputs).map(([k, v]) => [
+          k,
+          k === "select" || v.dims.length < 2 ? v : double(v),
+        ])
       );
       width = 2;
     }
@@ -120,15 +133,33 @@ class Runner {
     const wanted = fetch.filter((key) => key in said.outputs);
     const fetches = Object.fromEntries(wanted.map((key) => [key, null]));
     for (const [key, state] of Object.entries(this.states)) {
-      if (`${key}.next` in said.outputs) fetches[`${key}.next`] = state.value;
+      if (`${key}.next` in said.outputs) fetches[`${key}.next`] = state.next;
     }
     const made = await session.run(feeds, fetches);
+    for (const [key, state] of Object.entries(this.states)) {
+      if (`${key}.next` in said.outputs) [state.value, state.next] = [state.next, state.value];
+    }
     const first = (t) => (twice && t.dims[1] === 2 ? columns(t, 0, 1) : t);
     return Object.fromEntries(wanted.map((key) => [key, first(made[key])]));
   }
 
-  // Run the functions of a step on tokens behind `past` rows. chosen: whose logits count.
-  async step(functions, tokens, past, fetch, chosen = null, tree = null) {
+  // Have the states hold what is made of a source: token ids, or features (`most` rows).
+  async encode(name, source, most) {
+    const given = (await this.session(name, "chain"))[1].inputs;
+    let [first, rows] = [null, source.length];
+    if ("features" in given) {
+      const dims = [1, ...dimsOf(given.features).slice(1).map(Number)];
+      first = { features: new ort.Tensor("float32", Float32Array.from(source), dims) };
+      rows = most;
+    } else {
+      first = { tokens: longs(source, [1, rows]), positions: longs(range(rows), [1, rows]) };
+    }
+    await this.call(name, { ...first, lengths: longs([rows], [1]) }, []);
+  }
+
+  // Run the functions of a step on tokens behind `past` rows. chosen: whose logits count. certain:
+  // how many of the tokens will not be taken back.
+  async step(functions, tokens, past, fetch, chosen = null, tree = null, certain = 1) {
     const width = tokens.length;
     const depths = range(width).map((i) => (tree ? sum(tree[i].map(Number)) - 1 : i));
     const picked = chosen ?? range(width);
@@ -136,6 +167,7 @@ class Runner {
       tokens: longs(tokens, [1, width]),
       positions: longs(depths.map((depth) => past + depth), [1, width]),
       select: longs(picked, [1, picked.length]),
+      certain: longs([certain], [1]),
     };
     const outputs = {};
     for (const name of functions) {
@@ -154,8 +186,9 @@ class Runner {
   }
 
   // Copy what followed the most recent of the longest earlier matches of the text's end.
-  draft_suffix(text, room) {
+  draft_suffix(own, room) {
     const said = this.plan.draft;
+    const text = [...this.readable, ...own];
     let [best, at] = [0, 0];
     for (let end = text.length - 1; end > 0 && best < said.longest; end--) {
       let size = 0;
@@ -221,14 +254,16 @@ class Runner {
     return [this.parts[0], ...this.parts.slice(this.parts.length - 1 - last)];
   }
 
-  // Row past + i of every state becomes row past + rows[i].
-  commit(past, rows) {
-    for (const { value, axis } of Object.values(this.states)) {
-      if (axis === null) continue;
+  // Accepted rows of the last step move together; a log begins behind its first one.
+  commit(past, path) {
+    for (const { value, axis, rows } of Object.values(this.states)) {
+      if (axis === null || rows === "E") continue;
+      const kept = rows === "W" ? path.slice(1).map((row) => row - 1) : path;
       const inner = value.dims.slice(axis + 1).reduce((a, b) => a * b, 1);
       const capacity = value.dims[axis];
-      for (let from = past * inner; from < value.size; from += capacity * inner) {
-        rows.forEach((row, i) => {
+      const begin = rows === "W" ? 0 : past * inner;
+      for (let from = begin; from < value.size; from += capacity * inner) {
+        kept.forEach((row, i) => {
           const start = from + row * inner;
           value.data.copyWithin(from + i * inner, start, start + inner);
         });
@@ -236,24 +271,66 @@ class Runner {
     }
   }
 
-  // The tokens after a prompt: `count`, or up to one of `eos`, or to the context's end.
-  async generate(prompt, count, eos = this.model.eos) {
+  // The likeliest token behind each column of the last step, of those that may come.
+  best(never) {
+    if (!never.length) return Array.from(this.out.argmax.data, Number);
+    const { data, dims } = this.out.logits;
+    return range(dims[1]).map((column) => {
+      const scores = data.slice(column * dims[2], (column + 1) * dims[2]);
+      for (const token of never) scores[token] = -Infinity;
+      return scores.indexOf(scores.reduce((a, b) => Math.max(a, b), -Infinity));
+    });
+  }
+
+  // A text to go on with, and the length at which it ends; states have room for it. Where texts
+  // are written from a source, that is the prompt.
+  async begun(prompt, count, begin) {
+    const { function: encoder, most, vocabulary, start } = this.plan.source;
     const context = this.model.context;
-    if (!prompt.length || prompt.length >= context) {
-      throw new Error(`expected a prompt of 1 to ${context - 1} tokens, got ${prompt.length}`);
+    let [text, rows] = [[...prompt], 1];
+    this.readable = [];
+    if (encoder) {
+      rows = vocabulary ? prompt.length : most;
+      if (!rows || rows > most) {
+        throw new Error(`expected a source of 1 to ${most} tokens, got ${rows}`);
+      }
+      if (vocabulary && vocabulary <= this.model.vocab_size) this.readable = text;
+      text = [...(begin ?? start)];
     }
-    const text = [...prompt];
-    const limit = Math.min(prompt.length + count, context);
+    if (!text.length || text.length >= context) {
+      throw new Error(`expected a prompt of 1 to ${context - 1} tokens, got ${text.length}`);
+    }
+    const limit = Math.min(text.length + count, context);
+    this.reserve(limit + this.said.overhang, rows);
+    if (encoder) await this.encode(encoder, prompt, most);
+    return [text, limit];
+  }
+
+  // The tokens after a prompt: `count`, or up to one of `eos`, or to the context's end. begin: what
+  // a text begins with that is written from a source; the plan says what is usual.
+  async generate(prompt, count, eos = this.model.eos, begin = null) {
+    const rules = this.model.generation;
+    const { chunk, prompt: functions } = this.said.step;
+    const [text, limit] = await this.begun(prompt, count, begin);
+    const [first, never] = [text.length, rules.suppress_tokens ?? []];
     const fetch = ["argmax", "drafted", "hidden"];
-    this.reserve(limit + this.said.overhang);
+    if (never.length || "begin_suppress_tokens" in rules) fetch.push("logits");
+    if (first === 1 && "forced_bos_token_id" in rules) text.push(rules.forced_bos_token_id);
     this.steps = 0;
-    this.column = text.length - 1;
-    this.out = await this.step(this.said.step.prompt, text, 0, fetch, [this.column]);
-    let tokens = [Number(this.out.argmax.data[0])];
+    for (let past = 0; past < text.length; past += chunk) {
+      const part = text.slice(past, past + chunk);
+      this.column = part.length - 1;
+      this.out = await this.step(functions, part, past, fetch, [this.column], null, part.length);
+    }
+    const notFirst = text.length === first ? rules.begin_suppress_tokens ?? [] : [];
+    let tokens = this.best([...never, ...notFirst]);
     for (;;) {
       text.push(...tokens);
-      const end = text.findIndex((t, i) => i >= prompt.length && (eos.includes(t) || i + 1 === limit));
-      if (end >= 0) return text.slice(prompt.length, end + 1);
+      const end = text.findIndex((t, i) => i >= first && (eos.includes(t) || i + 1 === limit));
+      if (end >= 0) {
+        if (end + 1 === limit) text[end] = rules.forced_eos_token_id ?? text[end];
+        return text.slice(first, end + 1);
+      }
       this.done = 0;
       const past = text.length - 1;
       const [nodes, parents] = await this.draft(text, limit - text.length - 1);
@@ -262,10 +339,10 @@ class Runner {
         tree[i + 1] = tree[i + 1].map((own, j) => own || tree[parent + 1][j]);
       });
       const straight = parents.every((parent, i) => parent === i - 1);
-      const functions = this.depth(past - prompt.length);
       const fed = [text[past], ...nodes];
-      this.out = await this.step(functions, fed, past, fetch, null, straight ? null : tree);
-      const best = Array.from(this.out.argmax.data, Number);
+      const shape = straight ? null : tree;
+      this.out = await this.step(this.depth(past - first), fed, past, fetch, null, shape);
+      const best = this.best(never);
       const kept = [0];
       parents.forEach((parent, i) => {
         const last = kept[kept.length - 1];
@@ -282,9 +359,11 @@ class Runner {
 module.exports = { Runner };
 
 if (require.main === module) {
-  const [folder, ids, count] = process.argv.slice(2);
+  const [folder, given, count] = process.argv.slice(2);
+  const floats = (bytes) => new Float32Array(new Uint8Array(bytes).buffer);
+  const prompt = fs.existsSync(given) ? floats(fs.readFileSync(given)) : given.split(",").map(Number);
   new Runner(folder)
-    .generate(ids.split(",").map(Number), Number(count))
+    .generate(prompt, Number(count))
     .then((tokens) => console.log(tokens.join(",")))
     .catch((error) => {
       console.error(error.message);
