@@ -46,10 +46,10 @@ DRAFTS: dict[str, tuple[Pass, ...]] = {
     "adapter": (DraftAdapter(exit=1, levels=3), CUT),
     "unsure adapter": (DraftAdapter(exit=1), CUT, named("length_confidence", threshold=0.06)),
     "adapter, goodput": (DraftAdapter(exit=3), CUT, named("length_goodput")),
-    "layer, thompson": (DraftAdapter(exit=3, mlp=True), CUT, named("length_thompson")),
+    "layer, thompson": (DraftAdapter(exit=3, copied=True), CUT, named("length_thompson")),
     "adapter after copies": (named("draft_suffix", shortest=1), DraftAdapter(exit=3), CUT),
     "adapter in int8": (DraftAdapter(exit=3, levels=3), CUT, in_int8()),
-    "layer in int4": (DraftAdapter(exit=1, levels=3, mlp=True), CUT, INT4),
+    "layer in int4": (DraftAdapter(exit=1, levels=3, copied=True), CUT, INT4),
     "cache in int8": (DraftExit(exit=3, levels=3), CUT, CACHE),
     "adapter, caches in int8": (DraftAdapter(exit=3, levels=3), CUT, CACHE),
 }
@@ -137,12 +137,10 @@ def test_an_exit_that_agrees_is_accepted_whole(backend: str) -> None:
 
 def adapted(*passes: Pass, mlp: bool = False) -> Executable:
     """A model whose last layer has an MLP or none, and an adapter that is this layer if there is
-    one."""
+    one (a copied one is from the start)."""
     program, layer, own = made(*passes), "layers.3.", "adapter."
     names = {f"{own}self_attn.{part}_proj.weight": layer + part for part in "qkvo"}
-    names |= {f"{own}mlp.{part}_proj.weight": layer + part for part in ("gate", "up", "down")}
     names[f"{own}input_layernorm.weight"] = f"{layer}norm1"
-    names[f"{own}post_attention_layernorm.weight"] = f"{layer}norm2"
     weights = {
         name: Weight.of(name, program.weights[names[name]].load()) if name in names else old
         for name, old in program.weights.items()
@@ -159,7 +157,7 @@ ADAPTER = (DraftAdapter(exit=3, levels=3), CutDepth(exits=(3,)))
 @pytest.mark.parametrize("mlp", [False, True])
 def test_an_adapter_that_is_the_last_layer_is_accepted_whole(mlp: bool) -> None:
     """So its cache holds what the target's does, whatever was drafted and accepted before."""
-    draft = (DraftAdapter(exit=3, levels=3, mlp=mlp), CutDepth(exits=(3,)))
+    draft = (DraftAdapter(exit=3, levels=3, copied=mlp), CutDepth(exits=(3,)))
     asked = {**ASKED, "max_new_tokens": 25}  # the prompts' own, and six steps of four
     fast, plain = adapted(*draft, mlp=mlp), adapted(mlp=mlp)
     found = generate(fast, PROMPTS, attention_mask=MASK, return_dict_in_generate=True, **asked)

@@ -91,6 +91,17 @@ def test_thompson_learns_how_long():
     assert play_thompson(0.98) > 8
 
 
+def test_thompson_draws_lengths_from_its_posterior():
+    """After 3 accepted tokens and a rejected one it is Beta(4, 2), of mean 2/3: behind the first
+    token each is drafted with a chance of its own, so k tokens or more with (2/3)^(k - 1)."""
+    policy = ThompsonPolicy(ThompsonLength(seed=1), Executable(10), 1)
+    policy.observe(taken([Draft([1, 2, 3, 4])], [range(3)]), 0, 0)
+    assert (policy.accepted.tolist(), policy.rejected.tolist()) == ([4], [2])
+    lengths = np.array([policy.limits([20])[0] for _ in range(4000)])
+    for least, share in ((1, 1), (2, 2 / 3), (3, 4 / 9), (5, 16 / 81)):
+        assert (lengths >= least).mean() == pytest.approx(share, abs=0.03)
+
+
 def test_thompson_limits_a_tree_s_depth_and_not_its_nodes():
     policy = ThompsonPolicy(ThompsonLength(), Executable(40, StaticTree()), 2)
     assert policy.limits([5, 0]) == [40, 0]

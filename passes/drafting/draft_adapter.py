@@ -17,14 +17,14 @@ A drafted token runs through the first layers, and an adapter continues its stat
 layers would: x = h + attention(norm(h)) without an MLP, a norm that starts as the target's final
 one, and the target's frozen language-model head (Liu et al., "Kangaroo: Lossless Self-Speculative
 Decoding via Double Early Exiting", 2024). The attention sees the text so far in a cache of its own
-(`insert_kv_cache`). With ``mlp`` an MLP follows, x = x + MLP(norm(x)), and the adapter is a decoder
-layer in the target's proportions, as the early-exiting layer of EESD (Liu et al., "Speculative
+(`insert_kv_cache`). With ``copied`` the adapter is a whole decoder layer of the target's own kind,
+which starts as a copy of its last one: the early-exiting layer of EESD (Liu et al., "Speculative
 Decoding via Early-exiting for Faster LLM Inference with Thompson Sampling Control Mechanism",
 2024). The step must be cut at the exit (`cut_depth`), so that verification takes the
 drafted tokens up where the draft has left them. The second exit, from drafting, is a length policy
-(`length_confidence`). New weights know nothing: train them with `graftwork train`; the target stays
-as it is. Refuses exits where there is no layer, and programs without markers or a
-language-model head, or with a function of that name.
+(`length_confidence`). New weights know little: train them with `graftwork train`; the target stays
+as it is. Refuses exits where there is no layer, programs without markers or a language-model head,
+or with a function of that name, and copies of layers that take more than states and positions.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
+import torch.fx
 
 from ...ir import Program
 from ...ir.plan import AdaptedExitDraft
 from ...ir.plan.bounds import Levels, Nodes
 from ..engine.base import STATES, Contract, Effect, Outcome, register
-from .copied_layer import copied_norm
+from .copied_layer import copied_layer, copied_norm
 from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
 from .draft_pass import TrainedPass
 from .grafts import Graft
@@ -48,13 +49,13 @@ NAME = "adapter"
 
 @register
 class DraftAdapter(TrainedPass):
-    """exit: layers that draft, counted from the first. levels: tokens drafted at most. mlp:
-    whether the adapter has one. candidates: best tokens that it returns. weights: a file of trained
-    ones, or the folder that training wrote."""
+    """exit: layers that draft, counted from the first. levels: tokens drafted at most. copied:
+    whether the adapter is a whole layer that starts as the target's last one. candidates: best
+    tokens that it returns. weights: a file of trained ones, or the folder that training wrote."""
 
     exit: Levels = 2
     levels: Levels = 6
-    mlp: bool = False
+    copied: bool = False
     candidates: Nodes = 10
 
     name: ClassVar[str] = "draft_adapter"
@@ -67,17 +68,23 @@ class DraftAdapter(TrainedPass):
     def insert(self, program: Program) -> Outcome:
         """Graft the adapter on. See the module docstring."""
         graft = Graft(program, self.name, NAME, self.weights)
-        shape = LayerShape.of(graft.step, self.name, graft.hidden)
-        shape = shape if self.mlp else replace(shape, inner=0)
         output = graft.tap(self.exit - 1)
         positions = graft.input("positions", dtype=torch.int64)
         hidden = graft.input("hidden", graft.hidden)
-        angles = angles_at(graft, positions, shape.dim)
-        normed = graft.rms_norm(hidden, f"{NAME}.input_layernorm", shape.eps)
-        layer = next_layer(graft)
-        x = decoder_layer(graft, hidden, angles, NAME, layer, shape, source=normed)
+        continued = copied_layer if self.copied else _attended
+        x = continued(graft, hidden, positions, NAME)
         logits = graft.head(copied_norm(graft, x, f"{NAME}.norm"))
         outputs = dict(graft.picked(x, graft.candidates(logits, self.candidates)))
         del outputs["hidden"]  # a drafted token's own state comes from the target's layers
         draft = AdaptedExitDraft(NAME, output, self.exit, self.levels, bool(self.weights))
         return Outcome(graft.drafted(outputs, draft), 1)
+
+
+def _attended(
+    graft: Graft, hidden: torch.fx.Node, positions: torch.fx.Node, name: str
+) -> torch.fx.Node:
+    """hidden [B,T,H] and what new attention in the target's proportions hears of the text."""
+    shape = replace(LayerShape.of(graft.step, graft.owner, graft.hidden), inner=0)
+    angles = angles_at(graft, positions, shape.dim)
+    normed = graft.rms_norm(hidden, f"{name}.input_layernorm", shape.eps)
+    return decoder_layer(graft, hidden, angles, name, next_layer(graft), shape, source=normed)
