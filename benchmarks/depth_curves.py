@@ -1,7 +1,8 @@
 """What leaving layers out costs the text: perplexity and agreement over the layers that are run.
 
-    python benchmarks/depth_curves.py MODEL --text FOLDER [--files FILES.json] [--methods d3,calm]
-        [--windows 8] [--length 192] [--prompt 64] [--target T] [--json F] [--svg F]
+    python benchmarks/depth_curves.py MODEL --text FOLDER [--files FILES.json] [--small FOLDER]
+        [--methods "d3;calm, margin"] [--windows 8] [--length 192] [--prompt 64] [--steps 150]
+        [--target T] [--json F] [--svg F]
 
 Each method is run over its knob. Windows of held-out text are read token by token, as in decoding:
 the first `prompt` tokens as a prompt, and then whatever the model says, the text goes on as it is.
@@ -9,6 +10,8 @@ So every token is predicted under the rows that the method itself left behind, a
 the same text. Perplexity is over that of the whole model; agreement is how often the likeliest
 token is the whole model's. The share of layers is that of the tokens behind the prompt; what makes
 up for rows later (free, calm) is not counted. The text is cut into windows as in quality.py.
+Probes, heads and routers are taught on files that are not scored, heads and routers by `steps`
+steps. small: the checkpoint that writes where entropy is low; its method is left out without one.
 """
 
 from __future__ import annotations
@@ -18,12 +21,14 @@ import json
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import torch
+from cycler import cycler
 from quality import calibration_ids, cut, read_texts, text_paths
 from systems import optimized_model
 
@@ -59,6 +64,17 @@ METHODS: dict[str, Knobs] = {
     "calm, margin": ("calm", "depth_confident.threshold", (0.95, 0.8, 0.6, 0.4, 0.2)),
     "calm, saturation": ("calm", "depth_confident.threshold", (0.995, 0.99, 0.985, 0.98, 0.97)),
     "calm, probe": ("calm", "depth_confident.threshold", (0.9, 0.75, 0.6, 0.45, 0.3)),
+    "self_supervised_exits": (
+        "self_supervised_exits",
+        "depth_heads.threshold",
+        (0.95, 0.8, 0.6, 0.4, 0.2),
+    ),
+    "mixture_of_depths": (
+        "mixture_of_depths",
+        "depth_mixture.threshold",
+        (0.2, 0.35, 0.5, 0.65, 0.8),
+    ),
+    "entropy_adaptive": ("entropy_adaptive", "depth_entropy.threshold", (0.25, 0.5, 1.0, 2.0, 3.0)),
 }
 MORE: dict[str, tuple[str, ...]] = {
     "calm, saturation": ("depth_confident.measure=saturation",),
@@ -67,9 +83,14 @@ MORE: dict[str, tuple[str, ...]] = {
 }
 """Settings that a method has besides."""
 
+TAUGHT = {"self_supervised_exits": "depth_heads", "mixture_of_depths": "depth_mixture"}
+"""Methods whose weights are taught before they are run, and the pass that has them."""
+
+GUEST = "entropy_adaptive"
+"""The method that takes a smaller model."""
 
 LEARNT = 1 << 14
-"""Tokens of other files that probes are fitted on, at least."""
+"""Tokens of other files that probes, heads and routers learn from, at least."""
 
 
 class Reader(Verifier):
@@ -129,6 +150,21 @@ def measured(
     return losses, best, sum(layers) / len(layers)
 
 
+def settings(
+    args: argparse.Namespace, name: str, documents: Sequence[Sequence[int]], folder: Path
+) -> list[str]:
+    """What a method is run with besides its knob; what it must know is taught first."""
+    if name == GUEST:
+        return [f"depth_entropy.model={args.small}"]
+    if name not in TAUGHT:
+        return list(MORE.get(name, ()))
+    target = Target.parse(args.target, threads=args.threads)
+    model = gw.optimize(args.model, METHODS[name][0], target=target)
+    options = {"steps": args.steps, "window": args.length, "own": 0.25}
+    gw.fit(model, documents, out=folder / name, **options)
+    return [f"{TAUGHT[name]}.weights={folder / name}"]
+
+
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """A line a method, perplexity on the left and agreement on the right."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
@@ -138,6 +174,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         ("perplexity over the whole model's", "likeliest token the whole model's"),
         strict=True,
     ):
+        axis.set_prop_cycle(cycler(linestyle=["-", "--"]) * plt.rcParams["axes.prop_cycle"])
         for name in dict.fromkeys(row["method"] for row in rows):
             points = sorted((r["share"], r[key]) for r in rows if r["method"] == name)
             axis.plot(*zip(*points, (1.0, 1.0), strict=True), marker="o", markersize=3, label=name)
@@ -155,7 +192,9 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="checkpoint folder")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--files", type=Path)
+    parser.add_argument("--small", type=Path, help="a smaller model with the same tokenizer")
     parser.add_argument("--methods", default=";".join(METHODS), help="by ';', of those above")
+    parser.add_argument("--steps", type=int, default=150, help="of teaching heads and routers")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--length", type=int, default=192)
     parser.add_argument("--prompt", type=int, default=64)
@@ -165,8 +204,12 @@ def main() -> None:
     parser.add_argument("--svg", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    if unknown := sorted(set(args.methods.split(";")) - set(METHODS)):
+    names = args.methods.split(";")
+    if unknown := sorted(set(names) - set(METHODS)):
         parser.error(f"no method {unknown[0]!r}; there are {'; '.join(METHODS)}")
+    if GUEST in names and args.small is None:
+        print(f"{GUEST} is left out: it takes a smaller model, --small", file=sys.stderr)
+        names.remove(GUEST)
     if not 0 < args.prompt < args.length:
         parser.error(
             f"--prompt {args.prompt}: expected 1 to {args.length - 1} of a window's tokens"
@@ -178,28 +221,30 @@ def main() -> None:
         f"{args.model.name}: perplexity {math.exp(sum(nats) / len(nats)):.2f}, {len(nats)} tokens"
     )
     documents: list[list[int]] = []
-    if any(PROBE in MORE.get(name, ()) for name in args.methods.split(";")):
+    if any(name in TAUGHT or PROBE in MORE.get(name, ()) for name in names):
         # Files that are scored are none to learn from.
         held = frozenset(path.resolve() for path in text_paths(args.text, args.files))
         documents = calibration_ids(whole, args.text, held, LEARNT)
-    rows = []
-    for name in args.methods.split(";"):
-        recipe, knob, values = METHODS[name]
-        for value in values:
-            chosen = Recipe.load(recipe).with_options([f"{knob}={value}", *MORE.get(name, ())])
-            losses, best, layers = measured(args, chosen, windows, documents)
-            more = (sum(losses) - sum(nats)) / len(nats)
-            alike = sum(a == b for a, b in zip(best, said, strict=True)) / len(said)
-            row = {"method": name, "knob": knob, "value": value, "share": layers / total}
-            row |= {"perplexity": math.exp(more), "agreement": alike}
-            rows.append(row)
-            print(
-                f"{name:<18} {knob}={value}: {layers / total:.3f} of the layers, perplexity "
-                f"{math.exp(more):.3f}, agreement {alike:.3f}",
-                file=sys.stderr,
-            )
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            recipe, knob, values = METHODS[name]
+            more = settings(args, name, documents, Path(folder))
+            for value in values:
+                chosen = Recipe.load(recipe).with_options([f"{knob}={value}", *more])
+                losses, best, layers = measured(args, chosen, windows, documents)
+                worse = (sum(losses) - sum(nats)) / len(nats)
+                alike = sum(a == b for a, b in zip(best, said, strict=True)) / len(said)
+                row = {"method": name, "knob": knob, "value": value, "share": layers / total}
+                row |= {"perplexity": math.exp(worse), "agreement": alike}
+                rows.append(row)
+                print(
+                    f"{name:<18} {knob}={value}: {layers / total:.3f} of the layers, perplexity "
+                    f"{math.exp(worse):.3f}, agreement {alike:.3f}",
+                    file=sys.stderr,
+                )
+                if args.json:
+                    args.json.write_text(json.dumps(rows, indent=1))
     if args.svg:
         draw(rows, args.svg)
 

@@ -26,6 +26,7 @@ from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import generate
+from graftwork.runtime.rounds import staged
 
 LAYERS = 4
 ASKED: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": []}
@@ -155,6 +156,35 @@ def test_a_batch_leaves_together_or_not_at_all() -> None:
     texts = generate(fast, twice, **ASKED)
     assert torch.equal(texts[:1], generate(fast, PROMPTS[2:3], **ASKED))
     assert torch.equal(texts[0], texts[1])
+
+
+POLICIES: dict[str, tuple[Pass, ...]] = {
+    "linear": (EACH, named("depth_linear", least=2, tokens=12)),
+    "deferred": (
+        CutDepth(exits=(2,)),
+        named("depth_deferred", exit=2, threshold=0.004, pending=3),
+    ),
+    "confident": (EACH, named("depth_confident", threshold=0.004)),
+}
+
+
+@pytest.mark.parametrize("which", POLICIES)
+def test_steps_that_touch_little_are_general_steps(
+    which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens and figures, where texts end at different places, too."""
+    fast = compile(made(*POLICIES[which]), Target("eager", "cpu"))
+    ends = generated(fast).sequences[1, 12:13].tolist()
+    found = []
+    for alone in (True, False):
+        if not alone:
+            monkeypatch.setattr(staged, "one_by_one", lambda decoding: False)
+        texts = generated(fast, eos_token_id=ends)
+        stats = texts.stats
+        figures = (stats.steps, stats.sequence_steps, stats.decoded_tokens, stats.layers)
+        found.append((texts.sequences.tolist(), figures))
+    assert found[0] == found[1]
+    assert found[0][1][1] < 4 * found[0][1][0] and found[0][1][3] < LAYERS
 
 
 def test_drafts_are_verified_by_all_layers() -> None:

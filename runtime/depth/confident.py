@@ -6,8 +6,6 @@ Large Language Model Inference with Self-Supervised Early Exits" (2024), for hea
 
 from __future__ import annotations
 
-import torch
-
 from ...ir.plan import ConfidentDepth, HeadsDepth
 from ..feeding.outputs import Outputs
 from .base import DEPTHS, DepthPolicy, StepFeed
@@ -34,7 +32,7 @@ class ConfidentPolicy(DepthPolicy):
                 continue
             fetch = step.fetch if score else tuple(dict.fromkeys(("logits", *step.fetch)))
             outputs = self.run_parts((self.head_at(index),), step, fetch)
-            if sure is None and not self._wide_apart(outputs["logits"], live):
+            if sure is None and not self._wide_apart(outputs, live):
                 continue
             self.ran = sum(self.sizes[: index + 1])
             self.run_parts(self.record.functions[index:], step, ())
@@ -45,8 +43,8 @@ class ConfidentPolicy(DepthPolicy):
         """What makes logits of the state behind a part."""
         return self.head
 
-    def _wide_apart(self, logits: torch.Tensor, live: list[int]) -> bool:
-        return all_sure(self.record, self.texts, live, margins(logits, live))
+    def _wide_apart(self, outputs: Outputs, live: list[int]) -> bool:
+        return all_sure(self.record, self.texts, live, margins(outputs, live))
 
 
 @DEPTHS.register(HeadsDepth)

@@ -76,7 +76,7 @@ class DeferredPolicy(DepthPolicy):
             wanted = tuple(dict.fromkeys(("logits", *step.fetch)))
             outputs = feeder.run_parts((*shallow, self.head), *place, step.width, wanted)
             live = [index for index, text in enumerate(self.texts) if not text.done]
-            sure = margins(outputs["logits"], live)
+            sure = margins(outputs, live)
             if self.learnt.learns:
                 best = outputs["logits"][live, 0].argmax(-1).tolist()
                 for index, said in zip(live, zip(sure, best, strict=True), strict=True):

@@ -9,18 +9,18 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ...ir.plan.depth import ThresholdDepth
 from ..asking.text import Text
+from ..feeding.outputs import Outputs
 
 
-def margins(logits: torch.Tensor, live: Sequence[int]) -> list[float]:
+def margins(outputs: Outputs, live: Sequence[int]) -> list[float]:
     """By how much the likeliest token is more probable than the second, by the first column of
-    f[B,S,V], of some sequences."""
+    ``logits`` f[B,S,V], of some sequences."""
     # By numpy: torch takes 0.3 ms for so little right after a model has run.
-    rows: npt.NDArray[np.float32] = logits[:, 0].float().cpu().numpy()
-    return [_margin(rows[index]) for index in live]
+    rows = outputs.floats("logits")
+    return [_margin(rows[index, 0]) for index in live]
 
 
 def _margin(logits: npt.NDArray[np.float32]) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -14,11 +16,12 @@ class Outputs(dict[str, torch.Tensor]):
     So whatever is made of the tensors to read them is made once.
     """
 
-    __slots__ = ("_views",)
+    __slots__ = ("_arrays", "_views")
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(tensors)
         self._views: dict[str, Any] = {}
+        self._arrays: dict[str, npt.NDArray[np.float32]] = {}
 
     def integers(self, name: str) -> list[list[int]]:
         """An output i64[B,S] as lists. Its memory is read: torch takes 50 us after a step."""
@@ -29,6 +32,16 @@ class Outputs(dict[str, torch.Tensor]):
         """The same of an output i64[B,S,K]."""
         found: list[list[list[int]]] = self._view(name).tolist()
         return found
+
+    def floats(self, name: str) -> npt.NDArray[np.float32]:
+        """An output f[B,...] as numpy's, in float32; its memory is read where that is possible."""
+        value = self[name]
+        if value.dtype != torch.float32 or value.device.type != "cpu":
+            return value.float().cpu().numpy()
+        array: npt.NDArray[np.float32] | None = self._arrays.get(name)
+        if array is None:
+            array = self._arrays[name] = value.numpy()
+        return array
 
     def _view(self, name: str) -> Any:
         view: Any = self._views.get(name)

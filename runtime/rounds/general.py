@@ -18,7 +18,7 @@ class GeneralRound(Round):
         """Always."""
         return True
 
-    def wants(self) -> int:
+    def wants(self) -> int | None:
         """One: other rounds may take the next."""
         return 1
 

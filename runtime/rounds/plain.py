@@ -46,7 +46,7 @@ class PlainRound(Round):
     @classmethod
     def fits(cls, decoding: Decoding) -> bool:
         """Where the step's argmax is the choice and there are steps of one token."""
-        return decoding.program.plan.columns == 0 and _one_by_one(decoding)
+        return decoding.program.plan.columns == 0 and one_by_one(decoding)
 
     def run(self, most: int | None) -> int:
         """See `Round.run`."""
@@ -116,7 +116,7 @@ class RestingRound(PlainRound):
     @classmethod
     def fits(cls, decoding: Decoding) -> bool:
         """Where the length policy may want none, and a step without a draft is a plain one."""
-        return decoding.length.record.gives_up and _one_by_one(decoding)
+        return decoding.length.record.gives_up and one_by_one(decoding)
 
     def wants(self) -> int:
         """See `Round.wants`."""
@@ -138,5 +138,6 @@ class RestingRound(PlainRound):
         return made
 
 
-def _one_by_one(decoding: Decoding) -> bool:
+def one_by_one(decoding: Decoding) -> bool:
+    """Whether a step without drafts takes and yields one token of each text, by its argmax."""
     return decoding.argmax_decides and decoding.feeder.width(1, 0) == 1
