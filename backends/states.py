@@ -31,8 +31,13 @@ class _Group:
     data: torch.Tensor
 
     @property
+    def together(self) -> bool:
+        """Whether all sequences have the states in common."""
+        return _BATCH not in self.type.dims
+
+    @property
     def batch_axis(self) -> int:
-        """The axis of `data` that counts sequences."""
+        """The axis of `data` that counts sequences, which have states of their own."""
         return self.type.dims.index(_BATCH) + 1
 
     @property
@@ -205,7 +210,7 @@ class StateBuffers:
     def _move(self, states: Collection[str], sequence: int, start: int, rows: list[int]) -> None:
         index = torch.tensor(rows, device=self.device)
         for group in self.groups:
-            if group.symbol is None:
+            if group.symbol is None or group.together:
                 continue
             axis = group.row_axis - (group.row_axis > group.batch_axis)
             for data in group.of(states):
@@ -231,7 +236,7 @@ class StateBuffers:
         for group in self.groups:
             for place, name in enumerate(group.names):
                 if name in rows:
-                    axis = group.row_axis - 1 - (group.row_axis > group.batch_axis)
+                    axis = self._row_axis(group)
                     stop = start + rows[name].shape[axis]
                     there = self._rows(group, place, sequence, start, stop)
                     _check_alike(name, rows[name], there)
@@ -241,16 +246,21 @@ class StateBuffers:
     def _rows(
         self, group: _Group, place: int, sequence: int, start: int, stop: int
     ) -> torch.Tensor:
-        """A view of the rows of one sequence in one state, [*dims] without B."""
+        """A view of the rows of one sequence, or of all, in one state, [*dims] without B."""
         capacity = self.capacities[str(group.symbol)]
         if not (0 <= sequence < self.batch and 0 <= start <= stop <= capacity):
             raise InputError(
                 f"rows {start} to {stop} of sequence {sequence}: there are {self.batch} sequences "
                 f"of {capacity} rows"
             )
-        whole = group.data[place].select(group.batch_axis - 1, sequence)
-        axis = group.row_axis - 1 - (group.row_axis > group.batch_axis)
-        return whole.narrow(axis, start, stop - start)
+        whole = group.data[place]
+        if not group.together:
+            whole = whole.select(group.batch_axis - 1, sequence)
+        return whole.narrow(self._row_axis(group), start, stop - start)
+
+    def _row_axis(self, group: _Group) -> int:
+        """The axis of rows in what one sequence has of a state."""
+        return group.row_axis - 1 - (not group.together and group.row_axis > group.batch_axis)
 
     def nbytes(self) -> int:
         """Bytes of all buffers."""

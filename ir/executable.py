@@ -130,7 +130,8 @@ class Executable(Protocol):
         """
 
     def write_rows(self, sequence: int, start: int, rows: Mapping[str, torch.Tensor]) -> None:
-        """Put what `read_rows` gave into a sequence's rows from `start` on.
+        """Put what `read_rows` gave into a sequence's rows from `start` on; states that all
+        sequences have in common are the same for each.
 
         Errors: `InputError` for rows that there are not, or of another shape or dtype.
         """

@@ -14,6 +14,7 @@ from .program import Program
 from .protocol import ANCESTORS
 
 DEFAULT = DecodePlan()
+APART = "holds rows that texts share apart"
 
 
 def unmet(program: Program) -> tuple[str, str] | None:
@@ -108,12 +109,14 @@ def _misfits(plan: DecodePlan) -> Iterator[str]:
             )
     if plan.depth.stops:
         yield from _undecided(plan)
-    if plan.depth.stops and not plan.depth.parted and plan.cache != DEFAULT.cache:
+    moves = plan.cache.settles or not plan.cache.aligned
+    if plan.depth.stops and not plan.depth.parted and moves:
+        does = "moves rows after steps" if plan.cache.settles else APART
         yield (
-            f"cache={plan.cache.brief} moves rows after steps, and depth={plan.depth.brief} makes "
+            f"cache={plan.cache.brief} {does}, and depth={plan.depth.brief} makes "
             f"some of them later: leave one of the two out"
         )
-    if plan.step.in_parts and plan.cache != DEFAULT.cache:
+    if plan.step.in_parts and plan.cache.settles:
         yield (
             f"cache={plan.cache.brief} moves rows after steps, and step={plan.step.brief} hands "
             f"rows on from call to call: leave one of the two out"
@@ -121,10 +124,13 @@ def _misfits(plan: DecodePlan) -> Iterator[str]:
     if any(leaf.in_step for leaf in draft.leaves):
         yield from _unchained(plan)
     for leaf in draft.leaves:
-        if plan.cache.most is not None and leaf.cached and not leaf.in_step:
+        if not plan.cache.aligned and leaf.cached and not leaf.in_step:
+            keeps = f"keeps {plan.cache.most} rows at most"
+            if plan.cache.most is None:
+                keeps = APART
             yield (
                 f"draft={leaf.brief} has a cache with a row for every token of the text, and "
-                f"cache={plan.cache.brief} keeps {plan.cache.most} rows at most: draft inside the "
+                f"cache={plan.cache.brief} {keeps}: draft inside the "
                 f"step (unroll_draft, fuse_draft), or with a drafter without a cache"
             )
     if verify.told and not _is_told(plan):

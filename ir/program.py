@@ -34,8 +34,9 @@ STAGES = ("traced", "canonical", "cached")
 class State:
     """A buffer that lives across steps, such as one layer's keys.
 
-    type: with the symbols ``B`` and, if it has rows, the capacity in rows of its class of states:
-    ``C``, ``C.1``, ..., `LOG` for rows of the last step, `SOURCE` for those of a source. part:
+    type: with the symbols ``B``, unless all sequences of a batch have it in common, and, if it has
+    rows, the capacity in rows of its class of states: ``C``, ``C.1``, ..., `LOG` for rows of the
+    last step, `SOURCE` for those of a source. part:
     "key", "value", ... ; layer: whose. Errors: `InputError` for another symbol, of which nobody
     would know the size.
     """
@@ -65,6 +66,11 @@ class State:
     def grows(self) -> bool:
         """Whether it has rows for the tokens of a text, so that steps add some."""
         return self.capacity not in (None, LOG, SOURCE)
+
+    @property
+    def together(self) -> bool:
+        """Whether all sequences of a batch have it in common."""
+        return Sym("B") not in self.type.dims
 
     @property
     def recurrent(self) -> bool:

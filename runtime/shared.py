@@ -34,7 +34,10 @@ def shared_request(decoding: Decoding) -> Request | None:
     often = [list(text) for text, count in times.items() if count > 1]
     # Of a whole text all but the last token: something must be fed to say what follows.
     first, last = min(texts), max(texts)
-    pieces = [text[:-1] for text in often] or [first[: common(first, last, len(first))]]
+    alike = first[: common(first, last, len(first))]
+    # Where rows are held once for all, what only some texts share is each one's own.
+    together = decoding.cache.shares and len(alike) > LEAST
+    pieces = [text[:-1] for text in often if not together] or [alike[: len(first) - 1]]
     starts = kept.find(decoding.feeder.executable, decoding)
     known = [0 if start is None else start.count for start in starts]
     wanted = []

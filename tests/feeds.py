@@ -43,6 +43,7 @@ def step_inputs(program: Program, batch: int = 2, width: int = 5) -> dict[str, t
     function = program.function("step")
     generator = torch.Generator().manual_seed(0)
     sizes = {"B": batch, "T": width, "S": width, "C": width + 3}
+    sizes |= {str(state.capacity): width + 3 for state in program.states.values() if state.grows}
     positions = torch.arange(width).expand(batch, width).contiguous()
     known = {
         "tokens": torch.randint(0, program.info.vocab_size, (batch, width), generator=generator),

@@ -23,6 +23,7 @@ from graftwork.ir.plan import RecyclingDraft, SuffixDraft
 from graftwork.passes import Pass
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.caching.share_prefix import SharePrefix
 from graftwork.passes.depth.skip_layers import SkipLayers
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_model import DraftModel
@@ -75,6 +76,7 @@ MODELS: dict[str, Callable[[], Program]] = {
     "pyramid": lambda: losing("snapkv", recent=8, layers="pyramid"),
     "suffix": lambda: with_plan(plain(), draft=SuffixDraft(tokens=5)),
     "recycling": lambda: with_plan(plain(), draft=RecyclingDraft(nodes=7)),
+    "sharing": lambda: with_plan(SharePrefix().run(plain()).program, draft=SuffixDraft(tokens=5)),
     "eagle": lambda: drafting(DraftEagle()),
     "eagle chain": lambda: drafting(DraftEagle(), UnrollDraft(), FuseDraft()),
     "model": lambda: drafting(DraftModel(model="same")),

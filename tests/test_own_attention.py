@@ -35,6 +35,7 @@ PLACES = {
         *("key", "value", "positions", "cos", "sin", "ancestors", "sinks", "slopes"),
     ),
     "MaskedAttention": ("q", "k", "v", "mask", "bias", "sinks"),
+    "PartialAttention": ("q", "k", "v", "mask", "bias", "sinks"),
     "PickedAttention": ("q", "k", "v", "rows", "sinks"),
 }
 F32, U8 = oir.DataType.FLOAT, oir.DataType.UINT8
@@ -42,6 +43,7 @@ OUTPUTS = {
     "CachedAttention": [F32, F32, F32],
     "CachedQuantizedAttention": [F32, U8, U8, F32, F32],
     "MaskedAttention": [F32],
+    "PartialAttention": [F32, F32],
     "PickedAttention": [F32],
 }
 SIZES: dict[str, dict[str, Any]] = {
@@ -50,6 +52,7 @@ SIZES: dict[str, dict[str, Any]] = {
         **{"interleaved": 0, "threads": 2},
     },
     "MaskedAttention": {"scale": 0.25, "softcap": 0.0, "threads": 2},
+    "PartialAttention": {"scale": 0.25, "softcap": 0.0, "threads": 2},
     "PickedAttention": {"scale": 0.25, "softcap": 0.0, "threads": 2},
 }
 SIZES["CachedQuantizedAttention"] = SIZES["CachedAttention"]

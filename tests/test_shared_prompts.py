@@ -52,7 +52,9 @@ def test_texts_are_those_of_each_alone(kind: str, backend: str) -> None:
     assert again.stats.shared_tokens == 0 and again.stats.reused_tokens > 2 * 60
 
 
-@pytest.mark.parametrize("name", ["window", "snapkv", "h2o", "recycling", "eagle", "skipping"])
+@pytest.mark.parametrize(
+    "name", ["window", "snapkv", "h2o", "recycling", "eagle", "skipping", "sharing"]
+)
 def test_caches_that_lose_rows_and_drafters_share_what_they_can(name: str) -> None:
     """Prompts that end in a block and at its ends, too."""
     for length in (64, 65, 70):

@@ -202,6 +202,7 @@ void graftwork::attend(const Masked& of, const Team& team) {
             query.bias = of.bias ? of.bias + place * of.C : nullptr;
             query.sink = of.sinks ? of.sinks + group % of.G * each + row / of.T : nullptr;
             query.out = of.out + place * of.E;
+            query.weight = of.weight ? of.weight + place : nullptr;
             return query;
         });
     });

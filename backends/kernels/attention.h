@@ -16,16 +16,16 @@ struct Stored {
     bool turned;
 };
 
-// `graftwork.attend` and `graftwork.attend_quantized`: q [B,H,T,D], k [B,G,C,D], v [B,G,C,E], mask
-// [B,1,T,C] and, unless they are null, steps of k and v, bias [B,H,T,C], sinks [H]; out [B,H,T,E]. A
-// softcap of 0 is none.
+// `graftwork.attend`, `graftwork.attend_part` and `graftwork.attend_quantized`: q [B,H,T,D], k [B,G,C,D], v [B,G,C,E], mask
+// [B,1,T,C] and, unless they are null, steps of k and v, bias [B,H,T,C], sinks [H]; out [B,H,T,E] and,
+// unless it is null, weight [B,H,T]. A softcap of 0 is none.
 struct Masked {
     const float* q;
     const void *k, *v;
     const float *k_steps, *v_steps;
     const uint8_t* mask;
     const float *bias, *sinks;
-    float* out;
+    float *out, *weight;
     int64_t B, H, G, T, C, D, E;
     float scale, softcap;
     Stored stored;

@@ -5,7 +5,8 @@
 //   FloatLinear(x, packed, scale, offset?, codebook?, bias?; bits, group, N) -> y
 //   QuantizedExperts(x, experts, packed, scale, offset?, bias?; bits, group, N, E, rounded) -> y
 //   QuantizedEmbedding(ids, weight, scale, offset?, codebook?; bits, group) -> y
-//   CachedAttention, CachedQuantizedAttention, MaskedAttention, PickedAttention: see ort_attention.h
+//   CachedAttention, CachedQuantizedAttention, MaskedAttention, PartialAttention, PickedAttention:
+//   see ort_attention.h
 
 #include "ort_attention.h"
 #include "ort_recurrent.h"
@@ -237,7 +238,8 @@ extern "C" ort::Status* RegisterCustomOps(ort::Options* options, const ort::ApiB
         static const Op<Embedding> embedding;
         static const Op<CachedNode<false>> cached;
         static const Op<CachedNode<true>> cached_quantized;
-        static const Op<MaskedAttention> masked;
+        static const Op<MaskedNode<false>> masked;
+        static const Op<MaskedNode<true>> partial;
         static const Op<PickedAttention> picked;
         static const Op<LinearAttentionStep> recurrence;
         static ort::Domain* const domain = [&] {  // sessions use it as long as they live
@@ -249,6 +251,7 @@ extern "C" ort::Status* RegisterCustomOps(ort::Options* options, const ort::ApiB
             api->add_op(made, &cached);
             api->add_op(made, &cached_quantized);
             api->add_op(made, &masked);
+            api->add_op(made, &partial);
             api->add_op(made, &picked);
             api->add_op(made, &recurrence);
             return made;

@@ -175,7 +175,8 @@ void linear_attention_step(
     step(given, Threads(threads));
 }
 
-// `graftwork.attend`, and with steps `graftwork.attend_quantized`; see attention.h.
+// `graftwork.attend`, with a weight `graftwork.attend_part`, and with steps
+// `graftwork.attend_quantized`; see attention.h.
 void attend(
     const float* q,
     const void* k,
@@ -186,6 +187,7 @@ void attend(
     const float* bias,
     const float* sinks,
     float* out,
+    float* weight,
     int64_t B,
     int64_t H,
     int64_t G,
@@ -198,7 +200,7 @@ void attend(
     int64_t bits,
     int64_t turned,
     int64_t threads) {
-    const Masked given = {q,   k, v, k_steps, v_steps, mask, bias,   sinks,    out,
+    const Masked given = {q,   k, v, k_steps, v_steps, mask, bias,   sinks,    out, weight,
                           B,   H, G, T,       C,       D,    E,      *scale,   *softcap,
                           {bits, turned != 0}};
     attend(given, Threads(threads));

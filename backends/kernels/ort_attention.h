@@ -6,11 +6,12 @@
 //   CachedQuantizedAttention(query, past_key, past_value, past_key_steps, past_value_steps, past, ...
 //     as above; bits, turned, ...) -> (out, key, value, key_steps, value_steps)
 //   MaskedAttention(q, k, v, mask, bias?, sinks?; scale, softcap, threads) -> out
+//   PartialAttention(as MaskedAttention) -> (out, weight)
 //   PickedAttention(q, k, v, rows, sinks?; scale, softcap, threads) -> out
 //
 // They are graftwork.ort_attend and ort_attend_quantized, where the last dimension of query, key, value
-// and out is that of all heads, graftwork.attend and graftwork.attend_rows. Caches are written where they lie, if key and value are bound to
-// the memory of past_key and past_value.
+// and out is that of all heads, graftwork.attend, attend_part and attend_rows. Caches are written where
+// they lie, if key and value are bound to the memory of past_key and past_value.
 
 #pragma once
 
@@ -144,9 +145,11 @@ struct CachedNode : AttentionNode {
     }
 };
 
-struct MaskedAttention : AttentionNode {
-    static constexpr const char* NAME = "MaskedAttention";
-    static constexpr int REQUIRED = 4, INPUTS = 6, OUTPUTS = 1;
+// PART: whether it says how much the rows weigh that tokens see, of which there may be none.
+template <bool PART>
+struct MaskedNode : AttentionNode {
+    static constexpr const char* NAME = PART ? "PartialAttention" : "MaskedAttention";
+    static constexpr int REQUIRED = 4, INPUTS = 6, OUTPUTS = PART ? 2 : 1;
     static ort::Element input(int place) { return place == 3 ? ort::BOOL : ort::FLOAT; }
     static ort::Element output(int) { return ort::FLOAT; }
 
@@ -168,10 +171,11 @@ struct MaskedAttention : AttentionNode {
         want(bias.is({B, H, T, C}), "bias must be [B, H, T, C]");
         want(sinks.is({H}), "sinks must be [H]");
         float* const out = api.data<float>(api.output(context, 0, {B, H, T, E}));
+        float* const weight = PART ? api.data<float>(api.output(context, 1, {B, H, T})) : nullptr;
         const Masked given = {
             q.data<float>(api), k.data<float>(api), v.data<float>(api), nullptr, nullptr,
             mask.data<uint8_t>(api), bias.data<float>(api), sinks.data<float>(api),
-            out, B, H, G, T, C, D, E, scale, softcap, {32, false}};
+            out, weight, B, H, G, T, C, D, E, scale, softcap, {32, false}};
         attend(given, Pool(api, context, threads));
     }
 };

@@ -1,5 +1,7 @@
 #include "query_rows.h"
 
+#include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "lanes.h"
@@ -184,8 +186,9 @@ Lanes distances(const Slope& of, int64_t c) {
     return found;
 }
 
-// Turns scores [rows] of a query row into weights; what they add up to. Rows in parts of LANES.
-float soften(float* scores, int64_t rows, const float* sink) {
+// Turns scores [rows] of a query row into weights; what they add up to. Rows in parts of LANES. weight:
+// see `Query`.
+float soften(float* scores, int64_t rows, const float* sink, float* weight) {
     Lanes most = splat(-INFINITY);
     for (int64_t c = 0; c < rows; c += LANES) {
         const Lanes score = load<Lanes>(scores + c);
@@ -193,13 +196,20 @@ float soften(float* scores, int64_t rows, const float* sink) {
     }
     float largest = sink ? *sink : -INFINITY;
     for (int lane = 0; lane < LANES; lane++) largest = std::max(largest, most[lane]);
+    if (weight && largest == -INFINITY) {
+        std::fill_n(scores, rows, 0.0f);
+        *weight = largest;
+        return 1;
+    }
     Lanes sums[1] = {};
     for (int64_t c = 0; c < rows; c += LANES) {
         const Lanes weight = exponential(load<Lanes>(scores + c) - largest);
         store(scores + c, weight);
         sums[0] += weight;
     }
-    return add_up(sums)[0] + (sink ? exponential(*sink - largest) : 0);
+    const float total = add_up(sums)[0] + (sink ? exponential(*sink - largest) : 0);
+    if (weight) *weight = largest + std::log(total);
+    return total;
 }
 
 // Weights [rows] of a query row from the first on, made those of values' whole numbers; what is to be
@@ -288,7 +298,8 @@ void attend_kind(const Attention& of, const Query* queries, int64_t count) {
         });
     }
     for (int64_t row = 0; row < count; row++) {
-        totals[row] = soften(weights + row * stride, stride, queries[row].sink);
+        const Query& query = queries[row];
+        totals[row] = soften(weights + row * stride, stride, query.sink, query.weight);
         if (values.steps) added[row] = fold_steps(weights + row * stride, values, begin, rows);
     }
     by_rows(count, [&](auto rows_at_once, int64_t first) {

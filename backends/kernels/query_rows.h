@@ -36,7 +36,8 @@ struct Slope {
     const int64_t* positions;
 };
 
-// A query row, the cache rows that it sees, and where its result goes.
+// A query row, the cache rows that it sees, and where its result goes. If it sees none, that is 0, and
+// its weight -infinity.
 //
 // It sees those from `first` up to `open`, and of those from there up to `end` the ones with a mark.
 struct Query {
@@ -47,6 +48,7 @@ struct Query {
     const Slope* slope;       // or null
     const float* sink;        // a score that takes weight and adds nothing, or null
     float* out;               // as wide as values
+    float* weight;            // the logarithm of the sum of its scores' exponentials, or null
 };
 
 // The results of up to TOGETHER rows.

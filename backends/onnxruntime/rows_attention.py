@@ -90,6 +90,22 @@ def own_attend(
     return e.own("MaskedAttention", q, k, v, mask, bias, sinks, **options)
 
 
+@row(G.attend_part.default, when=_is_own, native=True)
+def own_attend_part(
+    e: Emitter,
+    q: oir.Value,
+    k: oir.Value,
+    v: oir.Value,
+    mask: oir.Value,
+    bias: oir.Value | None,
+    sinks: oir.Value | None,
+    scale: float,
+    softcap: float | None,
+) -> Any:
+    options = {"scale": scale, "softcap": softcap or 0.0, "threads": e.threads}
+    return e.own("PartialAttention", q, k, v, mask, bias, sinks, **options, outputs=2)
+
+
 @row(G.attend_rows.default, when=_is_own, native=True)
 def own_attend_rows(
     e: Emitter,

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ir.ops import norm, quantized_cache, sparse
+from ...ir.ops import norm, quantized_cache, shared, sparse
 from ...ir.ops.attention import check_attend
 from . import native, native_attention, native_quantized, native_recurrent
 from .rows import Row
@@ -95,6 +95,29 @@ def attend(
     sinks = None if sinks is None else sinks.float()
     result: Tensor = native_attention.attend(q, k, v, mask, bias, sinks, scale, softcap or 0.0)
     return result
+
+
+def attend_part(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`graftwork.attend_part`; native in float32."""
+    check_attend(q, k, v, mask, bias, sinks)
+    found: tuple[Tensor, Tensor]
+    if not _float32(q, k, v) or softcap == 0:
+        found = shared.attend_part(q, k, v, mask, bias, sinks, scale=scale, softcap=softcap)
+        return found
+    bias = None if bias is None else bias.float()
+    sinks = None if sinks is None else sinks.float()
+    found = native_attention.attend_part(q, k, v, mask, bias, sinks, scale, softcap or 0.0)
+    return found
 
 
 def attend_quantized(
@@ -239,6 +262,7 @@ CPU_ROWS: dict[Any, Row] = {
     native_quantized.LINEAR: native_quantized.quantized_linear,
     native_quantized.EMBEDDING: native_quantized.quantized_embedding,
     torch.ops.graftwork.attend.default: attend,
+    torch.ops.graftwork.attend_part.default: attend_part,
     torch.ops.graftwork.attend_quantized.default: attend_quantized,
     torch.ops.graftwork.attend_rows.default: attend_rows,
     torch.ops.graftwork.quantize_rows.default: quantize_rows,

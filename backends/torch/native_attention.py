@@ -64,9 +64,39 @@ def attend(
     batch, heads, width, dim = q.shape
     groups, rows, wide = v.shape[1:]
     sizes = batch, heads, groups, width, rows, dim, wide
-    tensors = q, k, v, None, None, mask, bias, sinks, result
+    tensors = q, k, v, None, None, mask, bias, sinks, result, None
     attend_kernel(*tensors, *sizes, scale, softcap, FLOATS, 0, torch.get_num_threads())
     return result
+
+
+def _attend_part_like(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _attend_like(q, k, v), q.new_empty(q.shape[:3])
+
+
+@native_op(
+    "attend_part(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor? bias, Tensor? sinks, "
+    "float scale, float softcap) -> (Tensor, Tensor)",
+    _check_attend,
+    _attend_part_like,
+)
+def attend_part(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """`graftwork.attend_part` in float32, otherwise as `attend`."""
+    result, weight = _attend_part_like(q, k, v)
+    batch, heads, width, dim = q.shape
+    groups, rows, wide = v.shape[1:]
+    sizes = batch, heads, groups, width, rows, dim, wide
+    tensors = q, k, v, None, None, mask, bias, sinks, result, weight
+    attend_kernel(*tensors, *sizes, scale, softcap, FLOATS, 0, torch.get_num_threads())
+    return result, weight
 
 
 def _check_attend_quantized(
@@ -121,7 +151,7 @@ def attend_quantized(
     batch, heads, width, dim = q.shape
     groups, rows = k.shape[1:3]
     sizes = batch, heads, groups, width, rows, dim, result.shape[3]
-    tensors = q, k, v, k_steps, v_steps, mask, bias, sinks, result
+    tensors = q, k, v, k_steps, v_steps, mask, bias, sinks, result, None
     attend_kernel(*tensors, *sizes, scale, softcap, bits, int(turned), torch.get_num_threads())
     return result
 

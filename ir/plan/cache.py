@@ -11,7 +11,7 @@ from ..contract import Contract
 from ..errors import InputError
 from .base import Record, Returned, record
 from .bounds import Budgets, Context, Nodes
-from .held import First, Groups, Held, Latest
+from .held import First, Groups, Held, Latest, Together
 
 if TYPE_CHECKING:
     from .decode import DecodePlan
@@ -54,6 +54,17 @@ class CacheRecord(Record):
         return False
 
     @property
+    def aligned(self) -> bool:
+        """Whether states that steps write hold a text's tokens from the first one on, so that
+        caches of drafts, which do, may stand beside them."""
+        return self.most is None
+
+    @property
+    def settles(self) -> bool:
+        """Whether something must happen to the states between steps."""
+        return True
+
+    @property
     def widths(self) -> tuple[int, ...]:
         """Columns that pieces of prompts often have."""
         return ()
@@ -65,6 +76,47 @@ class KeepAll(CacheRecord):
     """The cache keeps every committed token's rows."""
 
     kind: ClassVar[str] = "all"
+
+    @property
+    def settles(self) -> bool:
+        """See `CacheRecord.settles`."""
+        return False
+
+
+@record
+@dataclass(frozen=True)
+class KeepShared(CacheRecord):
+    """The cache keeps every token's rows, those that all texts of a batch begin with once.
+
+    capacity: of states with those rows, which have no batch: of each state that steps write there
+    is one, whose name ends in `part`. held_rows: the state whose first number says how many.
+    """
+
+    capacity: str = "C.1"
+    held_rows: str = "shared.held"
+    kind: ClassVar[str] = "shared"
+    contract: ClassVar[Contract] = Contract.EXACT
+    part: ClassVar[str] = "shared"
+
+    def check(self) -> None:
+        """See `Record.check`."""
+        if not _OWN.fullmatch(self.capacity):
+            raise InputError(f"shared: capacity={self.capacity!r}, expected a name such as C.1")
+
+    @property
+    def held(self) -> Mapping[str, Held]:
+        """See `CacheRecord.held`."""
+        return {self.capacity: Together()}
+
+    @property
+    def aligned(self) -> bool:
+        """See `CacheRecord.aligned`: a text's own rows begin behind the shared ones."""
+        return False
+
+    @property
+    def settles(self) -> bool:
+        """See `CacheRecord.settles`."""
+        return False
 
 
 @record

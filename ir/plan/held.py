@@ -92,3 +92,19 @@ class Groups(Held):
     def fits(self, capacity: int) -> int:
         """See `Held.fits`."""
         return capacity * self.each
+
+
+@dataclass(frozen=True)
+class Together(Held):
+    """The states have rows that all texts of a batch begin with, which steps do not write."""
+
+    def rows(self, rows: int) -> int:
+        """See `Held.rows`: none is a text's own."""
+        return 0
+
+    def capacity(self, rows: int, rounded: Callable[[int], int]) -> int:
+        """See `Held.capacity`: room for more is made by whoever has something to share."""
+        return rounded(1)
+
+    def fits(self, capacity: int) -> None:
+        """See `Held.fits`."""

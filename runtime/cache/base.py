@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from ...ir.executable import Executable
 from ..asking.text import Text
@@ -15,17 +17,26 @@ class CachePolicy:
 
     most: rows that they hold of a sequence at most; None: one for every token of its text. least:
     tokens of a run behind an edit whose rows may be kept (see `runtime/edits`); None: no rows may.
+    shares: whether rows that all texts of a batch begin with are held once; shared: how many are.
     Register a subclass with ``@CACHES.register(ItsRecord)`` in its own file of this folder.
     """
 
     most: int | None = None
     least: int | None = None
+    shares: bool = False
+    shared: int = 0
 
     def __init__(self, record: Any, executable: Executable) -> None:
         self.record, self.executable = record, executable
 
     def begin(self, batch: int) -> None:
         """A generation of so many new sequences starts; their states hold nothing."""
+
+    def share(self, texts: Sequence[Text], known: Sequence[int]) -> None:
+        """Set `shared`, where rows of the first `known[b]` tokens of each text are to be had."""
+
+    def place(self, rows: Mapping[str, torch.Tensor]) -> None:
+        """Put the `shared` rows of these states where all sequences have them in common."""
 
     def room(self, rows: Sequence[int]) -> int | None:
         """Tokens that a step may add to every sequence before the policy must have its turn.

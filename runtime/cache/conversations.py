@@ -157,13 +157,19 @@ class Conversations:
         axes = {name: _row_axis(program, name) for name in conversation.states}
         return {n: t.narrow(axes[n], start, count) for n, t in conversation.states.items()}
 
-    def place(self, executable: Executable, starts: Sequence[Start | None], rows: int) -> None:
+    def place(
+        self,
+        executable: Executable,
+        starts: Sequence[Start | None],
+        cache: CachePolicy,
+        rows: int,
+    ) -> None:
         """Begin with the rows of the conversations that texts go on from; `rows` is room to make.
 
-        Until `leave`, nothing counts as lying in the buffers.
+        cache: says what they share. Until `leave`, nothing counts as lying in the buffers.
         """
         lying, self.lying = self.lying, []
-        stay = _stays(lying, starts)
+        stay = not cache.shared and _stays(lying, starts)
         for slot, conversation in enumerate(lying):
             if conversation is None:
                 continue
@@ -177,17 +183,23 @@ class Conversations:
             executable.begin(len(starts), rows)
         for slot, start in enumerate(starts):
             if start is not None and not (stay and start.conversation is lying[slot]):
-                self._write(executable, slot, start)
+                self._write(executable, slot, start, cache)
 
-    def _write(self, executable: Executable, slot: int, start: Start) -> None:
+    def _write(self, executable: Executable, slot: int, start: Start, cache: CachePolicy) -> None:
         conversation = start.conversation
         assert conversation.states is not None  # put away, if it lay elsewhere
         if conversation in self.stored:
             self.stored.remove(conversation)
             self.stored.append(conversation)
         rows, program = conversation.rows_at(start.count), executable.program
-        executable.reserve(max(rows, 1))
+        own = rows - cache.shared
+        executable.reserve(max(own, 1))
         held = {n: _first_rows(program, n, t, rows) for n, t in conversation.states.items()}
+        if cache.shared:
+            axes = {name: _row_axis(program, name) for name in held}
+            if slot == 0:
+                cache.place({n: t.narrow(axes[n], 0, cache.shared) for n, t in held.items()})
+            held = {n: t.narrow(axes[n], cache.shared, own) for n, t in held.items()}
         executable.write_rows(slot, 0, held)
 
     def put_away(self, executable: Executable, slot: int, conversation: Conversation) -> None:
@@ -214,14 +226,14 @@ class Conversations:
 
     def retire(self, executable: Executable, slot: int, going: Going) -> None:
         """A text is finished and others go on: steps write over its first rows from now on."""
-        if going.program.recurrent:
+        if not _stands_alone(going):
             return
         self.put_away(executable, slot, _left(going, slot))
 
     def leave(self, executable: Executable, going: Going, retired: set[int]) -> None:
         """The generation is over; the rows of its texts lie in the buffers, but for those of
         `retired` ones."""
-        slots = range(0 if going.program.recurrent else len(going.texts))
+        slots = range(len(going.texts) if _stands_alone(going) else 0)
         self.lying = [None if slot in retired else _left(going, slot) for slot in slots]
         self.begun = executable.begun
 
@@ -240,8 +252,9 @@ def deciding(program: Program) -> tuple[Any, ...]:
 
 
 def kept_states(program: Program) -> list[str]:
-    """The states that hold something of a text itself, and not of what it is written from."""
-    return [name for name, state in program.states.items() if state.capacity != SOURCE]
+    """The states that hold something of a text itself, and not of what it is written from, or of
+    what it has in common with others."""
+    return [n for n, s in program.states.items() if s.capacity != SOURCE and not s.together]
 
 
 def rows_of(program: Program, state: str, rows: int) -> int:
@@ -282,6 +295,12 @@ def _reach(going: Going, conversation: Conversation, same: int) -> int:
     fed, memo = len(conversation.tokens), memo_of(going, conversation)
     count = min(going.drafter.reach(memo, same), going.depth.reach(memo, same))
     return going.cache.back_to(fed, count) if count > 0 else 0
+
+
+def _stands_alone(going: Going) -> bool:
+    """Whether what lies in the buffers of a text is all of it: not where a recurrence holds it, and
+    not where others share its beginning, which is kept as a text of its own."""
+    return not going.program.recurrent and not going.cache.shared
 
 
 def _left(going: Going, slot: int) -> Conversation:

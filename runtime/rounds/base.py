@@ -121,7 +121,9 @@ class Decoding:
             self.feeder.begin(rows, columns)
             return [None] * len(self.texts)
         starts = self.kept.find(executable, self)
-        self.feeder.begin(rows, columns, partial(self.kept.place, executable, starts))
+        self.cache.share(self.texts, [0 if start is None else start.count for start in starts])
+        begin = partial(self.kept.place, executable, starts, self.cache)
+        self.feeder.begin(rows - self.cache.shared, columns, begin)
         return starts
 
     def _resume(self, index: int, start: Start | None) -> int:
@@ -130,7 +132,8 @@ class Decoding:
             return 0
         conversation, count, text = start.conversation, start.count, self.texts[index]
         missing = len(conversation.tokens) - count
-        text.rows, text.position = conversation.rows - missing, conversation.position - missing
+        text.rows = conversation.rows - missing - self.cache.shared
+        text.position = conversation.position - missing
         memo = memo_of(self, conversation)
         self.drafter.resume(index, memo, count)
         self.depth.resume(index, memo, count)

@@ -30,7 +30,7 @@ from graftwork.backends.torch import (
     native_attention,
     native_recurrent,
 )
-from graftwork.ir.ops import attention, norm, quantized_cache, recurrent, sparse
+from graftwork.ir.ops import attention, norm, quantized_cache, recurrent, shared, sparse
 
 sys.path.append(str(Path(__file__).parents[1]))
 import few_bits
@@ -130,6 +130,23 @@ def native_attend(make: Maker) -> Case:
 
     case.options["softcap"] = case.options["softcap"] or None
     return Case("attend", call, meaning, case.operands, case.options, fake=True)
+
+
+def native_attend_part(make: Maker) -> Case:
+    case = native_attend(make)
+    if make.random.random() < 0.3:
+        case.operands["mask"][..., :1] = False  # some tokens see no row
+
+    def meaning(*tensors: Any, scale: float, softcap: float | None) -> Any:
+        q, k, v, _, *extra = tensors
+        want(all(t is None or t.dtype == F32 for t in (q, k, v, *extra)))
+        return shared.attend_part(*tensors, scale=scale, softcap=softcap)
+
+    def call(*tensors: Any, scale: float, softcap: float | None) -> Any:
+        return native_attention.attend_part(*tensors, scale, softcap or 0.0)
+
+    near = {"rtol": 1e-4, "atol": 1e-4}
+    return Case("attend_part", call, meaning, case.operands, case.options, tolerance=near)
 
 
 def native_indices(make: Maker) -> Case:
@@ -302,6 +319,7 @@ MAKERS: list[Callable[[Maker], Case]] = [
     few_bits.native_quantized_embedding,
     native_quantize_rows,
     native_attend_quantized,
+    native_attend_part,
     native_attend_rows,
     native_linear_attention_step,
     *(

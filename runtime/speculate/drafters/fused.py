@@ -19,8 +19,8 @@ class FusedDrafter(ChainDrafter):
     """The chain that follows the text if the argmax decides what the text is.
 
     Where it does not (sampling, penalties), `apart` makes the chain in a call of its own; nothing
-    is drafted if the caches lose rows, because then only the step knows which of the draft's are
-    whose.
+    is drafted where only the step knows which of the draft's rows are whose: where caches lose
+    rows, or hold shared ones apart.
     """
 
     record: FusedDraft
@@ -28,8 +28,8 @@ class FusedDrafter(ChainDrafter):
     def __init__(self, record: FusedDraft, setting: Setting) -> None:
         super().__init__(record, setting)
         self.apart: GrownDrafter | None = None
-        loses = self.executable.program.plan.cache.most is not None
-        if not self.options.by_argmax and not loses:
+        aligned = self.executable.program.plan.cache.aligned
+        if not self.options.by_argmax and aligned:
             self.apart = GrownDrafter(record.draft, setting)
             self.wants, self.reads = self.apart.wants, self.apart.reads
         elif self.options.by_argmax:
