@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from systems import (
     Batch,
+    System,
     add_arguments,
     optimized,
     read_prompts,
@@ -60,13 +61,16 @@ def measure(args: argparse.Namespace, target: str, prompts: Batch) -> list[list[
 
 
 def prove(
-    args: argparse.Namespace, wanted: Sequence[list[int]], prompts: Batch, key: tuple[str, str, int]
+    args: argparse.Namespace,
+    system: System,
+    wanted: Sequence[list[int]],
+    prompts: Batch,
+    key: tuple[str, str, int],
 ) -> Row:
     """One recipe on one target in batches of one size, next to the `wanted` texts."""
     name, target, size = key
     batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
     begun = time.perf_counter()
-    system = optimized(args.model, with_settings(name, args.set), target, args.threads)
     texts: list[list[int]] = []
     accepted = []
     for batch in batches:
@@ -135,11 +139,17 @@ def main() -> None:
         for size in args.batches.split(",")
     ]
     wanted: dict[str, list[list[int]]] = {}
+    made: tuple[tuple[str, str], System] | None = None
     for key in (key for key in keys if key not in done):
         target = key[1] if args.reference else ""
         if target not in wanted:
             wanted[target] = measure(args, target, prompts)
-        row = prove(args, wanted[target], prompts, key)
+        if made is None or made[0] != key[:2]:
+            made = None  # two programs at a time would take twice the memory
+            gc.collect()
+            recipe = with_settings(key[0], args.set)
+            made = key[:2], optimized(args.model, recipe, key[1], args.threads)
+        row = prove(args, made[1], wanted[target], prompts, key)
         rows.append(row)
         print(
             f"{row['recipe']} on {row['target']}, batch {row['batch']}: {row['same']}/"
@@ -150,7 +160,6 @@ def main() -> None:
         if args.json:
             with args.json.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-        gc.collect()
     whose = args.reference or "transformers"
     title = f"{args.model.name}: texts equal to {whose}'s (tokens a step)"
     console = Console()

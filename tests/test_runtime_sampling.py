@@ -208,27 +208,41 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "size", "options"), CASES, ids=str)
-def test_samples_follow_the_models_distribution(name, size, options):
-    (batch, calls), draft = size, DRAFTS[name]
-    executable = TableExecutable(RULE, program(VOCAB, draft=draft))
+def texts_drawn(
+    executable: TableExecutable,
+    prompt: Sequence[int],
+    length: int,
+    size: tuple[int, int],
+    options: dict[str, float],
+) -> tuple[Counter, int, int]:
+    """Continuations of `length` tokens that are drawn in `size` = (batch, calls), draft tokens that
+    were kept, and all of them."""
+    batch, calls = size
     generator = torch.Generator().manual_seed(batch)
-    ids = torch.tensor([PROMPT] * batch)
+    ids = torch.tensor([list(prompt)] * batch)
     drawn: Counter = Counter()
     accepted = drafted = 0
     for _ in range(calls):
         result = generate(
             executable,
             ids,
-            max_new_tokens=LENGTH,
+            max_new_tokens=length,
             do_sample=True,
             generator=generator,
             return_dict_in_generate=True,
             **options,
         )
-        drawn.update(map(tuple, result.sequences[:, len(PROMPT) :].tolist()))
+        drawn.update(map(tuple, result.sequences[:, len(prompt) :].tolist()))
         accepted += result.stats.accepted_tokens
         drafted += result.stats.draft_tokens
+    return drawn, accepted, drafted
+
+
+@pytest.mark.parametrize(("name", "size", "options"), CASES, ids=str)
+def test_samples_follow_the_models_distribution(name, size, options):
+    draft = DRAFTS[name]
+    executable = TableExecutable(RULE, program(VOCAB, draft=draft))
+    drawn, accepted, drafted = texts_drawn(executable, PROMPT, LENGTH, size, options)
     assert_distributed(drawn, exact({"top_k": 50, **options}))
     # The test says something about drafts only if some are kept and some are not.
     assert (draft is None and drafted == 0) or 0.05 < accepted / drafted < 0.95

@@ -12,7 +12,7 @@ import pytest
 import torch
 from runtime_drafts import RuleDraft
 from runtime_models import TableExecutable, markov, plain, program
-from test_runtime_sampling import assert_distributed, theirs_warped
+from test_runtime_sampling import assert_distributed, texts_drawn, theirs_warped
 from tiny import tiny_llama
 
 from graftwork.backends import Target, compile
@@ -73,25 +73,8 @@ def sample(
     options: dict[str, float],
 ) -> tuple[Counter, float]:
     """Continuations of `size` = (batch, calls) and the share of draft tokens that were kept."""
-    batch, calls = size
     executable = TableExecutable(RULE, program(VOCAB, draft=draft, tree=tree, verify=verify))
-    generator = torch.Generator().manual_seed(batch)
-    ids = torch.tensor([PROMPT] * batch)
-    drawn: Counter = Counter()
-    accepted = drafted = 0
-    for _ in range(calls):
-        result = generate(
-            executable,
-            ids,
-            max_new_tokens=LENGTH,
-            do_sample=True,
-            generator=generator,
-            return_dict_in_generate=True,
-            **options,
-        )
-        drawn.update(map(tuple, result.sequences[:, len(PROMPT) :].tolist()))
-        accepted += result.stats.accepted_tokens
-        drafted += result.stats.draft_tokens
+    drawn, accepted, drafted = texts_drawn(executable, PROMPT, LENGTH, size, options)
     return drawn, accepted / drafted
 
 

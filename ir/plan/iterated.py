@@ -14,18 +14,9 @@ if TYPE_CHECKING:
     from .decode import DecodePlan
 
 
-@policy
 @dataclass(frozen=True)
-class JacobiDraft(DraftRecord):
-    """A block of guesses that every step replaces by what the target says after each of them.
-
-    Jacobi decoding (Santilli et al. 2023). tokens: of the block. Needs the step's ``argmax`` (pass
-    add_argmax), which is the next guess.
-    """
-
-    tokens: Nodes = 10
-    kind: ClassVar[str] = "jacobi"
-    requires: ClassVar[frozenset[str]] = frozenset({"argmax", "cached"})
+class GuessDraft(DraftRecord):
+    """Base of drafts that the step's ``argmax`` (pass add_argmax) corrects at every place."""
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         """See `Record.calls`."""
@@ -41,6 +32,20 @@ class JacobiDraft(DraftRecord):
         """True."""
         return True
 
+
+@policy
+@dataclass(frozen=True)
+class JacobiDraft(GuessDraft):
+    """A block of guesses that every step replaces by what the target says after each of them.
+
+    Jacobi decoding (Santilli et al. 2023). tokens: of the block. Needs the step's ``argmax`` (pass
+    add_argmax), which is the next guess.
+    """
+
+    tokens: Nodes = 10
+    kind: ClassVar[str] = "jacobi"
+    requires: ClassVar[frozenset[str]] = frozenset({"argmax", "cached"})
+
     @property
     def most(self) -> int:
         """`tokens`."""
@@ -49,7 +54,7 @@ class JacobiDraft(DraftRecord):
 
 @policy
 @dataclass(frozen=True)
-class LookaheadDraft(DraftRecord):
+class LookaheadDraft(GuessDraft):
     """N-grams that the target itself came up with in a window of guesses ahead.
 
     Lookahead decoding (Fu et al. 2024): guesses and n-grams to verify share a step as branches of
@@ -64,20 +69,6 @@ class LookaheadDraft(DraftRecord):
     kind: ClassVar[str] = "lookahead"
     requires: ClassVar[frozenset[str]] = frozenset({"argmax", "cached", "trees"})
     branches: ClassVar[bool] = True
-
-    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
-        yield plan.step.plain, {"argmax": ("", "")}
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """What the target says after each guess."""
-        return ("argmax",)
-
-    @property
-    def always(self) -> bool:
-        """True."""
-        return True
 
     @property
     def most(self) -> int:

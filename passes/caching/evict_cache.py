@@ -44,12 +44,12 @@ import torch.fx
 from pydantic import Field
 
 from ...ir import Function, PassError, Program, Role, State, Sym, TensorType, type_of
-from ...ir.contract import Contract
 from ...ir.plan import Evict
 from ...ir.protocol import INPUTS
-from ..engine.base import Effect, Evidence, Outcome, Pass, TextSample, register
+from ..engine.base import Evidence, Outcome, TextSample, register
 from ..fusing.dce import sweep
 from .cached_rows import ATTENDS, CachedRows, Written, written
+from .contents import CacheContents
 from .evict_settings import FOUND, Settings, refuse
 from .layer_budgets import narrow, narrowed
 from .rotation import table_of
@@ -62,7 +62,7 @@ Rows = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
 @register
-class EvictCache(Pass):
+class EvictCache(CacheContents):
     """method: which rows count (see `row_scores`). budget: rows that are kept. block: rows that
     come before some are dropped. sinks, recent: of the kept ones, those that always stay, at the
     start and at the end; -1: as the method has it. positions: "absolute" or "cache", see above.
@@ -89,12 +89,6 @@ class EvictCache(Pass):
     length: Rows = 2048
 
     name: ClassVar[str] = "evict_cache"
-    contract: ClassVar[Contract] = Contract.APPROXIMATE
-    requires: ClassVar[frozenset[str]] = frozenset({"cached"})
-    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.CACHE_CONTENTS})
-    reads: ClassVar[frozenset[Effect]] = frozenset(
-        {Effect.CACHE_LAYOUT, Effect.DECODE_PLAN, Effect.FUNCTIONS, Effect.LAYER_SET}
-    )
 
     @property
     def text(self) -> TextSample | None:

@@ -36,15 +36,14 @@ import torch
 import torch.fx
 
 from ...ir import Function, PassError, Program, Role, State, TensorType, arguments, site_of, type_of
-from ...ir.contract import Contract
-from ...ir.plan import KeepAll
-from ..engine.base import Effect, Outcome, Pass, register
+from ..engine.base import Outcome, register
+from .contents import MOVED, CacheContents
 
 G = torch.ops.graftwork
 
 
 @register
-class QuantizeCache(Pass):
+class QuantizeCache(CacheContents):
     """bits: of a number, 4 or 8. turned: whether rows are turned by a Hadamard matrix first, so
     that no channel is larger than the others by far."""
 
@@ -52,20 +51,10 @@ class QuantizeCache(Pass):
     turned: bool = True
 
     name: ClassVar[str] = "quantize_cache"
-    contract: ClassVar[Contract] = Contract.APPROXIMATE
-    requires: ClassVar[frozenset[str]] = frozenset({"cached"})
-    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.CACHE_CONTENTS})
-    reads: ClassVar[frozenset[Effect]] = frozenset(
-        {Effect.CACHE_LAYOUT, Effect.FUNCTIONS, Effect.LAYER_SET}
-    )
 
     def run(self, program: Program) -> Outcome:
         """Store what attention of the target reads. See the module docstring."""
-        if not isinstance(program.plan.cache, KeepAll):
-            raise PassError(
-                f"quantize_cache: the plan has cache={program.plan.cache.brief} already, whose "
-                f"functions move rows as they are: put quantize_cache before it"
-            )
+        self.refuse_other(program, f"{MOVED}: put {self.name} before it")
         wanted = cached_states(program)
         if not wanted:
             return Outcome(program, 0, "no attention of the target reads a cache")

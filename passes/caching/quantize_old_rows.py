@@ -45,11 +45,11 @@ import torch.fx
 from pydantic import Field
 
 from ...ir import Function, PassError, Program, Role, State, Sym, TensorType, site_of
-from ...ir.contract import Contract
 from ...ir.ops.grouped_cache import whole_bytes
-from ...ir.plan import KeepAll, StoreOld
+from ...ir.plan import StoreOld
 from ...ir.protocol import INPUTS
-from ..engine.base import Effect, Outcome, Pass, register
+from ..engine.base import Outcome, register
+from .contents import CacheContents
 from .layer_budgets import rows_before
 from .quantize_cache import cached_states, erase
 from .rotation import Rotation
@@ -63,7 +63,7 @@ Rows = Annotated[int, Field(ge=1, le=2**20)]
 
 
 @register
-class QuantizeOldRows(Pass):
+class QuantizeOldRows(CacheContents):
     """bits: of a number, 2, 3, 4 or 8. group: numbers that share a step. residual: rows that stay
     floats, the latest; block: rows that come before some get codes. keys, values: whether numbers
     of a "channel" share steps, from row to row, or of a "row", from channel to channel.
@@ -84,12 +84,6 @@ class QuantizeOldRows(Pass):
     unrotated: bool = False
 
     name: ClassVar[str] = "quantize_old_rows"
-    contract: ClassVar[Contract] = Contract.APPROXIMATE
-    requires: ClassVar[frozenset[str]] = frozenset({"cached"})
-    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.CACHE_CONTENTS})
-    reads: ClassVar[frozenset[Effect]] = frozenset(
-        {Effect.CACHE_LAYOUT, Effect.DECODE_PLAN, Effect.FUNCTIONS, Effect.LAYER_SET}
-    )
 
     def run(self, program: Program) -> Outcome:
         """Give old rows codes. See the module docstring."""
@@ -118,28 +112,20 @@ class QuantizeOldRows(Pass):
         return Outcome(changed, len(wanted))
 
     def _check(self, program: Program) -> None:
-        plan = program.plan
-        draft = plan.columns + 1
-        wrong = None
-        if not isinstance(plan.cache, KeepAll):
-            wrong = f"the plan has cache={plan.cache.brief} already"
-        elif self.block % self.group or self.residual % self.block:
+        self.refuse_other(program)
+        self.refuse_small(program, self.block)
+        wrong = ""
+        if self.block % self.group or self.residual % self.block:
             wrong = (
                 f"residual={self.residual}, block={self.block} and group={self.group}: expected "
                 f"blocks of whole groups, and a residual of whole blocks"
-            )
-        elif self.block < draft:
-            wrong = (
-                f"block={self.block} is smaller than a step with a draft, {draft} tokens, which "
-                f"may not go beyond the end of a block"
             )
         elif self.residual + self.block > program.info.context:
             wrong = (
                 f"residual={self.residual} and a block of {self.block} are more than the model's "
                 f"context of {program.info.context}: no row would ever get codes"
             )
-        if wrong is not None:
-            raise PassError(f"{self.name}: {wrong}")
+        self.refuse(bool(wrong), wrong)
 
     def _form(self, program: Program, state: State) -> StoredForm:
         """How a state's rows are stored. Errors: `PassError` if they cannot be."""

@@ -50,11 +50,10 @@ from ...ir import (
     site_of,
     type_of,
 )
-from ...ir.contract import Contract
 from ...ir.ops.quantized_cache import check_stored, hadamard
-from ...ir.plan import KeepAll
-from ..engine.base import Effect, Evidence, Outcome, Pass, TextSample, register
+from ..engine.base import Evidence, Outcome, TextSample, register
 from .cached_rows import Written, written
+from .contents import MOVED, CacheContents
 from .head_budgets import read_of
 from .quantize_cache import erase
 
@@ -62,7 +61,7 @@ A, G = torch.ops.aten, torch.ops.graftwork
 
 
 @register
-class QuantizeStatic(Pass):
+class QuantizeStatic(CacheContents):
     """bits: of a number, 4 or 8. turned: whether rows are turned by a Hadamard matrix first. clip:
     the share of a channel's numbers at each end that may lie beyond its range. windows, length: of
     the text that is read."""
@@ -74,12 +73,6 @@ class QuantizeStatic(Pass):
     length: Annotated[int, Field(ge=1, le=2**20)] = 512
 
     name: ClassVar[str] = "quantize_static"
-    contract: ClassVar[Contract] = Contract.APPROXIMATE
-    requires: ClassVar[frozenset[str]] = frozenset({"cached"})
-    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.CACHE_CONTENTS})
-    reads: ClassVar[frozenset[Effect]] = frozenset(
-        {Effect.CACHE_LAYOUT, Effect.FUNCTIONS, Effect.LAYER_SET}
-    )
 
     @property
     def text(self) -> TextSample | None:
@@ -92,11 +85,7 @@ class QuantizeStatic(Pass):
         caches = list(written(program.step, program))
         if not caches:
             return Outcome(program, 0, f"{program.step.name} has no attention that reads a cache")
-        if not isinstance(program.plan.cache, KeepAll):
-            raise PassError(
-                f"{self.name}: the plan has cache={program.plan.cache.brief} already, whose "
-                f"functions move rows as they are"
-            )
+        self.refuse_other(program, MOVED)
         for cache in caches:
             self._check(cache, program)
         windows = evidence.sampled(self.text, program)

@@ -37,11 +37,11 @@ import torch
 from pydantic import Field
 
 from ...ir import Function, PassError, Program, Role, State, Sym, TensorType, arguments, site_of
-from ...ir.contract import Contract
-from ...ir.plan import KeepAll, MarkChunks
+from ...ir.plan import MarkChunks
 from ...ir.protocol import INPUTS
-from ..engine.base import Effect, Outcome, Pass, register
+from ..engine.base import Outcome, register
 from .cached_rows import Written, written
+from .contents import CacheContents
 from .read_sparse import check_sparse
 
 G = torch.ops.graftwork
@@ -51,7 +51,7 @@ Rows = Annotated[int, Field(ge=1, le=2**20)]
 
 
 @register
-class ReadChunks(Pass):
+class ReadChunks(CacheContents):
     """rows: that a token reads of whole blocks, so many chunks as they make. chunk: rows that share
     a landmark. block: rows that come before they get landmarks. full: first layers that read all
     rows."""
@@ -62,12 +62,6 @@ class ReadChunks(Pass):
     full: Annotated[int, Field(ge=0, le=4096)] = 0
 
     name: ClassVar[str] = "read_chunks"
-    contract: ClassVar[Contract] = Contract.APPROXIMATE
-    requires: ClassVar[frozenset[str]] = frozenset({"cached"})
-    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.CACHE_CONTENTS})
-    reads: ClassVar[frozenset[Effect]] = frozenset(
-        {Effect.CACHE_LAYOUT, Effect.DECODE_PLAN, Effect.FUNCTIONS, Effect.LAYER_SET}
-    )
 
     def run(self, program: Program) -> Outcome:
         """Read what is picked. See the module docstring."""
@@ -88,27 +82,20 @@ class ReadChunks(Pass):
         return Outcome(made, len(marks))
 
     def _check(self, program: Program) -> None:
-        draft = program.plan.columns + 1
-        wrong = None
-        if not isinstance(program.plan.cache, KeepAll):
-            wrong = f"the plan has cache={program.plan.cache.brief} already"
-        elif self.block % self.chunk or self.rows % self.chunk:
+        self.refuse_other(program)
+        self.refuse_small(program, self.block)
+        wrong = ""
+        if self.block % self.chunk or self.rows % self.chunk:
             wrong = (
                 f"rows={self.rows}, block={self.block} and chunk={self.chunk}: expected rows and "
                 f"blocks of whole chunks"
-            )
-        elif self.block < draft:
-            wrong = (
-                f"block={self.block} is smaller than a step with a draft, {draft} tokens, which "
-                f"may not go beyond the end of a block"
             )
         elif self.block > program.info.context:
             wrong = (
                 f"block={self.block} is more than the model's context of {program.info.context}: "
                 f"no chunk would ever get a landmark"
             )
-        if wrong is not None:
-            raise PassError(f"{self.name}: {wrong}")
+        self.refuse(bool(wrong), wrong)
 
     def _marks(self, program: Program, cache: Written) -> State:
         keys = program.states[cache.keys.names[0]]

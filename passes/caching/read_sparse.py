@@ -55,11 +55,10 @@ from ...ir import (
     run,
     site_of,
 )
-from ...ir.contract import Contract
-from ...ir.plan import KeepAll
-from ..engine.base import Effect, Evidence, Outcome, Pass, TextSample, register
+from ..engine.base import Evidence, Outcome, TextSample, register
 from ..engine.feed import empty_inputs
 from .cached_rows import Written, written
+from .contents import CacheContents
 
 A, G = torch.ops.aten, torch.ops.graftwork
 BITS = 4
@@ -71,7 +70,7 @@ Some = Annotated[int, Field(ge=0, le=4096)]
 
 
 @register
-class ReadSparse(Pass):
+class ReadSparse(CacheContents):
     """pick: by the attention that rows get where all are read, or by labels. rows: that a token
     reads of a cache. full: first layers that read all rows. picks: layers beyond these that pick,
     evenly apart, for those behind them, too; 0: each for itself. channels: of a key in its label,
@@ -87,12 +86,6 @@ class ReadSparse(Pass):
     length: Rows = 512
 
     name: ClassVar[str] = "read_sparse"
-    contract: ClassVar[Contract] = Contract.APPROXIMATE
-    requires: ClassVar[frozenset[str]] = frozenset({"cached"})
-    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.CACHE_CONTENTS})
-    reads: ClassVar[frozenset[Effect]] = frozenset(
-        {Effect.CACHE_LAYOUT, Effect.FUNCTIONS, Effect.LAYER_SET}
-    )
 
     @property
     def text(self) -> TextSample | None:
@@ -109,11 +102,7 @@ class ReadSparse(Pass):
         return self._made(program, None)
 
     def _made(self, program: Program, windows: torch.Tensor | None) -> Outcome:
-        if not isinstance(program.plan.cache, KeepAll):
-            raise PassError(
-                f"{self.name}: the plan has cache={program.plan.cache.brief}, which moves rows or "
-                f"drops them, and rows are picked among all: leave out one of the two passes"
-            )
+        self.refuse_other(program, "which moves rows or drops them, and rows are picked among all")
         caches = list(written(program.step, program))
         if not caches:
             return Outcome(program, 0, f"{program.step.name} has no attention that reads a cache")

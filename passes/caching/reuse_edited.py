@@ -36,30 +36,24 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from ...ir import Function, PassError, Program, Role
-from ...ir.contract import Contract
-from ...ir.plan import KeepAll, KeepEdited
+from ...ir import Function, Program, Role
+from ...ir.plan import KeepEdited
 from ...ir.protocol import INPUTS
-from ..engine.base import Effect, Outcome, Pass, register
+from ..engine.base import Outcome, register
 from .cached_rows import Written, written
+from .contents import CacheContents
 from .rotation import Rotation
 
 G = torch.ops.graftwork
 
 
 @register
-class ReuseEdited(Pass):
+class ReuseEdited(CacheContents):
     """least: tokens that a run behind an edit must have to be found again; fewer are fed."""
 
     least: Annotated[int, Field(ge=1, le=4096)] = 32
 
     name: ClassVar[str] = "reuse_edited"
-    contract: ClassVar[Contract] = Contract.APPROXIMATE
-    requires: ClassVar[frozenset[str]] = frozenset({"cached"})
-    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.CACHE_CONTENTS})
-    reads: ClassVar[frozenset[Effect]] = frozenset(
-        {Effect.CACHE_LAYOUT, Effect.DECODE_PLAN, Effect.FUNCTIONS, Effect.LAYER_SET}
-    )
 
     def run(self, program: Program) -> Outcome:
         """Add the function. See the module docstring."""
@@ -89,36 +83,29 @@ class ReuseEdited(Pass):
 
     def _check(self, program: Program, writes: list[Written]) -> None:
         """Errors: `PassError` for rows that cannot be kept behind an edit."""
-        self._refuse(
-            not isinstance(program.plan.cache, KeepAll),
-            f"the plan has cache={program.plan.cache.brief} already",
-        )
-        self._refuse(
+        self.refuse_other(program)
+        self.refuse(
             program.recurrent,
             f"{program.name} has recurrences, which hold what all rows before an edit add up to",
         )
         for fn in program.functions.values():
             near = any(m.kwargs.get("window") for m in fn.calls(G.step_mask.default))
-            self._refuse(near, f"{fn.name} looks back over a sliding window of positions")
+            self.refuse(near, f"{fn.name} looks back over a sliding window of positions")
             far = fn.calls(G.alibi.default, G.distance_bias.default)
-            self._refuse(bool(far), f"{fn.name} weighs rows by their distance (ALiBi, or a table)")
+            self.refuse(bool(far), f"{fn.name} weighs rows by their distance (ALiBi, or a table)")
         for write in writes:
-            self._refuse(
+            self.refuse(
                 bool(write.how), f"rows of {write.what} are stored in few bits and cannot be turned"
             )
-            self._refuse(
+            self.refuse(
                 Rotation.of(program.step, write.keys.new) is None,
                 f"keys of {write.what} are not what a rotation by the tokens' own positions gives, "
                 f"from tables (tabulate_positions makes them)",
             )
         own = {name for write in writes for name in write.names}
         for name, state in program.states.items():
-            self._refuse(
+            self.refuse(
                 state.grows and name not in own,
                 f"{name} holds something else of a text than the keys and values that the step "
                 f"attends to, such as a draft's own cache: draft without one",
             )
-
-    def _refuse(self, wrong: bool, why: str) -> None:
-        if wrong:
-            raise PassError(f"{self.name}: {why}")

@@ -12,22 +12,20 @@ from collections.abc import Sequence
 import numpy as np
 
 from ....ir.plan import AdaptedExitDraft
-from ...memo import Memo
 from ..committed import CommittedRows
-from ..drafters.base import UnverifiedStep, VerifiedStep
 from ..leading import CachedLeader
 from ..setting import Setting
 from .base import PROPOSERS, Ids, Level
+from .committing import CommittingProposer
 from .hidden import level_of
 from .shallow import ExitProposer
 
 
 @PROPOSERS.register(AdaptedExitDraft)
-class AdaptedExitProposer(ExitProposer):
+class AdaptedExitProposer(CommittingProposer, ExitProposer):
     """Puts the layer's rows behind those of the text."""
 
     record: AdaptedExitDraft
-    reads = True
     leads = CachedLeader
 
     def __init__(self, record: AdaptedExitDraft, setting: Setting) -> None:
@@ -35,30 +33,6 @@ class AdaptedExitProposer(ExitProposer):
         self.wants = (record.output,)
         limit = self.executable.program.info.context
         self.committed = CommittedRows(self.executable, record.function, record.output, limit=limit)
-
-    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Nothing is cached of the new sequences."""
-        self.committed.begin(prompts)
-
-    def read(self, fed: UnverifiedStep) -> None:
-        """Make the rows of a piece of the prompts."""
-        self.committed.read(fed)
-
-    def observe(self, taken: VerifiedStep) -> None:
-        """Take what the target made of the accepted tokens."""
-        self.committed.observe(taken)
-
-    def keep(self, index: int, fed: int) -> Memo:
-        """See `Resumes.keep`."""
-        return self.committed.keep(index, fed)
-
-    def reach(self, memo: Memo, count: int) -> int:
-        """See `Resumes.reach`."""
-        return self.committed.reach(memo, count)
-
-    def resume(self, index: int, memo: Memo, count: int) -> None:
-        """See `Resumes.resume`."""
-        self.committed.resume(index, memo, count)
 
     def settle(self) -> None:
         """See `ExitProposer.settle`."""

@@ -15,19 +15,18 @@ level.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from ....ir.plan import CachedDraft
 from ...feeding.gather import gathered
-from ...memo import Memo
 from ..committed import CommittedRows
 from ..draft_cache import Flags
-from ..drafters.base import UnverifiedStep, VerifiedStep
 from ..setting import Setting
-from .base import PROPOSERS, Ids, Level, Proposer
+from .base import PROPOSERS, Ids, Level
+from .committing import CommittingProposer
 from .hidden import level_of
 
 
@@ -66,11 +65,10 @@ class _Nodes:
 
 
 @PROPOSERS.register(CachedDraft)
-class CachedProposer(Proposer):
+class CachedProposer(CommittingProposer):
     """Feeds draft nodes behind the rows of the committed text. See the module docstring."""
 
     record: CachedDraft
-    reads = True
 
     def __init__(self, record: CachedDraft, setting: Setting) -> None:
         super().__init__(record, setting)
@@ -95,30 +93,6 @@ class CachedProposer(Proposer):
     def ahead(self) -> int:
         """Rows that each of its calls makes for itself."""
         return 0
-
-    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Nothing is cached of the new sequences."""
-        self.committed.begin(prompts)
-
-    def read(self, fed: UnverifiedStep) -> None:
-        """Make the rows of a piece of the prompts."""
-        self.committed.read(fed)
-
-    def observe(self, taken: VerifiedStep) -> None:
-        """Take what the target made of the accepted tokens."""
-        self.committed.observe(taken)
-
-    def keep(self, index: int, fed: int) -> Memo:
-        """See `Resumes.keep`."""
-        return self.committed.keep(index, fed)
-
-    def reach(self, memo: Memo, count: int) -> int:
-        """See `Resumes.reach`."""
-        return self.committed.reach(memo, count)
-
-    def resume(self, index: int, memo: Memo, count: int) -> None:
-        """See `Resumes.resume`."""
-        self.committed.resume(index, memo, count)
 
     def root(self, count: int) -> Level:
         """Bring the cache up to the text; what may follow its last token."""

@@ -1,0 +1,46 @@
+"""What passes have in common that change which rows caches hold, how, or which of them are read."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ...ir import PassError, Program
+from ...ir.contract import Contract
+from ...ir.plan import KeepAll
+from ..engine.base import Effect, Pass
+
+MOVED = "whose functions move rows as they are"
+"""Why rows cannot be stored otherwise when another pass decides what becomes of them."""
+
+
+class CacheContents(Pass):
+    """Base of passes over the rows of caches: the program has them, with every function and layer
+    that reads them, and the plan says what becomes of them."""
+
+    contract: ClassVar[Contract] = Contract.APPROXIMATE
+    requires: ClassVar[frozenset[str]] = frozenset({"cached"})
+    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.CACHE_CONTENTS})
+    reads: ClassVar[frozenset[Effect]] = frozenset(
+        {Effect.CACHE_LAYOUT, Effect.DECODE_PLAN, Effect.FUNCTIONS, Effect.LAYER_SET}
+    )
+
+    def refuse(self, wrong: bool, why: str) -> None:
+        """Errors: `PassError` with why, if something is wrong."""
+        if wrong:
+            raise PassError(f"{self.name}: {why}")
+
+    def refuse_other(self, program: Program, why: str = "") -> None:
+        """Errors: `PassError`, and why, if another pass decides what becomes of the rows."""
+        taken = not isinstance(program.plan.cache, KeepAll)
+        rest = f", {why}" if why else ""
+        self.refuse(taken, f"the plan has cache={program.plan.cache.brief} already{rest}")
+
+    def refuse_small(self, program: Program, block: int) -> None:
+        """Errors: `PassError` if a step with a draft is wider than a block, whose end it may not go
+        beyond."""
+        wide = program.plan.columns + 1
+        self.refuse(
+            block < wide,
+            f"block={block} is smaller than a step with a draft, {wide} tokens, which may not go "
+            f"beyond the end of a block",
+        )
