@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -17,10 +18,12 @@ from torch import Tensor
 
 from graftwork.ir import InputError, PassError, Program, Weight, WeightStore, run
 from graftwork.ir.protocol import chain_inputs
+from graftwork.passes.engine import sources
 from graftwork.passes.engine.blocks import blocks_of, weight_of
 from graftwork.passes.engine.calibrate import Moments, Seen, calibrate
 from graftwork.passes.engine.evidence import Evidence, TextSample, WorkFolder
 from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.engine.sources import code_of
 from graftwork.passes.engine.validate import empty_states
 from graftwork.passes.fusing.fuse_residual_norm import FuseResidualNorm
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights
@@ -181,6 +184,37 @@ def test_what_other_text_or_options_or_weights_made_is_not_used(tmp_path: Path) 
         gptq(other, evidence_for(other)),
     )
     assert all(torch.equal(w.load(), found.weights[n].load()) for n, w in wanted.weights.items())
+
+
+def test_what_other_code_made_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = llama(Shape(layers=1))
+    gptq(program, evidence_for(program, work=tmp_path))
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    (changed / "gptq.py").write_text("another rule")
+    monkeypatch.setattr(sources, "PASSES", changed)
+    sources._passes.cache_clear()
+    gptq(program, evidence_for(program, work=tmp_path))
+    monkeypatch.undo()
+    sources._passes.cache_clear()
+    gptq(program, evidence_for(program, work=tmp_path))
+    made = {path.parent for path in tmp_path.rglob("block-0000.safetensors")}
+    assert len(made) == 2
+
+
+def test_a_solvers_own_module_is_its_code(tmp_path: Path) -> None:
+    def code() -> str:
+        spec = importlib.util.spec_from_file_location("strange", tmp_path / "strange.py")
+        assert spec is not None and spec.loader is not None
+        module = sys.modules["strange"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return code_of(module.Strange)
+
+    (tmp_path / "strange.py").write_text("class Strange: bits = 3\n")
+    first = code()
+    assert first == code() != code_of(int)
+    (tmp_path / "strange.py").write_text("class Strange: bits = 2\n")
+    assert code() != first
 
 
 def test_damaged_results_are_made_anew(tmp_path: Path) -> None:

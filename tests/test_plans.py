@@ -23,12 +23,15 @@ from graftwork.ir import GraftworkError, InputError, PassError, Program
 from graftwork.ir.legality import idle, misfit, unmet
 from graftwork.ir.plan import (
     DecodePlan,
+    DeferredDepth,
     FirstDraft,
+    GoodputLength,
     MergedDraft,
     RecyclingDraft,
     StaticTree,
     SuffixDraft,
 )
+from graftwork.ir.plan.sizes import sizes_up_to
 from graftwork.passes import Contract, Pass, all_passes
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.recipe import Recipe
@@ -256,3 +259,15 @@ def test_steps_are_made_for_each_drafter_alone_and_for_all() -> None:
     assert DecodePlan(draft=copied).widths == (1, 17)
     assert DecodePlan(draft=FirstDraft((copied, recycled))).widths == (1, 8, 17)
     assert DecodePlan(draft=MergedDraft((copied, recycled))).widths == (1, 8, 17, 24)
+
+
+def test_steps_of_drafts_that_may_end_early_have_widths_between() -> None:
+    copied = SuffixDraft(tokens=16)
+    assert DecodePlan(draft=copied).between == ()
+    assert DecodePlan(draft=copied, length=GoodputLength()).between == (2, 3, 5, 7, 9, 13, 17)
+    assert DecodePlan(length=GoodputLength()).between == ()
+    assert DecodePlan(depth=DeferredDepth(pending=7)).between == (2, 3, 5, 7, 8)
+    for most in range(1, 200):
+        sizes = sizes_up_to(most)
+        assert sizes[-1] == most
+        assert all(2 * min(s for s in sizes if s >= n) < 3 * n for n in range(1, most + 1))

@@ -13,8 +13,9 @@ from tiny import MASK, PROMPTS, in_int8, named, tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
+from graftwork.backends.torch.executable import TorchExecutable
 from graftwork.ir import PassError, Program, Weight, WeightStore
-from graftwork.ir.executable import Executable
+from graftwork.ir.executable import Executable, HeldCall
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.depth.cut_depth import CutDepth
@@ -84,6 +85,37 @@ def test_the_text_is_the_targets_own(which: str, backend: str) -> None:
         assert torch.equal(found.sequences, expected)
         # Goodput may hold, of so short a text, that no draft pays.
         assert found.stats.draft_tokens > 0 or "goodput" in which
+
+
+class Between(TorchExecutable):
+    """Takes the widths that inductor would compile; `fed`: columns of deep calls."""
+
+    def widths(self, function: str) -> tuple[int, ...]:
+        plan = self.program.plan
+        return tuple(sorted({*plan.widths, *plan.between, 128}))
+
+    def hold(self, function: str, inputs: Any, fetch: Any) -> HeldCall:
+        if function == "step.2":
+            self.fed.append(inputs["positions"].shape[1])
+        return super().hold(function, inputs, fetch)
+
+
+@pytest.mark.parametrize("led", [True, False])
+def test_a_draft_that_ends_early_is_verified_in_as_few_columns(
+    led: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of static widths the next is taken, and not that of a whole draft."""
+    if not led:
+        monkeypatch.setattr(LedRound, "fits", classmethod(lambda cls, decoding: False))
+    fast = Between(compiled("eager", "layer, thompson").program, Target("eager", "cpu"))
+    fast.fed = []
+    for rows in (slice(0, 4), slice(2, 3)):
+        asked = {"attention_mask": MASK[rows], **ASKED}
+        expected = generate(compiled("eager"), PROMPTS[rows], **asked)
+        assert torch.equal(generate(fast, PROMPTS[rows], **asked), expected)
+    most = fast.program.plan.most
+    assert most >= 6
+    assert set(fast.fed) > {2, 3} and set(fast.fed) <= {1, 2, 3, 5, 7, 1 + most, 128}
 
 
 @pytest.mark.parametrize("which", ["shared head", "unsure adapter", "layer, thompson"])

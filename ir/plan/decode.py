@@ -8,6 +8,7 @@ from .cache import CacheRecord, KeepAll
 from .depth import DepthRecord, FullDepth
 from .draft import DraftRecord, NoDraft
 from .length import FixedLength, LengthRecord
+from .sizes import sizes_up_to
 from .source import NoSource, SourceRecord
 from .step import StepRecord, Whole
 from .tree import Chain, TreeRecord
@@ -47,6 +48,15 @@ class DecodePlan:
         sizes = self.draft.sizes(self.tree.most)
         drafted = (1 + size + self.draft.riders(size) for size in sizes)
         return tuple(sorted({1, *drafted, *self.cache.widths, *self.depth.widths}))
+
+    @property
+    def between(self) -> tuple[int, ...]:
+        """Columns that steps have between those of `widths`: where drafts may end early, and where
+        deeper layers are called before as many tokens lack them as may."""
+        cut = sizes_up_to(self.most) if self.length.shortens else ()
+        shorter = {1 + size + self.draft.riders(size) for size in cut}
+        sooner = {1 + size for width in self.depth.widths for size in sizes_up_to(width - 1)}
+        return tuple(sorted(shorter | sooner))
 
     @property
     def columns(self) -> int:

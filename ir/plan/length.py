@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 class LengthRecord(Record):
     """Base of length records.
 
-    by_level: it looks at what the drafter predicts, level by level, and at nothing else.
-    gives_up: it asks for no draft at all where drafts do not pay.
+    shortens: drafts may be shorter than drafter and tree make them. by_level: it looks at what the
+    drafter predicts, level by level, and at nothing else. gives_up: it asks for no draft at all
+    where drafts do not pay.
     """
 
     slot: ClassVar[str] = "length"
     noun: ClassVar[str] = "length"
     requires: ClassVar[frozenset[str]] = frozenset({"drafts"})
+    shortens: ClassVar[bool] = True
     by_level: ClassVar[bool] = False
     gives_up: ClassVar[bool] = False
 
@@ -34,6 +36,7 @@ class FixedLength(LengthRecord):
     """Drafts are as long as drafter and tree make them."""
 
     kind: ClassVar[str] = "fixed"
+    shortens: ClassVar[bool] = False
 
 
 @policy

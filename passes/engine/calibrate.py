@@ -6,8 +6,9 @@ that were chosen for a block, not those that they replace (the order of Frantar 
 (2022)); products of one block all see its inputs as they come, and its own weights as they were.
 
 What is chosen for a block is written before the next begins, under a name that says what it depends
-on: program, options, text and the weights so far. A run that was killed goes on where it was, and
-makes the same bits as one that was not: both read from the files what they go on with.
+on: program, options, text, the code at work and the weights so far. A run that was killed goes on
+where it was, and makes the same bits as one that was not: both read from the files what they go on
+with.
 """
 
 from __future__ import annotations
@@ -32,9 +33,7 @@ from ...ir.protocol import chain_inputs
 from ...ir.weights import from_safetensors
 from .blocks import Block, blocks_of, weight_of
 from .evidence import Evidence, TextSample
-
-FORMAT = "1"
-"""Of the files; those of another are made anew."""
+from .sources import code_of
 
 CHUNK_TOKENS = 512
 """Tokens that run through a block at once."""
@@ -93,14 +92,14 @@ def calibrate(
     """What a solver keeps of each block that leads to products of the step, by name: in the work
     folder, and read when it is loaded.
 
-    mark: names the solver and its options. Errors: `PassError` for activations that are not finite,
-    and what the solver raises.
+    mark: names the solver, its options, and code that is no pass's (`sources`). Errors: `PassError`
+    for activations that are not finite, and what the solver raises.
     """
     windows = evidence.sampled(sample, program)
     text = "\n".join(line.text for line in function_lines(program.step))
     chosen = " ".join(node.name for node in products)
-    how = f"{FORMAT} {CHUNK_TOKENS} {STRIP}"  # sums in another order have other bits
-    digest = hashlib.sha256(f"{how} {mark} {sample} {chosen} {text}".encode())
+    code = code_of(type(solver))  # sums in another order have other bits
+    digest = hashlib.sha256(f"{code} {mark} {sample} {chosen} {text}".encode())
     digest.update(_bytes(windows))
     replay = _Replay(program, products, windows, evidence, digest)
     done = replay.done()

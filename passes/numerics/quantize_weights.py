@@ -62,6 +62,7 @@ from ...ir.numerics import Numeric
 from ..engine.base import STATES, Contract, Effect, Evidence, Outcome, Pass, TextSample, register
 from ..engine.calibrate import calibrate
 from ..engine.functions import EVERY, edit_with_weights, token_look_ups
+from ..engine.sources import code_of
 from ..engine.subgraph import fresh_name
 from ..fusing.dce import sweep
 from ..fusing.products import product_of, source_product
@@ -149,7 +150,8 @@ class QuantizeWeights(Pass):
         named_forms = {_weight_name(node): form for node, form in forms.items()}
         fixed = _read_by_others(program)
         solver = WeightSolver(method, named_forms, fixed)
-        mark = f"{self.method} {method!r} {named_forms} {sorted(fixed)}"
+        code = code_of(type(method))
+        mark = f"{self.method} {code} {method!r} {named_forms} {sorted(fixed)}"
         found = calibrate(program, list(forms), evidence, self.text, solver, mark)
         named = {name: w.renamed(fresh_name(program.weights, name)) for name, w in found.items()}
         return self._edited(program, named)
