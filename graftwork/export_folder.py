@@ -90,7 +90,7 @@ def refuse_other_states(program: Program) -> None:
     if program.recurrent:
         raise UnsupportedError(
             f"{program.name} has recurrences, whose states loops around one decode graph do not "
-            f"keep. The format onnx-plan carries it"
+            f"keep. The formats onnx-loop and onnx-plan carry it"
         )
 
 

@@ -24,7 +24,7 @@ import torch
 from .backends.onnxruntime.attention import OVERHANG, SEQLENS, TOTAL
 from .backends.onnxruntime.emit import emit, output_name
 from .backends.onnxruntime.generation import strange_to_loops
-from .backends.onnxruntime.lower import Variant, has_states, lower
+from .backends.onnxruntime.lower import Variant, has_states, lower, piece_of
 from .backends.onnxruntime.routing import Router
 from .backends.onnxruntime.store import WeightFile, store
 from .backends.target import Target
@@ -37,8 +37,7 @@ from .export_folder import (
     write_folder,
     write_json,
 )
-from .ir import Function, Program, UnsupportedError, arguments, type_of
-from .ir.ops.recurrent import BLOCK, SHORT_BLOCK
+from .ir import Function, Program, UnsupportedError, type_of
 from .ir.plan import NoSource
 from .ir.plan.base import Record
 from .plan_format import PlanFile
@@ -148,7 +147,7 @@ def plan_of(program: Program, functions: dict[str, Any], tables: dict[str, Any])
             "plain": plan.step.plain,
             "most_columns": 1 + plan.columns,
             "spare_rows": spare,
-            "chunk": _chunk(program, read),
+            "chunk": piece_of(program.function(read)) or max(info.context, 1),
         },
         "derived": {
             SEQLENS: "i32[B]: past + T - 1",
@@ -158,16 +157,6 @@ def plan_of(program: Program, functions: dict[str, Any], tables: dict[str, Any])
         "plan": {name: record_of(record) for name, record in slots.items()},
     }
     return PlanFile.model_validate(said)
-
-
-def _chunk(program: Program, name: str) -> int:
-    """Tokens of a prompt that a call is fed at most: pairs of them are worked out at once in
-    recurrences."""
-    steps = program.function(name).calls(torch.ops.graftwork.linear_attention_step.default)
-    alone = [type_of(arguments(node)["g"]).dims[3] == 1 for node in steps]
-    if not alone:
-        return max(program.info.context, 1)
-    return BLOCK if all(alone) else SHORT_BLOCK
 
 
 def record_of(value: Any) -> Any:

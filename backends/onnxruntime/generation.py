@@ -10,8 +10,8 @@ Two forms:
 - together: nothing is drafted, and steps are whole. A batch's sequences run side by side.
 - in turn: a chain is drafted, and how much of it is kept differs from sequence to sequence; or a
   step goes as deep as its token needs (see `depths_in_graph`); or products round activations, and a
-  token's attention must not depend on what shares its step. An outer Loop takes one sequence after
-  the other.
+  token's attention must not depend on what shares its step; or there are recurrences, which take a
+  prompt piece by piece (see `lower.piece_of`). An outer Loop takes one sequence after the other.
 
 A token is the step's argmax or, sampling, drawn by the number that `uniforms` has for its place. A
 draft is kept as far as it says what was chosen, so it changes no token, sampled or not.
@@ -27,13 +27,14 @@ from typing import Any
 import onnx_ir as oir
 import torch
 
-from ...ir import Program, UnsupportedError
+from ...ir import LOG, Program, UnsupportedError
 from ...ir.plan import DecodePlan, NoDraft, SuffixDraft, Whole
 from .attention import SEQLENS, TOTAL
 from .chains_in_graph import CHAINS, Stepped
 from .depths_in_graph import DEPTHS, called, carried, run_step
 from .emit import DTYPES, IR_VERSION, OPSETS, Emitted
 from .graph_builder import BOOL, I64, GraphBuilder
+from .lower import piece_of
 from .portable import MASK
 from .rules_in_graph import Rules
 from .sampler import Draw, Sampling, sampled, seen_after
@@ -104,11 +105,6 @@ def _check(program: Program, sample: bool, contrib: bool) -> None:
             f"{program.name} writes from a source, which loops of ONNX's own ops have no form for: "
             f"export it with those of ONNX Runtime, too (ops=contrib)"
         )
-    if program.recurrent:
-        raise UnsupportedError(
-            f"{program.name} has recurrences, whose prompts are fed piece by piece, which one loop "
-            f"has no form for. The format onnx-plan carries it"
-        )
     if sample and plan.draft.in_step:
         raise UnsupportedError(
             f"{program.name} drafts in the step (draft={plan.draft.kind}), which follows the "
@@ -134,7 +130,9 @@ class _Generation:
         self.numbers = carried(program)
         self.spare = program.plan.step.fed(argmax=True)[1]
         rounds = self.functions.rounds(names)
-        self.alone = program.plan.speculates or rounds or len(names) > 1
+        self.piece = piece_of(program.function(names[0])) if program.recurrent else None
+        more = rounds or program.recurrent or len(names) > 1
+        self.alone = program.plan.speculates or more
         self.twice = self.functions.twice(names)
         opsets = OPSETS if contrib else {"": OPSETS[""]}
         self.g = GraphBuilder("generate", opsets)
@@ -180,8 +178,9 @@ class _Generation:
     def empty(self, g: GraphBuilder, batch: oir.Value, rows: oir.Value) -> list[Any]:
         """States before anything was fed. rows: room for so many, where they do not grow."""
         states = [self.program.states[name] for name in self.states]
+        sizes = {LOG: g.const(max(self.program.plan.columns, 1))}
         room = g.const(0) if self.grows else rows
-        return [g.zeros(s.type, {"B": batch, str(s.capacity): room}) for s in states]
+        return [g.zeros(s.type, {"B": batch, str(s.capacity): room, **sizes}) for s in states]
 
     def carried(self, body: GraphBuilder) -> Values:
         """The body's inputs for what a step leaves to the next."""
@@ -379,7 +378,11 @@ class _Generation:
         rows = each.op("Add", limit, each.const(step + self.spare))
         values = self.begun(each, each.const(1), rows)
         going = each.op("Less", length, limit)
-        text, *_ = each.loop(body, self.most, going, [prompt, draft, each.const(0), *values])
+        passes = self.most
+        if self.piece is not None:
+            before = each.op("Div", each.op("Sub", length, each.const(1)), each.const(self.piece))
+            passes = each.op("Add", passes, before)
+        text, *_ = each.loop(body, passes, going, [prompt, draft, each.const(0), *values])
         new = each.slice(text, length, None)
         count = each.size(new, 0)
         rest = each.op("Sub", self.most, count)
@@ -408,6 +411,15 @@ class _Generation:
         past = g.input("past", I64, [])
         values = {**read, **self.carried(g)}
         new, count = g.slice(text, past, None), g.size(draft, 0)
+        if self.piece is not None:
+            new = g.slice(new, None, g.const(self.piece))
+        reached = g.op("Add", past, g.size(new, 0))
+        whole = g.op("Equal", reached, g.size(text, 0))
+
+        def after_all(yes: oir.Value, no: oir.Value) -> Any:
+            """`no` behind a part of the prompt, where what comes next is known."""
+            return yes if self.piece is None else g.op("Where", whole, yes, no)
+
         # Behind all that counts, so that no step has a lone token.
         again = [g.slice(text, g.const(-1), None)] if self.twice else []
         fed = g.op("Concat", new, draft, *again, axis=0)
@@ -418,7 +430,10 @@ class _Generation:
         if not self.contrib:
             rows = g.op("Add", past, g.size(tokens, 1))
             given[MASK] = g.op("Expand", g.const([[1]]), g.vector(g.const(1), rows))
-            values |= {name: self.cut(g, name, values[name], past) for name in self.states}
+            cut = [name for name in self.states if self.program.states[name].grows]
+            values |= {name: self.cut(g, name, values[name], past) for name in cut}
+        if self.program.recurrent:
+            given["certain"] = g.vector(g.size(new, 0))  # all but the draft
         step = self.fed(g, given, past, count, length, limit)
         values = run_step(g, self.steps, step, values)
         draw = None if draws is None else self.draw(g, text, draft, length, draws)
@@ -426,7 +441,7 @@ class _Generation:
         chosen = self.rules.begun(g, chosen, step.first, length)
         agreed = g.leading(g.op("Equal", draft, g.slice(chosen, None, count)))
         accepted = g.total(agreed, 0)
-        gained = g.slice(chosen, None, g.op("Add", accepted, one))
+        gained = g.slice(chosen, None, after_all(g.op("Add", accepted, one), g.const(0)))
         ends = self.ends(g, gained)
         before = g.op("Sub", g.op("CumSum", g.cast(ends, I64), g.const(0)), g.cast(ends, I64))
         kept = g.total(g.op("Equal", before, g.const(0)), 0)
@@ -437,6 +452,7 @@ class _Generation:
             full = g.op("Equal", g.range(one, g.op("Add", size, one)), limit)
             grown = self.rules.ended(g, grown, full)
         room = g.op("Max", g.op("Sub", g.op("Sub", limit, size), one), g.const(0))
+        room = after_all(room, g.const(0))
         column = g.op("Add", first, accepted)
         stepped = Stepped(grown, source, column, room, values, self.functions, self.given)
         record = self.program.plan.draft
@@ -445,7 +461,7 @@ class _Generation:
         g.output("goes", goes, BOOL, [])
         g.output("text_next", grown, I64, None)
         g.output("draft_next", g.slice(chain, None, room), I64, None)
-        g.output("past_next", g.op("Sub", size, one), I64, [])
+        g.output("past_next", after_all(g.op("Sub", size, one), reached), I64, [])
         self.leave(g, values)
         return g
 
@@ -459,7 +475,7 @@ class _Generation:
         limit: oir.Value,
     ) -> Fed:
         """What a step of one sequence is fed."""
-        first, alone = (g.op("Equal", value, g.const(0)) for value in (past, count))
+        first, alone = g.op("Less", past, length), g.op("Equal", count, g.const(0))
         lone = g.op("And", g.op("Not", first), alone)
         return Fed(given, first, lone, g.op("Sub", past, length), g.op("Sub", limit, length))
 

@@ -18,8 +18,9 @@ from typing import Literal
 
 import torch
 
-from ...ir import Function, Program
+from ...ir import Function, Program, arguments, type_of
 from ...ir.ops import is_exact_by_row
+from ...ir.ops.recurrent import BLOCK, SHORT_BLOCK
 from ...ir.protocol import ANCESTORS
 from ...ir.stages import register_lowered
 from ...passes.fusing.cse import merge_equal
@@ -113,9 +114,19 @@ def has_states(fn: Function) -> bool:
     return bool(fn.calls(*attention, G.causal_conv_step.default, G.linear_attention_step.default))
 
 
+def piece_of(fn: Function) -> int | None:
+    """Tokens of a prompt that a call is fed at most, because recurrences work out pairs of them at
+    once; None: any number."""
+    steps = fn.calls(G.linear_attention_step.default)
+    alone = [type_of(arguments(node)["g"]).dims[3] == 1 for node in steps]
+    if not alone:
+        return None
+    return BLOCK if all(alone) else SHORT_BLOCK
+
+
 def rounds_activations(fn: Function) -> bool:
     """Whether the function rounds what it computes with, so that float error can grow."""
     return bool(fn.calls(A.round.default)) or any(map(is_exact_by_row, fn.calls()))
 
 
-__all__ = ["STAGE", "Variant", "has_states", "lower", "rounds_activations"]
+__all__ = ["STAGE", "Variant", "has_states", "lower", "piece_of", "rounds_activations"]
