@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -44,6 +45,125 @@ def placed_rows(x: Tensor, tokens: Tensor, rows: Tensor, first: int) -> Tensor:
     in the places of tokens (Liu et al., "Visual Instruction Tuning", 2023).
     """
     _check(x, tokens, rows)
-    place = (tokens - first).clamp(0, rows.shape[1] - 1)
-    found = rows.gather(1, place[:, :, None].expand(-1, -1, x.shape[2]))
+    found = rows.gather(1, _place(tokens, rows, first)[:, :, None].expand(-1, -1, x.shape[2]))
     return torch.where((tokens >= first)[:, :, None], found, x)
+
+
+def _place(tokens: Tensor, rows: Tensor, first: int) -> Tensor:
+    """The row of a picture that each token stands for, i64[B,T]; of others, the first."""
+    return (tokens - first).clamp(0, rows.shape[1] - 1)
+
+
+def _together_samples() -> Iterator[Sample]:
+    tokens = torch.tensor([[7, 8, 1, 9], [3, 7, 8, 4]])
+    blocks = torch.tensor([[0, 0, 1], [5, 5, 5]])
+    tree = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool)
+    for ancestors in (None, tree.expand(2, 4, 4)):
+        yield (tokens, blocks, ancestors, 7), {}
+
+
+def _check_together(tokens: Tensor, blocks: Tensor, ancestors: Tensor | None) -> None:
+    given = Operands("seen_together")
+    given.fit("tokens", tokens, "BT", torch.int64)
+    given.fit("blocks", blocks, "BE", torch.int64)
+    given.fit("ancestors", ancestors, "BTT", torch.bool)
+
+
+def _together_fake(tokens: Tensor, blocks: Tensor, ancestors: Tensor | None, first: int) -> Tensor:
+    _check_together(tokens, blocks, ancestors)
+    batch, width = tokens.shape
+    return tokens.new_empty((batch, width, width), dtype=torch.bool)
+
+
+@define(
+    "seen_together(Tensor tokens, Tensor blocks, Tensor? ancestors, int first) -> Tensor",
+    samples=_together_samples,
+    fake=_together_fake,
+)
+def seen_together(tokens: Tensor, blocks: Tensor, ancestors: Tensor | None, first: int) -> Tensor:
+    """Which tokens of a step each of them sees, where rows of a picture see each other.
+
+    ``%a: bool[B,T,T] = graftwork.seen_together(%tokens, %pictures.blocks, None, 32064)``
+
+    tokens i64[B,T], of which `first` + k stands for row k, as in `placed_rows`; blocks i64[B,E] of
+    these rows: those of one number see each other, earlier or later. Besides, a token sees what
+    ancestors bool[B,T,T] says, or itself and all before it if that is None. The result is such
+    ancestors, for `step_mask`. Gemma Team, "Gemma 3 Technical Report" (2025).
+    """
+    _check_together(tokens, blocks, ancestors)
+    steps = torch.arange(tokens.shape[1], device=tokens.device)
+    before = (steps[:, None] >= steps[None, :])[None] if ancestors is None else ancestors
+    block = blocks.gather(1, _place(tokens, blocks, first))
+    block = torch.where(tokens >= first, block, -1)
+    same = (block[:, :, None] == block[:, None, :]) & (block[:, :, None] >= 0)
+    return before | same
+
+
+def _angle_samples() -> Iterator[Sample]:
+    tokens = torch.tensor([[7, 8, 1, 9], [3, 7, 8, 4]])
+    positions = torch.tensor([[0, 0, 2, 3], [4, 5, 6, 7]])
+    places = torch.randint(0, 9, (2, 3, 3))
+    for axes in ([0, 0, 1, 1, 2, 2], [0, 1, 2, 0, 1, 2]):
+        yield (torch.randn(9, 6), positions, tokens, places, 7), {"axes": axes}
+
+
+def _check_angles(
+    table: Tensor, positions: Tensor, tokens: Tensor, places: Tensor, axes: Sequence[int]
+) -> None:
+    given = Operands("placed_angles")
+    given.sizes |= {"R": len(axes), "A": 3}
+    given.fit("table", table, "PR")
+    given.fit("positions", positions, "BT", torch.int64)
+    given.fit("tokens", tokens, "BT", torch.int64)
+    given.fit("places", places, "BEA", torch.int64)
+
+
+def _angle_fake(
+    table: Tensor,
+    positions: Tensor,
+    tokens: Tensor,
+    places: Tensor,
+    first: int,
+    *,
+    axes: Sequence[int],
+) -> Tensor:
+    _check_angles(table, positions, tokens, places, axes)
+    return table.new_empty((*positions.shape, len(axes)))
+
+
+@define(
+    "placed_angles(Tensor table, Tensor positions, Tensor tokens, Tensor places, int first, *, "
+    "int[] axes) -> Tensor",
+    samples=_angle_samples,
+    fake=_angle_fake,
+)
+def placed_angles(
+    table: Tensor,
+    positions: Tensor,
+    tokens: Tensor,
+    places: Tensor,
+    first: int,
+    *,
+    axes: Sequence[int],
+) -> Tensor:
+    """What a table says of tokens' positions, where a picture's rows have three of them.
+
+    ``%c: f32[B,T,R] = graftwork.placed_angles(@cos, %positions, %tokens, %pictures.places, 32064,
+    axes=[0, 0, 1, 1, 2, 2])``
+
+    table [P,R]; positions i64[B,T]; tokens i64[B,T], of which `first` + k stands for row k, as in
+    `placed_rows`; places i64[B,E,3] of these rows in time, height and width. Column j of the table
+    is looked up at the place `axes[j]` of a row, and at the position of any other token. Source:
+    Wang et al., "Qwen2-VL" (2024), multimodal rotary position embedding.
+    """
+    _check_angles(table, positions, tokens, places, axes)
+    row, stands = _place(tokens, places, first), tokens >= first
+    found = [
+        torch.where(stands, places.select(2, axis).gather(1, row), positions) for axis in range(3)
+    ]
+    parts, start = [], 0
+    for axis, run in groupby(axes):
+        count = len(list(run))
+        parts.append(torch.nn.functional.embedding(found[axis], table.narrow(1, start, count)))
+        start += count
+    return torch.cat(parts, 2)

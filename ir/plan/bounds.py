@@ -30,6 +30,11 @@ Place: TypeAlias = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Opening: TypeAlias = Annotated[tuple[Place, ...], Field(min_length=1, max_length=MOST_LEVELS)]
 """Ids of the tokens that texts begin with."""
 
+Axes: TypeAlias = Annotated[
+    tuple[Annotated[int, Field(ge=0, le=2)], ...], Field(max_length=MOST_NODES)
+]
+"""Time (0), height (1) or width (2), one an angle of rotary embeddings."""
+
 Context: TypeAlias = Annotated[int, Field(ge=1, le=2**31 - 1)]
 """Positions that a model supports."""
 

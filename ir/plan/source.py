@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from .base import Record, Returned, record
-from .bounds import Context, Opening, Place, Width
+from .bounds import Axes, Context, Nodes, Opening, Place, Width
 
 if TYPE_CHECKING:
     from .decode import DecodePlan
@@ -49,15 +49,26 @@ class Pictures(SourceRecord):
     """A text may hold pictures: rows that something else made, in the places of a token.
 
     token: what stands for a row of a picture in prompts. width: numbers of a row. most: rows that a
-    text has at most.
+    text has at most. together: rows that follow each other without a token between them see each
+    other, the later ones, too. axes: by which of its three places in time, height and width each
+    angle of the rotary embedding turns a row, for models in which a picture's rows have places of
+    their own; where there are none, rows stand as tokens do. merged: of a picture's patches, so
+    many along each side are one row.
     """
 
     token: Place = 0
     width: Width = 1
     most: Context = 512
+    together: bool = False
+    axes: Axes = ()
+    merged: Nodes = 1
     kind: ClassVar[str] = "pictures"
     state: ClassVar[str] = "pictures"
     """What holds a text's rows; made when a program is compiled."""
+    blocks: ClassVar[str] = "pictures.blocks"
+    """What holds which rows see each other, as equal numbers; made where some do."""
+    places: ClassVar[str] = "pictures.places"
+    """What holds the rows' places in time, height and width; made where they have some."""
 
     @staticmethod
     def function(name: str) -> str:

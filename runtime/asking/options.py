@@ -105,7 +105,9 @@ class GenerationOptions:
     forced_bos_token_id: what a text of one token goes on with; forced_eos_token_id: what a text
     that is full ends with. decoder_input_ids i64[B,S]: what texts begin with that are written from
     a source; input_ids and attention_mask are then the source's. image_embeds f[N,H]: what the
-    model's own tower makes of pictures, a row for each of the prompts' image tokens, in order.
+    model's own tower makes of pictures, a row for each of the prompts' image tokens, in order;
+    image_grid_thw i64[P,3]: of each picture, patches in time, height and width, for models in which
+    rows have such places.
 
     given: the options that the call itself gave; the rest are defaults.
     """
@@ -135,6 +137,7 @@ class GenerationOptions:
     forced_eos_token_id: int | None = None
     decoder_input_ids: torch.Tensor | None = None
     image_embeds: torch.Tensor | None = None
+    image_grid_thw: torch.Tensor | None = None
     given: frozenset[str] = frozenset()
 
     @property
@@ -425,4 +428,5 @@ _CHECKS: dict[str, Callable[[str, Any, ModelInfo], Any]] = {
     "forced_eos_token_id": _token,
     "decoder_input_ids": _mask,
     "image_embeds": _mask,
+    "image_grid_thw": _mask,
 }

@@ -11,7 +11,7 @@ import torch
 from ...ir import InputError, Program
 from ...ir.plan import Encoded
 from .options import GenerationOptions, read_options
-from .pictures import read_pictures
+from .pictures import PlacedRows, read_pictures
 from .prompts import read_prompts
 from .sources import Sources, read_sources, takes_features
 from .stopping import Stopping
@@ -27,7 +27,7 @@ class Request:
     """prompts: i64[B,S] on the CPU, as given, each as often as it is continued. texts: the
     sequences without padding, with their limits. stopping: what ends one. pad: the token that fills
     finished ones. sources: what the texts are written from, where the model reads that first.
-    pictures: the rows of each text's pictures f[R,H], where some have any."""
+    pictures: of each text, where some have any."""
 
     prompts: torch.Tensor
     texts: Sequence[Text]
@@ -35,7 +35,7 @@ class Request:
     stopping: Stopping
     pad: int
     sources: Sources | None = None
-    pictures: Sequence[torch.Tensor] = ()
+    pictures: Sequence[PlacedRows] = ()
 
     def emitter(self) -> Emitter | None:
         """Who hands tokens to the streamer, if there is one; it is shown the prompts at once."""
@@ -68,7 +68,7 @@ def read_request(input_ids: torch.Tensor, keywords: Mapping[str, Any], program: 
             f"decoder_input_ids: {program.name} reads no source; its prompts are input_ids"
         )
     texts = read_prompts(input_ids, options, info)
-    pictures = read_pictures(options.image_embeds, texts, options.num_return_sequences, program)
+    pictures = read_pictures(options, texts, program)
     if sources is not None:
         for text, tokens in zip(texts, sources.tokens, strict=True):
             text.source = tokens

@@ -11,7 +11,9 @@ class Text:
     """tokens: prompt and committed tokens, no padding. prompt: how many of them are the prompt.
     limit: the length at which the sequence is full, in tokens. done: nothing more is wanted.
     source: tokens that it is written from, which are no part of it. stands: by their places in the
-    text, ids that are fed for tokens in whose places rows of pictures stand.
+    text, ids that are fed for tokens in whose places rows of pictures stand. whole: (first, last +
+    1) of tokens of the prompt that have to be fed at once. places: the positions of the prompt's
+    tokens, where they are not 0, 1, 2, ...
 
     rows: of the caches, those that hold something of the sequence; a step appends after them.
     position: of the next token that is fed. The last token is not fed yet. Both grow with the text;
@@ -26,6 +28,8 @@ class Text:
     position: int = 0
     source: Sequence[int] = ()
     stands: Mapping[int, int] = field(default_factory=dict)
+    whole: Sequence[tuple[int, int]] = ()
+    places: Sequence[int] = ()
 
     @property
     def generated(self) -> int:
@@ -48,6 +52,18 @@ class Text:
         if not self.stands:
             return row
         return [self.stands.get(place, token) for place, token in enumerate(row, start)]
+
+    def cut(self, start: int, stop: int) -> int:
+        """Where what is fed from `start` on ends, at `stop` unless that is amid what is whole."""
+        for first, last in self.whole:
+            if first < stop < last:
+                return first if first > start else last
+        return stop
+
+    @property
+    def shift(self) -> int:
+        """What is to be added to the number of a token behind the prompt for its position."""
+        return self.places[-1] - (len(self.places) - 1) if self.places else 0
 
     def grow(self, count: int) -> None:
         """So many tokens more have rows of their own."""

@@ -9,6 +9,7 @@ import torch
 from ...ir import SOURCE
 from ...ir.executable import Executable
 from ...ir.plan import Pictures
+from ..asking.pictures import PlacedRows
 from ..asking.sources import Sources
 
 LEAST = 16
@@ -34,10 +35,13 @@ def encode(executable: Executable, sources: Sources) -> None:
     executable.run(plan.encoder, {n: t for n, t in inputs.items() if taken.has_input(n)}, ())
 
 
-def place(executable: Executable, pictures: Sequence[torch.Tensor]) -> None:
-    """Have the states hold the rows f[R,H] of each text's pictures. The executable has begun."""
-    executable.reserve(max(1, *map(len, pictures)), SOURCE)
-    dtype = executable.program.states[Pictures.state].type.dtype
-    for index, rows in enumerate(pictures):
-        if len(rows):
-            executable.write_rows(index, 0, {Pictures.state: rows.to(dtype)})
+def place(executable: Executable, pictures: Sequence[PlacedRows]) -> None:
+    """Have the states hold the rows of each text's pictures. The executable has begun."""
+    executable.reserve(max(1, *(len(found.rows) for found in pictures)), SOURCE)
+    states = executable.program.states
+    for index, found in enumerate(pictures):
+        if not len(found.rows):
+            continue
+        held = {Pictures.state: found.rows.to(states[Pictures.state].type.dtype)}
+        held |= {Pictures.blocks: found.blocks, Pictures.places: found.places}
+        executable.write_rows(index, 0, {name: held[name] for name in held if name in states})

@@ -255,9 +255,10 @@ class Feeder:
         width: int,
         fetch: tuple[str, ...],
         column: Sequence[int],
+        places: Sequence[Sequence[int]] = (),
     ) -> dict[str, torch.Tensor]:
         """Feed `rows[b]` (at most `width` tokens) after `past[b]` cache rows, at the positions from
-        `starts[b]` on.
+        `starts[b]` on, or at `places[b]` where there are some.
 
         Values a chosen token (dim S) have the one column `column[b]`; values a fed token (dim T)
         have all.
@@ -266,7 +267,7 @@ class Feeder:
         self.fold(past, list(map(len, rows)))
         buffers = self.buffers(width)
         buffers.fill(rows, past, for_good=True)
-        inputs = buffers.picked(starts, column)
+        inputs = buffers.picked(starts, column, places)
         # Not held: prompts come in all lengths, and few of them again.
         outputs = self.call(inputs, fetch)
         if self.selects:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ...ir import InputError
 from ..asking.text import Text
 from ..cache.base import CachePolicy
 from ..speculate.drafters.base import UnverifiedStep
@@ -40,15 +41,17 @@ def prefill(
         most = cache.room([texts[b].rows for b in open_texts])
         width = feeder.chunk(left, most)
         piece = width if most is None else min(width, most)
-        rows = [text.tokens[n : n + piece] for text, n in zip(texts, fed, strict=True)]
+        ends = [text.cut(n, n + piece) for text, n in zip(texts, fed, strict=True)]
+        rows = [text.tokens[n:end] for text, n, end in zip(texts, fed, ends, strict=True)]
+        width = _wide_enough(feeder, rows, width)
         # A sequence that is through gets garbage behind its last row, which does not count yet.
         # Where blocks end, that would begin another one, in the place of what this one still
         # needs: its last token is fed again.
         through = [count == size for count, size in zip(fed, sizes, strict=True)]
         again = most is not None
         given = [
-            text.fed_as(n - int(done and again), n + piece)
-            for text, n, done in zip(texts, fed, through, strict=True)
+            text.fed_as(n - int(done and again), end)
+            for text, n, end, done in zip(texts, fed, ends, through, strict=True)
         ]
         behind = [int(done and not again) for done in through]
         past = [text.rows + past for text, past in zip(texts, behind, strict=True)]
@@ -58,11 +61,13 @@ def prefill(
         column = [len(row) - 1 if row else 0 for row in rows]
         # Without `select` every output has a prompt's worth of columns: fetch only what is used.
         wanted = fetch if ending or feeder.selects or read else ()
-        outputs = feeder.run_picking(given, past, starts, width, wanted, column)
+        places = [text.places[n:end] for text, n, end in zip(texts, fed, ends, strict=True)]
+        outputs = feeder.run_picking(given, past, starts, width, wanted, column, places)
         if read is not None:
             read(UnverifiedStep(rows, fed, outputs))
         for b, row in enumerate(rows):
             texts[b].grow(len(row) - (b in ending))
+            texts[b].position += texts[b].shift if b in ending else 0
         fed = counts
         if len(ending) == len(texts):
             return outputs, column
@@ -70,6 +75,23 @@ def prefill(
             columns[index] = column[index]
         _take(result, outputs, ending)
     return result, columns
+
+
+def _wide_enough(feeder: Feeder, rows: Sequence[Sequence[int]], width: int) -> int:
+    """The width of a step that feeds the rows, of which some may be longer than it was to be.
+
+    Errors: `InputError` where no step is as wide.
+    """
+    longest = max(map(len, rows))
+    if longest <= width:
+        return width
+    found = feeder.width(longest, 0)
+    if found < longest:
+        raise InputError(
+            f"a picture of {longest} rows, which see each other, has to be fed at once, and steps "
+            f"of this target take {found} tokens at most"
+        )
+    return found
 
 
 def _take(

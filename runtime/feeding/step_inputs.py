@@ -97,9 +97,15 @@ class StepInputs:
                     positions[beyond] = last
         return self.chain
 
-    def picked(self, starts: Sequence[int], column: Sequence[int]) -> Mapping[str, torch.Tensor]:
-        """Inputs for rows that are chains, after `fill`, with one column chosen of each."""
+    def picked(
+        self, starts: Sequence[int], column: Sequence[int], places: Sequence[Sequence[int]] = ()
+    ) -> Mapping[str, torch.Tensor]:
+        """Inputs for rows that are chains, after `fill`, with one column chosen of each. places:
+        each row's positions, () where they follow one another."""
         self.chains(starts)
+        for index, row in enumerate(places):
+            begin = index * self.width
+            self.positions[begin : begin + len(row)] = array("q", row)
         self.column[:] = array("q", column)
         return self.one_row
 

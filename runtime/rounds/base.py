@@ -207,7 +207,9 @@ def _require(program: Program, function: str) -> None:
     if function not in program.functions:
         raise InputError(
             f"image_embeds: the recipe's step reads texts alone: it is cut, or its drafts have "
-            f"tokens of their own ({program.plan.draft.brief}): take another recipe"
+            f"tokens of their own ({program.plan.draft.brief}), or its caches lose rows "
+            f"({program.plan.cache.brief}) of pictures that are read otherwise than tokens: take "
+            f"another recipe"
         )
 
 
