@@ -12,15 +12,16 @@ After::
     %y = graftwork.attention(%q, %k, %v, None, @slopes, layer=0, scale=0.125, window=5)
 
 What happens between the scores and the softmax is not matched op by op: it is *run*, with zeros and
-ones in place of the scores, and must turn out as scale * scores + ALiBi on a causal (sliding)
-window. So it does not matter how a model spells its mask. ``scaled_dot_product_attention`` is
-raised alike.
+ones in place of the scores, and must turn out as scale * scores + ALiBi on a causal mask, of a
+sliding window or in chunks, too. So it does not matter how a model spells its mask.
+``scaled_dot_product_attention`` is raised alike.
 Refuses, naming module and line: masks that are not causal, biases that are not ALiBi, scores that
 are not scaled linearly.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,10 +42,11 @@ _HIDDEN_BELOW = -1e4
 
 @dataclass(frozen=True)
 class Scores:
-    """What a model does with its scores. slopes: ALiBi, one a head, or None."""
+    """What a model does with its scores. span: how far back a token sees (`ops.attention.SPANS`).
+    slopes: ALiBi, one a head, or None."""
 
     scale: float
-    window: int | None
+    span: Mapping[str, int]
     slopes: torch.Tensor | None
 
 
@@ -162,7 +164,7 @@ def _recognise(outputs: list[torch.Tensor], node: torch.fx.Node) -> Scores:
     """Scores from what zeros, ones and minus twos [B,H,T,T] become. Errors: `UnsupportedError`."""
     zero, one, minus = outputs
     visible = zero[0, 0] > _HIDDEN_BELOW
-    window = _window(visible, node)
+    span = _span(visible, node)
     if not bool((((zero > _HIDDEN_BELOW) == visible) & ((one > _HIDDEN_BELOW) == visible)).all()):
         raise UnsupportedError(f"{_at(node)}: the attention mask differs between heads or scores")
     gain = (one - zero)[:, :, visible]
@@ -171,18 +173,22 @@ def _recognise(outputs: list[torch.Tensor], node: torch.fx.Node) -> Scores:
     linear = (gain - scale).abs().max() < tolerance
     if not linear or ((zero - minus)[:, :, visible] - 2 * scale).abs().max() > 2 * tolerance:
         raise UnsupportedError(f"{_at(node)}: scores are not scaled by one number before softmax")
-    return Scores(scale, window, _slopes(zero, visible, node))
+    return Scores(scale, span, _slopes(zero, visible, node))
 
 
-def _window(visible: torch.Tensor, node: torch.fx.Node) -> int | None:
-    """The sliding window of a mask [T,T] (True: visible), None if all earlier tokens are."""
+def _span(visible: torch.Tensor, node: torch.fx.Node) -> dict[str, int]:
+    """The sliding window, or the chunks, of a mask [T,T] (True: visible); nothing if all earlier
+    tokens are visible."""
     steps = torch.arange(_TOKENS)
     distance = steps[:, None] - steps[None, :]
-    width = int(visible[-1].sum())
+    width, first = int(visible[-1].sum()), int(visible[:, 0].sum())
     if bool((visible == ((distance >= 0) & (distance < width))).all()):
-        return None if width == _TOKENS else width
+        return {} if width == _TOKENS else {"window": width}
+    if first and bool((visible == ((distance >= 0) & (distance <= steps[:, None] % first))).all()):
+        return {"chunk": first}
     raise UnsupportedError(
-        f"{_at(node)}: the attention mask is neither causal nor a causal sliding window"
+        f"{_at(node)}: the attention mask is neither causal nor a causal sliding window, "
+        f"nor causal in chunks"
     )
 
 
@@ -206,7 +212,7 @@ def _slopes(zero: torch.Tensor, visible: torch.Tensor, node: torch.fx.Node) -> t
 
 def _raise_fused(imported: Imported, node: torch.fx.Node, reach: set[torch.fx.Node]) -> None:
     q, k, v, mask, _, causal = node.args
-    described = Scores(1.0, None, None)
+    described = Scores(1.0, {}, None)
     if mask is None and not causal:
         raise UnsupportedError(
             f"{_at(node)}: scaled_dot_product_attention without a mask lets tokens see later "
@@ -216,7 +222,7 @@ def _raise_fused(imported: Imported, node: torch.fx.Node, reach: set[torch.fx.No
         described = _masked(imported, mask, reach)
     scale = node.kwargs.get("scale")
     scale = float(type_of(q).dims[-1]) ** -0.5 if scale is None else float(scale)  # type: ignore
-    described = Scores(scale, described.window, described.slopes)
+    described = replace(described, scale=scale)
     with imported.fn.graph.inserting_before(node):
         out = _attention(imported, (q, k, v), described, site_of(node))
         out = _shaped(imported.fn, out, node)
@@ -247,7 +253,7 @@ def _attention(
     q, k, v = (_unfold(fn, x, heads, site) for x in qkv)
     if repeats(k) == repeats(v) != 1:
         k, v = ungrouped(fn, k), ungrouped(fn, v)
-    extra: dict[str, Any] = {} if described.window is None else {"window": described.window}
+    extra: dict[str, Any] = dict(described.span)
     args: list[Any] = [q, k, v]
     if described.slopes is not None:
         args += [None, _slopes_weight(imported, described.slopes)]

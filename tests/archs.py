@@ -149,6 +149,18 @@ def _table() -> dict[str, Arch]:
         "jais2": _base(head_dim=8),
         "llama": _base(rope_parameters=_LLAMA3, attention_bias=True, mlp_bias=True),
         "ministral": _base(head_dim=8, **_MIXED),
+        # Its experts run on every token and are weighed by 0, which is no mixture to a compiler.
+        "llama4_text": _base(
+            head_dim=8,
+            attention_chunk_size=5,
+            no_rope_layers=[1, 0],
+            attn_temperature_tuning=True,
+            floor_scale=4,
+            attn_scale=0.5,
+            interleave_moe_layer_step=2,
+            intermediate_size_mlp=48,
+            **_LOCAL,
+        ),
         "mistral": _base(sliding_window=5),
         "modernbert-decoder": _without_groups(local_attention=8, global_attn_every_n_layers=2),
         "mpt": {
@@ -332,10 +344,6 @@ REFUSED = {
     "llama-dynamic": (
         Arch("llama", _base(rope_parameters={**_YARN, "rope_type": "dynamic"})),
         r"cannot trace llama in module model\.rotary_emb",
-    ),
-    "llama4_text": (
-        Arch("llama4_text", _base(head_dim=8, attention_chunk_size=16, no_rope_layers=[1, 0])),
-        r"layers\.0\.self_attn.*attention_chunk_size=16.* not supported yet",
     ),
 }
 """Models that the frontend refuses, and what it says."""

@@ -106,7 +106,7 @@ class Maker:
                 A.transpose.int, self.call(A.view.default, flat, [B, T, count, 4]), 1, 2
             )
 
-        options = {"window": 3} if self.draw(st.booleans()) else {}
+        options = self.draw(st.sampled_from(({}, {"window": 3}, {"chunk": 2})))
         q, k, v = heads(2), heads(1), heads(1)
         y = self.call(G.attention.default, q, k, v, layer=self.layers, scale=0.5, **options)
         self.layers += 1

@@ -36,6 +36,7 @@ class Shape:
     vocab: int = 61
     context: int = 96
     window: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
     sinks: bool = False
     slopes: bool = False
@@ -159,7 +160,7 @@ class _Builder:
         v = self.heads_of(f"{name}.v", normed, shape.groups, value_dim, False)
         sinks = self.weight(f"{name}.sinks", shape.heads, scale=1.0) if shape.sinks else None
         slopes = self.weight(f"{name}.slopes", shape.heads, scale=0.1) if shape.slopes else None
-        options: Mapping[str, Any] = {"window": shape.window, "softcap": shape.softcap}
+        options: Mapping[str, Any] = {n: getattr(shape, n) for n in ("window", "chunk", "softcap")}
         given = {key: value for key, value in options.items() if value is not None}
         y = fn.call(
             G.attention.default,

@@ -101,6 +101,8 @@ def _check_options(program: Program, name: str) -> None:
     first = attentions[0]
     if name in WINDOWS:
         assert [node.kwargs.get("window") for node in attentions] == WINDOWS[name]
+    if name in CHUNKS:
+        assert [node.kwargs.get("chunk") for node in attentions] == CHUNKS[name]
     if name in GROUPS:
         heads = [type_of(arg).dims[1] for arg in first.args[:3]]  # type: ignore[arg-type]
         assert heads == [4, GROUPS[name], GROUPS[name]]
@@ -124,6 +126,9 @@ WINDOWS = {
     "qwen2_moe": [5, None],
 }
 """They come from the masks that a model would build, not from how its configuration spells them."""
+
+CHUNKS = {"llama4_text": [5, None]}
+"""Likewise."""
 
 GROUPS = {"falcon": 2, "falcon-multi-query": 1, "gpt_bigcode": 1, "llama": 2}
 """Key heads (of four query heads)."""

@@ -205,9 +205,11 @@ def graphs_of(graph: Any) -> list[Any]:
     return [graph, *(found for one in inner for found in graphs_of(one))]
 
 
-@pytest.mark.parametrize("shape", [Shape(dim=12), Shape(window=3), Shape(dim=12, slopes=True)])
+@pytest.mark.parametrize(
+    "shape", [Shape(dim=12), Shape(window=3), Shape(chunk=3), Shape(slopes=True, dim=12)]
+)
 def test_attention_of_other_kinds(shape: Shape, tmp_path: Path) -> None:
-    """Caches with room for everything, windows, ALiBi."""
+    """Caches with room for everything, windows, chunks, ALiBi."""
     program = handmade_llama(shape)
     model = Model(program, Target(threads=1), {})
     session = opened(export_onnx_loop(program, tmp_path / "out"))

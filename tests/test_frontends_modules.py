@@ -61,6 +61,9 @@ class Attention(nn.Module):
         if self.spelling == "window":
             seen = (distance >= 0) & (distance < 4)
             return torch.where(seen, scores, torch.tensor(-1e9)).softmax(-1) @ v
+        if self.spelling == "chunks":
+            seen = (distance >= 0) & (distance <= steps[:, None] % 5)
+            return scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v
         if self.spelling == "alibi":
             slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
             scores = scores - slopes[:, None, None] * distance
@@ -146,7 +149,7 @@ def logits_of(program: Program, ids: Tensor, positions: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "spelling",
-    ["fused", "grouped", "boolean mask", "float mask", "by hand", "window", "alibi"],
+    ["fused", "grouped", "boolean mask", "float mask", "by hand", "window", "chunks", "alibi"],
 )
 def test_attention_spellings(spelling: str) -> None:
     """Every way to write causal attention becomes the op, and computes the same."""
@@ -159,6 +162,7 @@ def test_attention_spellings(spelling: str) -> None:
     nodes = program.function("step").calls(G.attention.default)
     assert [node.kwargs["layer"] for node in nodes] == [0, 1]
     assert nodes[0].kwargs.get("window") == (4 if spelling == "window" else None)
+    assert nodes[0].kwargs.get("chunk") == (5 if spelling == "chunks" else None)
     assert nodes[0].kwargs["scale"] == pytest.approx(0.5 if spelling == "boolean mask" else 8**-0.5)
     assert len(nodes[0].args) == (5 if spelling == "alibi" else 3)
     groups = 2 if spelling == "grouped" else 4

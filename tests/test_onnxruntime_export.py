@@ -92,7 +92,7 @@ def test_plain_session(shape: Shape, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [Shape(dim=12), Shape(dim=12, window=3, slopes=True)], ids=name_of
+    "shape", [Shape(dim=12), Shape(chunk=3), Shape(dim=12, window=3, slopes=True)], ids=name_of
 )
 def test_padding_on_the_left_changes_nothing(shape: Shape, tmp_path: Path) -> None:
     folder = export_onnx(cached_llama(shape), tmp_path / "out")

@@ -38,7 +38,13 @@ KERNEL = [
     Shape(bias=True, tied=True, layer_norm=True, activation="gelu"),
     Shape(heads=3, groups=3, activation="relu"),
 ]
-PLAIN = [Shape(dim=12), Shape(value_dim=24), Shape(dim=12, sinks=True, softcap=2.0)]
+PLAIN = [
+    Shape(dim=12),
+    Shape(value_dim=24),
+    Shape(dim=12, sinks=True, softcap=2.0),
+    Shape(chunk=3),
+    Shape(chunk=5, window=4, slopes=True),
+]
 """Shapes that GroupQueryAttention refuses."""
 
 TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool)

@@ -22,7 +22,7 @@ from graftwork.backends.onnxruntime.ops import ort_attend
 from graftwork.backends.onnxruntime.session import register_own_ops
 from graftwork.backends.torch import cpu
 from graftwork.ir.errors import GraftworkWarning
-from graftwork.ir.ops.attention import alibi, cache_write, step_mask
+from graftwork.ir.ops.attention import SPANS, alibi, cache_write, step_mask
 from graftwork.ir.ops.rotary import rotary
 
 PLACES = {
@@ -48,7 +48,7 @@ OUTPUTS = {
 }
 SIZES: dict[str, dict[str, Any]] = {
     "CachedAttention": {
-        **{"heads": 4, "groups": 2, "scale": 0.25, "softcap": 0.0, "window": 0},
+        **{"heads": 4, "groups": 2, "scale": 0.25, "softcap": 0.0, "window": 0, "chunk": 0},
         **{"interleaved": 0, "threads": 2},
     },
     "MaskedAttention": {"scale": 0.25, "softcap": 0.0, "threads": 2},
@@ -87,7 +87,7 @@ def node(op: str, operands: dict[str, torch.Tensor | None], **sizes: Any) -> lis
 def step(
     seed: int, batch: int, width: int, rows: int, dim: int, wide: int, kind: str
 ) -> tuple[dict[str, torch.Tensor | None], dict[str, Any]]:
-    """Operands of a step of 4 heads in 2 groups: chains, trees, windows, sinks, slopes."""
+    """Operands of a step of 4 heads in 2 groups: chains, trees, windows, chunks, sinks, slopes."""
     random = torch.Generator().manual_seed(seed)
 
     def values(*dims: int) -> torch.Tensor:
@@ -121,12 +121,15 @@ def step(
         found["slopes"] = values(4).abs()
     if "window" in kind:
         options["window"] = 5
+    if "chunk" in kind:
+        options["chunk"] = 6
     if "cap" in kind:
         options["softcap"] = 3.0
     return found, options
 
 
 KINDS = ("", "tree", "turned", "tree turned", "window", "tree window", "sinks cap", "slopes")
+KINDS += ("chunk", "tree chunk", "turned chunk window")
 SHAPES = st.tuples(
     st.integers(0, 99),
     st.sampled_from(((1, 1), (1, 7), (3, 1), (3, 5), (2, 20))),
@@ -152,7 +155,8 @@ def as_torch(of: dict[str, torch.Tensor | None], options: dict[str, Any]) -> lis
         q, k = (rotary(x, cos[positions], sin[positions], **turned) for x in (q, k))
     keys = cache_write(keys, k, past)
     values = cache_write(values, value.reshape(batch, width, 2, -1).transpose(1, 2), past)
-    mask = step_mask(past, positions, of.get("ancestors"), rows, window=options.get("window"))
+    reach = {name: options.get(name) for name in SPANS}
+    mask = step_mask(past, positions, of.get("ancestors"), rows, **reach)
     slopes = of.get("slopes")
     bias = None if slopes is None else alibi(slopes, past, positions, rows)
     how = {"scale": options["scale"], "softcap": options.get("softcap")}

@@ -90,7 +90,7 @@ struct Cache {
 struct Tokens {
     const Cached& of;
     std::vector<int64_t> counted;  // [B, T] positions, if none are given
-    std::vector<uint8_t> near;     // [B, T, T] the step's tokens that one sees, if there is a window
+    std::vector<uint8_t> near;     // [B, T, T] the step's tokens that one sees, if its reach ends
 
     explicit Tokens(const Cached& of) : of(of) {
         for (int64_t b = 0; b < of.B; b++) {
@@ -101,7 +101,7 @@ struct Tokens {
             for (int64_t t = 0; !of.positions && t < of.T; t++) counted.push_back(of.past[b] + t);
         }
         for (int64_t i = 0; of.cos && i < of.B * of.T; i++) check_index(positions(0)[i], of.angles);
-        if (of.window) near.resize(of.B * of.T * of.T);
+        if (reach_ends()) near.resize(of.B * of.T * of.T);
         for (int64_t i = 0; i < int64_t(near.size()); i++) near[i] = is_near(i);
     }
     const int64_t* positions(int64_t b) const {
@@ -110,18 +110,23 @@ struct Tokens {
     bool is_near(int64_t place) const {
         const int64_t b = place / of.T / of.T, t = place / of.T % of.T, token = place % of.T;
         const bool follows = of.ancestors ? of.ancestors[place] != 0 : token <= t;
-        return follows && positions(b)[t] - positions(b)[token] < of.window;
+        return follows && positions(b)[token] >= since(positions(b)[t]);
+    }
+    bool reach_ends() const { return of.window || of.chunk; }
+    // The first position that a token at one sees.
+    int64_t since(int64_t position) const {
+        const int64_t near = of.window ? position - of.window + 1 : 0;
+        return std::max(near, of.chunk ? position - position % of.chunk : 0);
     }
     // What token t of a sequence sees, but for the query itself.
     Query seen(int64_t b, int64_t t) const {
         const int64_t past = of.past[b];
         Query query = {};
-        if (of.window)
-            query.first = std::min(past, std::max<int64_t>(0, positions(b)[t] - of.window + 1));
+        if (reach_ends()) query.first = std::min(past, since(positions(b)[t]));
         query.open = past;
         query.end = past + of.T;
-        query.marks = (of.window ? near.data() : of.ancestors) + (b * of.T + t) * of.T;
-        if (!of.window && !of.ancestors) {
+        query.marks = (reach_ends() ? near.data() : of.ancestors) + (b * of.T + t) * of.T;
+        if (!reach_ends() && !of.ancestors) {
             query.open = query.end = past + t + 1;
             query.marks = nullptr;
         }

@@ -53,7 +53,7 @@ void attend(const Picked& given, const Team& team);
 // before; caches [B,G,C,D] and [B,G,C,E], of which the new ones may be the old ones themselves, and
 // likewise their steps; past [B]; out [B,T,H,E]. Unless they are null: positions [B,T], otherwise
 // those after `past`; tables [angles, half] of a rotary embedding; ancestors [B,T,T], otherwise the
-// tokens are a chain; sinks and slopes [H]. A window or softcap of 0 is none.
+// tokens are a chain; sinks and slopes [H]. A window, chunk or softcap of 0 is none.
 struct Cached {
     const float *query, *key, *value;
     int64_t query_step, key_step, value_step;
@@ -66,7 +66,7 @@ struct Cached {
     const uint8_t* ancestors;
     const float *sinks, *slopes;
     float* out;
-    int64_t B, H, G, T, C, D, E, angles, half, window;
+    int64_t B, H, G, T, C, D, E, angles, half, window, chunk;
     float scale, softcap;
     bool interleaved;
     Stored stored;

@@ -1,7 +1,7 @@
 // Attention as ops of ONNX Runtime.
 //
 //   CachedAttention(query, past_key, past_value, past, key?, value?, positions?, cos?, sin?,
-//     ancestors?, sinks?, slopes?; heads, groups, scale, softcap, window, interleaved, threads)
+//     ancestors?, sinks?, slopes?; heads, groups, scale, softcap, window, chunk, interleaved, threads)
 //     -> (out, key, value)
 //   CachedQuantizedAttention(query, past_key, past_value, past_key_steps, past_value_steps, past, ...
 //     as above; bits, turned, ...) -> (out, key, value, key_steps, value_steps)
@@ -48,7 +48,7 @@ struct CachedNode : AttentionNode {
     static constexpr int INPUTS = REQUIRED + 8;
     static ort::Element output(int place) { return place == 1 || place == 2 ? ROWS : ort::FLOAT; }
 
-    int64_t heads, groups, window;
+    int64_t heads, groups, window, chunk;
     bool interleaved;
     Stored stored = {32, false};
 
@@ -57,10 +57,12 @@ struct CachedNode : AttentionNode {
           heads(api.whole_number(info, "heads")),
           groups(api.whole_number(info, "groups")),
           window(api.whole_number(info, "window")),
+          chunk(api.whole_number(info, "chunk")),
           interleaved(api.whole_number(info, "interleaved") != 0) {
         want(groups >= 1 && heads >= groups && heads <= INT_MAX && heads % groups == 0,
              "heads must be a positive multiple of groups");
         want(window >= 0, "window must not be negative");
+        want(chunk >= 0, "chunk must not be negative");
         if (!STORED) return;
         stored = {api.whole_number(info, "bits"), api.whole_number(info, "turned") != 0};
         want(stored.bits == 4 || stored.bits == 8, "bits must be 4 or 8");
@@ -136,7 +138,8 @@ struct CachedNode : AttentionNode {
         if (STORED) given.key_steps = static_cast<float*>(output(3, old_key_steps.sizes));
         if (STORED) given.value_steps = static_cast<float*>(output(4, old_value_steps.sizes));
         given.B = B, given.H = heads, given.G = groups, given.T = T, given.C = C, given.D = D;
-        given.E = E, given.window = window, given.scale = scale, given.softcap = softcap;
+        given.E = E, given.window = window, given.chunk = chunk;
+        given.scale = scale, given.softcap = softcap;
         given.angles = cos.value ? cos.sizes[0] : 0;
         given.half = cos.value ? cos.sizes[1] : 0;
         given.interleaved = interleaved;

@@ -17,7 +17,8 @@ After, with %qkv f32[B,T,128] the product that query, key and value are pieces o
 or GroupQueryAttention's `ort_gqa`, with `%seqlens, %total` for `%past`. Both want caches of the
 query's dtype that nothing else reads before they are written, and a step mask whose rows stand for
 the positions of their numbers. graftwork's kernel takes float32; the other one equal key and value
-widths in multiples of 8 (16 where it rotates). An attention that is otherwise stays as it is.
+widths in multiples of 8 (16 where it rotates), and no chunks. An attention that is otherwise stays
+as it is.
 
 A function may go on after its tokens, one more at a time (an unrolled chain): such an attention
 reads the cache that the one before wrote, and counts its rows from its own `past`.
@@ -34,6 +35,7 @@ import torch
 import torch.fx
 
 from ...ir import Function, TensorType, WeightStore, arguments, derive, site_of, type_of
+from ...ir.ops.attention import SPANS
 from . import ops  # noqa: F401  (defines ort_gqa and ort_attend)
 from .calls import source_of
 from .views import TURNS, axis_order
@@ -57,7 +59,7 @@ class Kernel:
     query, key and value types. turns: whether
     it rotates heads of a width by angles of half of what they turn. own_tokens: whether a function
     may feed it several tokens that are none of its inputs. counts: whether it takes counts of rows
-    where others take `past`.
+    where others take `past`. chunks: whether tokens may see their own chunk alone.
     """
 
     ops: Mapping[Any, Any]
@@ -65,6 +67,7 @@ class Kernel:
     turns: Callable[[int, int], bool]
     own_tokens: bool
     counts: bool
+    chunks: bool
 
 
 def _takes_alike(query: TensorType, key: TensorType, value: TensorType) -> bool:
@@ -83,6 +86,7 @@ GQA = Kernel(
     turns=lambda width, half: width % 16 == 0 and half % 8 == 0,
     own_tokens=False,
     counts=True,
+    chunks=False,
 )
 OWN = Kernel(
     {
@@ -93,6 +97,7 @@ OWN = Kernel(
     turns=lambda width, half: True,
     own_tokens=True,
     counts=False,
+    chunks=True,
 )
 
 
@@ -157,6 +162,11 @@ def _match(fn: Function, node: torch.fx.Node, kernel: Kernel) -> _Found | None:
     past, positions = masked["past"], masked["positions"]
     if masked["row_positions"] is not None:  # kernels take a row's number for its position
         return None
+    if masked["chunk"] is not None and not kernel.chunks:
+        return None
+    ancestors = masked["ancestors"]
+    if ancestors is not None and ancestors.op != "placeholder" and not kernel.own_tokens:
+        return None  # made for any batch, where biases are for one sequence
     if {write["past"] for write in written} != {past}:
         return None
     fed = past is fn.input("past") and positions is fn.input("positions")
@@ -171,7 +181,8 @@ def _match(fn: Function, node: torch.fx.Node, kernel: Kernel) -> _Found | None:
         return None
     query, key, tables = _rotation(given["q"], new_key, positions, kernel)
     how = ("scale", "softcap", "bits", "turned")
-    options = {name: given[name] for name in how if name in given} | {"window": masked["window"]}
+    options = {name: given[name] for name in how if name in given}
+    options |= {name: masked[name] for name in SPANS}
     return _Found(
         node=node,
         query=query,
@@ -180,7 +191,7 @@ def _match(fn: Function, node: torch.fx.Node, kernel: Kernel) -> _Found | None:
         writes=tuple(writes),
         past=past,
         positions=positions,
-        ancestors=masked["ancestors"],
+        ancestors=ancestors,
         slopes=slopes,
         sinks=given["sinks"],
         tables=tables,
@@ -266,7 +277,8 @@ class _Lowering:
     def positions(self, found: _Found) -> torch.fx.Node | None:
         """The input that an attention depends on, None if it does not or is to count itself."""
         needed = found.tables or found.ancestors is not None or found.slopes is not None
-        needed = needed or (not self.kernel.counts and found.options["window"] is not None)
+        far = any(found.options[name] is not None for name in SPANS)
+        needed = needed or (not self.kernel.counts and far)
         return found.positions if needed and not self.counted else None
 
     def counts(self, found: _Found) -> list[torch.fx.Node]:

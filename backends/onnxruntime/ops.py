@@ -120,6 +120,7 @@ def _attend_samples() -> Iterator[Sample]:
     yield (query, key, value, *caches, past), options
     packed = torch.cat([query, key, value], -1)
     yield (packed, None, None, *caches, past, None, *tables), options | {"window": 3}
+    yield (packed, None, None, *caches, past, positions, None, None, tree), options | {"chunk": 5}
     whole = (packed, None, None, *caches, past, positions, *tables, tree)
     yield whole, options | {"window": 3, "softcap": 2.0, "interleaved": True}
     yield (*whole, torch.randn(heads), torch.rand(heads)), options
@@ -130,7 +131,7 @@ def _attend_samples() -> Iterator[Sample]:
     "Tensor past, Tensor? positions=None, Tensor? cos=None, Tensor? sin=None, "
     "Tensor? ancestors=None, Tensor? sinks=None, Tensor? slopes=None, *, "
     "int heads, int groups, float scale, int? window=None, float? softcap=None, "
-    "bool interleaved=False) -> (Tensor, Tensor, Tensor)",
+    "bool interleaved=False, int? chunk=None) -> (Tensor, Tensor, Tensor)",
     samples=_attend_samples,
     fake=_fake,
 )
@@ -154,6 +155,7 @@ def ort_attend(
     window: int | None = None,
     softcap: float | None = None,
     interleaved: bool = False,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """graftwork's own CachedAttention: rotary embedding, two cache writes and attention in one.
 
@@ -163,14 +165,15 @@ def ort_attend(
     query [B,T,H*D], key [B,T,G*D], value [B,T,G*E]; or key = value = None and query their
     concatenation. Caches past_key [B,G,C,D], past_value [B,G,C,E]; past i64[B]. positions i64[B,T],
     None: past, past + 1, ...; cos, sin tables [context,R/2], or None for no rotary embedding;
-    ancestors, sinks, slopes, window, softcap as in `step_mask`, `attend` and `alibi`. Returns the
-    attended values and both caches.
+    ancestors, sinks, slopes, window, chunk, softcap as in `step_mask`, `attend` and `alibi`.
+    Returns the attended values and both caches.
     """
     given = query, key, value, past, positions, cos, sin
     sizes = heads, groups, past_key.shape[3], past_value.shape[3]
     q, k, v, positions = _turned(*given, sizes, interleaved)
     keys, values = cache_write(past_key, k, past), cache_write(past_value, v, past)
-    mask = step_mask(past, positions, ancestors, past_key.shape[2], window=window)
+    reach = {"window": window, "chunk": chunk}
+    mask = step_mask(past, positions, ancestors, past_key.shape[2], **reach)
     bias = None if slopes is None else alibi(slopes, past, positions, past_key.shape[2])
     out = attend(q, keys, values, mask, bias, sinks, scale=scale, softcap=softcap)
     return out.transpose(1, 2).flatten(2), keys, values
@@ -235,7 +238,8 @@ def _quantized_fake(
     "Tensor? positions=None, Tensor? cos=None, Tensor? sin=None, "
     "Tensor? ancestors=None, Tensor? sinks=None, Tensor? slopes=None, *, "
     "int heads, int groups, int bits, bool turned, float scale, int? window=None, "
-    "float? softcap=None, bool interleaved=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "float? softcap=None, bool interleaved=False, int? chunk=None) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     samples=_quantized_samples,
     fake=_quantized_fake,
 )
@@ -263,6 +267,7 @@ def ort_attend_quantized(
     window: int | None = None,
     softcap: float | None = None,
     interleaved: bool = False,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`ort_attend` with caches as `quantize_rows` stores them.
 
@@ -270,8 +275,8 @@ def ort_attend_quantized(
     None, %kc, %vc, %ks, %vs, %past, %positions, @cos, @sin, heads=8, groups=2, bits=4,
     turned=True, scale=0.125)``
 
-    query, key, value, past, positions, cos, sin, ancestors, sinks, slopes, window and softcap as
-    there; past_key u8[B,G,C,D*bits/8], past_value u8[B,G,C,E*bits/8], and their steps
+    query, key, value, past, positions, cos, sin, ancestors, sinks, slopes, window, chunk and
+    softcap as there; past_key u8[B,G,C,D*bits/8], past_value u8[B,G,C,E*bits/8], and their steps
     past_key_steps, past_value_steps f32[B,G,C,2]. Returns the attended values and the caches, in
     this order.
     """
@@ -284,7 +289,8 @@ def ort_attend_quantized(
         [cache_write(cache, part, past) for cache, part in zip(caches, rows, strict=True)]
         for caches, rows in zip(old, new, strict=True)
     )
-    mask = step_mask(past, positions, ancestors, past_key.shape[2], window=window)
+    reach = {"window": window, "chunk": chunk}
+    mask = step_mask(past, positions, ancestors, past_key.shape[2], **reach)
     bias = None if slopes is None else alibi(slopes, past, positions, past_key.shape[2])
     how = {"bits": bits, "turned": turned, "scale": scale, "softcap": softcap}
     out = attend_quantized(q, *keys, *values, mask, bias, sinks, **how)

@@ -27,6 +27,7 @@ import torch
 import torch.fx
 
 from ...ir import Function, Program, Sym, UnsupportedError, WeightStore, arguments, site_of, type_of
+from ...ir.ops.attention import SPANS
 from ...ir.types import Dim, TensorType
 from ...passes.fusing.cse import merge_equal
 from ...passes.fusing.dce import sweep
@@ -261,6 +262,7 @@ class _Counter:
         count = self.call(A.sub.Tensor, self.call(A.cumsum.default, self.mask, 1), 1)
         before: Dim = C if self.concatenates else P - T
         own = self.call(A.slice.Tensor, count, 1, before, self.rows)
+        self.count, self.own = count, own
         return {
             "past": self.call(A.sub.Tensor, length, T),
             "positions": self.call(A.clamp.default, own, 0),
@@ -281,14 +283,14 @@ class _Counter:
                 f"%{node.name} ({site_of(node).module}) cannot become portable attention: it reads "
                 f"its cache through {', '.join(str(t) for t in targets)}"
             )
-        window = arguments(mask)["window"]
+        span = tuple((n, arguments(mask)[n]) for n in SPANS if arguments(mask)[n] is not None)
         with self.fn.graph.inserting_before(node):
             sides = [self._joined(write) for write in writes]
             bias = None if bias is None else self._alibi(arguments(bias)["slopes"])
             options = {k: given[k] for k in ("scale", "softcap") if given[k] is not None}
             made = self.call(
                 G.attend.default,
-                *(given["q"], *sides, self._visible(window), bias, given["sinks"]),
+                *(given["q"], *sides, self._visible(span), bias, given["sinks"]),
                 site=site_of(node),
                 **options,
             )
@@ -306,17 +308,19 @@ class _Counter:
         steps = self.call(A.arange.default, T, dtype=torch.int64)
         return before, self.call(A.add.Tensor, self.call(A.unsqueeze.default, before, 1), steps)
 
-    def _visible(self, window: int | None) -> torch.fx.Node:
+    def _visible(self, span: tuple[tuple[str, int], ...]) -> torch.fx.Node:
         """bool[B,1,T,C+T]: earlier rows that are no padding, and the token's own."""
-        if window not in self.masks:
+        if span not in self.masks:
             with self.fn.graph.inserting_before(self.anchor):
-                self.masks[window] = self._make_visible(window)
-        return self.masks[window]
+                self.masks[span] = self._make_visible(dict(span))
+        return self.masks[span]
 
-    def _make_visible(self, window: int | None) -> torch.fx.Node:
+    def _make_visible(self, span: Mapping[str, int]) -> torch.fx.Node:
         before, own = self._step()
-        options: Mapping[str, Any] = {} if window is None else {"window": window}
-        causal = self.call(G.step_mask.default, before, own, None, self.rows, **options)
+        places: tuple[Any, ...] = (own, None, self.rows)
+        if "chunk" in span:  # they are of positions, which padding shifts
+            places = (self.own, None, self.rows, self.count)
+        causal = self.call(G.step_mask.default, before, *places, **span)
         real = self.call(A.ne.Scalar, self.mask, 0)
         for axis in (1, 1):
             real = self.call(A.unsqueeze.default, real, axis)

@@ -154,13 +154,19 @@ def cached_quantized_attention(e: Emitter, *arguments: Any) -> Any:
 
 
 def _cached_options(
-    e: Emitter, scale: float, window: int | None, softcap: float | None, interleaved: bool
+    e: Emitter,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    interleaved: bool,
+    chunk: int | None,
 ) -> dict[str, Any]:
     """Attributes of both."""
     return {
         "scale": scale,
         "softcap": softcap or 0.0,
         "window": window or 0,
+        "chunk": chunk or 0,
         "interleaved": int(interleaved),
         "threads": e.threads,
     }

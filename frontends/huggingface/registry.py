@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ...ir import UnsupportedError
+from ...ir.ops.attention import SPANS
 from .. import source_attention  # noqa: F401  (defines traced_attention)
 from .experts import experts_forward
 
@@ -62,8 +63,9 @@ def reading_sources() -> Iterator[None]:
 class MaskKind:
     """What a mask lets a token see. window: of the last so many tokens, None for all.
 
-    chunk: of the tokens of its own chunk only. causal: whether later tokens are hidden. Decoders
-    that may read a source make a mask for it that is not, and use it only where there is a source.
+    chunk: only of those of its own chunk of so many. causal: whether later tokens are hidden.
+    Decoders that may read a source make a mask for it that is not, and use it only where there is
+    a source.
     """
 
     window: int | None = None
@@ -98,7 +100,7 @@ def _rules(function: Callable[..., Any]) -> list[tuple[str, Any]]:
         return [rule for part in captured[0] for rule in _rules(part)]
     raise UnsupportedError(
         f"the attention mask {function.__qualname__} is not supported yet; expected a causal mask, "
-        "possibly with a sliding window"
+        "possibly with a sliding window or in chunks"
     )
 
 
@@ -135,11 +137,10 @@ def attention_forward(
             "attention to later tokens is not supported: expected a causal mask, got one that "
             "hides nothing (bidirectional_mask_function, is_causal=False)"
         )
-    if kind.chunk is not None and kind.chunk < _context(module):
-        raise UnsupportedError(
-            f"chunked attention (attention_chunk_size={kind.chunk}) is not supported yet"
-        )
-    options: dict[str, Any] = {} if kind.window is None else {"window": kind.window}
+    spans = {name: getattr(kind, name) for name in SPANS}
+    options: dict[str, Any] = {name: size for name, size in spans.items() if size is not None}
+    if options.get("chunk", 0) >= _context(module):
+        options.pop("chunk", None)  # there is one alone
     if softcap is not None:
         options["softcap"] = float(softcap)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)

@@ -12,6 +12,21 @@ from .operands import Operands
 
 I64, BOOL = torch.int64, torch.bool
 
+SPANS = ("window", "chunk")
+"""Options of `attention` and `step_mask` that say how far back a token sees; None: to the start."""
+
+
+def within_reach(
+    mask: Tensor, own: Tensor, other: Tensor, window: int | None, chunk: int | None
+) -> Tensor:
+    """A mask without what is out of reach. own, other: positions of tokens and of what they look
+    at; reach: see `attention`."""
+    if window is not None:
+        mask = mask & (own - other < window)
+    if chunk is not None:
+        mask = mask & (other >= own - own % chunk)
+    return mask
+
 
 def _scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Scaled dot products [B,H,T,N] in float32 of q [B,H,T,D] with the grouped keys k [B,G,N,D]."""
@@ -41,7 +56,9 @@ def _weighted(
 
 
 def _attention_samples() -> Iterator[Sample]:
-    for heads, groups, extra in ((4, 2, {}), (2, 2, {"window": 3}), (2, 1, {"softcap": 5.0})):
+    kinds: tuple[tuple[int, int, dict[str, object]], ...]
+    kinds = ((4, 2, {}), (2, 2, {"window": 3}), (2, 1, {"softcap": 5.0}), (2, 2, {"chunk": 2}))
+    for heads, groups, extra in kinds:
         q = torch.randn(2, heads, 5, 8)
         k, v = torch.randn(2, groups, 5, 8), torch.randn(2, groups, 5, 6)
         yield (q, k, v), {"layer": 0, "scale": 8**-0.5, **extra}
@@ -98,8 +115,8 @@ def _attention_fake(
 
 @define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks=None, Tensor? slopes=None, "
-    "Tensor? distances=None, *, int layer, float scale, int? window=None, float? softcap=None) "
-    "-> Tensor",
+    "Tensor? distances=None, *, int layer, float scale, int? window=None, float? softcap=None, "
+    "int? chunk=None) -> Tensor",
     samples=_attention_samples,
     fake=_attention_fake,
 )
@@ -115,25 +132,25 @@ def attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Causal self-attention over a whole sequence; what a frontend produces, without a cache.
 
     ``%y: f32[B,H,T,E] = graftwork.attention(%q, %k, %v, layer=0, scale=0.125)``
 
     q [B,H,T,D]; k [B,G,T,D]; v [B,G,T,E], H a multiple of G (grouped-query attention). Token t sees
-    tokens max(0, t - window + 1) .. t. `softcap` c bounds scores to c tanh(s/c); `sinks` [H] adds
-    one logit a head that takes weight and contributes nothing; `slopes` [H] adds slope * (key
-    position - query position) (ALiBi); `distances` [H,2R+1] adds what it says of that difference,
-    from -R to R, what is farther counting as R (T5). `layer` names the layer whose cache this
-    attention will own.
+    tokens max(0, t - window + 1) .. t, of these with `chunk` only those of its own chunk of so many
+    positions, from t - t % chunk on (Llama 4). `softcap` c bounds scores to c tanh(s/c); `sinks`
+    [H] adds one logit a head that takes weight and contributes nothing; `slopes` [H] adds slope *
+    (key position - query position) (ALiBi); `distances` [H,2R+1] adds what it says of that
+    difference, from -R to R, what is farther counting as R (T5). `layer` names the layer whose
+    cache this attention will own.
     """
     _check_attention(q, k, v, sinks, slopes, distances)
     width = q.shape[2]
     steps = torch.arange(width, device=q.device)
     distance = steps[:, None] - steps[None, :]
-    mask = distance >= 0
-    if window is not None:
-        mask = mask & (distance < window)
+    mask = within_reach(distance >= 0, steps[:, None], steps[None, :], window, chunk)
     scores = _scores(q, k, scale, softcap)
     if slopes is not None:
         scores = scores - slopes.float()[:, None, None] * distance
@@ -186,10 +203,12 @@ def _mask_samples() -> Iterator[Sample]:
     tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool).expand(2, 3, 3)
     yield (torch.tensor([2, 5]), positions, None, 9), {}
     yield (torch.tensor([2, 5]), positions, None, 9), {"window": 4}
+    yield (torch.tensor([2, 5]), positions, None, 9), {"chunk": 3}
     yield (torch.tensor([2, 5]), torch.tensor([[2, 3, 3], [5, 6, 6]]), tree, 9), {"window": 2}
     held = torch.tensor([[0, 7, 9, 9, 9, 9, 9, 9, 9], [0, 1, 6, 7, 8, 9, 9, 9, 9]])
     later = torch.tensor([[8, 9, 10], [9, 10, 11]])
     yield (torch.tensor([2, 5]), later, None, 9, held), {"window": 4}
+    yield (torch.tensor([2, 5]), later, tree, 9, held), {"window": 4, "chunk": 4}
 
 
 def _check_mask(
@@ -235,6 +254,7 @@ def _mask_fake(
     row_positions: Tensor | None = None,
     *,
     window: int | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     _check_mask(past, positions, ancestors, capacity, row_positions)
     batch, width = positions.shape
@@ -243,7 +263,7 @@ def _mask_fake(
 
 @define(
     "step_mask(Tensor past, Tensor positions, Tensor? ancestors, SymInt capacity, "
-    "Tensor? row_positions=None, *, int? window=None) -> Tensor",
+    "Tensor? row_positions=None, *, int? window=None, int? chunk=None) -> Tensor",
     samples=_mask_samples,
     fake=_mask_fake,
 )
@@ -255,6 +275,7 @@ def step_mask(
     row_positions: Tensor | None = None,
     *,
     window: int | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Which cache rows each token of a step may see.
 
@@ -265,7 +286,8 @@ def step_mask(
     included; topological order) or None for a chain, where token t sees tokens 0..t of the step.
     Row past + i holds token i of the step; row r < past holds position row_positions[b,r] of
     i64[B,C], or position r if that is None. `window` hides rows whose position is `window` or more
-    before the token's. Errors: `InputError` naming an operand of another rank, size or dtype.
+    before the token's, `chunk` those of positions before the token's own chunk. Errors:
+    `InputError` naming an operand of another rank, size or dtype.
     """
     _check_mask(past, positions, ancestors, capacity, row_positions)
     width = positions.shape[1]
@@ -276,8 +298,7 @@ def step_mask(
     else:
         fresh = ancestors.gather(2, token[:, None, :].expand(-1, width, -1))
     mask = torch.where(inside[:, None, :], fresh, (offset < 0)[:, None, :])
-    if window is not None:
-        mask = mask & (positions[:, :, None] - held[:, None, :] < window)
+    mask = within_reach(mask, positions[:, :, None], held[:, None, :], window, chunk)
     return mask[:, None]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import Sample, define
-from .attention import _scores, check_attend
+from .attention import _scores, check_attend, within_reach
 from .operands import Operands
 
 I64 = torch.int64
@@ -136,10 +136,11 @@ def _seen_samples() -> Iterator[Sample]:
     positions = torch.tensor([[5, 6, 7], [5, 6, 6]])
     yield (torch.tensor([4, 0, 0, 0, 0, 0]), positions), {}
     yield (torch.tensor([4, 0, 0, 0, 0, 0]), positions), {"window": 4}
+    yield (torch.tensor([4, 0, 0, 0, 0, 0]), positions), {"chunk": 3}
     yield (torch.tensor([0, 9, 9]), positions), {}
 
 
-def _seen_fake(held: Tensor, positions: Tensor, *, window: int | None = None) -> Tensor:
+def _seen_fake(held: Tensor, positions: Tensor, **span: int | None) -> Tensor:
     given = Operands("shared_mask")
     given.fit("held", held, "S", I64)
     given.fit("positions", positions, "BT", I64)
@@ -148,26 +149,26 @@ def _seen_fake(held: Tensor, positions: Tensor, *, window: int | None = None) ->
 
 
 @define(
-    "shared_mask(Tensor held, Tensor positions, *, int? window=None) -> Tensor",
+    "shared_mask(Tensor held, Tensor positions, *, int? window=None, int? chunk=None) -> Tensor",
     samples=_seen_samples,
     fake=_seen_fake,
 )
-def shared_mask(held: Tensor, positions: Tensor, *, window: int | None = None) -> Tensor:
+def shared_mask(
+    held: Tensor, positions: Tensor, *, window: int | None = None, chunk: int | None = None
+) -> Tensor:
     """Which of the rows that a batch shares its tokens see, one sequence after the other.
 
     ``%m: bool[1,1,B*T,S] = graftwork.shared_mask(%shared.held, %positions)``
 
     held i64[S]: its first number says how many of the rows are there, those of the first so many
-    positions; positions i64[B,T] of the tokens, all behind these. `window` hides rows whose
-    position is `window` or more before the token's.
+    positions; positions i64[B,T] of the tokens, all behind these. `window` and `chunk` hide
+    rows as in `step_mask`.
     """
-    _seen_fake(held, positions, window=window)
+    _seen_fake(held, positions)
     rows = torch.arange(held.shape[0], device=held.device)
     flat = positions.reshape(-1, 1)
     there = (rows < held[:1]).expand(flat.shape[0], held.shape[0])
-    if window is not None:
-        there = there & (flat - rows < window)
-    return there[None, None]
+    return within_reach(there, flat, rows, window, chunk)[None, None]
 
 
 def _behind_samples() -> Iterator[Sample]:

@@ -10,10 +10,22 @@ import torch
 import torch.fx
 
 from ...ir import Function, Program, arguments
+from ...ir.ops.attention import SPANS
 
 G = torch.ops.graftwork
 ATTENDS = (G.attend.default, G.attend_quantized.default)
 """Attention over caches."""
+
+
+_REACHES = {"window": "a sliding window of {} positions", "chunk": "chunks of {} positions"}
+
+
+def reach_of(mask: torch.fx.Node) -> str:
+    """What the tokens of a step mask see, for messages; nothing where that is all before them."""
+    if mask.target is not G.step_mask.default:
+        return ""
+    found = {name: arguments(mask)[name] for name in SPANS}
+    return " and ".join(_REACHES[name].format(size) for name, size in found.items() if size)
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ positions: "absolute", rows keep the positions of the text, which ends at the mo
 where they end up, and nothing sees further than the budget. Turning again and again adds rounding
 errors, in half precision some percent over a long text; the sinks are never turned.
 
-Refuses attention that looks back a fixed distance (sliding windows, ALiBi), because what it should
-see depends on positions that are gone; keys that a rotation did not make last (positions "cache");
-a budget that is no multiple of the block, too small for what is always kept and one draft, or never
-full within the model's context; a cache that loses rows already.
+Refuses attention that looks back a fixed distance (sliding windows, chunks, ALiBi), because what
+it should see depends on positions that are gone; keys that a rotation did not make last (positions
+"cache"); a budget that is no multiple of the block, too small for what is always kept and one
+draft, or never full within the model's context; a cache that loses rows already.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from ...ir.plan import Evict
 from ...ir.protocol import INPUTS
 from ..engine.base import Evidence, Outcome, TextSample, register
 from ..fusing.dce import sweep
-from .cached_rows import ATTENDS, CachedRows, Written, written
+from .cached_rows import ATTENDS, CachedRows, Written, reach_of, written
 from .contents import CacheContents
 from .evict_settings import FOUND, Settings, refuse
 from .layer_budgets import narrow, narrowed
@@ -145,11 +145,9 @@ def _writes(functions: dict[str, Function], program: Program) -> Iterator[Writte
     """Of each layer with a cache the first write; of the target's, from its plain step."""
     for fn in functions.values():
         for mask in fn.calls(G.step_mask.default):
-            refuse(
-                mask.kwargs.get("window") is not None,
-                f"{fn.name} looks back over a sliding window of {mask.kwargs.get('window')} "
-                f"positions, which rows that were dropped would shift",
-            )
+            near = reach_of(mask)
+            shifted = "which rows that were dropped would shift"
+            refuse(bool(near), f"{fn.name} looks back over {near}, {shifted}")
         by_distance = fn.calls(G.alibi.default, G.distance_bias.default)
         refuse(
             bool(by_distance and fn.calls(G.step_mask.default)),

@@ -15,8 +15,8 @@ After (stage cached)::
       %y: f32[B,H,T,D] = graftwork.attend(%q, %kw, %vw, %m, scale=0.125)
 
 Recurrences and convolutions get their states likewise, see `recurrent_states`, and so does what is
-made of a source, see `source_states`. Layers with the same
-window share one mask. The target's functions share the caches of their layers,
+made of a source, see `source_states`. Layers that see
+equally far back share one mask. The target's functions share the caches of their layers,
 because a layer's rows are the same whoever writes them. A function that drafts gets its own: those
 of ``eagle`` are called ``eagle.kv.0.key`` and so on. Refuses a program whose step has nothing to
 cache or a cache already, a function in which two attentions claim one layer, and functions of the
@@ -42,6 +42,7 @@ from ...ir import (
     site_of,
     type_of,
 )
+from ...ir.ops.attention import SPANS
 from ...ir.protocol import INPUTS
 from ..engine.base import Effect, Outcome, Pass, register
 from ..fusing.dce import sweep
@@ -110,23 +111,23 @@ class _Inserter:
         self.first = fn.calls()[0]
         self.past = fn.add_input("past", INPUTS["past"].type)
         self.written: dict[str, torch.fx.Node] = {}
-        self.masks: dict[object, torch.fx.Node] = {}
+        self.masks: dict[tuple[tuple[str, Any], ...], torch.fx.Node] = {}
         self.biases: dict[object, torch.fx.Node] = {}
 
-    def mask(self, window: object) -> torch.fx.Node:
-        """The mask of all attentions with this window, at the top of the function."""
-        if window not in self.masks:
-            extra: dict[str, Any] = {} if window is None else {"window": window}
+    def mask(self, span: dict[str, Any]) -> torch.fx.Node:
+        """The mask of all attentions that see so far back, at the top of the function."""
+        key = tuple(span.items())
+        if key not in self.masks:
             with self.fn.graph.inserting_before(self.first):
-                self.masks[window] = self.fn.call(
+                self.masks[key] = self.fn.call(
                     G.step_mask.default,
                     self.past,
                     self.fn.input("positions"),
                     None,
                     Sym("C"),
-                    **extra,
+                    **span,
                 )
-        return self.masks[window]
+        return self.masks[key]
 
     def write(self, layer: int, part: str, rows: torch.fx.Node, site: object) -> torch.fx.Node:
         """The state for these rows, and the write of a step's rows into it."""
@@ -168,11 +169,11 @@ class _Inserter:
         """Turn one attention into two cache writes and a read."""
         given = arguments(node)
         q, k, v, sinks = (given[name] for name in ("q", "k", "v", "sinks"))
-        layer, window = given["layer"], given["window"]
+        layer, span = given["layer"], {n: given[n] for n in SPANS if given[n] is not None}
         options: dict[str, Any] = {
             name: n for name, n in node.kwargs.items() if name in ("scale", "softcap")
         }
-        mask, site = self.mask(window), site_of(node)
+        mask, site = self.mask(span), site_of(node)
         with self.fn.graph.inserting_before(node):
             keys = self.write(layer, "key", k, site)
             values = self.write(layer, "value", v, site)

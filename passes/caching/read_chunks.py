@@ -25,7 +25,8 @@ landmarks, one for `chunk` rows, and the rows of the chunks that it picks. Rows 
 block are read in any case. Every token picks for itself, so drafts and batches change nothing.
 
 Source: Sun et al., "ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference"
-(2024). Refuses what `read_sparse` does, and sliding windows, where a token does not see all rows.
+(2024). Refuses what `read_sparse` does, and sliding windows and chunks, where a token does not see
+all rows.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from ...ir import Function, PassError, Program, Role, State, Sym, TensorType, ar
 from ...ir.plan import MarkChunks
 from ...ir.protocol import INPUTS
 from ..engine.base import Outcome, register
-from .cached_rows import Written, written
+from .cached_rows import Written, reach_of, written
 from .contents import CacheContents
 from .read_sparse import check_sparse
 
@@ -111,10 +112,10 @@ class ReadChunks(CacheContents):
                 continue
             check_sparse(self.name, write)
             given = arguments(write.attend)
-            if given["mask"].kwargs.get("window"):
+            if near := reach_of(given["mask"]):
                 raise PassError(
-                    f"{self.name}: {write.what} looks back over a sliding window, and chunks are "
-                    f"picked among all rows"
+                    f"{self.name}: {write.what} looks back over {near}, and chunks are picked "
+                    f"among all rows"
                 )
             kept = fn.add_input(state.name, state.type)
             with fn.graph.inserting_before(write.attend):

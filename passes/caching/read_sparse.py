@@ -259,8 +259,8 @@ class _Editor:
         if mask is not given["mask"]:
             raise PassError(
                 f"read_sparse: {write.what} may see other rows than the layer before it that "
-                f"picks, such as a sliding window's alone: set picks=0 with pick='labels', so that "
-                f"each layer picks for itself"
+                f"picks, such as those of a window or chunk alone: set picks=0 with pick='labels', "
+                f"so that each layer picks for itself"
             )
         sinks = [] if given["sinks"] is None else [given["sinks"]]
         read = self.fn.call(

@@ -40,7 +40,7 @@ from ...ir import Function, Program, Role
 from ...ir.plan import KeepEdited
 from ...ir.protocol import INPUTS
 from ..engine.base import Outcome, register
-from .cached_rows import Written, written
+from .cached_rows import Written, reach_of, written
 from .contents import CacheContents
 from .rotation import Rotation
 
@@ -89,8 +89,9 @@ class ReuseEdited(CacheContents):
             f"{program.name} has recurrences, which hold what all rows before an edit add up to",
         )
         for fn in program.functions.values():
-            near = any(m.kwargs.get("window") for m in fn.calls(G.step_mask.default))
-            self.refuse(near, f"{fn.name} looks back over a sliding window of positions")
+            for mask in fn.calls(G.step_mask.default):
+                near = reach_of(mask)
+                self.refuse(bool(near), f"{fn.name} looks back over {near}")
             far = fn.calls(G.alibi.default, G.distance_bias.default)
             self.refuse(bool(far), f"{fn.name} weighs rows by their distance (ALiBi, or a table)")
         for write in writes:

@@ -50,6 +50,7 @@ from ...ir import (
     type_of,
 )
 from ...ir.contract import Contract
+from ...ir.ops.attention import SPANS
 from ...ir.plan import KeepAll, KeepShared
 from ..engine.base import Effect, Outcome, Pass, register
 
@@ -181,14 +182,14 @@ class _Editor:
     def _masks(self, mask: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node]:
         """What tokens see of their own rows, and of the shared ones."""
         fn, given = self.fn, arguments(mask)
-        window: dict[str, Any] = {} if given["window"] is None else {"window": given["window"]}
-        key = given["positions"], given["window"]
+        span = {name: given[name] for name in SPANS if given[name] is not None}
+        key = given["positions"], *span.items()
         held = self._input(self.record.held_rows)
         with fn.graph.inserting_before(mask):
             if key not in self.masks:
-                self.masks[key] = fn.call(G.shared_mask.default, held, given["positions"], **window)
+                self.masks[key] = fn.call(G.shared_mask.default, held, given["positions"], **span)
             far = self.masks[key]
-            if not window or given["row_positions"] is not None:
+            if not span or given["row_positions"] is not None:
                 return mask, far
             behind = fn.call(G.positions_behind.default, held, given["past"], given["capacity"])
             mask.args = (*mask.args[:4], behind)
