@@ -115,7 +115,8 @@ def test_a_draft_that_ends_early_is_verified_in_as_few_columns(
         assert torch.equal(generate(fast, PROMPTS[rows], **asked), expected)
     most = fast.program.plan.most
     assert most >= 6
-    assert set(fast.fed) > {2, 3} and set(fast.fed) <= {1, 2, 3, 5, 7, 1 + most, 128}
+    assert len({2, 3, 5} & set(fast.fed)) >= 2
+    assert set(fast.fed) <= {1, 2, 3, 5, 7, 1 + most, 128}
 
 
 @pytest.mark.parametrize("which", ["shared head", "unsure adapter", "layer, thompson"])
