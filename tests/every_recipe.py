@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from evidence import evidence_for
-from selection import mostly_long
+from selection import rarely
 from tiny import layer_ahead, tiny_llama
 
 from graftwork.ir import Program
@@ -24,10 +24,11 @@ NAMES = [recipe.name for recipe in recipes() if recipe.name not in (*QUANTIZED, 
 FLOAT32 = ("kv_int8_static", "kv_int4_static")
 """Recipes that refuse other dtypes."""
 
-CASES = mostly_long(
-    NAMES, keep=("baseline", "eagle_chain", "medusa", "lookahead", "snapkv", "free", "kangaroo")
+CASES = rarely(
+    NAMES, 3, keep=("baseline", "eagle_chain", "medusa", "lookahead", "snapkv", "free", "kangaroo")
 )
-"""All of them as parameters, most of them marked `long`: one of each kind stays."""
+"""All of them as parameters: one of each kind every day, of the others a third in the long run and
+the rest in the sweep."""
 
 
 def program_of(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Program:

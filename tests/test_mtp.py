@@ -10,6 +10,7 @@ import pytest
 import torch
 from mtp_checkpoints import FAMILIES, LAYERS, Made, rising, taught, write
 from safetensors.torch import load_file, save_file
+from selection import rarely
 from tiny import MASK, PROMPTS, tiny_llama
 
 import graftwork as gw
@@ -19,11 +20,6 @@ from graftwork.model import Model, trace
 from graftwork.passes.drafting.draft_mtp import DraftMtp
 
 ASKED = {"attention_mask": MASK, "max_new_tokens": 16, "eos_token_id": [], "pad_token_id": 0}
-
-
-def few(name: str, *short: str) -> Any:
-    """A family as a parameter; those that take long are marked so."""
-    return name if name in short else pytest.param(name, marks=pytest.mark.long)
 
 
 def optimized(
@@ -45,7 +41,7 @@ def changed(folder: Path, **changes: torch.Tensor | None) -> None:
     save_file(tensors, path, {"format": "pt"})
 
 
-@pytest.mark.parametrize("family", [few(name, "glm4_moe") for name in FAMILIES])
+@pytest.mark.parametrize("family", rarely(FAMILIES, 2, keep=("glm4_moe",)))
 def test_draft_logits_are_those_of_transformers_own_layer(family: str, tmp_path: Path) -> None:
     made = write(tmp_path, family)
     program = trace(str(tmp_path), gw.Recipe.load("mtp"), target="eager", after="draft_mtp")

@@ -121,8 +121,8 @@ def test_the_number_of_processes_must_be_that_of_the_parts(
     assert part_of(ShardTensors(processes=2, rank=0).run(whole).program) == (0, 2)
 
 
-def process() -> None:
-    """One of two: texts of recipes with split weights, next to the whole's; printed."""
+def process(which: str) -> None:
+    """One of two: texts of some recipes with split weights, next to the whole's; printed."""
     import warnings
 
     from archs import ARCHS, build
@@ -131,7 +131,7 @@ def process() -> None:
     model = build(ARCHS["llama"])
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     ids = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(0))
-    for name, target, options in CASES:
+    for name, target, options in CASES[which]:
         known = gw.Recipe.load(name)
         both: Any = {"title": "parts", "contract": str(known.contract), "extends": name}
         split = {"pass": "shard_tensors", "options": options}
@@ -143,19 +143,28 @@ def process() -> None:
     print(fast.generate(ids, max_new_tokens=24, do_sample=True, pad_token_id=0).tolist())
 
 
-CASES: list[tuple[str, str, dict[str, bool]]] = [
-    *((name, "eager", {}) for name in ("baseline", "copyspec", "medusa", "eagle_chain")),
-    ("int8_copyspec", "eager", {"exact": True}),
-    ("recycling", "torch", {}),
-]
+CASES: dict[str, list[tuple[str, str, dict[str, bool]]]] = {
+    "eager": [
+        *((name, "eager", {}) for name in ("baseline", "copyspec", "medusa", "eagle_chain")),
+        ("int8_copyspec", "eager", {"exact": True}),
+        ("recycling", "eager", {}),
+    ],
+    "compiled": [("recycling", "torch", {})],
+}
 
 
-@pytest.mark.long
-def test_two_processes_say_what_one_does(unused_port: int) -> None:
+@pytest.mark.parametrize(
+    "which",
+    [
+        pytest.param("eager", marks=pytest.mark.long),
+        pytest.param("compiled", marks=pytest.mark.sweep),
+    ],
+)
+def test_two_processes_say_what_one_does(which: str, unused_port: int) -> None:
     """Plain, with drafts of all kinds and few bits; sampled texts are the same in both."""
     here = str(Path(__file__).parent)
     given = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port)}
-    code = "import test_shard_tensors as t; t.process()"
+    code = f"import test_shard_tensors as t; t.process({which!r})"
     started = [
         subprocess.Popen(
             [sys.executable, "-c", code],
@@ -167,6 +176,6 @@ def test_two_processes_say_what_one_does(unused_port: int) -> None:
         for rank in range(2)
     ]
     said = [one.communicate(timeout=400)[0].splitlines() for one in started]
-    expected = [f"{name} {target} True" for name, target, _ in CASES]
+    expected = [f"{name} {target} True" for name, target, _ in CASES[which]]
     assert said[0][:-1] == said[1][:-1] == expected
     assert said[0][-1] == said[1][-1]
