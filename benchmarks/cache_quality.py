@@ -42,7 +42,7 @@ import graftwork as gw
 from graftwork.recipe import Recipe
 
 METHODS = (
-    "streaming_llm,knorm,keydiff,tova,snapkv,h2o,expected_attention,pyramidkv,adakv,moa,citrus,actqkv,"
+    "streaming_llm,knorm,keydiff,tova,snapkv,h2o,less,expected_attention,pyramidkv,adakv,moa,citrus,actqkv,"
     "tidaldecode,double_sparsity,shadowkv,kv_int8,kv_int4,kv_int8_static,kv_int4_static,"
     + ",".join(
         f"{name}:quantize_old_rows.bits={bits}"

@@ -43,6 +43,7 @@ def program_of(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> P
     brought |= {"quantize_old_rows.residual": "64", "quantize_old_rows.block": "64"}
     brought |= {"read_sparse.rows": "16", "read_sparse.picks": "1"}
     brought |= {"read_chunks.rows": "16"}
+    brought |= {"sum_dropped.steps": "2", "sum_dropped.windows": "1"}
     brought |= {"depth_mlp.first": "1", "depth_mlp.last": "1"}  # of four layers
     recipe = Recipe.load(name)
     uses = {use.name for use in recipe.passes}

@@ -149,7 +149,8 @@ class Evict(CacheRecord):
     the capacity of states that hold the queries of the last `block` rows ("": none). always: the
     function runs after every `block` rows, also before there are enough. capacities: of layers that
     are left fewer rows, and budgets: how many; the function then runs always. opening: that of
-    states with the queries of the first `opening_rows` tokens ("": none).
+    states with the queries of the first `opening_rows` tokens ("": none). dropped: that of states
+    of `dropped_rows` rows that hold what dropped ones add up to ("": none).
     """
 
     function: str = "evict"
@@ -162,6 +163,8 @@ class Evict(CacheRecord):
     budgets: Budgets = ()
     opening: str = ""
     opening_rows: Nodes = 32
+    dropped: str = ""
+    dropped_rows: Nodes = 8
     kind: ClassVar[str] = "evict"
 
     def check(self) -> None:
@@ -173,8 +176,8 @@ class Evict(CacheRecord):
             )
         if self.window and not _OWN.fullmatch(self.window):
             raise InputError(f"evict: window={self.window!r}, expected a capacity such as C.1")
-        own = [*self.capacities, self.window, *[self.opening] * bool(self.opening)]
-        named = [*self.capacities, *own[len(self.capacities) + 1 :]]
+        more = [name for name in (self.opening, self.dropped) if name]
+        own, named = [*self.capacities, self.window, *more], [*self.capacities, *more]
         if len(set(own)) < len(own) or not all(map(_OWN.fullmatch, named)):
             raise InputError(
                 f"evict: capacities={self.capacities}, expected names such as C.2, each once"
@@ -185,8 +188,11 @@ class Evict(CacheRecord):
                 f"evict: budgets={self.budgets} of capacities={self.capacities}; expected one "
                 f"each, multiples of block={self.block} below budget={self.budget}"
             )
-        if (self.budgets or self.opening) and not self.always:
-            raise InputError("evict: with budgets of layers or an opening, expected always=True")
+        if (self.budgets or more) and not self.always:
+            raise InputError(
+                "evict: with budgets of layers, an opening or a state of what is dropped, expected "
+                "always=True"
+            )
 
     @property
     def most(self) -> int:
@@ -203,7 +209,11 @@ class Evict(CacheRecord):
     @property
     def held(self) -> Mapping[str, Held]:
         """See `CacheRecord.held`."""
-        first = {self.opening: First(self.opening_rows)} if self.opening else {}
+        first: dict[str, Held] = {}
+        if self.opening:
+            first[self.opening] = First(self.opening_rows)
+        if self.dropped:
+            first[self.dropped] = First(self.dropped_rows)
         return {**self.latest, **first}
 
     @property

@@ -14,6 +14,7 @@ import torch
 
 from ...ir import Program, arguments, run
 from ..engine.feed import empty_inputs
+from ..fusing.dce import sweep
 from .cached_rows import Written
 
 G = torch.ops.graftwork
@@ -97,6 +98,7 @@ def read_of(program: Program, caches: Sequence[Written], window: torch.Tensor) -
     asked = [arguments(copies[cache.attend]) for cache in caches]
     read = ("q", "k", "k_steps", "v", "v_steps")
     fn.set_outputs({f"{r}.{n}": g[r] for n, g in enumerate(asked) for r in read if r in g})
+    sweep(fn)  # nothing else is written: states may have no rows for so long a text
     watched = program.with_function(fn)
     found = run(watched, fn.name, empty_inputs(watched, fn.name, window[None]))
     for n, (cache, given) in enumerate(zip(caches, asked, strict=True)):

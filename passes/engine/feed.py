@@ -38,7 +38,10 @@ def encoded(program: Program, batch: int) -> dict[str, torch.Tensor]:
 
 def empty_inputs(program: Program, function: str, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """What a function is fed with a text i64[1,T] and empty states."""
-    sizes, given = {"B": 1, "C": tokens.shape[1]}, chain_inputs(tokens)
+    rows = {
+        str(state.capacity): tokens.shape[1] for state in program.states.values() if state.grows
+    }
+    sizes, given = {"B": 1, "C": tokens.shape[1], **rows}, chain_inputs(tokens)
     inputs = {}
     for node in program.function(function).inputs:
         name = str(node.target)

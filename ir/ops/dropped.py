@@ -1,0 +1,175 @@
+"""What becomes of rows that a cache drops: a state of fixed size holds what they add up to.
+
+Attention weighs a row by the exponential of a product of query and key. Where that is about a
+product of positive features of the two, rows need not be kept to be weighed: their features, times
+their values, add up. Source: Dong et al., "Get More with LESS: Synthesizing Recurrence with KV
+Cache Compression for Efficient LLM Inference" (2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from . import Sample, define
+from .operands import Operands
+
+I64, F32 = torch.int64, torch.float32
+
+
+def _features_samples() -> Iterator[Sample]:
+    x, inner, outer = torch.randn(2, 2, 3, 4), torch.randn(2, 4, 6), torch.randn(2, 6, 5)
+    yield (x, inner, outer), {}
+    yield (x, inner, outer, torch.randn(2, 5, 5)), {}
+
+
+def _features_fake(x: Tensor, inner: Tensor, outer: Tensor, last: Tensor | None = None) -> Tensor:
+    given = Operands("positive_features")
+    given.fit("x", x, "BHTD")
+    given.fit("inner", inner, "HDI", F32)
+    given.fit("outer", outer, "HIR", F32)
+    given.fit("last", last, "HRR", F32)
+    return x.new_empty((*x.shape[:3], outer.shape[2]), dtype=F32)
+
+
+@define(
+    "positive_features(Tensor x, Tensor inner, Tensor outer, Tensor? last=None) -> Tensor",
+    samples=_features_samples,
+    fake=_features_fake,
+)
+def positive_features(
+    x: Tensor, inner: Tensor, outer: Tensor, last: Tensor | None = None
+) -> Tensor:
+    """Features of queries, or of keys, each head by layers of its own.
+
+    ``%f: f32[B,H,T,8] = graftwork.positive_features(%q, @kv.0.query.inner, @kv.0.query.outer)``
+
+    x [B,H,T,D]; inner f32[H,D,I] and outer f32[H,I,R], GELU after each; last f32[H,R,R], if there
+    is one, behind them; of the outcome the size, without its sign.
+    """
+    _features_fake(x, inner, outer, last)
+    gelu = torch.nn.functional.gelu
+    found = gelu(torch.matmul(gelu(torch.matmul(x.float(), inner)), outer))
+    return (found if last is None else torch.matmul(found, last)).abs()
+
+
+def _add_samples() -> Iterator[Sample]:
+    rows = torch.tensor([[[0, 1, 2, 7]], [[0, 1, 2, 3]], [[0, 4, 5, 7]]])
+    given = torch.rand(3, 1, 5, 4), torch.rand(3, 1, 9, 2), torch.randn(3, 1, 9, 3), rows
+    yield (*given, torch.tensor([8, 4, 8])), {"full": 8, "block": 4}
+    yield (*given, torch.tensor([8, 0, 4])), {"full": 8, "block": 4}
+
+
+def _add_fake(
+    state: Tensor,
+    features: Tensor,
+    values: Tensor,
+    rows: Tensor,
+    past: Tensor,
+    *,
+    full: int,
+    block: int,
+) -> Tensor:
+    given = Operands("add_dropped")
+    given.fit("state", state, "BGPF", F32)
+    given.fit("features", features, "BGCR", F32)
+    given.fit("values", values, "BGCE")
+    given.fit("rows", rows, "BGK", I64)
+    given.fit("past", past, "B", I64)
+    if state.shape[3] != values.shape[3] + 1 or not 1 <= block < full:
+        raise InputError(
+            f"add_dropped: expected a state of values' width and one more, and 1 <= block < full; "
+            f"got {state.shape[3]} and {values.shape[3]}, block={block}, full={full}"
+        )
+    return state.new_empty((*state.shape[:2], features.shape[3], state.shape[3]))
+
+
+@define(
+    "add_dropped(Tensor state, Tensor features, Tensor values, Tensor rows, Tensor past, *, "
+    "int full, int block) -> Tensor",
+    samples=_add_samples,
+    fake=_add_fake,
+)
+def add_dropped(
+    state: Tensor,
+    features: Tensor,
+    values: Tensor,
+    rows: Tensor,
+    past: Tensor,
+    *,
+    full: int,
+    block: int,
+) -> Tensor:
+    """What dropped rows add up to, with those that are dropped now.
+
+    ``%d: f32[B,G,8,E+1] = graftwork.add_dropped(%kv.0.dropped, %f, %kv.0.value, %k, %past,
+    full=1088, block=64)``
+
+    state f32[B,G,P,E+1], P >= R; features f32[B,G,C,R] of the keys; values [B,G,C,E]; rows
+    i64[B,G,K] that stay; past i64[B] are valid. A sequence with `full` rows drops the others: of
+    each, every feature is added times the value, and times 1 in the last column. Where past is
+    `block`, a text begins, and nothing was dropped yet.
+    """
+    _add_fake(state, features, values, rows, past, full=full, block=block)
+    place = torch.arange(features.shape[2], device=past.device)
+    kept = torch.zeros_like(features[..., 0]).scatter(2, rows, 1.0)
+    goes = (place[None] < past[:, None]) & (past >= full)[:, None]
+    weights = features * ((1.0 - kept) * goes[:, None].float())[..., None]
+    ones = torch.ones_like(values[..., :1], dtype=F32)
+    added = torch.matmul(weights.transpose(2, 3), torch.cat([values.float(), ones], -1))
+    begun = (past != block).float()[:, None, None, None]
+    index = torch.arange(features.shape[3], device=past.device)
+    return state.index_select(2, index) * begun + added
+
+
+def _read_samples() -> Iterator[Sample]:
+    given = torch.rand(2, 4, 3, 2), torch.rand(2, 2, 5, 7)
+    yield (*given, torch.tensor([[9, 10, 11], [4, 5, 6]]), torch.tensor([5, 4])), {}
+
+
+def _read_fake(
+    features: Tensor, state: Tensor, positions: Tensor, past: Tensor
+) -> tuple[Tensor, Tensor]:
+    given = Operands("read_dropped")
+    given.fit("features", features, "BHTR", F32)
+    given.fit("state", state, "BGPF", F32)
+    given.fit("positions", positions, "BT", I64)
+    given.fit("past", past, "B", I64)
+    given.multiple("H", of="G")
+    out = features.new_empty((*features.shape[:3], state.shape[3] - 1))
+    return out, features.new_empty(features.shape[:3])
+
+
+@define(
+    "read_dropped(Tensor features, Tensor state, Tensor positions, Tensor past) "
+    "-> (Tensor, Tensor)",
+    samples=_read_samples,
+    fake=_read_fake,
+)
+def read_dropped(
+    features: Tensor, state: Tensor, positions: Tensor, past: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What tokens find among dropped rows, and how much these weigh, as `attend_part` says it.
+
+    ``%r: (f32[B,H,T,E], f32[B,H,T]) = graftwork.read_dropped(%f, %kv.0.dropped, %positions,
+    %past)``
+
+    features f32[B,H,T,R] of the queries; state f32[B,G,P,E+1] as `add_dropped` makes it, P >= R;
+    positions i64[B,T] and past i64[B]: as long as a text's first token of a step stands where its
+    row is, nothing was dropped, and the weight is -infinity.
+    """
+    _read_fake(features, state, positions, past)
+    batch, heads, width, rank = features.shape
+    groups, wide = state.shape[1], state.shape[3]
+    grouped = features.reshape(batch, groups, heads // groups * width, rank)
+    index = torch.arange(rank, device=past.device)
+    sums = torch.matmul(grouped, state.index_select(2, index)).reshape(batch, heads, width, wide)
+    total = sums[..., wide - 1]
+    some = (total > 0) & (positions[:, :1] > past[:, None])[:, None]
+    total = torch.where(some, total, torch.ones_like(total))
+    nothing = torch.full_like(total, float("-inf"))
+    out = sums[..., : wide - 1] / total[..., None] * some[..., None].float()
+    return out, torch.where(some, total.log(), nothing)
