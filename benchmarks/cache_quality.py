@@ -114,13 +114,13 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(10, 5.5), layout="constrained")
     full, *others = rows
     colours = plt.get_cmap("tab20")
     for index, name in enumerate(dict.fromkeys(row["recipe"] for row in others)):
         mine = sorted((r for r in others if r["recipe"] == name), key=lambda r: -r["bytes"])
         share = [100 * row["bytes"] for row in mine]
-        look = {"marker": "os^D"[index % 4], "color": colours(index % 20), "markersize": 4}
+        look = {"marker": "os^Dv<>"[index % 7], "color": colours(index % 20), "markersize": 4}
         worse = [100 * (row["ratio"] - 1) for row in mine]
         axes[0].plot(share, worse, label=name, **look)
         axes[1].plot(share, [row["key_nats"] for row in mine], label=name, **look)
@@ -128,12 +128,13 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     axes[1].axhline(full["key_nats"], color="grey", linewidth=0.6)
     axes[0].set(ylabel="% worse perplexity")
     axes[0].set_yscale("symlog", linthresh=1)
-    axes[0].set_ylim(bottom=-0.3)
+    axes[0].set_ylim(bottom=min(-0.3, *(110 * (row["ratio"] - 1) for row in others)))
     axes[1].set(ylabel="nats a token of the key")
     for axis in axes:
         axis.set(xlabel="bytes of the state buffers, % of the full cache's")
         axis.grid(visible=True, linewidth=0.3)
-    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside right upper")
+    named = axes[0].get_legend_handles_labels()
+    figure.legend(*named, fontsize=8, ncols=6, loc="outside lower center")
     figure.savefig(path)
     print(f"drawn: {path}")
 
