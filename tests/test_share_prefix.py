@@ -15,6 +15,7 @@ from test_kept_conversations import MODELS
 from test_own_attention import node
 from test_runtime_cached import padded
 from test_shared_prompts import GREEDY, PROMPT, SAMPLED, batches
+from tiny import tiny_llama
 
 from graftwork.backends import Target, compile
 from graftwork.backends.torch import cpu
@@ -28,6 +29,8 @@ from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.quantize_cache import QuantizeCache
 from graftwork.passes.caching.share_prefix import SharePrefix
 from graftwork.passes.drafting.plan_edits import with_plan
+from graftwork.passes.engine.manager import run_passes
+from graftwork.recipe import Recipe
 from graftwork.runtime import generate
 from graftwork.runtime.cache.conversations import Conversations
 
@@ -133,6 +136,20 @@ def test_windows_count_positions_and_sinks_weigh_once(kind: str) -> None:
         assert held(fast) == 60
         wanted = generate(compile(program, Target("eager")), torch.tensor(prompts), **GREEDY)
         assert torch.equal(found, wanted.sequences)
+
+
+@pytest.mark.parametrize("name", ["layerskip", "swift", "medusa"])
+def test_recipes_that_draft_share_rows_too(name: str) -> None:
+    """In segments, without sublayers, by heads; whether or not a draft pays."""
+    extended = {"title": name, "contract": "lossless", "extends": name, "passes": ["share_prefix"]}
+    steps = [s for s in Recipe.load(extended).steps if s.pass_.name != "length_goodput"]
+    program, start = run_passes(tiny_llama(4, context=192), steps)[0], tiny_llama(4, context=192)
+    plain = run_passes(start, Recipe.load("baseline").steps)[0]
+    ids = torch.tensor([[*PROMPT, n, 2] for n in range(1, 4)])
+    found = generate(compile(program, Target("eager", threads=1)), ids, **GREEDY)
+    wanted = generate(compile(plain, Target("eager", threads=1)), ids, **GREEDY)
+    assert torch.equal(found.sequences, wanted.sequences)
+    assert found.stats.draft_tokens > 20 and found.stats.shared_tokens == 3 * len(PROMPT)
 
 
 def test_samples_share_the_rows_of_their_prompt() -> None:

@@ -68,7 +68,7 @@ class SharePrefix(Pass):
     requires: ClassVar[frozenset[str]] = frozenset({"cached"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.CACHE_CONTENTS})
     reads: ClassVar[frozenset[Effect]] = frozenset(
-        {Effect.CACHE_LAYOUT, Effect.DECODE_PLAN, Effect.FUNCTIONS, Effect.LAYER_SET}
+        {Effect.CACHE_LAYOUT, Effect.FUNCTIONS, Effect.LAYER_SET}
     )
 
     def run(self, program: Program) -> Outcome:
