@@ -76,12 +76,25 @@ def test_logits_are_transformers_whatever_the_widths_of_steps(name):
             assert error(got, want) < TOLERANCE, (target, certain)
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", RECURRENT)
+def test_logits_are_transformers_when_compiled(name):
+    """Steps are as wide as what was compiled, with garbage behind their tokens."""
+    model, program = imported(name)
+    ids, _ = tokens_and_positions(tokens=sum(WIDTHS))
+    with torch.no_grad():
+        want = model(input_ids=ids, use_cache=False).logits
+    cached, _ = run_passes(program, gw.Recipe.load("baseline").steps)
+    assert error(_in_steps(cached, "torch", ids, 1), want) < TOLERANCE
+
+
 def _in_steps(program: Program, target: str, ids: torch.Tensor, certain: int) -> torch.Tensor:
     """Logits of steps of `WIDTHS`, of whose tokens so many are certain at once; before each,
     another one is taken back."""
     executable = compile(program, Target.parse(target, threads=1))
-    executable.begin(len(ids), ids.shape[1] + 16)
-    executable.reserve(ids.shape[1] + 16)
+    widest = max(executable.widths("step") or WIDTHS)
+    executable.begin(len(ids), ids.shape[1] + widest)
+    executable.reserve(ids.shape[1] + widest)
     executable.reserve(max(WIDTHS), "W")
     parts, past = [], 0
     for width in WIDTHS:
@@ -94,14 +107,18 @@ def _in_steps(program: Program, target: str, ids: torch.Tensor, certain: int) ->
 
 
 def _run(executable: Any, tokens: torch.Tensor, past: int, certain: int) -> torch.Tensor:
+    count = tokens.shape[1]
+    widths = executable.widths("step") or (count,)
+    tokens = torch.nn.functional.pad(tokens, (0, min(w for w in widths if w >= count) - count))
     batch, width = tokens.shape
     steps = torch.arange(width).expand(batch, width)
-    inputs = {"tokens": tokens.contiguous(), "positions": (steps + past).contiguous()}
+    positions = (steps + past).clamp(max=executable.program.info.context - 1)
+    inputs = {"tokens": tokens.contiguous(), "positions": positions.contiguous()}
     inputs |= {"past": torch.full((batch,), past), "certain": torch.full((batch,), certain)}
     if executable.program.step.has_input("select"):
         inputs["select"] = steps.contiguous()
     given = {n: t for n, t in inputs.items() if executable.program.step.has_input(n)}
-    return executable.run("step", given, ("logits",))["logits"].clone()
+    return executable.run("step", given, ("logits",))["logits"][:, :count].clone()
 
 
 def _check(name: str, recipe: str, target: str) -> Any:
