@@ -35,6 +35,7 @@ from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.add_top_tokens import AddTopTokens
 from graftwork.passes.stepping.pick_logits import PickLogits
+from graftwork.recipe import Recipe
 from graftwork.runtime import generate
 from graftwork.runtime.feeding.calls import run_in_turn
 from graftwork.runtime.scoring import score
@@ -194,3 +195,23 @@ def test_what_cannot_be_cut_is_refused() -> None:
     for exits in ((4,), (7,)):
         with pytest.raises(PassError, match=f"no exit after {exits[0]} layers; expected one of"):
             made(CutDepth(exits=exits))
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+@pytest.mark.parametrize("recipe", ["baseline", "int8"])
+def test_a_cut_changes_no_bit(recipe: str, backend: str) -> None:
+    """Rounded activations would make a step of the smallest difference."""
+    found = []
+    for cuts in ((), (CutDepth(exits=(1, 3)),), (CutDepth(every=1, sublayers=True),)):
+        steps = [*Recipe.load(recipe).steps, *(Step(cut) for cut in cuts)]
+        program = run_passes(tiny_llama(4), steps)[0]
+        executable = compile(program, Target(backend, "cpu", threads=1))
+        executable.begin(1, 32)
+        given = chain_inputs(torch.arange(3, 15)[None], 0)
+        for part in program.plan.step.parts or ("step",):
+            fn = program.function(part)
+            fed = {name: value for name, value in given.items() if fn.has_input(name)}
+            fetch = ("logits",) if "logits" in fn.outputs else ()
+            made = executable.run(part, fed, fetch)
+        found.append(made["logits"].clone())
+    assert torch.equal(found[1], found[0]) and torch.equal(found[2], found[0])

@@ -11,6 +11,10 @@ After::
 
 with %r[0] for %n and %r[1] for %h; the same for `layer_norm`. A sum that several normalisations
 read is fused with the first.
+
+A step that is cut has, in front of a segment's first normalisation, the rows of a sum that the
+segment before has made. It is fused with a sum of those and nothing, because the two kernels round
+differently, and a cut must not change what 8 bits make of it.
 """
 
 from __future__ import annotations
@@ -30,11 +34,28 @@ def fuse_norms(fn: Function) -> int:
     count = 0
     for node in fn.calls(G.rms_norm.default, G.layer_norm.default):
         total = source_of(node)
+        if _is_handed_on(total):
+            total = _with_nothing(fn, node, total)
         if not _is_plain_sum(total, type_of(node)) or not _before(total, node):
             continue
         _fuse(fn, node, total)
         count += 1
     return count
+
+
+def _is_handed_on(rows: torch.fx.Node) -> bool:
+    """Whether they are all rows that the segment before has made; a head reads chosen ones."""
+    columns = rows.args[2] if rows.target is G.cache_read.default else None
+    return isinstance(columns, torch.fx.Node) and columns.op != "placeholder"
+
+
+def _with_nothing(fn: Function, node: torch.fx.Node, rows: torch.fx.Node) -> torch.fx.Node:
+    """The rows, as a sum that a norm reads alone."""
+    with fn.graph.inserting_before(node):
+        nothing = fn.call(A.sub.Tensor, rows, rows)
+        total = fn.call(A.add.Tensor, rows, nothing)
+    node.update_arg(0, total)
+    return total
 
 
 def _is_plain_sum(total: torch.fx.Node, normed: TensorType) -> bool:
