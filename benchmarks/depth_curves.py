@@ -74,7 +74,7 @@ METHODS: dict[str, Knobs] = {
         "depth_mixture.threshold",
         (0.2, 0.35, 0.5, 0.65, 0.8),
     ),
-    "entropy_adaptive": ("entropy_adaptive", "depth_entropy.threshold", (0.25, 0.5, 1.0, 2.0, 3.0)),
+    "entropy_adaptive": ("entropy_adaptive", "depth_entropy.threshold", (1.0, 1.5, 2.0, 2.5, 3.0)),
 }
 MORE: dict[str, tuple[str, ...]] = {
     "calm, saturation": ("depth_confident.measure=saturation",),
@@ -167,7 +167,7 @@ def settings(
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """A line a method, perplexity on the left and agreement on the right."""
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
     for axis, key, label in zip(
         axes,
         ("perplexity", "agreement"),
@@ -181,7 +181,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axis.set(xlabel="share of the layers that a token runs through", ylabel=label)
         axis.grid(visible=True, linewidth=0.3)
     axes[0].set_yscale("log")
-    axes[1].legend(fontsize=8)
+    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     figure.savefig(path)
 
 
