@@ -51,8 +51,9 @@ from ...ir import (
 )
 from ...ir.contract import Contract
 from ...ir.ops.attention import SPANS
-from ...ir.plan import KeepAll, KeepShared
-from ..engine.base import Effect, Outcome, Pass, register
+from ...ir.plan import KeepShared
+from ..engine.base import Effect, Outcome, register
+from .contents import CacheContents
 
 A, G = torch.ops.aten, torch.ops.graftwork
 OWN_ROWS = (G.attend_part.default, G.cache_read.default)
@@ -60,13 +61,11 @@ OWN_ROWS = (G.attend_part.default, G.cache_read.default)
 
 
 @register
-class SharePrefix(Pass):
+class SharePrefix(CacheContents):
     """No options."""
 
     name: ClassVar[str] = "share_prefix"
     contract: ClassVar[Contract] = Contract.EXACT
-    requires: ClassVar[frozenset[str]] = frozenset({"cached"})
-    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.CACHE_CONTENTS})
     reads: ClassVar[frozenset[Effect]] = frozenset(
         {Effect.CACHE_LAYOUT, Effect.FUNCTIONS, Effect.LAYER_SET}
     )
@@ -78,9 +77,7 @@ class SharePrefix(Pass):
         refuse(
             plan.source.encoder is not None, f"texts of {program.name} have sources of their own"
         )
-        refuse(
-            not isinstance(plan.cache, KeepAll), f"the plan has cache={plan.cache.brief} already"
-        )
+        self.refuse_other(program)
         record = KeepShared()
         attends = [n for fn in program.functions.values() for n in fn.calls(G.attend.default)]
         read = {_state(rows) for node in attends for rows in node.args[1:3]}

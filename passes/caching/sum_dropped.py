@@ -39,10 +39,10 @@ import torch.fx
 from pydantic import Field
 
 from ...ir import Function, PassError, Program, State, Sym, TensorType, Weight, arguments, site_of
-from ...ir.contract import Contract
 from ...ir.plan import Evict
-from ..engine.base import Effect, Evidence, Outcome, Pass, TextSample, register
+from ..engine.base import Effect, Evidence, Outcome, TextSample, register
 from .cached_rows import Written, written
+from .contents import CacheContents
 from .dropped_features import Features, Learned, learned
 from .head_budgets import read_of
 
@@ -53,7 +53,7 @@ Size = Annotated[int, Field(ge=1, le=4096)]
 
 
 @register
-class SumDropped(Pass):
+class SumDropped(CacheContents):
     """rank: features of a query and a key. inner: width of the layers that make them. steps: of
     learning, in each layer. windows: of text, of `length` tokens each, to learn from."""
 
@@ -64,18 +64,7 @@ class SumDropped(Pass):
     length: Annotated[int, Field(ge=2, le=2**20)] = 2048
 
     name: ClassVar[str] = "sum_dropped"
-    contract: ClassVar[Contract] = Contract.APPROXIMATE
-    requires: ClassVar[frozenset[str]] = frozenset({"cached"})
-    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.CACHE_CONTENTS})
-    reads: ClassVar[frozenset[Effect]] = frozenset(
-        {
-            Effect.CACHE_CONTENTS,
-            Effect.CACHE_LAYOUT,
-            Effect.DECODE_PLAN,
-            Effect.FUNCTIONS,
-            Effect.LAYER_SET,
-        }
-    )
+    reads: ClassVar[frozenset[Effect]] = CacheContents.reads | {Effect.CACHE_CONTENTS}
 
     @property
     def text(self) -> TextSample | None:
