@@ -87,7 +87,8 @@ class Settings:
         by_cache: list[int] = []
         layers = [program.states[cache.names[0]].layer for cache in caches]
         if options.layers == "pyramid":
-            found = pyramid(budget, len(set(layers)), block, sinks + recent)
+            always, longest = sinks + recent, context - block
+            found = pyramid(budget, len(set(layers)), block, always, longest)
             number = {layer: n for n, layer in enumerate(dict.fromkeys(layers))}
             by_cache = [found[number[layer]] for layer in layers]
         if windows is not None:
