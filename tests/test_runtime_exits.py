@@ -107,7 +107,7 @@ def test_a_draft_that_ends_early_is_verified_in_as_few_columns(
     """Of static widths the next is taken, and not that of a whole draft."""
     if not led:
         monkeypatch.setattr(LedRound, "fits", classmethod(lambda cls, decoding: False))
-    fast = Between(compiled("eager", "layer, thompson").program, Target("eager", "cpu"))
+    fast = Between(compiled("eager", "unsure adapter").program, Target("eager", "cpu"))
     fast.fed = []
     for rows in (slice(0, 4), slice(2, 3)):
         asked = {"attention_mask": MASK[rows], **ASKED}
@@ -115,8 +115,7 @@ def test_a_draft_that_ends_early_is_verified_in_as_few_columns(
         assert torch.equal(generate(fast, PROMPTS[rows], **asked), expected)
     most = fast.program.plan.most
     assert most >= 6
-    assert len({2, 3, 5} & set(fast.fed)) >= 2
-    assert set(fast.fed) <= {1, 2, 3, 5, 7, 1 + most, 128}
+    assert set(fast.fed) > {2, 3} and set(fast.fed) <= {1, 2, 3, 5, 7, 1 + most, 128}
 
 
 @pytest.mark.parametrize("which", ["shared head", "unsure adapter", "layer, thompson"])
