@@ -123,6 +123,16 @@ inline Lanes fused(Lanes a, Lanes b, Lanes c) {
 #endif
 }
 
+// a b + c, rounded once where the processor does that as fast. Compilers that choose by themselves
+// choose another way for other numbers of rows, and give a row other bits in other company.
+inline Lanes add_product(Lanes a, Lanes b, Lanes c) {
+#ifdef __FP_FAST_FMAF
+    return fused(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
 // Halves are rounded to even, as long as |x| < 2^22.
 template <class V>
 V rounded(V x) {

@@ -39,7 +39,8 @@ inline Lanes dots(const float* values, const float* weights, int64_t K) {
         }
 #pragma GCC unroll 16
         for (int i = 0; i < ROWS * PAIRED; i++)
-            sums[i] += loaded[i % PAIRED] * load<Lanes>(x + i / PAIRED * next_row);
+            sums[i] =
+                add_product(loaded[i % PAIRED], load<Lanes>(x + i / PAIRED * next_row), sums[i]);
     };
     int64_t k = 0;
     for (; k + LANES <= K; k += LANES) step(weights + k, K, values + k, K);

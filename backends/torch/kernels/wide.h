@@ -58,7 +58,8 @@ __attribute__((noinline)) void add_products(
 #pragma GCC unroll 16
         for (int n = 0; n < COUNT; n++)
 #pragma GCC unroll 2
-            for (int v = 0; v < VECTORS; v++) sums[n][v] += x[v] * weights[n * DEEP + k];
+            for (int v = 0; v < VECTORS; v++)
+                sums[n][v] = add_product(x[v], splat(weights[n * DEEP + k]), sums[n][v]);
     }
 #pragma GCC unroll 16
     for (int n = 0; n < COUNT; n++)
