@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from handmade import Shape, cached_llama
@@ -12,11 +13,13 @@ from onnxruntime_helpers import run_session
 from test_onnxruntime_executable import executable, logits_by_widths, reference_logits, step_of
 from test_onnxruntime_export import Loop, expected, tokens_of
 
-from graftwork.backends.onnxruntime import rows_quantized
+from graftwork.backends.onnxruntime import probe, rows_quantized
 from graftwork.backends.onnxruntime import session as sessions
 from graftwork.backends.onnxruntime.decompose import decompose
 from graftwork.backends.onnxruntime.emit import emit
 from graftwork.backends.onnxruntime.probe import rows_of_few_bits_are_exact
+from graftwork.backends.target import Target
+from graftwork.backends.tiles import kernel_name
 from graftwork.export import export_onnx
 from graftwork.ir import Function, Program, TensorType, Weight, WeightStore
 from graftwork.ir.numerics import WIDTHS, Numeric
@@ -165,9 +168,25 @@ def test_blocks_whose_rows_depend_on_each_other_are_not_used(
 
 
 def test_the_probe_tells_blocks_apart() -> None:
-    """Four bits in blocks of 32 are what recipes use; three bits have no kernel."""
-    assert rows_of_few_bits_are_exact(4, 32)
+    """Four bits in blocks of 32 are what recipes use, and exact with dot products of bytes; without
+    these the library takes a lone row another way. Three bits have no kernel."""
+    if "VNNI" in kernel_name():
+        assert rows_of_few_bits_are_exact(4, 32)
+    assert any(rows_of_few_bits_are_exact(4, block) for block in rows_quantized.BLOCKS)
     assert not rows_of_few_bits_are_exact(3, 32)
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_what_the_probe_says_is_so(block: int) -> None:
+    """Where it promises the same bits alone and in company, other weights and values have them."""
+    random = np.random.default_rng(7)
+    stored = random.integers(0, 256, (40, 3, block // 2), np.uint8)
+    model = probe._few_bits_model(stored, random.random((40, 3), np.float32), 4, block)
+    x = random.standard_normal((9, 3 * block), np.float32)
+    whole = probe._run(model, {"x": x}, Target())[0]
+    alone = [probe._run(model, {"x": x[n : n + 1]}, Target())[0] for n in range(9)]
+    alike = all(np.array_equal(row[0], whole[n]) for n, row in enumerate(alone))
+    assert alike or not rows_of_few_bits_are_exact(4, block)
 
 
 PASSES = {

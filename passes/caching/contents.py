@@ -15,13 +15,13 @@ MOVED = "whose functions move rows as they are"
 
 class CacheContents(Pass):
     """Base of passes over the rows of caches: the program has them, with every function and layer
-    that reads them, and the plan says what becomes of them."""
+    that reads them."""
 
     contract: ClassVar[Contract] = Contract.APPROXIMATE
     requires: ClassVar[frozenset[str]] = frozenset({"cached"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.CACHE_CONTENTS})
     reads: ClassVar[frozenset[Effect]] = frozenset(
-        {Effect.CACHE_LAYOUT, Effect.DECODE_PLAN, Effect.FUNCTIONS, Effect.LAYER_SET}
+        {Effect.CACHE_LAYOUT, Effect.FUNCTIONS, Effect.LAYER_SET}
     )
 
     def refuse(self, wrong: bool, why: str) -> None:

@@ -46,7 +46,7 @@ from pydantic import Field
 from ...ir import Function, PassError, Program, Role, State, Sym, TensorType, type_of
 from ...ir.plan import Evict
 from ...ir.protocol import INPUTS
-from ..engine.base import Evidence, Outcome, TextSample, register
+from ..engine.base import Effect, Evidence, Outcome, TextSample, register
 from ..fusing.dce import sweep
 from .cached_rows import ATTENDS, CachedRows, Written, reach_of, written
 from .contents import CacheContents
@@ -89,6 +89,7 @@ class EvictCache(CacheContents):
     length: Rows = 2048
 
     name: ClassVar[str] = "evict_cache"
+    reads: ClassVar[frozenset[Effect]] = CacheContents.reads | {Effect.DECODE_PLAN}
 
     @property
     def text(self) -> TextSample | None:

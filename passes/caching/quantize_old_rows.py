@@ -48,7 +48,7 @@ from ...ir import Function, PassError, Program, Role, State, Sym, TensorType, si
 from ...ir.ops.grouped_cache import whole_bytes
 from ...ir.plan import StoreOld
 from ...ir.protocol import INPUTS
-from ..engine.base import Outcome, register
+from ..engine.base import Effect, Outcome, register
 from .contents import CacheContents
 from .layer_budgets import rows_before
 from .quantize_cache import cached_states, erase
@@ -84,6 +84,7 @@ class QuantizeOldRows(CacheContents):
     unrotated: bool = False
 
     name: ClassVar[str] = "quantize_old_rows"
+    reads: ClassVar[frozenset[Effect]] = CacheContents.reads | {Effect.DECODE_PLAN}
 
     def run(self, program: Program) -> Outcome:
         """Give old rows codes. See the module docstring."""

@@ -40,7 +40,7 @@ from pydantic import Field
 from ...ir import Function, PassError, Program, Role, State, Sym, TensorType, arguments, site_of
 from ...ir.plan import MarkChunks
 from ...ir.protocol import INPUTS
-from ..engine.base import Outcome, register
+from ..engine.base import Effect, Outcome, register
 from .cached_rows import Written, reach_of, written
 from .contents import CacheContents
 from .read_sparse import check_sparse
@@ -63,6 +63,7 @@ class ReadChunks(CacheContents):
     full: Annotated[int, Field(ge=0, le=4096)] = 0
 
     name: ClassVar[str] = "read_chunks"
+    reads: ClassVar[frozenset[Effect]] = CacheContents.reads | {Effect.DECODE_PLAN}
 
     def run(self, program: Program) -> Outcome:
         """Read what is picked. See the module docstring."""

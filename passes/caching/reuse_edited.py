@@ -39,7 +39,7 @@ from pydantic import Field
 from ...ir import Function, Program, Role
 from ...ir.plan import KeepEdited
 from ...ir.protocol import INPUTS
-from ..engine.base import Outcome, register
+from ..engine.base import Effect, Outcome, register
 from .cached_rows import Written, reach_of, written
 from .contents import CacheContents
 from .rotation import Rotation
@@ -54,6 +54,7 @@ class ReuseEdited(CacheContents):
     least: Annotated[int, Field(ge=1, le=4096)] = 32
 
     name: ClassVar[str] = "reuse_edited"
+    reads: ClassVar[frozenset[Effect]] = CacheContents.reads | {Effect.DECODE_PLAN}
 
     def run(self, program: Program) -> Outcome:
         """Add the function. See the module docstring."""

@@ -52,7 +52,7 @@ from ...ir import (
 from ...ir.contract import Contract
 from ...ir.ops.attention import SPANS
 from ...ir.plan import KeepShared
-from ..engine.base import Effect, Outcome, register
+from ..engine.base import Outcome, register
 from .contents import CacheContents
 
 A, G = torch.ops.aten, torch.ops.graftwork
@@ -66,9 +66,6 @@ class SharePrefix(CacheContents):
 
     name: ClassVar[str] = "share_prefix"
     contract: ClassVar[Contract] = Contract.EXACT
-    reads: ClassVar[frozenset[Effect]] = frozenset(
-        {Effect.CACHE_LAYOUT, Effect.FUNCTIONS, Effect.LAYER_SET}
-    )
 
     def run(self, program: Program) -> Outcome:
         """Add the states, and read them. See the module docstring."""

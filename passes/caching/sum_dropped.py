@@ -64,7 +64,10 @@ class SumDropped(CacheContents):
     length: Annotated[int, Field(ge=2, le=2**20)] = 2048
 
     name: ClassVar[str] = "sum_dropped"
-    reads: ClassVar[frozenset[Effect]] = CacheContents.reads | {Effect.CACHE_CONTENTS}
+    reads: ClassVar[frozenset[Effect]] = CacheContents.reads | {
+        Effect.CACHE_CONTENTS,
+        Effect.DECODE_PLAN,
+    }
 
     @property
     def text(self) -> TextSample | None:
