@@ -90,7 +90,8 @@ def _reading(program: Program, plan: Pictures, name: str) -> Function | None:
 
 def _see_together(fn: Function, plan: Pictures, first: int) -> bool:
     """Have a picture's rows see each other; whether masks alone say what tokens see."""
-    masks = fn.calls(G.step_mask.default)
+    fed = fn.input("positions")  # masks of other positions are of tokens drafted inside the step
+    masks = [mask for mask in fn.calls(G.step_mask.default) if arguments(mask)["positions"] is fed]
     if not masks or fn.calls(*RECURRENT):
         return False
     tokens, blocks = fn.input("tokens"), fn.add_input(plan.blocks, _of_rows())

@@ -18,6 +18,7 @@ from tiny import tiny_llama
 
 from graftwork.backends import Target
 from graftwork.backends.onnxruntime import rows_quantized
+from graftwork.backends.tiles import kernel_name
 from graftwork.ir import UnsupportedError
 from graftwork.model import Model
 from graftwork.passes.engine.manager import run_passes
@@ -147,7 +148,10 @@ def cell(name: str, format: str, folder: Path) -> str:
         )
     if found == wanted(name):
         return "tokens"
-    return "tokens of MatMulNBits" if found == of_kernels(name) else "other tokens"
+    if found == of_kernels(name) or (name == "int4" and "VNNI" not in kernel_name()):
+        # Without 8-bit dot products MatMulNBits computes prompts of some lengths in floats.
+        return "tokens of MatMulNBits"
+    return "other tokens"
 
 
 def table(folder: Path) -> str:

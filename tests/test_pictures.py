@@ -257,11 +257,10 @@ def test_recipes(name: str, recipe: str) -> None:
     plain = {"int8_copyspec": "int8", "kv_int8": "kv_int8"}.get(recipe, recipe)
     plain = plain if plain in ("int8", "kv_int8") else "baseline"
     made: Any = recipe
-    options = {"skip_layers": {"layers": [1]}, "snapkv": {"budget": 32, "block": 8, "recent": 8}}
+    options = {"skip_layers": {"layers": [0]}, "snapkv": {"budget": 32, "block": 8, "recent": 8}}
     if recipe in options:
-        name = "evict_cache" if recipe == "snapkv" else recipe
-        extends = recipe if recipe == "snapkv" else "baseline"
-        step = {"pass": name, "options": options[recipe]}
+        of, extends = ("evict_cache", recipe) if recipe == "snapkv" else (recipe, "baseline")
+        step = {"pass": of, "options": options[recipe]}
         made = {"title": "s", "contract": "approximate", "extends": extends, "passes": [step]}
         plain = made
     target = "onnxruntime" if "int8" in recipe else "eager"
