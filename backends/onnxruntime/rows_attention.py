@@ -297,11 +297,44 @@ class _Bias:
         found: oir.Value = self.e.memo[key]
         return found
 
+    def steps(self) -> Any:
+        """Columns of the step i64[T]."""
+        e = self.e
+        zero, one = e.const(0, I64), e.const(1, I64)
+        return self.once("steps", lambda: e.op("Range", zero, e.scalar(self.width), one))
+
+    def last(self) -> Any:
+        """T - 1, i64[1], worked out where the columns are: a size is in the host's memory."""
+        e = self.e
+        zeroth = e.const([0], I64)
+        return self.once("last", lambda: e.op("ReduceMax", self.steps(), zeroth, keepdims=1))
+
     def past(self) -> Any:
         """Valid rows before the step, i64[B]."""
         e = self.e
-        last = e.cast(self.seqlens, I64)
-        return self.once("past", lambda: e.op("Sub", last, e.size(self.width - 1)))
+        return self.once("past", lambda: e.op("Sub", e.cast(self.seqlens, I64), self.last()))
+
+    def rows(self) -> Any:
+        """Rows of the caches i64[total]. `total` may stay in the host's memory."""
+        e = self.e
+        zero, one = e.const(0, torch.int32), e.const(1, torch.int32)
+        return self.once(
+            "rows", lambda: e.cast(e.op("Range", zero, self.total, one), I64, torch.int32)
+        )
+
+    def place(self) -> Any:
+        """Column of the step that is in each row, i64[total]; below 0 in rows of the past."""
+        return self.once("place", lambda: self.e.op("Sub", self.rows(), self.past()))
+
+    def in_step(self, of_steps: oir.Value, of_past: oir.Value, axis: int) -> Any:
+        """By row, what there is for its column of the step, or for the past."""
+        e = self.e
+        inside = self.once(
+            "inside",
+            lambda: e.op("Min", e.op("Max", self.place(), e.const(0, I64)), self.last()),
+        )
+        before = self.once("before", lambda: e.op("Less", self.place(), e.const(0, I64)))
+        return e.op("Where", before, of_past, e.op("Gather", of_steps, inside, axis=axis))
 
     def positions(self) -> Any:
         """Position of each token, i64[B,T]."""
@@ -311,9 +344,7 @@ class _Bias:
 
     def _positions(self) -> Any:
         e = self.e
-        zero, one = e.const(0, I64), e.const(1, I64)
-        steps = e.op("Range", zero, e.scalar(self.width), one)
-        return e.op("Add", e.op("Unsqueeze", self.past(), e.const([1], I64)), steps)
+        return e.op("Add", e.op("Unsqueeze", self.past(), e.const([1], I64)), self.steps())
 
     def tree(self, ancestors: oir.Value, window: int | None) -> Any:
         """0 where a token may look, -inf elsewhere: the past is open, the step as ancestors say."""
@@ -321,12 +352,7 @@ class _Bias:
         step = e.op("Where", ancestors, e.const(0, self.dtype), e.const(HIDDEN, self.dtype))
         step = e.op("Unsqueeze", step, e.const([1], I64))
         # Behind the step's own columns there may be more, up to `total`; causality hides them.
-        total = e.op("Reshape", self.total, e.const([1], I64))
-        behind = e.op("Sub", e.op("Sub", total, self.seqlens), e.const([1], torch.int32))
-        zeros = e.const([0, 0, 0], I64)
-        after = e.op("Cast", behind, to=int(oir.DataType.INT64))
-        pads = e.op("Concat", zeros, self.past(), zeros, after, axis=0)
-        open_ = e.op("Pad", step, pads)
+        open_ = self.in_step(step, e.const(0, self.dtype), 3)
         if window is None:
             return open_
         near = e.op("Greater", self.distance(True), e.const(-window, I64))
@@ -338,16 +364,10 @@ class _Bias:
 
     def _distance(self, tree: bool) -> Any:
         e = self.e
-        zero, one = e.const(0, I64), e.const(1, I64)
-        end = e.cast(self.total, I64)
-        positions = self.positions()
+        positions, rows = self.positions(), self.rows()
         if tree:  # rows of the step hold the positions of its tokens
-            before = e.op("Range", zero, e.op("Squeeze", self.past()), one)
             own = e.op("Reshape", positions, e.const([-1], I64))
-            own_end = e.op("Squeeze", e.op("Add", self.past(), e.op("Shape", own)))
-            rows = e.op("Concat", before, own, e.op("Range", own_end, end, one), axis=0)
-        else:
-            rows = e.op("Range", zero, end, one)
+            rows = self.in_step(own, rows, 0)
         mine = e.op("Unsqueeze", positions, e.const([1, 3], I64))
         return e.op("Sub", rows, mine)
 

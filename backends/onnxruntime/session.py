@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from onnx import TensorProto, helper
 
 from ...ir import InputError
 from ..cached_library import SHARED, library
@@ -55,13 +56,6 @@ def open_session(
     wanted = providers(target, stream)
     with huge_pages():
         session = ort.InferenceSession(str(path), options, providers=wanted)
-    if target.device == "cuda" and "CUDAExecutionProvider" not in session.get_providers():
-        # Where its libraries do not load, ONNX Runtime runs on the CPU without a word.
-        raise InputError(
-            f"target {target}: onnxruntime {ort.__version__} could not load CUDA's libraries; "
-            f"install those of its CUDA version (pip install 'onnxruntime-gpu[cuda,cudnn]'), or "
-            f"use onnxruntime:cpu"
-        )
     return session
 
 
@@ -81,7 +75,7 @@ def register_own_ops(options: Any) -> None:
 def providers(target: Target, stream: str | None = None) -> list[Any]:
     """ONNX Runtime's providers for a target. stream: see `open_session`.
 
-    Errors: `InputError` if the device has none.
+    Errors: `InputError` if the device has none, or it does not load.
     """
     import onnxruntime as ort
 
@@ -94,10 +88,32 @@ def providers(target: Target, stream: str | None = None) -> list[Any]:
             f"target {target}: this onnxruntime has no CUDA provider (it has {', '.join(known)}); "
             f"install onnxruntime-gpu, or use onnxruntime:cpu"
         )
+    if not cuda_loads():
+        raise InputError(
+            f"target {target}: onnxruntime {ort.__version__} could not load CUDA's libraries; "
+            f"install those of its CUDA version (pip install 'onnxruntime-gpu[cuda,cudnn]'), or "
+            f"use onnxruntime:cpu"
+        )
     options = {"device_id": str(torch.cuda.current_device())}
     if stream is not None:
         options["user_compute_stream"] = stream
     return [("CUDAExecutionProvider", options), "CPUExecutionProvider"]
+
+
+@lru_cache(maxsize=1)
+def cuda_loads() -> bool:
+    """Whether the CUDA provider runs a session. Where its libraries do not load, ONNX Runtime goes
+    on with the CPU without a word, and then has no kernels for bfloat16."""
+    import onnxruntime as ort
+
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy")
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "probe", [x], [y])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    wanted = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=wanted)
+    return "CUDAExecutionProvider" in session.get_providers()
 
 
 @lru_cache(maxsize=1)
