@@ -3,6 +3,7 @@ which nodes it takes, what memory weights take there, and which steps it records
 
 from __future__ import annotations
 
+import ctypes
 import json
 import tempfile
 from collections import Counter
@@ -15,9 +16,11 @@ import onnx
 import pytest
 import torch
 from every_recipe import FLOAT32, NAMES, program_of
+from handmade import Shape, cached_llama
 
 from graftwork.backends.onnxruntime import session as sessions
-from graftwork.backends.onnxruntime.emit import emit
+from graftwork.backends.onnxruntime.device_weights import DeviceWeights
+from graftwork.backends.onnxruntime.emit import Emitted, emit
 from graftwork.backends.onnxruntime.lower import Variant, has_states, lower
 from graftwork.backends.onnxruntime.store import WeightFile, store
 from graftwork.backends.onnxruntime.wide import widen
@@ -61,7 +64,7 @@ def counts_itself(fn: Function) -> bool:
     return any(arguments(node)["total"].op != "placeholder" for node in calls)
 
 
-def written(program: Program, folder: Path) -> Iterator[tuple[str, Variant, Path, bool]]:
+def written(program: Program, folder: Path) -> Iterator[tuple[str, Variant, Path, bool, Emitted]]:
     """The models of a program's functions in all variants, as they are for CUDA, and whether they
     count themselves."""
     weights = WeightFile(folder / "weights.data")
@@ -73,7 +76,7 @@ def written(program: Program, folder: Path) -> Iterator[tuple[str, Variant, Path
             widen(model.model.graph)
             path = folder / f"{place}.{variant}.onnx"
             store(model, path, weights)
-            yield name, variant, path, counts_itself(fn)
+            yield name, variant, path, counts_itself(fn), model
 
 
 def placed(names: list[str], dtype: str) -> None:
@@ -92,7 +95,7 @@ def placed(names: list[str], dtype: str) -> None:
     for name in names:
         folder = Path(tempfile.mkdtemp())
         program = program_of(name, folder, getattr(torch, dtype))
-        for function, variant, path, own in written(program, folder):
+        for function, variant, path, own, _ in written(program, folder):
             session = sessions.open_session(path, Target("onnxruntime", "cuda"))
             nodes: dict[str, Counter[str]] = {}
             for part in session.get_provider_graph_assignment_info():
@@ -124,3 +127,49 @@ def test_all_that_is_no_size_runs_on_the_device(dtype: str, names: list[str], ho
     for *which, there, here, back, own in found:
         assert there and set(here) <= SIZES, (which, here)
         assert own or not back, (which, back)
+
+
+class There:
+    """A tensor in memory of the device, which this machine's is."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+    def __dlpack__(self, **options: Any) -> Any:
+        capsule = self.tensor.__dlpack__()
+        find = ctypes.pythonapi.PyCapsule_GetPointer
+        find.restype, find.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        device = ctypes.c_int32.from_address(find(capsule, b"dltensor") + 8)
+        device.value = 2  # CUDA's
+        return capsule
+
+
+def weighed() -> None:
+    """Print the bytes of a model's weights and, of two sessions that have their own and two that
+    share them, those that the runtime takes of the device."""
+    import onnxruntime as ort
+
+    pretend()
+    from_torch = ort.OrtValue.from_dlpack
+    ort.OrtValue.from_dlpack = lambda tensor: from_torch(There(tensor))
+    program = cached_llama(Shape(layers=2, heads=8, groups=4, dim=32, inner=1024, vocab=8192))
+    print(sum(weight.type.nbytes for weight in program.weights.values()))
+    device = DeviceWeights(torch.device("cpu"))
+    for shares in (False, True):
+        folder, kept = Path(tempfile.mkdtemp()), []
+        before = hollow_cuda.count("held")
+        for _, variant, path, _, model in written(program, folder):
+            if variant != "tree":
+                shared = device.of(model.pending) if shares else None
+                target = Target("onnxruntime", "cuda")
+                kept.append(sessions.open_session(path, target, shared=shared))
+        print(hollow_cuda.count("held") - before)
+
+
+def test_sessions_take_memory_for_weights_once(hollow: Path) -> None:
+    weights, alone, shared = map(int, hollow_cuda.run(hollow, "test_cuda_provider", "weighed()"))
+    assert alone > 1.9 * weights
+    assert shared < 0.2 * weights  # none: what is shared is torch's

@@ -7,6 +7,7 @@ memory that it writes, as on a GPU.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,3 +64,31 @@ def test_a_held_call_reads_what_is_written_later(tmp_path: Path) -> None:
         inputs["tokens"].fill_(token)
         found.append(held()["logits"].clone())
     assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
+
+
+@pytest.mark.usefixtures("staged")
+def test_sessions_read_one_copy_of_the_weights(tmp_path: Path) -> None:
+    """What changes in it is there for those of all variants."""
+    executable: Any = compile(program_of("baseline", tmp_path), TARGET)
+    executable.begin(1, 64)
+    chain, batch = steps_of(1), steps_of(2)
+    found = []
+    for _ in range(2):
+        for fed in (chain, batch):
+            executable.begin(len(fed["past"]), 64)
+            found.append(executable.run("step", fed, ("logits",))["logits"].clone())
+        executable._on_device.tensors["embed"].mul_(-1)
+    assert set(executable._made["step"]) == {"chain", "batch"}
+    assert not torch.equal(found[0], found[2]) and not torch.equal(found[1], found[3])
+
+
+def steps_of(batch: int) -> dict[str, torch.Tensor]:
+    """Two tokens, after two rows where there are two texts."""
+    past = 2 * (batch - 1)
+    every = torch.arange(2).repeat(batch, 1)
+    return {
+        "tokens": every + 3,
+        "positions": every + past,
+        "past": torch.full((batch,), past),
+        "select": every.clone(),
+    }

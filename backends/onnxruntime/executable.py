@@ -19,6 +19,7 @@ from ..kernel_uses import decomposed
 from ..staging import Stream
 from ..target import Target
 from .attention import OVERHANG
+from .device_weights import DeviceWeights
 from .emit import emit
 from .lower import Variant, lower
 from .repeated import RepeatedCall
@@ -49,6 +50,7 @@ class OnnxExecutable(StatefulExecutable):
         super().__init__(program, target, limit, _rounded, together=True, queued=queued)
         self._scratch = _scratch()
         self._weights = WeightFile(self._scratch.path / "weights.data")
+        self._on_device = None if self.stream is None else DeviceWeights(self.stream.device)
         self.buffers.begin(1, 1, anew=True)
         self._kernels: dict[str, tuple[KernelUse, ...]] = {}
         self._made: dict[str, dict[Variant, Step]] = {name: {} for name in program.functions}
@@ -157,6 +159,7 @@ class OnnxExecutable(StatefulExecutable):
         try:
             copied = 0 if needs_packing(model.model.graph) else size
             own = model.has_own_ops
+            shared = None if self._on_device is None else self._on_device.of(model.pending)
             session = open_session(
                 path,
                 self.target,
@@ -165,6 +168,7 @@ class OnnxExecutable(StatefulExecutable):
                 own_ops=own,
                 in_turn=function in self.program.plan.step.parts,
                 stream=None if self.stream is None else self.stream.handle,
+                shared=shared,
             )
         except GraftworkError:
             raise

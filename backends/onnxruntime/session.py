@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ def open_session(
     own_ops: bool = False,
     stream: str | None = None,
     in_turn: bool = False,
+    shared: Mapping[str, Any] | None = None,
 ) -> Any:
     """An `InferenceSession` over the model at `path`.
 
@@ -36,7 +38,8 @@ def open_session(
     as they lie in the file, which makes steps of several tokens slower but costs no memory.
     own_ops: whether the model has any of graftwork's own domain.
     stream: the CUDA stream to work in, see `Stream.handle`. in_turn: whether another session runs
-    as soon as this one has, with threads of its own.
+    as soon as this one has, with threads of its own. shared: values to use for initializers of these
+    names, see `device_weights`; they must live as long as the session.
     Errors: `InputError` if the device's provider is missing or does not load, `UnsupportedError` if
     the kernels of own ops are missing.
     """
@@ -53,6 +56,8 @@ def open_session(
         options.add_session_config_entry("session.disable_prepacking", "1")
     if own_ops:
         register_own_ops(options)
+    for name, value in (shared or {}).items():
+        options.add_initializer(name, value)
     wanted = providers(target, stream)
     with huge_pages():
         session = ort.InferenceSession(str(path), options, providers=wanted)
