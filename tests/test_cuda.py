@@ -1,5 +1,6 @@
 """What can only be seen on a GPU. Skipped without one; `test_devices`, `test_staging`,
-`test_graphs` and `test_wide` show on the CPU what a CPU can show of it."""
+`test_graphs` and `test_wide` show on the CPU what a CPU can show of it, `test_cuda_provider` what
+ONNX Runtime's provider makes of it where nothing computes."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,17 @@ import torch
 from every_recipe import FLOAT32, NAMES, program_of
 from handmade import Shape, cached_llama
 
+from graftwork.backends import base
+from graftwork.backends.onnxruntime import executable, routing, step
 from graftwork.backends.onnxruntime import session as sessions
+from graftwork.backends.onnxruntime.attention import TOTAL
 from graftwork.backends.onnxruntime.device_weights import DeviceWeights
 from graftwork.backends.onnxruntime.emit import Emitted, emit
+from graftwork.backends.onnxruntime.executable import OnnxExecutable
 from graftwork.backends.onnxruntime.lower import Variant, has_states, lower
 from graftwork.backends.onnxruntime.store import WeightFile, store
 from graftwork.backends.onnxruntime.wide import widen
+from graftwork.backends.staging import Stream
 from graftwork.backends.target import Target
 from graftwork.ir import Function, Program, arguments
 
@@ -173,3 +179,69 @@ def test_sessions_take_memory_for_weights_once(hollow: Path) -> None:
     weights, alone, shared = map(int, hollow_cuda.run(hollow, "test_cuda_provider", "weighed()"))
     assert alone > 1.9 * weights
     assert shared < 0.2 * weights  # none: what is shared is torch's
+
+
+def executable_of(name: str) -> OnnxExecutable:
+    """A recipe's executable on the device, whose memory torch takes for this machine's."""
+    import onnxruntime as ort
+
+    pretend()
+    from_torch, bind, buffers = ort.OrtValue.from_dlpack, step._bind, base.StateBuffers
+    ort.OrtValue.from_dlpack = lambda tensor: from_torch(There(tensor))
+
+    def bound(bind_to: Any, name: str, tensor: torch.Tensor, device: str) -> None:
+        bind(bind_to, name, tensor, "cpu" if name == TOTAL else "cuda")
+
+    step._bind = bound
+    base.StateBuffers = lambda program, device, *more, **options: buffers(
+        program, torch.device("cpu"), *more, **options
+    )
+    routing.attention_kernel_works = lambda device, dtype: True
+    executable._stream = lambda target: OneStream(torch.device("cpu"))
+    program = program_of(name, Path(tempfile.mkdtemp()), torch.bfloat16)
+    return OnnxExecutable(program, Target("onnxruntime", "cuda", torch.bfloat16))
+
+
+class OneStream(Stream):
+    """One of the device's, as ONNX Runtime takes it."""
+
+    @property
+    def handle(self) -> str:
+        made = ctypes.c_void_p()
+        ctypes.CDLL(hollow_cuda.RUNTIME).cudaStreamCreate(ctypes.byref(made))
+        return str(made.value)
+
+
+def repeats(name: str, width: int) -> None:
+    """Print graphs that are captured, steps that are launched as graphs and whether kernels are
+    launched by themselves, after each of some steps in caches that grow before the last two."""
+    made = executable_of(name)
+    made.begin(1, 32)
+    every = torch.arange(width)[None]
+    fed = {"tokens": every + 3, "positions": every + 1, "past": torch.tensor([1]), "select": every}
+    if width > 1:
+        fed["ancestors"] = torch.eye(width, dtype=torch.bool)[None]
+    call = made.hold("step", fed, ("argmax",))
+    for turn in range(6):
+        if turn == 4:
+            made.reserve(made.capacity + 1)
+        before = hollow_cuda.count("launched")
+        call()
+        alone = hollow_cuda.count("launched") > before
+        found = [hollow_cuda.count(what) for what in ("captured", "replayed")]
+        print(json.dumps([*found, alone]), flush=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [("baseline", 1), pytest.param("recycling", 4, marks=pytest.mark.long)],
+    ids=["chain", "tree"],
+)
+def test_steps_that_come_again_are_one_launch(name: str, width: int, hollow: Path) -> None:
+    """Once for as long as the caches stay."""
+    call = f"repeats({name!r}, {width})"
+    found = [json.loads(line) for line in hollow_cuda.run(hollow, "test_cuda_provider", call)]
+    assert [captured for captured, *_ in found] == [1, 1, 1, 1, 2, 2]
+    replayed = [launches for _, launches, _ in found]
+    assert [b - a for a, b in pairwise(replayed)] == [1] * 5
+    assert [alone for *_, alone in found] == [True, False, False, False, True, False]

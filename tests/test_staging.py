@@ -6,6 +6,8 @@ memory that it writes, as on a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,16 @@ from every_recipe import program_of
 from onnxruntime_helpers import without_own_attention
 from selection import one_in
 from staged import Poisoned, texts
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from graftwork.backends import compile
 from graftwork.backends.onnxruntime import executable as onnx_executable
-from graftwork.backends.staging import Stream
+from graftwork.backends.onnxruntime import repeated
+from graftwork.backends.onnxruntime.attention import TOTAL
+from graftwork.backends.staging import Staging, Stream
 from graftwork.backends.target import Target
+from graftwork.ir import TensorType
 
 TARGET = Target(threads=1)
 RECIPES = ["baseline", "copyspec", "recycling", "medusa", "eagle", "eagle_chain", "snapkv", "free"]
@@ -92,3 +99,120 @@ def steps_of(batch: int) -> dict[str, torch.Tensor]:
         "past": torch.full((batch,), past),
         "select": every.clone(),
     }
+
+
+class Thrice:
+    """A session that runs as one does when a run is recorded: to warm up, recorded, launched."""
+
+    def __init__(self, session: Any) -> None:
+        self.session = session
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.session, name)
+
+    def run_with_iobinding(self, binding: Any, how: Any) -> None:
+        for _ in range(3):
+            self.session.run_with_iobinding(binding, how)
+
+
+@pytest.fixture
+def recorded(staged: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Steps are recorded, and what they read of the host's memory is what it was then."""
+    totals: list[Any] = []
+    opened = onnx_executable.open_session
+    monkeypatch.setattr(onnx_executable, "open_session", lambda *a, **o: Thrice(opened(*a, **o)))
+    monkeypatch.setattr("graftwork.backends.onnxruntime.step.records_graphs", lambda session: True)
+    counted = repeated._Binding._counted
+
+    def noted(binding: Any, longest: int) -> Any:
+        found = counted(binding, longest)
+        totals.append((binding.step.states.capacity, int(found[TOTAL])))
+        return found
+
+    monkeypatch.setattr(repeated._Binding, "_counted", noted)
+    return totals
+
+
+@pytest.mark.parametrize("name", one_in(3, RECIPES))
+def test_texts_are_the_same_where_steps_are_recorded(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """For as many rows as there may be, not as there are."""
+    program = program_of(name, tmp_path)
+    wanted = texts(program, TARGET)
+    totals = request.getfixturevalue("recorded")
+    assert texts(program, TARGET) == wanted
+    assert totals and all(total == capacity for capacity, total in totals)
+
+
+class Copies(TorchDispatchMode):
+    """Counts calls that take tensors from one device to another."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        seen = {
+            t.device for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)
+        }
+        self.count += len(seen) > 1
+        return result
+
+
+def test_inputs_of_a_step_are_one_copy() -> None:
+    there = torch.device("meta")
+    fed = steps_of(2)
+    types = {name: TensorType.of(tensor) for name, tensor in fed.items()}
+    staging = Staging(types, {}, there, Stream(there))
+    with Copies() as copies:
+        staging.upload(fed)
+    assert copies.count == 1 and all(t.device == there for t in staging.bound.values())
+
+
+@pytest.mark.usefixtures("staged")
+def test_only_what_is_asked_for_comes_back(tmp_path: Path) -> None:
+    executable: Any = compile(program_of("medusa", tmp_path), TARGET)
+    executable.begin(1, 64)
+    executable.run("step", steps_of(1), ("argmax",))
+    (step,) = executable._made["step"].values()
+    (bound,) = step.bound.values()
+    assert len(bound.outputs) > 1 and list(bound.staging.results) == ["argmax"]
+
+
+def test_sessions_and_moves_of_rows_have_one_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its own: the number of torch's first one is what ONNX Runtime takes for none."""
+    given, entered = [], []
+
+    class Made:
+        cuda_stream = 4096
+
+        def __init__(self, device: torch.device) -> None:
+            entered.clear()
+
+        def synchronize(self) -> None: ...
+
+    @contextmanager
+    def within(stream: Any) -> Iterator[None]:
+        entered.append(stream)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", Made)
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    stream = Stream(torch.device("cuda"))
+    stream.device = torch.device("cpu")
+    opened = onnx_executable.open_session
+
+    def noted(*args: Any, **options: Any) -> Any:
+        given.append(options.pop("stream"))
+        return opened(*args, **options)
+
+    monkeypatch.setattr(onnx_executable, "open_session", noted)
+    monkeypatch.setattr(onnx_executable, "_stream", lambda target: stream)
+    executable = compile(program_of("recycling", tmp_path), TARGET)
+    executable.begin(1, 64)
+    executable.run("step", steps_of(1), ("argmax",))
+    entered.clear()
+    executable.commit(list(executable.program.states), torch.tensor([0]), torch.tensor([[1]]))
+    assert given == ["4096"] and entered == [stream._stream]

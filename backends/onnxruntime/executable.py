@@ -23,7 +23,7 @@ from .device_weights import DeviceWeights
 from .emit import emit
 from .lower import Variant, lower
 from .repeated import RepeatedCall
-from .routing import Route, Router
+from .routing import COUNTED, Route, Router
 from .rows_quantized import needs_packing
 from .session import open_session, threads_of
 from .step import Step
@@ -169,6 +169,7 @@ class OnnxExecutable(StatefulExecutable):
                 in_turn=function in self.program.plan.step.parts,
                 stream=None if self.stream is None else self.stream.handle,
                 shared=shared,
+                graphs=self.target.device == "cuda" and variant in COUNTED,
             )
         except GraftworkError:
             raise

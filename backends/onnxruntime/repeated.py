@@ -68,9 +68,11 @@ class _Binding:
             past = self.past = feeds["past"].numpy().data
             self.width, self.variant = route.rows - max(past), route.variant
             self.most = step.states.capacity - self.width - route.overhang
+            # What is recorded is for as many rows as there may be.
+            self.total = step.states.capacity if step.records else None
             if SEQLENS in feeds:
                 self.counts = Counts()
-                feeds.update(self.counts.of(past, max(past), self.width, self.variant))
+                feeds.update(self._counted(max(past)))
         self.feeds, self.bound = feeds, step.bind(feeds, copy=False)
         self.results = self.bound.results(fetch)
 
@@ -93,8 +95,12 @@ class _Binding:
         if not 0 < longest <= self.most:
             return False
         if self.counts is not None:
-            self.counts.of(self.past, longest, self.width, self.variant)
+            self._counted(longest)
         return True
+
+    def _counted(self, longest: int) -> dict[str, torch.Tensor]:
+        assert self.past is not None and self.counts is not None
+        return self.counts.of(self.past, longest, self.width, self.variant, self.total)
 
 
 def _can_be_bound(step: Step, route: Route) -> bool:

@@ -169,13 +169,18 @@ class Counts:
         )
 
     def of(
-        self, past: Sequence[int], longest: int, width: int, variant: Variant
+        self,
+        past: Sequence[int],
+        longest: int,
+        width: int,
+        variant: Variant,
+        total: int | None = None,
     ) -> dict[str, torch.Tensor]:
-        """seqlens i32[B] and total i32[]."""
+        """seqlens i32[B] and total i32[], or a larger one that is given."""
         if self.batch != len(past):
             self.resize(len(past))
         for b, rows in enumerate(past):
             self.seqlens[b] = rows + width - 1
         # With total == T the kernel takes its first-prompt path, which knows chains only.
-        self.total[0] = longest + width + (variant == "tree" and longest == 0)
+        self.total[0] = total or longest + width + (variant == "tree" and longest == 0)
         return self.tensors

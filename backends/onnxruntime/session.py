@@ -30,6 +30,7 @@ def open_session(
     stream: str | None = None,
     in_turn: bool = False,
     shared: Mapping[str, Any] | None = None,
+    graphs: bool = False,
 ) -> Any:
     """An `InferenceSession` over the model at `path`.
 
@@ -38,8 +39,9 @@ def open_session(
     as they lie in the file, which makes steps of several tokens slower but costs no memory.
     own_ops: whether the model has any of graftwork's own domain.
     stream: the CUDA stream to work in, see `Stream.handle`. in_turn: whether another session runs
-    as soon as this one has, with threads of its own. shared: values to use for initializers of these
-    names, see `device_weights`; they must live as long as the session.
+    as soon as this one has, with threads of its own. shared: values to use for initializers of
+    these names, see `device_weights`; they must live as long as the session. graphs: let runs be
+    recorded as CUDA graphs if the provider can, see `records_graphs`.
     Errors: `InputError` if the device's provider is missing or does not load, `UnsupportedError` if
     the kernels of own ops are missing.
     """
@@ -58,10 +60,36 @@ def open_session(
         register_own_ops(options)
     for name, value in (shared or {}).items():
         options.add_initializer(name, value)
-    wanted = providers(target, stream)
     with huge_pages():
-        session = ort.InferenceSession(str(path), options, providers=wanted)
-    return session
+        if graphs:
+            try:
+                return ort.InferenceSession(
+                    str(path), options, providers=providers(target, stream, graphs=True)
+                )
+            except Exception as error:  # the library's errors have no common base
+                if _NO_GRAPHS not in str(error):
+                    raise
+        return ort.InferenceSession(str(path), options, providers=providers(target, stream))
+
+
+_NO_GRAPHS = "cannot use the graph capture feature"
+"""What is said of a session in which something is copied between the device and the host."""
+
+
+def records_graphs(session: Any) -> bool:
+    """Whether a session's runs are recorded as CUDA graphs, unless they ask not to be."""
+    options = session.get_provider_options().get("CUDAExecutionProvider", {})
+    return bool(options.get("enable_cuda_graph") == "1")
+
+
+def as_graph(number: int | None) -> Any:
+    """Options of a run that is recorded under a number when it is first made, and launched as a
+    whole from then on; of None, of one that is not recorded."""
+    import onnxruntime as ort
+
+    options = ort.RunOptions()
+    options.add_run_config_entry("gpu_graph_id", "-1" if number is None else str(number))
+    return options
 
 
 def threads_of(target: Target) -> int:
@@ -77,8 +105,8 @@ def register_own_ops(options: Any) -> None:
     options.register_custom_ops_library(library(SHARED)._name)
 
 
-def providers(target: Target, stream: str | None = None) -> list[Any]:
-    """ONNX Runtime's providers for a target. stream: see `open_session`.
+def providers(target: Target, stream: str | None = None, *, graphs: bool = False) -> list[Any]:
+    """ONNX Runtime's providers for a target. stream, graphs: see `open_session`.
 
     Errors: `InputError` if the device has none, or it does not load.
     """
@@ -102,6 +130,8 @@ def providers(target: Target, stream: str | None = None) -> list[Any]:
     options = {"device_id": str(torch.cuda.current_device())}
     if stream is not None:
         options["user_compute_stream"] = stream
+    if graphs:
+        options["enable_cuda_graph"] = "1"
     return [("CUDAExecutionProvider", options), "CPUExecutionProvider"]
 
 

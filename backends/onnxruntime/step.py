@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from ..staging import Staging, Stream
 from ..states import StateBuffers
 from .attention import TOTAL
 from .emit import DTYPES, output_name
+from .session import as_graph, records_graphs
 
 _WIDTH = Sym("T")
 
@@ -47,13 +49,14 @@ class _Feed:
 class Bound:
     """A binding for inputs of certain shapes. feeds: what must be copied in, or is there, in the
     host's memory. staging: what else goes to another device, and what comes back. updates: states,
-    and what they become when all that reads them has done so."""
+    and what they become when all that reads them has done so. how: options of its runs."""
 
     binding: Any
     feeds: tuple[_Feed, ...]
     outputs: dict[str, torch.Tensor]
     staging: Staging | None = None
     updates: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    how: Any = None
 
     def results(self, fetch: Sequence[str]) -> dict[str, torch.Tensor]:
         """Outputs of the last run, in the host's memory."""
@@ -66,6 +69,8 @@ class Step:
     """A session, its buffers for inputs and outputs, and what they are bound to.
 
     stream: where the session's device is another than the host's memory, what it works in.
+    records: whether steps on bound memory are recorded as graphs (`session.records_graphs`); what
+    they read in the host's memory, `total`, is then as it was when they were.
     """
 
     def __init__(
@@ -73,6 +78,8 @@ class Step:
     ) -> None:
         self.function, self.session, self.states = function, session, states
         self.stream = stream
+        self.records = records_graphs(session)
+        self.recorded = 0
         self.inputs: dict[str, TensorType] = {}
         self.read: list[str] = []
         taken = {value.name for value in session.get_inputs()}
@@ -125,7 +132,7 @@ class Step:
         if bound.staging is not None:
             bound.staging.upload(inputs)
         try:
-            self.session.run_with_iobinding(bound.binding)
+            self.session.run_with_iobinding(bound.binding, bound.how)
         except Exception as error:  # the library's error types are not public
             raise index_fault(error, self.function.name) or execution_error(
                 self.function.name, error
@@ -179,7 +186,20 @@ class Step:
                 updates.append((state, self.states.spare(name)))
                 state = updates[-1][1]
             _bind(binding.bind_output, self.targets[name], state, self.states.device.type)
-        return Bound(binding, tuple(feeds), outputs, staging, tuple(updates))
+        if not self.records:
+            return Bound(binding, tuple(feeds), outputs, staging, tuple(updates))
+        bound = Bound(
+            binding, tuple(feeds), outputs, staging, tuple(updates), as_graph(self._number(copy))
+        )
+        if not copy:
+            release = self.session.release_captured_graph
+            weakref.finalize(bound, release, self.recorded).atexit = False
+        return bound
+
+    def _number(self, copy: bool) -> int | None:
+        """A new number of a graph, for calls that come again on the same memory."""
+        self.recorded += not copy
+        return None if copy else self.recorded
 
     def _reserve(self, types: Mapping[str, TensorType]) -> None:
         """Memory for all of these; what is bound to memory that is too small is forgotten.
