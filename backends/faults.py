@@ -86,8 +86,8 @@ def _check(where: str, weight: Weight, size: int, counts_back: bool) -> None:
 def check_kernels(program: Program, target: Target) -> None:
     """Whether a target runs a program no slower than what it came from.
 
-    Errors: `UnsupportedError` for weights of few bits on a GPU: their kernels are the CPU's, and
-    the op's meaning, exact as it is, would take longer than the float weights.
+    Errors: `UnsupportedError` for weights of few bits on a GPU that no kernel takes there, as is so
+    of all on torch: the op's meaning, exact as it is, would take longer than the float weights.
     """
     if target.device == "cpu":
         return
@@ -97,11 +97,19 @@ def check_kernels(program: Program, target: Target) -> None:
     )
     for function in program.functions.values():
         for node in function.calls(*few):
+            if target.backend == "onnxruntime" and _runs_on_cuda(node):
+                continue
             raise UnsupportedError(
                 f"target {target}: weights of {node.kwargs['bits']} bits ({site_of(node)} of "
                 f"{function.name}) have kernels on the CPU alone; take a recipe that does not "
                 f"quantize weights, in bfloat16 or float16, or {target.backend}:cpu"
             )
+
+
+def _runs_on_cuda(node: torch.fx.Node) -> bool:
+    from .onnxruntime.rows_quantized import runs_on_cuda
+
+    return runs_on_cuda(node)
 
 
 def check_columns(program: Program, target: Target) -> None:

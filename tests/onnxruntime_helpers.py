@@ -68,10 +68,12 @@ def run_session(
     weights: Mapping[str, Weight] | None = None,
     paired: bool = False,
     prepacked: bool = True,
+    cuda: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Outputs of a function whose every op has a row, in ONNX Runtime on the CPU."""
     path = folder / "model.onnx"
-    store(emit(fn, WeightStore(weights), paired=paired), path, WeightFile(folder / "weights.data"))
+    model = emit(fn, WeightStore(weights), paired=paired, cuda=cuda)
+    store(model, path, WeightFile(folder / "weights.data"))
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     if not prepacked:

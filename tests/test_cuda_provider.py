@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machi
 SIZES = {"Add", "Concat", "Mul", "Squeeze"}
 """What the provider leaves to the CPU: sums and products of sizes, which are there."""
 
-EVERY_DAY = ["baseline", "recycling", "eagle_chain"]
+EVERY_DAY = ["baseline", "recycling", "eagle_chain", "int4", "int8"]
 REST = [name for name in NAMES if name not in (*EVERY_DAY, *FLOAT32)]
 
 
@@ -78,7 +78,7 @@ def written(program: Program, folder: Path) -> Iterator[tuple[str, Variant, Path
         for variant in variants_of(program, name):
             lowered = lower(program, name, variant)
             fn = lowered.function(name)
-            model = emit(fn, lowered.weights)
+            model = emit(fn, lowered.weights, cuda=True)
             widen(model.model.graph)
             path = folder / f"{place}.{variant}.onnx"
             store(model, path, weights)
@@ -234,8 +234,12 @@ def repeats(name: str, width: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "width"),
-    [("baseline", 1), pytest.param("recycling", 4, marks=pytest.mark.long)],
-    ids=["chain", "tree"],
+    [
+        ("baseline", 1),
+        pytest.param("recycling", 4, marks=pytest.mark.long),
+        pytest.param("int8", 1, marks=pytest.mark.long),
+    ],
+    ids=["chain", "tree", "few bits"],
 )
 def test_steps_that_come_again_are_one_launch(name: str, width: int, hollow: Path) -> None:
     """Once for as long as the caches stay."""

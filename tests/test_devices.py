@@ -11,7 +11,6 @@ import pytest
 import torch
 from archs import ARCHS, build
 from every_recipe import CASES, program_of
-from selection import mostly_long
 from tiny import tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -64,15 +63,24 @@ def test_all_that_functions_make_is_on_their_device(name: str, tmp_path: Path) -
             assert result.device == ELSEWHERE, function
 
 
-@pytest.mark.parametrize("backend", mostly_long(("torch", "onnxruntime"), keep=("onnxruntime",)))
+@pytest.mark.parametrize(
+    ("backend", "group"), [("torch", 16), ("onnxruntime", 8)], ids=["torch", "groups"]
+)
 def test_weights_of_few_bits_are_refused_where_they_have_no_kernels(
-    backend: str, tmp_path: Path
+    backend: str, group: int
 ) -> None:
     """When a model is optimized, not when it first generates."""
     model = build(ARCHS["llama"])
-    with pytest.raises(UnsupportedError, match=r"weights of 8 bits .* on the CPU alone; take"):
-        gw.optimize(model, "int8", target=f"{backend}:cuda")
-    gw.optimize(model, "baseline", target=f"{backend}:cuda")
+    recipe = gw.Recipe.load("int4").with_options([f"quantize_weights.group={group}"])
+    with pytest.raises(UnsupportedError, match=r"weights of . bits .* on the CPU alone; take"):
+        gw.optimize(model, recipe, target=f"{backend}:cuda")
+
+
+def test_weights_of_few_bits_are_taken_where_they_have_kernels() -> None:
+    model = build(ARCHS["llama"])
+    int4 = gw.Recipe.load("int4").with_options(["quantize_weights.group=16"])
+    for recipe in ("baseline", "int8", int4):
+        gw.optimize(model, recipe, target="onnxruntime:cuda")
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,18 @@ from handmade import Shape, cached_llama
 from onnxruntime_helpers import run_session
 from test_onnxruntime_executable import executable, logits_by_widths, reference_logits, step_of
 from test_onnxruntime_export import Loop, expected, tokens_of
+from tiny import in_int8
 
-from graftwork.backends.onnxruntime import probe, rows_quantized
+from graftwork.backends.onnxruntime import probe, routing, rows_quantized
 from graftwork.backends.onnxruntime import session as sessions
 from graftwork.backends.onnxruntime.decompose import decompose
 from graftwork.backends.onnxruntime.emit import emit
 from graftwork.backends.onnxruntime.probe import rows_of_few_bits_are_exact
+from graftwork.backends.onnxruntime.rows_quantized import runs_on_cuda
 from graftwork.backends.target import Target
 from graftwork.backends.tiles import kernel_name
 from graftwork.export import export_onnx
-from graftwork.ir import Function, Program, TensorType, Weight, WeightStore
+from graftwork.ir import Function, Program, TensorType, UnsupportedError, Weight, WeightStore
 from graftwork.ir.numerics import WIDTHS, Numeric
 from graftwork.ir.ops.quantized import quantized_linear
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights
@@ -104,6 +106,41 @@ def test_float_products_are_the_meaning(bits: int, kind: str, group: int, tmp_pa
     x = rows(6)
     found = run_session(fn, {"a": x}, tmp_path, weights)["y"]
     assert error(found, quantized_linear(x, **operands)) < 1e-5
+
+
+@pytest.mark.parametrize("group", [16, 96, 192])
+@pytest.mark.parametrize(("bits", "kind"), [each for each in FORMATS if each[1] != "codebook"])
+def test_products_for_cuda_are_the_meaning_of_what_is_not_rounded(
+    bits: int, kind: str, group: int, tmp_path: Path
+) -> None:
+    """Its provider's graph, on the CPU's: the same layout, and no op that it has not."""
+    fn, weights, operands = call(bits, group, kind, scale=torch.float32)
+    x = rows(6)
+    found = run_session(fn, {"a": x}, tmp_path, weights, cuda=True)["y"]
+    assert error(found, quantized_linear(x, **{**operands, "rounded": False})) < 1e-5
+    graph = emit(fn, WeightStore(weights), cuda=True).model.graph
+    ops = {node.op_type for node in graph}
+    assert "MatMulNBits" in ops and not ops & {"MatMulIntegerToFloat", "QuantizeLinear"}
+
+
+def test_a_lone_token_is_one_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is rounded; here its attention is that of two."""
+    monkeypatch.setattr(routing, "attention_kernel_works", lambda device, dtype: True)
+    program = in_int8().run(cached_llama(Shape())).program
+    found = {}
+    for device in ("cpu", "cuda"):
+        target = Target("onnxruntime", device)
+        router = routing.Router(program, program.step, target, native=False)
+        found[device] = router.pairs or router.widens
+    assert found == {"cpu": True, "cuda": False}
+
+
+def test_products_that_cuda_has_no_kernel_for_are_refused() -> None:
+    for bits, group, kind in ((4, 8, "affine"), (4, 32, "codebook")):
+        fn, weights, _ = call(bits, group, kind)
+        assert not any(runs_on_cuda(node) for node in fn.calls(G.quantized_linear.default))
+        with pytest.raises(UnsupportedError, match=r"CUDA's provider.*groups of"):
+            emit(fn, WeightStore(weights), cuda=True)
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,7 @@ def emit(
     contrib: bool = True,
     opset: int = OPSETS[""],
     threads: int = 1,
+    cuda: bool = False,
 ) -> Emitted:
     """Emit a function whose every call has a row.
 
@@ -145,11 +146,12 @@ def emit(
     may run what they are faster at, where `probe` finds that they work. qdq: weights of few bits
     go through DequantizeLinear, which is ONNX's own, not a kernel of ONNX Runtime's domain.
     contrib: ops of that domain may be used at all. opset: the version of ONNX's own ops. threads:
-    those that own kernels may share work with.
+    those that own kernels may share work with. cuda: for sessions of CUDA's provider.
     Errors: `UnsupportedError` naming an op without a row and where it comes from, or one that
     needs ONNX Runtime's domain, or a later opset.
     """
-    return Emitter(function, weights, paired, standard, native, qdq, contrib, opset, threads).run()
+    how = paired, standard, native, qdq, contrib, opset, threads, cuda
+    return Emitter(function, weights, *how).run()
 
 
 @dataclass
@@ -165,6 +167,7 @@ class Emitter:
     contrib: bool = True
     opset: int = OPSETS[""]
     threads: int = 1
+    cuda: bool = False
     result: ValueType = ()
     memo: dict[Any, Any] = field(default_factory=dict)
 

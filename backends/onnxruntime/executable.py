@@ -146,8 +146,10 @@ class OnnxExecutable(StatefulExecutable):
         threads = threads_of(self.target) if fn.role is Role.TARGET else 1
         try:
             pairs = self._routers[function].pairs
-            model = emit(fn, lowered.weights, paired=pairs, native=native, threads=threads)
-            if self.target.device == "cuda":
+            cuda = self.target.device == "cuda"
+            how = {"paired": pairs, "native": native, "cuda": cuda}
+            model = emit(fn, lowered.weights, threads=threads, **how)
+            if cuda:
                 widen(model.model.graph)
             store(model, path, self._weights)
             self._note_kernels(function, dict(model.ran))
@@ -169,7 +171,7 @@ class OnnxExecutable(StatefulExecutable):
                 in_turn=function in self.program.plan.step.parts,
                 stream=None if self.stream is None else self.stream.handle,
                 shared=shared,
-                graphs=self.target.device == "cuda" and variant in COUNTED,
+                graphs=cuda and variant in COUNTED,
             )
         except GraftworkError:
             raise

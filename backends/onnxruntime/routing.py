@@ -47,7 +47,8 @@ class Router:
     token add up in another order, and where activations are rounded to integers, a last bit can
     move a value to the next integer. So a function of the target that rounds takes a lone token as
     the first of two columns: in attention only, if nothing else needs it (see `pairs`), else all
-    through the step. What other functions make is only proposed: their last bits may differ.
+    through the step. What other functions make is only proposed: their last bits may differ. On a
+    GPU no kernel promises bits, and nothing is doubled.
 
     native: whether graftwork's own ops may run. own: whether attention is one of them, so that one
     variant takes every step. widens: whether a lone token is fed twice.
@@ -60,7 +61,8 @@ class Router:
         self.cached = has_states(function) and function.has_input("past")
         self.trees = function.has_input(ANCESTORS)
         self.drafts_trees = self.trees and program.plan.tree.branches
-        self.rounds = function.role is Role.TARGET and rounds_activations(function)
+        counts_here = function.role is Role.TARGET and target.device == "cpu"
+        self.rounds = counts_here and rounds_activations(function)
         # Of a step that also drafts, the plain step's part is what counts.
         counts = program.step if self.name in program.plan.step.variants else function
         dtypes = {s.type.dtype for s in program.states.values() if s.grows}

@@ -13,6 +13,9 @@ beside it, and not every block size of the kernel sees to that: the largest that
 scales repeated (see `probe`). The kernel is slow with zero points that are not whole, so offsets
 are a float product of their own, with the sums of each group's activations; that, and float
 products of rounded rows, take a lone row twice.
+
+CUDA's MatMulNBits multiplies activations as they are, in the program's own dtype: what is rounded
+on the CPU for the sake of its kernels is not rounded there.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import onnx_ir as oir
 import torch
 import torch.fx
 
-from ...ir import Dim, TensorType, Weight, derive
+from ...ir import Dim, TensorType, UnsupportedError, Weight, derive
 from ...ir import arguments as arguments_of
 from ...ir.executable import DECOMPOSED
 from ...ir.numerics import dequantize, looked_up, pack, unpack
@@ -43,6 +46,9 @@ BLOCKS = (256, 128, 64, 32, 16)
 
 ROUNDED, FLOAT = (2, 4, 8), (4,)
 """Bits for which MatMulNBits is fast, with rounded activations and with float ones."""
+
+CUDA_BITS, CUDA_BLOCKS = (4, 8), (128, 64, 32, 16)
+"""Those of MatMulNBits on CUDA."""
 
 INT8 = 4
 """The accuracy level at which MatMulNBits rounds activations to int8; at 1 they are float32."""
@@ -112,15 +118,17 @@ class _Stored:
         dims = (self.rows, self.groups * self.group // block, block * bits // 8)
         return self.derived(f"{bits}x{block}", dims, U8, make)
 
-    def scales(self, block: int) -> Weight:
-        """Scales f32[N,K/block]."""
+    def scales(self, block: int, dtype: torch.dtype = F32) -> Weight:
+        """Scales [N,K/block] of a dtype."""
         times = self.group // block
 
         def make(scale: torch.Tensor) -> torch.Tensor:
-            return scale.float().repeat_interleave(times, 1)
+            return scale.to(dtype).repeat_interleave(times, 1)
 
-        type = TensorType(F32, (self.rows, self.groups * times))
-        return derive(f"{self.scale.name}.x{block}", type, make, self.scale)
+        type = TensorType(dtype, (self.rows, self.groups * times))
+        name = f"{self.scale.name}.x{block}"
+        suffix = "" if dtype == F32 else f".{str(dtype).removeprefix('torch.')}"
+        return derive(f"{name}{suffix}", type, make, self.scale)
 
     def across(self, bits: int) -> Weight:
         """The stored values as unsigned numbers of 4 or 8 bits, in the order [K,N]: u8[K,N], or two
@@ -221,6 +229,8 @@ def quantized_linear(
 ) -> Any:
     given = [weight_of(part) for part in (weight, scale, offset, codebook)]
     assert given[0] is not None and given[1] is not None
+    if e.cuda:
+        return _on_cuda(e, x, _Stored(given[0], given[1], given[2], given[3], bits, group), bias)
     wide = e.cast(x, F32)
     if e.native and not quantized_ops_available():
         added = None if bias is None else e.cast(bias, F32)
@@ -251,6 +261,46 @@ def quantized_linear(
     else:
         result = _float(e, wide, dims, _values(e, stored), rounded)
     e.ran["product", bits, kernel] += 1
+    if bias is not None:
+        result = e.op("Add", result, e.cast(bias, F32))
+    return e.cast(result, e.dtype(), F32)
+
+
+def runs_on_cuda(node: torch.fx.Node) -> bool:
+    """Whether kernels of CUDA's provider do a call that reads weights of few bits."""
+    given = arguments_of(node)
+    if not _is_stored(node) or given["codebook"] is not None:
+        return False
+    if node.target is G.quantized_embedding.default:
+        return bool(given["bits"] == 8)  # fewer are taken apart by ops that it has not
+    return _cuda_layout(int(given["bits"]), int(given["group"])) is not None
+
+
+def _cuda_layout(bits: int, group: int) -> tuple[int, int] | None:
+    """Bits and values a block in which MatMulNBits takes weights there; None if it does not."""
+    wide = next((b for b in CUDA_BITS if b >= bits), None)
+    block = next((b for b in CUDA_BLOCKS if group % b == 0), None)
+    return None if wide is None or block is None else (wide, block)
+
+
+def _on_cuda(e: Emitter, x: oir.Value, stored: _Stored, bias: oir.Value | None) -> Any:
+    layout = None if stored.codebook is not None else _cuda_layout(stored.bits, stored.group)
+    if layout is None:
+        raise UnsupportedError(
+            f"no kernel of CUDA's provider multiplies {stored.weight.name}, of {stored.bits} bits "
+            f"in groups of {stored.group}"
+        )
+    bits, block = layout
+    dtype = type_of(x).dtype
+    scales = e.weight(stored.scales(block, dtype))
+    sizes = {"K": stored.groups * stored.group, "N": stored.rows}
+    weight = e.weight(stored.blocked(bits, block))
+    result = e.fused("MatMulNBits", x, weight, scales, **sizes, bits=bits, block_size=block)
+    e.ran["product", stored.bits, f"MatMulNBits ({bits} bits, blocks of {block})"] += 1
+    result = e.cast(result, F32, dtype)
+    if stored.offset is not None:
+        sums = _group_sums(e, e.cast(x, F32), type_of(x).dims, stored.group)
+        result = e.op("Add", result, e.op("MatMul", sums, e.weight(stored.shifts())))
     if bias is not None:
         result = e.op("Add", result, e.cast(bias, F32))
     return e.cast(result, e.dtype(), F32)
