@@ -25,6 +25,7 @@ from .backends.onnxruntime.attention import OVERHANG, SEQLENS, TOTAL
 from .backends.onnxruntime.emit import emit, output_name
 from .backends.onnxruntime.generation import strange_to_loops
 from .backends.onnxruntime.lower import Variant, has_states, lower, piece_of
+from .backends.onnxruntime.portable import refuse_ahead
 from .backends.onnxruntime.routing import Router
 from .backends.onnxruntime.store import WeightFile, store
 from .backends.target import Target
@@ -75,6 +76,7 @@ def export_onnx_plan(program: Program, folder: Path) -> Path:
             f"{program.name} (stage {program.stage}) has no KV cache, so there is no step to run "
             f"again and again: run the pass insert_kv_cache, or a recipe, such as baseline"
         )
+    refuse_ahead(program)
 
     def fill(new: Path) -> None:
         weights = WeightFile(new / WEIGHTS)

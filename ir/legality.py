@@ -123,6 +123,8 @@ def _misfits(plan: DecodePlan) -> Iterator[str]:
         )
     if any(leaf.in_step for leaf in draft.leaves):
         yield from _unchained(plan)
+    if plan.step.ahead:
+        yield from _unread(plan)
     for leaf in draft.leaves:
         if not plan.cache.aligned and leaf.cached and not leaf.in_step:
             keeps = f"keeps {plan.cache.most} rows at most"
@@ -138,6 +140,23 @@ def _misfits(plan: DecodePlan) -> Iterator[str]:
             f"verify={verify.brief}: draft={draft.brief} under tree={tree.brief} has no "
             f"distributions to weigh against: draft by one pass that predicts, such as draft_model "
             f"or draft_hydra, and draw the tree by tree_sampled"
+        )
+
+
+def _unread(plan: DecodePlan) -> Iterator[str]:
+    """Parts that read more of prompts than the rows which a function leaves of them."""
+    for leaf in plan.draft.leaves:
+        if leaf.reads or leaf.cached:
+            yield (
+                f"draft={leaf.brief} reads what a step returns of every token, and step="
+                f"{plan.step.brief} runs prompts through {plan.step.ahead}, which returns nothing: "
+                f"draft by copying, such as suffix does"
+            )
+    if plan.cache.settles or not plan.cache.aligned:
+        yield (
+            f"cache={plan.cache.brief} moves rows, or holds them apart, and step="
+            f"{plan.step.brief} writes those of prompts by another function: leave one of the two "
+            f"out"
         )
 
 

@@ -44,6 +44,7 @@ def program_of(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> P
     brought |= {"read_sparse.rows": "16", "read_sparse.picks": "1"}
     brought |= {"read_chunks.rows": "16"}
     brought |= {"sum_dropped.steps": "2", "sum_dropped.windows": "1"}
+    brought |= {"predict_cache.windows": "2", "predict_cache.length": "96"}
     brought |= {"depth_mlp.first": "1", "depth_mlp.last": "1"}  # of four layers
     recipe = Recipe.load(name)
     uses = {use.name for use in recipe.passes}

@@ -35,7 +35,7 @@ from .depths_in_graph import DEPTHS, called, carried, run_step
 from .emit import DTYPES, IR_VERSION, OPSETS, Emitted
 from .graph_builder import BOOL, I64, GraphBuilder
 from .lower import piece_of
-from .portable import MASK
+from .portable import MASK, refuse_ahead
 from .rules_in_graph import Rules
 from .sampler import Draw, Sampling, sampled, seen_after
 from .sources_in_graph import SourceInputs
@@ -91,6 +91,7 @@ def strange_to_loops(plan: DecodePlan) -> list[str]:
 
 def _check(program: Program, sample: bool, contrib: bool) -> None:
     plan = program.plan
+    refuse_ahead(program)
     if strange := strange_to_loops(plan):
         said = ", ".join(f"{slot}={getattr(plan, slot).brief}" for slot in strange)
         raise UnsupportedError(

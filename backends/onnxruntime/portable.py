@@ -165,6 +165,7 @@ def _refuse_more(program: Program) -> None:
 
 def _refuse_two_steps(program: Program) -> None:
     """Errors: `UnsupportedError` for prompts that run through another function than steps do."""
+    refuse_ahead(program)
     (fed, _), (read, _) = program.plan.step.fed(argmax=True), program.plan.step.read(argmax=True)
     if fed != read:
         raise UnsupportedError(
@@ -172,6 +173,18 @@ def _refuse_two_steps(program: Program) -> None:
             f"(step={program.plan.step.brief}), and the decode graph that other loaders run has "
             f"one step for both. The formats onnx-loop and onnx-plan carry both; or export the "
             f"step alone by name (plain=True, --plain on the command line), for prompts, too"
+        )
+
+
+def refuse_ahead(program: Program) -> None:
+    """Errors: `UnsupportedError` for prompts that run through another function up to their last
+    token."""
+    if name := program.plan.step.ahead:
+        raise UnsupportedError(
+            f"{program.name} runs prompts through {name} up to their last token (step="
+            f"{program.plan.step.brief}), which no format that is exported carries: save it and "
+            f"load it with graftwork, or export the step alone by name (plain=True, --plain on the "
+            f"command line), for prompts, too"
         )
 
 

@@ -47,6 +47,12 @@ class StepRecord(Record):
         return self.fed(argmax)
 
     @property
+    def ahead(self) -> str:
+        """The function that prompts run through up to their last token, which `read` has: it leaves
+        their rows in the caches, and returns nothing else. "": `read` has them all."""
+        return ""
+
+    @property
     def parts(self) -> tuple[str, ...]:
         """The functions that are called, in order; () where one does it all."""
         return ()
@@ -136,6 +142,34 @@ class Prefilled(StepRecord):
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         """See `Record.calls`."""
         yield self.prefill, {"logits": ("", "", "V")}
+
+
+@record
+@dataclass(frozen=True)
+class Predicted(StepRecord):
+    """A step is one call of `function`, and prompts run through `predict` up to their last token.
+
+    predict: runs a few layers, and writes rows for the others, too (KV Prediction, Horton et al.
+    2024). The last token goes through all layers, which look at those rows.
+    """
+
+    function: str = "step"
+    predict: str = "predict"
+    kind: ClassVar[str] = "predicted"
+
+    @property
+    def plain(self) -> str:
+        """`function`."""
+        return self.function
+
+    @property
+    def ahead(self) -> str:
+        """`predict`."""
+        return self.predict
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`."""
+        yield self.predict, {}
 
 
 @record

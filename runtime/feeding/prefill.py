@@ -20,6 +20,8 @@ def prefill(
     cache: CachePolicy,
     read: Callable[[UnverifiedStep], None] | None = None,
     begun: Sequence[int] | None = None,
+    *,
+    whole: bool = True,
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Feed texts of which `begun[b]` tokens were fed (None: nothing); the outputs after each one's
     last token.
@@ -29,9 +31,9 @@ def prefill(
     fetched each time. cache: has its turn before every piece, and says how large one may be.
     The texts' rows and positions go up to the last token, whose row counts when what follows it is
     committed, as that of any step's first token does. What sequences get that are through, the next
-    step overwrites.
+    step overwrites. whole: False leaves the last tokens out, and the rows of all others count.
     """
-    sizes = [len(text.tokens) for text in texts]
+    sizes = [len(text.tokens) if whole else text.fed for text in texts]
     fed = [0] * len(texts) if begun is None else list(begun)
     result: dict[str, torch.Tensor] = {}
     columns = [0] * len(texts)
@@ -41,7 +43,10 @@ def prefill(
         most = cache.room([texts[b].rows for b in open_texts])
         width = feeder.chunk(left, most)
         piece = width if most is None else min(width, most)
-        ends = [text.cut(n, n + piece) for text, n in zip(texts, fed, strict=True)]
+        ends = [
+            min(text.cut(n, n + piece), size)
+            for text, n, size in zip(texts, fed, sizes, strict=True)
+        ]
         rows = [text.tokens[n:end] for text, n, end in zip(texts, fed, ends, strict=True)]
         width = _wide_enough(feeder, rows, width)
         # A sequence that is through gets garbage behind its last row, which does not count yet.
@@ -53,7 +58,7 @@ def prefill(
             text.fed_as(n - int(done and again), end)
             for text, n, end, done in zip(texts, fed, ends, through, strict=True)
         ]
-        behind = [int(done and not again) for done in through]
+        behind = [int(done and whole and not again) for done in through]
         past = [text.rows + past for text, past in zip(texts, behind, strict=True)]
         starts = [text.position + past for text, past in zip(texts, behind, strict=True)]
         counts = [count + len(row) for count, row in zip(fed, rows, strict=True)]
@@ -66,8 +71,9 @@ def prefill(
         if read is not None:
             read(UnverifiedStep(rows, fed, outputs))
         for b, row in enumerate(rows):
-            texts[b].grow(len(row) - (b in ending))
-            texts[b].position += texts[b].shift if b in ending else 0
+            last = whole and b in ending
+            texts[b].grow(len(row) - last)
+            texts[b].position += texts[b].shift if last else 0
         fed = counts
         if len(ending) == len(texts):
             return outputs, column

@@ -34,10 +34,11 @@ StepOutputs: TypeAlias = Mapping[str, torch.Tensor]
 class Decoding:
     """One generation: what the plan's parts are, and what every round does in the same way.
 
-    texts: the sequences, which grow in place. feeder: runs steps; reader: prompts. kept: what
-    earlier calls left in the caches. retired: texts of which nothing lies there any more. fetch:
-    outputs that a general step must return. read: told of each step before it is verified; None if
-    nobody wants to know. Errors: `UnsupportedError` for a plan that cannot be carried out.
+    texts: the sequences, which grow in place. feeder: runs steps; reader: prompts, or their last
+    tokens where `ahead` has the others. kept: what earlier calls left in the caches. retired: texts
+    of which nothing lies there any more. fetch: outputs that a general step must return. read: told
+    of each step before it is verified; None if nobody wants to know. Errors: `UnsupportedError` for
+    a plan that cannot be carried out.
     """
 
     def __init__(self, executable: Executable, request: Request) -> None:
@@ -53,6 +54,8 @@ class Decoding:
             _require(program, read[0])
         self.feeder = Feeder(executable, batch, *fed, parts=plan.step.parts)
         self.reader = self.feeder if read == fed else Feeder(executable, batch, *read)
+        ahead = plan.step.ahead
+        self.ahead = Feeder(executable, batch, ahead) if ahead else None
         setting = Setting(executable, options, self.length, self.feeder, self.texts)
         self.drafter = drafter_for(plan.draft, setting)
         trait = SAMPLING if options.do_sample else GREEDY
@@ -81,7 +84,8 @@ class Decoding:
     @property
     def reads_as_it_steps(self) -> bool:
         """Whether prompts and steps run alike, so that a token's rows do not depend on which."""
-        return self.reader is self.feeder and not self.program.plan.depth.stops
+        alike = self.reader is self.feeder and self.ahead is None
+        return alike and not self.program.plan.depth.stops
 
     @property
     def argmax_decides(self) -> bool:
@@ -107,6 +111,10 @@ class Decoding:
         self.cache.begin(batch)
         self.drafter.begin([text.tokens for text in texts])
         fed = [self._resume(index, start) for index, start in enumerate(starts)]
+        if self.ahead is not None:
+            self.ahead.rows = self.feeder.rows
+            prefill(self.ahead, texts, (), self.cache, begun=fed, whole=False)
+            fed = [text.fed for text in texts]
         # Always the logits: the same compiled prefill serves every option, and one look at real
         # logits tells a broken model at once.
         fetch = tuple(dict.fromkeys(("logits", *self.drafter.wants)))
