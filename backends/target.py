@@ -84,13 +84,22 @@ class Target:
         if self.device == "cuda" and not torch.cuda.is_available():
             raise InputError(
                 f"target {self}: no CUDA device is usable on this machine "
-                f"(torch {torch.__version__}); use {self.backend}:cpu"
+                f"(torch {torch.__version__}{_why_unusable()}); use {self.backend}:cpu"
             )
 
     def __str__(self) -> str:
         name = next(k for k, v in DTYPES.items() if v == self.dtype)
         columns = "" if self.columns is None else f":columns={self.columns}"
         return f"{self.backend}:{self.device}:{name}{columns}"
+
+
+def _why_unusable() -> str:
+    """What torch says of its CUDA: that it has none, that the driver is too old, ..."""
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:
+        return f": {str(error).strip().splitlines()[0]}" if str(error).strip() else ""
+    return ""
 
 
 def _columns(text: str = "") -> int | None:

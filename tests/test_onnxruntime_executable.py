@@ -18,6 +18,7 @@ from graftwork.backends import Target, compile
 from graftwork.backends.onnxruntime.executable import GRAIN, OnnxExecutable
 from graftwork.backends.onnxruntime.probe import attention_kernel_works
 from graftwork.ir import InputError, Program, UnsupportedError, run
+from graftwork.ir.errors import GraftworkWarning
 from graftwork.passes.engine.validate import empty_states, reference_logits
 
 TARGET = Target(threads=1)
@@ -384,6 +385,17 @@ def test_without_the_attention_kernel_everything_still_runs(
     twin.commit(torch.tensor([[0, 2, 3]]))
     twin.step(2)
     assert list(twin.ort._made["step"]) == ["batch"]
+
+
+def test_why_an_attention_kernel_is_not_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object, **options: object) -> torch.Tensor:
+        raise RuntimeError("no implementation for Pad(24)\nmore")
+
+    monkeypatch.setattr("graftwork.backends.onnxruntime.probe._ran_alone", fails)
+    attention_kernel_works.cache_clear()
+    with pytest.warns(GraftworkWarning, match=r"bfloat16.*on cuda.*implementation for Pad\(24\)$"):
+        assert not attention_kernel_works("cuda", torch.bfloat16)
+    attention_kernel_works.cache_clear()
 
 
 def test_probes_tell_yes_from_no() -> None:

@@ -234,3 +234,18 @@ def test_bad_targets_are_named(text, message):
 def test_cuda_without_a_gpu_is_a_clear_error(program):
     with pytest.raises(InputError, match="no CUDA device is usable"):
         compile(program, Target.parse("torch:cuda"))
+
+
+def test_a_driver_that_is_too_old_is_named(program, monkeypatch):
+    def start() -> None:
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 11040).\nSee"
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", start)
+    for backend in ("torch", "onnxruntime"):
+        with pytest.raises(
+            InputError, match=r"driver .* too old \(found version 11040\).*; use .*:cpu"
+        ):
+            compile(program, Target.parse(f"{backend}:cuda"))

@@ -104,10 +104,20 @@ def attention_kernel_works(device: str, dtype: torch.dtype) -> bool:
     args, kwargs = _tree_step()
     try:
         got = _ran_alone(G.ort_gqa.default, args, kwargs, Target(device=device), dtype)
-    except Exception:  # the library's errors have no common base
-        return False
-    want = ort_gqa(*args, **kwargs)[0]
-    return bool(torch.allclose(got, want, rtol=3e-2, atol=3e-2))
+    except Exception as error:  # the library's errors have no common base
+        reason = str(error).strip().partition("\n")[0]
+    else:
+        want = ort_gqa(*args, **kwargs)[0]
+        right = torch.allclose(got, want, rtol=3e-2, atol=3e-2)
+        reason = "" if right else "it gives wrong numbers"
+    if reason and device != "cpu":
+        warnings.warn(
+            f"attention in {str(dtype).removeprefix('torch.')} takes ONNX Runtime's other kernels "
+            f"on {device}, which are slower, because GroupQueryAttention does not run: {reason}",
+            GraftworkWarning,
+            stacklevel=3,
+        )
+    return not reason
 
 
 def _ran_alone(
