@@ -22,6 +22,7 @@ from tiny import cached_llama, tiny_llama
 from graftwork.backends import Target
 from graftwork.backends.onnxruntime.generation import generation
 from graftwork.backends.onnxruntime.store import WeightFile, store
+from graftwork.export_folder import Ops
 from graftwork.export_loop import export_onnx_loop
 from graftwork.ir import InputError, Program, UnsupportedError
 from graftwork.model import Model
@@ -117,10 +118,13 @@ def test_the_models_tokens(name: str, tmp_path: Path) -> None:
     assert texts(session, asked(PROMPTS, 1, [])) == [
         expected(model, prompt, 1, []) for prompt in PROMPTS
     ]
+    assert_texts_end_with_the_context(model, session)
+
+
+def assert_texts_end_with_the_context(model: Model, session: Any) -> None:
     context = model.program.info.context
     long = [[i % 30 for i in range(context - 6)], [3] * (context - 1)]
-    counts = [len(text) for text in texts(session, asked(long, 20, []))]
-    assert counts == [6, 1]
+    assert [len(text) for text in texts(session, asked(long, 20, []))] == [6, 1]
 
 
 @pytest.mark.parametrize("name", ["baseline", "copyspec", "heads", "int8", "int8_copyspec"])
@@ -137,6 +141,7 @@ def test_loops_of_onnx_alone(name: str, tmp_path: Path) -> None:
         wanted = [expected(model, prompt, 20, eos) for prompt in PROMPTS]
         assert texts(session, asked(PROMPTS, 20, eos)) == wanted
         assert texts(session, asked(PROMPTS[1:2], 20, eos)) == wanted[1:2]
+    assert_texts_end_with_the_context(model, session)
 
 
 def test_loops_that_onnx_alone_cannot_say(tmp_path: Path) -> None:
@@ -148,11 +153,16 @@ def test_loops_that_onnx_alone_cannot_say(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["baseline", "copyspec", "heads", "eagle_chain"])
-def test_the_same_file_in_openvino(name: str, tmp_path: Path) -> None:
-    """Alone and in a ragged batch. Its GroupQueryAttention has one length for all of a batch."""
+IN_OPENVINO = [("eagle_chain", "contrib")]
+IN_OPENVINO += [
+    (name, ops) for name in ("baseline", "copyspec", "heads") for ops in ("contrib", "standard")
+]
+
+
+@pytest.mark.parametrize(("name", "ops"), IN_OPENVINO)
+def test_the_same_file_in_openvino(name: str, ops: Ops, tmp_path: Path) -> None:
+    """Alone and in a ragged batch."""
     openvino = pytest.importorskip("openvino")
-    ops = "contrib" if name == "eagle_chain" else "standard"
     folder = made(name).export_onnx_loop(tmp_path / "out", ops=ops)
     exact = {"INFERENCE_PRECISION_HINT": "f32"}
     path = str(folder / "generate.onnx")
@@ -189,6 +199,17 @@ def test_what_is_left_to_a_run_stands_in_ifs(name: str, tmp_path: Path) -> None:
     assert branches and max(products) >= 4
 
 
+def test_caches_that_grow_are_copied_once_a_step(tmp_path: Path) -> None:
+    """Concatenated, and carried as that left them: no other node has one for a result."""
+    folder = made("baseline").export_onnx_loop(tmp_path / "out")
+    graphs = graphs_of(onnx.load(folder / "generate.onnx", load_external_data=False).graph)
+    body = next(graph for graph in graphs if graph.name == "generate.pass")
+    carried = {o.name for o in body.output if ".kv." in o.name}
+    assert len(carried) == 2 * 4
+    makers = [node.op_type for node in body.node if carried & {*node.output}]
+    assert makers == ["Concat"] * len(carried)
+
+
 @pytest.mark.parametrize("name", ["calm", "free", "ffn_skipllm", "layerskip"])
 def test_branches_agree_in_their_types(name: str, tmp_path: Path) -> None:
     """In halves, too, and with logits that go out of them."""
@@ -212,9 +233,14 @@ def test_attention_of_other_kinds(shape: Shape, tmp_path: Path) -> None:
     """Caches with room for everything, windows, chunks, ALiBi."""
     program = handmade_llama(shape)
     model = Model(program, Target(threads=1), {})
-    session = opened(export_onnx_loop(program, tmp_path / "out"))
     wanted = [expected(model, prompt, 9, []) for prompt in PROMPTS]
-    assert texts(session, asked(PROMPTS, 9, [])) == wanted
+    kinds: list[Ops] = ["contrib"] if shape.slopes else ["contrib", "standard"]
+    for ops in kinds:
+        session = opened(export_onnx_loop(program, tmp_path / ops, ops=ops))
+        assert texts(session, asked(PROMPTS, 9, [])) == wanted
+    if shape.slopes:
+        with pytest.raises(UnsupportedError, match=r"ALiBi.*count padding.*ops=contrib"):
+            export_onnx_loop(program, tmp_path / "standard", ops="standard")
 
 
 def sampling(

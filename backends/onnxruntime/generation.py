@@ -2,8 +2,9 @@
 
 Every pass through the loop feeds what is not in the caches yet: first the prompt, then the last
 token and its draft. So the step, with its weights, stands in the graph once. A Loop copies what it
-carries: caches begin empty and grow by what is fed, where nothing is taken back and all attention
-is GroupQueryAttention; else they have room for everything from the start.
+carries: caches begin empty and grow by what is fed, where nothing is taken back; else they have
+room for everything from the start. GroupQueryAttention would copy a cache once for each head that
+reads it, so those that grow are concatenated, once, for ONNX's own Attention (see `portable`).
 
 Two forms:
 
@@ -35,7 +36,7 @@ from .depths_in_graph import DEPTHS, called, carried, run_step
 from .emit import DTYPES, IR_VERSION, OPSETS, Emitted
 from .graph_builder import BOOL, I64, GraphBuilder
 from .lower import piece_of
-from .portable import MASK, refuse_ahead
+from .portable import MASK, is_concatenable, refuse_ahead
 from .rules_in_graph import Rules
 from .sampler import Draw, Sampling, sampled, seen_after
 from .sources_in_graph import SourceInputs
@@ -106,6 +107,11 @@ def _check(program: Program, sample: bool, contrib: bool) -> None:
             f"{program.name} writes from a source, which loops of ONNX's own ops have no form for: "
             f"export it with those of ONNX Runtime, too (ops=contrib)"
         )
+    if program.step.calls(G.alibi.default) and not contrib:
+        raise UnsupportedError(
+            f"{program.name} has ALiBi, whose distances in concatenated caches count padding; "
+            f"export it with the ops of ONNX Runtime, too (ops=contrib)"
+        )
     if sample and plan.draft.in_step:
         raise UnsupportedError(
             f"{program.name} drafts in the step (draft={plan.draft.kind}), which follows the "
@@ -116,8 +122,15 @@ def _check(program: Program, sample: bool, contrib: bool) -> None:
 class _Generation:
     def __init__(self, program: Program, sample: bool, contrib: bool) -> None:
         self.program, self.contrib = program, contrib
-        self.functions = Functions(program, contrib)
         names = called(program)
+        self.piece = piece_of(program.function(names[0])) if program.recurrent else None
+        routed = Functions(program, contrib, not contrib)
+        more = routed.rounds(names) or program.recurrent or len(names) > 1
+        self.alone = program.plan.speculates or more
+        self.twice = routed.twice(names)
+        joins = not self.alone and is_concatenable(program, names[-1])
+        self.concatenates = joins or not contrib
+        self.functions = Functions(program, contrib, self.concatenates)
         head = self.functions.of(names[-1])
         self.picks = head.has_input("select")
         self.rules = Rules(program.info.defaults, program.info.vocab_size)
@@ -130,11 +143,6 @@ class _Generation:
         self.states = [n for n in program.states if any(n in fn.outputs for fn in fns)]
         self.numbers = carried(program)
         self.spare = program.plan.step.fed(argmax=True)[1]
-        rounds = self.functions.rounds(names)
-        self.piece = piece_of(program.function(names[0])) if program.recurrent else None
-        more = rounds or program.recurrent or len(names) > 1
-        self.alone = program.plan.speculates or more
-        self.twice = self.functions.twice(names)
         opsets = OPSETS if contrib else {"": OPSETS[""]}
         self.g = GraphBuilder("generate", opsets)
         g = self.g
@@ -168,11 +176,11 @@ class _Generation:
 
     @cached_property
     def grows(self) -> bool:
-        """Whether caches may begin empty: GroupQueryAttention makes them as long as it must, as
-        long as no row is taken back."""
+        """Whether caches may begin empty: they are concatenated, or GroupQueryAttention makes them
+        as long as it must, as long as no row is taken back."""
         step = self.functions.of(called(self.program)[-1])
         kernel = not self.alone and not step.calls(G.cache_write.default)
-        return kernel or not self.contrib
+        return kernel or self.concatenates
 
     # -- the step
 
@@ -307,7 +315,7 @@ class _Generation:
         values = {**read, **self.carried(body)}
         name = called(self.program)[-1]
         given = self.given(body, tokens, past, chosen)
-        if not self.contrib:
+        if self.concatenates:
             # Padding behind a prompt stays in the caches, unseen.
             mask = body.input(MASK, I64, ["batch_size", "rows"])
             real = body.op("LessOrEqual", body.range(body.const(0), body.size(tokens, 1)), chosen)
@@ -337,7 +345,7 @@ class _Generation:
             body.output("seen_next", body.marked(draw.seen, after), BOOL, None)
         self.leave(body, values)
         start += self.begun(g, batch, rows)
-        if not self.contrib:
+        if self.concatenates:
             body.output("mask_next", given[MASK], I64, None)
             start.append(g.op("Expand", g.const([[0]]), g.vector(batch, g.const(0))))
         body.output("token", token, I64, None)
@@ -428,7 +436,7 @@ class _Generation:
         columns = g.range(first, g.op("Add", g.op("Add", first, count), one))
         tokens, select = (g.op("Unsqueeze", value, g.const([0])) for value in (fed, columns))
         given = self.given(g, tokens, g.vector(past), select)
-        if not self.contrib:
+        if self.concatenates:
             rows = g.op("Add", past, g.size(tokens, 1))
             given[MASK] = g.op("Expand", g.const([[1]]), g.vector(g.const(1), rows))
             cut = [name for name in self.states if self.program.states[name].grows]

@@ -64,8 +64,11 @@ class GraphBuilder:
     def output(
         self, name: str, value: oir.Value, dtype: oir.DataType, dims: Sequence[int | str] | None
     ) -> None:
-        """An output, always the result of a node of this graph."""
-        made = self.op("Identity", value)
+        """An output, always the result of a node of this graph: of the value's own, if that can be,
+        because what copies a value takes time."""
+        node = value.producer()
+        own = node is not None and node.graph is self.graph and value not in self.graph.outputs
+        made = value if own else self.op("Identity", value)
         made.name = name if self.inside is None else f"{self.name}.{name}"
         made.dtype, made.shape = dtype, None if dims is None else oir.Shape(dims)
         self.graph.outputs.append(made)

@@ -117,28 +117,56 @@ def portable(program: Program, *, plain: bool = False, contrib: bool = True) -> 
     return Portable(fn, weights.only(fn.weights), not concatenates, shapes)
 
 
-def concatenated(program: Program, name: str) -> Program:
-    """A program with only the function `name`, in ops that ONNX has itself: it takes
+def concatenated(program: Program, name: str, contrib: bool = False) -> Program:
+    """A program with only the function `name`, whose attention ONNX has itself: it takes
     `attention_mask` and caches without spare rows, and returns them longer, as the graphs above;
-    names and outputs stay as they are.
+    names and outputs stay as they are, and so do the positions given. contrib: norms may be of ONNX
+    Runtime's own domain.
 
     Errors: `UnsupportedError` for attention that reads its cache through something else than a step
     mask.
     """
-    fn = program.function(name).copy()
-    erase_markers(fn)
-    drop_ancestors(fn)
-    sweep(fn)
-    merge_equal(fn)
-    simplify_views(fn)
+    fn = _plain_chain(program, name)
     if fn.calls(G.attend.default):
-        _Counter(fn, True).run()
+        _Counter(fn, True, kept=("positions",)).run()
+    if contrib:
+        fuse_norms(fn)
     simplify_views(fn)
     decompose(fn)
     simplify_views(fn)
     merge_equal(fn)
     sweep(fn)
     return program.replace(functions={name: fn}).pruned()
+
+
+def is_concatenable(program: Program, name: str) -> bool:
+    """Whether all attention of a function is such that `concatenated` can do, without sinks, which
+    ONNX's own does not have, or a bias, which counts rows."""
+    attention = _plain_chain(program, name).calls(G.attend.default)
+    extras = [arguments(node)[part] for node in attention for part in ("sinks", "bias")]
+    masked = bool(attention) and all(map(_reads_step_mask, attention))
+    return masked and all(extra is None for extra in extras)
+
+
+def _plain_chain(program: Program, name: str) -> Function:
+    """A copy of a function, of tokens that follow one another."""
+    fn = program.function(name).copy()
+    erase_markers(fn)
+    drop_ancestors(fn)
+    sweep(fn)
+    merge_equal(fn)
+    simplify_views(fn)
+    return fn
+
+
+def _reads_step_mask(node: torch.fx.Node) -> bool:
+    """Whether attention reads what was just written to two caches, through a step mask."""
+    given = arguments(node)
+    mask, bias = given["mask"], given["bias"]
+    targets = [given["k"].target, given["v"].target, mask.target]
+    plain = targets == [G.cache_write.default] * 2 + [G.step_mask.default]
+    plain = plain and arguments(mask)["row_positions"] is None
+    return plain and (bias is None or bias.target is G.alibi.default)
 
 
 def _refuse_more(program: Program) -> None:
@@ -243,10 +271,11 @@ def _int(dim: Dim) -> int:
 
 @dataclass
 class _Counter:
-    """Computes from `attention_mask` what graftwork's runtime hands over as inputs."""
+    """Computes from `attention_mask` what graftwork's runtime hands over as inputs, but `kept`."""
 
     fn: Function
     concatenates: bool
+    kept: tuple[str, ...] = ()
     masks: dict[Any, torch.fx.Node] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -262,7 +291,7 @@ class _Counter:
             for node in self.fn.calls(G.attend.default):
                 self._concatenate(node)
         for name, node in made.items():
-            if self.fn.has_input(name):
+            if self.fn.has_input(name) and name not in self.kept:
                 self.fn.input(name).replace_all_uses_with(node)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
@@ -288,10 +317,8 @@ class _Counter:
         given = arguments(node)
         writes = [given["k"], given["v"]]
         mask, bias = given["mask"], given["bias"]
-        targets = [w.target for w in writes] + [mask.target]
-        plain = targets == [G.cache_write.default] * 2 + [G.step_mask.default]
-        plain = plain and arguments(mask)["row_positions"] is None
-        if not plain or (bias is not None and bias.target is not G.alibi.default):
+        if not _reads_step_mask(node):
+            targets = [w.target for w in writes] + [mask.target]
             raise UnsupportedError(
                 f"%{node.name} ({site_of(node).module}) cannot become portable attention: it reads "
                 f"its cache through {', '.join(str(t) for t in targets)}"
@@ -331,7 +358,7 @@ class _Counter:
     def _make_visible(self, span: Mapping[str, int]) -> torch.fx.Node:
         before, own = self._step()
         places: tuple[Any, ...] = (own, None, self.rows)
-        if "chunk" in span:  # they are of positions, which padding shifts
+        if "chunk" in span or (span and self.kept):  # of positions, not rows: padding lies between
             places = (self.own, None, self.rows, self.count)
         causal = self.call(G.step_mask.default, before, *places, **span)
         real = self.call(A.ne.Scalar, self.mask, 0)

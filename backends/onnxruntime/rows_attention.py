@@ -191,7 +191,9 @@ def attend(
         visible = e.cast(visible, e.dtype(), type_of(bias).dtype)
     keys, values = e.cast(k, e.dtype()), e.cast(v, e.dtype())
     if not e.paired or type_of(q).dims[2] == 1:
-        return e.op("Attention", q, keys, values, visible, scale=scale, softcap=softcap)
+        # A lone query has a kernel that reads keys as they lie, if nothing is to be multiplied.
+        scaled = e.op("Mul", q, e.const(scale, e.dtype()))
+        return e.op("Attention", scaled, keys, values, visible, scale=1.0, softcap=softcap)
     pairs = Pairs(e, type_of(q).dims[2])
     both = [pairs.doubled(x, 2, 4) for x in (q, visible)]
     out = e.op("Attention", both[0], keys, values, both[1], scale=scale, softcap=softcap)

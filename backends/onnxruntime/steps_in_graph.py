@@ -28,12 +28,12 @@ Part = Callable[[GraphBuilder, Values], Values]
 class Functions:
     """A program's functions, each lowered once and put into graphs as often as wanted.
 
-    contrib: with ONNX Runtime's own ops, too. Without them caches have no spare rows: a step
+    contrib: with ONNX Runtime's own ops, too. concatenates: caches have no spare rows, and a step
     returns them longer (see `portable.concatenated`).
     """
 
-    def __init__(self, program: Program, contrib: bool = True) -> None:
-        self.program, self.contrib = program, contrib
+    def __init__(self, program: Program, contrib: bool, concatenates: bool) -> None:
+        self.program, self.contrib, self.concatenates = program, contrib, concatenates
         self.lowered: dict[str, Program] = {}
         self.routers: dict[str, Router] = {}
 
@@ -51,8 +51,8 @@ class Functions:
         return self.lowered[name].function(name)
 
     def _lower(self, name: str) -> Program:
-        if not self.contrib:
-            return concatenated(self.program, name)
+        if self.concatenates:
+            return concatenated(self.program, name, self.contrib)
         chain = self.router(name).kernel or not has_states(self.program.function(name))
         return lower(self.program, name, "chain" if chain else "batch")
 

@@ -58,6 +58,8 @@ class Runner:
         size, same = np.zeros(len(end), int), np.ones(len(end), bool)
         for back in range(min(said["longest"], len(end))):
             same &= (end > back) & (text[end - 1 - back] == text[-1 - back])
+            if not same.any():
+                break
             size += same
         if not len(end) or size.max() < said["shortest"]:
             return chain([])
