@@ -44,12 +44,12 @@ def measure(folder: Path, ids: list[int], tokens: int, share: int) -> None:
     before = proportional()
     runner = module.Runner(folder, share=bool(share))
     runner.generate(ids, tokens, eos=[])
-    states = sum(array.nbytes for array, _, _ in runner.states.values())
+    states = sum(array.nbytes for kept in runner.functions.states.values() for array, _ in kept)
     (taken, code), weights = proportional(), (folder / "weights.data").stat().st_size
     taken -= before[0] + states
     row = {
         "share": bool(share),
-        "sessions": len(runner.sessions),
+        "sessions": len(runner.functions.sessions),
         "mb": round(taken / 1e6, 1),
         "over_weights": round(taken / weights, 3),
         "code_mb": round((code - before[1]) / 1e6, 1),
