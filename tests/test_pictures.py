@@ -198,9 +198,10 @@ def test_texts_are_transformers(name: str) -> None:
 
 
 ELSEWHERE = [
-    pytest.param(name, target, marks=() if target == "onnxruntime" else pytest.mark.long)
-    for name in ("llava", "gemma3", "qwen2_vl")
-    for target in ("onnxruntime", "torch")
+    *(("llava", "onnxruntime"), ("gemma3", "onnxruntime"), ("qwen2_vl", "onnxruntime")),
+    pytest.param("llava", "torch", marks=pytest.mark.long),
+    pytest.param("gemma3", "torch", marks=pytest.mark.sweep),
+    pytest.param("qwen2_vl", "torch", marks=pytest.mark.sweep),
 ]
 
 
@@ -241,9 +242,18 @@ RECIPES = (
 )
 
 
+ALWAYS = (("llava", "copyspec"), ("gemma3", "recycling"), ("qwen2_vl", "eagle_chain"))
+OFTEN = (("llava", "snapkv"), ("gemma3", "eagle_chain"), ("qwen2_vl", "kv_int8"))
+
+
+def _seldom(case: tuple[str, str]) -> Any:
+    if case in ALWAYS:
+        return ()
+    return pytest.mark.long if case in OFTEN else pytest.mark.sweep
+
+
 BY_MODEL = [
-    pytest.param(name, recipe, marks=() if (name, recipe) in often else pytest.mark.long)
-    for often in [{("llava", "copyspec"), ("gemma3", "recycling"), ("qwen2_vl", "eagle_chain")}]
+    pytest.param(name, recipe, marks=_seldom((name, recipe)))
     for name in ("llava", "gemma3", "qwen2_vl")
     for recipe in RECIPES
     if name == "llava" or recipe != "snapkv"

@@ -9,7 +9,6 @@ import pytest
 import torch
 from archs import Arch, build, error, logits_of, text_config, tokens_and_positions
 from recurrent_archs import RECURRENT
-from selection import mostly_long
 from test_architectures import same_tokens
 from tiny import named
 
@@ -143,8 +142,24 @@ def _check(name: str, recipe: str, target: str) -> Any:
     return alone.stats
 
 
-@pytest.mark.parametrize("target", ["onnxruntime", pytest.param("eager", marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", mostly_long(RECURRENT, keep=("mamba2",)))
+OFTEN = ("qwen3_5_text", "recurrent_gemma", "lfm2", "bamba", "jamba")
+"""Of these texts are in the long tests, of other families in the sweep; logits are of all."""
+
+
+def _seldom(name: str, target: str) -> Any:
+    if (name, target) == ("mamba2", "onnxruntime"):
+        return ()
+    return pytest.mark.long if name in OFTEN and target == "onnxruntime" else pytest.mark.sweep
+
+
+TEXTS = [
+    pytest.param(name, target, marks=_seldom(name, target))
+    for name in RECURRENT
+    for target in TARGETS
+]
+
+
+@pytest.mark.parametrize(("name", "target"), TEXTS)
 def test_texts_are_transformers(name, target):
     _check(name, "baseline", target)
 
