@@ -15,14 +15,14 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch._inductor.config
+from typing import Any
 
 from ..ir.errors import GraftworkWarning, UnsupportedError
 from ..ir.files import open_regular
@@ -36,8 +36,12 @@ OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def compiler() -> str:
-    """The C++ compiler that inductor uses."""
-    return next(filter(None, torch._inductor.config.cpp.cxx), "g++")
+    """The C++ compiler that inductor uses. Inductor's settings are read where it is loaded, and not
+    loaded to be read: they take 45 MB."""
+    settings: Any = sys.modules.get("torch._inductor.config")
+    usual = "clang++" if sys.platform == "darwin" else "g++"
+    named = settings.cpp.cxx if settings else (os.environ.get("CXX"),)
+    return next(filter(None, named), usual)
 
 
 @dataclass(frozen=True)

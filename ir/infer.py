@@ -1,8 +1,9 @@
 """Type inference: an op's result types from its argument types, by running its fake kernel.
 
 Types come only from here. The result is memoised by (op, argument types), so the layers of a deep
-model cost as much as one. The symbolic shapes are torch's: each named symbol (`B`, `T`, `C`, ...)
-is one symbol of a `ShapeEnv` that lives as long as the process.
+model cost as much as one. Sizes are tried first (`sampled.py`). Where these do not say, symbolic
+shapes do, which are torch's: each named symbol (`B`, `T`, `C`, ...) is one symbol of a `ShapeEnv`
+that lives as long as the process.
 
 A type must hold for every size of at least 1. An op whose result depends on how a symbol compares
 with a number is refused (``x[:, :5]`` of a ``f32[B,T]`` is f32[B,5] only where T >= 5). One kind of
@@ -25,6 +26,7 @@ import torch
 import torch.fx
 
 from .errors import InputError, VerifyError
+from .sampled import sampled
 from .signature import mismatch
 from .threads import traces
 from .types import Dim, Sym, TensorType, ValueType, make_dim, type_text
@@ -180,20 +182,30 @@ def inferred(node: torch.fx.Node) -> ValueType:
 @traces
 def _infer(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[ValueType, list[str]]:
     """The type, and the comparisons of sizes that it would hold for."""
-    shapes = _shapes()
     if target is operator.getitem:
         source, index = args[1][0].value, args[1][1].value
         if not isinstance(source, tuple) or not -len(source) <= index < len(source):
             raise VerifyError(f"cannot take result {index} of a value of type {source}")
         return source[index], []
-    known = len(shapes.env.guards)
     wrong = mismatch(target, _plain(args), {k: _plain(v) for k, v in kwargs[1]})
     if wrong is not None:
         raise _refusal(target, args, kwargs, wrong)
     try:
         ruled = _ruled(target, args, kwargs)
-        if ruled is not None:
-            return ruled, []
+    except Exception as error:
+        raise _refusal(target, args, kwargs, str(error)) from error
+    if ruled is None:
+        ruled = sampled(target, _plain(args), {k: _plain(v) for k, v in kwargs[1]})
+    if ruled is not None:
+        return ruled, []
+    return symbolic(target, args, kwargs)
+
+
+def symbolic(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[ValueType, list[str]]:
+    """The type by torch's symbolic shapes, and the comparisons that it would hold for."""
+    shapes = _shapes()
+    known = len(shapes.env.guards)
+    try:
         with shapes.mode, torch.no_grad(), _quiet():
             result = target(*_thaw(args, shapes), **_thaw(kwargs, shapes))
         found = _type_of(result, shapes, target)

@@ -22,9 +22,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def activate(x: Tensor, activation: str) -> Tensor:
     """Apply a named activation. Errors: `InputError` listing the known names."""
+    _known(activation)
+    return ACTIVATIONS[activation](x)
+
+
+def _known(activation: str) -> None:
     if activation not in ACTIVATIONS:
         raise InputError(f"unknown activation {activation!r}; expected one of {list(ACTIVATIONS)}")
-    return ACTIVATIONS[activation](x)
 
 
 def _samples() -> Iterator[Sample]:
@@ -32,7 +36,15 @@ def _samples() -> Iterator[Sample]:
         yield (torch.randn(2, 3, 8), torch.randn(2, 3, 8)), {"activation": activation}
 
 
-@define("glu(Tensor gate, Tensor up, *, str activation) -> Tensor", samples=_samples)
+def _type(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
+    _known(activation)
+    if gate.shape != up.shape:
+        raise InputError(f"gate {list(gate.shape)} and up {list(up.shape)} must be of one shape")
+    dtype = torch.promote_types(gate.dtype, up.dtype)
+    return torch.empty_like(gate, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+@define("glu(Tensor gate, Tensor up, *, str activation) -> Tensor", samples=_samples, fake=_type)
 def glu(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
     """activation(gate) * up.
 

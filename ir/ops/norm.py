@@ -7,7 +7,33 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..errors import InputError
 from . import Sample, define
+
+
+def _result(x: Tensor, weight: Tensor) -> Tensor:
+    """What a norm of x gives: it has x's type."""
+    if list(weight.shape) != [x.shape[-1]]:
+        raise InputError(f"weight must be [{x.shape[-1]}] for x of {list(x.shape)}")
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _rms_type(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    return _result(x, weight)
+
+
+def _add_rms_type(
+    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float
+) -> tuple[Tensor, Tensor]:
+    if x.shape != residual.shape or x.dtype != residual.dtype:
+        raise InputError(
+            f"x {list(x.shape)} and residual {list(residual.shape)} must be of one type"
+        )
+    return _result(x, weight), _result(x, weight)
+
+
+def _layer_type(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Tensor:
+    return _result(x, weight) if bias is None else _result(_result(x, weight), bias)
 
 
 def _rms_samples() -> Iterator[Sample]:
@@ -15,7 +41,11 @@ def _rms_samples() -> Iterator[Sample]:
     yield (torch.randn(2, 3, 8).bfloat16(), torch.rand(8).bfloat16()), {"eps": 1e-5}
 
 
-@define("rms_norm(Tensor x, Tensor weight, *, float eps) -> Tensor", samples=_rms_samples)
+@define(
+    "rms_norm(Tensor x, Tensor weight, *, float eps) -> Tensor",
+    samples=_rms_samples,
+    fake=_rms_type,
+)
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, in float32, back in x's dtype.
 
@@ -36,6 +66,7 @@ def _add_rms_samples() -> Iterator[Sample]:
 @define(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, *, float eps) -> (Tensor, Tensor)",
     samples=_add_rms_samples,
+    fake=_add_rms_type,
 )
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, *, eps: float
@@ -58,6 +89,7 @@ def _layer_samples() -> Iterator[Sample]:
 @define(
     "layer_norm(Tensor x, Tensor weight, Tensor? bias, *, float eps) -> Tensor",
     samples=_layer_samples,
+    fake=_layer_type,
 )
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias, in float32, back in x's dtype.
