@@ -15,6 +15,7 @@ from test_onnxruntime_lowering import KERNEL, PLAIN, TREE, name_of
 from tiny import in_int8
 
 from graftwork.backends import Target, compile
+from graftwork.backends.onnxruntime import step
 from graftwork.backends.onnxruntime.executable import GRAIN, OnnxExecutable
 from graftwork.backends.onnxruntime.probe import attention_kernel_works
 from graftwork.ir import InputError, Program, UnsupportedError, run
@@ -402,3 +403,21 @@ def test_probes_tell_yes_from_no() -> None:
     assert attention_kernel_works("cpu", torch.float32)
     assert attention_kernel_works("cpu", torch.float16)
     assert not attention_kernel_works("cpu", torch.float64)
+
+
+def test_a_session_keeps_no_memory_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of many tokens give back what values in between took; narrow ones keep theirs."""
+    program = cached_llama(Shape())
+    plain, giving = executable(program), executable(program)
+    took = []
+    for made, wide in ((plain, 10**9), (giving, 256)):
+        monkeypatch.setattr(step, "WIDE", wide)
+        made.begin(8, 64)
+        for width in (40, 1):
+            tokens = torch.ones(8, width, dtype=torch.int64)
+            inputs = {"tokens": tokens, "positions": torch.arange(width).expand(8, width)}
+            past = torch.zeros(8, dtype=torch.int64)
+            made.run("step", inputs | {"past": past, "select": inputs["positions"]}, ("argmax",))
+        (compiled,) = made._made["step"].values()
+        took.append([bound.how is not None for bound in compiled.bound.values()])
+    assert took == [[False, False], [True, False]]

@@ -92,6 +92,16 @@ def as_graph(number: int | None) -> Any:
     return options
 
 
+def giving_back() -> Any:
+    """Options of a run on the CPU after which the session gives back what it took for values in
+    between: sessions keep the most that any run took, and some of it twice."""
+    import onnxruntime as ort
+
+    options = ort.RunOptions()
+    options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+    return options
+
+
 def threads_of(target: Target) -> int:
     """Threads that sessions for a target run with, unless they are told another number."""
     return target.threads or default_threads()

@@ -18,12 +18,16 @@ from ..staging import Staging, Stream
 from ..states import StateBuffers
 from .attention import TOTAL
 from .emit import DTYPES, output_name
-from .session import as_graph, records_graphs
+from .session import as_graph, giving_back, records_graphs
 
 _WIDTH = Sym("T")
 
 BOUND = 64
 """Combinations of input shapes that stay bound: trees and drafts come in a few dozen widths."""
+
+WIDE = 256
+"""Tokens of a run after which the session gives back its memory: of prompts, and of batches of
+trees, whose computation is much longer than memory takes to come again."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +191,9 @@ class Step:
                 state = updates[-1][1]
             _bind(binding.bind_output, self.targets[name], state, self.states.device.type)
         if not self.records:
-            return Bound(binding, tuple(feeds), outputs, staging, tuple(updates))
+            wide = self.stream is None and sizes.get("B", 1) * sizes.get("T", 1) >= WIDE
+            how = giving_back() if wide else None
+            return Bound(binding, tuple(feeds), outputs, staging, tuple(updates), how)
         bound = Bound(
             binding, tuple(feeds), outputs, staging, tuple(updates), as_graph(self._number(copy))
         )
