@@ -64,7 +64,8 @@ def test_all_that_functions_make_is_on_their_device(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("backend", "group"), [("torch", 16), ("onnxruntime", 8)], ids=["torch", "groups"]
+    ("backend", "group"),
+    [pytest.param("torch", 16, id="torch", marks=pytest.mark.long), ("onnxruntime", 8)],
 )
 def test_weights_of_few_bits_are_refused_where_they_have_no_kernels(
     backend: str, group: int

@@ -32,7 +32,7 @@ FOUND: dict[str, tuple[str, str]] = {}
 """By model type: what came of it on eager torch, and on ONNX Runtime."""
 
 
-@pytest.mark.parametrize("name", rarely(model_types(), every=8))
+@pytest.mark.parametrize("name", rarely(model_types(), every=16))
 def test_the_same_tokens_or_a_reason(name: str) -> None:
     """Logits in the interpreter, and greedy tokens on two targets, are transformers'."""
     try:

@@ -22,7 +22,7 @@ FOUND: dict[str, tuple[str, str]] = {}
 """By model type: what came of it on eager torch, and on ONNX Runtime."""
 
 
-@pytest.mark.parametrize("name", rarely(model_types(), every=3))
+@pytest.mark.parametrize("name", rarely(model_types(), every=9))
 def test_the_same_tokens_or_a_reason(name: str) -> None:
     """Greedy tokens from three sources of different lengths are transformers', on two targets."""
     given = sources("whisper" if name == "whisper" else "bart", 3)
