@@ -191,14 +191,12 @@ def _infer(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[ValueTyp
     if wrong is not None:
         raise _refusal(target, args, kwargs, wrong)
     try:
-        ruled = _ruled(target, args, kwargs)
+        found: ValueType | None = _ruled(target, args, kwargs)
     except Exception as error:
         raise _refusal(target, args, kwargs, str(error)) from error
-    if ruled is None:
-        ruled = sampled(target, _plain(args), {k: _plain(v) for k, v in kwargs[1]})
-    if ruled is not None:
-        return ruled, []
-    return symbolic(target, args, kwargs)
+    if found is None:
+        found = sampled(target, _plain(args), {k: _plain(v) for k, v in kwargs[1]})
+    return symbolic(target, args, kwargs) if found is None else (found, [])
 
 
 def symbolic(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[ValueType, list[str]]:

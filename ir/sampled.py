@@ -22,7 +22,7 @@ _PRIMES = (7919, 7927, 7933, 7937, 7949, 7951)
 _ORDERS = (
     lambda _, __: 1,
     lambda place, _: _PRIMES[place],
-    lambda place, n: _PRIMES[n - 1 - place],
+    lambda place, n: _PRIMES[n - place],
 )
 Sizes = dict[str, int]
 
@@ -32,7 +32,7 @@ def sampled(target: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Va
     sizes does not say."""
     dims = list(dict.fromkeys(_dims((args, kwargs))))
     names = sorted({name for dim in dims for name in dim.symbols})
-    if not _on_meta(target, args) or len(names) > len(_PRIMES):
+    if not _on_meta(args) or len(names) >= len(_PRIMES):
         return None
     if torch.Tag.pointwise in getattr(target, "tags", ()):
         return _pointwise(target, args, kwargs)
@@ -132,10 +132,10 @@ def _dims(value: Any) -> Iterator[Sym]:
             yield from _dims(item)
 
 
-def _on_meta(target: Any, value: Any) -> bool:
+def _on_meta(value: Any) -> bool:
     """Whether a call has a tensor, so that its results are on meta, too."""
     if isinstance(value, (list, tuple)):
-        return any(_on_meta(target, item) for item in value)
+        return any(map(_on_meta, value))
     return isinstance(value, TensorType)
 
 
