@@ -23,7 +23,6 @@ What stands in `json` already, of the same windows on the same target, is not me
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
@@ -36,7 +35,7 @@ from typing import Any
 
 import torch
 from quality import calibration_ids, compared, cut, losses, read_texts, text_paths
-from systems import Target, optimized_model
+from systems import Target, optimized_model, text_parser
 
 import graftwork as gw
 from graftwork.recipe import Recipe
@@ -155,12 +154,7 @@ def known_rows(path: Path | None, report: dict[str, Any]) -> list[dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("model", type=Path, help="checkpoint folder")
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--files", type=Path)
+    parser = text_parser(__doc__)
     parser.add_argument("--recipes", default=METHODS)
     parser.add_argument("--budgets", default="100,50,25,12.5")
     parser.add_argument("--length", type=int, default=512)

@@ -30,7 +30,7 @@ import matplotlib
 import torch
 from cycler import cycler
 from quality import calibration_ids, cut, read_texts, text_paths
-from systems import optimized_model
+from systems import optimized_model, text_parser
 
 import graftwork as gw
 from graftwork.backends import Target
@@ -186,12 +186,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("model", type=Path, help="checkpoint folder")
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--files", type=Path)
+    parser = text_parser(__doc__)
     parser.add_argument("--small", type=Path, help="a smaller model with the same tokenizer")
     parser.add_argument("--methods", default=";".join(METHODS), help="by ';', of those above")
     parser.add_argument("--steps", type=int, default=150, help="of teaching heads and routers")

@@ -14,7 +14,6 @@ the same, and, beside it, the perplexity where the rows behind the edit are kept
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 from quality import cut, read_texts
-from systems import optimized_model, settle
+from systems import optimized_model, settle, text_parser
 
 import graftwork as gw
 from graftwork.ir import Program
@@ -80,12 +79,7 @@ def losses_of(logits: torch.Tensor, tokens: list[int]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("model", type=Path, help="checkpoint folder")
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--files", type=Path)
+    parser = text_parser(__doc__)
     parser.add_argument("--recipe", default="pie")
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--edits", type=int, default=24)

@@ -13,7 +13,6 @@ what the text costs then. The text is cut into windows as in quality.py.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 from quality import cut, read_texts
+from systems import text_parser
 
 import graftwork as gw
 from graftwork.ir import Program
@@ -106,12 +106,7 @@ def by_loss(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("model", type=Path, help="checkpoint folder")
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--files", type=Path)
+    parser = text_parser(__doc__)
     parser.add_argument("--budget", type=int, default=2, help="parts to leave out")
     parser.add_argument("--by", choices=("loss", "cosine"), default="loss")
     parser.add_argument("--parts", choices=("layers", "sublayers"), default="layers")

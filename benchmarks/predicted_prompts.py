@@ -12,7 +12,6 @@ whole windows as prompts on `target`, in turns: the median over rounds of their 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import torch
 from quality import calibration_ids, compared, cut, read_texts, text_paths
-from systems import optimized_model
+from systems import optimized_model, text_parser
 
 import graftwork as gw
 from graftwork.backends import Target
@@ -58,12 +57,7 @@ def seconds(model: gw.Model, window: torch.Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("model", type=Path, help="checkpoint folder")
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--files", type=Path)
+    parser = text_parser(__doc__)
     parser.add_argument("--calibration", type=Path, required=True)
     parser.add_argument("--layers", default="4,6")
     parser.add_argument("--sources", default="1")

@@ -20,7 +20,6 @@ number of bits and group, embedding and head in float.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
@@ -33,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from systems import System, take_turns, with_settings
+from systems import System, take_turns, text_parser, with_settings
 
 import graftwork as gw
 from graftwork.backends import Target
@@ -166,12 +165,7 @@ def decoder(model: gw.Model) -> System:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("model", type=Path, help="checkpoint folder")
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--files", type=Path)
+    parser = text_parser(__doc__)
     parser.add_argument("--recipes", default="int8,int4")
     parser.add_argument("--target", default="onnxruntime:cpu:float32")
     parser.add_argument("--windows", type=int, default=48)

@@ -81,6 +81,17 @@ def transformers_eager(folder: Path, **options: Any) -> System:
     return run
 
 
+def text_parser(says: str | None) -> argparse.ArgumentParser:
+    """A parser for what reads a model and held-out text. says: the benchmark's documentation."""
+    parser = argparse.ArgumentParser(
+        description=says, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("model", type=Path, help="checkpoint folder")
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--files", type=Path)
+    return parser
+
+
 def add_arguments(parser: argparse.ArgumentParser, targets: str) -> None:
     """What is run on which prompts, for scripts that compare recipes on several targets."""
     parser.add_argument("model", type=Path, help="checkpoint folder")

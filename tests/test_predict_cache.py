@@ -20,7 +20,8 @@ from graftwork.ir.ops.quantized_cache import stored_rows
 from graftwork.ir.plan import Evict, RecyclingDraft, SuffixDraft
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
-from graftwork.passes.caching.predict_cache import PredictCache, solved
+from graftwork.passes.caching.least_squares import solved
+from graftwork.passes.caching.predict_cache import PredictCache
 from graftwork.passes.caching.quantize_cache import QuantizeCache
 from graftwork.passes.drafting.plan_edits import with_plan
 from graftwork.passes.engine.feed import empty_inputs

@@ -34,7 +34,7 @@ text that has fewer tokens than a map has inputs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar
 
 import torch
 import torch.fx
@@ -47,23 +47,11 @@ from ..engine.feed import empty_inputs
 from ..fusing.dce import sweep
 from .cached_rows import CachedRows, Written, written
 from .contents import CacheContents
+from .least_squares import Linear, solved
 
 A, G = torch.ops.aten, torch.ops.graftwork
 PREDICT = "predict"
-PENALTY = 1e-6
-"""Of the least squares, over the inputs' mean square."""
-
 Size = Annotated[int, Field(ge=1, le=4096)]
-
-
-class Linear(NamedTuple):
-    """weight f32[G*D,inputs], bias f32[G*D], the share of the variance that they leave, and the
-    dtype in which they run."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor
-    left: float
-    dtype: torch.dtype = torch.float32
 
 
 @register
@@ -171,23 +159,6 @@ class PredictCache(CacheContents):
         }
 
 
-def solved(inputs: torch.Tensor, wanted: Sequence[torch.Tensor]) -> list[Linear]:
-    """Least squares of each of the `wanted` f64[N,O] from `inputs` f64[N,I], about their means."""
-    middle = inputs.mean(0)
-    centred = inputs - middle
-    square = centred.T @ centred
-    square += PENALTY * square.diagonal().mean().clamp(min=1e-12) * torch.eye(len(square))
-    factor = torch.linalg.cholesky(square)
-    made = []
-    for rows in wanted:
-        mean = rows.mean(0)
-        weight = torch.cholesky_solve(centred.T @ (rows - mean), factor).T
-        rest = (rows - mean - centred @ weight.T).square().sum()
-        varies = (rows - mean).square().sum().clamp(min=1e-12)
-        made.append(Linear(weight.float(), (mean - weight @ middle).float(), float(rest / varies)))
-    return made
-
-
 def _plain(rows: CachedRows) -> torch.fx.Node:
     """What a step's rows f[B,G,T,D] are before they are turned for their positions."""
     return _place(rows)[0]
@@ -198,7 +169,7 @@ def _place(rows: CachedRows) -> tuple[torch.fx.Node, torch.fx.Node]:
     user, node = rows.writes[0], rows.writes[0].args[1]
     assert isinstance(node, torch.fx.Node)
     if node is not rows.new:  # a result of what stores them in few bits
-        user, node = node.args[0], rows.new  # type: ignore[assignment]
+        user, node = node.all_input_nodes[0], rows.new
     if node.target is G.rotary.default:
         user, node = node, node.args[0]
     return node, user
