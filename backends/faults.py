@@ -10,6 +10,7 @@ import torch.fx
 
 from ..ir import InputError, Program, UnsupportedError, Weight, site_of, type_of
 from ..ir.ops.parallel import join, part_of
+from .cuda_blocks import runs_on_cuda
 from .target import Target
 
 A = torch.ops.aten
@@ -97,19 +98,13 @@ def check_kernels(program: Program, target: Target) -> None:
     )
     for function in program.functions.values():
         for node in function.calls(*few):
-            if target.backend == "onnxruntime" and _runs_on_cuda(node):
+            if target.backend == "onnxruntime" and runs_on_cuda(node):
                 continue
             raise UnsupportedError(
                 f"target {target}: weights of {node.kwargs['bits']} bits ({site_of(node)} of "
                 f"{function.name}) have kernels on the CPU alone; take a recipe that does not "
                 f"quantize weights, in bfloat16 or float16, or {target.backend}:cpu"
             )
-
-
-def _runs_on_cuda(node: torch.fx.Node) -> bool:
-    from .onnxruntime.rows_quantized import runs_on_cuda
-
-    return runs_on_cuda(node)
 
 
 def check_columns(program: Program, target: Target) -> None:

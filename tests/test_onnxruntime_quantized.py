@@ -14,12 +14,12 @@ from test_onnxruntime_executable import executable, logits_by_widths, reference_
 from test_onnxruntime_export import Loop, expected, tokens_of
 from tiny import in_int8
 
+from graftwork.backends.cuda_blocks import runs_on_cuda
 from graftwork.backends.onnxruntime import probe, routing, rows_quantized
 from graftwork.backends.onnxruntime import session as sessions
 from graftwork.backends.onnxruntime.decompose import decompose
 from graftwork.backends.onnxruntime.emit import emit
 from graftwork.backends.onnxruntime.probe import rows_of_few_bits_are_exact
-from graftwork.backends.onnxruntime.rows_quantized import runs_on_cuda
 from graftwork.backends.target import Target
 from graftwork.backends.tiles import kernel_name
 from graftwork.export import export_onnx

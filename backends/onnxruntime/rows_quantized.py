@@ -29,10 +29,10 @@ import torch
 import torch.fx
 
 from ...ir import Dim, TensorType, UnsupportedError, Weight, derive
-from ...ir import arguments as arguments_of
 from ...ir.executable import DECOMPOSED
 from ...ir.numerics import dequantize, looked_up, pack, unpack
 from .. import tiles
+from ..cuda_blocks import cuda_layout, is_stored
 from . import rows_tiles
 from .byte_products import ZERO, byte_product, quantized_rows
 from .emit import Emitter, row, type_of, weight_of
@@ -46,9 +46,6 @@ BLOCKS = (256, 128, 64, 32, 16)
 
 ROUNDED, FLOAT = (2, 4, 8), (4,)
 """Bits for which MatMulNBits is fast, with rounded activations and with float ones."""
-
-CUDA_BITS, CUDA_BLOCKS = (4, 8), (128, 64, 32, 16)
-"""Those of MatMulNBits on CUDA."""
 
 INT8 = 4
 """The accuracy level at which MatMulNBits rounds activations to int8; at 1 they are float32."""
@@ -183,16 +180,9 @@ class _Stored:
         return derive(f"{self.offset.name}.shift", type, make, self.scale, self.offset)
 
 
-def _is_stored(node: torch.fx.Node) -> bool:
-    """Whether all that is stored of the weight are weights of the program."""
-    given = arguments_of(node)
-    parts = (given[name] for name in ("weight", "scale", "offset", "codebook"))
-    return all(part.op == "get_attr" for part in parts if part is not None)
-
-
 def _is_looked_up(node: torch.fx.Node) -> bool:
     """Whether a table is all stored, and sessions may have the op that looks it up."""
-    return _is_stored(node) and not quantized_ops_available()
+    return is_stored(node) and not quantized_ops_available()
 
 
 @row(G.quantized_embedding.default, when=_is_looked_up, native=True)
@@ -214,7 +204,7 @@ def quantized_embedding(
     return rows_tiles.quantized_embedding(e, wide, *parts, bits=bits, group=group)
 
 
-@row(G.quantized_linear.default, when=_is_stored)
+@row(G.quantized_linear.default, when=is_stored)
 def quantized_linear(
     e: Emitter,
     x: oir.Value,
@@ -266,25 +256,8 @@ def quantized_linear(
     return e.cast(result, e.dtype(), F32)
 
 
-def runs_on_cuda(node: torch.fx.Node) -> bool:
-    """Whether kernels of CUDA's provider do a call that reads weights of few bits."""
-    given = arguments_of(node)
-    if not _is_stored(node) or given["codebook"] is not None:
-        return False
-    if node.target is G.quantized_embedding.default:
-        return bool(given["bits"] == 8)  # fewer are taken apart by ops that it has not
-    return _cuda_layout(int(given["bits"]), int(given["group"])) is not None
-
-
-def _cuda_layout(bits: int, group: int) -> tuple[int, int] | None:
-    """Bits and values a block in which MatMulNBits takes weights there; None if it does not."""
-    wide = next((b for b in CUDA_BITS if b >= bits), None)
-    block = next((b for b in CUDA_BLOCKS if group % b == 0), None)
-    return None if wide is None or block is None else (wide, block)
-
-
 def _on_cuda(e: Emitter, x: oir.Value, stored: _Stored, bias: oir.Value | None) -> Any:
-    layout = None if stored.codebook is not None else _cuda_layout(stored.bits, stored.group)
+    layout = None if stored.codebook is not None else cuda_layout(stored.bits, stored.group)
     if layout is None:
         raise UnsupportedError(
             f"no kernel of CUDA's provider multiplies {stored.weight.name}, of {stored.bits} bits "
