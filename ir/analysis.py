@@ -13,6 +13,13 @@ from .function import Function
 from .types import TensorType
 
 
+def is_repeatable(function: Function) -> bool:
+    """Whether a second run on the same inputs writes what the first did: not where rows of a state
+    are taken up and put back changed, as the stream's are between parts of a cut step."""
+    reads = function.calls(torch.ops.graftwork.cache_read.default)
+    return not any(str(node.all_input_nodes[0].target) in function.outputs for node in reads)
+
+
 def last_uses(function: Function) -> dict[torch.fx.Node, torch.fx.Node]:
     """The last user of every value, in graph order (values without users are left out)."""
     return {arg: node for node in function for arg in node.all_input_nodes}

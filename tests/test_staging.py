@@ -24,9 +24,11 @@ from graftwork.backends import compile
 from graftwork.backends.onnxruntime import executable as onnx_executable
 from graftwork.backends.onnxruntime import repeated
 from graftwork.backends.onnxruntime.attention import TOTAL
+from graftwork.backends.onnxruntime.executable import OnnxExecutable
 from graftwork.backends.staging import Staging, Stream
 from graftwork.backends.target import Target
 from graftwork.ir import TensorType
+from graftwork.ir.analysis import is_repeatable
 
 TARGET = Target(threads=1)
 RECIPES = ["baseline", "copyspec", "recycling", "medusa", "eagle", "eagle_chain", "snapkv", "free"]
@@ -119,14 +121,27 @@ class Thrice:
 def recorded(staged: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Steps are recorded, and what they read of the host's memory is what it was then."""
     totals: list[Any] = []
-    opened = onnx_executable.open_session
-    monkeypatch.setattr(onnx_executable, "open_session", lambda *a, **o: Thrice(opened(*a, **o)))
-    monkeypatch.setattr("graftwork.backends.onnxruntime.step.records_graphs", lambda session: True)
+    opened, asks = onnx_executable.open_session, OnnxExecutable._comes_again
+    asked: list[bool] = []
+
+    def asks_of(executable: OnnxExecutable, *which: Any) -> bool:
+        asked.append(asks(executable, *which))
+        return asked[-1]
+
+    def opens(*args: Any, **options: Any) -> Any:
+        session = opened(*args, **options)
+        return Thrice(session) if asked[-1] else session
+
+    monkeypatch.setattr(OnnxExecutable, "_comes_again", asks_of)
+    monkeypatch.setattr(onnx_executable, "open_session", opens)
+    records = "graftwork.backends.onnxruntime.step.records_graphs"
+    monkeypatch.setattr(records, lambda session: isinstance(session, Thrice))
     counted = repeated._Binding._counted
 
     def noted(binding: Any, longest: int) -> Any:
         found = counted(binding, longest)
-        totals.append((binding.step.states.capacity, int(found[TOTAL])))
+        if binding.step.records:
+            totals.append((binding.step.states.capacity, int(found[TOTAL])))
         return found
 
     monkeypatch.setattr(repeated._Binding, "_counted", noted)
@@ -143,6 +158,15 @@ def test_texts_are_the_same_where_steps_are_recorded(
     totals = request.getfixturevalue("recorded")
     assert texts(program, TARGET) == wanted
     assert totals and all(total == capacity for capacity, total in totals)
+
+
+def test_parts_that_put_the_stream_back_changed_are_not_recorded(tmp_path: Path) -> None:
+    """A session makes a run that is recorded more than once."""
+    program = program_of("free", tmp_path)
+    first, deeper, head = program.plan.step.parts
+    found = [is_repeatable(program.function(name)) for name in (first, deeper, head)]
+    assert found == [True, False, True]
+    assert is_repeatable(program_of("baseline", tmp_path).step)
 
 
 class Copies(TorchDispatchMode):

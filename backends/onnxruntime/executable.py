@@ -10,6 +10,7 @@ from time import perf_counter
 import torch
 
 from ...ir import GraftworkError, InputError, Program, Role, UnsupportedError, type_of
+from ...ir.analysis import is_repeatable
 from ...ir.errors import execution_error
 from ...ir.executable import DECOMPOSED, HeldCall, KernelUse, Memory, Outputs
 from ...ir.scratch import Scratch
@@ -124,6 +125,10 @@ class OnnxExecutable(StatefulExecutable):
             self.preparing += perf_counter() - start
         return step, route
 
+    def _comes_again(self, function: str, variant: Variant) -> bool:
+        """Whether runs of a function may be recorded: sessions make such a run more than once."""
+        return variant in COUNTED and is_repeatable(self.program.function(function))
+
     def _make_room(self, function: str, route: Route) -> None:
         if route.rows > self.buffers.capacity:
             raise InputError(
@@ -171,7 +176,7 @@ class OnnxExecutable(StatefulExecutable):
                 in_turn=function in self.program.plan.step.parts,
                 stream=None if self.stream is None else self.stream.handle,
                 shared=shared,
-                graphs=cuda and variant in COUNTED,
+                graphs=self._comes_again(function, variant) and cuda,
             )
         except GraftworkError:
             raise
