@@ -51,7 +51,7 @@ def _pointwise(target: Callable[..., Any], args: Any, kwargs: dict[str, Any]) ->
     to. (On meta tensors such ops load what compiles them.)"""
     operands = [value for value in (*args, *kwargs.values()) if isinstance(value, TensorType)]
     dims: list[Dim] = []
-    for place in range(max(len(operand.dims) for operand in operands)):
+    for place in range(max((len(operand.dims) for operand in operands), default=0)):
         found = {x.dims[-1 - place] for x in operands if place < len(x.dims)} - {1}
         if len(found) > 1:
             return None
@@ -99,7 +99,7 @@ def _type(results: list[Any], dims: list[Sym], choices: list[Sizes]) -> ValueTyp
 def _dim(sizes: list[int], dims: list[Sym], choices: list[Sizes]) -> Dim | None:
     """The dim that has these sizes."""
     if len(set(sizes)) == 1:
-        return sizes[0] if len(sizes) > 1 or not dims else None
+        return sizes[0]
     for base in _likely(dims):
         tried = [base.evaluate(choice.__getitem__) for choice in choices]
         apart = {size - value for size, value in zip(sizes, tried, strict=True)}

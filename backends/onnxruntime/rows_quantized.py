@@ -344,12 +344,13 @@ def _values(e: Emitter, stored: _Stored) -> oir.Value:
     if zeros is not None:
         laid = e.weight(zeros) if bits == 8 else e.nibbles(zeros, stored.groups, stored.rows)
     scale = e.weight(stored.scales_across())
-    found = e.op("DequantizeLinear", known, scale, laid, axis=0, block_size=stored.group)
+    group = stored.group
+    found: oir.Value = e.op("DequantizeLinear", known, scale, laid, axis=0, block_size=group)
     if zeros is None:
         grouped = e.op("Reshape", found, e.const([stored.groups, stored.group, -1], torch.int64))
         added = e.op("Add", grouped, e.weight(stored.offsets_across()))
         found = e.op("Reshape", added, e.const(list(dims), torch.int64))
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _float(e: Emitter, x: oir.Value, dims: Sequence[Dim], columns: oir.Value, rounded: bool) -> Any:
