@@ -11,15 +11,16 @@ from ..errors import InputError
 from . import Sample, define
 
 
-def _result(x: Tensor, weight: Tensor) -> Tensor:
+def _result(x: Tensor, weight: Tensor, *, one_for_all: bool = False) -> Tensor:
     """What a norm of x gives: it has x's type."""
-    if list(weight.shape) != [x.shape[-1]]:
-        raise InputError(f"weight must be [{x.shape[-1]}] for x of {list(x.shape)}")
+    if list(weight.shape) != [x.shape[-1]] and not (one_for_all and list(weight.shape) == [1]):
+        or_one = ", or [1]," if one_for_all else ""
+        raise InputError(f"weight must be [{x.shape[-1]}]{or_one} for x of {list(x.shape)}")
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _rms_type(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    return _result(x, weight)
+    return _result(x, weight, one_for_all=True)
 
 
 def _add_rms_type(
@@ -29,7 +30,8 @@ def _add_rms_type(
         raise InputError(
             f"x {list(x.shape)} and residual {list(residual.shape)} must be of one type"
         )
-    return _result(x, weight), _result(x, weight)
+    total = _result(x, weight, one_for_all=True)
+    return total, torch.empty_like(total)
 
 
 def _layer_type(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Tensor:
@@ -51,7 +53,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
 
     ``%y: f32[B,T,H] = graftwork.rms_norm(%x, @norm.weight, eps=1e-06)``
 
-    x [..., H]; weight [H].
+    x [..., H]; weight [H], or [1] for all of them.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
     wide = x.float()
@@ -75,7 +77,7 @@ def add_rms_norm(
 
     ``%r: (f32[B,T,H], f32[B,T,H]) = graftwork.add_rms_norm(%x, %res, @norm.weight, eps=1e-06)``
 
-    x, residual [..., H] of one shape; weight [H].
+    x, residual [..., H] of one shape; weight [H], or [1] for all of them.
     """
     total = x + residual
     return rms_norm(total, weight, eps=eps), total
