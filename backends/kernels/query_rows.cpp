@@ -225,22 +225,28 @@ float fold_steps(float* weights, const Rows& values, int64_t first, int64_t rows
     return add_up(added)[0];
 }
 
-// What rows weigh: weights [ROWS, stride] times values from the first on, plus `added` [ROWS], over
-// totals [ROWS], of COUNT vectors of columns; of the last one, `last` columns.
+// Values that stay in the processor's nearest cache while all query rows read them.
+constexpr int64_t NEAR_BYTES = 16384;
+
+// Adds what rows weigh to the queries' results: weights [ROWS, stride] times `rows` values from the
+// first on, of COUNT vectors of columns; of the last one, `last` columns.
 template <class Kind, int ROWS, int COUNT>
 void weigh(
-    const float* weights, int64_t stride, const float* added, const float* totals, const Rows& values,
-    int64_t first, int64_t rows, int64_t last, const Query* queries, int64_t e) {
+    const float* weights, int64_t stride, const Rows& values, int64_t first, int64_t rows,
+    int64_t last, const Query* queries, int64_t e) {
+    const bool whole = COUNT > 1 || last == LANES;
     Lanes sums[ROWS][COUNT];
     for (int r = 0; r < ROWS; r++)
-        for (int i = 0; i < COUNT; i++) sums[r][i] = splat(added[r]);
+        for (int i = 0; i < COUNT; i++) {
+            const float* const so_far = queries[r].out + e + i * LANES;
+            sums[r][i] = whole ? load<Lanes>(so_far) : load<Lanes>(so_far, last);
+        }
     const int64_t width = values.width, apart = Kind::bytes(width) / sizeof(typename Kind::Number);
     const typename Kind::Number* from = row_of<Kind>(values, first);
     for (int64_t c = 0; c < rows; c++, from += apart)
 #pragma GCC unroll 4
         for (int i = 0; i < COUNT; i++) {
             const int64_t at = e + i * LANES;
-            const bool whole = COUNT > 1 || last == LANES;
             const Lanes value =
                 held(whole ? Kind::read(from, width, at) : Kind::some(from, width, at, last));
 #pragma GCC unroll 4
@@ -249,7 +255,7 @@ void weigh(
         }
     for (int r = 0; r < ROWS; r++)
         for (int i = 0; i < COUNT; i++)
-            store(queries[r].out + e + i * LANES, sums[r][i] / totals[r], COUNT > 1 ? LANES : last);
+            store(queries[r].out + e + i * LANES, sums[r][i], whole ? LANES : last);
 }
 
 // Calls one of `what`'s functions, with as many rows at a time as fit, until all `count` are done.
@@ -302,19 +308,25 @@ void attend_kind(const Attention& of, const Query* queries, int64_t count) {
         totals[row] = soften(weights + row * stride, stride, query.sink, query.weight);
         if (values.steps) added[row] = fold_steps(weights + row * stride, values, begin, rows);
     }
-    by_rows(count, [&](auto rows_at_once, int64_t first) {
-        constexpr int ROWS = rows_at_once.value;
-        const auto columns = [&](auto vectors, int64_t e) {
-            const int64_t last = std::min<int64_t>(LANES, values.width - e);
-            weigh<Kind, ROWS, vectors.value>(
-                weights + first * stride, stride, added + first, totals + first, values, begin, rows,
-                vectors.value > 1 ? LANES : last, queries + first, e);
-        };
-        int64_t e = 0;
-        for (; e + FEW * LANES <= values.width; e += FEW * LANES)
-            columns(std::integral_constant<int, FEW>(), e);
-        for (; e < values.width; e += LANES) columns(std::integral_constant<int, 1>(), e);
-    });
+    for (int64_t row = 0; row < count; row++)
+        std::fill_n(queries[row].out, values.width, added[row]);
+    const int64_t block = std::max<int64_t>(1, NEAR_BYTES / Kind::bytes(values.width));
+    for (int64_t c = 0; c < rows; c += block)
+        by_rows(count, [&](auto rows_at_once, int64_t first) {
+            constexpr int ROWS = rows_at_once.value;
+            const auto columns = [&](auto vectors, int64_t e) {
+                const int64_t last = std::min<int64_t>(LANES, values.width - e);
+                weigh<Kind, ROWS, vectors.value>(
+                    weights + first * stride + c, stride, values, begin + c,
+                    std::min(block, rows - c), last, queries + first, e);
+            };
+            int64_t e = 0;
+            for (; e + FEW * LANES <= values.width; e += FEW * LANES)
+                columns(std::integral_constant<int, FEW>(), e);
+            for (; e < values.width; e += LANES) columns(std::integral_constant<int, 1>(), e);
+        });
+    for (int64_t row = 0; row < count; row++)
+        for (int64_t e = 0; e < values.width; e++) queries[row].out[e] /= totals[row];
 }
 
 }  // namespace

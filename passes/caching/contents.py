@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import Field
 
 from ...ir import PassError, Program
 from ...ir.contract import Contract
 from ...ir.plan import KeepAll
-from ..engine.base import Effect, Pass
+from ..engine.base import Effect, Pass, TextSample
+
+Windows = Annotated[int, Field(ge=1, le=4096)]
+Length = Annotated[int, Field(ge=2, le=2**20)]
 
 MOVED = "whose functions move rows as they are"
 """Why rows cannot be stored otherwise when another pass decides what becomes of them."""
@@ -44,3 +49,15 @@ class CacheContents(Pass):
             f"block={block} is smaller than a step with a draft, {wide} tokens, which may not go "
             f"beyond the end of a block",
         )
+
+
+class LearnedContents(CacheContents):
+    """Base of those that learn what they do on text. windows: of text, of `length` tokens each."""
+
+    windows: Windows = 8
+    length: Length = 512
+
+    @property
+    def text(self) -> TextSample:
+        """The windows."""
+        return TextSample(self.windows, self.length)

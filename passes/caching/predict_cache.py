@@ -42,11 +42,11 @@ from pydantic import Field
 
 from ...ir import Dim, Function, Program, TensorType, Weight, run, type_of
 from ...ir.plan import NoSource, Predicted, Whole
-from ..engine.base import Effect, Evidence, Outcome, TextSample, register
+from ..engine.base import Effect, Evidence, Outcome, register
 from ..engine.feed import empty_inputs
 from ..fusing.dce import sweep
 from .cached_rows import CachedRows, Written, written
-from .contents import CacheContents
+from .contents import LearnedContents, Windows
 from .least_squares import Linear, solved
 
 A, G = torch.ops.aten, torch.ops.graftwork
@@ -55,30 +55,23 @@ Size = Annotated[int, Field(ge=1, le=4096)]
 
 
 @register
-class PredictCache(CacheContents):
+class PredictCache(LearnedContents):
     """layers: that prompts run through, the first ones; 0: half of them. sources: of those, the
     last ones, whose keys and values the others' are predicted from. windows: of text, of `length`
     tokens each, to learn from."""
 
     layers: Annotated[int, Field(ge=0, le=4096)] = 0
     sources: Size = 1
-    windows: Size = 16
-    length: Annotated[int, Field(ge=2, le=2**20)] = 512
+    windows: Windows = 16
 
     name: ClassVar[str] = "predict_cache"
-    effects: ClassVar[frozenset[Effect]] = CacheContents.effects | {
+    effects: ClassVar[frozenset[Effect]] = LearnedContents.effects | {
         Effect.FUNCTIONS,
         Effect.DECODE_PLAN,
     }
 
-    @property
-    def text(self) -> TextSample | None:
-        """What predictors are learned on."""
-        return TextSample(self.windows, self.length)
-
     def learn(self, program: Program, evidence: Evidence) -> Outcome:
         """Add the function. See the module docstring."""
-        assert self.text is not None
         if not list(written(program.step, program)):
             return Outcome(program, 0, f"{program.step.name} writes no rows that attention reads")
         first = self._checked(program)
@@ -132,9 +125,9 @@ class PredictCache(CacheContents):
         """Of every state that is predicted, what predicts it."""
         watched = program.step.copy()
         caches = list(written(watched, program))
-        nodes = {rows.names[0]: _plain(rows) for c in caches for rows in (c.keys, c.values)}
-        near = _sources(caches, first, self.sources)
-        wanted = [rows.names[0] for c in caches[first:] for rows in (c.keys, c.values)]
+        nodes = {rows.names[0]: _plain(rows) for rows in _rows(caches)}
+        near = [rows.names[0] for rows in _sources(caches, first, self.sources)]
+        wanted = [rows.names[0] for rows in _rows(caches[first:])]
         watched.set_outputs({f"plain.{name}": node for name, node in nodes.items()})
         sweep(watched)
         watching = program.with_function(watched)
@@ -180,10 +173,14 @@ def _flat(rows: torch.Tensor) -> torch.Tensor:
     return rows[0].transpose(0, 1).flatten(1)
 
 
-def _sources(caches: Sequence[Written], first: int, count: int) -> list[str]:
-    """States whose rows predict others."""
-    near = caches[max(first - count, 0) : first]
-    return [rows.names[0] for cache in near for rows in (cache.keys, cache.values)]
+def _rows(caches: Sequence[Written]) -> list[CachedRows]:
+    """Keys and values of every layer."""
+    return [rows for cache in caches for rows in (cache.keys, cache.values)]
+
+
+def _sources(caches: Sequence[Written], first: int, count: int) -> list[CachedRows]:
+    """Those that predict others."""
+    return _rows(caches[max(first - count, 0) : first])
 
 
 def _predicting(
@@ -192,9 +189,8 @@ def _predicting(
     """The step for the first caches, and predictions for the others."""
     fn = program.step.copy()
     caches = list(written(fn, program))
-    near = [r for c in caches[max(first - sources, 0) : first] for r in (c.keys, c.values)]
-    far = [rows for cache in caches[first:] for rows in (cache.keys, cache.values)]
-    nodes = [_plain(rows) for rows in near]
+    nodes = [_plain(rows) for rows in _sources(caches, first, sources)]
+    far = _rows(caches[first:])
     places = {node: n for n, node in enumerate(fn)}
     users = [_place(rows)[1] for rows in far]
     with fn.graph.inserting_before(min(users, key=places.__getitem__)):

@@ -51,9 +51,9 @@ from ...ir import (
     type_of,
 )
 from ...ir.ops.quantized_cache import check_stored, hadamard
-from ..engine.base import Evidence, Outcome, TextSample, register
+from ..engine.base import Evidence, Outcome, register
 from .cached_rows import Written, written
-from .contents import MOVED, CacheContents
+from .contents import MOVED, LearnedContents
 from .head_budgets import read_of
 from .quantize_cache import erase
 
@@ -61,7 +61,7 @@ A, G = torch.ops.aten, torch.ops.graftwork
 
 
 @register
-class QuantizeStatic(CacheContents):
+class QuantizeStatic(LearnedContents):
     """bits: of a number, 4 or 8. turned: whether rows are turned by a Hadamard matrix first. clip:
     the share of a channel's numbers at each end that may lie beyond its range. windows, length: of
     the text that is read."""
@@ -69,19 +69,11 @@ class QuantizeStatic(CacheContents):
     bits: Literal[4, 8] = 8
     turned: bool = True
     clip: Annotated[float, Field(ge=0, lt=0.5)] = 0.0005
-    windows: Annotated[int, Field(ge=1, le=4096)] = 8
-    length: Annotated[int, Field(ge=1, le=2**20)] = 512
 
     name: ClassVar[str] = "quantize_static"
 
-    @property
-    def text(self) -> TextSample | None:
-        """What steps are found on."""
-        return TextSample(self.windows, self.length)
-
     def learn(self, program: Program, evidence: Evidence) -> Outcome:
         """Store rows on steps of text. See the module docstring."""
-        assert self.text is not None
         caches = list(written(program.step, program))
         if not caches:
             return Outcome(program, 0, f"{program.step.name} has no attention that reads a cache")

@@ -40,9 +40,9 @@ from pydantic import Field
 
 from ...ir import Function, PassError, Program, State, Sym, TensorType, Weight, arguments, site_of
 from ...ir.plan import Evict
-from ..engine.base import Effect, Evidence, Outcome, TextSample, register
+from ..engine.base import Effect, Evidence, Outcome, register
 from .cached_rows import Written, written
-from .contents import CacheContents
+from .contents import LearnedContents, Length, Windows
 from .dropped_features import Features, Learned, learned
 from .head_budgets import read_of
 
@@ -53,34 +53,28 @@ Size = Annotated[int, Field(ge=1, le=4096)]
 
 
 @register
-class SumDropped(CacheContents):
+class SumDropped(LearnedContents):
     """rank: features of a query and a key. inner: width of the layers that make them. steps: of
     learning, in each layer. windows: of text, of `length` tokens each, to learn from."""
 
     rank: Annotated[int, Field(ge=1, le=64)] = 8
     inner: Size = 64
     steps: Annotated[int, Field(ge=0, le=10**5)] = 200
-    windows: Size = 4
-    length: Annotated[int, Field(ge=2, le=2**20)] = 2048
+    windows: Windows = 4
+    length: Length = 2048
 
     name: ClassVar[str] = "sum_dropped"
-    reads: ClassVar[frozenset[Effect]] = CacheContents.reads | {
+    reads: ClassVar[frozenset[Effect]] = LearnedContents.reads | {
         Effect.CACHE_CONTENTS,
         Effect.DECODE_PLAN,
     }
 
-    @property
-    def text(self) -> TextSample | None:
-        """What features are learned on."""
-        return TextSample(self.windows, self.length)
-
     def learn(self, program: Program, evidence: Evidence) -> Outcome:
         """Add the states, and read them. See the module docstring."""
-        assert self.text is not None
         record, caches = self._checked(program)
         windows = evidence.sampled(self.text, program)
         full = record.budget + record.block
-        refuse(
+        self.refuse(
             windows.shape[1] <= full,
             f"windows of {windows.shape[1]} tokens fill no cache of {full} rows: set length, or a "
             f"smaller budget",
@@ -104,14 +98,14 @@ class SumDropped(CacheContents):
             raise PassError(
                 f"{self.name}: cache={record.brief} drops no rows: put evict_cache before it"
             )
-        refuse(bool(record.dropped), "what rows add up to is held already")
-        refuse(
+        self.refuse(bool(record.dropped), "what rows add up to is held already")
+        self.refuse(
             bool(record.capacities) or record.turned,
             f"cache={record.brief}: expected layers that are left the same number of rows, and "
             f"keys that stay as they are (evict_cache.positions=absolute)",
         )
         caches = list(written(program.step, program))
-        refuse(
+        self.refuse(
             any(cache.how for cache in caches),
             "rows in few bits are read by another kernel, which gives no weight",
         )
@@ -132,7 +126,7 @@ class SumDropped(CacheContents):
             if name == record.function:
                 self._add(fn, list(found), states, weights, record)
             else:
-                _read(fn, program, set(found), states, weights)
+                self._read(fn, program, set(found), states, weights)
         dropped = replace(record, always=True, dropped=DROPPED, dropped_rows=self.rank)
         return program.replace(
             functions=functions,
@@ -167,49 +161,43 @@ class SumDropped(CacheContents):
             outputs[f"{base}.dropped"] = fn.call(G.cache_write.default, state, made, zero)
         fn.set_outputs(outputs)
 
-
-def _read(
-    fn: Function,
-    program: Program,
-    keys: set[str],
-    states: Mapping[str, State],
-    weights: Mapping[str, Weight],
-) -> None:
-    """Let attention over these caches look at what dropped rows add up to, in place."""
-    for write in list(written(fn, program)):
-        key, given, node = write.keys.names[0], arguments(write.attend), write.attend
-        if key not in keys:
-            continue
-        refuse(
-            given["mask"].target is not G.step_mask.default,
-            f"{write.what} is read through another mask than a step's",
-        )
-        base, site = key.rpartition(".key")[0], site_of(node)
-        options: dict[str, Any] = {
-            n: given[n] for n in ("scale", "softcap") if given[n] is not None
-        }
-        name = f"{base}.dropped"
-        state = fn.input(name) if fn.has_input(name) else fn.add_input(name, states[name].type)
-        with fn.graph.inserting_before(node):
-            own = fn.call(G.attend_part.default, *node.args, site=site, **options)
-            layers = [fn.weight(weights[f"{base}.{n}"]) for n in Features._fields[:2]]
-            features = fn.call(G.positive_features.default, given["q"], *layers, site=site)
-            masked = arguments(given["mask"])
-            read = fn.call(
-                G.read_dropped.default,
-                *(features, state, masked["positions"], masked["past"]),
-                site=site,
+    def _read(
+        self,
+        fn: Function,
+        program: Program,
+        keys: set[str],
+        states: Mapping[str, State],
+        weights: Mapping[str, Weight],
+    ) -> None:
+        """Let attention over these caches look at what dropped rows add up to, in place."""
+        for write in list(written(fn, program)):
+            key, given, node = write.keys.names[0], arguments(write.attend), write.attend
+            if key not in keys:
+                continue
+            self.refuse(
+                given["mask"].target is not G.step_mask.default,
+                f"{write.what} is read through another mask than a step's",
             )
-            parts = [fn.item(part, index) for part in (own, read) for index in range(2)]
-            if given["q"].meta["type"].dtype != torch.float32:
-                dtype = given["q"].meta["type"].dtype
-                parts[2] = fn.call(A._to_copy.default, parts[2], dtype=dtype)
-            merged = fn.call(G.merge_parts.default, *parts, site=site)
-        node.replace_all_uses_with(merged)
-        fn.graph.erase_node(node)
-
-
-def refuse(wrong: bool, why: str) -> None:
-    """Errors: `PassError` in the pass's name, if something is wrong."""
-    if wrong:
-        raise PassError(f"sum_dropped: {why}")
+            base, site = key.rpartition(".key")[0], site_of(node)
+            options: dict[str, Any] = {
+                n: given[n] for n in ("scale", "softcap") if given[n] is not None
+            }
+            name = f"{base}.dropped"
+            state = fn.input(name) if fn.has_input(name) else fn.add_input(name, states[name].type)
+            with fn.graph.inserting_before(node):
+                own = fn.call(G.attend_part.default, *node.args, site=site, **options)
+                layers = [fn.weight(weights[f"{base}.{n}"]) for n in Features._fields[:2]]
+                features = fn.call(G.positive_features.default, given["q"], *layers, site=site)
+                masked = arguments(given["mask"])
+                read = fn.call(
+                    G.read_dropped.default,
+                    *(features, state, masked["positions"], masked["past"]),
+                    site=site,
+                )
+                parts = [fn.item(part, index) for part in (own, read) for index in range(2)]
+                if given["q"].meta["type"].dtype != torch.float32:
+                    dtype = given["q"].meta["type"].dtype
+                    parts[2] = fn.call(A._to_copy.default, parts[2], dtype=dtype)
+                merged = fn.call(G.merge_parts.default, *parts, site=site)
+            node.replace_all_uses_with(merged)
+            fn.graph.erase_node(node)
