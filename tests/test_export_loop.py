@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as oir
 import onnxruntime
 import pytest
 import torch
@@ -20,14 +21,20 @@ from onnxruntime_helpers import needs_node
 from tiny import cached_llama, tiny_llama
 
 from graftwork.backends import Target
+from graftwork.backends.onnxruntime.chains_in_graph import CHAINS, Stepped
+from graftwork.backends.onnxruntime.emit import IR_VERSION, OPSETS
 from graftwork.backends.onnxruntime.generation import generation
+from graftwork.backends.onnxruntime.graph_builder import I64, GraphBuilder
+from graftwork.backends.onnxruntime.steps_in_graph import Functions
 from graftwork.backends.onnxruntime.store import WeightFile, store
 from graftwork.export_folder import Ops
 from graftwork.export_loop import export_onnx_loop
 from graftwork.ir import InputError, Program, UnsupportedError
+from graftwork.ir.plan import SuffixDraft
 from graftwork.model import Model
 from graftwork.passes.engine.manager import run_passes
 from graftwork.recipe import Recipe
+from graftwork.runtime.speculate.drafters.suffix import SuffixIndex
 
 PROMPTS = ([1, 2, 3, 4], [5, 6, 7, 5, 6, 7, 5, 6], [9])
 IN_INT8 = {"quantize_weights": {"bits": 8, "group": 0, "symmetric": True, "scales": "f32"}}
@@ -199,15 +206,40 @@ def test_what_is_left_to_a_run_stands_in_ifs(name: str, tmp_path: Path) -> None:
     assert branches and max(products) >= 4
 
 
-def test_caches_that_grow_are_copied_once_a_step(tmp_path: Path) -> None:
-    """Concatenated, and carried as that left them: no other node has one for a result."""
-    folder = made("baseline").export_onnx_loop(tmp_path / "out")
+@pytest.mark.parametrize("name", ["baseline", "copyspec", "heads"])
+def test_caches_are_concatenated_once_a_step(name: str, tmp_path: Path) -> None:
+    """And carried as that left them: GroupQueryAttention would copy them for every head."""
+    folder = made(name).export_onnx_loop(tmp_path / "out")
     graphs = graphs_of(onnx.load(folder / "generate.onnx", load_external_data=False).graph)
     body = next(graph for graph in graphs if graph.name == "generate.pass")
     carried = {o.name for o in body.output if ".kv." in o.name}
     assert len(carried) == 2 * 4
     makers = [node.op_type for node in body.node if carried & {*node.output}]
     assert makers == ["Concat"] * len(carried)
+
+
+@pytest.mark.parametrize("shortest", [1, 2])
+def test_copied_drafts_are_the_drafters(shortest: int) -> None:
+    """Equal texts cannot see a useless one."""
+    record = SuffixDraft(tokens=6, longest=4, shortest=shortest)
+    g = GraphBuilder("draft", OPSETS)
+    text, program = g.input("text", I64, ["length"]), cached_llama()
+    functions = Functions(program, contrib=True, concatenates=True)
+    step = Stepped(text, None, text, text, {}, functions, lambda *_: {})
+    chain, _ = CHAINS[SuffixDraft](g, record, program, step)
+    g.output("chain", chain, I64, ["drafted"])
+    model = oir.to_proto(oir.Model(g.graph, ir_version=IR_VERSION)).SerializeToString()
+    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+    random = np.random.default_rng(0)
+    drafted = 0
+    for length in (1, 2, 3, *random.integers(4, 60, 80)):
+        tokens = random.integers(0, 5, length)
+        index = SuffixIndex(record.longest)
+        index.extend(tokens.tolist())
+        wanted = index.continuation(record.tokens) if index.length >= shortest else []
+        assert session.run(None, {"text": tokens})[0].tolist() == wanted
+        drafted += bool(wanted)
+    assert 40 < drafted < 83
 
 
 @pytest.mark.parametrize("name", ["calm", "free", "ffn_skipllm", "layerskip"])

@@ -54,21 +54,24 @@ def copied(
     g: GraphBuilder, record: SuffixDraft, program: Program, step: Stepped
 ) -> tuple[oir.Value, Values]:
     """What followed the most recent of the longest earlier matches of the text's end, see
-    `runtime.speculate.drafters.suffix`: all places and all lengths at once."""
+    `runtime.speculate.drafters.suffix`: all lengths at once, at places of the last token alone."""
     text, zero, one = step.text, g.const(0), g.const(1)
     if step.source is not None:
         text = g.op("Concat", step.source, text, axis=0)
     length = g.size(text, 0)
     last = g.op("Sub", length, one)
     back = g.range(zero, g.const(record.longest))
-    ends = g.range(zero, last)
+    same = g.op("Equal", g.slice(text, None, last), g.slice(text, last, None))
+    found = g.op("Squeeze", g.op("NonZero", same), g.const([0]))
+    ends = g.op("Concat", g.const([-1]), found, axis=0)  # one of no match, so that there is one
     places = g.op("Sub", g.op("Unsqueeze", ends, g.const([1])), back)
     theirs = g.op("Gather", text, g.op("Max", places, zero))
     ours = g.op("Gather", text, g.op("Max", g.op("Sub", last, back), zero))
     alike = g.op("And", g.op("Equal", theirs, ours), g.op("GreaterOrEqual", places, zero))
     sizes = g.total(g.leading(alike, 1), 1)
     best = g.op("ReduceMax", sizes, keepdims=0)
-    place = g.op("ArgMax", sizes, axis=0, keepdims=0, select_last_index=1)
+    which = g.op("ArgMax", sizes, axis=0, keepdims=0, select_last_index=1)
+    place = g.op("Gather", ends, which)
     start = g.op("Add", place, one)
     count = g.op("Sub", length, start)
     turn = g.op("Mod", g.range(zero, g.const(record.tokens)), count)

@@ -2,9 +2,9 @@
 
 Every pass through the loop feeds what is not in the caches yet: first the prompt, then the last
 token and its draft. So the step, with its weights, stands in the graph once. A Loop copies what it
-carries: caches begin empty and grow by what is fed, where nothing is taken back; else they have
-room for everything from the start. GroupQueryAttention would copy a cache once for each head that
-reads it, so those that grow are concatenated, once, for ONNX's own Attention (see `portable`).
+carries, and GroupQueryAttention would copy a cache once for each head that reads it. So caches of
+whole steps begin empty, and what is fed is concatenated for ONNX's own Attention (see `portable`);
+rows that are taken back are cut off. Others have room for everything from the start.
 
 Two forms:
 
@@ -125,10 +125,12 @@ class _Generation:
         names = called(program)
         self.piece = piece_of(program.function(names[0])) if program.recurrent else None
         routed = Functions(program, contrib, not contrib)
-        more = routed.rounds(names) or program.recurrent or len(names) > 1
-        self.alone = program.plan.speculates or more
+        rounds = routed.rounds(names)
+        self.alone = program.plan.speculates or rounds or program.recurrent or len(names) > 1
         self.twice = routed.twice(names)
-        joins = not self.alone and is_concatenable(program, names[-1])
+        whole = isinstance(program.plan.step, Whole) and not program.recurrent
+        # What rounds has two queries for a lone token, which that kernel takes longer for.
+        joins = whole and not rounds and is_concatenable(program, names[-1])
         self.concatenates = joins or not contrib
         self.functions = Functions(program, contrib, self.concatenates)
         head = self.functions.of(names[-1])
