@@ -2,11 +2,13 @@
 
     python benchmarks/attention_kernels.py --rows 1024 2048 8192 --widths 1 8 --bits 32 8 4
         [--heads 16] [--groups 4] [--dim 64] [--layers 16] [--rounds 30] [--threads 1] [--json F]
+        [--runtime]
 
 Milliseconds of the processor for all layers, each with a cache of its own as in a model, in turns,
 the medians and the fastest of the rounds; and of reading the same floats once (their sum), which
-no attention over them can be faster than. Where other programs share the machine, times of the
-processor tell more than the clock's, and memory is still shared.
+no attention over them can be faster than. With --runtime also ONNX Runtime's GroupQueryAttention on
+its own caches of as many bits, with one step a channel (32 bits: floats). Where other programs
+share the machine, times of the processor tell more than the clock's, and memory is still shared.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from onnx import helper
 
 from graftwork.backends.torch import native_attention
 from graftwork.ir.ops.quantized_cache import quantize_rows
@@ -40,6 +44,8 @@ def ways(args: argparse.Namespace, rows: int, width: int) -> dict[str, Way]:
     }
     for bits in args.bits:
         found[f"{bits} bits"] = _way(query, mask, caches, bits, scale)
+    for bits in args.bits if args.runtime else ():
+        found[f"ONNX Runtime, {bits} bits"] = _runtime(args, rows, width, bits)
     return found
 
 
@@ -51,6 +57,74 @@ def _way(query: Any, mask: Any, caches: list[Any], bits: int, scale: float) -> W
     stored = [tuple(x for rows in own for x in quantize_rows(rows, **how)) for own in caches]
     few = native_attention.attend_quantized
     return lambda: [few(query, *own, mask, None, None, bits, True, scale, 0.0) for own in stored]
+
+
+def _runtime(args: argparse.Namespace, rows: int, width: int, bits: int) -> Way:
+    """GroupQueryAttention of random queries, keys and values over random rows."""
+    import onnxruntime as ort
+
+    heads, groups, dim = args.heads, args.groups, args.dim
+    few = bits != native_attention.FLOATS
+    stored = np.uint8 if bits == 4 else np.int8 if few else np.float32
+    random = np.random.default_rng(0)
+
+    def floats(*shape: int) -> np.ndarray:
+        return random.standard_normal(shape, np.float32)
+
+    def cache() -> np.ndarray:
+        if not few:
+            return floats(1, groups, rows, dim)
+        shape = (1, groups, rows, dim * bits // 8)
+        return random.integers(0, 100, shape).astype(stored)
+
+    given = {
+        "query": floats(1, width, heads * dim),
+        "key": floats(1, width, groups * dim),
+        "value": floats(1, width, groups * dim),
+        "past_key": cache(),
+        "past_value": cache(),
+        "seqlens": np.array([rows - 1], np.int32),
+        "total": np.array(rows, np.int32),
+    }
+    names = list(given)
+    how: dict[str, Any] = {"num_heads": heads, "kv_num_heads": groups, "scale": dim**-0.5}
+    if few:
+        for name in ("key_steps", "value_steps"):
+            given[name] = np.full(groups * dim, 0.01, np.float32)
+        names += [*[""] * 5, "key_steps", "value_steps"]
+        how |= {"kv_cache_bit_width": bits, "k_quant_type": "PER_CHANNEL"}
+        how["v_quant_type"] = "PER_CHANNEL"
+    made = ["out", "present_key", "present_value"]
+    node = helper.make_node("GroupQueryAttention", names, made, domain="com.microsoft", **how)
+    out = np.zeros_like(given["query"])
+    results = dict(zip(made, (out, given["past_key"], given["past_value"]), strict=True))
+
+    def infos(values: dict[str, np.ndarray]) -> list[Any]:
+        kind = helper.np_dtype_to_tensor_dtype
+        return [helper.make_tensor_value_info(n, kind(v.dtype), v.shape) for n, v in values.items()]
+
+    graph = helper.make_graph([node], "attention", infos(given), infos(results))
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = args.threads
+    session = ort.InferenceSession(model.SerializeToString(), options)
+
+    def bound() -> Any:
+        values = {n: ort.OrtValue.ortvalue_from_numpy(v.copy()) for n, v in given.items()}
+        binding = session.io_binding()
+        for name, value in values.items():
+            binding.bind_ortvalue_input(name, value)
+        for name in made:
+            # Rows are written where they lie.
+            place = values.get(name.replace("present", "past"))
+            binding.bind_ortvalue_output(
+                name, place or ort.OrtValue.ortvalue_from_numpy(out.copy())
+            )
+        return binding
+
+    layers = [bound() for _ in range(args.layers)]
+    return lambda: [session.run_with_iobinding(layer) for layer in layers]
 
 
 def main() -> None:
@@ -67,6 +141,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--runtime", action="store_true", help="ONNX Runtime's kernel, too")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -3,13 +3,14 @@
     python benchmarks/lossless.py MODEL --prompts FILE.jsonl --recipes copyspec,recycling
         [--targets eager:cpu:float32,torch:cpu:float32,onnxruntime:cpu:float32] [--batches 1,4]
         [--count 24] [--tokens 128] [--set medusa.draft_medusa.weights=FOLDER] [--json FILE.jsonl]
-        [--reference int4]
+        [--reference int4] [--data TEXT]
 
 MODEL is a checkpoint folder; prompts are lines with a field ``ids``. transformers' greedy texts,
 made in float32 one prompt at a time, are the measure; each recipe runs on each target, alone and in
 batches of prompts as they come, so that their lengths and what is accepted differ. tokens/step
 counts the token that the target adds itself. With --reference the measure is what that recipe says
 on the same target, one prompt at a time: drafts must not change what an approximate model says.
+With --data passes that learn from text have some.
 
 With --json each row is written as soon as it is known, and rows that the file holds already are not
 run again: a long proof can be interrupted. The exit status is 1 if any text differs.
@@ -54,7 +55,7 @@ def measure(args: argparse.Namespace, target: str, prompts: Batch) -> list[list[
     """The texts that others are compared with: the reference's on a target, or transformers'."""
     if args.reference:
         recipe = with_settings(args.reference, args.set)
-        system = optimized(args.model, recipe, target, args.threads)
+        system = optimized(args.model, recipe, target, args.threads, args.data)
     else:
         system = transformers_eager(args.model)
     return [system([prompt], args.tokens)[0][0] for prompt in prompts]
@@ -119,6 +120,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,4", help="numbers of prompts at a time")
     parser.add_argument("--json", type=Path, help="append a line a row; skip those it holds")
     parser.add_argument("--reference", help="the recipe whose texts are the measure")
+    parser.add_argument("--data", type=Path, help="text for passes that learn from some")
     args = parser.parse_args()
     for name in args.recipes.split(","):
         approximate = with_settings(name, args.set).contract == "approximate"
@@ -148,7 +150,7 @@ def main() -> None:
             made = None  # two programs at a time would take twice the memory
             gc.collect()
             recipe = with_settings(key[0], args.set)
-            made = key[:2], optimized(args.model, recipe, key[1], args.threads)
+            made = key[:2], optimized(args.model, recipe, key[1], args.threads, args.data)
         row = prove(args, made[1], wanted[target], prompts, key)
         rows.append(row)
         print(

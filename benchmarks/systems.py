@@ -113,14 +113,18 @@ def with_settings(name: str, settings: Sequence[str]) -> Recipe:
     return Recipe.load(name).with_options(mine)
 
 
-def optimized_model(folder: Path, recipe: Any, target: str, threads: int) -> gw.Model:
-    """One of our recipes on one target."""
-    return gw.optimize(folder, recipe, target=Target.parse(target, threads=threads))
+def optimized_model(
+    folder: Path, recipe: Any, target: str, threads: int, data: Path | None = None
+) -> gw.Model:
+    """One of our recipes on one target. data: text, for passes that learn from some."""
+    return gw.optimize(folder, recipe, target=Target.parse(target, threads=threads), data=data)
 
 
-def optimized(folder: Path, recipe: Any, target: str, threads: int) -> System:
+def optimized(
+    folder: Path, recipe: Any, target: str, threads: int, data: Path | None = None
+) -> System:
     """One of our recipes on one target, as what continues prompts."""
-    model = optimized_model(folder, recipe, target, threads)
+    model = optimized_model(folder, recipe, target, threads, data)
 
     def run(prompts: Batch, count: int) -> Result:
         ids, mask = padded(prompts)

@@ -53,13 +53,15 @@ struct Bytes {
     static Lanes some(const uint8_t* row, int64_t, int64_t d, int64_t count) {
         return floats(load<Marks>(row + d, count));
     }
-    static Lanes floats(Marks bytes) {
+    static Lanes floats(Marks bytes) { return floats(whole(bytes)); }
+    static Lanes floats(Whole numbers) { return __builtin_convertvector(numbers, Lanes); }
+    static Whole whole(Marks bytes) {
 #if defined(WIDE_DOT_PRODUCTS)
-        return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)bytes));
+        return (Whole)_mm512_cvtepu8_epi32((__m128i)bytes);
 #elif defined(__AVX2__)
-        return (Lanes)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((__m128i*)&bytes)));
+        return (Whole)_mm256_cvtepu8_epi32(_mm_loadl_epi64((__m128i*)&bytes));
 #else
-        return __builtin_convertvector(__builtin_convertvector(bytes, Whole), Lanes);
+        return __builtin_convertvector(bytes, Whole);
 #endif
     }
 };
@@ -69,8 +71,9 @@ struct Halves {
     static int64_t bytes(int64_t width) { return width / 2; }
     static Lanes read(const uint8_t* row, int64_t width, int64_t d) {
         const int64_t half = width / 2;
-        if (d + LANES <= half) return Bytes::floats(load<Marks>(row + d) & 15);
-        if (d >= half) return Bytes::floats(load<Marks>(row + d - half) >> 4);
+        // Bytes are parted when they are wide: eight of them are no vector that processors know.
+        if (d + LANES <= half) return Bytes::floats(Bytes::whole(load<Marks>(row + d)) & 15);
+        if (d >= half) return Bytes::floats(Bytes::whole(load<Marks>(row + d - half)) >> 4);
         return some(row, width, d, LANES);
     }
     static Lanes some(const uint8_t* row, int64_t width, int64_t d, int64_t count) {
