@@ -71,6 +71,7 @@ TREES_AND_CHAINS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LENGTHS: dict[str, tuple[str, dict[str, Any]]] = {
     "acceptance": ("length_acceptance", {"levels": 3}),
+    "draft acceptance": ("length_draft_acceptance", {}),
     "confidence": ("length_confidence", {"threshold": 0.05}),
     "goodput": ("length_goodput", {}),
     "svip": ("length_svip", {"threshold": 0.1}),

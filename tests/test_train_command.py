@@ -42,7 +42,7 @@ def test_without_a_step_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_
     ("recipe", "settings", "named"),
     [
         pytest.param("judge", [], ("draft_medusa", "verify_judge"), marks=pytest.mark.long),
-        ("specdec_plus_plus", [], ("draft_medusa", "length_acceptance")),
+        ("specdec_plus_plus", ["draft_model.model={}"], ("length_draft_acceptance",)),
     ],
 )
 def test_the_last_line_names_every_option_to_set(
@@ -54,14 +54,16 @@ def test_the_last_line_names_every_option_to_set(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     heads = tmp_path / "heads"
+    brought = [setting.format(checkpoint) for setting in settings]
     args = ("--recipe", recipe, "--out", heads, "--steps", 2, *SMALL)
+    args += tuple(word for setting in brought for word in ("--set", setting))
     code, text, errors = run(capsys, "train", checkpoint, *args)
     assert code == 0, errors
     last = text.strip().splitlines()[-1]
     assert [f"--set {name}.weights={heads}" in last for name in named] == [True] * len(named)
     assert "nan" not in text + errors
     # What it says is what is needed.
-    given = [word for word in last.split() if word.endswith(f"weights={heads}")]
+    given = [word for word in last.split() if word.endswith(f"weights={heads}")] + brought
     model = gw.optimize(checkpoint, gw.Recipe.load(recipe).with_options(given), target=CPU)
     assert not any(line.remarks for line in model.report.passes)
 

@@ -10,7 +10,7 @@ import torch
 
 from ..backends.torch.emit import emit
 from ..ir import Function, InputError, Program, Weight, type_of
-from ..ir.plan import DecodePlan, Record
+from ..ir.plan import CachedDraft, DecodePlan, Record
 from ..ir.protocol import OPTIONAL
 from ..passes.engine.subgraph import tables_of
 from ..passes.stepping.accept_trees import branched
@@ -20,8 +20,14 @@ TRAINED = ("draft", "length", "verify", "depth")
 
 
 def trained_parts(plan: DecodePlan) -> list[Record]:
-    """What of a plan has weights of its own: drafters, and policies that ask a head."""
-    return [record for slot in TRAINED for record in getattr(plan, slot).trains]
+    """What of a plan has weights of its own: drafters, and policies that ask a head. A model that
+    drafts is not trained beside a policy that judges it."""
+    parts = [record for slot in TRAINED for record in getattr(plan, slot).trains]
+    return [part for part in parts if not (plan.length.judges and _another_model(part))]
+
+
+def _another_model(record: Record) -> bool:
+    return isinstance(record, CachedDraft) and record.output is None
 
 
 def functions_of(draft: Record) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from .base import Record, Returned, policy, record
 from .bounds import Factor, Inside, Levels, Part, Seed, Share
+from .draft import CachedDraft
 
 if TYPE_CHECKING:
     from .decode import DecodePlan
@@ -19,7 +20,8 @@ class LengthRecord(Record):
 
     shortens: drafts may be shorter than drafter and tree make them. by_level: it looks at what the
     drafter predicts, level by level, and at nothing else. gives_up: it asks for no draft at all
-    where drafts do not pay.
+    where drafts do not pay. judges: it is trained on what another model drafts, which stays as it
+    is.
     """
 
     slot: ClassVar[str] = "length"
@@ -28,6 +30,7 @@ class LengthRecord(Record):
     shortens: ClassVar[bool] = True
     by_level: ClassVar[bool] = False
     gives_up: ClassVar[bool] = False
+    judges: ClassVar[bool] = False
 
 
 @record
@@ -74,7 +77,8 @@ class ConfidenceLength(LengthRecord):
 @record
 @dataclass(frozen=True)
 class AcceptanceLength(LengthRecord):
-    """Go deeper until a rejection somewhere in the draft is likelier than `threshold` (SpecDec++).
+    """Go deeper until a rejection somewhere in the draft is likelier than `threshold`, as the state
+    says that the draft starts from; whatever drafts.
 
     function: takes ``hidden`` [B,T,H] and returns ``accepted`` [B,T,levels], for each level the log
     odds that the target accepts the draft's token there, those before it being accepted. output:
@@ -92,6 +96,36 @@ class AcceptanceLength(LengthRecord):
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         """See `Record.calls`."""
         yield self.function, {"accepted": ("", "", self.levels)}
+
+
+@record
+@dataclass(frozen=True)
+class DraftAcceptanceLength(LengthRecord):
+    """Go deeper until a rejection somewhere in the draft is likelier than `threshold`, as the
+    draft's state of each drafted token says (SpecDec++, Huang et al. 2024).
+
+    For another model that drafts, whose function returns ``draft_odds`` [B,S] beside its
+    predictions: the log odds that the target accepts the token that was fed, those before it being
+    accepted. learned: names of the weights that make them. trained: whether they know anything.
+    """
+
+    threshold: Inside = 0.7
+    learned: tuple[str, ...] = ()
+    trained: bool = False
+    kind: ClassVar[str] = "draft_acceptance"
+    by_level: ClassVar[bool] = True
+    judges: ClassVar[bool] = True
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`."""
+        for leaf in plan.draft.leaves:
+            if isinstance(leaf, CachedDraft) and leaf.output is None:
+                yield leaf.function, {"draft_odds": ("", "")}
+
+    @property
+    def weights(self) -> set[str]:
+        """`learned`."""
+        return set(self.learned)
 
 
 @policy

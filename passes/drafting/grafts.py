@@ -44,8 +44,9 @@ class Graft:
     """A new function `name` of a program, and the step that feeds it.
 
     weights: a file of trained weights (see `TrainedWeights`, and for `published`); without one they
-    are untrained. Every value has the shape [B,T,...]: T draft nodes of each sequence, or T tokens
-    in training. Errors: `PassError` naming what the program lacks.
+    are untrained. onto: a copy of a function that is there, which then grows instead. Every value
+    has the shape [B,T,...]: T draft nodes of each sequence, or T tokens in training. Errors:
+    `PassError` naming what the program lacks.
     """
 
     def __init__(
@@ -55,12 +56,13 @@ class Graft:
         name: str,
         weights: str = "",
         published: Published = as_published,
+        onto: Function | None = None,
     ) -> None:
         self.program, self.owner = program, owner
         self.trained = TrainedWeights(weights, owner, program, published)
         self.step = program.step.copy()
         sweep(self.step)  # a marker that nobody reads any more is none to tap
-        self.fn = Function(name, role=Role.DRAFT)
+        self.fn = Function(name, role=Role.DRAFT) if onto is None else onto
         self.weights = program.weights
         self.markers = self.step.calls(G.hidden.default)
         if not self.markers:

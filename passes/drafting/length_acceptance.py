@@ -1,4 +1,4 @@
-"""Draft until a trained head expects a rejection (SpecDec++).
+"""Draft until a trained head on the target's state expects a rejection.
 
 Before::
 
@@ -12,9 +12,10 @@ After (levels=8, threshold=0.7)::
       length = acceptance(function="acceptance", output="hidden.normed", levels=8, ...)
 
 For each level the head says the log odds that the target accepts the draft's token there; the
-draft ends where the chance of a rejection so far exceeds the threshold (Huang et al., "SpecDec++",
-2024). It is trained on what the plan's drafter gets right. Untrained it says even odds. Refuses a
-plan that has a length policy.
+draft ends where the chance of a rejection so far exceeds the threshold. That is the rule of
+SpecDec++ (Huang et al., 2024), whose head reads the draft's states (`length_draft_acceptance`): one
+on the target's state is asked once a step, whatever drafts. It is trained on what the plan's
+drafter gets right. Untrained it says even odds. Refuses a plan that has a length policy.
 """
 
 from __future__ import annotations

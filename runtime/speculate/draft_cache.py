@@ -19,7 +19,7 @@ from ..feeding.gather import gathered, written
 Ids = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
-CHOSEN = ("draft_tokens", "draft_scores", "draft_logits")
+CHOSEN = ("draft_tokens", "draft_scores", "draft_logits", "draft_odds")
 """Outputs that a function with ``select`` gives of chosen columns only."""
 
 HELD = 128

@@ -1,8 +1,8 @@
 """A head that expects rejections: it learns where the plan's drafter and the target part.
 
-Source: Huang et al., "SpecDec++" (2024): binary cross entropy on each level, given that those
-before it were accepted. There rejections weigh more, because they are rare with a drafter that is
-nearly as good as the target; here they do not, so that chances are what the head says they are.
+Binary cross entropy on each level, given that those before it were accepted. Rejections weigh as
+much as acceptances (in SpecDec++ more: see `draft_acceptance`), so that chances are what the head
+says they are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Stop where a trained head expects a rejection.
 
-Source: Huang et al., "SpecDec++: Boosting Speculative Decoding via Adaptive Candidate Lengths"
-(2024). The head here looks at the target's state that the draft starts from, once a step, and
-speaks of all levels at once, so that it works with any drafter and costs one small product.
+The rule is that of SpecDec++ (Huang et al., 2024; see `draft_acceptance`). The head here looks at
+the target's state that the draft starts from, once a step, and speaks of all levels at once, so
+that it works with any drafter and costs one small product.
 """
 
 from __future__ import annotations

@@ -24,12 +24,14 @@ class Level:
     """Candidates to follow each of M nodes, in every sequence of a batch, the likeliest first.
 
     tokens: i64[B,M,K], -1 where there is none. scores: f32[B,M,K], log probabilities (an order at
-    least). logits: f32[B,M,V] if the proposer has whole distributions.
+    least). logits: f32[B,M,V] if the proposer has whole distributions. odds: f32[B,M], the log odds
+    that the target accepts each of the M nodes, those above it being accepted, if it knows them.
     """
 
     tokens: Ids
     scores: Scores
     logits: Scores | None = None
+    odds: Scores | None = None
 
 
 class Proposer(Resumes, ABC):

@@ -66,10 +66,12 @@ def level_of(outputs: Mapping[str, torch.Tensor], count: int, place: int | None 
     ids, vocabulary = tokens[..., :count].cpu().numpy().copy(), logits.shape[-1]
     if ids.size and int(ids.view(np.uint64).max()) >= vocabulary:
         raise strange_ids(ids.reshape(-1).tolist(), vocabulary)
+    odds = outputs.get("draft_odds")
     return Level(
         ids,
         scores[..., :count].float().cpu().numpy().copy(),
         logits.float().cpu().numpy(),
+        None if odds is None else odds.float().cpu().numpy().copy(),
     )
 
 

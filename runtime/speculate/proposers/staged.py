@@ -79,11 +79,12 @@ class _Sequence:
 
 
 class _Place(NamedTuple):
-    """A prediction: candidates i64[K] and f32[K], and logits f32[V]."""
+    """A prediction: candidates i64[K] and f32[K], logits f32[V], and what `Level.odds` says."""
 
     tokens: Ids
     scores: np.ndarray
     logits: np.ndarray
+    odds: float
 
 
 @PROPOSERS.register(StagedDraft)
@@ -215,9 +216,10 @@ class StagedProposer(Proposer):
         sequence.rows = len(sequence.tokens)
         sequence.fed, sequence.guesses = len(sequence.path), list(guess)
         assert whole.logits is not None  # a model's own function returns them
+        odds = np.zeros(whole.tokens.shape[:2]) if whole.odds is None else whole.odds
         sequence.ready = [
-            _Place(whole.tokens[index, i], whole.scores[index, i], whole.logits[index, i])
-            for i in range(1 + len(guess))
+            _Place(whole.tokens[row], whole.scores[row], whole.logits[row], float(odds[row]))
+            for row in ((index, i) for i in range(1 + len(guess)))
         ]
 
     def _room(self, sequence: _Sequence) -> int:
@@ -256,6 +258,7 @@ class StagedProposer(Proposer):
             np.stack([place.tokens[:count] for place in places])[:, None],
             np.stack([place.scores[:count] for place in places])[:, None],
             np.stack([place.logits for place in places])[:, None],
+            np.array([[place.odds] for place in places], dtype=np.float32),
         )
         level.tokens[[place is None for place in found]] = -1
         return level
