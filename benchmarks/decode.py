@@ -4,8 +4,8 @@
         [--targets onnxruntime:cpu:float32,torch:cpu:float32] [--genai fp32,int4] [--threads 2]
 
 MODEL is a checkpoint folder (or set GRAFTWORK_BENCH_MODEL); prompts are lines with a field
-``ids``, random ids without a file. Only decoding is timed, not the prompt's step: a system's rate
-is its new tokens after the first, divided by the time they took. onnxruntime-genai runs the model
+``ids``, random ids without a file. A system's rate is its new tokens after the first, divided by
+the time they took; ``first_ms`` is the time up to the first one. onnxruntime-genai runs the model
 that its own builder exports from the same checkpoint, with the same number of threads. Systems
 take turns (see `systems`); rates and ratios are medians over the rounds. The rate of the fastest
 round is printed too: on a busy machine it is nearest to what the system can do.
@@ -59,13 +59,15 @@ def genai(folder: Path, precision: str, threads: int, cache: Path) -> System:
         length = len(prompt) + count
         params.set_search_options(max_length=length, min_length=length, do_sample=False)
         generator = library.Generator(model, params)
+        begun = time.perf_counter()
         generator.append_tokens(list(prompt))
         generator.generate_next_token()
         start = time.perf_counter()
         for _ in range(count - 1):
             generator.generate_next_token()
         seconds = time.perf_counter() - start
-        return [[int(t) for t in generator.get_sequence(0)[len(prompt) :]]], seconds, {}
+        new = [int(token) for token in generator.get_sequence(0)[len(prompt) :]]
+        return [new], seconds, {"first_ms": 1e3 * (start - begun)}
 
     return run
 

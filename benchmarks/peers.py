@@ -1,16 +1,20 @@
 """Where graftwork stands beside other runtimes: decoding on the same weights, in turns.
 
-    pip install --target PEERS ctranslate2 openvino
+    pip install --target PEERS ctranslate2 openvino openvino-genai
     python benchmarks/peers.py MODEL --packages PEERS [--recipes baseline,int8,int4]
         [--targets onnxruntime:cpu:float32,torch:cpu:float32] [--ctranslate2 float32,int8]
-        [--openvino baseline,int4] [--prompts FILE.jsonl] [--rounds 5] [--json F]
+        [--openvino baseline,int4] [--openvino-genai FOLDER,...] [--prompts FILE.jsonl]
+        [--rounds 5] [--json F]
 
 PEERS is a folder for packages that only this script needs; nothing of graftwork imports them.
 CTranslate2 converts the checkpoint itself, and quantizes it as it is told. OpenVINO runs the model
 that graftwork exports for other loaders (`export_onnx`, plain: decoder and cache, weights in the
-bits of the recipe that is named), driven by a loop of its own calls. All decode greedily, a prompt
-at a time, the prompt's step not counted (see `systems`). `over`: rates over the first system's of
-the same round, medians; `same_texts`: how many prompts go on as the first system has them.
+bits of the recipe that is named), driven by a loop of its own calls. OpenVINO GenAI runs folders
+that ``optimum-cli export openvino`` wrote, whose versions of torch and transformers are others than
+ours, so in an environment of its own. All decode greedily, a prompt at a time; ``first_ms`` is the
+time up to the first new token, the rest the rate's (see `systems`). `over`: rates over the first
+system's of the same round, medians; `same_texts`: how many prompts go on as the first system has
+them.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 from decode import compare
-from systems import Batch, Result, System, optimized, read_prompts
+from systems import Batch, Result, System, optimized, read_prompts, timed_whole
 
 import graftwork as gw
 
@@ -43,7 +47,8 @@ def ctranslate2(folder: Path, kind: str, threads: int, scratch: Path) -> System:
     )
     vocabulary = json.loads((made / "vocabulary.json").read_text())
 
-    def once(prompt: list[str], count: int) -> tuple[list[int], float]:
+    def once(prompts: Batch, count: int) -> tuple[list[list[int]], float]:
+        prompt = [vocabulary[token] for token in prompts[0]]
         start = time.perf_counter()
         (found,) = model.generate_batch(
             [prompt],
@@ -53,15 +58,30 @@ def ctranslate2(folder: Path, kind: str, threads: int, scratch: Path) -> System:
             include_prompt_in_result=False,
             end_token=[],
         )
-        return list(found.sequences_ids[0]), time.perf_counter() - start
+        return [list(found.sequences_ids[0])], time.perf_counter() - start
 
-    def run(prompts: Batch, count: int) -> Result:
-        prompt = [vocabulary[token] for token in prompts[0]]
-        _, first = once(prompt, 1)
-        new, seconds = once(prompt, count)
-        return [new], seconds - first, {}
+    return timed_whole(once)
 
-    return run
+
+def openvino_genai(folder: Path, threads: int) -> System:
+    """OpenVINO GenAI's pipeline on a folder that optimum-cli wrote."""
+    import openvino as core
+    import openvino_genai as library
+
+    options = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
+    pipeline = library.LLMPipeline(str(folder), "CPU", **options)
+
+    def once(prompts: Batch, count: int) -> tuple[list[list[int]], float]:
+        ids = np.array([prompts[0]], dtype=np.int64)
+        fed = library.TokenizedInputs(core.Tensor(ids), core.Tensor(np.ones_like(ids)))
+        asked = library.GenerationConfig(
+            max_new_tokens=count, do_sample=False, ignore_eos=True, apply_chat_template=False
+        )
+        start = time.perf_counter()
+        found = pipeline.generate(fed, asked)
+        return [list(found.tokens[0])], time.perf_counter() - start
+
+    return timed_whole(once)
 
 
 def openvino(folder: Path, recipe: str, threads: int, scratch: Path) -> System:
@@ -98,7 +118,7 @@ def openvino(folder: Path, recipe: str, threads: int, scratch: Path) -> System:
             for port in compiled.inputs
             if port.any_name.startswith("past")
         }
-        start = 0.0
+        start, begun = 0.0, time.perf_counter()
         for _ in range(count):
             found = feed(tokens, past, caches)
             past += len(tokens)
@@ -106,7 +126,7 @@ def openvino(folder: Path, recipe: str, threads: int, scratch: Path) -> System:
             new += tokens
             caches = {name: found[name.replace("past_key_values", "present")] for name in caches}
             start = start or time.perf_counter()
-        return [new], time.perf_counter() - start, {}
+        return [new], time.perf_counter() - start, {"first_ms": 1e3 * (start - begun)}
 
     return run
 
@@ -127,6 +147,7 @@ def main() -> None:
     parser.add_argument("--targets", default="onnxruntime:cpu:float32,torch:cpu:float32")
     parser.add_argument("--ctranslate2", default="float32,int8", help="compute types")
     parser.add_argument("--openvino", default="baseline,int4", help="recipes that are exported")
+    parser.add_argument("--openvino-genai", default="", help="folders that optimum-cli wrote")
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--count", type=int, default=2, help="prompts")
     parser.add_argument("--length", type=int, default=96, help="tokens of a prompt")
@@ -152,6 +173,9 @@ def main() -> None:
         for recipe in filter(None, args.openvino.split(",")):
             name = f"openvino, {recipe} as exported"
             systems[name] = openvino(args.model, recipe, args.threads, scratch)
+        for made in filter(None, args.openvino_genai.split(",")):
+            name = f"openvino-genai {Path(made).name}"
+            systems[name] = openvino_genai(Path(made), args.threads)
         rows = compare(systems, [first], prompts, args.tokens, args.rounds)
     for name, row in rows.items():
         print(f"{name:<40} {json.dumps(row)}")
