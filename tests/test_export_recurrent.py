@@ -32,7 +32,12 @@ RECIPES: dict[str, Any] = {
     "int8_copyspec": "int8_copyspec",
 }
 QUICK = {("recurrent_gemma", "copyspec"), ("mamba2", "baseline")}
-LONG = {("lfm2", "eagle_chain"), ("qwen3_5_text", "heads"), ("mamba2", "int8_copyspec")}
+LONG = {
+    ("lfm2", "eagle_chain"),
+    ("falcon_mamba", "eagle_chain"),
+    ("qwen3_5_text", "heads"),
+    ("mamba2", "int8_copyspec"),
+}
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*untrained")
 

@@ -36,7 +36,7 @@ class Functions:
         options.intra_op_num_threads, options.log_severity_level = threads, 3
         options.enable_cpu_mem_arena = not share  # nothing is kept to be used again
         options.add_session_config_entry("session.disable_prepacking", str(int(share)))
-        self.sessions, self.states = {}, {}
+        self.sessions, self.states, self.bindings = {}, {}, {}
 
     def session(self, name, variant):
         """A function's session in a variant, what plan.json says of it, and which one it is."""
@@ -52,6 +52,7 @@ class Functions:
         each is read and where its next value is written, as (array, the same for onnxruntime)."""
         log = max(self.said["step"]["most_columns"] - 1, 1)  # a step's first token is certain
         sizes = {"B": 1, "E": source, "W": log}
+        self.bindings = {}
         for name, state in self.said["states"].items():
             dtype = DTYPES[state["type"].split("[")[0]]
             shape = [int(d) if d.isdigit() else sizes.get(d, rows) for d in dims_of(state["type"])]
@@ -74,15 +75,19 @@ class Functions:
             "seqlens": np.array([past + width - 1], np.int32),
             "total": np.array(past + width + (variant == "tree" and past == 0), np.int32),
         }
-        binding, fetched = session.io_binding(), [k for k in fetch if k in said["outputs"]]
-        for key in fetched:
+        fetched = [key for key in fetch if key in said["outputs"]]
+        which = (name, variant, *fetched)
+        new = which not in self.bindings
+        binding = self.bindings[which] = session.io_binding() if new else self.bindings[which]
+        for key in fetched:  # anew each time: else the last results' memory would be written
             binding.bind_output(key, "cpu")
         for key in said["inputs"].keys() - self.states.keys():
             binding.bind_cpu_input(key, np.ascontiguousarray(given[key]))
         written = [key for key in self.states if key + ".next" in said["outputs"]]
-        for key in self.states.keys() & said["inputs"].keys():
+        moved = {key for key, both in self.states.items() if new or len(both) > 1}
+        for key in moved & said["inputs"].keys():
             binding.bind_ortvalue_input(key, self.states[key][0][1])
-        for key in written:
+        for key in moved & set(written):
             binding.bind_ortvalue_output(key + ".next", self.states[key][-1][1])
         session.run_with_iobinding(binding)
         for key in written:

@@ -55,7 +55,9 @@ class LayerShape:
             raise PassError(
                 f"{owner}: step has no graftwork.attention to take the layer's shape of"
             )
-        gated = [_size(node, -1) for node in step.calls(G.glu.default)]
+        # A recurrence's gate may run along the tokens instead.
+        widths = [type_of(node).dims[-1] for node in step.calls(G.glu.default)]
+        gated = [width for width in widths if isinstance(width, int)]
         norms = [float(n.kwargs["eps"]) for n in step.calls(G.rms_norm.default)]  # type: ignore[arg-type]
         if attentions:
             query, key = (type_of(node).dims for node in attentions[-1].all_input_nodes[:2])
