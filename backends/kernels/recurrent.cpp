@@ -1,4 +1,5 @@
-// Linear attention, token by token: a head's state stays in the processor's caches meanwhile.
+// Linear attention, token by token. Columns of a state do not depend on each other, so a few of them
+// pass through all tokens of a step while they stay in the processor's first cache.
 
 #include "recurrent.h"
 
@@ -12,103 +13,84 @@ namespace {
 
 constexpr float LEAST = -200.0f;  // the logarithm of a decay is at least this
 
-struct Sizes {
-    int64_t K, V, D;
+inline float decay_of(float g) { return std::exp(std::max(g, LEAST)); }
+
+// What a token brings: its key [K], what the state decays by, for each key or (`each` = 0) for all,
+// and what is added under the key, [columns].
+struct Row {
+    const float* k;
+    const float* by;
+    int64_t each;
 };
 
-// to = exp(g) from, for key c.
-inline float decay_of(const float* g, int64_t c, const Sizes& n, float shared) {
-    return n.D == 1 ? shared : std::exp(std::max(g[c], LEAST));
+// to = the decayed `from`, both [K,N], and known += k to where the delta rule asks for that.
+template <int64_t N, bool asked>
+void decay(const float* from, float* to, const Row& row, float* known, int64_t K) {
+    float sums[N] = {};
+    for (int64_t c = 0; c < K; c++) {
+        const float by = row.by[c * row.each], key = row.k[c];
+        for (int64_t e = 0; e < N; e++) to[e] = by * from[e];
+        if (asked)
+            for (int64_t e = 0; e < N; e++) sums[e] = __builtin_fmaf(key, to[e], sums[e]);
+        from += N, to += N;
+    }
+    if (asked) std::copy(sums, sums + N, known);
 }
 
-// to = to + k u^T, and y += q to where a query is given.
-void add(float* to, const float* q, const float* k, const float* u, float* y, const Sizes& n) {
-    for (int64_t c = 0; c < n.K; c++) {
-        float* const row = to + c * n.V;
-        const float key = k[c];
-        for (int64_t e = 0; e < n.V; e++) row[e] = __builtin_fmaf(key, u[e], row[e]);
-        if (!q) continue;
-        const float query = q[c];
-        for (int64_t e = 0; e < n.V; e++) y[e] = __builtin_fmaf(query, row[e], y[e]);
+// to += k u^T, and y = q to where a query is given.
+template <int64_t N, bool asked>
+void add(float* to, const float* q, const float* k, const float* u, float* y, int64_t K) {
+    float sums[N] = {}, mine[N];
+    std::copy(u, u + N, mine);
+    for (int64_t c = 0; c < K; c++) {
+        const float key = k[c], query = asked ? q[c] : 0.0f;
+        for (int64_t e = 0; e < N; e++) to[e] = __builtin_fmaf(key, mine[e], to[e]);
+        if (asked)
+            for (int64_t e = 0; e < N; e++) sums[e] = __builtin_fmaf(query, to[e], sums[e]);
+        to += N;
     }
-}
-
-// to = exp(g) from, and known += k to where a key is given.
-void decay(
-    const float* from, float* to, const float* g, const float* k, float* known, const Sizes& n) {
-    const float shared = n.D == 1 ? std::exp(std::max(g[0], LEAST)) : 0.0f;
-    for (int64_t c = 0; c < n.K; c++) {
-        const float by = decay_of(g, c, n, shared);
-        const float* const old = from + c * n.V;
-        float* const row = to + c * n.V;
-        for (int64_t e = 0; e < n.V; e++) row[e] = by * old[e];
-        if (!k) continue;
-        const float key = k[c];
-        for (int64_t e = 0; e < n.V; e++) known[e] = __builtin_fmaf(key, row[e], known[e]);
-    }
+    if (asked) std::copy(sums, sums + N, y);
 }
 
 // The step of one head of one sequence.
 struct Head {
     const Recurrence& given;
-    Sizes n;
-    int64_t b, h, group;
-    std::vector<float> known;
-    float* u;  // [T,V]
+    int64_t K, V, D, b, h, group, certain, pending;
+    float* u;                                 // [T,V]
+    std::vector<float> logged, now;           // factors [pending,D], [T,D]
+    std::vector<int64_t> parent;              // the token that each continues, -1 for none
+    bool chain;                               // whether that is always the one before it
 
     Head(const Recurrence& given, int64_t index, float* u)
         : given(given),
-          n{given.K, given.V, given.D},
+          K(given.K),
+          V(given.V),
+          D(given.D),
           b(index / given.H),
           h(index % given.H),
           group(h / (given.H / given.G)),
-          known(given.V),
+          certain(std::min(std::max<int64_t>(given.certain[b], 0), given.T)),
+          pending(given.past[b] <= 0 ? 0 : std::min(given.past[b] - given.folded[b], given.W)),
           u(u) {}
 
     int64_t of_head(int64_t rows) const { return (b * given.H + h) * rows; }
     int64_t of_group(int64_t rows) const { return (b * given.G + group) * rows; }
 
-    void fold(float* state) {
-        const int64_t size = n.K * n.V;
-        const float* const old = given.state + of_head(size);
-        if (given.past[b] <= 0) {
-            std::fill(state, state + size, 0.0f);
-            return;
-        }
-        if (state != old) std::copy(old, old + size, state);
-        const int64_t count = std::min(given.past[b] - given.folded[b], given.W);
-        const float* const k = given.keys + of_group(given.W * n.K);
-        const float* const v = given.values + of_head(given.W * n.V);
-        const float* const g = given.decays + of_head(given.W * n.D);
-        for (int64_t row = 0; row < count; row++) {
-            decay(state, state, g + row * n.D, nullptr, nullptr, n);
-            add(state, nullptr, k + row * n.K, v + row * n.V, nullptr, n);
-        }
+    static void factors(const float* g, int64_t count, std::vector<float>& to) {
+        to.resize(std::max<int64_t>(count, 0));
+        for (int64_t i = 0; i < count; i++) to[i] = decay_of(g[i]);
     }
 
-    void token(int64_t t, const float* from, float* to) {
-        const float* const q = given.q + (of_group(given.T) + t) * n.K;
-        const float* const k = given.k + (of_group(given.T) + t) * n.K;
-        const float* const v = given.v + (of_head(given.T) + t) * n.V;
-        const float* const g = given.g + (of_head(given.T) + t) * n.D;
-        float* const y = given.y + (of_head(given.T) + t) * n.V;
-        float* const mine = u + t * n.V;
-        std::fill(y, y + n.V, 0.0f);
-        if (given.beta) {
-            const float rate = given.beta[of_head(given.T) + t];
-            std::fill(known.begin(), known.end(), 0.0f);
-            decay(from, to, g, k, known.data(), n);
-            for (int64_t e = 0; e < n.V; e++) mine[e] = rate * (v[e] - known[e]);
-        } else {
-            decay(from, to, g, nullptr, nullptr, n);
-            std::copy(v, v + n.V, mine);
-        }
-        add(to, q, k, mine, y, n);
+    Row logged_row(int64_t row) const {
+        return {given.keys + of_group(given.W * K) + row * K, &logged[row * D], D > 1};
+    }
+    Row token_row(int64_t t) const {
+        return {given.k + (of_group(given.T) + t) * K, &now[t * D], D > 1};
     }
 
-    // The token that each continues, -1 for none; whether that is always the one before it.
-    bool parents(std::vector<int64_t>& parent) const {
-        bool chain = true;
+    void find_parents() {
+        chain = true;
+        parent.resize(given.T);
         for (int64_t t = 0; t < given.T; t++) {
             parent[t] = t - 1;
             if (!given.ancestors) continue;
@@ -116,31 +98,100 @@ struct Head {
             while (parent[t] >= 0 && !seen[parent[t]]) parent[t]--;
             chain = chain && parent[t] == t - 1;
         }
-        return chain;
+    }
+
+    // `count` columns of a state [K,V] from `first`, as [K,N] with zeros after them.
+    template <int64_t N>
+    void take(const float* state, int64_t first, int64_t count, float* to) const {
+        for (int64_t c = 0; c < K; c++) {
+            const float* const row = state + c * V + first;
+            if (count == N)
+                std::copy(row, row + N, to + c * N);
+            else
+                std::fill(std::copy(row, row + count, to + c * N), to + (c + 1) * N, 0.0f);
+        }
+    }
+    template <int64_t N>
+    void give(const float* from, int64_t first, int64_t count, float* state) const {
+        for (int64_t c = 0; c < K; c++)
+            std::copy(from + c * N, from + c * N + count, state + c * V + first);
+    }
+
+    template <int64_t N>
+    void token(int64_t t, int64_t first, int64_t count, const float* from, float* to) {
+        const float* const q = given.q + (of_group(given.T) + t) * K;
+        const float* const v = given.v + (of_head(given.T) + t) * V + first;
+        const Row row = token_row(t);
+        float known[N], mine[N] = {}, read[N];
+        if (given.beta) {
+            const float rate = given.beta[of_head(given.T) + t];
+            decay<N, true>(from, to, row, known, K);
+            for (int64_t e = 0; e < count; e++) mine[e] = rate * (v[e] - known[e]);
+        } else {
+            decay<N, false>(from, to, row, nullptr, K);
+            std::copy(v, v + count, mine);
+        }
+        add<N, true>(to, q, row.k, mine, read, K);
+        std::copy(mine, mine + count, u + t * V + first);
+        std::copy(read, read + count, given.y + (of_head(given.T) + t) * V + first);
+    }
+
+    // The tokens before `first`, whose states are not kept, out of what they added.
+    template <int64_t N>
+    void fold(float* state, const Row& row, const float* added, int64_t count) const {
+        float mine[N] = {};
+        std::copy(added, added + count, mine);
+        decay<N, false>(state, state, row, nullptr, K);
+        add<N, false>(state, nullptr, row.k, mine, nullptr, K);
+    }
+
+    // Columns of the state, N at a time.
+    template <int64_t N>
+    void columns() {
+        for (int64_t first = 0; first < V; first += N) columns<N>(first, std::min(N, V - first));
+    }
+
+    template <int64_t N>
+    void columns(int64_t first, int64_t count) {
+        static thread_local std::vector<float> room;
+        const int64_t size = K * N;
+        room.resize(size * (chain ? 1 : given.T + 1));
+        float* const state = room.data();
+        float* const result = given.new_state + of_head(K * V);
+        if (given.past[b] > 0)
+            take<N>(given.state + of_head(K * V), first, count, state);
+        else
+            std::fill(state, state + size, 0.0f);
+        const float* const values = given.values + of_head(given.W * V) + first;
+        for (int64_t row = 0; row < pending; row++)
+            fold<N>(state, logged_row(row), values + row * V, count);
+        if (chain) {
+            if (certain == 0) give<N>(state, first, count, result);
+            for (int64_t t = 0; t < given.T; t++) {
+                token<N>(t, first, count, state, state);
+                if (t + 1 == certain) give<N>(state, first, count, result);
+            }
+            return;
+        }
+        for (int64_t t = 0; t < given.T; t++)
+            token<N>(t, first, count, parent[t] < 0 ? state : state + (parent[t] + 1) * size,
+                  state + (t + 1) * size);
+        for (int64_t t = 0; t < certain; t++)
+            fold<N>(state, token_row(t), u + t * V + first, count);
+        give<N>(state, first, count, result);
     }
 
     void run() {
-        const int64_t size = n.K * n.V;
-        float* const state = given.new_state + of_head(size);
-        const int64_t certain = std::min(std::max<int64_t>(given.certain[b], 0), given.T);
-        fold(state);
-        std::vector<int64_t> parent(given.T);
-        if (parents(parent)) {
-            for (int64_t t = 0; t < certain; t++) token(t, state, state);
-            if (certain == given.T) return;
-            std::vector<float> later(state, state + size);
-            for (int64_t t = certain; t < given.T; t++) token(t, later.data(), later.data());
-            return;
-        }
-        std::vector<float> states(given.T * size);
-        for (int64_t t = 0; t < given.T; t++) {
-            const float* const from = parent[t] < 0 ? state : &states[parent[t] * size];
-            token(t, from, &states[t * size]);
-        }
-        for (int64_t t = 0; t < certain; t++) {
-            decay(state, state, given.g + (of_head(given.T) + t) * n.D, nullptr, nullptr, n);
-            add(state, nullptr, given.k + (of_group(given.T) + t) * n.K, u + t * n.V, nullptr, n);
-        }
+        factors(given.decays + of_head(given.W * D), pending * D, logged);
+        factors(given.g + of_head(given.T * D), given.T * D, now);
+        find_parents();
+        // As many as the first cache holds of a state, but for states that have fewer.
+        if (V == 1)
+            columns<1>();
+        else if (V <= 8)
+            columns<8>();
+        else
+            columns<32>();
     }
 
     void copy_rows(const float* from, float* to, int64_t size) const {
@@ -152,10 +203,10 @@ struct Head {
     }
 
     void log() const {
-        copy_rows(u, given.new_values + of_head(given.W * n.V), n.V);
-        copy_rows(given.g + of_head(given.T * n.D), given.new_decays + of_head(given.W * n.D), n.D);
+        copy_rows(u, given.new_values + of_head(given.W * V), V);
+        copy_rows(given.g + of_head(given.T * D), given.new_decays + of_head(given.W * D), D);
         if (h % (given.H / given.G)) return;
-        copy_rows(given.k + of_group(given.T * n.K), given.new_keys + of_group(given.W * n.K), n.K);
+        copy_rows(given.k + of_group(given.T * K), given.new_keys + of_group(given.W * K), K);
     }
 };
 
