@@ -1,11 +1,11 @@
-"""Huge pages for what a library allocates itself.
+"""Huge pages for weights: for what a library allocates itself, and for tensors.
 
 A step reads every weight once. In pages of 4 KB the processor has to look an address up for every
 4 KB of them, and few programs ask Linux for larger ones. So the memory that a library has mapped
 while it made its copies of the weights is put into pages of 2 MB afterwards. Steps of ONNX Runtime
 get 3 to 5% faster by it (a 14M-parameter model in float32, batch 1, two cores) where the system
 gives huge pages to whom asks (``madvise`` or ``always``, Linux 6.1 or newer). Elsewhere memory
-stays as it is.
+stays as it is, and so do weights that are mapped from files.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import mmap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import torch
 
 HUGE = 2 << 20
 """Bytes of a huge page."""
@@ -59,6 +61,40 @@ def huge_pages() -> Iterator[None]:
     yield
     for start, end in added(before, _regions()):
         _collapse(-(-start // HUGE) * HUGE, end // HUGE * HUGE)
+
+
+NEAR = 1 << 16
+"""Bytes between tensors that are one range of memory to us: what the C library writes before each,
+and what it rounds them up by."""
+
+
+def move_to_huge_pages(tensors: Iterable[torch.Tensor]) -> None:
+    """Put the memory of tensors on the CPU into huge pages, of neighbours together; what is mapped
+    from files stays so."""
+    regions = _regions()
+    for start, end in joined((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.is_cpu):
+        for first, last in regions:
+            _collapse(-(-max(start, first) // HUGE) * HUGE, min(end, last) // HUGE * HUGE)
+
+
+def joined(ranges: Iterable[tuple[int, int]], near: int = NEAR) -> Iterator[tuple[int, int]]:
+    """Ranges in order, those as one that are no more than `near` apart.
+
+    >>> list(joined([(9, 12), (0, 4), (5, 8), (2, 3)], near=1))
+    [(0, 12)]
+    >>> list(joined([(9, 12), (0, 4)], near=4))
+    [(0, 4), (9, 12)]
+    """
+    last: tuple[int, int] | None = None
+    for start, end in sorted(ranges):
+        if last is not None and start <= last[1] + near:
+            last = last[0], max(last[1], end)
+            continue
+        if last is not None:
+            yield last
+        last = start, end
+    if last is not None:
+        yield last
 
 
 def _regions() -> list[tuple[int, int]]:

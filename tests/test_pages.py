@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,6 +49,19 @@ def test_what_is_mapped_inside_is_moved_and_stays_the_same() -> None:
         written[:] = np.arange(written.size)
     assert in_huge_pages(written.ctypes.data) >= 14 * HUGE
     assert (written == np.arange(written.size)).all() and (there == 1).all()
+
+
+@pytest.mark.skipif(not given_to_whom_asks(), reason="this system gives no huge pages")
+def test_tensors_are_moved_and_stay_the_same_and_those_of_files_are_left(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    np.arange(HUGE, dtype=np.int64).tofile(path)
+    mapped = torch.from_file(str(path), size=HUGE, dtype=torch.int64)
+    parts = [torch.full((n * HUGE // 8 + 3,), n) for n in (3, 1, 5)]
+    pages.move_to_huge_pages([mapped, *parts])
+    assert in_huge_pages(parts[2].data_ptr()) >= 4 * HUGE
+    assert in_huge_pages(mapped.data_ptr()) == 0
+    assert (mapped == torch.arange(HUGE)).all()
+    assert all((part == n).all() for part, n in zip(parts, (3, 1, 5), strict=True))
 
 
 RANGES = st.lists(st.integers(0, 40), unique=True, max_size=12).map(

@@ -17,7 +17,7 @@ from ...ir.protocol import OPTIONAL
 from ...ir.threads import traces
 from ..base import StatefulExecutable
 from ..faults import index_fault
-from ..pages import Trimmer
+from ..pages import Trimmer, move_to_huge_pages
 from ..target import Target
 from .compiled import Compiled, any_size, for_gpu, inductor
 from .cpu import CPU_ROWS
@@ -78,6 +78,8 @@ class TorchExecutable(StatefulExecutable):
             weights[name] = weight.load().to(self.device)
             trimmer.note(weight.type.nbytes)
         trimmer.done()
+        if self.how == "inductor":
+            move_to_huge_pages(weights.values())
         return weights
 
     def begin(self, batch: int, rows: int) -> None:
