@@ -347,7 +347,10 @@ def test_drafts_and_batches_change_nothing(name: str, draft: DraftRecord) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["window", "snapkv", "h2o", "pyramid"])
+@pytest.mark.parametrize(
+    "name",
+    ["snapkv", *(pytest.param(n, marks=pytest.mark.sweep) for n in ("window", "h2o", "pyramid"))],
+)
 def test_it_runs_compiled(name: str) -> None:
     plain = generate(executable_of(evicting(name)), TEXT, **asked(20))
     assert torch.equal(generate(executable_of(evicting(name), "torch"), TEXT, **asked(20)), plain)

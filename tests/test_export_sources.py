@@ -32,11 +32,13 @@ def fast(name: str, recipe: str) -> Any:
 
 
 def combinations() -> Iterator[Any]:
-    """Types with recipes: that which shows most, and the rest."""
+    """Types with recipes: that which shows most, those that add something, and the rest."""
     quick = {("t5", "int8_copyspec")}
     for name in TYPES:
         for recipe in RECIPES:
-            marks = [] if (name, recipe) in quick else [pytest.mark.long]
+            rare = recipe in ("int8", "copyspec") and name != "t5"
+            often = pytest.mark.sweep if rare else pytest.mark.long
+            marks = [] if (name, recipe) in quick else [often]
             yield pytest.param(name, recipe, marks=marks)
 
 

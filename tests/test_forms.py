@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from evidence import evidence_for
-from selection import mostly_long
+from selection import rarely
 from test_gptq import correlated, moments
 from tiny import MASK, PROMPTS, tiny_llama
 
@@ -141,7 +141,7 @@ def made(name: str, **options: Any) -> Program:
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", pytest.param("torch", marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", mostly_long(FORMS, keep=("ptq161",)))
+@pytest.mark.parametrize("name", rarely(FORMS, 9, keep=("ptq161",)))
 def test_forms_run_alike_on_both_backends_and_print(name: str, backend: str) -> None:
     program = made(name, **FORMS[name])
     text = program_text(program)

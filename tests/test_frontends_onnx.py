@@ -208,7 +208,13 @@ def traced_by_torch(
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("cached", "eager", "script"),
-    [(False, False, False), (False, True, False), (True, False, False), (True, False, True)],
+    [
+        (True, False, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.sweep)
+            for case in ((False, False, False), (False, True, False), (True, False, True))
+        ),
+    ],
     ids=str,
 )
 def test_exports_of_torch(cached: bool, eager: bool, script: bool, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_recipes_that_promise_no_equal_texts_are_refused(
     assert not out.exists()
 
 
-@pytest.mark.long
+@pytest.mark.sweep
 def test_texts_of_another_recipe_may_be_the_measure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

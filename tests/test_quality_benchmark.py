@@ -79,7 +79,7 @@ def test_too_little_text_is_refused(
         measured(monkeypatch, tmp_path / "out.json", "--text", str(texts / "short.txt"))
 
 
-@pytest.mark.long
+@pytest.mark.sweep
 def test_a_table_of_methods_calibrates_on_other_text_than_it_scores(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

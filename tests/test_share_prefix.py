@@ -99,7 +99,13 @@ def test_texts_are_those_of_each_alone(name: str, backend: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["suffix", "recycling", "eagle chain"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "recycling",
+        *(pytest.param(name, marks=pytest.mark.sweep) for name in ("suffix", "eagle chain")),
+    ],
+)
 def test_texts_are_those_of_each_alone_when_compiled(name: str) -> None:
     check_texts(name, "torch", {"begun alike": batches()["begun alike"]})
 
