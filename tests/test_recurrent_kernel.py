@@ -1,4 +1,5 @@
-"""The kernel for a step of linear attention: the op's meaning, and one token's bits everywhere."""
+"""The kernels for steps of recurrences and convolutions: the ops' meanings, and one token's bits
+everywhere."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from graftwork.backends.torch.native_recurrent import step
+from graftwork.backends.torch.native_recurrent import conv_step, step
 from graftwork.ir import InputError
+from graftwork.ir.ops.recurrent import causal_conv_step
 from graftwork.ir.ops.recurrent import linear_attention_step as meaning
 
 SHAPES = [
@@ -31,12 +33,7 @@ def _operands(shape: tuple[int, ...], *, tree: bool, delta: bool) -> list[Any]:
         return torch.nn.functional.normalize(draw(*dims), dim=-1)
 
     rows = 4
-    ancestors = None
-    if tree:
-        seen = torch.eye(width, dtype=torch.bool)
-        for token in range(1, width):
-            seen[token] |= seen[int(torch.randint(0, token, (), generator=generator))]
-        ancestors = seen.expand(batch, width, width).contiguous()
+    ancestors = _tree(batch, width, generator) if tree else None
     return [
         draw(batch, heads, size, values),
         unit(batch, groups, rows, size),
@@ -52,6 +49,13 @@ def _operands(shape: tuple[int, ...], *, tree: bool, delta: bool) -> list[Any]:
         -draw(batch, heads, width, decays).abs(),
         torch.rand(batch, heads, width, generator=generator) if delta else None,
     ]
+
+
+def _tree(batch: int, width: int, generator: torch.Generator) -> torch.Tensor:
+    seen = torch.eye(width, dtype=torch.bool)
+    for token in range(1, width):
+        seen[token] |= seen[int(torch.randint(0, token, (), generator=generator))]
+    return seen.expand(batch, width, width).contiguous()
 
 
 @pytest.mark.parametrize("delta", [True, False])
@@ -88,3 +92,59 @@ def test_an_operand_that_does_not_fit_is_named():
     operands[9] = operands[9][:, :, :-1]
     with pytest.raises(InputError, match="linear_attention_step: k must be"):
         step(*operands)
+
+
+CONVOLUTIONS = [(1, 8, 300, 4), (2, 1, 5, 4), (2, 3, 130, 2), (3, 70, 17, 5)]
+"""Sequences, tokens, channels and span."""
+
+
+def _convolution(
+    sizes: tuple[int, ...], *, tree: bool, bias: bool = False, logged: int = 4
+) -> list[Any]:
+    batch, width, channels, span = sizes
+    generator = torch.Generator().manual_seed(sum(sizes))
+
+    def draw(*dims: int) -> torch.Tensor:
+        return torch.randn(dims, generator=generator)
+
+    return [
+        draw(batch, span - 1, channels),
+        draw(batch, logged, channels),
+        torch.full((batch,), 5),
+        torch.tensor([7, 0, 9])[:batch],
+        torch.tensor([1, 3, 0])[:batch],
+        _tree(batch, width, generator) if tree else None,
+        draw(batch, width, channels),
+        draw(channels, span),
+        draw(channels) if bias else None,
+    ]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("sizes", CONVOLUTIONS)
+def test_the_kernel_of_convolutions_computes_the_meaning(sizes, tree, bias):
+    operands = _convolution(sizes, tree=tree, bias=bias)
+    results = zip(conv_step(*operands), causal_conv_step(*operands), strict=True)
+    y, want = next(results)
+    torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(got, want) for got, want in results)
+
+
+def test_a_convolved_token_has_the_same_bits_alone_and_among_others():
+    """In a chain, and out of the log, with what it read before it began."""
+    operands = _convolution((1, 8, 130, 4), tree=False)
+    together, *states = conv_step(*operands)
+    past = operands[3]
+    for token in range(1, 4):
+        folded, past = past + 1, past + 1
+        x = operands[6][:, token : token + 1]
+        y, *states = conv_step(*states, folded, past, operands[4], None, x, *operands[7:])
+        assert torch.equal(y[:, 0], together[:, token])
+
+
+def test_a_convolutions_operand_that_does_not_fit_is_named():
+    operands = _convolution((1, 3, 5, 4), tree=False)
+    operands[0] = operands[0][:, 1:]
+    with pytest.raises(InputError, match="causal_conv_step: history must be"):
+        conv_step(*operands)

@@ -242,6 +242,7 @@ extern "C" ort::Status* RegisterCustomOps(ort::Options* options, const ort::ApiB
         static const Op<MaskedNode<true>> partial;
         static const Op<PickedAttention> picked;
         static const Op<LinearAttentionStep> recurrence;
+        static const Op<CausalConvStep> convolution;
         static ort::Domain* const domain = [&] {  // sessions use it as long as they live
             ort::Domain* const made = api->create_domain("graftwork");
             api->add_op(made, &linear);
@@ -254,6 +255,7 @@ extern "C" ort::Status* RegisterCustomOps(ort::Options* options, const ort::ApiB
             api->add_op(made, &partial);
             api->add_op(made, &picked);
             api->add_op(made, &recurrence);
+            api->add_op(made, &convolution);
             return made;
         }();
         api->add_domain(options, domain);

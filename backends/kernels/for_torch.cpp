@@ -1,6 +1,7 @@
 // The kernels for callers in this process, such as torch: addresses and whole numbers.
 
 #include "attention.h"
+#include "conv.h"
 #include "processor.h"
 #include "quantized.h"
 #include "recurrent.h"
@@ -172,6 +173,31 @@ void linear_attention_step(
         state, keys, values,    decays,   folded,     past,       certain, ancestors, q, k, v, g,
         beta,  y,    new_state, new_keys, new_values, new_decays, B,       H,         G, T, K, V,
         D,     W};
+    step(given, Threads(threads));
+}
+
+// See `Convolution`. Of ancestors and bias each may be null.
+void causal_conv_step(
+    const float* history,
+    const float* rows,
+    const int64_t* folded,
+    const int64_t* past,
+    const int64_t* certain,
+    const uint8_t* ancestors,
+    const float* x,
+    const float* weight,
+    const float* bias,
+    float* y,
+    float* new_history,
+    float* new_rows,
+    int64_t B,
+    int64_t T,
+    int64_t D,
+    int64_t N,
+    int64_t W,
+    int64_t threads) {
+    const Convolution given = {history, rows, folded, past, certain, ancestors, x, weight, bias, y,
+                               new_history, new_rows, B, T, D, N, W};
     step(given, Threads(threads));
 }
 

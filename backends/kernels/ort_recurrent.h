@@ -1,12 +1,16 @@
-// A step of linear attention as an op of ONNX Runtime.
+// Steps of linear attention and of causal convolutions as ops of ONNX Runtime.
 //
 //   LinearAttentionStep(state, keys, values, decays, folded, past, certain, q, k, v, g, ancestors?,
 //     beta?; threads) -> (y, state, keys, values, decays)
 //
-// It is graftwork.linear_attention_step.
+//   CausalConvStep(history, rows, folded, past, certain, x, weight, ancestors?, bias?; threads)
+//     -> (y, history, rows)
+//
+// They are graftwork.linear_attention_step and graftwork.causal_conv_step.
 
 #pragma once
 
+#include "conv.h"
 #include "ort_op.h"
 #include "recurrent.h"
 
@@ -73,6 +77,58 @@ struct LinearAttentionStep {
         given.new_decays = api.data<float>(api.output(context, 4, decays.sizes));
         given.B = B, given.H = H, given.G = G, given.T = T, given.K = K, given.V = V;
         given.D = D, given.W = W;
+        step(given, Pool(api, context, threads));
+    }
+};
+
+struct CausalConvStep {
+    static constexpr const char* NAME = "CausalConvStep";
+    static constexpr int REQUIRED = 7, INPUTS = 9, OUTPUTS = 3;
+    static ort::Element input(int place) {
+        if (place >= 2 && place <= 4) return ort::INT64;
+        return place == REQUIRED ? ort::BOOL : ort::FLOAT;
+    }
+    static ort::Element output(int) { return ort::FLOAT; }
+    const ort::Api& api;
+    int64_t threads;
+
+    CausalConvStep(const ort::Api& api, const ort::Info* info)
+        : api(api), threads(api.whole_number(info, "threads")) {
+        want(threads >= 1, "threads must be positive");
+    }
+
+    void run(ort::Context* context) const {
+        const auto input = [&](size_t place) { return ort::Tensor(api, context, place); };
+        const ort::Tensor history = input(0), rows = input(1), folded = input(2), past = input(3);
+        const ort::Tensor certain = input(4), x = input(5), weight = input(6);
+        const ort::Tensor ancestors = input(7), bias = input(8);
+        want(x.sizes.size() == 3, "x must be [B, T, D]");
+        want(rows.sizes.size() == 3, "rows must be [B, W, D]");
+        want(weight.sizes.size() == 2, "weight must be [D, N]");
+        const int64_t B = x.sizes[0], T = x.sizes[1], D = x.sizes[2];
+        const int64_t W = rows.sizes[1], N = weight.sizes[1];
+        want(T >= 1 && W >= 1, "there must be a token and a row of the log");
+        want(N >= 2, "weight must span at least 2 tokens");
+        want(weight.is({D, N}), "weight must be [D, N]");
+        want(history.is({B, N - 1, D}), "history must be [B, N-1, D]");
+        want(rows.is({B, W, D}), "rows must be [B, W, D]");
+        want(folded.is({B}) && past.is({B}) && certain.is({B}), "counts must be [B]");
+        want(ancestors.is({B, T, T}), "ancestors must be [B, T, T]");
+        want(bias.is({D}), "bias must be [D]");
+        Convolution given = {};
+        given.history = history.data<float>(api);
+        given.rows = rows.data<float>(api);
+        given.folded = folded.data<int64_t>(api);
+        given.past = past.data<int64_t>(api);
+        given.certain = certain.data<int64_t>(api);
+        given.ancestors = ancestors.data<uint8_t>(api);
+        given.x = x.data<float>(api);
+        given.weight = weight.data<float>(api);
+        given.bias = bias.data<float>(api);
+        given.y = api.data<float>(api.output(context, 0, x.sizes));
+        given.new_history = api.data<float>(api.output(context, 1, history.sizes));
+        given.new_rows = api.data<float>(api.output(context, 2, rows.sizes));
+        given.B = B, given.T = T, given.D = D, given.N = N, given.W = W;
         step(given, Pool(api, context, threads));
     }
 };

@@ -1,13 +1,14 @@
-"""The row of recurrences: graftwork's own kernel, where it can be had."""
+"""The rows of recurrences and convolutions: graftwork's own kernels, where they can be had."""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 import torch.fx
 
-from ...ir import arguments
+from ...ir import Function, arguments
 from ...ir import type_of as ir_type
 from .emit import Emitter, row
 from .probe import own_attention_available
@@ -15,12 +16,24 @@ from .probe import own_attention_available
 G = torch.ops.graftwork
 
 
+STEPS = (G.linear_attention_step.default, G.causal_conv_step.default)
+COUNTS = (torch.int64, torch.bool)
+
+
 def _is_own(node: torch.fx.Node) -> bool:
     """Whether the kernel, which comes with attention's, can do a step."""
-    given = arguments(node)
-    floats = [given[name] for name in ("q", "k", "v", "g", "beta")]
-    plain = all(x is None or ir_type(x).dtype == torch.float32 for x in floats)
-    return plain and not own_attention_available()
+    dtypes = {ir_type(x).dtype for x in arguments(node).values() if x is not None}
+    return dtypes <= {torch.float32, *COUNTS} and not own_attention_available()
+
+
+def is_written_in_place(function: Function, state: str) -> bool:
+    """Whether what a lowered function makes of a state may lie where the state is: a kernel of ours
+    writes it, which has read all of the old one by then, and nothing else reads that."""
+    made, old = function.outputs[state], function.input(state)
+    if made.target is not operator.getitem:
+        return False
+    step = made.all_input_nodes[0]
+    return step.target in STEPS and list(old.users) == [step]
 
 
 @row(G.linear_attention_step.default, when=_is_own, native=True)
@@ -30,3 +43,10 @@ def linear_attention_step(e: Emitter, *operands: Any) -> Any:
         beta = operands[12]
     given = (*state_and_counts, *sequence, ancestors, beta)
     return e.own("LinearAttentionStep", *given, threads=e.threads, outputs=5)
+
+
+@row(G.causal_conv_step.default, when=_is_own, native=True)
+def causal_conv_step(e: Emitter, *operands: Any) -> Any:
+    states_and_counts, ancestors, sequence = operands[:5], operands[5], operands[6:8]
+    given = (*states_and_counts, *sequence, ancestors, operands[8])
+    return e.own("CausalConvStep", *given, threads=e.threads, outputs=3)

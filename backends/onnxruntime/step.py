@@ -18,6 +18,7 @@ from ..staging import Staging, Stream
 from ..states import StateBuffers
 from .attention import TOTAL
 from .emit import DTYPES, output_name
+from .rows_recurrent import is_written_in_place
 from .session import as_graph, giving_back, records_graphs
 
 _WIDTH = Sym("T")
@@ -97,7 +98,8 @@ class Step:
                 self.inputs[name] = type_of(node)
         outputs = function.outputs
         self.written = [name for name in outputs if name in states.tensors]
-        self.beside = {name for name in self.written if name in states.rewritten}
+        rewritten = [name for name in self.written if name in states.rewritten]
+        self.beside = {name for name in rewritten if not is_written_in_place(function, name)}
         self.outputs = {n: type_of(v) for n, v in outputs.items() if n not in states.tensors}
         self.targets = {name: output_name(function, name) for name in outputs}
         self.symbols = _symbols(self.inputs)

@@ -1,4 +1,4 @@
-"""The kernel for a step of linear attention as a torch op, as those of `native` are."""
+"""The kernels for steps of recurrences and convolutions as torch ops, as those of `native` are."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from ...ir import InputError
-from ...ir.ops.recurrent import check_step
-from ...ir.ops.recurrent import linear_attention_step as meaning
+from ...ir.ops import recurrent
+from ...ir.ops.recurrent import check_conv_step, check_step
 from ..cached_library import SHARED
 from .native import F32, Kernel, native_op
 
 linear_attention_step_kernel = Kernel("linear_attention_step", SHARED)
+causal_conv_step_kernel = Kernel("causal_conv_step", SHARED)
 
 
 def _like(
@@ -53,5 +54,42 @@ def step(*operands: Any) -> Any:
     """`graftwork.linear_attention_step`; native in float32."""
     given = (*operands, None)[:13]
     if any(x is not None and x.dtype != F32 for x in given[8:]):
-        return meaning(*operands)
+        return recurrent.linear_attention_step(*operands)
     return linear_attention_step(*given)
+
+
+def _like_conv(history: Tensor, rows: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (others[4], history, rows))
+
+
+def _check_conv(*operands: Any) -> None:
+    check_conv_step(*operands)
+    if not _conv_in_float32(operands):
+        raise InputError(f"causal_conv_step: the kernel takes {F32}")
+
+
+def _conv_in_float32(operands: Any) -> bool:
+    """Whether states, tokens, weight and bias are."""
+    return all(x is None or x.dtype == F32 for x in (*operands[:2], *operands[6:]))
+
+
+@native_op(
+    "causal_conv_step(Tensor history, Tensor rows, Tensor folded, Tensor past, Tensor certain, "
+    "Tensor? ancestors, Tensor x, Tensor weight, Tensor? bias) -> (Tensor, Tensor, Tensor)",
+    _check_conv,
+    _like_conv,
+)
+def causal_conv_step(*operands: Any) -> tuple[Tensor, ...]:
+    """`graftwork.causal_conv_step` in float32."""
+    results = _like_conv(*operands)
+    sizes = *operands[6].shape, operands[7].shape[1], operands[1].shape[1]
+    causal_conv_step_kernel(*operands, *results, *sizes, torch.get_num_threads())
+    return results
+
+
+def conv_step(*operands: Any) -> Any:
+    """`graftwork.causal_conv_step`; native in float32."""
+    given = (*operands, None)[:9]
+    if not _conv_in_float32(given):
+        return recurrent.causal_conv_step(*operands)
+    return causal_conv_step(*given)

@@ -426,7 +426,7 @@ def _conv_step_samples() -> Iterator[Sample]:
         yield (history, rows, *counts, ancestors, x, weight, bias), {}
 
 
-def _check_conv_step(
+def check_conv_step(
     history: Tensor,
     rows: Tensor,
     folded: Tensor,
@@ -437,6 +437,7 @@ def _check_conv_step(
     weight: Tensor,
     bias: Tensor | None,
 ) -> None:
+    """Whether these fit each other. Errors: `InputError` naming the one that does not."""
     given = _check_conv("causal_conv_step", x, weight, bias)
     given.sizes["P"] = given.sizes["N"] - 1
     given.fit("history", history, "BPD")
@@ -455,7 +456,7 @@ def _conv_step_fake(
     weight: Tensor,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    _check_conv_step(history, rows, folded, past, certain, ancestors, x, weight, bias)
+    check_conv_step(history, rows, folded, past, certain, ancestors, x, weight, bias)
     return tuple(made.new_empty(made.shape) for made in (x, history, rows))
 
 
@@ -486,7 +487,7 @@ def causal_conv_step(
     [B,T,D], weight and bias as in `causal_conv`. Results: y [B,T,D], the new history and log.
     Errors: `InputError` naming an operand that does not fit.
     """
-    _check_conv_step(history, rows, folded, past, certain, ancestors, x, weight, bias)
+    check_conv_step(history, rows, folded, past, certain, ancestors, x, weight, bias)
     span = weight.shape[1]
     begun = (past > 0)[:, None, None]
     held = torch.cat([history, rows], 1)
