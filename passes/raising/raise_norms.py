@@ -17,7 +17,8 @@ First the statistics are matched and become a norm whose weight is ones; then ea
 what follows: casts, the gain (a weight, or something computed from weights such as gemma's ``1 +
 weight``, which becomes a derived weight), a layer norm's shift, and the cast to float32 before it.
 A gain that is no vector over the last axis (one for each head) stays a product behind a norm with
-ones. Refuses norms over other axes, and statistics that something else uses as well.
+ones. Rows brought to a length of 1, as the keys of delta nets are, are RMS norms, too: their weight
+is the root of 1/H. Refuses norms over other axes, and statistics that something else uses as well.
 """
 
 from __future__ import annotations
@@ -83,6 +84,10 @@ def _rms_by_power(x: Tensor, eps: float) -> Tensor:
     return x * torch.pow(x.pow(2).mean(-1, keepdim=True) + eps, -0.5)
 
 
+def _unit(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
+
+
 def _centred(x: Tensor, eps: float) -> Tensor:
     centred = x - x.mean(-1, keepdim=True)
     return centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
@@ -106,9 +111,20 @@ def _plain(op: Any, *bias: None) -> Callable[[Builder, Match], torch.fx.Node]:
     return build
 
 
+def _unit_length(b: Builder, m: Match) -> torch.fx.Node:
+    """A replacement for rows brought to a length of 1: an RMS norm whose weight is the root of 1/H,
+    because a mean is a sum over H."""
+    x = m["x"]
+    width = type_of(x).dims[-1]
+    assert isinstance(width, int)
+    weight = filled_weight(b.weights, type_of(x), width**-0.5, "unit")
+    return b.call(G.rms_norm.default, x, b.add(weight), eps=float(m.number("eps")) / width)
+
+
 def _rule(pattern: Callable[..., Tensor], build: Callable[..., torch.fx.Node]) -> Rule:
     inputs = {"x": "f32[...,H]", "eps": "float"}
-    return Rule(pattern.__name__.strip("_"), inputs, pattern, build, optional_casts=True)
+    casts = build is not _unit_length
+    return Rule(pattern.__name__.strip("_"), inputs, pattern, build, optional_casts=casts)
 
 
 # Centred ones first: what they do to the centred value is an RMS norm as well.
@@ -116,15 +132,23 @@ RULES = [
     *(_rule(p, _plain(G.layer_norm.default, None)) for p in (_centred, _centred_twice)),
     *(_rule(p, _plain(G.rms_norm.default)) for p in (_rms, _rms_by_product)),
     *(_rule(p, _plain(G.rms_norm.default)) for p in (_rms_by_root, _rms_by_power)),
+    _rule(_unit, _unit_length),
 ]
 
 
 def ones_weight(weights: WeightStore, like: TensorType) -> Weight:
     """The weight of norms without one; all of a width and dtype share it."""
+    return filled_weight(weights, like, 1.0, "ones")
+
+
+def filled_weight(weights: WeightStore, like: TensorType, value: float, kind: str) -> Weight:
+    """A weight [H] of one number, shared by all of its kind, width and dtype."""
     width = like.dims[-1]
     assert isinstance(width, int)
-    name = f"ones.{DTYPE_NAMES[like.dtype]}.{width}"
-    return weights[name] if name in weights else Weight.of(name, torch.ones(width).to(like.dtype))
+    name = f"{kind}.{DTYPE_NAMES[like.dtype]}.{width}"
+    if name in weights:
+        return weights[name]
+    return Weight.of(name, torch.full((width,), value).to(like.dtype))
 
 
 def _raise_calls(fn: Function, weights: WeightStore) -> tuple[int, WeightStore]:

@@ -258,14 +258,8 @@ def native_attend_quantized(make: Maker) -> Case:
     return Case("attend_quantized", call, meaning, operands, options, fake=True, tolerance=near)
 
 
-def native_linear_attention_step(make: Maker) -> Case:
-    batch, groups, each, rows = (make.random.choice((1, 1, 2, 3)) for _ in range(4))
-    heads, width = groups * each, make.random.choice((1, 1, 2, 5, 9, 70))
-    keys, values = (make.random.choice((1, 3, 8, 17, 33)) for _ in range(2))
-    decays = make.random.choice((1, keys))
-
-    def unit(*shape: int) -> Tensor:
-        return F.normalize(make.numbers(*shape), dim=-1)
+def _counts(make: Maker, batch: int, rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What a state covers, what counts, and how many tokens will not be taken back."""
 
     def counts(least: int, most: int) -> Tensor:
         return torch.randint(least, most + 1, (batch,), generator=make.generator)
@@ -278,8 +272,21 @@ def native_linear_attention_step(make: Maker) -> Case:
         past = past + make.random.choice((-100, -1, 1, 1 << 40))
     if make.random.random() < 0.1:
         # Up to where counting rows from there on would wrap around.
-        most = 2**63 - 1 - width - rows
+        most = 2**63 - 1 - width - rows - 8
         certain = certain + make.random.choice((-100, 1, 1 << 40, most))
+    return folded, past, certain
+
+
+def native_linear_attention_step(make: Maker) -> Case:
+    batch, groups, each, rows = (make.random.choice((1, 1, 2, 3)) for _ in range(4))
+    heads, width = groups * each, make.random.choice((1, 1, 2, 5, 9, 70))
+    keys, values = (make.random.choice((1, 3, 8, 17, 33)) for _ in range(2))
+    decays = make.random.choice((1, keys))
+
+    def unit(*shape: int) -> Tensor:
+        return F.normalize(make.numbers(*shape), dim=-1)
+
+    folded, past, certain = _counts(make, batch, rows, width)
     operands = {
         "state": make.numbers(batch, heads, keys, values),
         "keys": unit(batch, groups, rows, keys),
@@ -306,6 +313,31 @@ def native_linear_attention_step(make: Maker) -> Case:
     return Case(name, call, meaning, operands, {}, fake=True, tolerance=near, kept=tree)
 
 
+def native_causal_conv_step(make: Maker) -> Case:
+    batch, rows = (make.random.choice((1, 1, 2, 3)) for _ in range(2))
+    width, span = make.random.choice((1, 1, 2, 5, 9, 70)), make.random.choice((2, 3, 4, 4, 7))
+    channels = make.random.choice((1, 3, 17, 128, 300))
+    folded, past, certain = _counts(make, batch, rows, width)
+    operands = {
+        "history": make.numbers(batch, span - 1, channels),
+        "rows": make.numbers(batch, rows, channels),
+        "folded": folded,
+        "past": past,
+        "certain": certain,
+        "ancestors": make.maybe(make.tree(batch, width)),
+        "x": make.numbers(batch, width, channels),
+        "weight": make.numbers(channels, span),
+        "bias": make.maybe(make.numbers(channels)),
+    }
+
+    def meaning(*tensors: Any) -> Any:
+        want(all(t is None or t.dtype == F32 for t in (*tensors[:2], *tensors[6:])))
+        return recurrent.causal_conv_step(*tensors)
+
+    call, tree = native_recurrent.causal_conv_step, frozenset({"ancestors"})
+    return Case("causal_conv_step", call, meaning, operands, {}, fake=True, kept=tree)
+
+
 MAKERS: list[Callable[[Maker], Case]] = [
     linear,
     native_linear,
@@ -322,6 +354,7 @@ MAKERS: list[Callable[[Maker], Case]] = [
     native_attend_part,
     native_attend_rows,
     native_linear_attention_step,
+    native_causal_conv_step,
     *(
         partial(_norm, name=name, kernel=kernel)
         for name in ("rms_norm", "add_rms_norm", "layer_norm")
