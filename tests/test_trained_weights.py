@@ -41,8 +41,10 @@ EAGER = Target("eager", "cpu")
 
 def target(*kinds: type[Pass]) -> Program:
     """What passes of these kinds work on: deep enough for drafters that read several layers, with
-    what a checkpoint brings besides, and its step cut where they ask for that."""
-    whole = tiny_llama(7).replace(guests={"mtp.0": layer_ahead()})
+    what a checkpoint brings, and its step cut or a model that drafts where they ask for that."""
+    whole = tiny_llama(7).replace(guests={"mtp.0": layer_ahead(), "other": tiny_llama(1)})
+    if any("drafts" in kind.requires for kind in kinds):
+        return run_passes(whole, [Step(DraftModel(model="other"))])[0]
     if not any("segments" in kind.requires for kind in kinds):
         return whole
     cutting = (InsertKvCache(), PickLogits(), AddArgmax(), CutDepth(every=1))
