@@ -313,7 +313,9 @@ void attend_kind(const Attention& of, const Query* queries, int64_t count) {
     }
     for (int64_t row = 0; row < count; row++)
         std::fill_n(queries[row].out, values.width, added[row]);
-    const int64_t block = std::max<int64_t>(1, NEAR_BYTES / Kind::bytes(values.width));
+    // Rows may have no columns, and so no bytes.
+    const int64_t wide = std::max<int64_t>(1, Kind::bytes(values.width));
+    const int64_t block = std::max<int64_t>(1, NEAR_BYTES / wide);
     for (int64_t c = 0; c < rows; c += block)
         by_rows(count, [&](auto rows_at_once, int64_t first) {
             constexpr int ROWS = rows_at_once.value;
