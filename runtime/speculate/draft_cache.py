@@ -19,8 +19,9 @@ from ..feeding.gather import gathered, written
 Ids = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
-CHOSEN = ("draft_tokens", "draft_scores", "draft_logits", "draft_odds")
-"""Outputs that a function with ``select`` gives of chosen columns only."""
+CHOSEN = ("draft_tokens", "draft_scores", "draft_logits")
+"""What functions that draft give of chosen columns only, where they take ``select``; one with
+``draft_odds`` gives those so, too."""
 
 HELD = 128
 """Tokens up to which the inputs of a shape are kept for the next call; prompts are longer."""
@@ -85,7 +86,7 @@ class DraftCache:
             )
         self.executable, self.function, self.ahead = executable, function, ahead
         self.takes = {str(node.target) for node in fn.inputs}
-        self.fetch = tuple(name for name in (*CHOSEN, "hidden") if name in fn.outputs)
+        self.fetch = tuple(name for name in (*CHOSEN, "draft_odds", "hidden") if name in fn.outputs)
         self.widths = executable.widths(function)
         self.widest = CHUNK if self.widths is None else self.widths[-1]
 
