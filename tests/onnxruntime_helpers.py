@@ -69,10 +69,11 @@ def run_session(
     paired: bool = False,
     prepacked: bool = True,
     cuda: bool = False,
+    contrib: bool = True,
 ) -> dict[str, torch.Tensor]:
     """Outputs of a function whose every op has a row, in ONNX Runtime on the CPU."""
     path = folder / "model.onnx"
-    model = emit(fn, WeightStore(weights), paired=paired, cuda=cuda)
+    model = emit(fn, WeightStore(weights), paired=paired, cuda=cuda, contrib=contrib)
     store(model, path, WeightFile(folder / "weights.data"))
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3

@@ -37,6 +37,7 @@ LONG = {
     ("falcon_mamba", "eagle_chain"),
     ("qwen3_5_text", "heads"),
     ("mamba2", "int8_copyspec"),
+    ("granitemoehybrid", "int8_copyspec"),
 }
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*untrained")

@@ -283,3 +283,46 @@ def test_exports_keep_few_bits_and_run_in_any_session(tmp_path: Path) -> None:
     exact = expected(Shape(), tokens)
     found = (Loop(folder, 1).step(tokens) - exact).abs().max() / exact.abs().max()
     assert 0 < float(found) < 0.3
+
+
+TAKEN = (("x", "f32"), ("experts", "i64"), ("shares", "f32"))
+
+
+def mixture() -> tuple[torch.Tensor | None, ...]:
+    """What `quantized_moe` takes of four random experts of bytes: 32 values to 24 and back."""
+    random, bytes_by_row = torch.Generator().manual_seed(1), []
+    for outputs, columns in ((48, 32), (32, 24)):
+        stored = Numeric(8, columns).quantize(torch.randn(4 * outputs, columns, generator=random))
+        bytes_by_row += [stored.weight.unflatten(0, (4, -1)), stored.scale.unflatten(0, (4, -1))]
+        bytes_by_row.append(None)
+    biases = (torch.randn(4, count, generator=random) for count in (48, 32))
+    return (*bytes_by_row, *biases)
+
+
+@pytest.mark.parametrize("contrib", [True, False])
+@pytest.mark.parametrize("gate", [{}, {"limit": 1.0, "alpha": 1.702}], ids=["silu", "clamped"])
+def test_experts_of_bytes_round_what_they_read(
+    gate: dict[str, Any], contrib: bool, tmp_path: Path
+) -> None:
+    """In models for others: rows are the meaning's, but for those where the last bit of an
+    activation decides what it is rounded to, and alone they have the same bits."""
+    random = torch.Generator().manual_seed(2)
+    chosen = torch.stack([torch.randperm(4, generator=random)[:2] for _ in range(16)])
+    feeds = {"x": rows(16, 32)[0], "experts": chosen, "shares": torch.rand(16, 2, generator=random)}
+    how = {"activation": "silu", "bits": 8, "group": 32, "down_group": 24, **gate}
+    fn, given = Function("call"), mixture()
+    fed = [fn.add_input(k, TensorType.parse(f"{d}[N,{feeds[k].shape[1]}]")) for k, d in TAKEN]
+    weights = {f"w{i}": Weight.of(f"w{i}", w) for i, w in enumerate(given) if w is not None}
+    held = [None if w is None else fn.weight(weights[f"w{i}"]) for i, w in enumerate(given)]
+    fn.set_outputs({"y": fn.call(G.quantized_moe.default, *fed, *held, **how)})
+
+    def run(part: slice) -> torch.Tensor:
+        taken = {name: tensor[part] for name, tensor in feeds.items()}
+        return run_session(fn, taken, tmp_path, weights, contrib=contrib)["y"]
+
+    wanted, found = G.quantized_moe(*feeds.values(), *given, **how), run(slice(None))
+    far = (found - wanted).abs().amax(-1) > 1e-5 * wanted.abs().amax(-1)
+    assert far.sum() <= 2 and error(found, wanted) < TOLERANCE
+    assert torch.equal(run(slice(5, 6)), found[5:6])
+    names = {node.op_type for node in emit(fn, WeightStore(weights), contrib=contrib).model.graph}
+    assert "Loop" in names and "MoE" not in names

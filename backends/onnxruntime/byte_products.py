@@ -25,17 +25,21 @@ def quantized_rows(e: Emitter, x: oir.Value) -> tuple[Any, Any]:
     """(u8 values with zero point 128, f32 scale [..., 1]) of f32 x, once for each x."""
     key = ("quantized", x.name)
     if key not in e.memo:
-        largest = e.op("ReduceMax", e.op("Abs", x), e.const([-1], torch.int64), keepdims=1)
-        # 0 for a row of zeros: whatever its bytes become is multiplied by it in the end.
-        scale = e.op("Div", largest, e.const(127.0, F32))
-        inner = int(str(type_of(x).dims[-1]))
-        values = e.op("QuantizeLinear", x, scale, _zeros(e, x), axis=-1, block_size=inner)
-        e.memo[key] = (values, scale)
+        e.memo[key] = rounded_rows(e, x, int(str(type_of(x).dims[-1])), zero_points(e, x))
     found: tuple[Any, Any] = e.memo[key]
     return found
 
 
-def _zeros(e: Emitter, x: oir.Value) -> Any:
+def rounded_rows(e: Emitter, x: oir.Value, width: int, zeros: oir.Value) -> tuple[Any, Any]:
+    """The same of f32 x [..., width], with the zero points u8[..., 1] given."""
+    largest = e.op("ReduceMax", e.op("Abs", x), e.const([-1], torch.int64), keepdims=1)
+    # 0 for a row of zeros: whatever its bytes become is multiplied by it in the end.
+    scale = e.op("Div", largest, e.const(127.0, F32))
+    values = e.op("QuantizeLinear", x, scale, zeros, axis=-1, block_size=width)
+    return values, scale
+
+
+def zero_points(e: Emitter, x: oir.Value) -> Any:
     """The zero points u8[..., 1] of x's rows, once for each shape."""
     key = ("zero points", tuple(str(d) for d in type_of(x).dims[:-1]))
     if key not in e.memo:
@@ -46,47 +50,40 @@ def _zeros(e: Emitter, x: oir.Value) -> Any:
 
 def byte_product(e: Emitter, x: oir.Value, weight: Weight, scale: Weight) -> Any:
     """f32[...,N] of f32 x [...,K] and a weight of eight bits u8[N,K] around 128, scale [N,1]."""
-    signed = signed_weights_are_exact()
     values, row_scale = quantized_rows(e, x)
+    return product_of_rows(e, values, row_scale, columns(e, weight), e.weight(flat(scale)))
+
+
+def product_of_rows(
+    e: Emitter, values: oir.Value, row_scale: oir.Value, columns: oir.Value, scale: oir.Value
+) -> Any:
+    """f32[...,N] of rounded rows [...,K] and what `columns` gives of a weight, [K,N], scale [N]."""
+    zero = e.const(ZERO, U8)
     if not e.contrib:
-        return _standard_product(e, values, row_scale, weight, scale)
-    total = e.fused(
-        "MatMulIntegerToFloat",
-        values,
-        e.weight(_columns(weight, signed)),
-        e.const(1.0, F32),
-        e.weight(_flat(scale)),
-        e.const(ZERO, U8),
-        e.const(0, I8) if signed else e.const(ZERO, U8),
-    )
+        total = e.op("MatMulInteger", values, columns, zero, zero)
+        scaled = e.op("Mul", e.cast(total, F32, torch.int32), scale)
+        return e.op("Mul", scaled, row_scale)
+    middle = e.const(0, I8) if signed_weights_are_exact() else zero
+    one = e.const(1.0, F32)
+    total = e.fused("MatMulIntegerToFloat", values, columns, one, scale, zero, middle)
     return e.op("Mul", total, row_scale)
 
 
-def _standard_product(
-    e: Emitter, values: oir.Value, row_scale: oir.Value, weight: Weight, scale: Weight
-) -> Any:
-    """The same by ONNX's MatMulInteger."""
-    columns = e.weight(_columns(weight, signed=False))
-    zero = e.const(ZERO, U8)
-    total = e.op("MatMulInteger", values, columns, zero, zero)
-    scaled = e.op("Mul", e.cast(total, F32, torch.int32), e.weight(_flat(scale)))
-    return e.op("Mul", scaled, row_scale)
-
-
-def _columns(weight: Weight, signed: bool) -> Weight:
-    """The weight as [K,N], in bytes of the sign that the kernel wants."""
-    rows, columns = weight.type.dims
-    if signed:
-        turned = TensorType(I8, (columns, rows))
-        return derive(f"{weight.name}.kn", turned, _signed, weight)
-    turned = TensorType(U8, (columns, rows))
-    return derive(f"{weight.name}.kn.u8", turned, lambda w: w.T, weight)
+def columns(e: Emitter, weight: Weight) -> oir.Value:
+    """A weight [...,N,K] as [...,K,N], in bytes of the sign that the kernel wants."""
+    *stack, rows, width = weight.type.dims
+    dims = (*stack, width, rows)
+    if e.contrib and signed_weights_are_exact():
+        return e.weight(derive(f"{weight.name}.kn", TensorType(I8, dims), _signed, weight))
+    type = TensorType(U8, dims)
+    return e.weight(derive(f"{weight.name}.kn.u8", type, lambda w: w.mT, weight))
 
 
 def _signed(w: torch.Tensor) -> torch.Tensor:
-    return (w.T.to(torch.int16) - ZERO).to(I8)
+    return (w.mT.to(torch.int16) - ZERO).to(I8)
 
 
-def _flat(scale: Weight) -> Weight:
-    type = TensorType(F32, scale.type.dims[:1])
-    return derive(f"{scale.name}.flat", type, lambda s: s.float().flatten(), scale)
+def flat(scale: Weight) -> Weight:
+    """Scales [...,N,1] as f32[...,N]."""
+    type = TensorType(F32, scale.type.dims[:-1])
+    return derive(f"{scale.name}.flat", type, lambda s: s.float().squeeze(-1), scale)

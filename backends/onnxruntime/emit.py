@@ -170,10 +170,12 @@ class Emitter:
     cuda: bool = False
     result: ValueType = ()
     memo: dict[Any, Any] = field(default_factory=dict)
+    constants: dict[Any, oir.Value] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         used = {"": self.opset} | ({MICROSOFT: OPSETS[MICROSOFT]} if self.contrib else {})
         self.graph = oir.Graph([], [], nodes=[], opset_imports=used, name=self.function.name)
+        self.outermost = self.graph
         self.site = NOWHERE
         self.values: dict[torch.fx.Node, Any] = {}
         self.inputs: dict[str, oir.Value] = {}
@@ -314,29 +316,47 @@ class Emitter:
         self.graph.opset_imports[OWN] = 1
         return self.op(op_type, *inputs, domain=OWN, **options)
 
+    def loop(
+        self, times: oir.Value, body: Callable[[oir.Value, oir.Value], oir.Value], start: oir.Value
+    ) -> Any:
+        """A value after i64[] `times` rounds. body: from a round's number i64[] and the value that
+        the last one left, f32 of the dims of `start`, to the value that this one leaves."""
+        self.counter += 1
+        name, around, known = f"{self.prefix}.Loop.{self.counter}", self.graph, dict(self.memo)
+        given = [
+            oir.val(f"{name}.round", dtype=oir.DataType.INT64, shape=()),
+            oir.val(f"{name}.going", dtype=oir.DataType.BOOL, shape=()),
+            oir.Value(name=f"{name}.before", type=oir.TensorType(oir.DataType.FLOAT)),
+        ]
+        used = dict(around.opset_imports)
+        self.graph = inside = oir.Graph(given, [], nodes=[], opset_imports=used, name=name)
+        results = self.op("Identity", given[1]), body(given[0], given[2])
+        for value, dtype in zip(results, (oir.DataType.BOOL, oir.DataType.FLOAT), strict=True):
+            value.dtype = dtype
+            inside.outputs.append(value)
+        self.graph, self.memo = around, known  # what was worked out inside is not there outside
+        return self.op("Loop", times, None, start, body=inside)
+
     def const(self, data: Any, dtype: torch.dtype) -> oir.Value:
         """A small constant tensor, made once for each value."""
         tensor = torch.as_tensor(data, dtype=dtype).contiguous()
-        key = ("const", dtype, tuple(tensor.shape), raw_view(tensor).tobytes())
-        if key not in self.memo:
+        key = (dtype, tuple(tensor.shape), raw_view(tensor).tobytes())
+        if key not in self.constants:
             # Functions may meet in one graph.
-            name = f"{self.function.name}.const.{len(self.memo)}"
+            name = f"{self.function.name}.const.{len(self.constants)}"
             value = self._typed(name, TensorType.of(tensor))
             value.const_value = oir.tensor_adapters.TorchTensor(tensor, name=name)
-            self.graph.register_initializer(value)
-            self.memo[key] = value
-        found: oir.Value = self.memo[key]
-        return found
+            self.outermost.register_initializer(value)
+            self.constants[key] = value
+        return self.constants[key]
 
     def weight(self, weight: Weight) -> oir.Value:
         """A reference to a weight; it becomes part of the model once an op uses it."""
-        key = ("weight", weight.name)
-        if key not in self.memo:
+        if weight.name not in self.constants:
             value = self._typed(f"weight.{weight.name}", weight.type)
             value.meta["weight"] = weight
-            self.memo[key] = value
-        found: oir.Value = self.memo[key]
-        return found
+            self.constants[weight.name] = value
+        return self.constants[weight.name]
 
     def nibbles(self, weight: Weight, *dims: int) -> oir.Value:
         """A weight of bytes as a tensor of 4-bit numbers with these dims, two a byte."""

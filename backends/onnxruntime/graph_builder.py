@@ -225,12 +225,24 @@ def splice(
     prefix = graph.name if number == 1 else f"{graph.name}.{number}"
     nodes = list(graph)
     graph.remove(nodes)
-    for node in nodes:
-        node.name = f"{prefix}/{node.name}"
-        for value in node.outputs:
-            value.name = f"{prefix}/{value.name}" if value.name else value.name
+    _prefix_names(nodes, str(prefix))
     builder.graph.extend(nodes)
     return outputs
+
+
+def _prefix_names(nodes: Sequence[oir.Node], prefix: str) -> None:
+    """Put a prefix before the names of nodes and of what they make, bodies' included."""
+    for node in nodes:
+        node.name = f"{prefix}/{node.name}"
+        made = list(node.outputs)
+        for attribute in node.attributes.values():
+            if attribute.type == oir.AttributeType.GRAPH:
+                body = attribute.as_graph()
+                body.name = f"{prefix}/{body.name}"
+                made += list(body.inputs)
+                _prefix_names(list(body), prefix)
+        for value in made:
+            value.name = f"{prefix}/{value.name}" if value.name else value.name
 
 
 def _around_both(one: GraphBuilder, other: GraphBuilder) -> GraphBuilder:

@@ -18,11 +18,12 @@ from ...ir import TensorType, Weight, arguments, derive
 from ...ir import type_of as ir_type
 from ...ir.numerics import dequantize
 from .. import tiles
+from .byte_experts import Gate, Stack, byte_experts
 from .emit import Emitter, native_parts, row, type_of, weight_of
 from .probe import quantized_ops_available
 
 G = torch.ops.graftwork
-I64 = torch.int64
+F32, I64 = torch.float32, torch.int64
 
 
 def _is_swiglu_of_weights(node: torch.fx.Node) -> bool:
@@ -119,16 +120,31 @@ def quantized_moe(
     alpha: float | None,
     rounded: bool,
 ) -> Any:
-    """In models for others: the float kernel, with values worked out when the model is stored."""
-    values = [
-        e.weight(_values(stack, bits).cast(e.dtype()))
-        for stack in (
-            (gate_up, gate_up_scale, gate_up_offset),
-            (down, down_scale, down_offset),
-        )
-    ]
+    """In models for others: with rounded activations products of bytes, where weights are bytes by
+    row; else the float kernel, with values worked out when the model is stored."""
+    parts = (gate_up, gate_up_scale, gate_up_offset), (down, down_scale, down_offset)
     biases = gate_up_bias, down_bias
+    first, second = (_stack(*p, bias, bits) for p, bias in zip(parts, biases, strict=True))
+    exact = first.is_bytes_by_row and second.is_bytes_by_row and not (e.cuda or e.qdq)
+    if rounded and exact:
+        e.ran["experts", bits, "MatMulIntegerToFloat" if e.contrib else "MatMulInteger"] += 1
+        gate = Gate(activation, limit, alpha)
+        result = byte_experts(e, e.cast(x, F32), experts, weights, (first, second), gate)
+        return e.cast(result, e.dtype(), F32)
+    values = [e.weight(_values(stack, bits).cast(e.dtype())) for stack in parts]
     return moe(e, x, experts, weights, *values, *biases, activation, limit, alpha)
+
+
+def _stack(
+    weight: oir.Value,
+    scale: oir.Value,
+    offset: oir.Value | None,
+    bias: oir.Value | None,
+    bits: int,
+) -> Stack:
+    given = [weight_of(part) for part in (weight, scale, offset)]
+    assert given[0] is not None and given[1] is not None
+    return Stack(given[0], given[1], given[2], bias, bits)
 
 
 def _values(stack: tuple[oir.Value | None, ...], bits: int) -> Weight:
