@@ -27,16 +27,13 @@ class StatefulExecutable:
         limit: int,
         rounded: Callable[[int], int],
         *,
-        together: bool,
         queued: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.program, self.target = program, target
         if target.columns is not None:
             rounded = partial(max, limit)
         device = torch.device(target.device)
-        self.buffers = StateBuffers(
-            program, device, limit, rounded, together=together, queued=queued
-        )
+        self.buffers = StateBuffers(program, device, limit, rounded, queued=queued)
         self.preparing = 0.0
         self.begun = 0
         self.turn = Turn()

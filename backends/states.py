@@ -6,24 +6,28 @@ here, and neither is how many of them are valid.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from ..ir import LOG, SOURCE, InputError, Program, Sym, TensorType
 
 _ALIGN = 64
 _BATCH = Sym("B")
+_PARTS = 8
+_SMALL = 64 << 20
+"""States that are alike lie together in at most so many tensors, each of so many bytes where that
+is possible: one op moves the rows of all in a tensor, and while one is replaced by a larger one,
+both take memory."""
 
 
 @dataclass
 class _Group:
-    """States of one type with the same readers, in one tensor [states, *dims]: one op moves the
-    rows of all of them."""
+    """States of one type with the same readers, which lie in one tensor, data [states, *dims]."""
 
     type: TensorType
     symbol: str | None
@@ -58,10 +62,10 @@ class StateBuffers:
 
     limit: rows that a sequence may have at most, in states that steps write. rounded: the capacity
     to make for so many rows, if the limit allows it (it must not hold the executable).
-    together: whether states that are alike lie in one tensor. queued: where what is done with them
-    is queued, on a device that works by itself. epoch: changes whenever addresses or
-    sizes do. capacities: rows that each class of states has room for, by its symbol. tensors: the
-    states by name. rewritten: those that a step replaces, instead of adding rows to them.
+    queued: where what is done with them is queued, on a device that works by itself. epoch: changes
+    whenever addresses or sizes do. capacities: rows that each class of states has room for, by its
+    symbol. tensors: the states by name, none of them a view, which compilers would look behind.
+    rewritten: those that a step replaces, instead of adding rows to them.
     """
 
     def __init__(
@@ -71,31 +75,40 @@ class StateBuffers:
         limit: int,
         rounded: Callable[[int], int],
         *,
-        together: bool,
         queued: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.queued = queued
-        self.device, self.limit, self.rounded, self.together = device, limit, rounded, together
+        self.device, self.limit, self.rounded = device, limit, rounded
         self.context = program.info.context
         self.batch = self.epoch = 0
         self.tensors: dict[str, torch.Tensor] = {}
         self.spares: dict[str, torch.Tensor] = {}
-        alike: dict[object, list[str]] = {}
-        for name, state in program.states.items():
-            readers = tuple(f.name for f in program.functions.values() if f.has_input(name))
-            alike.setdefault((readers, state.type) if together else name, []).append(name)
-        self.groups = []
-        for names in alike.values():
-            state = program.states[names[0]]
-            nothing = torch.empty(0, dtype=state.type.dtype)
-            self.groups.append(_Group(state.type, state.capacity, names, nothing))
-        self.capacities = {group.symbol: 0 for group in self.groups if group.symbol}
+        self.capacities = {s.capacity: 0 for s in program.states.values() if s.capacity}
         if LOG in self.capacities:
             self.capacities[LOG] = 1
         self.rewritten = {name for name, state in program.states.items() if state.recurrent}
         # Classes without a row for every row of a text, which a plan's cache policy may want.
         self.held = program.plan.cache.held
         self.source = program.plan.source.rows
+        self.groups = self._groups(program)
+
+    def _groups(self, program: Program) -> list[_Group]:
+        alike: dict[object, list[str]] = {}
+        for name, state in program.states.items():
+            readers = tuple(f.name for f in program.functions.values() if f.has_input(name))
+            alike.setdefault((readers, state.type), []).append(name)
+        full = {"B": 1, **{symbol: self._wanted(self.limit, symbol) for symbol in self.capacities}}
+        groups = []
+        for names in alike.values():
+            state = program.states[names[0]]
+            nbytes = len(names) * state.type.bind(full).nbytes
+            parts = max(1, min(_PARTS, -(-nbytes // _SMALL)))
+            each = -(-len(names) // parts)
+            nothing = torch.empty(0, dtype=state.type.dtype)
+            for start in range(0, len(names), each):
+                some = names[start : start + each]
+                groups.append(_Group(state.type, state.capacity, some, nothing))
+        return groups
 
     @property
     def capacity(self) -> int:
@@ -168,13 +181,10 @@ class StateBuffers:
     def _take_memory(self, groups: Collection[_Group], kept: Mapping[str, int]) -> None:
         for group in groups:
             bound = group.type.bind(self.sizes)
-            if self.together:
-                data = self._zeros((len(group.names), *bound.shape), bound.dtype)
-                self.tensors.update(zip(group.names, data.unbind(), strict=True))
-            else:
-                # Compilers look at what a tensor is a view of: these are none.
-                alone = torch.zeros(bound.shape, dtype=bound.dtype, device=self.device)
-                data, self.tensors[group.names[0]] = alone[None], alone
+            room = -(-bound.nbytes // _ALIGN) * _ALIGN
+            memory = self._zeros(len(group.names), room)
+            data = memory[:, : bound.nbytes].view(bound.dtype).view(len(group.names), *bound.shape)
+            self.tensors.update(zip(group.names, map(_no_view, data, memory), strict=True))
             if rows := kept.get(str(group.symbol)):
                 data.narrow(group.row_axis, 0, rows).copy_(group.data)
             group.data = data
@@ -186,14 +196,13 @@ class StateBuffers:
             self.spares[name] = torch.empty_like(self.tensors[name])
         return self.spares[name]
 
-    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Zeros that take memory only where they are touched (on the CPU)."""
+    def _zeros(self, count: int, room: int) -> torch.Tensor:
+        """Zeros u8[count, room] that take memory only where they are touched (on the CPU)."""
         if self.device.type != "cpu":
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-        size = math.prod(shape) * dtype.itemsize
-        raw = torch.from_numpy(np.zeros(size + _ALIGN, dtype=np.uint8))
+            return torch.zeros((count, room), dtype=torch.uint8, device=self.device)
+        raw = torch.from_numpy(np.zeros(count * room + _ALIGN, dtype=np.uint8))
         start = -raw.data_ptr() % _ALIGN
-        return raw[start : start + size].view(dtype).reshape(shape)
+        return raw[start : start + count * room].view(count, room)
 
     def commit(self, states: Collection[str], past: torch.Tensor, source: torch.Tensor) -> None:
         """See `Executable.commit`."""
@@ -265,6 +274,13 @@ class StateBuffers:
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(group.data.nbytes for group in self.groups)
+
+
+def _no_view(data: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor for data, which begins its memory, that has a storage of its own."""
+    storage = from_dlpack(memory).untyped_storage()
+    alone = torch.empty(0, dtype=data.dtype, device=data.device)
+    return alone.set_(storage, 0, data.shape, data.stride())
 
 
 def _check_alike(name: str, given: torch.Tensor, there: torch.Tensor) -> None:

@@ -215,9 +215,7 @@ def _variants(fn: Function, router: Router) -> tuple[Variant, ...]:
         return ("chain",)
     if not router.tokenwise or not has_states(fn):
         return ("batch",)
-    kinds: list[Variant] = ["chain"] if router.kernel else []
-    kinds += ["tree"] if router.kernel and router.trees else []
-    return (*kinds, "batch")
+    return (*sorted(router.counted), "batch")
 
 
 def _layers(fn: Function) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from test_onnxruntime_lowering import KERNEL, PLAIN, TREE, name_of
 from tiny import in_int8
 
 from graftwork.backends import Target, compile
-from graftwork.backends.onnxruntime import step
+from graftwork.backends.onnxruntime import probe, step
 from graftwork.backends.onnxruntime.executable import GRAIN, OnnxExecutable
 from graftwork.backends.onnxruntime.probe import attention_kernel_works
 from graftwork.ir import InputError, Program, UnsupportedError, run
@@ -371,21 +371,29 @@ def test_missing_device_is_named(bad: str) -> None:
         compile(cached_llama(), Target(device=bad))
 
 
+@pytest.mark.parametrize(
+    ("works", "made"),
+    [
+        ((), ["batch"]),
+        pytest.param(("chain",), ["chain", "batch"]),
+        pytest.param(("tree",), ["batch", "tree"], marks=pytest.mark.long),
+    ],
+    ids=["neither", "chains alone", "trees alone"],
+)
 def test_without_the_attention_kernel_everything_still_runs(
-    attention: str,
-    monkeypatch: pytest.MonkeyPatch,
+    works: tuple[str, ...], made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a device where GroupQueryAttention lacks the dtype."""
+    """As on a device where GroupQueryAttention lacks the dtype, or fails with a bias or without."""
     without_own_attention(monkeypatch)
     routing = "graftwork.backends.onnxruntime.routing.attention_kernel_works"
-    monkeypatch.setattr(routing, lambda device, dtype: False)
+    monkeypatch.setattr(routing, lambda device, dtype, variant: variant in works)
     twin = Twin(cached_llama(), 1)
     twin.step(5)
     twin.step(1)
     twin.step(4, TREE, keep=0)
     twin.commit(torch.tensor([[0, 2, 3]]))
     twin.step(2)
-    assert list(twin.ort._made["step"]) == ["batch"]
+    assert list(twin.ort._made["step"]) == made
 
 
 def test_why_an_attention_kernel_is_not_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,15 +402,32 @@ def test_why_an_attention_kernel_is_not_used_is_told(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("graftwork.backends.onnxruntime.probe._ran_alone", fails)
     attention_kernel_works.cache_clear()
-    with pytest.warns(GraftworkWarning, match=r"bfloat16.*on cuda.*implementation for Pad\(24\)$"):
-        assert not attention_kernel_works("cuda", torch.bfloat16)
+    why = r"bfloat16.*a tree of tokens.*on cuda.*implementation for Pad\(24\)$"
+    with pytest.warns(GraftworkWarning, match=why):
+        assert not attention_kernel_works("cuda", torch.bfloat16, "tree")
     attention_kernel_works.cache_clear()
 
 
-def test_probes_tell_yes_from_no() -> None:
-    assert attention_kernel_works("cpu", torch.float32)
-    assert attention_kernel_works("cpu", torch.float16)
-    assert not attention_kernel_works("cpu", torch.float64)
+@pytest.mark.parametrize("variant", ["chain", "tree"])
+def test_probes_tell_yes_from_no(variant: Literal["chain", "tree"]) -> None:
+    assert attention_kernel_works("cpu", torch.float32, variant)
+    assert attention_kernel_works("cpu", torch.float16, variant)
+    assert not attention_kernel_works("cpu", torch.float64, variant)
+
+
+def test_a_fault_of_trees_says_nothing_of_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = probe._run
+
+    def without_bias(model: Any, feeds: dict[str, Any], *more: Any, **options: Any) -> Any:
+        if any(value.dtype == bool for value in feeds.values()):
+            raise RuntimeError("no bias here")
+        return run(model, feeds, *more, **options)
+
+    monkeypatch.setattr(probe, "_run", without_bias)
+    attention_kernel_works.cache_clear()
+    assert attention_kernel_works("cpu", torch.float32, "chain")
+    assert not attention_kernel_works("cpu", torch.float32, "tree")
+    attention_kernel_works.cache_clear()
 
 
 def test_a_session_keeps_no_memory_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:

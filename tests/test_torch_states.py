@@ -1,12 +1,19 @@
-"""Every state that a function returns is written, whatever its new value is made by."""
+"""What a function returns for a state is written, whatever it is made by; states that are alike
+lie together, and no compiler sees that they do."""
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
+from handmade import Shape, cached_llama
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from graftwork.backends import Target, compile, states
 from graftwork.backends.torch.emit import emit
-from graftwork.ir import Function, ModelInfo, Program, Sym, TensorType, WeightStore, run
+from graftwork.ir import Function, ModelInfo, Program, State, Sym, TensorType, WeightStore, run
 
 A, G = torch.ops.aten, torch.ops.graftwork
 ROWS = TensorType(torch.float32, (Sym("B"), 1, Sym("C"), 2))
@@ -67,3 +74,87 @@ def test_states_hold_what_the_function_returns(case):
     torch.testing.assert_close(y, want["y"])
     for name in STATES:
         torch.testing.assert_close(held[name], want.get(name, values[name]))
+
+
+class Ran(TorchDispatchMode):
+    """Counts the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.ops[op] += 1
+        return op(*args, **(kwargs or {}))
+
+
+def executable(layers: int = 4) -> Any:
+    made = compile(cached_llama(Shape(layers=layers)), Target("eager", threads=1))
+    made.begin(2, 8)
+    return made
+
+
+def fill(made: Any) -> dict[str, torch.Tensor]:
+    for state in made.states.values():
+        state.copy_(torch.randn_like(state))
+    return {name: state.clone() for name, state in made.states.items()}
+
+
+def test_rows_of_all_states_are_moved_by_one_op() -> None:
+    made = executable()
+    before = fill(made)
+    with Ran() as ran:
+        made.commit(list(made.states), torch.tensor([3, 0]), torch.tensor([[0, 2, 4], [0, 1, 2]]))
+    assert len(made.states) == 8
+    assert ran.ops[A.index_select.default] == 1  # of the one sequence whose rows move
+    for name, state in made.states.items():
+        rows = [*range(3), 3, 5, 7]
+        torch.testing.assert_close(state[0, :, :6], before[name][0, :, rows])
+        torch.testing.assert_close(state[1], before[name][1])
+
+
+def test_no_state_is_a_view() -> None:
+    made = executable()
+    for state in made.states.values():
+        assert state._base is None and state.storage_offset() == 0 and state.is_contiguous()
+        assert state.untyped_storage().nbytes() < state.nbytes + 64
+        assert state.data_ptr() % 64 == 0
+
+
+def test_states_begin_aligned_whatever_their_size() -> None:
+    types = {name: TensorType(torch.uint8, (Sym("B"), 1, Sym("C"), 3)) for name in STATES}
+    fn = Function("step")
+    for name, type in types.items():
+        fn.add_input(name, type)
+    held = {name: State(name, type, 0, name) for name, type in types.items()}
+    program = Program("p", {"step": fn}, WeightStore(), ModelInfo("m", 8, 8), states=held)
+    buffers = states.StateBuffers(program, torch.device("cpu"), 8, lambda rows: rows)
+    buffers.begin(1, 7, anew=True)
+    assert len(buffers.groups) == 1 and buffers.nbytes() == 2 * 7 * 3
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in buffers.tensors.values())
+
+
+def test_large_states_are_replaced_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or there would be twice the memory for as long as their rows are copied."""
+    monkeypatch.setattr(states, "_SMALL", 1)
+    made = executable(layers=6)
+    groups = made.buffers.groups
+    assert [len(group.names) for group in groups] == [2] * 6  # eight parts at most
+    before, most = fill(made), taken(made, monkeypatch)
+    made.reserve(300)
+    assert len(most) == 6 and max(most) < 1.2 * made.state_bytes()
+    for name, old in before.items():
+        torch.testing.assert_close(made.states[name][:, :, : old.shape[2]], old)
+
+
+def taken(made: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes that states take while they grow, old ones and new; it is filled as they do."""
+    sizes: list[int] = []
+    zeros = made.buffers._zeros
+
+    def counted(count: int, room: int) -> torch.Tensor:
+        sizes.append(made.state_bytes() + count * room)
+        return zeros(count, room)
+
+    monkeypatch.setattr(made.buffers, "_zeros", counted)
+    return sizes

@@ -29,7 +29,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.fx
@@ -79,6 +79,9 @@ def _takes_alike(query: TensorType, key: TensorType, value: TensorType) -> bool:
 def _takes_float32(query: TensorType, key: TensorType, value: TensorType) -> bool:
     return query.dtype == torch.float32
 
+
+Counted = Literal["chain", "tree"]
+"""Variants of a step whose attention is GroupQueryAttention, which takes counts of rows."""
 
 GQA = Kernel(
     {G.attend.default: G.ort_gqa.default},

@@ -48,7 +48,7 @@ class OnnxExecutable(StatefulExecutable):
         limit = program.info.context + OVERHANG
         self.stream = _stream(target)
         queued = nullcontext if self.stream is None else self.stream.current
-        super().__init__(program, target, limit, _rounded, together=True, queued=queued)
+        super().__init__(program, target, limit, _rounded, queued=queued)
         self._scratch = _scratch()
         self._weights = WeightFile(self._scratch.path / "weights.data")
         self._on_device = None if self.stream is None else DeviceWeights(self.stream.device)

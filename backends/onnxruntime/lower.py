@@ -36,7 +36,7 @@ from . import (
     rows_reduce,
     rows_shape,
 )
-from .attention import GQA, OWN, lower_attention
+from .attention import GQA, OWN, Counted, Kernel, lower_attention
 from .calls import source_of
 from .decompose import decompose
 from .emit import targets_with_rows
@@ -59,8 +59,8 @@ FAMILIES = (
 )
 """The files that fill the table of rows."""
 
-Variant = Literal["chain", "tree", "batch", "own"]
-KERNELS = {"chain": GQA, "tree": GQA, "own": OWN}
+Variant = Counted | Literal["batch", "own"]
+KERNELS: dict[Variant, Kernel] = {"chain": GQA, "tree": GQA, "own": OWN}
 """What attention becomes, by variant."""
 
 register_lowered("onnxruntime", lambda target: target in targets_with_rows())

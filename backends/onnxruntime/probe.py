@@ -14,6 +14,7 @@ from ...ir import Function, TensorType, UnsupportedError, WeightStore, type_of
 from ...ir.errors import GraftworkWarning
 from .. import tiles
 from ..target import Target
+from .attention import Counted
 from .emit import IR_VERSION, MICROSOFT, OPSETS, OWN, emit
 from .ops import ort_attend, ort_gqa
 from .session import providers, register_own_ops
@@ -95,13 +96,16 @@ def _few_bits_model(stored: Any, scale: Any, bits: int, block: int) -> oir.Model
     return oir.Model(graph, ir_version=IR_VERSION)
 
 
-@lru_cache(maxsize=16)
-def attention_kernel_works(device: str, dtype: torch.dtype) -> bool:
-    """Whether GroupQueryAttention runs there in that dtype, and is right with a tree bias.
+@lru_cache(maxsize=32)
+def attention_kernel_works(device: str, dtype: torch.dtype, variant: Counted) -> bool:
+    """Whether GroupQueryAttention runs there in that dtype, and is right: for steps whose tokens
+    follow one another, or with the bias of a token tree.
 
     (The CUDA kernel has no float32.)
     """
     args, kwargs = _tree_step()
+    if variant == "chain":
+        args = [*args[:7], None, *args[8:10]]
     try:
         got = _ran_alone(G.ort_gqa.default, args, kwargs, Target(device=device), dtype)
     except Exception as error:  # the library's errors have no common base
@@ -112,8 +116,9 @@ def attention_kernel_works(device: str, dtype: torch.dtype) -> bool:
         reason = "" if right else "it gives wrong numbers"
     if reason and device != "cpu":
         warnings.warn(
-            f"attention in {str(dtype).removeprefix('torch.')} takes ONNX Runtime's other kernels "
-            f"on {device}, which are slower, because GroupQueryAttention does not run: {reason}",
+            f"attention in {str(dtype).removeprefix('torch.')}, in a step that is a {variant} of "
+            f"tokens, takes ONNX Runtime's other kernels on {device}, which are slower, because "
+            f"GroupQueryAttention does not run: {reason}",
             GraftworkWarning,
             stacklevel=3,
         )

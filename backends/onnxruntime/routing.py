@@ -10,7 +10,7 @@ import torch
 from ...ir import Function, InputError, Program, Role, Sym, type_of
 from ...ir.protocol import ANCESTORS
 from ..target import Target
-from .attention import SEQLENS, TOTAL
+from .attention import SEQLENS, TOTAL, Counted
 from .lower import Variant, has_states, rounds_activations
 from .pairs import only_attention_needs_pairs
 from .probe import attention_kernel_works, own_attention_available
@@ -19,7 +19,7 @@ WIDTH = Sym("T")
 KEPT_WIDTH = 128
 """Chains up to this many tokens keep their ancestor mask."""
 
-COUNTED: frozenset[Variant] = frozenset(("chain", "tree"))
+COUNTED: frozenset[Counted] = frozenset(("chain", "tree"))
 """Variants that take `Counts`."""
 
 Inputs = Mapping[str, torch.Tensor]
@@ -51,7 +51,8 @@ class Router:
     GPU no kernel promises bits, and nothing is doubled.
 
     native: whether graftwork's own ops may run. own: whether attention is one of them, so that one
-    variant takes every step. widens: whether a lone token is fed twice.
+    variant takes every step. counted: otherwise, the variants whose attention is one kernel.
+    widens: whether a lone token is fed twice.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Router:
         known = bool(dtypes) and dtypes <= {torch.float32, torch.uint8}
         plain = native and target.device == "cpu" and known
         self.own = plain and not own_attention_available()
-        self.kernel = self.own or all(attention_kernel_works(target.device, d) for d in dtypes)
+        self.counted = frozenset(v for v in COUNTED if self._has_kernel(v, target, dtypes))
         self.pairs = self.rounds and only_attention_needs_pairs(counts, own=self.own)
         self.widens = self.cached and self.rounds and not self.pairs
         self.tokenwise = {
@@ -80,6 +81,13 @@ class Router:
         }
         self.counts = Counts()
         self.chains: dict[int, torch.Tensor] = {}
+
+    def _has_kernel(
+        self, variant: Counted, target: Target, dtypes: Collection[torch.dtype]
+    ) -> bool:
+        if self.own or (variant == "tree" and not self.trees):
+            return False
+        return all(attention_kernel_works(target.device, dtype, variant) for dtype in dtypes)
 
     def route(self, inputs: Inputs, made: Collection[Variant]) -> Route:
         """The route of a step. made: variants that have a session already.
@@ -127,16 +135,14 @@ class Router:
     ) -> Variant:
         if self.own:
             return "own"
-        if not self.kernel:
-            return "batch"
-        # Chains cost the same in the tree's session; another would hold the weights once more.
-        if batch == 1 and (self.drafts_trees or (self.trees and "tree" in made)):
-            return "tree"
         if batch == 1:
-            return "tree" if tree and width > 1 else "chain"
+            # Chains cost the same in the tree's session; another would hold the weights once more.
+            shared = self.drafts_trees or (self.trees and "tree" in made)
+            wanted: Counted = "tree" if shared or (tree and width > 1) else "chain"
+            return wanted if wanted in self.counted else "batch"
         if self.rounds or (width > 1 and (tree or longest > 0)):
             return "batch"
-        return "chain"
+        return "chain" if "chain" in self.counted else "batch"
 
     def _doubled(self, inputs: Inputs) -> dict[str, torch.Tensor]:
         """A step of one token as a chain of two; the second is forgotten with the next step."""

@@ -53,7 +53,7 @@ class Functions:
     def _lower(self, name: str) -> Program:
         if self.concatenates:
             return concatenated(self.program, name, self.contrib)
-        chain = self.router(name).kernel or not has_states(self.program.function(name))
+        chain = "chain" in self.router(name).counted or not has_states(self.program.function(name))
         return lower(self.program, name, "chain" if chain else "batch")
 
     def call(self, g: GraphBuilder, name: str, given: Mapping[str, oir.Value]) -> Values:

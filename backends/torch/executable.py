@@ -47,7 +47,7 @@ class TorchExecutable(StatefulExecutable):
         # A step may be wider than what is left of the context; what is over is never committed.
         limit = program.info.context + widest
         rounded = partial(_rounded, self.bucket, self.how == "cuda graphs")
-        super().__init__(program, target, limit, rounded, together=False)
+        super().__init__(program, target, limit, rounded)
         self.device = torch.device(target.device)
         # What is compiled; the program itself stays as others see it.
         laid_out = self.how == "inductor"
