@@ -12,7 +12,7 @@ from test_gptq import correlated, moments
 from torch import Tensor
 
 from graftwork.ir.numerics import Numeric
-from graftwork.passes.engine.calibrate import loss
+from graftwork.passes.engine.moments import loss
 from graftwork.passes.numerics.methods.autoround import Learned, gradients, rounded, values
 from graftwork.passes.numerics.methods.base import method_of
 

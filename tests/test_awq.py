@@ -16,9 +16,10 @@ from torch import Tensor
 from graftwork.ir import Program, Weight, WeightStore
 from graftwork.ir.numerics import Numeric
 from graftwork.passes.engine.blocks import weight_of
-from graftwork.passes.engine.calibrate import Moments, Seen, calibrate, loss
+from graftwork.passes.engine.calibrate import Seen, calibrate
 from graftwork.passes.engine.evidence import TextSample
 from graftwork.passes.engine.manager import run_passes
+from graftwork.passes.engine.moments import Moments, loss
 from graftwork.passes.engine.validate import reference_logits
 from graftwork.passes.fusing.fuse_residual_norm import FuseResidualNorm
 from graftwork.passes.numerics.folding import Fold, fold_of

@@ -20,9 +20,10 @@ from graftwork.ir import InputError, PassError, Program, Weight, WeightStore, ru
 from graftwork.ir.protocol import chain_inputs
 from graftwork.passes.engine import sources
 from graftwork.passes.engine.blocks import blocks_of, weight_of
-from graftwork.passes.engine.calibrate import Moments, Seen, calibrate
+from graftwork.passes.engine.calibrate import Seen, calibrate
 from graftwork.passes.engine.evidence import Evidence, TextSample, WorkFolder
 from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.engine.moments import Moments
 from graftwork.passes.engine.sources import code_of
 from graftwork.passes.engine.validate import empty_states
 from graftwork.passes.fusing.fuse_residual_norm import FuseResidualNorm

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_gptq import correlated, moments
 
 from graftwork.ir.numerics import Numeric, Quantized, pack
-from graftwork.passes.engine.calibrate import Moments, loss
+from graftwork.passes.engine.moments import Moments, loss
 from graftwork.passes.numerics.methods.base import method_of
 from graftwork.passes.numerics.methods.decoupleq import rescaled
 

@@ -16,8 +16,8 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError, PassError, Program, parse_program, program_text
 from graftwork.ir.numerics import Numeric, unpack
-from graftwork.passes.engine.calibrate import loss
 from graftwork.passes.engine.manager import run_passes
+from graftwork.passes.engine.moments import loss
 from graftwork.passes.numerics.methods.base import method_of
 from graftwork.passes.numerics.methods.olive import codebook, pairs
 from graftwork.passes.numerics.vq_logits import clustered, means

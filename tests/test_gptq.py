@@ -19,8 +19,8 @@ from graftwork.backends.target import Target
 from graftwork.frontends import import_model
 from graftwork.ir import PassError, Program, parse_program, program_text
 from graftwork.ir.numerics import Numeric
-from graftwork.passes.engine.calibrate import Moments, loss
 from graftwork.passes.engine.manager import run_passes
+from graftwork.passes.engine.moments import Moments, loss
 from graftwork.passes.numerics.methods.base import method_of
 from graftwork.passes.numerics.methods.feedback import inverse_factor, round_with_feedback
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights
@@ -200,8 +200,8 @@ def test_a_weight_that_is_multiplied_twice_is_refused() -> None:
 
 def test_experts_that_are_rounded_all_the_same_are_told_of() -> None:
     start = import_model(build(ARCHS["mixtral"]))
-    given = {"group": 8, "windows": 2, "length": 16, "method": "gptq"}
+    given = {"bits": 2, "group": 0, "windows": 2, "length": 16, "method": "jlcm"}
     recipe = Recipe.load({"extends": "baseline", "passes": [{"quantize_weights": given}]})
     reports = run_passes(start, recipe.steps, evidence=evidence_for(start, 200))[1]
     (remark,) = next(r for r in reports if r.record.name == "quantize_weights").remarks
-    assert "mixtures are rounded to nearest, not by gptq" in remark
+    assert "mixtures are rounded to nearest, not by jlcm" in remark

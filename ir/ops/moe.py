@@ -63,6 +63,18 @@ def gated(
     return activate(gate, activation) * up
 
 
+def expert_hidden(
+    x: Tensor,
+    gate_up: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    limit: float | None = None,
+    alpha: float | None = None,
+) -> Tensor:
+    """What one expert makes of rows [N,H] before its last product, [N,F]; gate_up: [2F,H]."""
+    return gated(torch.nn.functional.linear(x, gate_up, bias), activation, limit, alpha)
+
+
 def _fake(
     x: Tensor,
     experts: Tensor,
@@ -120,9 +132,9 @@ def moe(
     total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, weights.dtype), device=x.device)
     for expert in range(gate_up.shape[0]):
         bias = None if gate_up_bias is None else gate_up_bias[expert]
-        hidden = torch.nn.functional.linear(x, gate_up[expert], bias)
+        hidden = expert_hidden(x, gate_up[expert], bias, *how)
         bias = None if down_bias is None else down_bias[expert]
-        out = torch.nn.functional.linear(gated(hidden, *how), down[expert], bias)
+        out = torch.nn.functional.linear(hidden, down[expert], bias)
         share = (weights * (experts == expert)).sum(1)
         total = total + out * share[:, None]
     return total.to(x.dtype)

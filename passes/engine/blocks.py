@@ -13,9 +13,12 @@ from typing import Any
 import torch
 import torch.fx
 
-from ...ir import Function, cone
+from ...ir import Function, arguments, cone
 
 G = torch.ops.graftwork
+
+STACKS = ("gate_up", "down")
+"""The operands of a mixture that hold the weights of all of its experts."""
 
 
 @dataclass(frozen=True)
@@ -23,18 +26,33 @@ class Block:
     """A part of a function.
 
     name: for people. products: those that were asked for, by the name of the value that they read.
-    read: a function of what earlier blocks left, and of inputs, that gives these values. passed:
-    one that gives what later blocks need; without outputs if this is the last.
+    mixtures: of experts that were asked for, with the names of the values that they read and of the
+    experts that each row of these chose. read: a function of what earlier blocks left, and of
+    inputs, that gives these values. passed: one that gives what later blocks need; without outputs
+    if this is the last.
     """
 
     name: str
     products: dict[str, tuple[torch.fx.Node, ...]]
+    mixtures: dict[torch.fx.Node, tuple[str, str]]
     read: Function
     passed: Function
 
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether there is something to find out of it."""
+        return bool(self.products or self.mixtures)
+
+    @property
+    def multiplied(self) -> frozenset[str]:
+        """Names of the weights that its products and experts have."""
+        plain = {weight_of(node) for nodes in self.products.values() for node in nodes}
+        return frozenset(plain.union(*map(expert_weights, self.mixtures)))
+
 
 def blocks_of(fn: Function, products: Collection[torch.fx.Node]) -> list[Block]:
-    """The blocks that lead to products, whose first argument is what they read."""
+    """The blocks that lead to products (calls of `aten.linear` and `graftwork.moe`), whose first
+    argument is what they read."""
     places = _places(fn)
     last = max(places[node] for node in products)
     needed = {n for n in cone(products) if n.op == "call_function" and places[n] <= last}
@@ -42,17 +60,22 @@ def blocks_of(fn: Function, products: Collection[torch.fx.Node]) -> list[Block]:
     copies = dict(zip(fn, copied, strict=True))
     wanted = [[n for n in sorted(products) if places[n] == i] for i in range(last + 1)]
     known = [_named(copies, _live(needed, places, i)) for i in range(last + 1)]
-    read = _named(copies, {source_of(node) for node in products})
+    read = _named(copies, {source for node in products for source in _sources(node)})
     copied.set_outputs({**read, **{name: n for values in known for name, n in values.items()}})
     made = []
     for i, nodes in enumerate(wanted):
         taps: dict[str, tuple[torch.fx.Node, ...]] = {}
+        mixtures: dict[torch.fx.Node, tuple[str, str]] = {}
         for node in nodes:
-            tap = copies[source_of(node)].name
-            taps[tap] = (*taps.get(tap, ()), node)
+            tap, *chosen = (copies[source].name for source in _sources(node))
+            if chosen:
+                mixtures[node] = tap, *chosen  # type: ignore[assignment]
+            else:
+                taps[tap] = (*taps.get(tap, ()), node)
         left = tuple(known[i + 1]) if i < last else ()
-        steps = copied.beyond(known[i], tuple(taps)), copied.beyond(known[i], left)
-        made.append(Block(f"block {i + 1} of {last + 1}", taps, *steps))
+        asked = (*taps, *(name for names in mixtures.values() for name in names))
+        steps = copied.beyond(known[i], asked), copied.beyond(known[i], left)
+        made.append(Block(f"block {i + 1} of {last + 1}", taps, mixtures, *steps))
     return made
 
 
@@ -61,6 +84,21 @@ def source_of(product: torch.fx.Node) -> torch.fx.Node:
     source = product.args[0]
     assert isinstance(source, torch.fx.Node)
     return source
+
+
+def _sources(product: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
+    """The value that a product reads; of a mixture also the experts that each row chose."""
+    if product.target is not G.moe.default:
+        return (source_of(product),)
+    given = arguments(product)
+    return given["x"], given["experts"]
+
+
+def expert_weights(mixture: torch.fx.Node) -> tuple[str, ...]:
+    """The names of the stacks of weights, and of biases, that a mixture's experts have."""
+    given = arguments(mixture)
+    parts = (given[name] for name in (*STACKS, *(f"{name}_bias" for name in STACKS)))
+    return tuple(str(part.target) for part in parts if part is not None)
 
 
 def weight_of(product: torch.fx.Node) -> str:

@@ -1,9 +1,10 @@
 """Replays a program over text, block by block, for passes that choose weights by what they see.
 
 A block's weights are in memory, and a matrix of moments for each value that its products read; what
-stands between two blocks lies in files, a few windows each. The blocks after it see the weights
-that were chosen for a block, not those that they replace (the order of Frantar et al., "GPTQ"
-(2022)); products of one block all see its inputs as they come, and its own weights as they were.
+stands between two blocks lies in files, a few windows each, and so does what mixtures of experts
+read (see `routed`). The blocks after it see the weights that were chosen for a block, not those
+that they replace (the order of Frantar et al., "GPTQ" (2022)); products of one block all see its
+inputs as they come, and its own weights as they were.
 
 What is chosen for a block is written before the next begins, under a name that says what it depends
 on: program, options, text, the code at work and the weights so far. A run that was killed goes on
@@ -27,31 +28,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...ir import Function, PassError, Program, Weight, WeightStore, run
+from ...ir import Function, Program, Weight, WeightStore, run
 from ...ir.printer import function_lines
 from ...ir.protocol import chain_inputs
 from ...ir.weights import from_safetensors
-from .blocks import Block, blocks_of, weight_of
+from .blocks import Block, blocks_of, expert_weights
 from .evidence import Evidence, TextSample
+from .moments import Moments, Sums
+from .routed import Mixture
 from .sources import code_of
 
 CHUNK_TOKENS = 512
 """Tokens that run through a block at once."""
-
-STRIP = 256
-"""Columns of a matrix of moments that are summed at once: only its lower half is."""
-
-
-@dataclass
-class Moments:
-    """What products read at one place, over all tokens of the text.
-
-    hessian: f32[K,K], 2/N sum of x x^T over N tokens, which is the second derivative of a product's
-    mean squared error by each row of its weight. magnitude: f32[K], mean |x|.
-    """
-
-    hessian: Tensor
-    magnitude: Tensor
 
 
 @dataclass(frozen=True)
@@ -60,7 +48,7 @@ class Seen:
 
     name: for people. products: of the step, by the name of the value that they read. moments: of
     these values; a solver removes those that it has done with. weights: the block's, by name.
-    progress: told which share of the solver's work is done.
+    progress: told which share of the solver's work is done. mixtures: of experts.
     """
 
     name: str
@@ -68,6 +56,7 @@ class Seen:
     moments: dict[str, Moments]
     weights: Mapping[str, Tensor]
     progress: Callable[[float], None]
+    mixtures: Sequence[Mixture] = ()
 
 
 class Solver(Protocol):
@@ -137,16 +126,16 @@ class _Replay:
         """Whether the results of the first blocks are there, and what stands behind them."""
         between = [self._between(count, i) for i in range(len(self.chunks))]
         needed = between if count < len(self.blocks) else []
-        kept = [self._kept(i) for i in range(count) if self.blocks[i].products]
+        kept = [self._kept(i) for i in range(count) if self.blocks[i].is_asked_for]
         if not all(path.exists() for path in (*kept, *needed)):
             return False  # without reading weights
         marks = [self._mark(i) for i in range(count)]
-        marked = [marks[i] for i in range(count) if self.blocks[i].products]
+        marked = [marks[i] for i in range(count) if self.blocks[i].is_asked_for]
         return all(map(_is_whole, kept, marked)) and all(_is_whole(p, marks[-1]) for p in needed)
 
     def results(self) -> dict[str, Weight]:
         """What is kept of all blocks, by name."""
-        paths = [self._kept(i) for i, block in enumerate(self.blocks) if block.products]
+        paths = [self._kept(i) for i, block in enumerate(self.blocks) if block.is_asked_for]
         return {name: self._weight(path, name) for path in paths for name in _names(path)}
 
     def run(self, number: int, solver: Solver, done: bool) -> None:
@@ -158,28 +147,28 @@ class _Replay:
 
         if not done:
             self._run(number, solver, said)
-        for i in range(len(self.chunks)):
-            self._between(number, i).unlink(missing_ok=True)  # nobody reads it any more
+        for i in range(len(self.chunks)):  # nobody reads these any more
+            self._between(number, i).unlink(missing_ok=True)
+            self._routed(number, i).unlink(missing_ok=True)
         said(1.0)
 
     def _run(self, number: int, solver: Solver, said: Callable[[float], None]) -> None:
         block = self.blocks[number]
         weights = self._weights(block)
         mark = self._mark(number, weights)
-        if block.products and not _is_whole(self._kept(number), mark):
-            moments = self._moments(number, weights, lambda share: said(share * 0.4))
+        if block.is_asked_for and not _is_whole(self._kept(number), mark):
+            moments, mixtures = self._seen(number, weights, lambda share: said(share * 0.4))
             report = partial(_later, said)
-            seen = Seen(block.name, block.products, moments, weights, report)
+            seen = Seen(block.name, block.products, moments, weights, report, mixtures)
             _write(self._kept(number), solver.solve(seen), mark)
         if block.passed.outputs:
-            kept = _read(self._kept(number)) if block.products else {}
+            kept = _read(self._kept(number)) if block.is_asked_for else {}
             for name, tensor in solver.replaced(kept):
                 weights[name] = tensor.to(weights[name].dtype)
             self._pass_on(number, weights, mark, said)
 
     def _weights(self, block: Block) -> dict[str, Tensor]:
-        multiplied = {weight_of(node) for nodes in block.products.values() for node in nodes}
-        names = block.read.weights | block.passed.weights | multiplied
+        names = block.read.weights | block.passed.weights | block.multiplied
         return {name: self.program.weights[name].load() for name in sorted(names)}
 
     def _mark(self, number: int, weights: Mapping[str, Tensor] | None = None) -> str:
@@ -205,22 +194,41 @@ class _Replay:
 
         return Weight(name, weight.type, load)
 
-    def _moments(
+    def _seen(
         self,
         number: int,
         weights: Mapping[str, Tensor],
         said: Callable[[float], None],
-    ) -> dict[str, Moments]:
-        """Of every value that the block's products read."""
+    ) -> tuple[dict[str, Moments], list[Mixture]]:
+        """The moments of every value that the block's products read, and what its mixtures read,
+        in files."""
         block = self.blocks[number]
-        sums: dict[str, _Sums] = {}
+        sums: dict[str, Sums] = {}
+        routed = {name for names in block.mixtures.values() for name in names}
+        tokens_of = {
+            node: torch.zeros(len(weights[expert_weights(node)[0]]), dtype=torch.int64)
+            for node in block.mixtures
+        }
         step = self._runner(block.read, weights)
         for i, tokens in enumerate(self.chunks):
             out = step(tokens, self._given(number, i))
             for tap in block.products:
-                sums.setdefault(tap, _Sums(out[tap].shape[-1])).add(out[tap])
+                sums.setdefault(tap, Sums(out[tap].shape[-1])).add(out[tap])
+            for node, (_, chosen) in block.mixtures.items():
+                count = tokens_of[node]
+                count += torch.bincount(out[chosen].flatten(), minlength=len(count))
+            if routed:
+                _write(self._routed(number, i), {name: out[name] for name in routed}, "")
             said((i + 1) / len(self.chunks))
-        return {tap: sums.pop(tap).moments(block.name, tap) for tap in block.products}
+        files = [self._routed(number, i) for i in range(len(self.chunks))]
+        moments = {
+            tap: sums.pop(tap).moments(f"{block.name}: what %{tap} holds") for tap in block.products
+        }
+        mixtures = [
+            Mixture(block.name, node, names, files, weights, tokens_of[node])
+            for node, names in block.mixtures.items()
+        ]
+        return moments, mixtures
 
     def _pass_on(
         self,
@@ -240,6 +248,9 @@ class _Replay:
     def _between(self, number: int, chunk: int) -> Path:
         return self.folder / f"before-{number:04d}-{chunk:05d}.safetensors"
 
+    def _routed(self, number: int, chunk: int) -> Path:
+        return self.folder / f"routed-{number:04d}-{chunk:05d}.safetensors"
+
     def _given(self, number: int, chunk: int) -> dict[str, Tensor]:
         return _read(self._between(number, chunk)) if number else {}
 
@@ -258,46 +269,6 @@ class _Replay:
             return run(program, fn.name, chain_inputs(tokens) | empty | dict(given))
 
         return step
-
-
-class _Sums:
-    """Sums over tokens, as they come."""
-
-    def __init__(self, columns: int) -> None:
-        self.hessian = torch.zeros(columns, columns)
-        self.magnitude = torch.zeros(columns)
-        self.count = 0
-
-    def add(self, x: Tensor) -> None:
-        """Values [...,K]."""
-        rows = x.reshape(-1, x.shape[-1]).float()
-        self.count += len(rows)
-        self.magnitude += rows.abs().sum(0)
-        for start in range(0, rows.shape[1], STRIP):
-            strip = slice(start, start + STRIP)
-            self.hessian[start:, strip].addmm_(rows[:, start:].T, rows[:, strip])
-
-    def moments(self, block: str, tap: str) -> Moments:
-        """Errors: `PassError` for values that are not finite."""
-        hessian = self.hessian.mul_(2 / self.count)
-        if not (torch.isfinite(hessian.diagonal()).all() and torch.isfinite(self.magnitude).all()):
-            raise PassError(
-                f"{block}: what %{tap} holds on the calibration text is not finite (NaN, or too "
-                f"large for float32): expected a model that can read this text; run it in float32, "
-                f"and check its weights"
-            )
-        for start in range(0, len(hessian), STRIP):
-            end = start + STRIP
-            corner = hessian[start:end, start:end].tril(-1)
-            hessian[start:end, start:end] = hessian[start:end, start:end].tril() + corner.T
-            hessian[start:end, end:] = hessian[end:, start:end].T
-        return Moments(hessian, self.magnitude / self.count)
-
-
-def loss(error: Tensor, hessian: Tensor) -> Tensor:
-    """What each row of a weight's error f32[N,K] adds to the squared error of its product, f32[N],
-    up to a factor: e H e^T."""
-    return ((error @ hessian) * error).sum(-1)
 
 
 def _later(said: Callable[[float], None], share: float) -> None:

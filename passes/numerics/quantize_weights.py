@@ -23,8 +23,10 @@ them their own. A recipe may have the pass several times: each takes what is sti
 
 How values are chosen, and in which form (`stored`), a method says (`methods`). One that reads text
 sees the target's step run over it (`engine.calibrate`), with products in float: activations that
-are rounded come later. The embedding, the head and the experts of mixtures are rounded to nearest
-whatever the method is.
+are rounded come later. Each expert of a mixture has evidence of its own, of the tokens that chose
+it. One that saw fewer than `expert_tokens` for each input channel of a product is rounded to
+nearest there, and a remark tells which those are; so are the experts of mixtures if the method
+stores weights in a form of its own, and the embedding and the head whatever the method is.
 
 Refuses a program without float weights to take, a pattern that names no weight, or one stack of a
 mixture's experts without the other, rows that the group does not divide, and, with a method that
@@ -36,7 +38,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Annotated, ClassVar, Literal
@@ -60,6 +62,7 @@ from ...ir import (
 from ...ir.mixtures import Stack, store_experts
 from ...ir.numerics import Numeric
 from ..engine.base import STATES, Contract, Effect, Evidence, Outcome, Pass, TextSample, register
+from ..engine.blocks import STACKS
 from ..engine.calibrate import calibrate
 from ..engine.functions import EVERY, edit_with_weights, token_look_ups
 from ..engine.sources import code_of
@@ -69,12 +72,10 @@ from ..fusing.products import product_of, source_product
 from .layer_products import LayerProducts
 from .methods.base import Method, method_of
 from .methods.rtn import RoundToNearest
-from .solver import WeightSolver, scaled_name
+from .solver import WeightSolver, scaled_name, seen_enough, tokens_name
 from .stored import Form
 
 A, G = torch.ops.aten, torch.ops.graftwork
-STACKS = ("gate_up", "down")
-"""Experts of a mixture."""
 SCALES = {"f16": torch.float16, "f32": torch.float32}
 
 
@@ -88,7 +89,8 @@ class QuantizeWeights(Pass):
     logits are quantized, tied or not; or in how many bits. select, exclude: of these, only, or not,
     the weights with these names (shell patterns). rounded: activations are rounded to int8 by row;
     if not, products are float. role: only weights of functions whose results count (target), or are
-    verified (draft).
+    verified (draft). expert_tokens: how many tokens for each input channel an expert must have seen
+    for a method that reads text.
     """
 
     bits: Literal[2, 3, 4, 6, 8] = 4
@@ -104,6 +106,7 @@ class QuantizeWeights(Pass):
     exclude: tuple[str, ...] = ()
     rounded: bool = True
     role: Literal["any", "target", "draft"] = "any"
+    expert_tokens: Annotated[float, Field(ge=0)] = 2.0
 
     name: ClassVar[str] = "quantize_weights"
     contract: ClassVar[Contract] = Contract.APPROXIMATE
@@ -134,9 +137,11 @@ class QuantizeWeights(Pass):
     def learn(self, program: Program, evidence: Evidence) -> Outcome:
         """The same, by a method that sees what the weights are multiplied with."""
         self._check_patterns(program)
-        layers = self.layers(program)
-        forms = {node: self.form_of(weight) for node, weight in layers}
-        names = [weight.name for _, weight in layers]
+        layers, mixtures = self.layers(program), self._seen_mixtures(program)
+        stacks = [weight for found in mixtures.values() for weight in found]
+        weights = [*(weight for _, weight in layers), *stacks]
+        forms = {weight.name: self.form_of(weight) for weight in weights}
+        names = [weight.name for weight in weights]
         if twice := [name for name in names if names.count(name) > 1]:
             raise PassError(
                 f"quantize_weights: {twice[0]} is multiplied in several places, which see other "
@@ -147,20 +152,45 @@ class QuantizeWeights(Pass):
             return Outcome(program, 0, f"{program.step.name} has no layer that {self.method} takes")
         assert self.text is not None
         method = method_of(self.method, self.tuning)
-        named_forms = {_weight_name(node): form for node, form in forms.items()}
-        fixed = _read_by_others(program)
-        solver = WeightSolver(method, named_forms, fixed)
+        fixed, least = _read_by_others(program), self.expert_tokens
+        solver = WeightSolver(method, forms, fixed, least)
         code = code_of(type(method))
-        mark = f"{self.method} {code} {method!r} {named_forms} {sorted(fixed)}"
-        found = calibrate(program, list(forms), evidence, self.text, solver, mark)
+        mark = f"{self.method} {code} {method!r} {forms} {sorted(fixed)} {least if stacks else ''}"
+        products = [*(node for node, _ in layers), *mixtures]
+        found = calibrate(program, products, evidence, self.text, solver, mark)
         named = {name: w.renamed(fresh_name(program.weights, name)) for name, w in found.items()}
-        return self._edited(program, named)
+        outcome = self._edited(program, named)
+        told = _of_unseen_experts(mixtures.values(), found, least)
+        return replace(outcome, remarks=(*outcome.remarks, *told))
 
     def layers(self, program: Program) -> list[tuple[torch.fx.Node, Weight]]:
         """The products of the target's step that are chosen, without tables and the head."""
         known = vocabulary(program)
         found = self._chosen(program.step, program.weights, known)
         return [(node, weight) for node, weight in found if weight.name not in known]
+
+    def _seen_mixtures(self, program: Program) -> dict[torch.fx.Node, tuple[Weight, ...]]:
+        """Of the target's step: those whose experts are chosen, and that the method takes, with
+        their stacks."""
+        weights, fn = program.weights, program.step
+        taken = [node for node in fn.calls(G.moe.default) if self._takes_experts(node, weights)]
+        found = {node: _stacks_of(node, weights) for node in taken}
+        return {node: stacks for node, stacks in found.items() if self._sees_experts(node, weights)}
+
+    def _sees_experts(self, node: torch.fx.Node, weights: WeightStore) -> bool:
+        """Whether the method chooses the values of a mixture's experts: it reads text, and they
+        have the form that experts can have. Errors: as `numeric_of`."""
+        method = method_of(self.method, self.tuning)
+        if not method.reads_text or arguments(node)["gate_up_bias"] not in _weights_in(node):
+            return False
+        for weight in _stacks_of(node, weights):
+            numeric, (_, rows, columns) = self.numeric_of(weight, False), weight.type.shape
+            try:
+                if method.form(numeric, rows, columns) != Form((numeric,)):
+                    return False
+            except InputError:
+                return False
+        return True
 
     @property
     def _roles(self) -> frozenset[Role]:
@@ -175,7 +205,8 @@ class QuantizeWeights(Pass):
 
         def edit(fn: Function, weights: WeightStore) -> tuple[int | str, WeightStore]:
             nonlocal mixtures
-            mixtures += sum(self._takes_experts(n, weights) for n in fn.calls(G.moe.default))
+            taken = [n for n in fn.calls(G.moe.default) if self._takes_experts(n, weights)]
+            mixtures += sum(not self._sees_experts(node, weights) for node in taken)
             return self._quantize(fn, weights, known, learned)
 
         outcome = edit_with_weights(program, edit, self._roles)
@@ -214,7 +245,7 @@ class QuantizeWeights(Pass):
             weights = weights.adding(*parts.values())
             product.replace(node, weight.name, form, parts)
         for node in mixtures:
-            weights = self._store_experts(fn, node, weights)
+            weights = self._store_experts(fn, node, weights, learned)
         weights = _with_factors(fn, weights, learned)
         sweep(fn)
         return len(found) + len(mixtures), weights
@@ -256,14 +287,21 @@ class QuantizeWeights(Pass):
         return taken[0] and weights[names[0]].type.dtype.is_floating_point
 
     def _store_experts(
-        self, fn: Function, node: torch.fx.Node, weights: WeightStore
+        self,
+        fn: Function,
+        node: torch.fx.Node,
+        weights: WeightStore,
+        learned: Mapping[str, Weight],
     ) -> WeightStore:
         """Replace a mixture by one of stored experts."""
-        given, stacks = arguments(node), []
-        for name in STACKS:
-            weight = weights[str(given[name].target)]
+        sees, stacks = self._sees_experts(node, weights), []
+        for weight in _stacks_of(node, weights):
             numeric = self.numeric_of(weight, False)
-            parts = _computed(weight, Form((numeric,)), RoundToNearest(), weights)
+            form = Form((numeric,))
+            if sees:
+                parts = self._learned(fn, weight, form, learned)
+            else:
+                parts = _computed(weight, form, RoundToNearest(), weights)
             weights = weights.adding(*parts.values())
             packed, scale, *offset = parts.values()
             stacks.append(Stack(packed, scale, offset[0] if offset else None, numeric.group))
@@ -282,7 +320,7 @@ class QuantizeWeights(Pass):
 
     def form_of(self, weight: Weight) -> Form:
         """How a layer's weight is stored. Errors: `PassError` for what does not fit its rows."""
-        rows, columns = weight.type.shape
+        *_, rows, columns = weight.type.shape
         method = method_of(self.method, self.tuning)
         try:
             form = method.form(self.numeric_of(weight, False), rows, columns)
@@ -311,6 +349,40 @@ def _with_factors(fn: Function, weights: WeightStore, learned: Mapping[str, Weig
                 node.replace_all_uses_with(fn.weight(scaled))
             fn.graph.erase_node(node)
     return weights
+
+
+def _stacks_of(node: torch.fx.Node, weights: WeightStore) -> tuple[Weight, ...]:
+    """The weights of all experts of a mixture: gate and up, and down."""
+    given = arguments(node)
+    return tuple(weights[str(given[name].target)] for name in STACKS)
+
+
+def _weights_in(node: torch.fx.Node) -> list[torch.fx.Node | None]:
+    """The operands of a call that are weights, and none."""
+    return [None, *(given for given in node.all_input_nodes if given.op == "get_attr")]
+
+
+def _of_unseen_experts(
+    mixtures: Iterable[Sequence[Weight]], found: Mapping[str, Weight], least: float
+) -> tuple[str, ...]:
+    """A remark on the experts that are rounded to nearest because they saw too little of the text;
+    none if all saw enough."""
+    lines, few, count = [], 0, 0
+    for stacks in mixtures:
+        tokens = found[tokens_name(stacks[0].name)].load()
+        for stack in stacks:
+            enough = seen_enough(tokens, stack.type.shape[-1], least)
+            left = (~enough).nonzero().flatten().tolist()
+            few, count = few + len(left), count + len(tokens)
+            if left:
+                lines.append(f"{stack.name} {', '.join(map(str, left))}")
+    if not lines:
+        return ()
+    return (
+        f"{few} of {count} weights of experts are rounded to nearest, because fewer than {least:g} "
+        f"tokens of the text for each of their input channels chose the expert (give more windows, "
+        f"or other text): {'; '.join(lines)}",
+    )
 
 
 def _read_by_others(program: Program) -> frozenset[str]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from ...ir import PassError
 from ..engine.blocks import weight_of
 from ..engine.calibrate import Seen
+from ..engine.moments import Moments
+from ..engine.routed import Mixture
 from .methods.base import Method
+from .methods.rtn import RoundToNearest
 from .stored import Form
 
 
@@ -18,16 +22,33 @@ def scaled_name(weight: str) -> str:
     return f"{weight}.scaled"
 
 
+def tokens_name(stack: str) -> str:
+    """The name of how many tokens chose each expert i64[E], kept with a mixture's first stack."""
+    return f"{stack}.tokens"
+
+
+def seen_enough(tokens: Tensor, columns: int, least: float) -> Tensor:
+    """Which experts are quantized by what they saw, bool[E]: those that `least` tokens for each of
+    a product's input channels chose, and one at least. Second derivatives of fewer tokens than
+    channels have no full rank: feedback then moves errors to where this text never looks."""
+    return tokens >= max(1, least * columns)
+
+
 class WeightSolver:
     """Chooses values for the weights of these names, block by block. See `calibrate.Solver`.
 
-    fixed: names of weights and states that other functions read as they are.
+    fixed: names of weights and states that other functions read as they are. least: tokens for each
+    input channel that an expert must have seen; one that saw fewer is rounded to the nearest.
     """
 
     def __init__(
-        self, method: Method, forms: Mapping[str, Form], fixed: frozenset[str] = frozenset()
+        self,
+        method: Method,
+        forms: Mapping[str, Form],
+        fixed: frozenset[str] = frozenset(),
+        least: float = 0.0,
     ) -> None:
-        self.method, self.forms, self.fixed = method, forms, fixed
+        self.method, self.forms, self.fixed, self.least = method, forms, fixed, least
 
     def solve(self, seen: Seen) -> dict[str, Tensor]:
         """The parts of the block's weights. Errors: `PassError` naming the block and the value that
@@ -39,21 +60,55 @@ class WeightSolver:
             for name, tensor in changed.items()
             if name not in self.forms
         }
-        count, done = sum(map(len, seen.products.values())), 0
+        count = sum(map(len, seen.products.values()))
+        total, done = count + sum(len(mixture.tokens) for mixture in seen.mixtures), 0
         for tap, nodes in seen.products.items():
-            try:
-                prepared = self.method.prepared(seen.moments.pop(tap))
-            except PassError as error:
-                raise PassError(f"quantize_weights: {seen.name}, %{tap}: {error}") from error
+            prepared = self._prepared(seen.moments.pop(tap), f"{seen.name}, %{tap}")
             for node in nodes:
                 name = weight_of(node)
-                weight = changed.get(name, seen.weights[name]).float()
+                weight = _own(changed.get(name, seen.weights[name]))
                 form = self.forms[name]
                 found = form.tensors(self.method.stored(weight, form, prepared))
                 kept |= dict(zip(form.names(name), found, strict=True))
                 done += 1
-                seen.progress(done / count)
+                seen.progress(done / total)
+        for mixture in seen.mixtures:
+            stacks = _Stacks(mixture, self.forms)
+            for _ in self._experts(mixture, stacks):
+                done += 1
+                seen.progress(done / total)
+            kept |= stacks.parts | {tokens_name(mixture.stacks[0]): mixture.tokens}
         return kept
+
+    def _prepared(self, moments: Moments, where: str) -> object:
+        try:
+            return self.method.prepared(moments)
+        except PassError as error:
+            raise PassError(f"quantize_weights: {where}: {error}") from error
+
+    def _experts(self, mixture: Mixture, stacks: _Stacks) -> Iterator[int]:
+        """Chooses the values of one expert after the other, each by what it saw."""
+        sizes = [mixture.weights[name].shape[-1] for name in mixture.stacks]
+        enough = [seen_enough(mixture.tokens, size, self.least).tolist() for size in sizes]
+        nearest = RoundToNearest()
+        known = [expert for expert, some in enumerate(zip(*enough, strict=True)) if any(some)]
+        for expert in set(range(len(mixture.tokens))).difference(known):
+            for name in mixture.stacks:
+                stacks.put(name, expert, nearest, _own(mixture.weights[name][expert]), None)
+            yield expert
+        numerics = [self.forms[name].numerics[0] for name in mixture.stacks]
+        for expert, moments in mixture.moments(known):
+            gate_up, down = (_own(mixture.weights[name][expert]) for name in mixture.stacks)
+            if enough[1][expert] and mixture.is_linear_in_up:
+                given = gate_up, down, moments[1], numerics[1]
+                gate_up, down = self.method.balanced_expert(*given)
+            where = f"{mixture.block}, %{mixture.node.name}, expert {expert}"
+            each = zip(mixture.stacks, (gate_up, down), moments, enough, strict=True)
+            for name, weight, seen, some in each:
+                method = self.method if some[expert] else nearest
+                prepared = self._prepared(seen, where) if some[expert] else None
+                stacks.put(name, expert, method, weight, prepared)
+            yield expert
 
     def replaced(self, kept: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Those with factors of others, and what the stored weights stand for, f32."""
@@ -63,6 +118,30 @@ class WeightSolver:
         for weight, form in self.forms.items():
             if form.names(weight)[0] in kept:
                 yield weight, form.values(form.of(weight, kept))
+
+
+class _Stacks:
+    """The parts of a mixture's weights [E,...], by name, as experts are done."""
+
+    def __init__(self, mixture: Mixture, forms: Mapping[str, Form]) -> None:
+        self.experts, self.forms = len(mixture.tokens), forms
+        self.parts: dict[str, Tensor] = {}
+
+    def put(
+        self, stack: str, expert: int, method: Method, weight: Tensor, prepared: object
+    ) -> None:
+        """An expert's weight f32[N,K], as a method stores it."""
+        form = self.forms[stack]
+        found = form.tensors(method.stored(weight, form, prepared))
+        for name, part in zip(form.names(stack), found, strict=True):
+            if name not in self.parts:
+                self.parts[name] = part.new_empty(self.experts, *part.shape)
+            self.parts[name][expert] = part
+
+
+def _own(weight: Tensor) -> Tensor:
+    """A weight as a method may write into it: the model's own must stay."""
+    return weight.to(torch.float32, copy=True)
 
 
 def _is_scaled(name: str) -> bool:

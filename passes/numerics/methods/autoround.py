@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ....ir.numerics import Numeric, Quantized, pack
-from ...engine.calibrate import Moments
+from ...engine.moments import Moments
 from .base import Method, method
 
 

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from ....ir.numerics import Numeric, Quantized
 from ...engine.blocks import source_of, weight_of
-from ...engine.calibrate import Moments, Seen, loss
-from ..folding import Fold, factors_into, fold_of
+from ...engine.calibrate import Seen
+from ...engine.moments import Moments, loss
+from ..folding import Fold, Rows, factors_into, fold_of
 from .base import Method, method
 
 LEAST = 1e-4
@@ -67,9 +68,19 @@ class Awq(Method):
             for rows in fold.rows:
                 before = made.get(rows.weight, seen.weights[rows.weight])
                 made[rows.weight] = factors_into(before, rows, factors)
-            seen.moments[tap].hessian.div_(torch.outer(spread, spread))
-            seen.moments[tap].magnitude.div_(spread)
+            _scale(seen.moments[tap], spread)
         return made
+
+    def balanced_expert(
+        self, gate_up: Tensor, down: Tensor, moments: Moments, numeric: Numeric
+    ) -> tuple[Tensor, Tensor]:
+        """Factors of what an expert's second product reads go into the rows of its up projection.
+        What its first one reads, others read too: it stays as it is."""
+        size = down.shape[1]
+        up = Rows("", size, 2 * size)
+        factors = self.factors([(down, numeric)], moments, Fold((up,)))
+        _scale(moments, factors)
+        return factors_into(gate_up, up, factors), down * factors
 
     def factors(
         self, weights: Sequence[tuple[Tensor, Numeric]], moments: Moments, fold: Fold
@@ -111,6 +122,12 @@ def _fold(nodes: Sequence[torch.fx.Node], fixed: frozenset[str]) -> Fold | None:
         return None
     touched = {rows.weight for rows in fold.rows} | set(fold.states)
     return None if touched & fixed else fold
+
+
+def _scale(moments: Moments, factors: Tensor) -> None:
+    """Make them those of values divided by factors f32[K]."""
+    moments.hessian.div_(torch.outer(factors, factors))
+    moments.magnitude.div_(factors)
 
 
 def _shares(weight: Tensor, numeric: Numeric) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor
 from ....ir import InputError
 from ....ir.discovery import import_all
 from ....ir.numerics import Numeric, Quantized
-from ...engine.calibrate import Moments, Seen
+from ...engine.calibrate import Seen
+from ...engine.moments import Moments
 from ..stored import Form, Stored
 
 
@@ -37,6 +38,15 @@ class Method(BaseModel):
         compute the same. Those of `numerics` are quantized next, in these formats; `seen.moments`
         follow what changes. fixed: names of weights and states that others read as they are."""
         return {}
+
+    def balanced_expert(
+        self, gate_up: Tensor, down: Tensor, moments: Moments, numeric: Numeric
+    ) -> tuple[Tensor, Tensor]:
+        """Weights f32[2F,H] and f32[H,F] of an expert of a mixture in the place of its own, before
+        they are quantized: together they compute the same. moments: of what `down` reads, which is
+        a multiple of what the last F rows of `gate_up` give; they follow what changes. numeric: of
+        `down`."""
+        return gate_up, down
 
     def prepared(self, moments: Moments) -> Any:
         """What `quantize` needs of the values that products read; worked out once for all of them,

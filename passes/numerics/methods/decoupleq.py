@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ....ir.numerics import Numeric, Quantized, levels
-from ...engine.calibrate import Moments, loss
+from ...engine.moments import Moments, loss
 from .base import Method, method
 from .feedback import Factor, inverse_factor, round_with_feedback
 

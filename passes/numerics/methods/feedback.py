@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ....ir import PassError
 from ....ir.numerics import Numeric, Quantized, nearest, pack
-from ...engine.calibrate import Moments
+from ...engine.moments import Moments
 
 BLOCK = 128
 """Columns of a block, unless groups make it more."""

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ....ir.numerics import Numeric, Quantized
-from ...engine.calibrate import Moments
+from ...engine.moments import Moments
 from .base import Method, method
 from .feedback import Factor, inverse_factor, round_with_feedback
 

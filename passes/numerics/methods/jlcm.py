@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ....ir import InputError
 from ....ir.numerics import LOOKED_UP, Numeric, Quantized, nearest, pack
-from ...engine.calibrate import Moments, loss
+from ...engine.moments import Moments, loss
 from ..stored import Form, Stored
 from .base import Method, method
 from .feedback import Factor, inverse_factor, mapped_with_feedback

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ....ir import InputError
 from ....ir.numerics import Numeric, Quantized, pack
-from ...engine.calibrate import Moments, loss
+from ...engine.moments import Moments, loss
 from ..stored import Form, Stored
 from .base import Method, method
 
