@@ -11,7 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from onnxruntime_helpers import module_at
 
+from graftwork import runners
 from graftwork.backends import pages
 from graftwork.backends.onnxruntime import session
 from graftwork.backends.pages import HUGE, added, huge_pages
@@ -62,6 +64,20 @@ def test_tensors_are_moved_and_stay_the_same_and_those_of_files_are_left(tmp_pat
     assert in_huge_pages(mapped.data_ptr()) == 0
     assert (mapped == torch.arange(HUGE)).all()
     assert all((part == n).all() for part, n in zip(parts, (3, 1, 5), strict=True))
+
+
+@pytest.mark.skipif(not given_to_whom_asks(), reason="this system gives no huge pages")
+def test_runners_of_plan_folders_ask_for_them() -> None:
+    runner = module_at(Path(runners.__file__).with_name("plan_functions.py"))
+    before = runner.private_pages()
+    inside = mmap.mmap(-1, 16 * HUGE, flags=mmap.MAP_PRIVATE)
+    written = np.frombuffer(inside, dtype=np.int64)
+    written[:] = np.arange(written.size)
+    made = runner.private_pages() - before
+    assert len(made) >= 15 and all(page % HUGE == 0 for page in made)
+    runner.make_large(made)
+    assert in_huge_pages(written.ctypes.data) >= 14 * HUGE
+    assert (written == np.arange(written.size)).all()
 
 
 RANGES = st.lists(st.integers(0, 40), unique=True, max_size=12).map(
