@@ -30,11 +30,11 @@ import torch.fx
 
 from ..ir import SOURCE, Function, Program, State, Sym, TensorType, arguments, type_of
 from ..ir.ops.attention import SPANS
+from ..ir.ops.rounded_state import STEPS
 from ..ir.plan import Pictures
 
 A, G = torch.ops.aten, torch.ops.graftwork
 LOOK_UPS = (A.embedding.default, G.quantized_embedding.default)
-RECURRENT = (G.linear_attention_step.default, G.causal_conv_step.default)
 SCALES = (A.mul.Tensor, A._to_copy.default)
 """What may be done to an embedding before pictures take their places among it."""
 
@@ -92,7 +92,7 @@ def _see_together(fn: Function, plan: Pictures, first: int) -> bool:
     """Have a picture's rows see each other; whether masks alone say what tokens see."""
     fed = fn.input("positions")  # masks of other positions are of tokens drafted inside the step
     masks = [mask for mask in fn.calls(G.step_mask.default) if arguments(mask)["positions"] is fed]
-    if not masks or fn.calls(*RECURRENT):
+    if not masks or fn.calls(*STEPS):
         return False
     tokens, blocks = fn.input("tokens"), fn.add_input(plan.blocks, _of_rows())
     seen: dict[object, torch.fx.Node] = {}

@@ -68,7 +68,7 @@ _MIXERS = frozenset({"attention", "causal_conv", "linear_attention", "source_att
 _CACHE_OPS = frozenset(
     {
         *("attend", "cache_write", "step_mask", "alibi", "distance_bias"),
-        *("causal_conv_step", "linear_attention_step"),
+        *("causal_conv_step", "linear_attention_step", "linear_attention_step_int8"),
     }
 )
 

@@ -241,7 +241,8 @@ extern "C" ort::Status* RegisterCustomOps(ort::Options* options, const ort::ApiB
         static const Op<MaskedNode<false>> masked;
         static const Op<MaskedNode<true>> partial;
         static const Op<PickedAttention> picked;
-        static const Op<LinearAttentionStep> recurrence;
+        static const Op<LinearAttentionStep<false>> recurrence;
+        static const Op<LinearAttentionStep<true>> recurrence_int8;
         static const Op<CausalConvStep> convolution;
         static ort::Domain* const domain = [&] {  // sessions use it as long as they live
             ort::Domain* const made = api->create_domain("graftwork");
@@ -255,6 +256,7 @@ extern "C" ort::Status* RegisterCustomOps(ort::Options* options, const ort::ApiB
             api->add_op(made, &partial);
             api->add_op(made, &picked);
             api->add_op(made, &recurrence);
+            api->add_op(made, &recurrence_int8);
             api->add_op(made, &convolution);
             return made;
         }();

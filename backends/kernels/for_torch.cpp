@@ -172,7 +172,45 @@ void linear_attention_step(
     const Recurrence given = {
         state, keys, values,    decays,   folded,     past,       certain, ancestors, q, k, v, g,
         beta,  y,    new_state, new_keys, new_values, new_decays, B,       H,         G, T, K, V,
-        D,     W};
+        D,     W,    nullptr,   nullptr,  nullptr,    nullptr};
+    step(given, Threads(threads));
+}
+
+// The same of a state in 8 bits.
+void linear_attention_step_int8(
+    const int8_t* codes,
+    const float* scale,
+    const float* keys,
+    const float* values,
+    const float* decays,
+    const int64_t* folded,
+    const int64_t* past,
+    const int64_t* certain,
+    const uint8_t* ancestors,
+    const float* q,
+    const float* k,
+    const float* v,
+    const float* g,
+    const float* beta,
+    float* y,
+    int8_t* new_codes,
+    float* new_scale,
+    float* new_keys,
+    float* new_values,
+    float* new_decays,
+    int64_t B,
+    int64_t H,
+    int64_t G,
+    int64_t T,
+    int64_t K,
+    int64_t V,
+    int64_t D,
+    int64_t W,
+    int64_t threads) {
+    const Recurrence given = {
+        nullptr, keys, values,  decays,   folded,     past,       certain, ancestors, q, k, v, g,
+        beta,    y,    nullptr, new_keys, new_values, new_decays, B,       H,         G, T, K, V,
+        D,       W,    codes,   scale,    new_codes,  new_scale};
     step(given, Threads(threads));
 }
 

@@ -3,10 +3,13 @@
 //   LinearAttentionStep(state, keys, values, decays, folded, past, certain, q, k, v, g, ancestors?,
 //     beta?; threads) -> (y, state, keys, values, decays)
 //
+//   LinearAttentionStepInt8(codes, scale, keys, ...) -> (y, codes, scale, keys, values, decays)
+//
 //   CausalConvStep(history, rows, folded, past, certain, x, weight, ancestors?, bias?; threads)
 //     -> (y, history, rows)
 //
-// They are graftwork.linear_attention_step and graftwork.causal_conv_step.
+// They are graftwork.linear_attention_step, graftwork.linear_attention_step_int8 and
+// graftwork.causal_conv_step.
 
 #pragma once
 
@@ -16,14 +19,21 @@
 
 namespace graftwork {
 
+// ROUNDED: the state is held in 8 bits, as codes and scales.
+template <bool ROUNDED>
 struct LinearAttentionStep {
-    static constexpr const char* NAME = "LinearAttentionStep";
-    static constexpr int REQUIRED = 11, INPUTS = 13, OUTPUTS = 5;
+    static constexpr const char* NAME =
+        ROUNDED ? "LinearAttentionStepInt8" : "LinearAttentionStep";
+    static constexpr int HELD = ROUNDED ? 2 : 1;  // tensors that are the state
+    static constexpr int REQUIRED = HELD + 10, INPUTS = HELD + 12, OUTPUTS = HELD + 4;
     static ort::Element input(int place) {
-        if (place >= 4 && place <= 6) return ort::INT64;
+        if (ROUNDED && place == 0) return ort::INT8;
+        if (place >= HELD + 3 && place <= HELD + 5) return ort::INT64;
         return place == REQUIRED ? ort::BOOL : ort::FLOAT;
     }
-    static ort::Element output(int) { return ort::FLOAT; }
+    static ort::Element output(int place) {
+        return ROUNDED && place == 1 ? ort::INT8 : ort::FLOAT;
+    }
     const ort::Api& api;
     int64_t threads;
 
@@ -33,12 +43,14 @@ struct LinearAttentionStep {
     }
 
     void run(ort::Context* context) const {
-        const auto input = [&](size_t place) { return ort::Tensor(api, context, place); };
-        const ort::Tensor state = input(0), keys = input(1), values = input(2), decays = input(3);
-        const ort::Tensor folded = input(4), past = input(5), certain = input(6);
-        const ort::Tensor q = input(7), k = input(8), v = input(9), g = input(10);
-        const ort::Tensor ancestors = input(11), beta = input(12);
-        want(state.sizes.size() == 4, "state must be [B, H, K, V]");
+        size_t next = 0;
+        const auto input = [&] { return ort::Tensor(api, context, next++); };
+        const ort::Tensor state = input(), scale = ROUNDED ? input() : state;
+        const ort::Tensor keys = input(), values = input(), decays = input();
+        const ort::Tensor folded = input(), past = input(), certain = input();
+        const ort::Tensor q = input(), k = input(), v = input(), g = input();
+        const ort::Tensor ancestors = input(), beta = input();
+        want(state.sizes.size() == 4, "the state must be [B, H, K, V]");
         want(keys.sizes.size() == 4, "keys must be [B, G, W, K]");
         want(g.sizes.size() == 4, "g must be [B, H, T, D]");
         const int64_t B = state.sizes[0], H = state.sizes[1], K = state.sizes[2];
@@ -57,7 +69,6 @@ struct LinearAttentionStep {
         want(ancestors.is({B, T, T}), "ancestors must be [B, T, T]");
         want(beta.is({B, H, T}), "beta must be [B, H, T]");
         Recurrence given = {};
-        given.state = state.data<float>(api);
         given.keys = keys.data<float>(api);
         given.values = values.data<float>(api);
         given.decays = decays.data<float>(api);
@@ -71,10 +82,19 @@ struct LinearAttentionStep {
         given.g = g.data<float>(api);
         given.beta = beta.data<float>(api);
         given.y = api.data<float>(api.output(context, 0, v.sizes));
-        given.new_state = api.data<float>(api.output(context, 1, state.sizes));
-        given.new_keys = api.data<float>(api.output(context, 2, keys.sizes));
-        given.new_values = api.data<float>(api.output(context, 3, values.sizes));
-        given.new_decays = api.data<float>(api.output(context, 4, decays.sizes));
+        if (ROUNDED) {
+            want(scale.is({B, H, V}), "scale must be [B, H, V]");
+            given.codes = state.data<int8_t>(api);
+            given.scale = scale.data<float>(api);
+            given.new_codes = api.data<int8_t>(api.output(context, 1, state.sizes));
+            given.new_scale = api.data<float>(api.output(context, 2, scale.sizes));
+        } else {
+            given.state = state.data<float>(api);
+            given.new_state = api.data<float>(api.output(context, 1, state.sizes));
+        }
+        given.new_keys = api.data<float>(api.output(context, HELD + 1, keys.sizes));
+        given.new_values = api.data<float>(api.output(context, HELD + 2, values.sizes));
+        given.new_decays = api.data<float>(api.output(context, HELD + 3, decays.sizes));
         given.B = B, given.H = H, given.G = G, given.T = T, given.K = K, given.V = V;
         given.D = D, given.W = W;
         step(given, Pool(api, context, threads));

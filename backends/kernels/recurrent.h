@@ -21,6 +21,12 @@ struct Recurrence {
     const float *q, *k, *v, *g, *beta;
     float *y, *new_state, *new_keys, *new_values, *new_decays;
     int64_t B, H, G, T, K, V, D, W;
+    // Of `graftwork.linear_attention_step_int8`, in the place of the states: codes [B,H,K,V] and
+    // scales [B,H,V].
+    const int8_t* codes;
+    const float* scale;
+    int8_t* new_codes;
+    float* new_scale;
 };
 
 void step(const Recurrence& given, const Team& team);

@@ -21,6 +21,7 @@ import torch
 from ...ir import Function, Program, arguments, type_of
 from ...ir.ops import is_exact_by_row
 from ...ir.ops.recurrent import BLOCK, SHORT_BLOCK
+from ...ir.ops.rounded_state import STEPS
 from ...ir.protocol import ANCESTORS
 from ...ir.stages import register_lowered
 from ...passes.fusing.cse import merge_equal
@@ -111,7 +112,7 @@ def drop_ancestors(fn: Function) -> None:
 def has_states(fn: Function) -> bool:
     """Whether the function reads states of a sequence, so that its variants differ."""
     attention = (G.attend.default, G.cache_write.default)
-    return bool(fn.calls(*attention, G.causal_conv_step.default, G.linear_attention_step.default))
+    return bool(fn.calls(*attention, *STEPS))
 
 
 def piece_of(fn: Function) -> int | None:

@@ -10,20 +10,21 @@ import torch.fx
 
 from ...ir import Function, arguments
 from ...ir import type_of as ir_type
+from ...ir.ops.rounded_state import STEPS
 from .emit import Emitter, row
 from .probe import own_attention_available
 
 G = torch.ops.graftwork
 
 
-STEPS = (G.linear_attention_step.default, G.causal_conv_step.default)
-COUNTS = (torch.int64, torch.bool)
+OTHERS = (torch.int64, torch.bool, torch.int8)
+"""Dtypes of counts, ancestors and codes."""
 
 
 def _is_own(node: torch.fx.Node) -> bool:
     """Whether the kernel, which comes with attention's, can do a step."""
     dtypes = {ir_type(x).dtype for x in arguments(node).values() if x is not None}
-    return dtypes <= {torch.float32, *COUNTS} and not own_attention_available()
+    return dtypes <= {torch.float32, *OTHERS} and not own_attention_available()
 
 
 def is_written_in_place(function: Function, state: str) -> bool:
@@ -38,11 +39,16 @@ def is_written_in_place(function: Function, state: str) -> bool:
 
 @row(G.linear_attention_step.default, when=_is_own, native=True)
 def linear_attention_step(e: Emitter, *operands: Any) -> Any:
-    state_and_counts, ancestors, sequence, beta = operands[:7], operands[7], operands[8:12], None
-    if len(operands) > 12:
-        beta = operands[12]
-    given = (*state_and_counts, *sequence, ancestors, beta)
+    state_and_counts, ancestors, sequence = operands[:7], operands[7], operands[8:12]
+    given = (*state_and_counts, *sequence, ancestors, operands[12])
     return e.own("LinearAttentionStep", *given, threads=e.threads, outputs=5)
+
+
+@row(G.linear_attention_step_int8.default, when=_is_own, native=True)
+def linear_attention_step_int8(e: Emitter, *operands: Any) -> Any:
+    state_and_counts, ancestors, sequence = operands[:8], operands[8], operands[9:13]
+    given = (*state_and_counts, *sequence, ancestors, operands[13])
+    return e.own("LinearAttentionStepInt8", *given, threads=e.threads, outputs=6)
 
 
 @row(G.causal_conv_step.default, when=_is_own, native=True)

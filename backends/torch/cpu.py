@@ -267,6 +267,7 @@ CPU_ROWS: dict[Any, Row] = {
     torch.ops.graftwork.attend_rows.default: attend_rows,
     torch.ops.graftwork.quantize_rows.default: quantize_rows,
     torch.ops.graftwork.linear_attention_step.default: native_recurrent.step,
+    torch.ops.graftwork.linear_attention_step_int8.default: native_recurrent.step_int8,
     torch.ops.graftwork.causal_conv_step.default: native_recurrent.conv_step,
     torch.ops.graftwork.rms_norm.default: rms_norm,
     torch.ops.graftwork.add_rms_norm.default: add_rms_norm,

@@ -69,6 +69,7 @@ ROWS: dict[Any, Row] = {
     # One call: written out, loops over groups or blocks would be thousands of calls for a compiler.
     G.quantized_linear.default: G.quantized_linear.default,
     G.linear_attention_step.default: G.linear_attention_step.default,
+    G.linear_attention_step_int8.default: G.linear_attention_step_int8.default,
     # What other processes wait for is no code to trace through.
     G.all_reduce.default: G.all_reduce.default,
     G.all_gather.default: G.all_gather.default,

@@ -1,4 +1,4 @@
-"""Layers that carry a state from token to token: linear attention of all kinds, and convolutions.
+"""Layers that carry a state from token to token: linear attention of all kinds.
 
 A state covers the rows of a sequence that no later step can take back. The tokens of a step that
 may be taken back, such as drafts, are kept beside it in a log: their keys, values and decays. The
@@ -31,9 +31,10 @@ WIDEST = 1024
 """Tokens that a step may have where their number is not known."""
 
 
-def _check_sequence(
+def check_sequence(
     op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None
 ) -> Operands:
+    """What a recurrence reads of a sequence. Errors: `InputError` naming what does not fit."""
     given = Operands(op)
     given.fit("q", q, "BGTK")
     given.fit("k", k, "BGTK")
@@ -99,7 +100,7 @@ def _solved(lower: Tensor, right: Tensor) -> Tensor:
     return torch.matmul(inverse, right)
 
 
-def _heads(x: Tensor, heads: int) -> Tensor:
+def heads_of(x: Tensor, heads: int) -> Tensor:
     """Groups [B,G,T,K] repeated for their heads: f32[B,H,T,K]."""
     batch, groups, width, size = x.shape
     if groups == heads:
@@ -185,7 +186,7 @@ def _linear_samples() -> Iterator[Sample]:
 def _linear_fake(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None, *, layer: int
 ) -> Tensor:
-    _check_sequence("linear_attention", q, k, v, g, beta)
+    check_sequence("linear_attention", q, k, v, g, beta)
     return v.new_empty(v.shape)
 
 
@@ -209,15 +210,15 @@ def linear_attention(
     will own the state. Sources: Yang et al., "Gated Delta Networks" (2024); Dao and Gu,
     "Transformers are SSMs" (2024); Gu and Dao, "Mamba" (2023); De et al., "Griffin" (2024).
     """
-    _check_sequence("linear_attention", q, k, v, g, beta)
+    check_sequence("linear_attention", q, k, v, g, beta)
     heads = v.shape[1]
-    keys = _heads(k, heads)
+    keys = heads_of(k, heads)
     state = keys.new_zeros((k.shape[0], heads, k.shape[3], v.shape[3]))
-    y, _ = _run(state, _heads(q, heads), keys, v, g, beta, None)
+    y, _ = _run(state, heads_of(q, heads), keys, v, g, beta, None)
     return y.to(v.dtype)
 
 
-def _step_samples() -> Iterator[Sample]:
+def step_samples() -> Iterator[Sample]:
     tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool).expand(2, 3, 3)
     counts = torch.tensor([4, 0]), torch.tensor([5, 0]), torch.tensor([1, 2])
     for heads, groups, decays, delta in ((2, 2, 1, True), (4, 2, 1, False), (2, 1, 4, True)):
@@ -250,17 +251,23 @@ def check_step(
     beta: Tensor | None,
 ) -> None:
     """Whether these fit each other. Errors: `InputError` naming the one that does not."""
-    given = _check_sequence("linear_attention_step", q, k, v, g, beta)
+    given = check_sequence("linear_attention_step", q, k, v, g, beta)
     given.fit("state", state, "BHKV", F32)
+    check_log(given, keys, values, decays)
+    check_counts(given, folded, past, certain, ancestors)
+
+
+def check_log(given: Operands, keys: Tensor, values: Tensor, decays: Tensor) -> None:
+    """Whether a recurrence's log fits its sequence. Errors: `InputError` naming what does not."""
     given.fit("keys", keys, "BGWK", F32)
     given.fit("values", values, "BHWV", F32)
     given.fit("decays", decays, "BHWD", F32)
-    _check_counts(given, folded, past, certain, ancestors)
 
 
-def _check_counts(
+def check_counts(
     given: Operands, folded: Tensor, past: Tensor, certain: Tensor, ancestors: Tensor | None
 ) -> None:
+    """Whether counts of rows and ancestors do. Errors: `InputError` naming what does not."""
     given.fit("folded", folded, "B", I64)
     given.fit("past", past, "B", I64)
     given.fit("certain", certain, "B", I64)
@@ -292,7 +299,7 @@ def _step_fake(
     "linear_attention_step(Tensor state, Tensor keys, Tensor values, Tensor decays, Tensor folded, "
     "Tensor past, Tensor certain, Tensor? ancestors, Tensor q, Tensor k, Tensor v, Tensor g, "
     "Tensor? beta=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    samples=_step_samples,
+    samples=step_samples,
     fake=_step_fake,
 )
 def linear_attention_step(
@@ -326,22 +333,22 @@ def linear_attention_step(
     check_step(state, keys, values, decays, folded, past, certain, ancestors, q, k, v, g, beta)
     heads = v.shape[1]
     begun = (past > 0)[:, None, None, None]
-    before = _folded(state, _heads(keys, heads), values, decays, _pending(folded, past))
+    before = _folded(state, heads_of(keys, heads), values, decays, pending(folded, past))
     before = before.masked_fill(~begun, 0.0)
-    new = _heads(k, heads)
-    y, u = _run(before, _heads(q, heads), new, v, g, beta, ancestors)
+    new = heads_of(k, heads)
+    y, u = _run(before, heads_of(q, heads), new, v, g, beta, ancestors)
     after = _folded(before, new, u, g, certain)
     rows = keys.shape[2]
-    logged = [_rows_after(x.float(), certain, rows, 2) for x in (k, u, g)]
+    logged = [rows_after(x.float(), certain, rows, 2) for x in (k, u, g)]
     return y.to(v.dtype).contiguous(), after.contiguous(), logged[0], logged[1], logged[2]
 
 
-def _pending(folded: Tensor, past: Tensor) -> Tensor:
+def pending(folded: Tensor, past: Tensor) -> Tensor:
     """Rows of the log that count; of a sequence that begins anew none does."""
     return (past - folded).clamp(min=0)
 
 
-def _rows_after(x: Tensor, first: Tensor, rows: int, axis: int) -> Tensor:
+def rows_after(x: Tensor, first: Tensor, rows: int, axis: int) -> Tensor:
     """Rows first, first + 1, ... of x, `rows` of them; the nearest there is stands for others."""
     width = x.shape[axis]
     index = first[:, None] + torch.arange(rows, device=x.device)
@@ -349,152 +356,3 @@ def _rows_after(x: Tensor, first: Tensor, rows: int, axis: int) -> Tensor:
     shape = [x.shape[0], *[1] * (axis - 1), rows, *[1] * (x.dim() - axis - 1)]
     wanted = [*x.shape[:axis], rows, *x.shape[axis + 1 :]]
     return x.gather(axis, index.reshape(shape).expand(wanted))
-
-
-def _conv_samples() -> Iterator[Sample]:
-    yield (torch.randn(2, 5, 3), torch.randn(3, 4)), {"layer": 0}
-    yield (torch.randn(2, 5, 3), torch.randn(3, 2), torch.randn(3)), {"layer": 1}
-
-
-def _check_conv(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Operands:
-    given = Operands(op)
-    given.fit("x", x, "BTD")
-    given.fit("weight", weight, "DN")
-    given.fit("bias", bias, "D")
-    if given.sizes["N"] < 2:
-        raise InputError(f"{op}: weight must span at least 2 tokens, got [D,{given.sizes['N']}]")
-    return given
-
-
-def _conv_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, layer: int) -> Tensor:
-    _check_conv("causal_conv", x, weight, bias)
-    return x.new_empty(x.shape)
-
-
-@define(
-    "causal_conv(Tensor x, Tensor weight, Tensor? bias=None, *, int layer) -> Tensor",
-    samples=_conv_samples,
-    fake=_conv_fake,
-)
-def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, layer: int) -> Tensor:
-    """Of each channel, the weighted sum of a token's value and those of the tokens before it.
-
-    ``%y: f32[B,T,D] = graftwork.causal_conv(%x, @weight, layer=0)``
-
-    x [B,T,D]; weight [D,N], the last column for the token itself; bias [D]. What is before the
-    sequence counts as 0. `layer` names the layer that will own the last N-1 values.
-    """
-    _check_conv("causal_conv", x, weight, bias)
-    nothing = x.new_zeros((x.shape[0], weight.shape[1] - 1, x.shape[2]))
-    return _convolved(nothing, x, weight, bias, None)
-
-
-def _convolved(
-    history: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, ancestors: Tensor | None
-) -> Tensor:
-    """Sums over a token and its N-1 ancestors; history [B,N-1,D] is what is before the step."""
-    span, width = weight.shape[1], x.shape[1]
-    everything = torch.cat([history, x], 1)
-    total = None
-    for distance in range(span):
-        if ancestors is None:
-            part = everything.narrow(1, span - 1 - distance, width)
-        else:
-            part = torch.matmul(_at(ancestors, distance, span).to(x.dtype), everything)
-        term = part * weight[:, span - 1 - distance]
-        total = term if total is None else total + term
-    assert total is not None
-    return total if bias is None else total + bias
-
-
-def _at(ancestors: Tensor, distance: int, span: int) -> Tensor:
-    """Which row of [history, step] is so far before each token: bool[B,T,N-1+T]."""
-    depth = ancestors.long().sum(2)
-    places = torch.arange(span - 1, device=ancestors.device)
-    wanted = span - 2 - (distance - depth)
-    outside = (places == wanted[:, :, None]) & (depth <= distance)[:, :, None]
-    inside = ancestors & (depth[:, None, :] == (depth - distance)[:, :, None])
-    return torch.cat([outside, inside], 2)
-
-
-def _conv_step_samples() -> Iterator[Sample]:
-    tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool).expand(2, 3, 3)
-    counts = torch.tensor([4, 0]), torch.tensor([6, 0]), torch.tensor([1, 3])
-    for ancestors in (None, tree):
-        history, rows, x = torch.randn(2, 3, 5), torch.randn(2, 2, 5), torch.randn(2, 3, 5)
-        weight, bias = torch.randn(5, 4), torch.randn(5)
-        yield (history, rows, *counts, ancestors, x, weight, bias), {}
-
-
-def check_conv_step(
-    history: Tensor,
-    rows: Tensor,
-    folded: Tensor,
-    past: Tensor,
-    certain: Tensor,
-    ancestors: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-) -> None:
-    """Whether these fit each other. Errors: `InputError` naming the one that does not."""
-    given = _check_conv("causal_conv_step", x, weight, bias)
-    given.sizes["P"] = given.sizes["N"] - 1
-    given.fit("history", history, "BPD")
-    given.fit("rows", rows, "BWD")
-    _check_counts(given, folded, past, certain, ancestors)
-
-
-def _conv_step_fake(
-    history: Tensor,
-    rows: Tensor,
-    folded: Tensor,
-    past: Tensor,
-    certain: Tensor,
-    ancestors: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    check_conv_step(history, rows, folded, past, certain, ancestors, x, weight, bias)
-    return tuple(made.new_empty(made.shape) for made in (x, history, rows))
-
-
-@define(
-    "causal_conv_step(Tensor history, Tensor rows, Tensor folded, Tensor past, Tensor certain, "
-    "Tensor? ancestors, Tensor x, Tensor weight, Tensor? bias=None) -> (Tensor, Tensor, Tensor)",
-    samples=_conv_step_samples,
-    fake=_conv_step_fake,
-)
-def causal_conv_step(
-    history: Tensor,
-    rows: Tensor,
-    folded: Tensor,
-    past: Tensor,
-    certain: Tensor,
-    ancestors: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of `causal_conv`, and the history and log after it.
-
-    ``%y, %h, %r = graftwork.causal_conv_step(%history, %rows, %folded, %past, %certain, None, %x,
-    @weight)``
-
-    history [B,N-1,D] holds the values of the last rows before row `folded` i64[B], the log rows
-    [B,W,D] those from there on. past, certain and ancestors as in `linear_attention_step`; x
-    [B,T,D], weight and bias as in `causal_conv`. Results: y [B,T,D], the new history and log.
-    Errors: `InputError` naming an operand that does not fit.
-    """
-    check_conv_step(history, rows, folded, past, certain, ancestors, x, weight, bias)
-    span = weight.shape[1]
-    begun = (past > 0)[:, None, None]
-    held = torch.cat([history, rows], 1)
-    before = (
-        _rows_after(held, _pending(folded, past), span - 1, 1).masked_fill(~begun, 0.0).to(x.dtype)
-    )
-    y = _convolved(before, x, weight, bias, ancestors)
-    after = _rows_after(torch.cat([before, x], 1), certain, span - 1, 1)
-    logged = _rows_after(x, certain, rows.shape[1], 1)
-    return y, after.to(history.dtype), logged.to(rows.dtype)

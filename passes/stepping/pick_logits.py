@@ -27,6 +27,7 @@ import torch.fx
 from torch.fx.node import map_aggregate
 
 from ...ir import Function, Program, VerifyError, cone, site_of
+from ...ir.ops.rounded_state import STEPS
 from ...ir.protocol import INPUTS
 from ...ir.types import Sym
 from ..engine.base import Effect, Outcome, Pass, register
@@ -36,8 +37,7 @@ G = torch.ops.graftwork
 MIXING = frozenset(
     {
         *(G.attention.default, G.attend.default, G.cache_write.default),
-        *(G.linear_attention.default, G.linear_attention_step.default),
-        *(G.causal_conv.default, G.causal_conv_step.default),
+        *(G.linear_attention.default, G.causal_conv.default, *STEPS),
     }
 )
 

@@ -28,12 +28,12 @@ from graftwork.backends.torch import (
     cpu,
     native,
     native_attention,
-    native_recurrent,
 )
-from graftwork.ir.ops import attention, norm, quantized_cache, recurrent, shared, sparse
+from graftwork.ir.ops import attention, norm, quantized_cache, shared, sparse
 
 sys.path.append(str(Path(__file__).parents[1]))
 import few_bits
+import recurrences
 from operands import F32, Case, Maker, want
 
 SAME = {"rtol": 0.0, "atol": 0.0}
@@ -258,86 +258,6 @@ def native_attend_quantized(make: Maker) -> Case:
     return Case("attend_quantized", call, meaning, operands, options, fake=True, tolerance=near)
 
 
-def _counts(make: Maker, batch: int, rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What a state covers, what counts, and how many tokens will not be taken back."""
-
-    def counts(least: int, most: int) -> Tensor:
-        return torch.randint(least, most + 1, (batch,), generator=make.generator)
-
-    folded = counts(0, 5)
-    past = folded + counts(0, rows)
-    certain = counts(0, width)
-    # Counts that no run of the model gives: of rows and tokens that are not there.
-    if make.random.random() < 0.1:
-        past = past + make.random.choice((-100, -1, 1, 1 << 40))
-    if make.random.random() < 0.1:
-        # Up to where counting rows from there on would wrap around.
-        most = 2**63 - 1 - width - rows - 8
-        certain = certain + make.random.choice((-100, 1, 1 << 40, most))
-    return folded, past, certain
-
-
-def native_linear_attention_step(make: Maker) -> Case:
-    batch, groups, each, rows = (make.random.choice((1, 1, 2, 3)) for _ in range(4))
-    heads, width = groups * each, make.random.choice((1, 1, 2, 5, 9, 70))
-    keys, values = (make.random.choice((1, 3, 8, 17, 33)) for _ in range(2))
-    decays = make.random.choice((1, keys))
-
-    def unit(*shape: int) -> Tensor:
-        return F.normalize(make.numbers(*shape), dim=-1)
-
-    folded, past, certain = _counts(make, batch, rows, width)
-    operands = {
-        "state": make.numbers(batch, heads, keys, values),
-        "keys": unit(batch, groups, rows, keys),
-        "values": make.numbers(batch, heads, rows, values),
-        "decays": -make.numbers(batch, heads, rows, decays).abs(),
-        "folded": folded,
-        "past": past,
-        "certain": certain,
-        "ancestors": make.maybe(make.tree(batch, width)),
-        "q": make.numbers(batch, groups, width, keys),
-        "k": unit(batch, groups, width, keys),
-        "v": make.numbers(batch, heads, width, values),
-        "g": -make.numbers(batch, heads, width, decays).abs(),
-        "beta": make.maybe(torch.rand(batch, heads, width, generator=make.generator)),
-    }
-
-    def meaning(*tensors: Any) -> Any:
-        want(all(t is None or t.dtype == F32 for t in tensors[8:]))
-        return recurrent.linear_attention_step(*tensors)
-
-    call, near = native_recurrent.linear_attention_step, {"rtol": 1e-3, "atol": 1e-4}
-    name = "linear_attention_step"
-    tree = frozenset({"ancestors"})
-    return Case(name, call, meaning, operands, {}, fake=True, tolerance=near, kept=tree)
-
-
-def native_causal_conv_step(make: Maker) -> Case:
-    batch, rows = (make.random.choice((1, 1, 2, 3)) for _ in range(2))
-    width, span = make.random.choice((1, 1, 2, 5, 9, 70)), make.random.choice((2, 3, 4, 4, 7))
-    channels = make.random.choice((1, 3, 17, 128, 300))
-    folded, past, certain = _counts(make, batch, rows, width)
-    operands = {
-        "history": make.numbers(batch, span - 1, channels),
-        "rows": make.numbers(batch, rows, channels),
-        "folded": folded,
-        "past": past,
-        "certain": certain,
-        "ancestors": make.maybe(make.tree(batch, width)),
-        "x": make.numbers(batch, width, channels),
-        "weight": make.numbers(channels, span),
-        "bias": make.maybe(make.numbers(channels)),
-    }
-
-    def meaning(*tensors: Any) -> Any:
-        want(all(t is None or t.dtype == F32 for t in (*tensors[:2], *tensors[6:])))
-        return recurrent.causal_conv_step(*tensors)
-
-    call, tree = native_recurrent.causal_conv_step, frozenset({"ancestors"})
-    return Case("causal_conv_step", call, meaning, operands, {}, fake=True, kept=tree)
-
-
 MAKERS: list[Callable[[Maker], Case]] = [
     linear,
     native_linear,
@@ -353,8 +273,9 @@ MAKERS: list[Callable[[Maker], Case]] = [
     native_attend_quantized,
     native_attend_part,
     native_attend_rows,
-    native_linear_attention_step,
-    native_causal_conv_step,
+    recurrences.native_linear_attention_step,
+    recurrences.native_linear_attention_step_int8,
+    recurrences.native_causal_conv_step,
     *(
         partial(_norm, name=name, kernel=kernel)
         for name in ("rms_norm", "add_rms_norm", "layer_norm")

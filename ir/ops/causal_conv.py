@@ -1,0 +1,165 @@
+"""Convolutions over the latest tokens, which carry those from step to step.
+
+What may be taken back is in a log beside them, see `recurrent`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from . import Sample, define
+from .operands import Operands
+from .recurrent import check_counts, pending, rows_after
+
+
+def _conv_samples() -> Iterator[Sample]:
+    yield (torch.randn(2, 5, 3), torch.randn(3, 4)), {"layer": 0}
+    yield (torch.randn(2, 5, 3), torch.randn(3, 2), torch.randn(3)), {"layer": 1}
+
+
+def _check_conv(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Operands:
+    given = Operands(op)
+    given.fit("x", x, "BTD")
+    given.fit("weight", weight, "DN")
+    given.fit("bias", bias, "D")
+    if given.sizes["N"] < 2:
+        raise InputError(f"{op}: weight must span at least 2 tokens, got [D,{given.sizes['N']}]")
+    return given
+
+
+def _conv_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, layer: int) -> Tensor:
+    _check_conv("causal_conv", x, weight, bias)
+    return x.new_empty(x.shape)
+
+
+@define(
+    "causal_conv(Tensor x, Tensor weight, Tensor? bias=None, *, int layer) -> Tensor",
+    samples=_conv_samples,
+    fake=_conv_fake,
+)
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, layer: int) -> Tensor:
+    """Of each channel, the weighted sum of a token's value and those of the tokens before it.
+
+    ``%y: f32[B,T,D] = graftwork.causal_conv(%x, @weight, layer=0)``
+
+    x [B,T,D]; weight [D,N], the last column for the token itself; bias [D]. What is before the
+    sequence counts as 0. `layer` names the layer that will own the last N-1 values.
+    """
+    _check_conv("causal_conv", x, weight, bias)
+    nothing = x.new_zeros((x.shape[0], weight.shape[1] - 1, x.shape[2]))
+    return _convolved(nothing, x, weight, bias, None)
+
+
+def _convolved(
+    history: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, ancestors: Tensor | None
+) -> Tensor:
+    """Sums over a token and its N-1 ancestors; history [B,N-1,D] is what is before the step."""
+    span, width = weight.shape[1], x.shape[1]
+    everything = torch.cat([history, x], 1)
+    total = None
+    for distance in range(span):
+        if ancestors is None:
+            part = everything.narrow(1, span - 1 - distance, width)
+        else:
+            part = torch.matmul(_at(ancestors, distance, span).to(x.dtype), everything)
+        term = part * weight[:, span - 1 - distance]
+        total = term if total is None else total + term
+    assert total is not None
+    return total if bias is None else total + bias
+
+
+def _at(ancestors: Tensor, distance: int, span: int) -> Tensor:
+    """Which row of [history, step] is so far before each token: bool[B,T,N-1+T]."""
+    depth = ancestors.long().sum(2)
+    places = torch.arange(span - 1, device=ancestors.device)
+    wanted = span - 2 - (distance - depth)
+    outside = (places == wanted[:, :, None]) & (depth <= distance)[:, :, None]
+    inside = ancestors & (depth[:, None, :] == (depth - distance)[:, :, None])
+    return torch.cat([outside, inside], 2)
+
+
+def _conv_step_samples() -> Iterator[Sample]:
+    tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool).expand(2, 3, 3)
+    counts = torch.tensor([4, 0]), torch.tensor([6, 0]), torch.tensor([1, 3])
+    for ancestors in (None, tree):
+        history, rows, x = torch.randn(2, 3, 5), torch.randn(2, 2, 5), torch.randn(2, 3, 5)
+        weight, bias = torch.randn(5, 4), torch.randn(5)
+        yield (history, rows, *counts, ancestors, x, weight, bias), {}
+
+
+def check_conv_step(
+    history: Tensor,
+    rows: Tensor,
+    folded: Tensor,
+    past: Tensor,
+    certain: Tensor,
+    ancestors: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> None:
+    """Whether these fit each other. Errors: `InputError` naming the one that does not."""
+    given = _check_conv("causal_conv_step", x, weight, bias)
+    given.sizes["P"] = given.sizes["N"] - 1
+    given.fit("history", history, "BPD")
+    given.fit("rows", rows, "BWD")
+    check_counts(given, folded, past, certain, ancestors)
+
+
+def _conv_step_fake(
+    history: Tensor,
+    rows: Tensor,
+    folded: Tensor,
+    past: Tensor,
+    certain: Tensor,
+    ancestors: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    check_conv_step(history, rows, folded, past, certain, ancestors, x, weight, bias)
+    return tuple(made.new_empty(made.shape) for made in (x, history, rows))
+
+
+@define(
+    "causal_conv_step(Tensor history, Tensor rows, Tensor folded, Tensor past, Tensor certain, "
+    "Tensor? ancestors, Tensor x, Tensor weight, Tensor? bias=None) -> (Tensor, Tensor, Tensor)",
+    samples=_conv_step_samples,
+    fake=_conv_step_fake,
+)
+def causal_conv_step(
+    history: Tensor,
+    rows: Tensor,
+    folded: Tensor,
+    past: Tensor,
+    certain: Tensor,
+    ancestors: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One step of `causal_conv`, and the history and log after it.
+
+    ``%y, %h, %r = graftwork.causal_conv_step(%history, %rows, %folded, %past, %certain, None, %x,
+    @weight)``
+
+    history [B,N-1,D] holds the values of the last rows before row `folded` i64[B], the log rows
+    [B,W,D] those from there on. past, certain and ancestors as in `linear_attention_step`; x
+    [B,T,D], weight and bias as in `causal_conv`. Results: y [B,T,D], the new history and log.
+    Errors: `InputError` naming an operand that does not fit.
+    """
+    check_conv_step(history, rows, folded, past, certain, ancestors, x, weight, bias)
+    span = weight.shape[1]
+    begun = (past > 0)[:, None, None]
+    held = torch.cat([history, rows], 1)
+    before = (
+        rows_after(held, pending(folded, past), span - 1, 1).masked_fill(~begun, 0.0).to(x.dtype)
+    )
+    y = _convolved(before, x, weight, bias, ancestors)
+    after = rows_after(torch.cat([before, x], 1), certain, span - 1, 1)
+    logged = rows_after(x, certain, rows.shape[1], 1)
+    return y, after.to(history.dtype), logged.to(rows.dtype)
