@@ -7,18 +7,19 @@
 
 Bits, scales and whole zero points are written as the program holds them, so that whoever reads them
 has its weights bit for bit (see `frontends.huggingface.formats.compressed_tensors` for the layout).
-Products that were merged are taken apart: their pieces know which module they came from. Where a
-product rounds its activations, the configuration says so.
+Products that were merged are taken apart: their pieces know which module they came from. Experts
+that are one stack here are written one by one, and everything under the names that the model's
+checkpoints have. Where a product rounds its activations, the configuration says so.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx
@@ -43,8 +44,15 @@ from .ir.scratch import replacing
 from .passes.numerics.values import are_constant, values_of
 from .shards import SHARD_BYTES, plan_shards, write_weights
 
+if TYPE_CHECKING:
+    from .frontends.huggingface import CheckpointNames
+    from .frontends.huggingface.names import Piece
+
 A, G = torch.ops.aten, torch.ops.graftwork
 PRODUCTS = (A.linear.default, G.quantized_linear.default)
+MIXTURES = (G.moe.default, G.quantized_moe.default)
+STACKS = {"gate_up_proj": "gate_up", "down_proj": "down"}
+"""What the modules of experts call the stacks of their weights, and what mixtures call them."""
 TABLES = (A.embedding.default, G.quantized_embedding.default)
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 PACKED, BYTES = "pack-quantized", "int-quantized"
@@ -57,7 +65,7 @@ def export_compressed_tensors(program: Program, folder: Path) -> Path:
     cannot say (codebooks, offsets that are no whole steps, channels in another order), `InputError`
     for a program that came without config.json or has no weights of few bits.
     """
-    from .frontends.huggingface import without_data
+    from .frontends.huggingface import CheckpointNames, without_data
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists and is not an empty folder")
@@ -68,7 +76,7 @@ def export_compressed_tensors(program: Program, folder: Path) -> Path:
         )
     hidden = type_of(program.step.calls(G.hidden.default)[0]).dtype
     twin = without_data(program.assets[CONFIG].parent, hidden)
-    writer = _Checkpoint(program, twin)
+    writer = _Checkpoint(program, twin, CheckpointNames(twin))
     weights = writer.weights()
     config = {**read_json(program.assets[CONFIG]), **writer.config(hidden)}
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -109,16 +117,42 @@ class _Rows:
         return derive(name, type, lambda tensor: tensor[start:stop].clone(), weight)
 
 
+class _Loaded:
+    """The latest stacks of experts that were loaded: their pieces are written one after the other,
+    and working out a stack may take long."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.held: dict[str, torch.Tensor] = {}
+
+    def piece(self, stack: Weight, place: Piece, name: str) -> Weight:
+        """An expert's part of a stack [E,R,...]."""
+        dims = (place.stop - place.start, *stack.type.dims[2:])
+
+        def load() -> torch.Tensor:
+            tensor = self.held.pop(stack.name, None)
+            self.held[stack.name] = stack.load() if tensor is None else tensor
+            while len(self.held) > self.count:
+                del self.held[next(iter(self.held))]
+            return self.held[stack.name][place.expert, place.start : place.stop].clone()
+
+        return Weight(name, TensorType(stack.type.dtype, dims), load)
+
+
 @dataclass(frozen=True)
 class _Scheme:
-    """What the format says of weights. format: how they are written. rounded: activations are
-    int8 by token."""
+    """What the format says of weights. group: 0 by channel. format: how they are written. rounded:
+    activations are int8 by token."""
 
     bits: int
     group: int
     symmetric: bool
-    by_channel: bool
     rounded: bool
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether a row has one scale."""
+        return self.group == 0
 
     @property
     def format(self) -> str:
@@ -143,22 +177,22 @@ class _Scheme:
 
 @dataclass
 class _Checkpoint:
-    """Finds a model's parameters in a program. twin: the model, without data."""
+    """Finds a model's parameters in a program. twin: the model, without data. names: what its
+    checkpoints call them."""
 
     program: Program
     twin: nn.Module
+    names: CheckpointNames
     schemes: dict[str, _Scheme] = field(default_factory=dict)
     floats: list[str] = field(default_factory=list)
+    plain: list[str] = field(default_factory=list)
+    """Modules with products in floats."""
 
     def __post_init__(self) -> None:
-        step = self.program.step
-        if step.calls(G.moe.default, G.quantized_moe.default):
-            raise UnsupportedError(
-                "mixtures of experts cannot be exported in this format yet: their experts are one "
-                "stack here"
-            )
         self.held = dict(_modules(self.program))
+        self.mixtures = dict(_mixtures(self.program))
         self.known = dict(_reachable(self.program.weights))
+        self.loaded = _Loaded(4)  # weight, scale and offset, and one for what is next
 
     def weights(self) -> list[Weight]:
         """All tensors of the checkpoint. Errors: see `export_compressed_tensors`."""
@@ -191,6 +225,8 @@ class _Checkpoint:
         for module, scheme in self.schemes.items():
             groups.setdefault(scheme, []).append(module)
         linear = [n for n, module in self.twin.named_modules() if isinstance(module, nn.Linear)]
+        ignored = [name for name in linear if name not in self.schemes]
+        ignored += [name for name in self.plain if name not in ignored]
         if len(groups) == 1:
             groups = {scheme: ["Linear"] for scheme in groups}
         formats = {scheme.format for scheme in groups}
@@ -202,7 +238,7 @@ class _Checkpoint:
                 f"group_{i}": scheme.described(names)
                 for i, (scheme, names) in enumerate(groups.items())
             },
-            "ignore": [name for name in linear if name not in self.schemes],
+            "ignore": ignored,
         }
         tied = {"tie_word_embeddings": False} if self._head_differs() else {}
         return {"quantization_config": said, "dtype": str(dtype).removeprefix("torch."), **tied}
@@ -215,7 +251,9 @@ class _Checkpoint:
 
     def _parameter(self, owner: str, part: str, name: str, type: TensorType) -> Iterator[Weight]:
         rows = self.held.get(owner)
-        if rows is not None and part == "bias":
+        if owner in self.mixtures and part in STACKS:
+            yield from self._experts(self.mixtures[owner], name, STACKS[part], type)
+        elif rows is not None and part == "bias":
             yield self._bias(rows, name)
         elif rows is not None and part == "weight" and rows.node.target in TABLES:
             yield self._table(rows, name, type)
@@ -232,59 +270,98 @@ class _Checkpoint:
                 f"the parameter {name} {type} cannot be found in the program ({got}): a pass has "
                 f"made it part of another weight; export a recipe without that pass"
             )
-        return weight
+        return weight.renamed(self.names.of(name))
 
     def _bias(self, rows: _Rows, name: str) -> Weight:
         bias = arguments(rows.node)["bias"]
         if bias is None or bias.op != "get_attr":
             raise UnsupportedError(f"the bias {name} cannot be found in the program")
-        return rows.of(self.program.weights[str(bias.target)], name)
+        return rows.of(self.program.weights[str(bias.target)], self.names.of(name))
 
     def _table(self, rows: _Rows, name: str, type: TensorType) -> Weight:
         if rows.node.target is A.embedding.default:
             return self._plain(name, type)
         self.floats.append(name)
-        return values_of(rows.node, self.program.weights).cast(type.dtype).renamed(name)
+        values = values_of(rows.node, self.program.weights).cast(type.dtype)
+        return values.renamed(self.names.of(name))
 
     def _product(self, rows: _Rows, owner: str, type: TensorType) -> Iterator[Weight]:
         given = arguments(rows.node)
         if rows.node.target is A.linear.default:
-            weight = rows.of(self.program.weights[str(given["weight"].target)], f"{owner}.weight")
+            name = self.names.of(f"{owner}.weight")
+            weight = rows.of(self.program.weights[str(given["weight"].target)], name)
             if weight.type.dims != type.dims:
                 raise UnsupportedError(f"{owner}.weight: expected {type}, got {weight.type}")
+            self.plain.append(name.removesuffix(".weight"))
             yield weight
             return
         self._check(rows, owner, type)
-        parts = {
-            key: None if given[key] is None else self.program.weights[str(given[key].target)]
-            for key in ("weight", "scale", "offset")
-        }
-        packed, scale, offset = (
-            None if weight is None else rows.of(weight, f"{owner}.{key}")
-            for key, weight in parts.items()
-        )
-        assert packed is not None and scale is not None
-        columns, bits = int(str(type.dims[1])), int(given["bits"])
-        channel = given["group"] == columns
-        scheme = _Scheme(bits, given["group"], offset is None, channel, bool(given["rounded"]))
+        parts = [
+            None if part is None else rows.of(part, f"{owner}.part")
+            for part in self._parts(rows.node, "")
+        ]
+        group = 0 if given["group"] == type.dims[1] else given["group"]
+        scheme = _Scheme(given["bits"], group, parts[2] is None, bool(given["rounded"]))
         self.schemes[owner] = scheme
-        yield scale.renamed(f"{owner}.weight_scale")
-        zeros = None if offset is None else _zeros(owner, scale, offset, bits)
-        if scheme.format == BYTES:
-            yield _made(f"{owner}.weight", torch.int8, type.shape, _signed, packed)
-            if zeros is not None:
-                dims = zeros.type.shape
-                yield _made(f"{owner}.weight_zero_point", torch.int8, dims, _around(128), zeros)
+        name = self.names.of(f"{owner}.weight").removesuffix(".weight")
+        yield from _stored(name, parts, scheme, type.shape)
+
+    def _parts(self, node: torch.fx.Node, stack: str) -> list[Weight | None]:
+        """Weight, scale and offset of a product of few bits, or of a stack of a mixture's."""
+        given = arguments(node)
+        named = (stack, f"{stack}_scale", f"{stack}_offset")
+        operands = [given[name] for name in (named if stack else ("weight", "scale", "offset"))]
+        return [o if o is None else self.program.weights[str(o.target)] for o in operands]
+
+    def _experts(
+        self, node: torch.fx.Node, name: str, stack: str, type: TensorType
+    ) -> Iterator[Weight]:
+        """The weights of a parameter [E,R,K] that holds all experts', one by one."""
+        given = arguments(node)
+        experts, rows, columns = self._laid(node, name, stack, type)
+        pieces = self.names.pieces(name, experts, rows)
+        if node.target is G.moe.default:
+            whole = self.program.weights[str(given[stack].target)]
+            for piece in pieces:
+                self.plain.append(piece.name.removesuffix(".weight"))
+                yield self.loaded.piece(whole, piece, piece.name)
             return
-        words = -(-columns * bits // 32)
-        dims = (rows.stop - rows.start, words)
-        yield _made(f"{owner}.weight_packed", torch.int32, dims, _words, packed)
-        yield Weight.of(f"{owner}.weight_shape", torch.tensor([dims[0], columns]))
-        if zeros is not None:
-            count, groups = zeros.type.shape
-            dims = (-(-count * bits // 32), groups)
-            name = f"{owner}.weight_zero_point"
-            yield _made(name, torch.int32, dims, lambda z: _down(z, bits), zeros)
+        group = given["group" if stack == "gate_up" else "down_group"]
+        stacked = self._parts(node, stack)
+        by_channel = 0 if group == columns else group
+        scheme = _Scheme(given["bits"], by_channel, stacked[2] is None, bool(given["rounded"]))
+        for piece in pieces:
+            module = piece.name.removesuffix(".weight")
+            self.schemes[module] = scheme
+            parts = [
+                None if part is None else self.loaded.piece(part, piece, f"{module}.part")
+                for part in stacked
+            ]
+            yield from _stored(module, parts, scheme, (piece.stop - piece.start, columns))
+
+    def _laid(
+        self, node: torch.fx.Node, name: str, stack: str, type: TensorType
+    ) -> tuple[int, int, int]:
+        """Experts, rows and columns of a stack. Errors: `UnsupportedError` for one that is laid in
+        another way in the model, or that the program computes."""
+        module: Any = self.twin.get_submodule(name.rpartition(".")[0])
+        plain = node.target is G.moe.default
+        named = (stack,) if plain else (stack, f"{stack}_scale", f"{stack}_offset")
+        operands = [arguments(node)[one] for one in named]
+        reason = ""
+        if any(one is not None and one.op != "get_attr" for one in operands):
+            reason = "the program computes it"
+        elif module.is_transposed or not module.is_concatenated:
+            reason = "the model has its rows or columns in another order than the program"
+        elif not plain and operands[1].meta["type"].dims[:2] != type.dims[:2]:
+            reason = f"it is {operands[1].meta['type']} of scales, and the model has {type}"
+        if reason:
+            raise UnsupportedError(
+                f"{name} cannot be said in compressed-tensors: {reason}; exclude the experts "
+                f"(quantize_weights.exclude), or export another recipe"
+            )
+        experts, rows, columns = type.shape
+        return experts, rows, columns
 
     def _check(self, rows: _Rows, owner: str, type: TensorType) -> None:
         """Errors: `UnsupportedError` for what the format cannot say."""
@@ -294,7 +371,11 @@ class _Checkpoint:
         have = (have[0], have[1] * given["group"])
         source = given["x"]
         reason = ""
-        if not isinstance(module, nn.Linear) or have != type.dims:
+        if not isinstance(module, nn.Linear):
+            kind = module.__class__.__name__
+            every = ".".join("*" if part.isdigit() else part for part in owner.split("."))
+            reason = f"it is of a {kind}, no Linear (quantize_weights.exclude=['{every}.weight'])"
+        elif have != type.dims:
             reason = f"it is [{have[0]},{have[1]}], and its {module.__class__.__name__} {type}"
         elif not are_constant(node):
             reason = "the program computes it"
@@ -307,6 +388,39 @@ class _Checkpoint:
                 f"{owner}.weight cannot be said in compressed-tensors: {reason}; export another "
                 f"recipe, or quantize the original"
             )
+
+
+def _stored(
+    module: str, parts: Sequence[Weight | None], scheme: _Scheme, shape: Sequence[int]
+) -> Iterator[Weight]:
+    """The tensors of a module's weight [N,K]. parts: weight, scale and offset, as programs have
+    them."""
+    packed, scale, offset = parts
+    assert packed is not None and scale is not None
+    bits, (rows, columns) = scheme.bits, shape
+    yield scale.renamed(f"{module}.weight_scale")
+    zeros = None if offset is None else _zeros(module, scale, offset, bits)
+    if scheme.format == BYTES:
+        yield _made(f"{module}.weight", torch.int8, shape, _signed, packed)
+        if zeros is not None:
+            dims = zeros.type.shape
+            yield _made(f"{module}.weight_zero_point", torch.int8, dims, _around(128), zeros)
+        return
+    words = -(-columns * bits // 32)
+    yield _made(f"{module}.weight_packed", torch.int32, (rows, words), _words, packed)
+    yield Weight.of(f"{module}.weight_shape", torch.tensor([rows, columns]))
+    if zeros is not None:
+        count, groups = zeros.type.shape
+        dims = (-(-count * bits // 32), groups)
+        name = f"{module}.weight_zero_point"
+        yield _made(name, torch.int32, dims, lambda z: _down(z, bits), zeros)
+
+
+def _mixtures(program: Program) -> Iterator[tuple[str, torch.fx.Node]]:
+    """The mixtures of experts that logits are made of, by module."""
+    for node in sorted(cone([program.step.outputs["logits"]])):
+        if node.target in MIXTURES:
+            yield site_of(node).module, node
 
 
 def _modules(program: Program) -> Iterator[tuple[str, _Rows]]:

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from archs import ARCHS, build
 from evidence import evidence_for
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 from tiny import MASK, PROMPTS, tiny_llama
 
 from graftwork.backends import Target, compile
+from graftwork.frontends import import_model
 from graftwork.ir import Program, run
 from graftwork.passes.engine.manager import run_passes
 from graftwork.passes.numerics.mixed_precision import Choice, MixedPrecision, least_harm
@@ -90,6 +92,17 @@ def test_values_have_so_many_bits_on_average(method: str) -> None:
     values = sum(stored[name].type.nbytes * 8 // few for name, (few, _) in bits.items())
     assert 3.2 < packed / values <= 3.5
     assert f"{packed / values:.2f} bits on average" in outcome.remarks[0]
+
+
+def test_experts_stay_floats_and_a_remark_says_so() -> None:
+    program = import_model(build(ARCHS["qwen3_moe"]))
+    canonical = run_passes(program, Recipe.load("baseline").steps)[0]
+    one = MixedPrecision(bits=5, choices=(2, 8), group=8, length=8, windows=1)
+    outcome = one.learn(canonical, evidence_for(canonical, 100))
+    assert (
+        outcome.remarks[1] == "the experts of 2 mixtures stay floats: quantize_weights takes them"
+    )
+    assert len(outcome.program.step.calls(torch.ops.graftwork.moe.default)) == 2
 
 
 @pytest.mark.long

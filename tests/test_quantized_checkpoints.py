@@ -257,10 +257,14 @@ def test_activations_are_rounded_where_that_is_asked_for(tmp_path: Path) -> None
     assert torch.equal(*found)
 
 
+MIXTURES = {"gptq": (gptq_config(4, 8), gptq_layer(4, 8)), "awq": (awq_config(8), awq_layer(8))}
+
+
 @pytest.mark.long
-def test_experts_become_a_stack_of_what_they_are_stored_as(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_become_a_stack_of_what_they_are_stored_as(name: str, tmp_path: Path) -> None:
     """No float is made of them; tokens are those of the model of their values on every target."""
-    quantized, plain = write(tmp_path, gptq_config(4, 8), gptq_layer(4, 8), arch="qwen2_moe")
+    quantized, plain = write(tmp_path, *MIXTURES[name], arch="qwen2_moe")
     program = import_model(quantized, torch.float32)
     (mixture,) = program.step.calls(G.quantized_moe.default)
     assert not program.step.calls(G.moe.default) and not arguments(mixture)["rounded"]

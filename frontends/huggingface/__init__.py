@@ -1,5 +1,6 @@
 """The frontend for causal language models of Hugging Face transformers."""
 
 from .model import import_folder, import_object, without_data
+from .names import CheckpointNames
 
-__all__ = ["import_folder", "import_object", "without_data"]
+__all__ = ["CheckpointNames", "import_folder", "import_object", "without_data"]

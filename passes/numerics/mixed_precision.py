@@ -7,7 +7,8 @@ the float model is the harm. Of all choices whose values have at most `bits` bit
 one with the least sum of harms is found exactly, as a knapsack with one choice a group. Then
 `quantize_weights` rounds each group, by any of its methods.
 
-Measuring costs 1 + groups x choices passes of the model over each of `windows` windows.
+Experts of mixtures stay as they are, and a remark says so. Measuring costs 1 + groups x choices
+passes of the model over each of `windows` windows.
 
 Refuses a mean outside the choices, and whatever `quantize_weights` refuses of a weight.
 Source: Dong et al., "EMQ: Evolving Training-free Proxies for Automated Mixed Precision
@@ -133,9 +134,10 @@ class MixedPrecision(Pass):
             program, count = made.program, count + made.matches
         mean = sum(choice.cost for choice in chosen) / values
         shares = ", ".join(f"{len(names)} in {bits}" for bits, names in sorted(named.items()))
-        return Outcome(
-            program, count, "", (f"{mean:.2f} bits on average; of the weights, {shares}",)
-        )
+        said = [f"{mean:.2f} bits on average; of the weights, {shares}"]
+        if left := len(program.step.calls(torch.ops.graftwork.moe.default)):
+            said.append(f"the experts of {left} mixtures stay floats: quantize_weights takes them")
+        return Outcome(program, count, "", tuple(said))
 
     def _rounding(self, bits: Bits = 8, names: Sequence[str] = ()) -> QuantizeWeights:
         """The pass that rounds some weights, or all, to so many bits."""
