@@ -85,8 +85,10 @@ class Record:
     @property
     def weights(self) -> set[str]:
         """Names of the weights that the record needs: its fields called weight, and its parts'."""
-        named = {getattr(self, f.name) for f in fields(self) if f.name == "weight"}
-        return named.union(*(part.weights for part in self.inside))
+        values = (getattr(self, f.name) for f in fields(self) if f.name == "weight")
+        return {name for name in values if name is not None}.union(
+            *(part.weights for part in self.inside)
+        )
 
     @property
     def inside(self) -> tuple[Record, ...]:

@@ -361,6 +361,7 @@ class CachedDraft(DraftRecord):
     takes the output as ``hidden`` and returns the ``hidden`` that `function` takes; None: that is
     the output itself. rollout: levels that it is trained on, each on its own states of the one
     before, weighted decay^level (EAGLE-3); 0: it is trained to predict the output (EAGLE).
+    stepwise: whether it is fed each token that it drafts before it predicts the next.
     """
 
     function: str = "draft"
@@ -373,6 +374,7 @@ class CachedDraft(DraftRecord):
     decay: Factor = 0.8
     kind: ClassVar[str] = "cached"
     grows: ClassVar[bool] = True
+    stepwise: ClassVar[bool] = True
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         """See `Record.calls`."""
@@ -399,6 +401,11 @@ class CachedDraft(DraftRecord):
     def unrolls(self) -> CachedDraft | None:
         """Itself."""
         return self
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it is another model, and drafts a token a call."""
+        return self.output is None and self.stepwise
 
 
 @record

@@ -119,7 +119,7 @@ class DraftAcceptanceLength(LengthRecord):
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         """See `Record.calls`."""
         for leaf in plan.draft.leaves:
-            if isinstance(leaf, CachedDraft) and leaf.output is None:
+            if isinstance(leaf, CachedDraft) and leaf.is_model:
                 yield leaf.function, {"draft_odds": ("", "")}
 
     @property

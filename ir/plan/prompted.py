@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from .base import Returned, Size, record
-from .bounds import Factor, Levels, Nodes
-from .draft import DraftRecord
+from .bounds import Factor, Levels, Nodes, Part, Place
+from .draft import CachedDraft, DraftRecord
 
 if TYPE_CHECKING:
     from .decode import DecodePlan
@@ -99,3 +99,38 @@ class MaskedSkippingDraft(DraftRecord):
     def always(self) -> bool:
         """True."""
         return True
+
+
+@record
+@dataclass(frozen=True)
+class ParallelDraft(CachedDraft):
+    """A drafter with a cache that predicts all `levels` in one call (PARD, P-EAGLE).
+
+    Behind the text's last token the function is fed the id `token` levels - 1 times, for tokens
+    that nobody knows yet: what it says after the k-th of them is about the place k further on.
+    Their rows are forgotten; where it takes ``hidden``, it looks past what stands beside them.
+    weight: f[1,H], the trained embedding of the id, which then is the vocabulary's size; None: the
+    id is a token of the function's own. keep: in training, the part of a level's places that the
+    next one has, too.
+    """
+
+    token: Place = 0
+    weight: str | None = None
+    keep: Part = 0.7
+    kind: ClassVar[str] = "parallel"
+    stepwise: ClassVar[bool] = False
+
+    def looks_up(self) -> Iterator[tuple[str, bool, tuple[Size, ...]]]:
+        """See `Record.looks_up`."""
+        if self.weight:
+            yield self.weight, False, (1, "")
+
+    @property
+    def masks(self) -> int:
+        """Tokens behind the last one."""
+        return self.levels - 1
+
+    @property
+    def unrolls(self) -> None:
+        """Its levels are one call already."""
+        return None

@@ -63,7 +63,7 @@ class LengthDraftAcceptance(TrainedPass):
         models = [
             leaf
             for leaf in program.plan.draft.leaves
-            if isinstance(leaf, CachedDraft) and leaf.output is None
+            if isinstance(leaf, CachedDraft) and leaf.is_model
         ]
         if len(models) != 1:
             raise PassError(

@@ -102,11 +102,12 @@ class CommittedRows:
         self.rows[index], self.known[index] = min(rows, count), count
         self.features[index] = [features[: count - rows]] if self.shift and count > rows else []
 
-    def catch_up(self) -> dict[str, torch.Tensor]:
-        """Bring the cache up to the text; the outputs of each sequence's last row, [B,1,...]."""
-        while self._pending(self.cache.widest + 1):
+    def catch_up(self, riders: Sequence[int] = ()) -> dict[str, torch.Tensor]:
+        """Bring the cache up to the text; the outputs of each sequence's last row and of those of
+        riders, [B,1+R,...]: tokens that are fed behind it, whose rows (`ahead`) do not count."""
+        while self._pending(self.cache.widest - len(riders) + 1):
             self._extend(1, silent=True)
-        return self._extend(0)
+        return self._extend(0, riders=riders)
 
     def settle(self) -> None:
         """Bring the cache up to the text, whatever that returns."""
@@ -161,23 +162,28 @@ class CommittedRows:
         counts = zip(self.rows, self.known, self.alive, strict=True)
         return any(alive and known - rows >= least for rows, known, alive in counts)
 
-    def _extend(self, spare: int, silent: bool = False) -> dict[str, torch.Tensor]:
+    def _extend(
+        self, spare: int, silent: bool = False, riders: Sequence[int] = ()
+    ) -> dict[str, torch.Tensor]:
         """Make missing rows, as many as may be fed at once, and leave `spare` of each sequence's;
-        the outputs of each sequence's last one, unless silent."""
+        the outputs of each sequence's last one and of the riders behind it, unless silent."""
         missing = [known - rows for rows, known in zip(self.rows, self.known, strict=True)]
-        counts = [min(max(count - spare, 0), self.cache.widest) for count in missing]
+        widest, behind = self.cache.widest - len(riders), len(riders)
+        counts = [min(max(count - spare, 0), widest) for count in missing]
         past = [self.place(b, self.rows[b], count) for b, count in enumerate(counts)]
         counts = [count if alive else 0 for count, alive in zip(counts, self.alive, strict=True)]
-        width = max(*counts, 1)
+        width = max(*counts, 1) + behind
         tokens = np.zeros((len(counts), width), dtype=np.int64)
         for index, (rows, count) in enumerate(zip(past, counts, strict=True)):
             if self.takes_tokens:
                 start = rows + self.shift
                 tokens[index, :count] = self.texts[index][start : start + count]
+            tokens[index, count : count + behind] = riders
         positions = np.minimum(
             np.array(past, dtype=np.int64)[:, None] + np.arange(width), self.limit - 1
         )
         select = np.maximum(np.array(counts, dtype=np.int64) - 1, 0)[:, None]
+        select = select + np.arange(1 + behind)
         features = self._features(counts, width) if self.shift else None
         outputs = self.cache.run(tokens, positions, past, select, features, silent=silent)
         self.rows = [rows + count for rows, count in zip(self.rows, counts, strict=True)]

@@ -45,7 +45,7 @@ def agreements(draft: DraftRecord, run: Run, batch: Batch, levels: int) -> list[
         drafted = list(logits.unbind(2))[:levels]
         shifts = range(1, 1 + len(drafted))
         return [_same(one, batch.best, shift) for one, shift in zip(drafted, shifts, strict=True)]
-    if isinstance(draft, CachedDraft) and draft.output is None:
+    if isinstance(draft, CachedDraft) and draft.is_model:
         best = run(draft.function, tokens=batch.tokens)["draft_logits"].argmax(-1)
         one = best == batch.best
         return [one[:, shift:] for shift in range(1, 1 + min(levels, draft.levels))]

@@ -77,7 +77,7 @@ def drafts(
 def _model(batch: Batch) -> CachedDraft:
     """The model of the plan that drafts. Errors: `UnsupportedError` where none does."""
     for leaf in batch.draft.leaves:
-        if isinstance(leaf, CachedDraft) and leaf.output is None:
+        if isinstance(leaf, CachedDraft) and leaf.is_model:
             return leaf
     raise UnsupportedError(
         f"length=draft_acceptance learns what the target accepts of another model's drafts "
