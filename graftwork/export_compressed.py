@@ -41,6 +41,7 @@ from .ir import (
 from .ir.files import LARGE, read_bytes, read_json
 from .ir.numerics import pack
 from .ir.scratch import replacing
+from .passes.numerics.solver import scaled_name
 from .passes.numerics.values import are_constant, values_of
 from .shards import SHARD_BYTES, plan_shards, write_weights
 
@@ -263,7 +264,10 @@ class _Checkpoint:
             yield self._plain(name, type)
 
     def _plain(self, name: str, type: TensorType) -> Weight:
-        weight = self.known.get(name)
+        current = name
+        while scaled_name(current) in self.known:  # it took over factors of others (AWQ)
+            current = scaled_name(current)
+        weight = self.known.get(current)
         if weight is None or weight.type.dims != type.dims:
             got = "nothing of that name" if weight is None else str(weight.type)
             raise UnsupportedError(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from archs import ARCHS, build, error, logits_of, tokens_and_positions
+from evidence import tokens
 from quantized_checkpoints import awq_config, awq_layer, gptq_config, gptq_layer, write
 from safetensors.torch import load_file
 from selection import mostly_long
@@ -139,6 +140,24 @@ def test_checkpoints_of_other_formats_become_it(name: str, tmp_path: Path) -> No
     out = made.export_compressed_tensors(tmp_path / "out")
     same_parts(made.program, import_model(out))
     check_package(made.program, out, "qwen2_moe")
+
+
+@pytest.mark.parametrize("arch", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.long)])
+def test_weights_that_a_method_scaled_are_those_that_are_written(arch: str, tmp_path: Path) -> None:
+    """AWQ puts factors into norms: the file has these, and the values that were chosen for them."""
+    options = ["group=8", "windows=8", "length=64", "symmetric=true", "rounded=false"]
+    options += ["embedding=false", 'exclude=["*gate.weight"]' if arch != "llama" else "bits=4"]
+    given = gw.Recipe.load("awq").with_options([f"quantize_weights.{one}" for one in options])
+    text = tokens(128, 4096).view(8, -1).tolist()
+    made = gw.optimize(saved(tmp_path / "model", arch), given, target=EAGER, data=text)
+    out = made.export_compressed_tensors(tmp_path / "out")
+    ids, positions = tokens_and_positions()
+    wanted = made(ids)
+    found = logits_of(import_model(out), ids, positions)
+    assert error(found, wanted) < 1e-5
+    assert error(logits_of(import_model(tmp_path / "model"), ids, positions), wanted) > 1e-3
+    if arch != "llama":
+        same_parts(made.program, import_model(out))
 
 
 @pytest.mark.long
