@@ -19,7 +19,11 @@ QUANTIZED = ("round_activations",)
 SPREAD = ("tensor_parallel",)
 """Recipes whose programs several processes run together: `test_shard_tensors` has those."""
 
-NAMES = [recipe.name for recipe in recipes() if recipe.name not in (*QUANTIZED, *SPREAD)]
+RECURRENT = ("quamba2",)
+"""Recipes for models with recurrences: `test_quantize_scan` has those."""
+
+OTHERS = (*QUANTIZED, *SPREAD, *RECURRENT)
+NAMES = [recipe.name for recipe in recipes() if recipe.name not in OTHERS]
 
 FLOAT32 = ("kv_int8_static", "kv_int4_static")
 """Recipes that refuse other dtypes."""

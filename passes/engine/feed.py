@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...ir import SOURCE, Program, run, type_of
+from ...ir import LOG, SOURCE, Program, run, type_of
 from ...ir.plan import Encoded
 from ...ir.protocol import chain_inputs
 
@@ -41,8 +41,8 @@ def empty_inputs(program: Program, function: str, tokens: torch.Tensor) -> dict[
     rows = {
         str(state.capacity): tokens.shape[1] for state in program.states.values() if state.grows
     }
-    sizes, given = {"B": 1, "C": tokens.shape[1], **rows}, chain_inputs(tokens)
-    inputs = {}
+    sizes = {"B": 1, "C": tokens.shape[1], LOG: 1, **rows}
+    given, inputs = chain_inputs(tokens), {}
     for node in program.function(function).inputs:
         name = str(node.target)
         if name in program.states:
