@@ -44,10 +44,20 @@ def expand(function: Function, node: torch.fx.Node, table: Table | None = None) 
             elif "size" not in step.meta:
                 args = map_aggregate(step.args, lambda a: _argument(a, values))
                 kwargs = map_aggregate(step.kwargs, lambda a: _argument(a, values))
-                values[step] = function.call(
-                    step.target, *args, site=site_of(node), granted=True, **kwargs
-                )
+                made = function.call(step.target, *args, site=site_of(node), granted=True, **kwargs)
+                made.meta["origin"] = origin_of(node) or short_name(node)
+                values[step] = made
     _rewire(function, node, result)
+
+
+def origin_of(node: torch.fx.Node) -> str:
+    """The op whose meaning a call is part of, by its short name; "" if it stands for itself."""
+    return str(node.meta.get("origin", ""))
+
+
+def short_name(node: torch.fx.Node) -> str:
+    """The name of the op that a call is of, without its library and overload."""
+    return str(node.target.name()).partition("::")[2].partition(".")[0]  # type: ignore[union-attr]
 
 
 def _argument(arg: Any, values: dict[torch.fx.Node, Any]) -> Any:

@@ -35,6 +35,7 @@ from ...ir import (
 )
 from ...ir.types import ValueType
 from .calls import source_of
+from .names import Names, Places, constant_name, name_results
 
 MICROSOFT = "com.microsoft"
 OPSETS = {"": 24, MICROSOFT: 1}
@@ -181,7 +182,7 @@ class Emitter:
         self.inputs: dict[str, oir.Value] = {}
         self.pending: dict[str, tuple[oir.Value, Weight]] = {}
         self.ran: Counter[tuple[str, int, str]] = Counter()
-        self.counter = 0
+        self.names, self.places = Names(), Places()
         self.prefix = ""
         self.looked_up = _looked_up(self.function)
 
@@ -219,6 +220,7 @@ class Emitter:
     def _call(self, node: torch.fx.Node) -> None:
         if node.target is operator.getitem:
             results = self.values[source_of(node)]
+            self.places.of(node)
             self.values[node] = self._mark(results[node.args[1]], node.meta["type"])
             return
         function = row_of(node, self.native)
@@ -227,7 +229,7 @@ class Emitter:
                 f"onnxruntime: no row for {node.target} at %{node.name}"
                 f"{_where(node)} and nothing to decompose it with"
             )
-        self.result, self.prefix, self.site = node.meta["type"], node.name, site_of(node)
+        self.result, self.prefix, self.site = node.meta["type"], self.places.of(node), site_of(node)
         self.values[node] = self._mark(function(self, *self._arguments(node)), self.result)
 
     def _arguments(self, node: torch.fx.Node) -> list[Any]:
@@ -276,8 +278,7 @@ class Emitter:
         given = {k: v for k, v in attributes.items() if v is not None}
         if not domain:
             self._check_known(op_type)
-        self.counter += 1
-        name = f"{self.prefix}.{op_type}.{self.counter}"
+        name = self.names.free(f"{self.prefix}/{op_type}")
         node = oir.node(
             op_type,
             trimmed,
@@ -287,8 +288,7 @@ class Emitter:
             name=name,
             doc_string=_where_at(self.site).strip(" ()") or None,
         )
-        for index, value in enumerate(node.outputs):
-            value.name = "" if index in unwanted else f"{name}.{index}"
+        name_results(node, unwanted)
         self.graph.append(node)
         return node.outputs[0] if outputs is None else tuple(node.outputs)
 
@@ -321,12 +321,12 @@ class Emitter:
     ) -> Any:
         """A value after i64[] `times` rounds. body: from a round's number i64[] and the value that
         the last one left, f32 of the dims of `start`, to the value that this one leaves."""
-        self.counter += 1
-        name, around, known = f"{self.prefix}.Loop.{self.counter}", self.graph, dict(self.memo)
+        name = self.names.free(f"{self.prefix}/rounds")
+        around, known = self.graph, dict(self.memo)
         given = [
-            oir.val(f"{name}.round", dtype=oir.DataType.INT64, shape=()),
-            oir.val(f"{name}.going", dtype=oir.DataType.BOOL, shape=()),
-            oir.Value(name=f"{name}.before", type=oir.TensorType(oir.DataType.FLOAT)),
+            oir.val(f"{name}/number", dtype=oir.DataType.INT64, shape=()),
+            oir.val(f"{name}/going", dtype=oir.DataType.BOOL, shape=()),
+            oir.Value(name=f"{name}/before", type=oir.TensorType(oir.DataType.FLOAT)),
         ]
         used = dict(around.opset_imports)
         self.graph = inside = oir.Graph(given, [], nodes=[], opset_imports=used, name=name)
@@ -343,7 +343,7 @@ class Emitter:
         key = (dtype, tuple(tensor.shape), raw_view(tensor).tobytes())
         if key not in self.constants:
             # Functions may meet in one graph.
-            name = f"{self.function.name}.const.{len(self.constants)}"
+            name = constant_name(self.function.name, tensor, len(self.constants))
             value = self._typed(name, TensorType.of(tensor))
             value.const_value = oir.tensor_adapters.TorchTensor(tensor, name=name)
             self.outermost.register_initializer(value)

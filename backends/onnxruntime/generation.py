@@ -191,7 +191,11 @@ class _Generation:
         states = [self.program.states[name] for name in self.states]
         sizes = {LOG: g.const(max(self.program.plan.columns, 1))}
         room = g.const(0) if self.grows else rows
-        return [g.zeros(s.type, {"B": batch, str(s.capacity): room, **sizes}) for s in states]
+        made = []
+        for name, state in zip(self.states, states, strict=True):
+            with g.within(name):
+                made.append(g.zeros(state.type, {"B": batch, str(state.capacity): room, **sizes}))
+        return made
 
     def carried(self, body: GraphBuilder) -> Values:
         """The body's inputs for what a step leaves to the next."""
@@ -226,27 +230,30 @@ class _Generation:
         """A state's first rows."""
         state = self.program.states[name]
         axis = [str(dim) for dim in state.type.dims].index(str(state.capacity))
-        return g.slice(value, None, rows, axis)
+        with g.within(name):
+            return g.slice(value, None, rows, axis)
 
     def given(
         self, g: GraphBuilder, tokens: oir.Value, past: oir.Value, select: oir.Value
     ) -> dict[str, oir.Value]:
         """Inputs of functions that are fed tokens i64[B,T] behind `past` i64[B] rows; `select`
         [B,S] are the columns to choose at."""
-        width = g.size(tokens, 1)
-        steps = g.range(g.const(0), width)
-        places = g.op("Add", g.op("Unsqueeze", past, g.const([1])), steps)
-        last = g.const(self.program.info.context - 1)
-        end = g.op("Sub", g.op("Add", past, width), g.const(1))
-        return {
-            "tokens": tokens,
-            # Sequences that are through, and columns that nobody wants, may stand behind the end.
-            "positions": g.op("Min", places, last),
-            "past": past,
-            "select": select,
-            SEQLENS: g.cast(end, I32),
-            TOTAL: g.cast(g.op("Add", g.op("ReduceMax", end, keepdims=0), g.const(1)), I32),
-        }
+        with g.within("feed"):
+            width = g.size(tokens, 1)
+            steps = g.range(g.const(0), width)
+            places = g.op("Add", g.op("Unsqueeze", past, g.const([1])), steps)
+            last = g.const(self.program.info.context - 1)
+            end = g.op("Sub", g.op("Add", past, width), g.const(1))
+            longest = g.op("ReduceMax", end, keepdims=0)
+            return {
+                "tokens": tokens,
+                # Sequences that are through, and columns that nobody wants, may stand behind it.
+                "positions": g.op("Min", places, last),
+                "past": past,
+                "select": select,
+                SEQLENS: g.cast(end, I32),
+                TOTAL: g.cast(g.op("Add", longest, g.const(1)), I32),
+            }
 
     def choose(
         self,
@@ -279,8 +286,9 @@ class _Generation:
 
     def ends(self, g: GraphBuilder, tokens: oir.Value) -> Any:
         """bool, of tokens i64[R]: whether they end a text."""
-        each = g.op("Equal", g.op("Unsqueeze", tokens, g.const([1])), self.eos)
-        return g.op("Greater", g.total(each, 1), g.const(0))
+        with g.within("ends"):
+            each = g.op("Equal", g.op("Unsqueeze", tokens, g.const([1])), self.eos)
+            return g.op("Greater", g.total(each, 1), g.const(0))
 
     def uniforms(self, g: GraphBuilder) -> Any:
         """The draws f32[B,max_new]; any other shape is an error that says so."""
@@ -324,7 +332,8 @@ class _Generation:
             given[MASK] = body.op("Concat", mask, body.cast(real, I64), axis=1)
         values = {**values, **self.steps.call(name, given)(body, values)}
         begins = body.op("Equal", turn, body.const(0))
-        new = self.choose(body, values, chosen, draw, begins)
+        with body.within("choose"):
+            new = self.choose(body, values, chosen, draw, begins)
         new = body.op("Squeeze", new, body.const([1]))
         fed = body.op("Add", body.op("Squeeze", chosen, body.const([1])), body.const(1))
         grown = body.op("Where", through, past, body.op("Add", past, fed))
@@ -447,17 +456,22 @@ class _Generation:
             given["certain"] = g.vector(g.size(new, 0))  # all but the draft
         step = self.fed(g, given, past, count, length, limit)
         values = run_step(g, self.steps, step, values)
-        draw = None if draws is None else self.draw(g, text, draft, length, draws)
-        chosen = g.op("Squeeze", self.choose(g, values, select, draw, step.first), g.const([0]))
-        chosen = self.rules.begun(g, chosen, step.first, length)
-        agreed = g.leading(g.op("Equal", draft, g.slice(chosen, None, count)))
-        accepted = g.total(agreed, 0)
-        gained = g.slice(chosen, None, after_all(g.op("Add", accepted, one), g.const(0)))
+        with g.within("draw"):
+            draw = None if draws is None else self.draw(g, text, draft, length, draws)
+        with g.within("choose"):
+            found = self.choose(g, values, select, draw, step.first)
+            chosen = g.op("Squeeze", found, g.const([0]))
+            chosen = self.rules.begun(g, chosen, step.first, length)
+        with g.within("verify"):
+            agreed = g.leading(g.op("Equal", draft, g.slice(chosen, None, count)))
+            accepted = g.total(agreed, 0)
+            gained = g.slice(chosen, None, after_all(g.op("Add", accepted, one), g.const(0)))
         ends = self.ends(g, gained)
-        before = g.op("Sub", g.op("CumSum", g.cast(ends, I64), g.const(0)), g.cast(ends, I64))
-        kept = g.total(g.op("Equal", before, g.const(0)), 0)
-        ended = g.op("Greater", g.total(ends, 0), g.const(0))
-        grown = g.op("Concat", text, g.slice(gained, None, kept), axis=0)
+        with g.within("keep"):
+            before = g.op("Sub", g.op("CumSum", g.cast(ends, I64), g.const(0)), g.cast(ends, I64))
+            kept = g.total(g.op("Equal", before, g.const(0)), 0)
+            ended = g.op("Greater", g.total(ends, 0), g.const(0))
+            grown = g.op("Concat", text, g.slice(gained, None, kept), axis=0)
         size = g.size(grown, 0)
         if self.rules.last is not None:
             full = g.op("Equal", g.range(one, g.op("Add", size, one)), limit)
@@ -467,7 +481,8 @@ class _Generation:
         column = g.op("Add", first, accepted)
         stepped = Stepped(grown, source, column, room, values, self.functions, self.given)
         record = self.program.plan.draft
-        chain, values = CHAINS[type(record)](g, record, self.program, stepped)
+        with g.within("draft"):
+            chain, values = CHAINS[type(record)](g, record, self.program, stepped)
         goes = g.op("And", g.op("Not", ended), g.op("Less", size, limit))
         g.output("goes", goes, BOOL, [])
         g.output("text_next", grown, I64, None)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from ...ir import TensorType, Weight
 from .emit import Emitted
+from .names import Names, constant_name, name_results
 from .store import OWNER
 
 I64, BOOL = oir.DataType.INT64, oir.DataType.BOOL
@@ -22,7 +24,8 @@ class GraphBuilder:
     """A graph, and in it a node after the other. Names begin with the graph's.
 
     inside: the graph that this one is a body in. Of the outermost: weights, all that were put in,
-    and the graph that holds each; copies, how often each function was.
+    and the graph that holds each; copies, how often each function was. part: what the nodes that
+    come next are for, which their names say.
     """
 
     def __init__(
@@ -34,7 +37,7 @@ class GraphBuilder:
         self.weights: dict[str, tuple[oir.Value, Weight]] = {}
         self.holders: dict[str, GraphBuilder] = {}
         self.copies: Counter[str] = Counter()
-        self.count = 0
+        self.names, self.part = Names(), ""
 
     def body(self, name: str) -> GraphBuilder:
         """The builder of a graph inside this one, with the inputs of a Loop's body."""
@@ -73,6 +76,14 @@ class GraphBuilder:
         made.dtype, made.shape = dtype, None if dims is None else oir.Shape(dims)
         self.graph.outputs.append(made)
 
+    @contextmanager
+    def within(self, part: str) -> Iterator[None]:
+        """Names of nodes that are made inside say what they are for."""
+        around = self.part
+        self.part = f"{around}/{part}" if around else part
+        yield
+        self.part = around
+
     def op(
         self,
         op_type: str,
@@ -83,12 +94,10 @@ class GraphBuilder:
     ) -> Any:
         """A node of ONNX's own; its value, or a tuple if `outputs` is given. called: what messages
         about it are to say."""
-        self.count += 1
-        name = f"{self.name}/{called or op_type}.{self.count}"
+        name = self.names.free("/".join(p for p in (self.name, self.part, called or op_type) if p))
         given = {k: v for k, v in attributes.items() if v is not None}
         node = oir.node(op_type, list(inputs), given, num_outputs=outputs or 1, name=name)
-        for index, value in enumerate(node.outputs):
-            value.name = f"{name}.{index}"
+        name_results(node)
         self.graph.append(node)
         return node.outputs[0] if outputs is None else tuple(node.outputs)
 
@@ -102,9 +111,11 @@ class GraphBuilder:
 
     def const(self, data: Any, dtype: type = np.int64) -> oir.Value:
         """A small constant."""
-        self.count += 1
         array: np.ndarray[Any, Any] = np.array(data, dtype=dtype)
-        tensor = oir.tensor(array, name=f"{self.name}/const.{self.count}")
+        name = constant_name(self.name, torch.from_numpy(array), len(self.graph.initializers))
+        if name in self.graph.initializers:
+            return self.graph.initializers[name]
+        tensor = oir.tensor(array, name=name)
         value = oir.Value(
             name=tensor.name,
             shape=oir.Shape(array.shape),
@@ -187,8 +198,9 @@ class GraphBuilder:
     ) -> tuple[Any, ...]:
         """A Loop over a finished body; what it carries at the end, and its scans."""
         count = len(body.graph.outputs) - 1
+        what = body.name.partition(".")[2] or body.name
         made: tuple[Any, ...] = self.op(
-            "Loop", most, going, *start, outputs=count, called=body.name, body=body.graph
+            "Loop", most, going, *start, outputs=count, called=what, body=body.graph
         )
         return made
 

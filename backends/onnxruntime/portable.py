@@ -26,7 +26,17 @@ from typing import Any
 import torch
 import torch.fx
 
-from ...ir import Function, Program, Sym, UnsupportedError, WeightStore, arguments, site_of, type_of
+from ...ir import (
+    Function,
+    Program,
+    Site,
+    Sym,
+    UnsupportedError,
+    WeightStore,
+    arguments,
+    site_of,
+    type_of,
+)
 from ...ir.ops.attention import SPANS
 from ...ir.types import Dim, TensorType
 from ...passes.fusing.cse import merge_equal
@@ -296,7 +306,7 @@ class _Counter:
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
         """A call at the insertion point."""
-        return self.fn.call(target, *args, **kwargs)
+        return self.fn.call(target, *args, **{"site": Site(MASK), **kwargs})
 
     def _counts(self) -> dict[str, torch.fx.Node]:
         length = self.call(A.sum.dim_IntList, self.mask, [1])
@@ -340,7 +350,7 @@ class _Counter:
 
     def _joined(self, write: torch.fx.Node) -> torch.fx.Node:
         cache, new = write.args[:2]
-        return self.call(A.cat.default, [cache, new], 2)
+        return self.call(A.cat.default, [cache, new], 2, site=site_of(write))
 
     def _step(self) -> tuple[torch.fx.Node, torch.fx.Node]:
         """Row counts i64[B] and rows i64[B,T] of the step, padding included."""
