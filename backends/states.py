@@ -181,7 +181,8 @@ class StateBuffers:
     def _take_memory(self, groups: Collection[_Group], kept: Mapping[str, int]) -> None:
         for group in groups:
             bound = group.type.bind(self.sizes)
-            room = -(-bound.nbytes // _ALIGN) * _ALIGN
+            # One unit at least: a dtype needs a stride of whole values, of no rows, too.
+            room = max(-(-bound.nbytes // _ALIGN), 1) * _ALIGN
             memory = self._zeros(len(group.names), room)
             data = memory[:, : bound.nbytes].view(bound.dtype).view(len(group.names), *bound.shape)
             self.tensors.update(zip(group.names, map(_no_view, data, memory), strict=True))
