@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -14,6 +15,8 @@ from .cuda_blocks import runs_on_cuda
 from .target import Target
 
 A = torch.ops.aten
+OWN = torch.ops.graftwork.linear_attention_step_int8.default
+"""What ONNX Runtime runs with graftwork's own kernels alone."""
 
 
 EXPECTED = (
@@ -88,8 +91,13 @@ def check_kernels(program: Program, target: Target) -> None:
     """Whether a target runs a program no slower than what it came from.
 
     Errors: `UnsupportedError` for weights of few bits on a GPU that no kernel takes there, as is so
-    of all on torch: the op's meaning, exact as it is, would take longer than the float weights.
+    of all on torch: the op's meaning, exact as it is, would take longer than the float weights; and
+    for what ONNX Runtime runs with graftwork's own kernels alone, where those are not.
     """
+    if target.backend == "onnxruntime" and any(f.calls(OWN) for f in program.functions.values()):
+        # By name: the library loads where it is used.
+        rows = importlib.import_module(f"{__package__}.onnxruntime.rows_recurrent")
+        rows.require_kernels(program, target)
     if target.device == "cpu":
         return
     few = (

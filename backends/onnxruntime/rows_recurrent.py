@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.fx
 
-from ...ir import Function, arguments
+from ...ir import Function, Program, UnsupportedError, arguments, site_of
 from ...ir import type_of as ir_type
 from ...ir.ops.rounded_state import STEPS
+from ..target import Target
 from .emit import Emitter, row
 from .probe import own_attention_available
 
@@ -25,6 +26,19 @@ def _is_own(node: torch.fx.Node) -> bool:
     """Whether the kernel, which comes with attention's, can do a step."""
     dtypes = {ir_type(x).dtype for x in arguments(node).values() if x is not None}
     return dtypes <= {torch.float32, *OTHERS} and not own_attention_available()
+
+
+def require_kernels(program: Program, target: Target) -> None:
+    """Errors: `UnsupportedError` for recurrences over states in 8 bits where the kernels are not
+    that alone run them: each token rounds what the next one reads, and no graph says that."""
+    why = "they run on the CPU" if target.device != "cpu" else own_attention_available()
+    for function in program.functions.values() if why else ():
+        for node in function.calls(G.linear_attention_step_int8.default):
+            raise UnsupportedError(
+                f"target {target}: recurrent states in 8 bits ({site_of(node)} of {function.name}) "
+                f"need graftwork's own kernels, which are not here: {why}; take another target, "
+                f"such as torch, or a recipe without quantize_state"
+            )
 
 
 def is_written_in_place(function: Function, state: str) -> bool:
