@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ import torch
 import torch.fx
 from torch import nn
 
+from .compressed_layout import stored
 from .ir import (
     GraftworkWarning,
     InputError,
@@ -39,7 +40,6 @@ from .ir import (
     type_of,
 )
 from .ir.files import LARGE, read_bytes, read_json
-from .ir.numerics import pack
 from .ir.scratch import replacing
 from .passes.numerics.solver import scaled_name
 from .passes.numerics.values import are_constant, values_of
@@ -308,7 +308,7 @@ class _Checkpoint:
         scheme = _Scheme(given["bits"], group, parts[2] is None, bool(given["rounded"]))
         self.schemes[owner] = scheme
         name = self.names.of(f"{owner}.weight").removesuffix(".weight")
-        yield from _stored(name, parts, scheme, type.shape)
+        yield from stored(name, parts, scheme.bits, scheme.format == BYTES, type.shape)
 
     def _parts(self, node: torch.fx.Node, stack: str) -> list[Weight | None]:
         """Weight, scale and offset of a product of few bits, or of a stack of a mixture's."""
@@ -341,7 +341,8 @@ class _Checkpoint:
                 None if part is None else self.loaded.piece(part, piece, f"{module}.part")
                 for part in stacked
             ]
-            yield from _stored(module, parts, scheme, (piece.stop - piece.start, columns))
+            shape = piece.stop - piece.start, columns
+            yield from stored(module, parts, scheme.bits, scheme.format == BYTES, shape)
 
     def _laid(
         self, node: torch.fx.Node, name: str, stack: str, type: TensorType
@@ -394,32 +395,6 @@ class _Checkpoint:
             )
 
 
-def _stored(
-    module: str, parts: Sequence[Weight | None], scheme: _Scheme, shape: Sequence[int]
-) -> Iterator[Weight]:
-    """The tensors of a module's weight [N,K]. parts: weight, scale and offset, as programs have
-    them."""
-    packed, scale, offset = parts
-    assert packed is not None and scale is not None
-    bits, (rows, columns) = scheme.bits, shape
-    yield scale.renamed(f"{module}.weight_scale")
-    zeros = None if offset is None else _zeros(module, scale, offset, bits)
-    if scheme.format == BYTES:
-        yield _made(f"{module}.weight", torch.int8, shape, _signed, packed)
-        if zeros is not None:
-            dims = zeros.type.shape
-            yield _made(f"{module}.weight_zero_point", torch.int8, dims, _around(128), zeros)
-        return
-    words = -(-columns * bits // 32)
-    yield _made(f"{module}.weight_packed", torch.int32, (rows, words), _words, packed)
-    yield Weight.of(f"{module}.weight_shape", torch.tensor([rows, columns]))
-    if zeros is not None:
-        count, groups = zeros.type.shape
-        dims = (-(-count * bits // 32), groups)
-        name = f"{module}.weight_zero_point"
-        yield _made(name, torch.int32, dims, lambda z: _down(z, bits), zeros)
-
-
 def _mixtures(program: Program) -> Iterator[tuple[str, torch.fx.Node]]:
     """The mixtures of experts that logits are made of, by module."""
     for node in sorted(cone([program.step.outputs["logits"]])):
@@ -458,47 +433,3 @@ def _reachable(weights: Mapping[str, Weight]) -> Iterator[tuple[str, Weight]]:
         if weight.made is not None:
             yield from _reachable({part.name: part for part in weight.made[1]})
     yield from weights.items()
-
-
-def _zeros(owner: str, scale: Weight, offset: Weight, bits: int) -> Weight:
-    """Zero points u8[N,G] in 0..2^bits-1. Errors: `UnsupportedError` for offsets between steps."""
-
-    def whole(scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-        zeros = (-offset.float() / scale.float()).round()
-        same = (-scale.float() * zeros).to(offset.dtype) == offset
-        if not bool(same.all()) or zeros.min() < 0 or zeros.max() >= 2**bits:
-            raise UnsupportedError(
-                f"{owner}.weight has offsets that are no whole numbers of steps, which "
-                f"compressed-tensors cannot say: quantize symmetrically "
-                f"(quantize_weights.symmetric=true)"
-            )
-        return zeros.to(torch.uint8)
-
-    whole(scale.load(), offset.load())
-    type = scale.type.with_dtype(torch.uint8)
-    return derive(f"{owner}.zeros", type, whole, scale, offset)
-
-
-def _made(name: str, dtype: torch.dtype, dims: Any, function: Any, *inputs: Weight) -> Weight:
-    return derive(name, TensorType(dtype, tuple(dims)), function, *inputs)
-
-
-def _signed(codes: torch.Tensor) -> torch.Tensor:
-    """Unsigned bytes around 128 as signed ones."""
-    return (codes ^ 128).view(torch.int8)
-
-
-def _around(middle: int) -> Any:
-    return lambda zeros: (zeros.to(torch.int16) - middle).to(torch.int8)
-
-
-def _words(packed: torch.Tensor) -> torch.Tensor:
-    """A bitstream of bytes along each row as int32, the last one filled with zeros."""
-    return nn.functional.pad(packed, (0, -packed.shape[1] % 4)).contiguous().view(torch.int32)
-
-
-def _down(zeros: torch.Tensor, bits: int) -> torch.Tensor:
-    """Values u8[N,G] as a bitstream down each column i32[N*bits/32,G]."""
-    count = zeros.shape[0]
-    across = nn.functional.pad(zeros.T, (0, -count % 32))
-    return _words(pack(across, bits))[:, : -(-count * bits // 32)].T.contiguous()

@@ -12,10 +12,8 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
-import onnx
 import onnx_ir as oir
 import torch
 import torch.fx
@@ -36,6 +34,7 @@ from ...ir import (
 from ...ir.types import ValueType
 from .calls import source_of
 from .names import Names, Places, constant_name, name_results
+from .schemas import schema_since
 
 MICROSOFT = "com.microsoft"
 OPSETS = {"": 24, MICROSOFT: 1}
@@ -492,15 +491,6 @@ def _looked_up(function: Function) -> frozenset[str]:
     """Weights whose rows are looked up, such as embedding tables."""
     tables = [n.args[0] for n in function.calls(torch.ops.aten.embedding.default)]
     return frozenset(str(t.target) for t in tables if isinstance(t, torch.fx.Node))
-
-
-@cache
-def schema_since(op_type: str, opset: int) -> int | None:
-    """The opset that gave one of ONNX's own ops the form that it has in `opset`; None if it is
-    not there."""
-    if not onnx.defs.has(op_type, max_inclusive_version=opset):
-        return None
-    return int(onnx.defs.get_schema(op_type, max_inclusive_version=opset).since_version)
 
 
 def _where(node: torch.fx.Node) -> str:
