@@ -23,7 +23,7 @@ import torch
 
 from .backends.onnxruntime.attention import OVERHANG, SEQLENS, TOTAL
 from .backends.onnxruntime.emit import emit, output_name
-from .backends.onnxruntime.generation import strange_to_loops
+from .backends.onnxruntime.loop_limits import strange_to_loops
 from .backends.onnxruntime.lower import Variant, has_states, lower, piece_of
 from .backends.onnxruntime.portable import refuse_ahead
 from .backends.onnxruntime.routing import Router

@@ -226,7 +226,7 @@ class Emitter:
         if function is None:
             raise UnsupportedError(
                 f"onnxruntime: no row for {node.target} at %{node.name}"
-                f"{_where(node)} and nothing to decompose it with"
+                f"{_where_at(site_of(node))} and nothing to decompose it with"
             )
         self.result, self.prefix, self.site = node.meta["type"], self.places.of(node), site_of(node)
         self.values[node] = self._mark(function(self, *self._arguments(node)), self.result)
@@ -491,10 +491,6 @@ def _looked_up(function: Function) -> frozenset[str]:
     """Weights whose rows are looked up, such as embedding tables."""
     tables = [n.args[0] for n in function.calls(torch.ops.aten.embedding.default)]
     return frozenset(str(t.target) for t in tables if isinstance(t, torch.fx.Node))
-
-
-def _where(node: torch.fx.Node) -> str:
-    return _where_at(site_of(node))
 
 
 def _where_at(site: Site) -> str:

@@ -29,14 +29,15 @@ import onnx_ir as oir
 import torch
 
 from ...ir import LOG, Program, UnsupportedError
-from ...ir.plan import DecodePlan, NoDraft, SuffixDraft, Whole
+from ...ir.plan import DecodePlan, Whole
 from .attention import SEQLENS, TOTAL
 from .chains_in_graph import CHAINS, Stepped
-from .depths_in_graph import DEPTHS, called, carried, run_step
+from .depths_in_graph import called, carried, run_step
 from .emit import DTYPES, IR_VERSION, OPSETS, Emitted
 from .graph_builder import BOOL, I64, GraphBuilder
+from .loop_limits import check_loop
 from .lower import piece_of
-from .portable import MASK, is_concatenable, refuse_ahead
+from .portable import MASK, is_concatenable
 from .rules_in_graph import Rules
 from .sampler import Draw, Sampling, sampled, seen_after
 from .sources_in_graph import SourceInputs
@@ -63,7 +64,7 @@ def generation(
     if plain:
         plan = DecodePlan(step=Whole(program.plan.step.plain), cache=program.plan.cache)
         program = program.replace(plan=replace(plan, depth=program.plan.depth))
-    _check(program, sample, contrib)
+    check_loop(program, sample, contrib)
     if not contrib and not isinstance(program.plan.step, Whole):
         raise UnsupportedError(
             f"{program.name} has more than a plain step (step={program.plan.step.brief}), which "
@@ -71,52 +72,6 @@ def generation(
             f"(ops=contrib), or plain (plain=True, --plain)"
         )
     return _Generation(program, sample, contrib).build()
-
-
-def strange_to_loops(plan: DecodePlan) -> list[str]:
-    """The slots of a plan whose records one loop has no form for."""
-    default = DecodePlan()
-    known = {
-        "draft": type(plan.draft) in CHAINS,
-        "tree": plan.tree.chain,
-        "verify": plan.verify == default.verify,
-        "depth": type(plan.depth) in DEPTHS,
-        "cache": plan.cache == default.cache,
-    }
-    # Nobody draws a tree where nothing drafts.
-    strange = [s for s, fits in known.items() if not fits and (s != "tree" or plan.speculates)]
-    if plan.depth.stops and type(plan.draft) not in (NoDraft, SuffixDraft):
-        strange += ["depth"]  # what other drafts read, a token may not have come to
-    return strange
-
-
-def _check(program: Program, sample: bool, contrib: bool) -> None:
-    plan = program.plan
-    refuse_ahead(program)
-    if strange := strange_to_loops(plan):
-        said = ", ".join(f"{slot}={getattr(plan, slot).brief}" for slot in strange)
-        raise UnsupportedError(
-            f"{program.name} cannot become one loop: {said} has no form there, which drafts chains "
-            f"by copying, by heads, by the first layers or in the step. The format onnx-plan "
-            f"carries it; plain=True (--plain) leaves out what it drafts with"
-        )
-    if "past" not in {str(node.target) for node in program.step.inputs}:
-        raise UnsupportedError(f"{program.name} (stage {program.stage}) has no KV cache")
-    if plan.source.encoder is not None and not contrib:
-        raise UnsupportedError(
-            f"{program.name} writes from a source, which loops of ONNX's own ops have no form for: "
-            f"export it with those of ONNX Runtime, too (ops=contrib)"
-        )
-    if program.step.calls(G.alibi.default) and not contrib:
-        raise UnsupportedError(
-            f"{program.name} has ALiBi, whose distances in concatenated caches count padding; "
-            f"export it with the ops of ONNX Runtime, too (ops=contrib)"
-        )
-    if sample and plan.draft.in_step:
-        raise UnsupportedError(
-            f"{program.name} drafts in the step (draft={plan.draft.kind}), which follows the "
-            f"argmax and not what is sampled: export it without sample, or plain"
-        )
 
 
 class _Generation:
