@@ -41,6 +41,7 @@ from ...ir import Function, PassError, Program, type_of
 from ...ir.plan import CachedDraft, ParallelDraft
 from ...ir.plan.bounds import Levels, Part, Place
 from ..engine.base import STATES, Contract, Effect, Outcome, register
+from ..engine.subgraph import tables_of
 from .draft_pass import TrainedPass
 from .grafts import Graft
 from .plan_edits import with_plan
@@ -88,7 +89,7 @@ class DraftParallel(TrainedPass):
         if self.token is None:
             mask = reading_prompts(fn, program, MASK, 1, self.name, self.weights)
             program = program.replace(weights=program.weights.adding(mask))
-        made = self._tuned(self._with_state(program, fn), fn)
+        made = self._tuned(self._with_state(program, fn))
         given = {f.name: getattr(draft, f.name) for f in fields(draft)}
         given |= {"levels": 1 + self.masks, "keep": self.keep, "trained": self._knows(draft)}
         own = {"token": self.token, "weight": None}
@@ -133,9 +134,20 @@ class DraftParallel(TrainedPass):
             return fn.call(A.ge.Scalar, tokens, vocabulary)
         return fn.call(A.eq.Scalar, tokens, self.token)
 
-    def _tuned(self, program: Program, fn: Function) -> Program:
-        """The program with the drafter's own weights as training left them, if it did."""
+    def trained(self, before: Program, after: Program) -> set[str]:
+        """Those that it inserted, and the drafter's own, which learns to read masks."""
+        return super().trained(before, after) | self._own(after)
+
+    def _own(self, program: Program) -> set[str]:
+        """Weights of the drafter that training changes."""
+        (draft,) = (leaf for leaf in program.plan.draft.leaves if isinstance(leaf, CachedDraft))
+        fns = [program.function(name) for name in (draft.function, draft.entry) if name]
+        fixed = program.step.weights.union(*map(tables_of, fns))
+        own = {name for fn in fns for name in fn.weights} - fixed
+        return {name for name in own if program.weights[name].type.dtype.is_floating_point}
+
+    def _tuned(self, program: Program) -> Program:
+        """The program with the drafter's own weights as training left them, if there are any."""
         given = TrainedWeights(self.weights, self.name, program)
-        tuned = sorted(fn.weights & given.names)
-        weights = [given.of(program.weights[name]) for name in tuned]
-        return program.replace(weights=program.weights.replacing(*weights))
+        weights = [given.of(program.weights[name]) for name in sorted(self._own(program))]
+        return program.replace(weights=program.weights.replacing(*weights)) if given else program

@@ -35,9 +35,12 @@ class TrainedPass(Pass):
             )
             return replace(outcome, remarks=(*outcome.remarks, remark))
         given = TrainedWeights(self.weights, self.name, program, self.published)
-        inserted = set(outcome.program.weights) - set(program.weights)
-        given.check_all_used(inserted, self.unread)
+        given.check_all_used(self.trained(program, outcome.program), self.unread)
         return outcome
+
+    def trained(self, before: Program, after: Program) -> set[str]:
+        """Names of the weights that a file for this pass has: those that it inserted."""
+        return set(after.weights) - set(before.weights)
 
     def insert(self, program: Program) -> Outcome:
         """Transform the program, with the trained weights if there are some."""
