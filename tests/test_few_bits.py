@@ -134,7 +134,7 @@ def test_onnxruntime_does_without_own_kernels(monkeypatch: pytest.MonkeyPatch) -
     assert (said[0] - said[1]).abs().max() < 0.05 * said[0].abs().max()
 
 
-MIXTURES = rarely(("mixtral", "gpt_oss", "qwen3_moe"), 9, keep=("gpt_oss",))
+MIXTURES = rarely(("gpt_oss", "mixtral", "qwen3_moe"), 9)
 """Gated by silu, and with biases and limits."""
 
 

@@ -83,7 +83,9 @@ def test_drafts_end_where_a_rejection_is_likely(odds: float, length: int, drafte
     assert whole - 2 * sum(range(1, length + 1)) <= result.stats.draft_tokens <= whole
 
 
-@pytest.mark.parametrize("target", ["torch:cpu:float32", "onnxruntime:cpu:float32"])
+@pytest.mark.parametrize(
+    "target", [pytest.param("torch:cpu:float32", marks=pytest.mark.long), "onnxruntime:cpu:float32"]
+)
 def test_backends_end_drafts_at_the_same_places(target: str) -> None:
     program = drafting()
     shape = program.weights["acceptance.head.weight"].type.shape

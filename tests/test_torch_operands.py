@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.fx
+from selection import mostly_long
 from tiny import cached_llama, in_int8
 
 from graftwork.backends import Target, compile
@@ -128,7 +129,7 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("kind", NAMED)
+@pytest.mark.parametrize("kind", mostly_long(NAMED, {"fused"}))
 def test_operands_may_be_named(kind, programs):
     """A text may name what has a place; rows and kernels have names of their own."""
     text = named = str(programs[kind])
