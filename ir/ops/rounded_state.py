@@ -209,9 +209,11 @@ def _parent(ancestors: Tensor, token: int) -> Tensor:
     return torch.nn.functional.pad(seen, (1, 0), value=-1).amax(1)
 
 
-STEPS = (
+RECURRENCES = (
     torch.ops.graftwork.linear_attention_step.default,
     torch.ops.graftwork.linear_attention_step_int8.default,
-    torch.ops.graftwork.causal_conv_step.default,
 )
+"""Steps of recurrences, whatever their states are held in."""
+
+STEPS = (*RECURRENCES, torch.ops.graftwork.causal_conv_step.default)
 """What carries a state from step to step."""

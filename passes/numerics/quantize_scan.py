@@ -37,17 +37,15 @@ from pydantic import Field
 from torch import Tensor
 
 from ...ir import Function, PassError, Program, Weight, arguments, run, site_of, type_of
-from ...ir.ops.rounded_state import LARGEST
+from ...ir.ops.rounded_state import LARGEST, RECURRENCES
 from ..caching.contents import LearnedContents
 from ..engine.base import Effect, Evidence, Outcome, register
 from ..engine.feed import empty_inputs
 from ..fusing.dce import sweep
+from .clusters import clustered
 
-A, G = torch.ops.aten, torch.ops.graftwork
-STEPS = (G.linear_attention_step.default, G.linear_attention_step_int8.default)
+A = torch.ops.aten
 VIEWS = (A.permute.default, A.unsqueeze.default, A.transpose.int)
-ROUNDS = 50
-"""Of moving centres, at most."""
 
 Clusters = Annotated[int, Field(ge=1, le=64)]
 
@@ -103,7 +101,7 @@ class _Scan:
 
 def _scans(fn: Function) -> Iterator[_Scan]:
     """The recurrences of a function whose inputs are known."""
-    for node in fn.calls(*STEPS):
+    for node in fn.calls(*RECURRENCES):
         given = arguments(node)
         value, decay = _seen(given["v"]), _seen(given["g"])
         if value.target is not A.mul.Tensor or decay.target is not A.mul.Tensor:
@@ -157,45 +155,6 @@ def _largest(
 def _tokens(axes: int, name: str) -> tuple[int, int]:
     """The axes of x [B,T,H,V] or [B,H,T], or of q and k [B,G,T,K], that count tokens."""
     return (0, 1) if name.startswith("x") and axes == 4 else (0, 2)
-
-
-def clustered(largest: Tensor, groups: int, heads: int, channels: int) -> Tensor:
-    """For each number of x f32[H,V] the largest of its cluster, see the module docstring.
-
-    largest: of each head and channel. groups: of heads that share keys. heads, channels: clusters.
-    """
-    found = torch.empty_like(largest)
-    for group in torch.arange(len(largest)).chunk(groups):
-        labels = clusters(largest[group].amax(1), heads)
-        for label in labels.unique():
-            mine = group[labels == label]
-            sizes = largest[mine].amax(0)
-            found[mine] = _largest_alike(sizes, clusters(sizes, channels))
-    return found
-
-
-def clusters(sizes: Tensor, count: int) -> Tensor:
-    """To which of at most `count` clusters each of some sizes f32[N] belongs, i64[N]: to that whose
-    centre is nearest, the centres being the means of their clusters. They begin where as many of
-    the sorted sizes lie between each two."""
-    places = torch.linspace(0, len(sizes) - 1, min(count, len(sizes))).round().long()
-    centres = sizes.sort().values[places]
-    labels = torch.zeros(len(sizes), dtype=torch.long)
-    for _ in range(ROUNDS):
-        labels = (sizes[:, None] - centres).abs().argmin(1)
-        sums = torch.zeros_like(centres).index_add(0, labels, sizes)
-        members = torch.bincount(labels, minlength=len(centres))
-        moved = torch.where(members > 0, sums / members.clamp(min=1), centres)
-        if torch.equal(moved, centres):
-            break
-        centres = moved
-    return labels
-
-
-def _largest_alike(sizes: Tensor, labels: Tensor) -> Tensor:
-    """For each size f32[N] the largest of those with its label."""
-    most = sizes.new_zeros(int(labels.max()) + 1).scatter_reduce(0, labels, sizes, "amax")
-    return most[labels]
 
 
 def _round(fn: Function, value: torch.fx.Node, step: Weight, scan: torch.fx.Node) -> None:
