@@ -1,6 +1,6 @@
 """What recipes do on a GPU: a table of targets and recipes, against the memory's bandwidth.
 
-    python benchmarks/random_llama.py --preset 1b --dtype bfloat16 --out /tmp/llama1b
+    python benchmarks/random_llama.py --preset 1b --dtype bfloat16 --device cuda --out /tmp/llama1b
     python benchmarks/gpu.py /tmp/llama1b [/tmp/llama8b] --minutes 8 --json gpu.jsonl
     python benchmarks/draw.py speculation gpu.jsonl --out gpu.svg
 
@@ -20,6 +20,7 @@ import json
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,8 @@ def ours(folder: Path, recipe: str, target: str, args: argparse.Namespace) -> Ro
     executable = model.executable
     executable.begin(1, 256)
     executable.reserve(256)
-    widths = executable.widths("step")
+    # Plain decoding needs one width, and shows what all of them would cost.
+    widths = executable.widths("step") if recipe != "baseline" else None
     costs = {w: step_seconds(executable, w, 64, 10) for w in WIDTHS if not widths or w in widths}
     return {
         "rate": statistics.median(rates),
@@ -151,7 +153,7 @@ def prompt_ids(vocabulary: int, count: int) -> list[torch.Tensor]:
 
 
 def measured(make: Callable[..., Row], given: Row, args: argparse.Namespace) -> Row:
-    """A row, or why there is none."""
+    """A row, or why there is none: the rows after it are made all the same."""
     gc.collect()
     if args.device == "cuda":
         torch.cuda.empty_cache()
@@ -160,6 +162,9 @@ def measured(make: Callable[..., Row], given: Row, args: argparse.Namespace) -> 
         return {**given, **make(Path(given["folder"]), given["recipe"], given["target"], args)}
     except (GraftworkError, torch.OutOfMemoryError) as error:
         return {**given, "why": str(error).splitlines()[0]}
+    except Exception as error:
+        traceback.print_exc()
+        return {**given, "why": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
 def table(rows: list[Row], speed: float) -> Table:
