@@ -95,7 +95,7 @@ class Executable(Protocol):
     def run(
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
     ) -> Outputs:
-        """Run a function on CPU inputs; update its states; return the named outputs.
+        """Run a function on CPU inputs; update its states; return the named outputs, on the CPU.
 
         A returned tensor may be overwritten by the next run of the same function.
         """

@@ -93,6 +93,16 @@ def test_held_steps_read_new_inputs(backend: str, dtype: torch.dtype, tmp_path: 
         assert close(got, fresh.run("step", new, ("logits",))["logits"], dtype), past
 
 
+@pytest.mark.parametrize("backend", [*BACKENDS, "eager"])
+def test_outputs_are_on_the_host(backend: str, tmp_path: Path) -> None:
+    """Of the first call, which compiles, as of those after it."""
+    executable = compile(program_of("baseline", tmp_path), target(backend))
+    executable.begin(1, 64)
+    call = executable.hold("step", inputs(1, 0), ("logits", "argmax"))
+    for _ in range(3):
+        assert all(output.is_cpu for output in call().values())
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in FLOAT32])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_recipe_generates(backend: str, name: str, tmp_path: Path) -> None:

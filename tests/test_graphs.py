@@ -67,6 +67,30 @@ def held(executable: Any, token: int, past: int) -> tuple[Any, dict[str, torch.T
     return executable.hold("step", inputs, ("logits",)), inputs
 
 
+class There(torch.Tensor):
+    """What lies on a GPU, as far as it can be told: it is fetched, or stays there."""
+
+    def cpu(self, *args: Any, **options: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_outputs_come_to_the_host_before_steps_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a first step are put beside those of later ones."""
+
+    def compiled(module: torch.fx.GraphModule) -> Step:
+        return lambda *given: [found.as_subclass(There) for found in module.forward(*given)]
+
+    monkeypatch.setattr(f"{MODULE}.executable.for_gpu", compiled)
+    executable = compile(program_of("baseline", tmp_path), Target("torch", threads=1))
+    executable.begin(1, 64)
+    _, inputs = held(executable, 3, 0)
+    found = executable.run("step", inputs, ("logits", "argmax"))
+    assert not any(isinstance(output, There) for output in found.values())
+
+
 @pytest.mark.usefixtures("on_a_gpu")
 def test_a_step_is_recorded_once_for_all_generations(tmp_path: Path) -> None:
     executable = compile(program_of("baseline", tmp_path), Target("torch", threads=1))

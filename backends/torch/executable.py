@@ -154,7 +154,7 @@ class TorchExecutable(StatefulExecutable):
         if self.how != "eager" and compiled not in self.compiled:
             self.compiled.add(compiled)
             self.preparing += perf_counter() - start
-        return dict(zip(fetch, results, strict=True))
+        return {name: result.cpu() for name, result in zip(fetch, results, strict=True)}
 
     def hold(
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
