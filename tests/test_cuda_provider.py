@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import json
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -20,7 +21,7 @@ from every_recipe import FLOAT32, NAMES, program_of
 from handmade import Shape, cached_llama
 
 from graftwork.backends import base
-from graftwork.backends.onnxruntime import executable, routing, step
+from graftwork.backends.onnxruntime import executable, probe, routing, step
 from graftwork.backends.onnxruntime import session as sessions
 from graftwork.backends.onnxruntime.attention import TOTAL
 from graftwork.backends.onnxruntime.device_weights import DeviceWeights
@@ -133,6 +134,23 @@ def test_all_that_is_no_size_runs_on_the_device(dtype: str, names: list[str], ho
     for *which, there, here, back, own in found:
         assert there and set(here) <= SIZES, (which, here)
         assert own or not back, (which, back)
+
+
+def attended(dtype: str) -> None:
+    """Print why attention in a dtype does not take the device's kernel."""
+    pretend()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        probe.attention_kernel_works("cuda", getattr(torch, dtype), "chain")
+    print(json.dumps([str(warning.message) for warning in told]), flush=True)
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), [("float32", False), ("bfloat16", True)])
+def test_attention_is_not_left_to_the_cpu(dtype: str, kernel: bool, hollow: Path) -> None:
+    """ONNX Runtime has a kernel for float32 there alone, and would take it without a word."""
+    [line] = hollow_cuda.run(hollow, "test_cuda_provider", f"attended({dtype!r})")
+    [told] = json.loads(line)
+    assert ("the device has no kernel of GroupQueryAttention" in told) != kernel, told
 
 
 class There:

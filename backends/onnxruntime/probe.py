@@ -101,7 +101,7 @@ def attention_kernel_works(device: str, dtype: torch.dtype, variant: Counted) ->
     """Whether GroupQueryAttention runs there in that dtype, and is right: for steps whose tokens
     follow one another, or with the bias of a token tree.
 
-    (The CUDA kernel has no float32.)
+    (The CUDA kernel has no float32: ONNX Runtime would put it on the CPU, and say nothing.)
     """
     args, kwargs = _tree_step()
     if variant == "chain":
@@ -266,6 +266,17 @@ def _run(model: oir.Model, feeds: dict[str, Any], target: Target, *, own_ops: bo
     options.log_severity_level, options.intra_op_num_threads = 4, 1
     if own_ops:
         register_own_ops(options)
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     data = oir.to_proto(model).SerializeToString()
     session = ort.InferenceSession(data, options, providers(target))
+    if target.device != "cpu":
+        _require_on_device(session, "GroupQueryAttention")
     return session.run(None, feeds)
+
+
+def _require_on_device(session: Any, op: str) -> None:
+    """Errors: `UnsupportedError` if a session for a device leaves this op to the CPU."""
+    for part in session.get_provider_graph_assignment_info():
+        left = part.ep_name == "CPUExecutionProvider"
+        if left and any(node.op_type == op for node in part.get_nodes()):
+            raise UnsupportedError(f"the device has no kernel of {op} for it")

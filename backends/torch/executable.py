@@ -22,6 +22,7 @@ from ..target import Target
 from .compiled import Compiled, any_size, for_gpu, inductor
 from .cpu import CPU_ROWS
 from .emit import emit
+from .gpu import GPU_ROWS
 from .graphs import CapturedStep
 from .repeated import RepeatedCall
 from .replay import Recording, Replay, record
@@ -248,7 +249,7 @@ class TorchExecutable(StatefulExecutable):
         missing = {str(n.target) for n in fn.inputs} - given - set(self.program.states)
         if not missing <= OPTIONAL:
             raise InputError(f"{function} also needs the inputs {', '.join(sorted(missing))}")
-        rows = ROWS | CPU_ROWS if self.how == "inductor" else ROWS
+        rows = ROWS | {"eager": {}, "inductor": CPU_ROWS, "cuda graphs": GPU_ROWS}[self.how]
         states = list(self.program.states)
         module = emit(fn, self.weights, states, fetch, frozenset(missing), rows, device=self.device)
         for node in module.graph.find_nodes(op="get_attr"):
