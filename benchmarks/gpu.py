@@ -101,8 +101,8 @@ def ours(folder: Path, recipe: str, target: str, args: argparse.Namespace) -> Ro
     executable.begin(1, 256)
     executable.reserve(256)
     # Plain decoding needs one width, and shows what all of them would cost.
-    widths = executable.widths("step") if recipe != "baseline" else None
-    costs = {w: step_seconds(executable, w, 64, 10) for w in WIDTHS if not widths or w in widths}
+    own = executable.widths("step") if recipe != "baseline" else None
+    costs = {w: step_seconds(executable, w, 64, 10) for w in args.widths if not own or w in own}
     return {
         "rate": statistics.median(rates),
         "tokens_per_step": statistics.mean(steps),
@@ -195,6 +195,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--recipes", default="baseline,copyspec,recycling")
     parser.add_argument("--backends", default="torch,onnxruntime")
+    parser.add_argument("--alone", action="store_true", help="leave transformers out")
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--minutes", type=float, default=8.0, help="begin nothing after them")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--prompts", type=int, default=3)
@@ -206,8 +208,9 @@ def main() -> None:
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     begun, speed, rows = time.perf_counter(), bandwidth(args.device), []
     for folder in args.models:
-        plan = [(theirs, "torch", "transformers"), (theirs, "torch", "transformers static")]
+        peers = [] if args.alone else ["transformers", "transformers static"]
         backends, recipes = args.backends.split(","), args.recipes.split(",")
+        plan = [(theirs, "torch", peer) for peer in peers]
         plan += [(ours, backend, recipe) for backend in backends for recipe in recipes]
         for make, backend, recipe in plan:
             target = f"{backend}:{args.device}:{args.dtype}"
