@@ -100,7 +100,7 @@ def _template(target: Any, args: Any, kwargs: Any, table: Table | None) -> torch
     known = len(shapes.env.guards)
     definition = op_of(target)
     call = definition.meaning if definition is not None else target
-    with shapes.mode, torch.no_grad():
+    with shapes.active():
         everything = (_thaw(args, shapes), _thaw(kwargs, shapes))
         fakes: list[torch.Tensor] = []
         _visit(everything, fakes, torch.Tensor)
@@ -116,10 +116,15 @@ def _template(target: Any, args: Any, kwargs: Any, table: Table | None) -> torch
         known_ones = None if definition is not None or table is None else table()
         try:
             graph = make_fx(flat, decomposition_table=known_ones)(*fakes, *carriers).graph
+            fixed = shapes.fixed()
         except Exception as error:  # tracing raises whatever the code does
             raise UnsupportedError(f"cannot decompose {target}: {error}") from error
         finally:
             forget_guesses(shapes, known)
+    if fixed := fixed or _hints_in(graph, everything, shapes):
+        raise UnsupportedError(
+            f"what {target} means was traced for one size only: it would hold only where {fixed}"
+        )
     calls = [n for n in graph.nodes if n.op == "call_function"]
     if definition is None and [n.target for n in calls] == [target]:
         raise UnsupportedError(f"{target} has no row here, and torch no decomposition of it")
@@ -131,6 +136,20 @@ def _template(target: Any, args: Any, kwargs: Any, table: Table | None) -> torch
         if step.op == "get_attr":
             raise UnsupportedError(f"the meaning of {target} makes a constant tensor")
     return graph
+
+
+def _hints_in(graph: torch.fx.Graph, given: Any, shapes: Any) -> str:
+    """Which sizes steps have as the numbers that stand for them, though the arguments given have no
+    such number: as `_Shapes.fixed` says it."""
+    own: list[int] = []
+    found: list[int] = []
+    tensors: list[torch.Tensor] = []
+    _visit(given, own, int)
+    _visit(given, tensors, torch.Tensor)
+    _visit([tuple(tensor.shape) for tensor in tensors], own, int)
+    _visit([(step.args, step.kwargs) for step in graph.nodes], found, int)
+    strange = sorted(set(found) & set(shapes.hints) - set(own))
+    return " and ".join(f"{shapes.hints[number]} = {number}" for number in strange)
 
 
 def _size(arg: Any, shapes: Any) -> Any:

@@ -47,12 +47,25 @@ class _Shapes:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         self.env = ShapeEnv()
-        self.mode = FakeTensorMode(shape_env=self.env)
-        self.mode.cache_enabled = False  # results are kept by type, below
+        self._fakes = FakeTensorMode(shape_env=self.env)
+        self._fakes.cache_enabled = False  # results are kept by type, below
         self.sizes: dict[str, Any] = {}
+        self.hints: dict[int, str] = {}
         self.names: dict[str, str] = {}
         for name in _FIRST:
             self.size(name)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Where ops run on fakes.
+
+        What an op is made of is asked of Python first. Torch's C++ may want numbers where Python
+        does not (matmul in torch 2.11), and would get the hints.
+        """
+        from torch._dispatch.python import enable_python_dispatcher
+
+        with self._fakes, torch.no_grad(), enable_python_dispatcher():
+            yield
 
     def size(self, name: str) -> Any:
         """The SymInt that stands for symbol `name`."""
@@ -67,10 +80,11 @@ class _Shapes:
             )
             self.sizes[name] = self.env.create_symintnode(symbol, hint=hint, source=source)
             self.names[str(symbol)] = name
+            self.hints[hint] = name
         return self.sizes[name]
 
     def fake(self, tensor_type: TensorType) -> torch.Tensor:
-        """A fake tensor of the type (call inside `self.mode`)."""
+        """A fake tensor of the type (call inside `active`)."""
         dims = [self.value(dim) for dim in tensor_type.dims]
         return torch.empty(dims, dtype=tensor_type.dtype)
 
@@ -78,6 +92,14 @@ class _Shapes:
         """What was decided by hints since there were `known` guards, apart from "is not equal"."""
         fresh = [str(guard.expr) for guard in self.env.guards[known:]]
         return [self.readable(text) for text in fresh if not text.startswith("Ne(")]
+
+    def fixed(self) -> str:
+        """Which sizes were taken for the numbers that stand for them, as text; "" if none was.
+
+        Nobody may grant that: what was made so is right for no other size.
+        """
+        found = {name: self.dim(size) for name, size in self.sizes.items()}
+        return " and ".join(f"{n} = {dim}" for n, dim in found.items() if isinstance(dim, int))
 
     def readable(self, text: str) -> str:
         """Torch's symbol names replaced by ours."""
@@ -204,9 +226,11 @@ def symbolic(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[ValueT
     shapes = _shapes()
     known = len(shapes.env.guards)
     try:
-        with shapes.mode, torch.no_grad(), _quiet():
+        with shapes.active(), _quiet():
             result = target(*_thaw(args, shapes), **_thaw(kwargs, shapes))
         found = _type_of(result, shapes, target)
+        if fixed := shapes.fixed():
+            raise VerifyError(f"it is computed for one size only: it would hold only where {fixed}")
     except Exception as error:  # fake kernels raise whatever they like
         forget_guesses(shapes, known)
         raise _refusal(target, args, kwargs, shapes.readable(str(error))) from error
@@ -238,14 +262,18 @@ def _quiet() -> Iterator[None]:
 
 
 def _ruled(target: Any, args: Any, kwargs: Any) -> TensorType | None:
-    """Types of slices and squeezes of symbolic dims, where torch would go by its hints."""
-    if target not in (_SLICE, *_SQUEEZES):
+    """Types of slices and squeezes of symbolic dims, where torch would go by its hints, and whether
+    a dim has an element, of which not every torch is sure to ask."""
+    if target not in (_SLICE, _SELECT, *_SQUEEZES):
         return None
     names = [argument.name for argument in target._schema.arguments]
     given = dict(zip(names, map(_plain, args[1]), strict=False))
     given |= {name: _plain(value) for name, value in kwargs[1]}
     source, axis = given.get("self"), given.get("dim", 0)
     if not isinstance(source, TensorType):
+        return None
+    if target is _SELECT:
+        _check_element(source.dims[axis], given["index"])
         return None
     if target is not _SLICE:
         axes = axis if isinstance(axis, (list, tuple)) else [axis]
@@ -264,11 +292,21 @@ def _ruled(target: Any, args: Any, kwargs: Any) -> TensorType | None:
 
 
 _SLICE = torch.ops.aten.slice.Tensor
+_SELECT = torch.ops.aten.select.int
 _SQUEEZES = (torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims)
 
 
 def _plain(frozen: Any) -> Any:
     return frozen.value if isinstance(frozen, _Leaf) else [_plain(item) for item in frozen[1]]
+
+
+def _check_element(size: Dim, index: Dim) -> None:
+    """Whether every size has this element. Errors: `InputError`."""
+    if isinstance(size, int) or isinstance(index, Sym):
+        return
+    least = size.evaluate(lambda _: 1)
+    if not -least <= index < least:
+        raise InputError(f"whether {index} lies within {size} depends on {size}")
 
 
 def _slice_length(size: Dim, start: Dim | None, end: Dim | None) -> Dim:

@@ -67,7 +67,7 @@ REFUSED = {
     "lies within T depends on T ": lambda s: (A.slice.Tensor, s.x, 1, -5, None),
     "lies within T depends on T  ": lambda s: (A.slice.Tensor, s.x, 1, T - 3, None),
     "slices of symbolic length have step 1": lambda s: (A.slice.Tensor, s.x, 1, 0, None, 2),
-    "would hold only where T > 3": lambda s: (A.select.int, s.x, 1, 3),
+    "whether 3 lies within T depends on T": lambda s: (A.select.int, s.x, 1, 3),
     "would hold only where T >= 7": lambda s: (A.topk.default, s.x, 7, 1),
     "whether it is 1": lambda s: (A.squeeze.dim, s.x, 1),
     "whether it is 1 ": lambda s: (A.squeeze.dims, s.x, [0, 2]),

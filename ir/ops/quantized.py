@@ -221,12 +221,13 @@ def quantized_linear(
 
 def _exact_sums(steps: Tensor, values: Tensor) -> Tensor:
     """Whole numbers [...,K] times [N,K], added exactly, then rounded to float32."""
+    rows = steps.flatten(0, -2)
     total = torch.zeros((), dtype=torch.int32, device=steps.device)
     for start in range(0, values.shape[1], _EXACT):
         part = slice(start, start + _EXACT)
-        found = torch.nn.functional.linear(steps[..., part], values[:, part])
+        found = torch.nn.functional.linear(rows[:, part], values[:, part])
         total = total + found.to(torch.int32)
-    return total.float()
+    return total.float().reshape(*steps.shape[:-1], values.shape[0])
 
 
 def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
