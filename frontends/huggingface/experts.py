@@ -28,7 +28,8 @@ def experts_forward(
 
     Errors: `UnsupportedError` naming what an expert does that the op cannot say.
     """
-    if not self.has_gate or self.has_post_expert_norm:
+    # Experts of older transformers never have a norm, and no attribute that says so.
+    if not self.has_gate or getattr(self, "has_post_expert_norm", False):
         raise UnsupportedError("experts without a gate, or with a norm inside, are not supported")
     gate_up: Any = self.gate_up_proj
     down: Any = self.down_proj
