@@ -153,6 +153,19 @@ def test_attention_is_not_left_to_the_cpu(dtype: str, kernel: bool, hollow: Path
     assert ("the device has no kernel of GroupQueryAttention" in told) != kernel, told
 
 
+def multiplied() -> None:
+    """Print whether sessions round what they multiply in float32."""
+    pretend()
+    folder = Path(tempfile.mkdtemp())
+    path = next(path for *_, path, _, _ in written(program_of("baseline", folder), folder))
+    session = sessions.open_session(path, Target("onnxruntime", "cuda"))
+    print(session.get_provider_options()["CUDAExecutionProvider"]["use_tf32"], flush=True)
+
+
+def test_float32_is_not_rounded_before_it_is_multiplied(hollow: Path) -> None:
+    assert hollow_cuda.run(hollow, "test_cuda_provider", "multiplied()") == ["0"]
+
+
 class There:
     """A tensor in memory of the device, which this machine's is."""
 

@@ -15,7 +15,7 @@ from graftwork.ir import UnsupportedError
 from graftwork.ir.plan import DraftRecord, HeadsDraft, RecurrentDraft
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
-from graftwork.training import FitState, fit
+from graftwork.training import FitState, checkpoint, fit
 from graftwork.training.lessons import FOLDER, Lessons, Teacher
 from graftwork.training.net import Net
 from graftwork.training.objectives.base import Batch, objective_of
@@ -113,6 +113,28 @@ def test_an_interrupted_training_goes_on_with_its_windows(tmp_path: Path, monkey
     whole = fit(model, TEXT, out=tmp_path / "b", **options)
     first, second = weights(resumed.model), weights(whole.model)
     assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first)
+
+
+def test_moments_lie_where_their_parameters_do() -> None:
+    """Checkpoints are read on the CPU, whatever device trains on."""
+    elsewhere = torch.device("meta")
+    names = ["heads/0.weight", "heads/1.weight"]
+    kept = {}
+    for device in (torch.device("cpu"), elsewhere):
+        made = [torch.nn.Parameter(torch.ones(size, device=device)) for size in (2, 3)]
+        optimizer = torch.optim.AdamW(made[::-1])
+        if device == elsewhere:
+            checkpoint.restore_moments(optimizer, names, made, kept)
+        else:
+            for parameter in made:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            kept = checkpoint.moments(optimizer, names, made)
+    for parameter in made:
+        state = optimizer.state[parameter]
+        assert state["exp_avg"].device == state["exp_avg_sq"].device == elsewhere
+        assert state["exp_avg"].shape == parameter.shape
+        assert state["step"].is_cpu and float(state["step"]) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,8 @@ def providers(target: Target, stream: str | None = None, *, graphs: bool = False
             f"install those of its CUDA version (pip install 'onnxruntime-gpu[cuda,cudnn]'), or "
             f"use onnxruntime:cpu"
         )
-    options = {"device_id": str(torch.cuda.current_device())}
+    # Float32 means float32, as on every other target: by itself the provider multiplies ten bits.
+    options = {"device_id": str(torch.cuda.current_device()), "use_tf32": "0"}
     if stream is not None:
         options["user_compute_stream"] = stream
     if graphs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,33 @@ def read(folder: Path) -> tuple[Progress, dict[str, torch.Tensor], dict[str, tor
     if len(tensors) != 2:
         raise InputError(f"{folder / STATE} names {len(tensors)} files, not 2; {remedy}")
     return progress, tensors[0], tensors[1]
+
+
+def moments(
+    optimizer: torch.optim.Optimizer, names: Sequence[str], parameters: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What an optimizer keeps of parameters with these names, as `write` takes it."""
+    return {
+        f"{name}/{key}": value
+        for name, parameter in zip(names, parameters, strict=True)
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+def restore_moments(
+    optimizer: torch.optim.Optimizer,
+    names: Sequence[str],
+    parameters: Sequence[torch.Tensor],
+    kept: Mapping[str, torch.Tensor],
+) -> None:
+    """Give an optimizer what `moments` gave, each where its parameter lies."""
+    places = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    place = {name: places.index(id(p)) for name, p in zip(names, parameters, strict=True)}
+    state: dict[int, dict[str, torch.Tensor]] = {at: {} for at in place.values()}
+    for path, value in kept.items():
+        name, _, key = path.rpartition("/")
+        state[place[name]][key] = value
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 
 def _save(path: Path, tensors: Mapping[str, torch.Tensor], target: str) -> None:

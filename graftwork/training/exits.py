@@ -200,8 +200,7 @@ class _Training:
         with torch.no_grad():
             for name, parameter in zip(net.trained, net.parameters, strict=True):
                 parameter.copy_(weights[name])
-                kept = {k.split("/")[1]: v for k, v in moments.items() if k.split("/")[0] == name}
-                optimizer.state[parameter] = dict(kept)
+        checkpoint.restore_moments(optimizer, net.trained, net.parameters, moments)
         return state
 
     def _save(self, optimizer: torch.optim.Optimizer, state: checkpoint.Progress) -> None:
@@ -215,11 +214,7 @@ class _Training:
         for path in sorted(self.source.glob("tokenizer*")) if self.source else ():
             shutil.copyfile(path, self.out / path.name)
         net = self.trainer.net
-        moments = {
-            f"{name}/{key}": value
-            for name, parameter in zip(net.trained, net.parameters, strict=True)
-            for key, value in optimizer.state[parameter].items()
-        }
+        moments = checkpoint.moments(optimizer, net.trained, net.parameters)
         checkpoint.write(self.out / STATE, state, self.trainer.weights(), moments)
 
     @torch.no_grad()

@@ -364,19 +364,13 @@ class _Fit:
         with torch.no_grad():
             for name in net.trained:
                 net.tensors[name].copy_(heads[name])
-        for name, parameter in zip(net.trained, net.parameters, strict=True):
-            kept = {k.split("/")[1]: v for k, v in moments.items() if k.split("/")[0] == name}
-            optimizer.state[parameter] = dict(kept)
+        checkpoint.restore_moments(optimizer, net.trained, net.parameters, moments)
         return state
 
     def _save(self, net: Net, optimizer: torch.optim.Optimizer, state: checkpoint.Progress) -> None:
         if self.processes.rank:
             return
-        moments = {
-            f"{name}/{key}": value
-            for name, parameter in zip(net.trained, net.parameters, strict=True)
-            for key, value in optimizer.state[parameter].items()
-        }
+        moments = checkpoint.moments(optimizer, net.trained, net.parameters)
         names = [*net.trained, *self.chosen]
         heads = {name: net.tensors[name].detach() for name in names}
         checkpoint.write(self.out, state, heads, moments)
