@@ -12,6 +12,8 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import product
 from pathlib import PurePath
 from types import FrameType
 from typing import Any, TextIO
@@ -95,19 +97,67 @@ def export(
     with mode:
         arguments = tuple(torch.zeros(type.shape, dtype=type.dtype) for type in bound)
     sizes = dict.fromkeys(_SIZES, Dim.AUTO)
+    # One below the context: models compare T with the length of their tables, to skip a slice.
+    longest = {"B": 2**16, "T": (context or 2**20) - 1, "N": 2**20}
+    longest = {name: max(most, _SIZES[name]) for name, most in longest.items()}
     if context is not None:
-        # One below the context: models compare T with the length of their tables, to skip a slice.
-        longest = {"B": 2**16, "T": context - 1, "N": 2**20}
-        sizes = {n: Dim(n, min=1, max=max(most, _SIZES[n])) for n, most in longest.items()}
+        sizes = {name: Dim(name, min=1, max=most) for name, most in longest.items()}
     shapes = tuple(
         {axis: sizes[dim.text] for axis, dim in enumerate(type.dims) if isinstance(dim, Sym)}
         for type in inputs
     )
     try:
         with _quiet(), torch.no_grad():
-            return torch.export.export(wrapper, arguments, dynamic_shapes=shapes, strict=False)
+            return _exported(wrapper, arguments, shapes, inputs, longest)
     except Exception as error:  # tracing runs the model's code, which raises whatever it likes
         raise UnsupportedError(_explain(name, wrapper, error)) from error
+
+
+def _exported(
+    wrapper: nn.Module,
+    arguments: tuple[torch.Tensor, ...],
+    shapes: tuple[dict[int, Any], ...],
+    inputs: Sequence[TensorType],
+    longest: dict[str, int],
+) -> ExportedProgram:
+    """The trace, comparisons of sizes proved or, where torch cannot, tried with sizes up to the
+    longest. (Before 2.13 it does not know that min(T, 4 * T) is T.)"""
+    trace = partial(torch.export.export, wrapper, arguments, dynamic_shapes=shapes, strict=False)
+    try:
+        return trace()
+    except Exception as error:
+        if "satisfy the generated guard" not in str(error):
+            raise
+        program = trace(prefer_deferred_runtime_asserts_over_guards=True)
+        values = [(1, 2, 3, _SIZES[name], most) for name, most in longest.items()]
+        tried = [dict(zip(longest, chosen, strict=True)) for chosen in product(*values)]
+        if all(_holds(program, inputs, sizes) for sizes in tried):
+            return program
+        raise
+
+
+def _holds(program: ExportedProgram, inputs: Sequence[TensorType], sizes: dict[str, int]) -> bool:
+    """Whether all comparisons that a trace asserts are true of some sizes."""
+    names = program.graph_signature.user_inputs
+    types = dict(zip(names, inputs, strict=True))
+
+    def value(arg: Any) -> Any:
+        if not isinstance(arg, torch.fx.Node):
+            return arg
+        if arg.target is torch.ops.aten.sym_size.int:
+            source, axis = arg.args
+            dim = types[source.name].dims[axis]  # type: ignore[union-attr]
+            return dim.evaluate(sizes.__getitem__) if isinstance(dim, Sym) else dim
+        return arg.target(*map(value, arg.args), **arg.kwargs)  # type: ignore[operator]
+
+    asserted = [node for node in program.graph.nodes if node.target is _ASSERT]
+    try:
+        return all(value(node.args[0]) for node in asserted)
+    except KeyError:  # the size of something that is no input
+        return False
+
+
+_ASSERT = torch.ops.aten._assert_scalar.default
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graftwork.frontends import import_model
+from graftwork.frontends.trace import export, fake_mode
 from graftwork.ir import Program, UnsupportedError, run, type_of
 
 G = torch.ops.graftwork
@@ -270,6 +271,27 @@ def test_refused_ops(function: Any, reason: str) -> None:
     with pytest.raises(UnsupportedError, match=reason) as caught:
         import_model(Around(Lambda(function)))
     assert "model.norm.1" in str(caught.value)
+
+
+class Comparing(nn.Module):
+    """A model that goes by how a number of tokens compares."""
+
+    def __init__(self, compare: Any) -> None:
+        super().__init__()
+        self.compare = compare
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = tokens[..., None].float()
+        return x * 2 if self.compare(tokens.shape[1]) else x
+
+
+def test_comparisons_of_sizes_hold_for_every_size() -> None:
+    """Those that torch cannot prove are tried, and what one of the sizes contradicts is refused."""
+    program = export(Comparing(lambda t: t * t + 17 > 8 * t), fake_mode(), 64, "always")
+    assert torch.ops.aten.mul.Tensor in [node.target for node in program.graph.nodes]
+    for never in (lambda t: t < 60, lambda t: t * t > 3 * t - 2):
+        with pytest.raises(UnsupportedError, match="cannot trace sometimes"):
+            export(Comparing(never), fake_mode(), 64, "sometimes")
 
 
 def test_refused_outputs() -> None:
