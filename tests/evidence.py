@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -13,13 +14,18 @@ from graftwork.passes.engine.evidence import Evidence, WorkFolder
 
 def tokens(vocab: int, count: int, seed: int = 0) -> torch.Tensor:
     """Ids i64[count]: each is what follows from the one before, or any."""
+    return torch.tensor(_ids(vocab, count, seed))
+
+
+@lru_cache(maxsize=16)
+def _ids(vocab: int, count: int, seed: int) -> tuple[int, ...]:
     generator = torch.Generator().manual_seed(seed)
-    jump = torch.randint(vocab, (count,), generator=generator)
-    strays = torch.rand(count, generator=generator) < 0.4
+    jump = torch.randint(vocab, (count,), generator=generator).tolist()
+    strays = (torch.rand(count, generator=generator) < 0.4).tolist()
     ids = [0]
     for i in range(1, count):
-        ids.append(int(jump[i]) if strays[i] else (3 * ids[-1] + 1) % vocab)
-    return torch.tensor(ids)
+        ids.append(jump[i] if strays[i] else (3 * ids[-1] + 1) % vocab)
+    return tuple(ids)
 
 
 def evidence_for(

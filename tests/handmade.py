@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tiny import once
 
 from graftwork.ir import Function, ModelInfo, Program, TensorType, Weight, WeightStore
 from graftwork.ir.types import Sym
@@ -53,11 +54,13 @@ class Shape:
         return self.heads * self.dim
 
 
+@once
 def llama(shape: Shape | None = None, seed: int = 0) -> Program:
     """A canonical-stage program: step(tokens, positions) -> logits, with random weights."""
     return _Builder(shape or Shape(), seed).build()
 
 
+@once
 def cached_llama(
     shape: Shape | None = None, *, trees: bool = True, joined: bool = True, seed: int = 0
 ) -> Program:

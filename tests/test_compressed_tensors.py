@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,11 @@ from graftwork.frontends.huggingface.checkpoint import tensors_of
 from graftwork.frontends.huggingface.formats import format_of, read
 from graftwork.ir import GraftworkWarning, InputError, UnsupportedError, arguments
 
-pytest.importorskip("compressed_tensors", reason="the package compressed-tensors is not installed")
+# Importing it takes seconds, which processes that run other files would take, too.
+pytestmark = pytest.mark.skipif(
+    find_spec("compressed_tensors") is None,
+    reason="the package compressed-tensors is not installed",
+)
 
 G = torch.ops.graftwork
 INT4: dict[str, Any] = {"num_bits": 4, "strategy": "group", "group_size": 16}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import linecache
 import pkgutil
 import tomllib
 from pathlib import Path
@@ -27,6 +28,9 @@ def modules() -> list[str]:
 
 @pytest.mark.parametrize("name", modules())
 def test_examples(name: str) -> None:
+    # Every docstring that is run looks for each file that Python remembers lines of: traces by
+    # earlier tests leave hundreds.
+    linecache.clearcache()
     result = doctest.testmod(importlib.import_module(name))
     assert result.failed == 0
 

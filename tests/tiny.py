@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec
 
 import torch
 import torch.fx
@@ -31,6 +33,26 @@ B, T = Sym("B"), Sym("T")
 PROMPTS = torch.tensor([[0, 0, 0, 7, 3], [0, 4, 9, 9, 1], [5, 6, 7, 8, 9], [0, 0, 0, 0, 30]])
 MASK = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
 """A batch of texts of different lengths, padded on the left."""
+
+
+P = ParamSpec("P")
+
+
+def once(make: Callable[P, Program]) -> Callable[P, Program]:
+    """Decorator: of the same arguments a program is made once, and each caller gets functions that
+    may be edited. Errors: `AssertionError` if somebody has changed a weight in place."""
+    kept = lru_cache(maxsize=64)(make)
+
+    @wraps(make)
+    def handed_out(*args: P.args, **kwargs: P.kwargs) -> Program:
+        program = kept(*args, **kwargs)
+        held = [weight for weight in program.weights.values() if weight.made is None]
+        changed = [weight.name for weight in held if weight.load()._version]
+        assert not changed, f"an earlier test has written to {changed}"
+        functions = {name: function.copy() for name, function in program.functions.items()}
+        return program.replace(functions=functions, states=dict(program.states))
+
+    return handed_out
 
 
 def named(name: str, **options: object) -> Pass:
@@ -105,6 +127,7 @@ class _Builder:
         return tokens, angles
 
 
+@once
 def tiny_llama(
     layers: int = 2,
     *,
@@ -130,6 +153,7 @@ def tiny_llama(
     return Program("tiny", {"step": fn}, WeightStore(build.weights), info, stage="canonical")
 
 
+@once
 def layer_ahead(
     *,
     heads: int = 4,
@@ -156,6 +180,7 @@ def layer_ahead(
     return Program("ahead", {"step": fn}, WeightStore(build.weights), info, stage="canonical")
 
 
+@once
 def cached_llama(trees: bool = False, **shape: int) -> Program:
     """`tiny_llama` with a cache, chosen logits and an argmax: what backends compile."""
     steps = [InsertKvCache(), *[AcceptTrees()] * trees, PickLogits(), AddArgmax()]
