@@ -70,6 +70,9 @@ def _unmet(program: Program) -> Iterator[tuple[str, str]]:
             if function is not None and cached and not function.has_input("past"):
                 what = f"draft={leaf.brief}: its function {name} has no KV cache"
                 yield f"{what}: it has no attention that insert_kv_cache could give one", ""
+        for name in leaf.mutual:
+            if cached and not program.function(name).has_input(ANCESTORS):
+                yield f"draft={leaf.brief} needs a function {name} that takes ancestors", "trees"
     yield from ((fault, "") for fault in _misfits(plan))
 
 

@@ -71,7 +71,10 @@ class Router:
         known = bool(dtypes) and dtypes <= {torch.float32, torch.uint8}
         plain = native and target.device == "cpu" and known
         self.own = plain and not own_attention_available()
-        self.counted = frozenset(v for v in COUNTED if self._has_kernel(v, target, dtypes))
+        # ONNX Runtime's kernel lets no token see those behind it, whatever bias it is given.
+        mutual = self.name in program.plan.draft.mutual
+        counted = () if mutual else COUNTED
+        self.counted = frozenset(v for v in counted if self._has_kernel(v, target, dtypes))
         self.pairs = self.rounds and only_attention_needs_pairs(counts, own=self.own)
         self.widens = self.cached and self.rounds and not self.pairs
         self.tokenwise = {

@@ -58,6 +58,11 @@ class DraftRecord(Record):
         return ()
 
     @property
+    def mutual(self) -> tuple[str, ...]:
+        """Its functions in whose calls a token may see tokens behind it."""
+        return tuple(name for part in self.parts for name in part.mutual)
+
+    @property
     def exits(self) -> tuple[int, ...]:
         """Numbers of layers after which it needs the step to be cut."""
         return ()

@@ -134,3 +134,39 @@ class ParallelDraft(CachedDraft):
     def unrolls(self) -> None:
         """Its levels are one call already."""
         return None
+
+
+@record
+@dataclass(frozen=True)
+class BlockDraft(CachedDraft):
+    """A drafter with a cache of the target's features that predicts a block in one call (DFlash).
+
+    The function is fed the text's last token and the id `token` once for each of the `levels` that
+    it drafts, which all see each other; what it says after the k-th is about that very place. Their
+    rows are forgotten. Rows of the text are made of ``hidden`` alone, beside the id `blank`.
+    weight: f[1,H], the trained embedding of `token`, which then is the vocabulary's size; None: it
+    is a token of the target's. anchors: in training, the part of a text's places at which a block
+    begins.
+    """
+
+    token: Place = 0
+    blank: Place = 0
+    weight: str | None = None
+    anchors: Part = 0.2
+    kind: ClassVar[str] = "block"
+    stepwise: ClassVar[bool] = False
+
+    def looks_up(self) -> Iterator[tuple[str, bool, tuple[Size, ...]]]:
+        """See `Record.looks_up`."""
+        if self.weight:
+            yield self.weight, False, (1, "")
+
+    @property
+    def mutual(self) -> tuple[str, ...]:
+        """`function`."""
+        return (self.function,)
+
+    @property
+    def unrolls(self) -> None:
+        """Its levels are one call already."""
+        return None

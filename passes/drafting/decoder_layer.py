@@ -116,13 +116,17 @@ def decoder_layer(
     shape: LayerShape,
     *,
     source: torch.fx.Node | None = None,
+    rows: torch.fx.Node | None = None,
+    head_norms: bool = False,
 ) -> torch.fx.Node:
     """x [B,T,N] after attention and MLP, both added to it. See the module docstring.
 
     name: prefix of the weights. layer: number of the cache, unlike any other of the program.
-    source: what the attention reads, already normed ([B,T,M]; x itself if not given).
+    source: what the attention reads, already normed ([B,T,M]; x itself if not given). rows,
+    head_norms: see `attention`.
     """
-    read = attention(graft, x if source is None else source, angles, name, layer, shape)
+    source = x if source is None else source
+    read = attention(graft, source, angles, name, layer, shape, rows, head_norms=head_norms)
     x = graft.call(
         A.add.Tensor, x, graft.linear(read, f"{name}.self_attn.o_proj", _size(x, -1), bias=False)
     )
@@ -133,13 +137,29 @@ def decoder_layer(
 
 
 def attention(
-    graft: Graft, x: torch.fx.Node, angles: Angles, name: str, layer: int, shape: LayerShape
+    graft: Graft,
+    x: torch.fx.Node,
+    angles: Angles,
+    name: str,
+    layer: int,
+    shape: LayerShape,
+    rows: torch.fx.Node | None = None,
+    *,
+    head_norms: bool = False,
 ) -> torch.fx.Node:
-    """Causal self-attention [B,T,heads*dim] of x [B,T,M], before the output projection."""
+    """Causal self-attention [B,T,heads*dim] of x [B,T,M], before the output projection.
+
+    rows: what keys and values are made of, [B,T,M]; x itself if not given. head_norms: whether
+    queries and keys are normed head by head before they are rotated, as Qwen3's are.
+    """
+    rows = x if rows is None else rows
 
     def heads(kind: str, count: int) -> torch.fx.Node:
-        y = graft.linear(x, f"{name}.self_attn.{kind}_proj", count * shape.dim, bias=False)
+        read = x if kind == "q" else rows
+        y = graft.linear(read, f"{name}.self_attn.{kind}_proj", count * shape.dim, bias=False)
         y = graft.call(A.reshape.default, y, [B, T, count, shape.dim])
+        if head_norms and kind != "v":
+            y = graft.rms_norm(y, f"{name}.self_attn.{kind}_norm", shape.eps)
         return graft.call(A.permute.default, y, [0, 2, 1, 3])
 
     query = angles.rotate(graft, heads("q", shape.heads))

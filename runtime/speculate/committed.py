@@ -15,7 +15,7 @@ import torch
 from ...ir.executable import Executable
 from ..feeding.gather import rows_of
 from ..memo import Memo
-from .draft_cache import DraftCache
+from .draft_cache import DraftCache, Flags, Ids
 from .drafters.base import UnverifiedStep, VerifiedStep
 
 
@@ -25,7 +25,8 @@ class CommittedRows:
     output: the step's output that the function takes as ``hidden``; None: it takes tokens alone.
     entry: a function that the output goes through before, if any. limit: positions that there are
     at most; a sequence that reaches them drops out. ahead: rows that each call makes for itself
-    beyond those of what it is fed.
+    beyond those of what it is fed. blank: the id beside features, where it is not that of the token
+    after each. mutual: whether riders see each other, and not only those before.
 
     texts: the tokens of each sequence. rows: of its cache that are valid. known: positions whose
     rows can be made. features: f[known - rows, H] in pieces. alive: whether a sequence still wants
@@ -41,8 +42,11 @@ class CommittedRows:
         entry: str | None = None,
         limit: int,
         ahead: int = 0,
+        blank: int | None = None,
+        mutual: bool = False,
     ) -> None:
         self.executable, self.output, self.entry, self.limit = executable, output, entry, limit
+        self.blank, self.mutual = blank, mutual
         self.shift, self.ahead = 0 if output is None else 1, ahead
         self.cache = DraftCache(executable, function, ahead=ahead)
         self.takes_tokens = "tokens" in self.cache.takes
@@ -102,12 +106,14 @@ class CommittedRows:
         self.rows[index], self.known[index] = min(rows, count), count
         self.features[index] = [features[: count - rows]] if self.shift and count > rows else []
 
-    def catch_up(self, riders: Sequence[int] = ()) -> dict[str, torch.Tensor]:
+    def catch_up(self, riders: Ids | None = None) -> dict[str, torch.Tensor]:
         """Bring the cache up to the text; the outputs of each sequence's last row and of those of
-        riders, [B,1+R,...]: tokens that are fed behind it, whose rows (`ahead`) do not count."""
-        while self._pending(self.cache.widest - len(riders) + 1):
+        riders i64[B,R], [B,1+R,...]: tokens that are fed behind it, whose rows (`ahead`) do not
+        count."""
+        behind = 0 if riders is None else riders.shape[1]
+        while self._pending(self.cache.widest - behind + 1):
             self._extend(1, silent=True)
-        return self._extend(0, riders=riders)
+        return self._extend(0, riders)
 
     def settle(self) -> None:
         """Bring the cache up to the text, whatever that returns."""
@@ -163,29 +169,34 @@ class CommittedRows:
         return any(alive and known - rows >= least for rows, known, alive in counts)
 
     def _extend(
-        self, spare: int, silent: bool = False, riders: Sequence[int] = ()
+        self, spare: int, riders: Ids | None = None, *, silent: bool = False
     ) -> dict[str, torch.Tensor]:
         """Make missing rows, as many as may be fed at once, and leave `spare` of each sequence's;
         the outputs of each sequence's last one and of the riders behind it, unless silent."""
         missing = [known - rows for rows, known in zip(self.rows, self.known, strict=True)]
-        widest, behind = self.cache.widest - len(riders), len(riders)
+        behind = 0 if riders is None else riders.shape[1]
+        widest = self.cache.widest - behind
         counts = [min(max(count - spare, 0), widest) for count in missing]
         past = [self.place(b, self.rows[b], count) for b, count in enumerate(counts)]
         counts = [count if alive else 0 for count, alive in zip(counts, self.alive, strict=True)]
         width = max(*counts, 1) + behind
         tokens = np.zeros((len(counts), width), dtype=np.int64)
         for index, (rows, count) in enumerate(zip(past, counts, strict=True)):
-            if self.takes_tokens:
+            if self.blank is not None:
+                tokens[index, :count] = self.blank
+            elif self.takes_tokens:
                 start = rows + self.shift
                 tokens[index, :count] = self.texts[index][start : start + count]
-            tokens[index, count : count + behind] = riders
+            if riders is not None:
+                tokens[index, count : count + behind] = riders[index]
         positions = np.minimum(
             np.array(past, dtype=np.int64)[:, None] + np.arange(width), self.limit - 1
         )
         select = np.maximum(np.array(counts, dtype=np.int64) - 1, 0)[:, None]
         select = select + np.arange(1 + behind)
         features = self._features(counts, width) if self.shift else None
-        outputs = self.cache.run(tokens, positions, past, select, features, silent=silent)
+        seen = _mutual(counts, width, behind) if self.mutual and behind else None
+        outputs = self.cache.run(tokens, positions, past, select, features, seen, silent=silent)
         self.rows = [rows + count for rows, count in zip(self.rows, counts, strict=True)]
         self.fresh = np.array(counts) > 0
         return outputs
@@ -204,6 +215,15 @@ class CommittedRows:
         if self.entry is None:
             return blank
         return self.executable.run(self.entry, {"hidden": blank}, ("hidden",))["hidden"]
+
+
+def _mutual(counts: Sequence[int], width: int, behind: int) -> Flags:
+    """bool[B,W,W], what each column of a call sees of it: a text's what precedes it, and each of
+    the `behind` columns after a sequence's own all of these and each other."""
+    seen = np.broadcast_to(np.tri(width, dtype=np.bool_), (len(counts), width, width)).copy()
+    for index, count in enumerate(counts):
+        seen[index, count : count + behind, : count + behind] = True
+    return seen
 
 
 def _kept(memo: Memo) -> tuple[int, torch.Tensor]:

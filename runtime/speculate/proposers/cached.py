@@ -69,6 +69,8 @@ class CachedProposer(CommittingProposer):
     """Feeds draft nodes behind the rows of the committed text. See the module docstring."""
 
     record: CachedDraft
+    mutual = False
+    """See `CommittedRows`."""
 
     def __init__(self, record: CachedDraft, setting: Setting) -> None:
         super().__init__(record, setting)
@@ -82,6 +84,8 @@ class CachedProposer(CommittingProposer):
             entry=record.entry,
             limit=limit,
             ahead=self.ahead,
+            blank=self.blank,
+            mutual=self.mutual,
         )
 
     @property
@@ -93,6 +97,11 @@ class CachedProposer(CommittingProposer):
     def ahead(self) -> int:
         """Rows that each of its calls makes for itself."""
         return 0
+
+    @property
+    def blank(self) -> int | None:
+        """See `CommittedRows`."""
+        return None
 
     def root(self, count: int) -> Level:
         """Bring the cache up to the text; what may follow its last token."""
