@@ -101,72 +101,65 @@ class MaskedSkippingDraft(DraftRecord):
         return True
 
 
-@record
 @dataclass(frozen=True)
-class ParallelDraft(CachedDraft):
-    """A drafter with a cache that predicts all `levels` in one call (PARD, P-EAGLE).
+class OneCallDraft(CachedDraft):
+    """Base of drafters with a cache that predict all `levels` in one call, by mask tokens.
 
-    Behind the text's last token the function is fed the id `token` levels - 1 times, for tokens
-    that nobody knows yet: what it says after the k-th of them is about the place k further on.
-    Their rows are forgotten; where it takes ``hidden``, it looks past what stands beside them.
-    weight: f[1,H], the trained embedding of the id, which then is the vocabulary's size; None: the
-    id is a token of the function's own. keep: in training, the part of a level's places that the
-    next one has, too.
+    token: the id of a mask. weight: f[1,H], the trained embedding of the id, which then is the
+    vocabulary's size; None: the id is a token that the function knows anyway.
     """
 
     token: Place = 0
     weight: str | None = None
-    keep: Part = 0.7
-    kind: ClassVar[str] = "parallel"
     stepwise: ClassVar[bool] = False
 
     def looks_up(self) -> Iterator[tuple[str, bool, tuple[Size, ...]]]:
         """See `Record.looks_up`."""
         if self.weight:
             yield self.weight, False, (1, "")
+
+    @property
+    def unrolls(self) -> None:
+        """Its levels are one call already."""
+        return None
+
+
+@record
+@dataclass(frozen=True)
+class ParallelDraft(OneCallDraft):
+    """A drafter that reads mask tokens as it reads text (PARD, P-EAGLE).
+
+    Behind the text's last token the function is fed the id `token` levels - 1 times, for tokens
+    that nobody knows yet: what it says after the k-th of them is about the place k further on.
+    Their rows are forgotten; where it takes ``hidden``, it looks past what stands beside them.
+    keep: in training, the part of a level's places that the next one has, too.
+    """
+
+    keep: Part = 0.7
+    kind: ClassVar[str] = "parallel"
 
     @property
     def masks(self) -> int:
         """Tokens behind the last one."""
         return self.levels - 1
 
-    @property
-    def unrolls(self) -> None:
-        """Its levels are one call already."""
-        return None
-
 
 @record
 @dataclass(frozen=True)
-class BlockDraft(CachedDraft):
-    """A drafter with a cache of the target's features that predicts a block in one call (DFlash).
+class BlockDraft(OneCallDraft):
+    """Layers over a cache of the target's features that predict a block (DFlash).
 
     The function is fed the text's last token and the id `token` once for each of the `levels` that
     it drafts, which all see each other; what it says after the k-th is about that very place. Their
     rows are forgotten. Rows of the text are made of ``hidden`` alone, beside the id `blank`.
-    weight: f[1,H], the trained embedding of `token`, which then is the vocabulary's size; None: it
-    is a token of the target's. anchors: in training, the part of a text's places at which a block
-    begins.
+    anchors: in training, the part of a text's places at which a block begins.
     """
 
-    token: Place = 0
     blank: Place = 0
-    weight: str | None = None
     anchors: Part = 0.2
     kind: ClassVar[str] = "block"
-    stepwise: ClassVar[bool] = False
-
-    def looks_up(self) -> Iterator[tuple[str, bool, tuple[Size, ...]]]:
-        """See `Record.looks_up`."""
-        if self.weight:
-            yield self.weight, False, (1, "")
 
     @property
     def mutual(self) -> tuple[str, ...]:
         """`function`."""
         return (self.function,)
-
-    @property
-    def unrolls(self) -> None:
-        """Its levels are one call already."""
-        return None
