@@ -313,7 +313,7 @@ def test_it_keeps_what_the_papers_rule_keeps(name: str, backend: str) -> None:
             torch.testing.assert_close(kept, values[group][held], atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", mostly_long(METHODS, USUAL))
 def test_a_budget_that_is_never_full_changes_nothing(name: str) -> None:
     plain = executable_of(cached_llama(SHAPE))
     layered = "layers" in METHODS[name]
@@ -356,8 +356,7 @@ def test_it_runs_compiled(name: str) -> None:
     assert torch.equal(generate(executable_of(evicting(name), "torch"), TEXT, **asked(20)), plain)
 
 
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "backend"), on_backends(METHODS, USUAL))
 def test_buffers_stay_within_the_budget(name: str, backend: str) -> None:
     """Through prompt and decoding; rounded up to what each backend reserves at once."""
     executable = executable_of(evicting(name), backend)

@@ -336,7 +336,14 @@ SAMPLES = [
 ]
 
 
-@pytest.mark.parametrize("case", range(len(SAMPLES)), ids=lambda i: f"{SAMPLES[i][0]}-{i}")
+@pytest.mark.parametrize(
+    "case",
+    [
+        # The first two of each op every day: experts in bytes take seconds each.
+        pytest.param(case, id=f"{name}-{case}", marks=[pytest.mark.long] if index > 1 else [])
+        for case, (name, index, _) in enumerate(SAMPLES)
+    ],
+)
 def test_op_sample(case: int, tmp_path: Path) -> None:
     name, _, (args, kwargs) = SAMPLES[case]
     definition = all_ops()[name]
