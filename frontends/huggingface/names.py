@@ -47,13 +47,15 @@ class CheckpointNames:
         """
         from transformers.core_model_loading import revert_weight_conversion
 
-        numbers = torch.arange(experts * rows).view(experts, rows, 1)
+        # Two columns, because older transformers drop any dimension of 1.
+        numbers = torch.arange(experts * rows).view(experts, rows, 1).repeat(1, 1, 2)
         made: dict[str, torch.Tensor] = revert_weight_conversion(self.model, {name: numbers})
         found = []
         for key, tensor in made.items():
-            first, count = int(tensor.flatten()[0]), tensor.numel()
+            first, count = int(tensor.flatten()[0]), tensor.shape[0]
             expert, start = divmod(first, rows)
-            whole = torch.equal(tensor, torch.arange(first, first + count).view(count, 1))
+            wanted = torch.arange(first, first + count).view(count, 1).repeat(1, 2)
+            whole = torch.equal(tensor, wanted)
             if not whole or start + count > rows or not key.endswith(".weight"):
                 raise UnsupportedError(
                     f"{name}: checkpoints of {type(self.model).__name__} have no weight for each "
