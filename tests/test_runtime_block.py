@@ -31,7 +31,7 @@ from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import generate
-from graftwork.runtime.speculate.committed import _mutual
+from graftwork.runtime.speculate.committed import block_sees
 from graftwork.runtime.speculate.proposers.parallel import BlockProposer
 from graftwork.training import fit
 from graftwork.training.objectives.base import Batch
@@ -175,7 +175,7 @@ def run(
         "hidden": torch.cat([hidden, torch.full((1, behind, hidden.shape[-1]), 7.0)], 1),
     }
     if behind:
-        given["ancestors"] = torch.from_numpy(_mutual([rows], width, behind))
+        given["ancestors"] = torch.from_numpy(block_sees([rows], width, behind))
     return fast.run(draft.function, given, ("draft_logits",))["draft_logits"].clone()
 
 
@@ -212,7 +212,7 @@ def test_what_columns_see() -> None:
         [1, 1, 1, 0, 0, 0, 1, 1],
         [1, 1, 1, 0, 0, 0, 1, 1],
     ]
-    assert _mutual([1, 2], 5, 2).astype(int).tolist() == [
+    assert block_sees([1, 2], 5, 2).astype(int).tolist() == [
         [[1, 0, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]],
         [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]],
     ]

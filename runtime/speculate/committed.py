@@ -195,7 +195,7 @@ class CommittedRows:
         select = np.maximum(np.array(counts, dtype=np.int64) - 1, 0)[:, None]
         select = select + np.arange(1 + behind)
         features = self._features(counts, width) if self.shift else None
-        seen = _mutual(counts, width, behind) if self.mutual and behind else None
+        seen = block_sees(counts, width, behind) if self.mutual and behind else None
         outputs = self.cache.run(tokens, positions, past, select, features, seen, silent=silent)
         self.rows = [rows + count for rows, count in zip(self.rows, counts, strict=True)]
         self.fresh = np.array(counts) > 0
@@ -217,7 +217,7 @@ class CommittedRows:
         return self.executable.run(self.entry, {"hidden": blank}, ("hidden",))["hidden"]
 
 
-def _mutual(counts: Sequence[int], width: int, behind: int) -> Flags:
+def block_sees(counts: Sequence[int], width: int, behind: int) -> Flags:
     """bool[B,W,W], what each column of a call sees of it: a text's what precedes it, and each of
     the `behind` columns after a sequence's own all of these and each other."""
     seen = np.broadcast_to(np.tri(width, dtype=np.bool_), (len(counts), width, width)).copy()
