@@ -167,6 +167,13 @@ def measured(make: Callable[..., Row], given: Row, args: argparse.Namespace) -> 
         return {**given, "why": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
+def over_plain(row: Row, rows: list[Row]) -> float | None:
+    """A row's rate over plain decoding's, of the same model on the same target, if there is one."""
+    same = (r for r in rows if (r["model"], r["target"]) == (row["model"], row["target"]))
+    plain = next((r for r in same if r["recipe"] == "baseline" and "rate" in r), None)
+    return row["rate"] / plain["rate"] if plain and "rate" in row else None
+
+
 def table(rows: list[Row], speed: float) -> Table:
     """What was measured, and what was not."""
     found = Table(*COLUMNS, title=f"copies reach {speed / 1e9:.0f} GB/s")
@@ -219,15 +226,12 @@ def main() -> None:
             late = time.perf_counter() - begun > 60 * args.minutes
             row = {**given, "why": "no time"} if late else measured(make, given, args)
             print(f"{folder.name} {target} {recipe}: {row.get('rate', row.get('why'))}", flush=True)
-            rows.append(row)
-    for row in rows:
-        same = (r for r in rows if (r["model"], r["target"]) == (row["model"], row["target"]))
-        plain = next((r for r in same if r["recipe"] == "baseline" and "rate" in r), None)
-        row["vs_plain"] = row["rate"] / plain["rate"] if plain and "rate" in row else None
-        row.setdefault("tokens_per_step", 1.0)
+            rows.append({"tokens_per_step": 1.0, **row})
+            for row in rows:
+                row["vs_plain"] = over_plain(row, rows)
+            if args.json:  # at once: who is given a machine for a time has no more than that
+                args.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
     Console(width=160).print(table(rows, speed))
-    if args.json:
-        args.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":
