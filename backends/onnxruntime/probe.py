@@ -266,7 +266,8 @@ def _run(model: oir.Model, feeds: dict[str, Any], target: Target, *, own_ops: bo
     options.log_severity_level, options.intra_op_num_threads = 4, 1
     if own_ops:
         register_own_ops(options)
-    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    if target.device != "cpu":
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     data = oir.to_proto(model).SerializeToString()
     session = ort.InferenceSession(data, options, providers(target))
     if target.device != "cpu":

@@ -121,9 +121,8 @@ class DraftDflash(DraftPass):
         output = graft.tap_inputs([layer + 1 for layer in layers])
         hidden = graft.input("hidden", len(layers) * graft.hidden)
         joined = graft.linear(hidden, f"{NAME}.fc", graft.hidden, bias=False)
-        return graft.done(
-            {"hidden": graft.rms_norm(joined, f"{NAME}.hidden_norm", shape.eps)}
-        ), output
+        normed = graft.rms_norm(joined, f"{NAME}.hidden_norm", shape.eps)
+        return graft.done({"hidden": normed}), output
 
     def _layers(self, graft: Graft) -> tuple[int, ...]:
         """The layers whose outputs are read."""
@@ -131,11 +130,7 @@ class DraftDflash(DraftPass):
         have = [int(node.kwargs["layer"]) for node in blocks]  # type: ignore[arg-type]
         if not self.layers:
             return spread(have)
-        if not set(self.layers) <= set(have) or len(set(self.layers)) < len(self.layers):
-            raise PassError(
-                f"{self.name}: layers={self.layers}: expected layers of the target, each once: "
-                f"some of {', '.join(map(str, have))}"
-            )
+        graft.check_layers(self.layers, have, "layers of the target")
         return self.layers
 
     def _block(self, graft: Graft, tokens: torch.fx.Node) -> torch.fx.Node:

@@ -137,11 +137,7 @@ class DraftEagle3(DraftPass):
         most = len(fed)
         if not self.layers:
             return tuple(sorted({fed[min(max(n, 1), most) - 1] for n in (2, most // 2, most - 3)}))
-        if not set(self.layers) <= set(fed) or len(set(self.layers)) < len(self.layers):
-            raise PassError(
-                f"{self.name}: layers={self.layers}: expected layers whose inputs other layers "
-                f"made, each once: some of {', '.join(map(str, fed))}"
-            )
+        graft.check_layers(self.layers, fed, "layers whose inputs other layers made")
         return self.layers
 
     def _vocabulary(self, graft: Graft) -> DraftVocabulary | None:

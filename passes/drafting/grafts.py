@@ -114,6 +114,15 @@ class Graft:
         self.step.set_outputs(kept)
         return name
 
+    def check_layers(self, layers: Sequence[int], have: Sequence[int], what: str) -> None:
+        """That these are layers that there are, each once. Errors: `PassError` naming `what` is
+        expected."""
+        if not set(layers) <= set(have) or len(set(layers)) < len(layers):
+            raise PassError(
+                f"{self.owner}: layers={layers}: expected {what}, each once: some of "
+                f"{', '.join(map(str, have))}"
+            )
+
     def embed(self, tokens: torch.fx.Node) -> torch.fx.Node:
         """The target's embedding of tokens i64[B,T]: [B,T,H], without positions."""
         for node in token_look_ups(self.step):
