@@ -1,8 +1,10 @@
 # make demo      the bundled model, before and after, on this machine (about two minutes)
 # make test      the test suite
+# make long      the tests that show the same of more models, or at more cost: after a change to what
+#                they are about, and all of them before a release
 # make sweep     the tests that compile one more model in the same way: before a release (an hour)
 # make gpu       where a GPU is: the tests that need one, and benchmarks/gpu.py on MODELS="DIR ..."
-# make check     format, lint, strict types, tests and doctests, line totals; without the long tests
+# make check     format, lint, strict types, tests and doctests, line totals
 #
 # Each prepares .venv by itself, from constraints.txt; it needs Python 3.11-3.13 and make, no more.
 # PYTHON=/path/to/python chooses the interpreter; ARGS="..." goes to pytest or to the demo; WORKERS=0
@@ -19,18 +21,19 @@ PYTHON_FILES := $(wildcard $(PACKAGES) tests examples benchmarks docs .ci)
 # Test files are shared out among processes of one thread each: most of the time is Python's. A file
 # stays whole, because its tests share what is slow to make.
 WORKERS := 2
-# What `make check` leaves out; .ci/run and `make test` leave out the sweep alone.
-SELECT := -m "not long and not sweep"
-ALL := -m "not sweep"
+EVERYDAY := -m "not long and not sweep"
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile
 
-.PHONY: demo test sweep gpu check format types totals clean
+.PHONY: demo test long sweep gpu check format types totals clean
 
 demo: $(INSTALLED)
 	$(BIN)/graftwork demo $(ARGS)
 
 test: $(INSTALLED)
-	$(PYTEST) $(ALL) $(ARGS)
+	$(PYTEST) $(EVERYDAY) $(ARGS)
+
+long: $(INSTALLED)
+	$(PYTEST) -m "long and not sweep" $(ARGS)
 
 sweep: $(INSTALLED)
 	$(PYTEST) -m sweep $(ARGS)
@@ -47,7 +50,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check $(PYTHON_FILES)
 	$(BIN)/ruff check $(PYTHON_FILES)
 	$(MAKE) --no-print-directory types
-	$(PYTEST) $(SELECT) $(ARGS)
+	$(PYTEST) $(EVERYDAY) $(ARGS)
 	$(MAKE) --no-print-directory totals
 
 format: $(INSTALLED)
