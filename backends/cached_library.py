@@ -19,6 +19,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,9 @@ from typing import Any
 
 from ..ir.errors import GraftworkWarning, UnsupportedError
 from ..ir.files import open_regular
+from ..ir.scratch import lock_open
 
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC")
 
 INSTEAD = "take a target that can do without: eager, onnxruntime"
 
@@ -90,14 +92,12 @@ def library(sources: Sources) -> ctypes.CDLL:
     texts = [path.read_bytes() for path in files]
     key = hashlib.sha256(b"\0".join([*texts, " ".join(command).encode(), described]))
     name = f"{sources.name}-{key.hexdigest()[:32]}"
-    with _kept() as kept:
+    with _kept() as kept, _alone(kept / f"{name}.lock"):
         for path in sorted(kept.glob(f"{name}-*.so")):
             found = _loaded(path)
             if found is not None:
                 return found
-        include = [] if sources.shared is None else ["-I", str(sources.shared)]
-        compiled = [str(path) for path in files if path.suffix == ".cpp"]
-        made = _loaded(_built(kept, name, [*command, *include, *compiled]))
+        made = _loaded(_built(kept, name, sources))
     if made is None:
         raise UnsupportedError(
             f"the compiled kernels in {kept} changed before they were loaded; "
@@ -106,17 +106,43 @@ def library(sources: Sources) -> ctypes.CDLL:
     return made
 
 
-def _built(kept: Path, name: str, command: list[str]) -> Path:
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """One process at a time: others wait, and find what the first has made."""
+    handle = os.open(lock, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        lock_open(handle)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _built(kept: Path, name: str, sources: Sources) -> Path:
     """A new library, whole from the first moment that it has its name."""
     with tempfile.TemporaryDirectory(dir=kept) as folder:
         made = Path(folder) / "kernels.so"
-        _output([*command, "-o", str(made)])
+        _compile(sources, Path(folder), made)
         made.chmod(0o700)
         path = kept / f"{name}-{_hash(made.read_bytes())}.so"
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         made.replace(path)
     return path
+
+
+def _compile(sources: Sources, folder: Path, made: Path) -> None:
+    """Compile each file on a processor of its own, the longest first, and link them."""
+    include = [] if sources.shared is None else ["-I", str(sources.shared)]
+    files = [path for path in sources.files if path.suffix == ".cpp"]
+    objects = [folder / f"{path.stem}.o" for path in files]
+
+    def compile_one(pair: tuple[Path, Path]) -> None:
+        _output([*sources.command, *include, "-c", str(pair[0]), "-o", str(pair[1])])
+
+    longest = sorted(zip(files, objects, strict=True), key=lambda pair: -pair[0].stat().st_size)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, longest))
+    _output([*sources.command, "-shared", *map(str, objects), "-o", str(made)])
 
 
 def _hash(code: bytes) -> str:

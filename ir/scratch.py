@@ -89,7 +89,7 @@ def _take_place_in_two(new: Path, folder: Path) -> None:
     """Where two names cannot be exchanged. If it is cut short, `sweep` puts the old one back."""
     lock = os.open(folder, os.O_RDONLY)
     try:
-        _lock(lock, shared=True)
+        lock_open(lock, shared=True)
         old = folder.parent / f".{folder.name}.{secrets.token_hex(8)}.old"
         folder.rename(old)
         try:
@@ -137,7 +137,7 @@ def sweep(parent: Path) -> None:
 def _sweep(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        if os.fstat(handle).st_uid != os.getuid() or not _lock(handle, shared=False):
+        if os.fstat(handle).st_uid != os.getuid() or not lock_open(handle, wait=False):
             return
         found = _OURS.fullmatch(path.name)
         assert found is not None
@@ -160,22 +160,23 @@ def _held(parent: Path, pattern: str, mode: int) -> tuple[Path, int]:
             handle = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
             continue
-        _lock(handle, shared=True)
+        lock_open(handle, shared=True)
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), os.lstat(path)):
                 return path, handle
         os.close(handle)
 
 
-def _lock(handle: int, *, shared: bool) -> bool:
-    """Lock an open folder for as long as the handle is open; False if that cannot be had.
+def lock_open(handle: int, *, shared: bool = False, wait: bool = True) -> bool:
+    """Lock an open file or folder for as long as the handle is open; False if that cannot be had.
 
-    A shared lock is waited for: whoever sweeps holds the other kind, and not for long.
+    Several may have a shared lock. wait: for those who have it now.
     """
     if not _LOCKS:
         return False
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, kind if wait else kind | fcntl.LOCK_NB)
     except OSError:
         return False
     return True

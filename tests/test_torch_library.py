@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -189,3 +190,24 @@ def test_a_compiler_that_may_not_be_run_is_named(folder, tmp_path):
         pytest.raises(UnsupportedError, match=r"no-rights.*cannot be run.*Install g\+\+"),
     ):
         answer()
+
+
+def test_those_who_come_at_once_compile_each_file_once(tmp_path, monkeypatch):
+    """And what several files hold is one library."""
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "six.cpp").write_text('extern "C" int six() { return 6; }\n')
+    (sources / "answer.cpp").write_text(
+        'extern "C" int six();\n' + KERNEL.replace("42", "7 * six()")
+    )
+    counting, calls = tmp_path / "compiler", tmp_path / "calls"
+    counting.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec {cached_library.compiler()} "$@"\n')
+    counting.chmod(0o700)
+    monkeypatch.setattr(cached_library, "compiler", lambda: str(counting))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
+    looked_for = cached_library.Sources("of_two", sources)
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(cached_library.library.__wrapped__, [looked_for] * 3))
+    assert [library.answer() for library in found] == [42, 42, 42]
+    compiled = [line.split(" -c ")[1] for line in calls.read_text().splitlines() if " -c " in line]
+    assert sorted(Path(line.split()[0]).name for line in compiled) == ["answer.cpp", "six.cpp"]
