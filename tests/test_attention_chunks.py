@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from archs import ARCHS, build
-from selection import on_backends
+from selection import mostly_long, on_backends
 from test_architectures import same_tokens
 
 import graftwork as gw
@@ -109,7 +109,9 @@ def test_rows_that_a_batch_shares() -> None:
     assert torch.equal(found, plain)
 
 
-@pytest.mark.parametrize("recipe", ["streaming_llm", "shadowkv", "pie"])
+@pytest.mark.parametrize(
+    "recipe", mostly_long(("streaming_llm", "shadowkv", "pie"), keep=("streaming_llm",))
+)
 def test_what_would_shift_chunks_is_refused(recipe: str) -> None:
     with pytest.raises(gw.GraftworkError, match=r"(looks back over|see other rows|chunks of) ?"):
         gw.optimize(model(), recipe, target="eager")

@@ -63,8 +63,15 @@ def test_values(case: str, tmp_path: Path) -> None:
         assert weight.weight.load().shape[1] == weight.dims[1] * args["num_bits"] // 8
 
 
-@pytest.mark.parametrize("scales", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+@pytest.mark.parametrize(
+    ("strategy", "scales"),
+    [
+        ("channel", torch.bfloat16),
+        ("tensor", torch.float32),
+        pytest.param("channel", torch.float32, marks=pytest.mark.long),
+        pytest.param("tensor", torch.bfloat16, marks=pytest.mark.long),
+    ],
+)
 def test_float8(scales: torch.dtype, strategy: str, tmp_path: Path) -> None:
     """Weights in float8 become the floats that the package makes of them."""
     args = {**FLOAT8, "strategy": strategy}

@@ -39,8 +39,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machi
 SIZES = {"Add", "Concat", "Mul", "Squeeze"}
 """What the provider leaves to the CPU: sums and products of sizes, which are there."""
 
-EVERY_DAY = ["baseline", "recycling", "eagle_chain", "int4", "int8"]
-REST = [name for name in NAMES if name not in (*EVERY_DAY, *FLOAT32)]
+EVERY_DAY = ["recycling", "int4"]
+OFTEN = ["baseline", "eagle_chain", "int8"]
+REST = [name for name in NAMES if name not in (*EVERY_DAY, *OFTEN, *FLOAT32)]
 
 
 @pytest.fixture(scope="session")
@@ -119,7 +120,8 @@ def placed(names: list[str], dtype: str) -> None:
     ("dtype", "names"),
     [
         ("bfloat16", EVERY_DAY),
-        pytest.param("float16", EVERY_DAY, marks=pytest.mark.long),
+        pytest.param("bfloat16", OFTEN, marks=pytest.mark.long),
+        pytest.param("float16", EVERY_DAY + OFTEN, marks=pytest.mark.long),
         *(pytest.param("bfloat16", REST[i::8], marks=pytest.mark.sweep) for i in range(8)),
     ],
 )
@@ -145,7 +147,10 @@ def attended(dtype: str) -> None:
     print(json.dumps([str(warning.message) for warning in told]), flush=True)
 
 
-@pytest.mark.parametrize(("dtype", "kernel"), [("float32", False), ("bfloat16", True)])
+@pytest.mark.parametrize(
+    ("dtype", "kernel"),
+    [("float32", False), pytest.param("bfloat16", True, marks=pytest.mark.long)],
+)
 def test_attention_is_not_left_to_the_cpu(dtype: str, kernel: bool, hollow: Path) -> None:
     """ONNX Runtime has a kernel for float32 there alone, and would take it without a word."""
     [line] = hollow_cuda.run(hollow, "test_cuda_provider", f"attended({dtype!r})")

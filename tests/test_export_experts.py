@@ -132,7 +132,8 @@ FROM: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["gptq", pytest.param("awq", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gptq", "awq"])
 def test_checkpoints_of_other_formats_become_it(name: str, tmp_path: Path) -> None:
     """With zero points, that are whole there."""
     source, _ = write(tmp_path, *FROM[name], arch="qwen2_moe")

@@ -31,8 +31,9 @@ RECIPES: dict[str, Any] = {
     "eagle_chain": "eagle_chain",
     "int8_copyspec": "int8_copyspec",
 }
-QUICK = {("recurrent_gemma", "copyspec"), ("mamba2", "baseline")}
+QUICK = {("recurrent_gemma", "copyspec")}
 LONG = {
+    ("mamba2", "baseline"),
     ("lfm2", "eagle_chain"),
     ("falcon_mamba", "eagle_chain"),
     ("qwen3_5_text", "heads"),

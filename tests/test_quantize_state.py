@@ -9,6 +9,7 @@ import torch
 from archs import Arch, build
 from onnxruntime_helpers import without_own_attention
 from recurrent_archs import _PURE
+from selection import mostly_long
 from test_recurrent import WIDTHS, _in_steps, _run, imported, prompts
 from test_recurrent_kernel import SHAPES, _operands
 from tiny import named
@@ -167,7 +168,7 @@ def rounded_program(name: str, base: str) -> Program:
 
 
 @pytest.mark.parametrize(
-    "name", ["mamba2", "qwen3_next", pytest.param("falcon_mamba", marks=pytest.mark.long)]
+    "name", mostly_long(("mamba2", "qwen3_next", "falcon_mamba"), keep=("mamba2",))
 )
 def test_tokens_have_the_same_bits_at_every_width(name):
     """With products whose rows are exact; what was taken back leaves no trace."""

@@ -86,7 +86,14 @@ def test_a_draft_equal_to_the_target_is_accepted_whole(backend: str, batch: int)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("drafter", [DraftEagle(), DraftEagle(inner=0), DraftEagle3(levels=3)])
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        pytest.param(DraftEagle(), marks=pytest.mark.long),
+        DraftEagle(inner=0),
+        DraftEagle3(levels=3),
+    ],
+)
 def test_the_chains_are_those_of_single_calls(
     backend: str, drafter: Pass, monkeypatch: pytest.MonkeyPatch
 ) -> None:
