@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import quantized
 import torch
-from conftest import PROCESSORS
+from conftest import PROCESSORS, flags_for
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -98,9 +98,8 @@ def test_float_rows_have_the_same_bits_among_others_with_threads_and_everywhere(
     threads, before = torch.get_num_threads(), cached_library.FLAGS
     found = []
     try:
-        for processor in PROCESSORS:
-            flags = [f"-march={processor}" if "march" in flag else flag for flag in before]
-            cached_library.FLAGS = tuple(flags)
+        for flags in [flags_for(processor) for processor in PROCESSORS]:
+            cached_library.FLAGS = flags
             cached_library.library.cache_clear()
             for group in (32, 20):
                 w = quantized.weight(bits, 70, group, 4, bits, kind, half=True)
