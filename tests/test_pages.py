@@ -59,7 +59,11 @@ def test_tensors_are_moved_and_stay_the_same_and_those_of_files_are_left(tmp_pat
     path = tmp_path / "weights"
     np.arange(HUGE, dtype=np.int64).tofile(path)
     mapped = torch.from_file(str(path), size=HUGE, dtype=torch.int64)
-    parts = [torch.full((n * HUGE // 8 + 3,), n) for n in (3, 1, 5)]
+    # Mapped, as the C library maps what is large: Linux does not always move parts of its heap.
+    maps = [mmap.mmap(-1, n * HUGE + 64, flags=mmap.MAP_PRIVATE) for n in (3, 1, 5)]
+    parts = [torch.frombuffer(part, dtype=torch.int64, offset=64) for part in maps]
+    for part, n in zip(parts, (3, 1, 5), strict=True):
+        part.fill_(n)
     pages.move_to_huge_pages([mapped, *parts])
     for part, n in zip(parts, (3, 1, 5), strict=True):
         assert in_huge_pages(part.data_ptr(), part.nbytes) >= (n - 1) * HUGE
