@@ -92,12 +92,11 @@ def library(sources: Sources) -> ctypes.CDLL:
     texts = [path.read_bytes() for path in files]
     key = hashlib.sha256(b"\0".join([*texts, " ".join(command).encode(), described]))
     name = f"{sources.name}-{key.hexdigest()[:32]}"
-    with _kept() as kept, _alone(kept / f"{name}.lock"):
-        for path in sorted(kept.glob(f"{name}-*.so")):
-            found = _loaded(path)
-            if found is not None:
-                return found
-        made = _loaded(_built(kept, name, sources))
+    with _kept() as kept:
+        made = _found(kept, name)
+        if made is None:
+            with _alone(kept):
+                made = _found(kept, name) or _loaded(_built(kept, name, sources))
     if made is None:
         raise UnsupportedError(
             f"the compiled kernels in {kept} changed before they were loaded; "
@@ -106,10 +105,15 @@ def library(sources: Sources) -> ctypes.CDLL:
     return made
 
 
+def _found(kept: Path, name: str) -> ctypes.CDLL | None:
+    """A library that was kept before, if one is whole and ours."""
+    return next(filter(None, map(_loaded, sorted(kept.glob(f"{name}-*.so")))), None)
+
+
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """One process at a time: others wait, and find what the first has made."""
-    handle = os.open(lock, os.O_CREAT | os.O_RDWR, 0o600)
+def _alone(kept: Path) -> Iterator[None]:
+    """One process at a time in a folder: others wait, and find what the first has made."""
+    handle = os.open(kept, os.O_RDONLY)
     try:
         lock_open(handle)
         yield
