@@ -100,8 +100,8 @@ def test_the_corpus_becomes_a_weight_that_stays(tmp_path):
     ("content", "said"),
     [
         ("[1, 2", "cannot read token ids"),
-        ("[]", "no JSON list of token ids"),
-        ("[[1], []]", "no JSON list of token ids"),
+        ("[]", "document 1 of 1 in .* holds no tokens"),
+        ("[[1], []]", "document 2 of 2 in .* holds no tokens: leave it out"),
         ('["def"]', "no JSON list of token ids"),
         ("[true]", "no JSON list of token ids"),
         ("[1, 12]", "outside 0..11"),

@@ -117,9 +117,14 @@ def read_tokens(owner: str, path: Path, vocabulary: int) -> list[int]:
     nested = isinstance(given, list) and bool(given) and all(isinstance(d, list) for d in given)
     documents = given if nested else [given]
     tokens: list[int] = []
-    for document in documents:
-        if not isinstance(document, list) or not document or not all(map(_is_id, document)):
+    for number, document in enumerate(documents, start=1):
+        if not isinstance(document, list) or not all(map(_is_id, document)):
             raise PassError(f"{owner}: {path} is no JSON list of token ids, nor of such lists")
+        if not document:
+            raise PassError(
+                f"{owner}: document {number} of {len(documents)} in {path} holds no tokens: "
+                f"leave it out"
+            )
         tokens += [*document, -1]
     most = max(tokens)
     if most >= vocabulary or min(t for d in documents for t in d) < 0:
