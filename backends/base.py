@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..ir import Program, Role
+from ..ir.executable import Widths
 from ..ir.threads import Turn
 from .states import StateBuffers
 from .target import MOST_COLUMNS, Target
@@ -39,12 +40,12 @@ class StatefulExecutable:
         self.turn = Turn()
         self._kept: dict[Hashable, dict[Any, Any]] = {}
 
-    def _fixed(self, function: str) -> tuple[int, ...] | None:
+    def _fixed(self, function: str) -> Widths | None:
         """The widths of a function of the target where every step has so many columns."""
         columns = self.target.columns
         if columns is None or self.program.function(function).role is not Role.TARGET:
             return None
-        return tuple(sorted({columns, MOST_COLUMNS}))
+        return Widths(tuple(sorted({columns, MOST_COLUMNS})))
 
     @property
     def capacity(self) -> int:

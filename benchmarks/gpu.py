@@ -101,8 +101,8 @@ def ours(folder: Path, recipe: str, target: str, args: argparse.Namespace) -> Ro
     executable.begin(1, 256)
     executable.reserve(256)
     # Plain decoding needs one width, and shows what all of them would cost.
-    own = executable.widths("step") if recipe != "baseline" else None
-    costs = {w: step_seconds(executable, w, 64, 10) for w in args.widths if not own or w in own}
+    own = (recipe != "baseline" and executable.widths("step").each) or args.widths
+    costs = {w: step_seconds(executable, w, 64, 10) for w in args.widths if w in own}
     return {
         "rate": statistics.median(rates),
         "tokens_per_step": statistics.mean(steps),

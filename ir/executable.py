@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -48,6 +49,29 @@ class KernelUse(NamedTuple):
 DECOMPOSED = "decomposed into other ops"
 
 
+@dataclass(frozen=True)
+class Widths:
+    """How many tokens T a step may feed.
+
+    each: numbers that are compiled by themselves, ascending. more: whether any number above them
+    can be fed, too, and takes no longer for it.
+    """
+
+    each: tuple[int, ...] = ()
+    more: bool = False
+
+    def holding(self, count: int) -> int:
+        """The least that has room for so many tokens; where none has, the most there is."""
+        found = next((width for width in self.each if width >= count), None)
+        if found is None:
+            return count if self.more else self.each[-1]
+        return found
+
+
+ANY = Widths(more=True)
+"""Any number of tokens runs as well as any other."""
+
+
 class Executable(Protocol):
     """A compiled program that owns its state buffers.
 
@@ -89,8 +113,8 @@ class Executable(Protocol):
         Errors: `InputError` past the model's context and what a step may be wider.
         """
 
-    def widths(self, function: str) -> tuple[int, ...] | None:
-        """The values of T that are compiled (ascending), or None if any T runs equally well."""
+    def widths(self, function: str) -> Widths:
+        """How many tokens a step of the function may feed."""
 
     def run(
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from graftwork.ir import Function, InputError, ModelInfo, Program, TensorType, WeightStore
-from graftwork.ir.executable import HeldCall
+from graftwork.ir.executable import ANY, HeldCall, Widths
 from graftwork.ir.plan import DecodePlan, DraftRecord, Record, TreeRecord
 from graftwork.ir.threads import Turn
 from graftwork.runtime.asking.options import GenerationOptions
@@ -109,8 +109,8 @@ class TableExecutable:
         grown[:, : self.capacity] = self.cache
         self.cache, self.capacity = grown, rows
 
-    def widths(self, function: str) -> tuple[int, ...] | None:
-        return self._widths
+    def widths(self, function: str) -> Widths:
+        return ANY if self._widths is None else Widths(self._widths)
 
     def run(
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]

@@ -15,6 +15,7 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.demo import demo_folder
 from graftwork.ir import InputError, Role
+from graftwork.ir.executable import Widths
 from graftwork.runtime import generate
 
 ASKED: dict[str, Any] = {"do_sample": False, "eos_token_id": [], "max_new_tokens": 40}
@@ -51,9 +52,9 @@ def test_every_step_of_the_target_has_them(backend: str, tmp_path: Path) -> None
     executable = compile(program, Target(backend, "cpu", columns=12))
     for name, function in program.functions.items():
         if function.role is Role.TARGET:
-            assert executable.widths(name) == (12, 128)
+            assert executable.widths(name) == Widths((12, 128))
         else:
-            assert executable.widths(name) != (12, 128)
+            assert executable.widths(name) != Widths((12, 128))
     sizes = set()
     for rows in (8, 60):
         executable.begin(1, rows)

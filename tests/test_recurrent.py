@@ -91,7 +91,7 @@ def _in_steps(program: Program, target: str, ids: torch.Tensor, certain: int) ->
     """Logits of steps of `WIDTHS`, of whose tokens so many are certain at once; before each,
     another one is taken back."""
     executable = compile(program, Target.parse(target, threads=1))
-    widest = max(executable.widths("step") or WIDTHS)
+    widest = max((*executable.widths("step").each, *WIDTHS))
     executable.begin(len(ids), ids.shape[1] + widest)
     executable.reserve(ids.shape[1] + widest)
     executable.reserve(max(WIDTHS), "W")
@@ -107,8 +107,7 @@ def _in_steps(program: Program, target: str, ids: torch.Tensor, certain: int) ->
 
 def _run(executable: Any, tokens: torch.Tensor, past: int, certain: int) -> torch.Tensor:
     count = tokens.shape[1]
-    widths = executable.widths("step") or (count,)
-    tokens = torch.nn.functional.pad(tokens, (0, min(w for w in widths if w >= count) - count))
+    tokens = torch.nn.functional.pad(tokens, (0, executable.widths("step").holding(count) - count))
     batch, width = tokens.shape
     steps = torch.arange(width).expand(batch, width)
     positions = (steps + past).clamp(max=executable.program.info.context - 1)

@@ -15,6 +15,7 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.backends.torch import TorchExecutable
 from graftwork.ir import PassError, Program, UnsupportedError
+from graftwork.ir.executable import Widths
 from graftwork.ir.plan import CachedDraft, NoDraft
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
@@ -111,11 +112,11 @@ def test_without_a_tree_it_drafts_a_chain_of_its_levels() -> None:
     assert result.stats.accepted_tokens == 4 * 2 * 4
 
 
-class Widths(TorchExecutable):
+class FewWidths(TorchExecutable):
     """Only some widths are compiled, as with inductor."""
 
-    def widths(self, function: str) -> tuple[int, ...]:
-        return (1, 4, 9)
+    def widths(self, function: str) -> Widths:
+        return Widths((1, 4, 9))
 
 
 @pytest.mark.parametrize("tree", [CHAIN, WIDE])
@@ -123,7 +124,7 @@ def test_compiled_widths(tree: Pass) -> None:
     """Prompts come in pieces, and rows are filled up with garbage that nothing sees."""
     program = drafting(DraftModel(model="same"), tree, with_itself())
     prompts = [[*range(1, 31)], *PROMPTS[:2]]
-    executable = Widths(program, Target.parse("eager"))
+    executable = FewWidths(program, Target.parse("eager"))
     result = decode(executable, prompts, 1 + 4 * 4)
     assert (result.stats.steps, result.stats.accepted_tokens) == (4, 4 * 3 * 3)
 

@@ -15,7 +15,7 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.backends.torch.executable import TorchExecutable
 from graftwork.ir import PassError, Program, Weight, WeightStore
-from graftwork.ir.executable import Executable, HeldCall
+from graftwork.ir.executable import Executable, HeldCall, Widths
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.depth.cut_depth import CutDepth
@@ -90,9 +90,9 @@ def test_the_text_is_the_targets_own(which: str, backend: str) -> None:
 class Between(TorchExecutable):
     """Takes the widths that inductor would compile; `fed`: columns of deep calls."""
 
-    def widths(self, function: str) -> tuple[int, ...]:
+    def widths(self, function: str) -> Widths:
         plan = self.program.plan
-        return tuple(sorted({*plan.widths, *plan.between, 128}))
+        return Widths(tuple(sorted({*plan.widths, *plan.between, 128})))
 
     def hold(self, function: str, inputs: Any, fetch: Any) -> HeldCall:
         if function == "step.2":

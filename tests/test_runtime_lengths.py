@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from fake_proposers import FakeDraft, taken
 
+from graftwork.ir.executable import ANY, Widths
 from graftwork.ir.plan import (
     Chain,
     ConfidenceLength,
@@ -40,7 +41,7 @@ class Executable:
         return self.kept.setdefault(owner, {})
 
     def widths(self, function):
-        return self._widths
+        return ANY if self._widths is None else Widths(self._widths)
 
 
 def level(*probs, logits=None):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from runtime_models import Recorder
-from test_runtime_cached import PROMPTS, Widths, decode, plainly, with_itself
+from test_runtime_cached import PROMPTS, FewWidths, decode, plainly, with_itself
 from tiny import in_int8, named, tiny_llama
 
 from graftwork.backends import compile
@@ -189,7 +189,7 @@ def test_compiled_widths(more: tuple[Pass, ...], monkeypatch: pytest.MonkeyPatch
     """Prompts come in pieces, and rows are filled up with garbage that nothing sees."""
     plain = compile(drafting(DraftEagle()), Target.parse("eager"))
     want, chains = drafts_of(monkeypatch, lambda: decode(plain, PROMPTS, 20))
-    executable = Widths(drafting(DraftEagle(), *more), Target.parse("eager"))
+    executable = FewWidths(drafting(DraftEagle(), *more), Target.parse("eager"))
     found, seen = drafts_of(monkeypatch, lambda: decode(executable, PROMPTS, 20))
     assert torch.equal(found.sequences, want.sequences)
     assert same_drafts(seen, chains)

@@ -148,6 +148,30 @@ def test_growing_caches_compiles_nothing():
     assert counters["stats"]["unique_graphs"] == compiled
 
 
+@pytest.mark.parametrize("first", [40, 64])
+def test_prompts_of_any_length_share_what_is_compiled(first):
+    """No column is fed for nothing. 64: a prompt as long as the caches, whose sizes are alike then,
+    is not to make them one."""
+    program = cached_llama(layers=1, context=1024)
+    tokens = torch.randint(0, 32, (1, 600), generator=torch.Generator().manual_seed(2))
+    expected = reference_logits(program, tokens)
+    executable = compile(program, Target.parse("torch"))
+    graphs = []
+    for width in (first, 2, 600, 300, 65):
+        executable.begin(1, 64)
+        executable.reserve(width)
+        step = inputs(tokens[:, :width], [0])
+        out = executable.run("step", step, ("logits",))["logits"]
+        torch.testing.assert_close(out, expected[:, :width], atol=1e-5, rtol=1e-4)
+        step["select"] = torch.tensor([[width - 1]])
+        out = executable.run("step", step, ("logits",))["logits"]
+        torch.testing.assert_close(out, expected[:, width - 1 : width], atol=1e-5, rtol=1e-4)
+        graphs.append(counters["stats"]["unique_graphs"])
+    extra = graphs[-1] - graphs[0]
+    assert extra == 0 if first == 40 else extra <= 2, "once more where sizes were alike, at most"
+    assert executable.widths("step").holding(300) == 300
+
+
 def test_other_threads_are_compiled_for():
     program = cached_llama(layers=1, context=1024)
     threads = torch.get_num_threads()

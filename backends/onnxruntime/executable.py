@@ -12,7 +12,7 @@ import torch
 from ...ir import GraftworkError, InputError, Program, Role, UnsupportedError, type_of
 from ...ir.analysis import is_repeatable
 from ...ir.errors import execution_error
-from ...ir.executable import DECOMPOSED, HeldCall, KernelUse, Memory, Outputs
+from ...ir.executable import ANY, DECOMPOSED, HeldCall, KernelUse, Memory, Outputs, Widths
 from ...ir.scratch import Scratch
 from ...ir.threads import traces
 from ..base import StatefulExecutable
@@ -92,9 +92,9 @@ class OnnxExecutable(StatefulExecutable):
                 uses[use.what, use.bits, DECOMPOSED] = use.calls
         self._kernels[function] = tuple(KernelUse(function, *use, n) for use, n in uses.items())
 
-    def widths(self, function: str) -> tuple[int, ...] | None:
-        """None, since shapes are dynamic, unless the target says how many columns steps have."""
-        return self._fixed(function)
+    def widths(self, function: str) -> Widths:
+        """Any, since shapes are dynamic, unless the target says how many columns steps have."""
+        return self._fixed(function) or ANY
 
     def run(
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]

@@ -12,7 +12,7 @@ import torch
 
 from ...ir import LOG, GraftworkError, InputError, Program, Sym
 from ...ir.errors import execution_error
-from ...ir.executable import HeldCall, KernelUse, Memory, Outputs
+from ...ir.executable import ANY, HeldCall, KernelUse, Memory, Outputs, Widths
 from ...ir.protocol import OPTIONAL
 from ...ir.threads import traces
 from ..base import StatefulExecutable
@@ -24,14 +24,15 @@ from .cpu import CPU_ROWS
 from .emit import emit
 from .gpu import GPU_ROWS
 from .graphs import CapturedStep
+from .open_axes import OpenAxes
 from .repeated import RepeatedCall
 from .replay import Recording, Replay, record
 from .rows import ROWS
 from .tiled import kernels_of, with_tiles
 
 PREFILL = (128, 512)
-"""Tokens that prefill steps take when widths are static: weights are read once a step, and what a
-short prompt leaves of a wide step is wasted."""
+"""Tokens that prefill steps take on a GPU, where widths are static: weights are read once a step,
+and what a short prompt leaves of a wide step is wasted."""
 
 BUCKETS = {"eager": 256, "inductor": 64, "cuda graphs": 1024}
 """Cache rows are reserved in multiples of these: attention reads all of them. CUDA graphs are
@@ -39,7 +40,8 @@ compiled anew, every width, for each number, so theirs doubles."""
 
 
 class TorchExecutable(StatefulExecutable):
-    """See `ir.executable.Executable`. Inductor's widths are static: 1, the plan's, prefills'."""
+    """See `ir.executable.Executable`. Decode steps have static widths: 1 and the plan's. So have
+    prompts on a GPU; on the CPU they share one variant, which takes any number of tokens."""
 
     def __init__(self, program: Program, target: Target) -> None:
         self.how = _how(target)
@@ -61,6 +63,7 @@ class TorchExecutable(StatefulExecutable):
         self.recordings: dict[object, Recording | None] = {}
         self.captured: dict[object, CapturedStep] = {}
         self.captured_epoch = 0
+        self.open_axes: dict[str, OpenAxes] = {}
 
     @property
     def epoch(self) -> int:
@@ -123,16 +126,18 @@ class TorchExecutable(StatefulExecutable):
         """Of all functions: weights are laid out for kernels before any is compiled."""
         return kernels_of(self.lowered)
 
-    def widths(self, function: str) -> tuple[int, ...] | None:
-        """None when eager; else what the plan's steps take, on the CPU some less than that, or the
-        target's columns, and prefill chunks."""
-        fixed = self._fixed(function)
-        if fixed is not None or self.target.backend == "eager":
+    def widths(self, function: str) -> Widths:
+        """The target's columns; or any when eager; or what the plan's steps take, on the CPU some
+        less than that and any more, on a GPU prefill chunks."""
+        fixed, plan = self._fixed(function), self.program.plan
+        if fixed is not None:
             return fixed
-        plan = self.program.plan
+        if self.how == "eager":
+            return ANY
+        if self.how == "inductor":
+            return Widths(tuple(sorted({*plan.widths, *plan.between})), more=True)
         # On a GPU a column less saves less than another step in memory takes.
-        between = plan.between if self.how == "inductor" else ()
-        return tuple(sorted({*plan.widths, *between, *PREFILL}))
+        return Widths(tuple(sorted({*plan.widths, *PREFILL})))
 
     def run(
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
@@ -180,7 +185,8 @@ class TorchExecutable(StatefulExecutable):
         if not isinstance(variant, Compiled) or version not in self.compiled or not in_place:
             return self.run(function, inputs, fetch), None
         arguments = self._arguments(function, inputs)
-        recorded = version, tuple(self.buffers.capacities.values())
+        sizes = tuple(tensor.shape for tensor in inputs.values())
+        recorded = version, sizes, tuple(self.buffers.capacities.values())
         with torch.no_grad():
             if recorded not in self.recordings:
                 start = perf_counter()
@@ -220,9 +226,28 @@ class TorchExecutable(StatefulExecutable):
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
     ) -> object:
         """What a step is compiled for; an eager one serves all shapes."""
-        kinds = tuple((name, value.shape, value.dtype) for name, value in inputs.items())
+        if self.how == "eager":
+            return function, tuple(fetch), len(inputs)
+        free = self._open_axes(function, inputs)
+        kinds = tuple(
+            (
+                name,
+                value.dtype,
+                *(-1 if axis in free[name] else n for axis, n in enumerate(value.shape)),
+            )
+            for name, value in inputs.items()
+        )
         log = self.buffers.capacities.get(LOG)  # of one length in all that is compiled
-        return function, tuple(fetch), (kinds, log) if self.how != "eager" else len(kinds)
+        return function, tuple(fetch), kinds, log
+
+    def _open_axes(
+        self, function: str, inputs: Mapping[str, torch.Tensor]
+    ) -> dict[str, frozenset[int]]:
+        """Axes of the inputs of which the variant for them takes any size."""
+        if function not in self.open_axes:
+            found = OpenAxes(self.program.function(function), self.widths(function))
+            self.open_axes[function] = found
+        return self.open_axes[function].of(inputs)
 
     def _version(self, key: object) -> object:
         """What is compiled when it is first called: CUDA graphs for each length of the caches,
@@ -232,10 +257,13 @@ class TorchExecutable(StatefulExecutable):
         return key, torch.get_num_threads()
 
     def _arguments(self, function: str, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        return [
-            self.states[name] if name in self.states else inputs[name].to(self.device).contiguous()
-            for name in self._argument_names(function, frozenset(inputs))
-        ]
+        free = self._open_axes(function, inputs) if self.how == "inductor" else {}
+        given = {name: tensor.to(self.device).contiguous() for name, tensor in inputs.items()}
+        for name, axes in free.items():
+            for axis in axes:
+                any_size(given[name], axis)
+        names = self._argument_names(function, frozenset(inputs))
+        return [self.states[name] if name in self.states else given[name] for name in names]
 
     def _argument_names(self, function: str, given: frozenset[str]) -> list[str]:
         names = [str(node.target) for node in self.program.function(function).inputs]

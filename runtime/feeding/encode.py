@@ -23,10 +23,9 @@ def encode(executable: Executable, sources: Sources) -> None:
     executable.reserve(sources.rows, SOURCE)
     inputs = dict(sources.inputs)
     if "tokens" in inputs:
-        width = inputs["tokens"].shape[1]
-        if executable.widths(plan.encoder) is not None:
-            doubled = 1 << max(width - 1, LEAST - 1).bit_length()
-            width = max(width, min(doubled, plan.rows))
+        width, widths = inputs["tokens"].shape[1], executable.widths(plan.encoder)
+        doubled = 1 << max(width - 1, LEAST - 1).bit_length()
+        width = max(width, min(widths.holding(width) if widths.more else doubled, plan.rows))
         short = width - inputs["tokens"].shape[1]
         inputs["tokens"] = torch.nn.functional.pad(inputs["tokens"], (0, short))
         executable.reserve(width, SOURCE)

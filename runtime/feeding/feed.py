@@ -22,7 +22,7 @@ from .outputs import Outputs
 from .step_inputs import StepInputs
 
 CHUNK = 512
-"""Tokens a prefill feeds at once where every width runs equally well."""
+"""Tokens a prefill feeds at once at most where any number can be."""
 
 READING = 64
 """Columns of a step whose arithmetic takes about as long as reading the weights, which every step
@@ -101,9 +101,9 @@ class Feeder:
             start(self.rows)
         for symbol, held in self.latest:
             # No step goes beyond a block, but columns that nobody asked for may: what is drafted
-            # and not looked at, one more of a step that is fed alone, and a prompt's static widths.
-            chunk = 0 if self.widths is None else self.chunk(held.block, held.block)
-            self.executable.reserve(held.most + max(widest, chunk) + 1, symbol)
+            # and not looked at, one more of a step that is fed alone, and what fills up a prompt's.
+            filled = self.widths.each if self.widths.more else (self.chunk(held.block, held.block),)
+            self.executable.reserve(held.most + max((widest, *filled)) + 1, symbol)
         self.log(draft)
 
     def log(self, rows: int) -> None:
@@ -127,18 +127,18 @@ class Feeder:
     def chunk(self, need: int, most: int | None = None) -> int:
         """Width of a prefill step when the longest sequence has `need` tokens left: that of which
         as many as it takes cost least, of two the wider. most: tokens that it may feed."""
-        if self.widths is None:
-            return min(need, CHUNK, need if most is None else most)
         size = need if most is None else min(need, most)
-        costs = {width: -(-need // min(width, size)) * (width + READING) for width in self.widths}
-        return min(reversed(self.widths), key=costs.__getitem__)
+        if self.widths.more:
+            return min(self.widths.holding(size), CHUNK)
+        each = self.widths.each
+        costs = {width: -(-need // min(width, size)) * (width + READING) for width in each}
+        return min(reversed(each), key=costs.__getitem__)
 
     def width(self, need: int, past: int) -> int:
         """Width of a decode step that wants `need` columns after `past` rows: the smallest that
         holds them, else the largest there is, and drafts are cut."""
-        if self.widths is None:
-            return min(need, self.executable.limit - past)
-        return next((width for width in self.widths if width >= need), self.widths[-1])
+        found = self.widths.holding(need)
+        return found if found in self.widths.each else min(found, self.executable.limit - past)
 
     def run(
         self,

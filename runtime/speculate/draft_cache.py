@@ -88,7 +88,7 @@ class DraftCache:
         self.takes = {str(node.target) for node in fn.inputs}
         self.fetch = tuple(name for name in (*CHOSEN, "draft_odds", "hidden") if name in fn.outputs)
         self.widths = executable.widths(function)
-        self.widest = CHUNK if self.widths is None else self.widths[-1]
+        self.widest = CHUNK if self.widths.more else self.widths.each[-1]
 
     def run(
         self,
@@ -107,7 +107,7 @@ class DraftCache:
         only the rows are wanted. What the rows after a sequence's own hold must not matter.
         """
         batch, count = tokens.shape
-        width = self._width(count)
+        width = self.widths.holding(count)
         if ancestors is not None and ANCESTORS not in self.takes:
             raise UnsupportedError(
                 f"the draft function {self.function} takes no ancestors, so it cannot draft trees: "
@@ -142,10 +142,5 @@ class DraftCache:
     def blank(self, batch: int, width: int, function: str) -> torch.Tensor:
         """Zeros for a function's input ``hidden``, f[B,W,H]: `width` tokens are fed as W."""
         type = type_of(self.executable.program.function(function).input("hidden"))
-        bound = type.bind({"B": batch, "T": self._width(width)})
+        bound = type.bind({"B": batch, "T": self.widths.holding(width)})
         return torch.zeros(bound.shape, dtype=bound.dtype)
-
-    def _width(self, count: int) -> int:
-        if self.widths is None:
-            return count
-        return next((width for width in self.widths if width >= count), count)

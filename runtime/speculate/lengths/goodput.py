@@ -91,12 +91,8 @@ class GoodputPolicy(LengthPolicy):
         key = (executable.program.plan.draft, batch, self.most)
         kept: dict[object, Knowledge] = executable.scratch(Knowledge)
         self.known = kept.setdefault(key, Knowledge(self.most))
-        self.compiled = executable.widths(executable.program.step.name)
-        self.widths = np.array([self._width(size + 1) for size in range(self.most + 1)])
-
-    def _width(self, need: int) -> int:
-        """Columns that a step for `need` of them has."""
-        return next((w for w in self.compiled or () if w >= need), need)
+        holding = executable.widths(executable.program.step.name).holding
+        self.widths = np.array([holding(size + 1) for size in range(self.most + 1)])
 
     def limits(self, rooms: Sequence[int]) -> list[int]:
         """See `LengthPolicy.limits`."""
