@@ -30,6 +30,9 @@ from ..stats import Stats
 
 StepOutputs: TypeAlias = Mapping[str, torch.Tensor]
 
+SOON = 7
+"""Steps beyond the next one that caches have room for, if the text goes on as long."""
+
 
 class Decoding:
     """One generation: what the plan's parts are, and what every round does in the same way.
@@ -91,6 +94,19 @@ class Decoding:
     def argmax_decides(self) -> bool:
         """Whether a step without a draft yields its argmax, and an end shows in the last token."""
         return self.verifier.takes_argmax and self.stopping.simple
+
+    def make_room(self, gain: int, columns: int) -> int:
+        """Let the caches hold what the next steps add; how many steps may follow each other then,
+        whatever they accept. gain: tokens that each yields at most; columns: those that it feeds.
+        """
+        feeder, live = self.feeder, [self.texts[index] for index in self.live]
+        rows = max(text.rows for text in live) + columns
+        # Caches that would soon be full grow now: every look at them takes time.
+        feeder.make_room(max(rows, min(rows + SOON * gain, feeder.rows - feeder.spare)))
+        left = feeder.executable.capacity - feeder.spare - rows
+        wanted = max(text.limit - len(text.tokens) for text in live)
+        # A step yields a token at least, and no text grows beyond its limit.
+        return wanted if left >= wanted else 1 + max(left, 0) // gain
 
     def start(self) -> None:
         """Run the prompts and commit each sequence's first token."""

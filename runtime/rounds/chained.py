@@ -47,12 +47,9 @@ class ChainedRound(Round):
 
     def run(self, most: int | None) -> int:
         """See `Round.run`."""
-        decoding, feeder, texts = self.decoding, self.decoding.feeder, self.decoding.texts
+        decoding, texts = self.decoding, self.decoding.texts
         live = decoding.live
-        rows = max(texts[index].rows for index in live) + self.wide
-        feeder.make_room(rows)
-        left = max(feeder.executable.capacity - feeder.spare - rows, 0)
-        limits = [most, 1 + left // (self.levels + 1)]
+        limits = [most, decoding.make_room(self.levels + 1, self.wide)]
         # A streamer wants the tokens of each step at once.
         limits.append(1 if decoding.emitter is not None else None)
         new: list[list[int]] = [[] for _ in texts]

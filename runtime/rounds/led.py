@@ -50,11 +50,8 @@ class LedRound(Round):
         """See `Round.run`."""
         decoding, texts = self.decoding, self.decoding.texts
         live = decoding.live
-        rows = max(texts[index].rows for index in live) + self.levels + 1
-        decoding.feeder.make_room(rows)
+        limits = [most, decoding.make_room(self.levels + 1, self.levels + 1)]
         decoding.feeder.ahead = None
-        room = decoding.feeder.executable.capacity - rows
-        limits = [most, 1 + max(room, 0) // (self.levels + 1)]
         # A streamer wants the tokens of each step at once.
         limits.append(1 if decoding.emitter is not None else None)
         self.proposer.settle()
