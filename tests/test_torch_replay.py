@@ -89,6 +89,19 @@ def test_a_step_that_returns_its_best_tokens_is_replayed(program):
     assert call.replay is not None
 
 
+def test_caches_of_the_last_text_stay_where_they_are_unless_they_are_much_too_large(program):
+    """So what is recorded is replayed in the next text, too."""
+    executable = compile(program, Target.parse("torch"))
+    executable.begin(1, 100)
+    executable.reserve(100)
+    epoch, capacity = executable.epoch, executable.capacity
+    executable.begin(1, 64)
+    assert (executable.epoch, executable.capacity) == (epoch, capacity) and capacity > 64
+    executable.reserve(500)
+    executable.begin(1, 100)
+    assert executable.capacity == 64 and executable.epoch > epoch
+
+
 def test_outputs_stay_in_their_place(program):
     executable = compile(program, Target.parse("torch"))
     executable.begin(1, 8)

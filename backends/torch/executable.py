@@ -34,6 +34,9 @@ PREFILL = (128, 512)
 """Tokens that prefill steps take on a GPU, where widths are static: weights are read once a step,
 and what a short prompt leaves of a wide step is wasted."""
 
+SPARE = 2
+"""How many times the rows that texts may need their caches may have."""
+
 BUCKETS = {"eager": 256, "inductor": 64, "cuda graphs": 1024}
 """Cache rows are reserved in multiples of these: attention reads all of them. CUDA graphs are
 compiled anew, every width, for each number, so theirs doubles."""
@@ -89,11 +92,14 @@ class TorchExecutable(StatefulExecutable):
     def begin(self, batch: int, rows: int) -> None:
         """Start `batch` sequences with small empty caches; attention reads all of the capacity.
 
-        On a GPU caches stay, and so do the graphs that know where they are.
+        What is recorded or captured knows where caches are, so those of the last text stay: on a
+        GPU always, on the CPU where they are not much larger than these texts may need.
         """
         self.begun += 1
         self._set_threads()
-        self.buffers.begin(batch, min(rows, self.bucket), anew=self.how != "cuda graphs")
+        most = {"eager": 0, "inductor": SPARE * self.buffers.rounded(rows)}.get(self.how)
+        anew = most is not None and self.capacity > most
+        self.buffers.begin(batch, min(rows, self.bucket), anew=anew)
         self._mark()
 
     def resume(self, rows: int) -> None:
