@@ -35,7 +35,7 @@ PREFILL = (128, 512)
 and what a short prompt leaves of a wide step is wasted."""
 
 SPARE = 2
-"""How many times the rows that texts may need their caches may have."""
+"""Caches of the last text stay unless they have so many times the rows that the next may need."""
 
 BUCKETS = {"eager": 256, "inductor": 64, "cuda graphs": 1024}
 """Cache rows are reserved in multiples of these: attention reads all of them. CUDA graphs are
