@@ -1,6 +1,6 @@
 """Train a deep llama whose first layers can speak for it, with LayerSkip's objective.
 
-    python examples/train_deep_model.py --out DIR [--minutes 60] [--threads N] [--seed 0]
+    python examples/train_deep_model.py --out DIR [--minutes 60 | --steps N] [--seed 0]
 
 What: a llama of 14.6 million parameters (20 layers, hidden 256, 4 query heads over one key/value
 head of 64, tied embeddings, context 1,024), trained from nothing on the running interpreter's own
@@ -77,6 +77,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--minutes", type=float, default=60.0, help="wall time of training")
+    parser.add_argument("--steps", type=int, help="optimizer steps, instead of a time")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=0, help="torch threads (default: torch's)")
     parser.add_argument("--seed", type=int, default=0, help="initial weights, data, prompts")
     parser.add_argument("--resume", action="store_true", help="go on from the state in --out")
@@ -95,7 +97,9 @@ def main() -> None:
             documents,
             out=out,
             objective=LayerSkip(dropout=0.1, scale=1.0, every=4, scratch=True),
-            minutes=args.minutes,
+            minutes=None if args.steps else args.minutes,
+            steps=args.steps,
+            device=args.device,
             batch=2,
             window=256,
             rate=2e-3,

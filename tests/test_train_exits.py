@@ -144,6 +144,8 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         LayerSkip(dropout=1.0)
     with pytest.raises(InputError, match="curriculum='sometimes'"):
         LayerSkip(curriculum="sometimes")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="device=tpu: expected cpu, or cuda where"):
+        gw.train_exits(model, TEXT, out=tmp_path, steps=1, device="tpu")
     with pytest.raises(InputError, match="say how long"):
         gw.train_exits(model, TEXT, out=tmp_path)
     (tmp_path / "mine.txt").write_text("")

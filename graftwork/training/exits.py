@@ -47,7 +47,8 @@ class ExitOptions:
     with the first that is used up. batch: windows a step. window: tokens each. rate: peak learning
     rate of AdamW, after a warm-up and then along a cosine; decay: its weight decay, of matrices.
     save_every: steps between checkpoints. seed: decides every window and every dropped layer. half:
-    products in bfloat16, where the processor is faster with it; weights stay in float32.
+    products in bfloat16, where the processor is faster with it; weights stay in float32. device:
+    cpu, or cuda where there is a GPU.
     """
 
     minutes: float | None = None
@@ -60,11 +61,14 @@ class ExitOptions:
     save_every: int = 100
     seed: int = 0
     half: bool = False
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         check_budget(self, ("batch", "window", "rate", "clip", "save_every"))
         if self.decay < 0:
             raise InputError(f"decay={self.decay}: expected at least 0")
+        if self.device != "cpu" and not (self.device == "cuda" and torch.cuda.is_available()):
+            raise InputError(f"device={self.device}: expected cpu, or cuda where there is a GPU")
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ class _Training:
         # Of a folder the program has the tokenizer, too.
         program = _traced(self.source or self.model)
         names = {name for name, _ in self.model.named_parameters()}
-        self.trainer = ExitTrainer(program, objective, names, torch.device("cpu"))
+        self.trainer = ExitTrainer(program, objective, names, torch.device(options.device))
         self.mark = {**asdict(objective), "layers": self.trainer.layers, "program": program.name}
         train, kept = split(read_corpus(data, program))
         width = min(options.window, program.info.context - 1) + 1
@@ -173,7 +177,7 @@ class _Training:
         for group in optimizer.param_groups:
             group["lr"] = self.options.rate * rising * falling
         windows = self.windows(step, self.options.batch)
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.options.half):
+        with torch.autocast(self.trainer.device.type, torch.bfloat16, enabled=self.options.half):
             loss = self.trainer.loss(windows, step, share, self.options.seed).total
         value = float(loss.detach())
         if not math.isfinite(value):
