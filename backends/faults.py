@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import math
 from typing import Any
 
@@ -90,9 +90,9 @@ def _check(where: str, weight: Weight, size: int, counts_back: bool) -> None:
 def check_kernels(program: Program, target: Target) -> None:
     """Whether a target runs a program no slower than what it came from.
 
-    Errors: `UnsupportedError` for weights of few bits on a GPU that no kernel takes there, as is so
-    of all on torch: the op's meaning, exact as it is, would take longer than the float weights; and
-    for what ONNX Runtime runs with graftwork's own kernels alone, where those are not.
+    Errors: `UnsupportedError` for weights of few bits on a GPU that no kernel takes there: the op's
+    meaning, exact as it is, would take longer than the float weights; and for what ONNX Runtime
+    runs with graftwork's own kernels alone, where those are not.
     """
     if target.backend == "onnxruntime" and any(f.calls(OWN) for f in program.functions.values()):
         # By name: the library loads where it is used.
@@ -106,12 +106,17 @@ def check_kernels(program: Program, target: Target) -> None:
     )
     for function in program.functions.values():
         for node in function.calls(*few):
-            if target.backend == "onnxruntime" and runs_on_cuda(node):
+            if runs_on_cuda(node, target.backend):
+                if target.backend == "torch" and importlib.util.find_spec("triton") is None:
+                    raise UnsupportedError(
+                        f"target {target}: products with weights of {node.kwargs['bits']} bits "
+                        f"need the package triton, which torch's builds for a GPU bring along"
+                    )
                 continue
             raise UnsupportedError(
-                f"target {target}: weights of {node.kwargs['bits']} bits ({site_of(node)} of "
-                f"{function.name}) have kernels on the CPU alone; take a recipe that does not "
-                f"quantize weights, in bfloat16 or float16, or {target.backend}:cpu"
+                f"target {target}: weights of {node.kwargs['bits']} bits in groups of "
+                f"{node.kwargs['group']} ({site_of(node)} of {function.name}) have kernels on the "
+                f"CPU alone; take groups of 32 or more, torch:cuda, or {target.backend}:cpu"
             )
 
 

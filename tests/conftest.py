@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import platform
 from collections.abc import Iterator
 
@@ -22,6 +23,10 @@ settings.load_profile("graftwork")
 # The libraries hold millions of objects that never go: looking through them as often as Python does
 # by itself is a tenth of the time of the suite.
 gc.set_threshold(100_000, 20, 100)
+
+# Triton decides when it is imported whether kernels are compiled or interpreted.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -19,7 +19,9 @@ import graftwork as gw
 from graftwork.backends.faults import check_memory
 from graftwork.backends.target import Target
 from graftwork.backends.torch.emit import emit
+from graftwork.backends.torch.gpu_products import quantized_linear
 from graftwork.ir import Function, InputError, Program, Sym, TensorType, UnsupportedError, type_of
+from graftwork.ir.numerics import Numeric
 
 ELSEWHERE = torch.device("meta")
 
@@ -63,25 +65,43 @@ def test_all_that_functions_make_is_on_their_device(name: str, tmp_path: Path) -
             assert result.device == ELSEWHERE, function
 
 
-@pytest.mark.parametrize(
-    ("backend", "group"),
-    [pytest.param("torch", 16, id="torch", marks=pytest.mark.long), ("onnxruntime", 8)],
-)
+@pytest.mark.parametrize(("backend", "group"), [("torch", 1), ("onnxruntime", 8)])
 def test_weights_of_few_bits_are_refused_where_they_have_no_kernels(
     backend: str, group: int
 ) -> None:
     """When a model is optimized, not when it first generates."""
     model = build(ARCHS["llama"])
     recipe = gw.Recipe.load("int4").with_options([f"quantize_weights.group={group}"])
-    with pytest.raises(UnsupportedError, match=r"weights of . bits .* on the CPU alone; take"):
+    said = rf"weights of . bits in groups of {group} .* on the CPU alone; take groups of 32"
+    with pytest.raises(UnsupportedError, match=said):
         gw.optimize(model, recipe, target=f"{backend}:cuda")
 
 
-def test_weights_of_few_bits_are_taken_where_they_have_kernels() -> None:
+@pytest.mark.parametrize("backend", ["torch", "onnxruntime"])
+def test_weights_of_few_bits_are_taken_where_they_have_kernels(backend: str) -> None:
     model = build(ARCHS["llama"])
     int4 = gw.Recipe.load("int4").with_options(["quantize_weights.group=16"])
     for recipe in ("baseline", "int8", int4):
-        gw.optimize(model, recipe, target="onnxruntime:cuda")
+        gw.optimize(model, recipe, target=f"{backend}:cuda")
+
+
+def test_kernels_of_a_gpu_need_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match="need the package triton"):
+        gw.optimize(build(ARCHS["llama"]), "int8", target="torch:cuda")
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 8])
+def test_products_of_few_bits_are_made_there_too(bits: int) -> None:
+    """By shape rules alone: of one token, some and a prompt's."""
+    type = Numeric(bits, 24, "affine").types(10, 48)[0]
+    weight = torch.empty(type.shape, dtype=torch.uint8, device=ELSEWHERE)
+    scale, offset = (torch.empty(10, 2, device=ELSEWHERE) for _ in range(2))
+    for tokens in (1, 20, 200):
+        x = torch.empty(1, tokens, 48, dtype=torch.bfloat16, device=ELSEWHERE)
+        with OneDevice():
+            found = quantized_linear(x, weight, scale, offset, bits=bits, group=24)
+        assert found.shape == (1, tokens, 10) and found.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,9 @@ def test_a_lone_token_is_one_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_products_that_cuda_has_no_kernel_for_are_refused() -> None:
     for bits, group, kind in ((4, 8, "affine"), (4, 32, "codebook")):
         fn, weights, _ = call(bits, group, kind)
-        assert not any(runs_on_cuda(node) for node in fn.calls(G.quantized_linear.default))
+        assert not any(
+            runs_on_cuda(node, "onnxruntime") for node in fn.calls(G.quantized_linear.default)
+        )
         with pytest.raises(UnsupportedError, match=r"CUDA's provider.*groups of"):
             emit(fn, WeightStore(weights), cuda=True)
 

@@ -19,6 +19,7 @@ from ..base import StatefulExecutable
 from ..faults import index_fault
 from ..pages import Trimmer, move_to_huge_pages
 from ..target import Target
+from . import gpu_products
 from .compiled import Compiled, any_size, for_gpu, inductor
 from .cpu import CPU_ROWS
 from .emit import emit
@@ -130,6 +131,8 @@ class TorchExecutable(StatefulExecutable):
 
     def kernels(self) -> tuple[KernelUse, ...]:
         """Of all functions: weights are laid out for kernels before any is compiled."""
+        if self.how == "cuda graphs":
+            return gpu_products.kernels_of(self.program)
         return kernels_of(self.lowered)
 
     def widths(self, function: str) -> Widths:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...ir.ops.attention import check_attend
+from .gpu_products import quantized_linear
 from .rows import Row
 from .rows import attend as library_attend
 
@@ -56,4 +57,7 @@ def attend(
     return out.reshape(batch, heads, width, dim)
 
 
-GPU_ROWS: dict[Any, Row] = {torch.ops.graftwork.attend.default: attend}
+GPU_ROWS: dict[Any, Row] = {
+    torch.ops.graftwork.attend.default: attend,
+    torch.ops.graftwork.quantized_linear.default: quantized_linear,
+}
