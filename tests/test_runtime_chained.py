@@ -34,6 +34,7 @@ from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.planned import Planned
 from graftwork.runtime import generate
+from graftwork.runtime.rounds.base import SOON
 from graftwork.runtime.rounds.chained import ChainedRound
 from graftwork.runtime.rounds.general import GeneralRound
 
@@ -105,6 +106,29 @@ def test_taken_where_chains_and_the_argmax_decide(draft: DraftRecord, never_gene
     prompt = plain(RULE, [1, 2, 3], 20)
     _, _, counts = decoded(executable, torch.tensor([prompt]), max_new_tokens=20, eos_token_id=[])
     assert counts["accepted_tokens"] > 5 and counts["new_tokens"] == 20
+
+
+@pytest.mark.parametrize("roomy", [True, False], ids=["roomy", "growing"])
+def test_a_text_that_fits_is_decoded_in_one_go(
+    roomy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every return to the loop costs time: with room for all of a text there is one, and caches
+    that grow do so for many steps at once."""
+    calls: list[int] = []
+    run = ChainedRound.run
+
+    def counted(self: ChainedRound, most: int | None) -> int:
+        calls.append(run(self, most))
+        return calls[-1]
+
+    monkeypatch.setattr(ChainedRound, "run", counted)
+    table = torch.eye(400).roll(1, 1)  # no token comes twice: no draft is accepted
+    made = program(400, context=400, draft=SuffixDraft(tokens=4))
+    executable = TableExecutable(lambda seen: table[seen[-1]], made, roomy=roomy)
+    asked = {"max_new_tokens": 300, "eos_token_id": []}
+    generate(executable, torch.arange(20)[None], **asked)  # type: ignore[arg-type]
+    assert sum(calls) == 299
+    assert len(calls) == 1 if roomy else len(calls) <= 299 // SOON
 
 
 @pytest.mark.parametrize("batch", [1, 3])
