@@ -101,7 +101,8 @@ def ours(folder: Path, recipe: str, target: str, args: argparse.Namespace) -> Ro
     executable.begin(1, 256)
     executable.reserve(256)
     # Plain decoding needs one width, and shows what all of them would cost.
-    own = (recipe != "baseline" and executable.widths("step").each) or args.widths
+    drafts = model.program.plan.columns > 0
+    own = (drafts and executable.widths("step").each) or args.widths
     costs = {w: step_seconds(executable, w, 64, 10) for w in args.widths if w in own}
     return {
         "rate": statistics.median(rates),
@@ -200,7 +201,7 @@ def main() -> None:
     parser.add_argument("models", type=Path, nargs="+", help="checkpoint folders")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--recipes", default="baseline,copyspec,recycling")
+    parser.add_argument("--recipes", default="baseline,copyspec,recycling,int8,int4")
     parser.add_argument("--backends", default="torch,onnxruntime")
     parser.add_argument("--alone", action="store_true", help="leave transformers out")
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)

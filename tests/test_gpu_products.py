@@ -213,5 +213,7 @@ def test_kernels_read_nothing_but_what_they_were_given(
     name: str, other: torch.Tensor, said: str
 ) -> None:
     gpu_products.few_bits(*operands())
+    with pytest.raises(InputError, match="bits: expected one of"):
+        gpu_products.few_bits(*operands()[:-1], 0)
     with pytest.raises(InputError, match=said):
         gpu_products.few_bits(*operands(**{name: other}))

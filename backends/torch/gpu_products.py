@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...ir import InputError, Program
 from ...ir.executable import KernelUse
-from ...ir.numerics import dequantize
+from ...ir.numerics import check_bits, dequantize
 from ...ir.ops.quantized import check_quantized_linear, round_rows
 from ..cuda_blocks import Units, units
 from ..kernel_uses import decomposed, uses
@@ -181,6 +181,7 @@ def _planned(
             f"graftwork_gpu.few_bits: expected three axes of x, four of bytes, and two of weight "
             f"and scale, got {[list(tensor.shape) for tensor in (x, weight, scale)]}"
         )
+    check_bits(bits)
     columns = weight.shape[1] * 8 // bits
     group = columns // scale.shape[1]
     tokens = x.shape[1]
