@@ -55,10 +55,10 @@ def with_guests(
 
 
 def _canonical(program: Program) -> Program:
-    """A model as it is right before it gets a cache."""
+    """A model as programs are that passes take it into, which fuse both alike later."""
     steps = arrange(Recipe.load("baseline").steps, facts_of(program))
-    end = next(i for i, step in enumerate(steps) if "cached" in step.pass_.provides)
-    return run_passes(program, steps[:end])[0]
+    end = next(i for i, step in enumerate(steps) if "canonical" in step.pass_.provides)
+    return run_passes(program, steps[: end + 1])[0]
 
 
 def _drafting(canonical: Program, traced: Program, name: str) -> Program:

@@ -208,10 +208,6 @@ def test_what_serves_texts_alone_is_refused(tmp_path) -> None:
         plain(ids)
     with pytest.raises(GraftworkError, match="writes from sources"):
         gw.optimize(model("bart"), "gptq", target="eager", data=[list(range(3, 60))])
-    model("bart").save_pretrained(tmp_path / "draft")
-    drafting = gw.Recipe.load("draft_model").with_options([f"draft_model.model={tmp_path}/draft"])
-    with pytest.raises(GraftworkError, match="choose a decoder-only model"):
-        gw.optimize(model("bart"), drafting, target="eager")
     alone = gw.optimize(build(shrunk("bart")), "baseline", target="eager")
     with pytest.raises(GraftworkError, match="reads no source"):
         alone.generate(ids, decoder_input_ids=ids)

@@ -10,6 +10,7 @@ import torch
 from ...ir import Function, InputError, PassError, Program, Role
 from ...ir.files import LARGE, read_json
 from .decoder_layer import free_layer
+from .guest_source import check_source, renumber_sources, with_encoder_of
 
 G = torch.ops.graftwork
 TOKENIZER = "tokenizer.json"
@@ -19,7 +20,7 @@ def guest_of(program: Program, model: str, owner: str, name: str) -> Program:
     """The model beside a program (`Program.guests`) that is to become its function `name`.
 
     Errors: `PassError` naming `owner` for a model that is not there, one whose tokens are others
-    than the program's, and one that writes from a source.
+    than the program's, and one that writes from a source that the program does not read.
     """
     guest = program.guests.get(model)
     if guest is None:
@@ -32,11 +33,7 @@ def guest_of(program: Program, model: str, owner: str, name: str) -> Program:
         raise PassError(f"{owner}: the program has a function {name!r} already")
     if guest.stage != "canonical" or guest.states:
         raise PassError(f"{owner}: expected {guest.name} at the stage canonical, got {guest.stage}")
-    if guest.plan.source.encoder is not None:
-        raise PassError(
-            f"{owner}: {guest.name} writes from a source, which nobody would read for it; choose a "
-            "decoder-only model"
-        )
+    check_source(program, guest, owner)
     ours, theirs = program.info.vocab_size, guest.info.vocab_size
     if ours != theirs:
         raise PassError(
@@ -54,7 +51,7 @@ def guest_of(program: Program, model: str, owner: str, name: str) -> Program:
 
 def with_step_of(program: Program, guest: Program, model: str, name: str, role: Role) -> Program:
     """The program with a guest's step as the function `name`, with caches and weights that are its
-    own, and without the guest."""
+    own, and without the guest. Its encoder, if it has one, joins the program's."""
     fn = Function(name, guest.step.copy().graph, role)
     first = free_layer(program.functions.values())
     for node in fn:
@@ -63,9 +60,13 @@ def with_step_of(program: Program, guest: Program, model: str, name: str, role: 
     for node in fn.calls(G.attention.default):
         layer = int(node.kwargs["layer"])  # type: ignore[arg-type]
         node.kwargs = {**node.kwargs, "layer": first + layer}
+    renumber_sources(fn, first)
     weights = [guest.weights[n].renamed(f"{name}.{n}") for n in guest.step.weights]
     rest = {path: other for path, other in program.guests.items() if path != model}
-    return program.with_function(fn, weights=program.weights.adding(*weights)).replace(guests=rest)
+    program = program.with_function(fn, weights=program.weights.adding(*weights))
+    if guest.plan.source.encoder is not None:
+        program = with_encoder_of(program, guest, name, first)
+    return program.replace(guests=rest)
 
 
 def untold(program: Program, guest: Program) -> tuple[str, ...]:
