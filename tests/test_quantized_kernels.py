@@ -53,8 +53,31 @@ def test_every_number_of_rows_and_every_kind_of_weight(bits, kind, processor):
 @pytest.mark.parametrize("bits", quantized.BITS)
 def test_a_group_may_be_the_whole_row(bits, processor):
     w = quantized.weight(1, 17, 4096, 1, bits, "symmetric", bias=True)
-    x = torch.ones(3, 4096)
-    assert torch.equal(linear(x, w), quantized.linear(x, w))
+    for count in (3, 20):
+        x = torch.ones(count, 4096)
+        x[1] = -1
+        assert torch.equal(linear(x, w), quantized.linear(x, w))
+
+
+@pytest.mark.parametrize("kind", quantized.KINDS)
+@pytest.mark.parametrize("bits", quantized.BITS)
+def test_many_rows_have_the_bits_of_few(bits, kind, processor):
+    """Which are multiplied another way: of the largest numbers, too, and in groups that fill no
+    block, or several of what sixteen bits hold."""
+    threads = torch.get_num_threads()
+    try:
+        for group, groups in ((1, 24), (20, 3), (130, 2), (1040, 1)):
+            w = quantized.weight(bits, 33, group, groups, bits, kind, half=True, bias=True)
+            x = quantized.rows(group, 45, w.q.shape[1])
+            x[1] = 1
+            want = quantized.linear(x, w)
+            for number, count in ((1, 45), (2, 45), (2, 31), (3, 17), (1, 16), (1, 15)):
+                torch.set_num_threads(number)
+                assert torch.equal(linear(x[:count], w), want[:count])
+            for first in range(0, 45, 4):
+                assert torch.equal(linear(x[first : first + 4], w), want[first : first + 4])
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_rows_bits_do_not_depend_on_the_others_or_on_threads(processor):

@@ -50,6 +50,11 @@ inline int32_t four_bytes(const int8_t* from) {
 // rows sums fit in registers. `beside`: places are in pairs of bytes, and beside a mark one is looked
 // up in the other table. CHAINS: of sums that wait for each other, as many as fill the time.
 // `reals<J>` and `look_up<J>` are of byte J of those of each output, the latter in a `Book` of floats.
+// MANY: from so many rows on, weights are unpacked once for all of them, and sums of MANY_ROWS fit
+// in registers; 0 where nothing is faster than `add`. `ManyOf` a format: how. A step of weights is
+// unpacked to WIDTH lines, each as long as it, a row's values have WIDTH bytes, and its `add` takes
+// four bytes of a row and of each output. The products of `limit` lines fit in its sums, of which
+// `whole` makes numbers.
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
@@ -60,6 +65,10 @@ struct Processor {
     typedef __m512 Real;
     static constexpr int PARTS = 1;
     static constexpr int ROWS = 8;
+    static constexpr int MANY = 0;
+    static constexpr int MANY_ROWS = 0;
+    template <class Format>
+    struct ManyOf;
     static constexpr int CHAINS = 4;
     template <bool WIDE>
     static constexpr int LEFT = 0;
@@ -154,6 +163,8 @@ struct Processor {
     typedef __m256 Real;
     static constexpr int PARTS = 2;
     static constexpr int ROWS = 4;
+    static constexpr int MANY = 16;
+    static constexpr int MANY_ROWS = 6;
     static constexpr int CHAINS = 1;
     static constexpr int LANES = OUTPUTS / PARTS;
     // Pairs of products are added up in 16 bits. Wide weights are signed ones for that, of which
@@ -207,6 +218,45 @@ struct Processor {
         sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
 
+    // Two ports multiply, and `add` has two or three things for them to do. Here it is one: weights
+    // of more than four bits are widened, products of others added up in 16 bits for some lines.
+    template <bool WIDENED>
+    struct Many {
+        static constexpr int WIDTH = WIDENED ? 2 : 1;
+
+        static constexpr int64_t limit(int bits) {
+            return WIDENED ? INT64_MAX / 2 : INT16_MAX / (2 * 127 * ((1 << bits) - 1));
+        }
+        // What line `which` has of a step: of each output two values, less `left`, or all four.
+        static Bytes unpacked(Bytes step, int which, int left) {
+            if constexpr (!WIDENED) return step;
+            const __m128i pair =
+                _mm_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1);
+            if (which) step = _mm256_srli_epi32(step, 16);
+            const Bytes both = _mm256_shuffle_epi8(step, _mm256_broadcastsi128_si256(pair));
+            return _mm256_sub_epi16(both, _mm256_set1_epi16(int16_t(left)));
+        }
+        static Bytes zero() { return _mm256_setzero_si256(); }
+        static void add(Bytes& sums, Bytes weights, const int8_t* values) {
+            const Bytes factor = _mm256_set1_epi32(four_bytes(values));
+            Bytes products;
+            // Sums fill the registers, and compilers keep all products before they add one.
+            if constexpr (WIDENED)
+                asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0"
+                    : "+x"(sums), "=&x"(products)
+                    : "x"(weights), "x"(factor));
+            else
+                asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0"
+                    : "+x"(sums), "=&x"(products)
+                    : "x"(weights), "x"(factor));
+        }
+        static Whole whole(Bytes sums) {
+            return WIDENED ? sums : _mm256_madd_epi16(sums, _mm256_set1_epi16(1));
+        }
+    };
+    template <class Format>
+    using ManyOf = Many<(Format::WIDE || Format::NUMBER > 4)>;
+
     static Real real(float value) { return _mm256_set1_ps(value); }
     static Real real(Whole value) { return _mm256_cvtepi32_ps(value); }
     static Real reals(const float* from, int part) { return _mm256_loadu_ps(from + part * LANES); }
@@ -253,6 +303,10 @@ struct Processor {
     };
     static constexpr int PARTS = 1;
     static constexpr int ROWS = 2;
+    static constexpr int MANY = 0;
+    static constexpr int MANY_ROWS = 0;
+    template <class Format>
+    struct ManyOf;
     static constexpr int CHAINS = 1;
     template <bool WIDE>
     static constexpr int LEFT = 0;
