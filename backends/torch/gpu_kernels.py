@@ -5,21 +5,24 @@ They read a weight u8[N, K*bits/8] as it is stored (see `ir.numerics`), each byt
 units are float32.
 """
 
+# Triton comes without types, and what it compiles takes none.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, import-untyped"
+
 from __future__ import annotations
 
 import math
 
 import torch
-import triton  # type: ignore[import-untyped,unused-ignore]
-import triton.language as tl  # type: ignore[import-untyped,unused-ignore]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from ..cuda_blocks import Units
 from .gpu_products import Way
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _units(weight, place, there, UNIT: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _units(weight, place, there, UNIT: tl.constexpr):
     """The units at some places, i32, the first byte lowest."""
     if UNIT == 3:
         low = tl.load(weight + 3 * place, mask=there, other=0).to(tl.int32)
@@ -31,8 +34,8 @@ def _units(weight, place, there, UNIT: tl.constexpr):  # type: ignore[no-untyped
     return unit
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _level(unit, p: tl.constexpr, book, BITS: tl.constexpr, BOOK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _level(unit, p: tl.constexpr, book, BITS: tl.constexpr, BOOK: tl.constexpr):
     """The p-th values of units: what is stored, or what it stands for in codebooks. BOOK: 0 without
     one, 1 with an entry for each that is stored, 2 if values stand in pairs."""
     MASK: tl.constexpr = (1 << BITS) - 1
@@ -47,8 +50,8 @@ def _level(unit, p: tl.constexpr, book, BITS: tl.constexpr, BOOK: tl.constexpr):
     return found
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _four(unit, p: tl.constexpr, book, BITS: tl.constexpr, BOOK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _four(unit, p: tl.constexpr, book, BITS: tl.constexpr, BOOK: tl.constexpr):
     """Four values of units as the bytes of an i32: those that are p-th in each byte, or of 3 and 6
     bits those from 4p on."""
     if 8 % BITS == 0 and BOOK == 0:
@@ -64,8 +67,8 @@ def _four(unit, p: tl.constexpr, book, BITS: tl.constexpr, BOOK: tl.constexpr): 
     return four
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _dot4(a, b, total, SIGNED: tl.constexpr, PLAIN: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _dot4(a, b, total, SIGNED: tl.constexpr, PLAIN: tl.constexpr):
     """total + the sum of a's four signed bytes times b's, which have a sign or not."""
     if PLAIN:
         for j in tl.static_range(4):
@@ -80,8 +83,8 @@ def _dot4(a, b, total, SIGNED: tl.constexpr, PLAIN: tl.constexpr):  # type: igno
     return total
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _by_group(product, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _by_group(product, GROUPS: tl.constexpr):
     """Sums [T,N,GROUPS] of runs of [T,N,C]."""
     T: tl.constexpr = product.shape[0]
     N: tl.constexpr = product.shape[1]
@@ -89,8 +92,8 @@ def _by_group(product, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.sum(tl.reshape(product, [T, N, GROUPS, EACH]), axis=3)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def few_tokens(  # type: ignore[no-untyped-def]
+@triton.jit
+def few_tokens(
     x,
     weight,
     scale,
@@ -152,7 +155,7 @@ def few_tokens(  # type: ignore[no-untyped-def]
     tl.store(result + t * N + n, tl.sum(total, axis=2, keep_dims=True), mask=there)
 
 
-@triton.constexpr_function  # type: ignore[untyped-decorator]
+@triton.constexpr_function
 def _code(shift: int, bits: int, less: int, half: bool, shared: bool, scaled: int) -> str:
     """PTX that makes numbers of 16 bits of values of two neighbouring units, $1 and $2.
 
@@ -180,7 +183,7 @@ def _code(shift: int, bits: int, less: int, half: bool, shared: bool, scaled: in
 
 
 @triton.jit
-def _halves(unit):  # type: ignore
+def _halves(unit):
     """The lower halves of two neighbouring units, and the upper ones."""
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;",
@@ -192,8 +195,8 @@ def _halves(unit):  # type: ignore
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _values(  # type: ignore[no-untyped-def]
+@triton.jit
+def _values(
     unit,
     p: tl.constexpr,
     times,
@@ -231,8 +234,8 @@ def _values(  # type: ignore[no-untyped-def]
     return found
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def some_tokens(  # type: ignore[no-untyped-def]
+@triton.jit
+def some_tokens(
     x,
     weight,
     scale,
