@@ -2,10 +2,12 @@
 
     python benchmarks/depth_curves.py MODEL --text FOLDER [--files FILES.json] [--small FOLDER]
         [--methods "d3;calm, margin"] [--windows 8] [--length 192] [--prompt 64] [--steps 150]
-        [--target T] [--json F] [--svg F]
+        [--set free.depth_deferred.exit=10] [--values "[0.2, 0.1]"] [--target T] [--json F]
+        [--svg F]
 
-Each method is run over its knob. Windows of held-out text are read token by token, as in decoding:
-the first `prompt` tokens as a prompt, and then whatever the model says, the text goes on as it is.
+Each method is run over its knob, by the values in METHODS or those given. Windows of held-out text
+are read token by token, as in decoding: the first `prompt` tokens as a prompt, and then whatever
+the model says, the text goes on as it is.
 So every token is predicted under the rows that the method itself left behind, and each method by
 the same text. Perplexity is over that of the whole model; agreement is how often the likeliest
 token is the whole model's. The share of layers is that of the tokens behind the prompt; what makes
@@ -30,7 +32,7 @@ import matplotlib
 import torch
 from cycler import cycler
 from quality import calibration_ids, cut, read_texts, text_paths
-from systems import optimized_model, text_parser
+from systems import optimized_model, text_parser, with_settings
 
 import graftwork as gw
 from graftwork.backends import Target
@@ -190,6 +192,8 @@ def main() -> None:
     parser.add_argument("--small", type=Path, help="a smaller model with the same tokenizer")
     parser.add_argument("--methods", default=";".join(METHODS), help="by ';', of those above")
     parser.add_argument("--steps", type=int, default=150, help="of teaching heads and routers")
+    parser.add_argument("--set", action="append", default=[], metavar="RECIPE.PASS.OPTION=VALUE")
+    parser.add_argument("--values", type=json.loads, help="a list in JSON")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--length", type=int, default=192)
     parser.add_argument("--prompt", type=int, default=64)
@@ -223,10 +227,12 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            recipe, knob, values = METHODS[name]
+            recipe, knob, usual = METHODS[name]
+            values = usual if args.values is None else args.values
             more = settings(args, name, documents, Path(folder))
             for value in values:
-                chosen = Recipe.load(recipe).with_options([f"{knob}={value}", *more])
+                given = with_settings(recipe, args.set)
+                chosen = given.with_options([f"{knob}={value}", *more])
                 losses, best, layers = measured(args, chosen, windows, documents)
                 worse = (sum(losses) - sum(nats)) / len(nats)
                 alike = sum(a == b for a, b in zip(best, said, strict=True)) / len(said)

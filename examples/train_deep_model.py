@@ -8,7 +8,7 @@ standard library with the tokenizer of graftwork's bundled model (2,048 tokens).
 LayerSkip's, for training from scratch: dropout up to 0.1 that rises with the depth and over the
 training, early-exit losses of every fourth layer in turn. DIR is a checkpoint folder after every
 250 steps, so it can be used while training goes on; an interrupted run goes on with --resume.
-prompts.jsonl has 24 prompts cut from files that were kept apart.
+prompts.jsonl has 24 prompts cut from files that were kept apart, heldout_files.json their names.
 
 Why this shape: drafts of the first layers pay where a step of a few tokens costs what a step of one
 does. At hidden 256 the weights of 20 layers, 58 MB, come from memory; at hidden 128 those of 24 lie
@@ -113,6 +113,7 @@ def main() -> None:
     prompts = cut_prompts(tokenizer, corpus.heldout, args.seed, PROMPTS)
     lines = [json.dumps(prompt, ensure_ascii=False) + "\n" for prompt in prompts]
     (out / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+    (out / "heldout_files.json").write_text(json.dumps({"files": list(corpus.heldout)}, indent=1))
     console.print(f"{trained.steps} steps; held-out loss in nats a token by layers:")
     console.print(", ".join(f"{n + 1}: {loss:.2f}" for n, loss in enumerate(trained.after)))
 
