@@ -23,7 +23,7 @@ from dataclasses import replace
 import torch
 import torch.fx
 
-from ...ir import Function, PassError, Program, Weight, type_of
+from ...ir import Function, PassError, Program, Weight, arguments, type_of
 from ...ir.plan import Encoded
 from ..fusing.cse import merge_equal
 
@@ -85,11 +85,11 @@ def renumber_sources(fn: Function, first: int) -> None:
     """Have a guest's step read what `with_encoder_of` makes for it; edits the function."""
     read: set[torch.fx.Node] = set()
     for node in fn.calls(G.source_attention.default):
-        read.update(n for n in node.all_input_nodes if n.op == "placeholder" and n in fn.inputs)
-        node.kwargs = {**node.kwargs, "layer": first + int(node.kwargs["layer"])}  # type: ignore[arg-type]
-    for node in read:
-        if str(node.target).startswith("cross."):
-            node.target = _numbered(str(node.target), first)
+        given = arguments(node)
+        read |= {given["k"], given["v"]}
+        node.kwargs = {**node.kwargs, "layer": first + int(given["layer"])}
+    for made in read:
+        made.target = _numbered(str(made.target), first)
 
 
 def _numbered(name: str, first: int) -> str:
