@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from archs import error, tokens_and_positions
+from archs import ARCHS, build, error, tokens_and_positions
 from source_models import TYPES, model, sources, written
 from test_architectures import same_tokens
 from test_pictures import ASKED, expected, model_of, prompt_of, read_of
@@ -92,3 +92,23 @@ def test_small_states_generate(backend: str) -> None:
     found = fast.generate(ids, **given)
     assert found.shape == want.shape
     assert torch.equal(found, fast.generate(ids, **given))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_mixtures_give_transformers_logits(name: str, backend: str, dtype: str) -> None:
+    """Of a prompt, of which many experts are needed, and of one token; most of them, as what is
+    rounded may choose another expert where two are nearly as good."""
+    reference = build(ARCHS[name])
+    ids, _ = tokens_and_positions(tokens=40)
+    with torch.no_grad():
+        want = reference(input_ids=ids, use_cache=False).logits
+    fast = gw.optimize(reference, "baseline", target=f"{backend}:{DEVICE}:{dtype}")
+    bound = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}[dtype]
+    for width in (40, 1):
+        got = fast(ids[:, :width]).float().cpu()
+        off = (got - want[:, :width]).abs().amax(-1) / want.abs().max()
+        assert off.median() < bound
+    text = fast.generate(ids[:1], max_new_tokens=8, pad_token_id=0)
+    assert torch.equal(text, fast.generate(ids[:1], max_new_tokens=8, pad_token_id=0))

@@ -13,21 +13,22 @@ from torch._decomp import decomposition_table
 
 from ...ir import Function, UnsupportedError
 from ...ir.expand import expand
-from .emit import row_of, targets_with_rows
+from .emit import Guard, row_of, targets_with_rows
 
 _DEPTH = 8  # meanings within meanings; a loop would never end otherwise
 
 
-def decompose(function: Function, native: bool = False) -> int:
+def decompose(function: Function, native: bool = False, refused: Guard | None = None) -> int:
     """Replace calls without a row, in place. Returns how many were replaced.
 
-    native: graftwork's own ops may be among the rows, see `emit`.
+    native: graftwork's own ops may be among the rows, see `emit`. refused: calls whose row is not
+    for this target.
     Errors: `UnsupportedError` naming an op that has neither a row nor a decomposition.
     """
     count = 0
     for _ in range(_DEPTH):
         calls = (n for n in function.calls() if n.target is not operator.getitem)
-        todo = [node for node in calls if not row_of(node, native)]
+        todo = [n for n in calls if not row_of(n, native) or (refused and refused(n))]
         if not todo:
             return count
         for node in todo:

@@ -23,6 +23,7 @@ from .attention import OVERHANG
 from .device_weights import DeviceWeights
 from .emit import emit
 from .lower import Variant, lower
+from .probe import mixtures_work
 from .repeated import RepeatedCall
 from .routing import COUNTED, Route, Router
 from .rows_quantized import needs_packing
@@ -33,6 +34,9 @@ from .wide import widen
 
 GRAIN = 64
 """Capacities are multiples of this many rows (or the limit)."""
+
+
+MIXTURES = (torch.ops.graftwork.moe.default, torch.ops.graftwork.quantized_moe.default)
 
 
 class OnnxExecutable(StatefulExecutable):
@@ -137,10 +141,16 @@ class OnnxExecutable(StatefulExecutable):
             )
         self.buffers.reserve(route.rows + route.overhang)  # for what nobody asked for
 
+    def _refused(self, node: torch.fx.Node) -> bool:
+        """Whether the target has no kernel for a call that other targets have one for."""
+        if node.target not in MIXTURES or self.target.device == "cpu":
+            return False
+        return not mixtures_work(self.target.device, type_of(node).dtype)
+
     @traces
     def _compile(self, function: str, variant: Variant) -> Step:
         native = self.target.device == "cpu"
-        lowered = lower(self.program, function, variant, native=native)
+        lowered = lower(self.program, function, variant, native=native, refused=self._refused)
         fn = lowered.function(function)
         # Numbered: a name that came with a file says nothing about where to write.
         number = list(self.program.functions).index(function)

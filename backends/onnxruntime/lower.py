@@ -40,7 +40,7 @@ from . import (
 from .attention import GQA, OWN, Counted, Kernel, lower_attention
 from .calls import source_of
 from .decompose import decompose
-from .emit import targets_with_rows
+from .emit import Guard, targets_with_rows
 from .norms import fuse_norms
 from .views import simplify_views
 
@@ -68,11 +68,16 @@ register_lowered("onnxruntime", lambda target: target in targets_with_rows())
 
 
 def lower(
-    program: Program, name: str, variant: Variant = "chain", *, native: bool = False
+    program: Program,
+    name: str,
+    variant: Variant = "chain",
+    *,
+    native: bool = False,
+    refused: Guard | None = None,
 ) -> Program:
     """The program with only function `name`, in ops that have rows.
 
-    native: graftwork's own ops may be among them, see `emit`.
+    native: graftwork's own ops may be among them, see `emit`. refused: see `decompose`.
     Errors: `UnsupportedError` naming an op that has neither a row nor a decomposition.
     """
     fn, weights = program.function(name).copy(), program.weights
@@ -85,7 +90,7 @@ def lower(
         weights = lower_attention(fn, weights, KERNELS[variant])
     fuse_norms(fn)
     simplify_views(fn)  # attention's output comes back as a transpose of what the next op wants
-    decompose(fn, native)
+    decompose(fn, native, refused)
     simplify_views(fn)
     merge_equal(fn)
     sweep(fn)

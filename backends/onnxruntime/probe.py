@@ -15,7 +15,7 @@ from ...ir.errors import GraftworkWarning
 from .. import tiles
 from ..target import Target
 from .attention import Counted
-from .emit import IR_VERSION, MICROSOFT, OPSETS, OWN, emit
+from .emit import DTYPES, IR_VERSION, MICROSOFT, OPSETS, OWN, emit
 from .ops import ort_attend, ort_gqa
 from .session import providers, register_own_ops
 from .wide import widen
@@ -123,6 +123,70 @@ def attention_kernel_works(device: str, dtype: torch.dtype, variant: Counted) ->
             stacklevel=3,
         )
     return not reason
+
+
+@lru_cache(maxsize=8)
+def mixtures_work(device: str, dtype: torch.dtype) -> bool:
+    """Whether ONNX Runtime's kernel for mixtures of experts runs there in that dtype, and is right.
+
+    (On some GPUs the float32 one wants more shared memory than they have, and fails when it runs.)
+    """
+    x, logits, gate_up, down = _mixture()
+    where = Target(device=device)
+    try:
+        got = _run(_mixture_model(gate_up, down, dtype), {"x": x, "logits": logits}, where)
+    except Exception as error:  # the library's errors have no common base
+        reason = str(error).strip().partition("\n")[0]
+    else:
+        shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+        gates, ups = (np.einsum("nh,efh->nef", x, w) for w in (gate_up[:, ::2], gate_up[:, 1::2]))
+        hidden = gates / (1 + np.exp(-gates)) * ups
+        wanted = np.einsum("nef,ehf,ne->nh", hidden, down, shares)
+        right = np.allclose(got[0], wanted, rtol=3e-2, atol=3e-2)
+        reason = "" if right else "it gives wrong numbers"
+    if reason:
+        warnings.warn(
+            f"mixtures of experts in {str(dtype).removeprefix('torch.')} compute one expert after "
+            f"another on {device}, which is slower, because ONNX Runtime's kernel does not run: "
+            f"{reason}",
+            GraftworkWarning,
+            stacklevel=3,
+        )
+    return not reason
+
+
+def _mixture() -> tuple[Any, ...]:
+    """Rows [N,H], logits [N,E] of routers of which two are chosen, gates and ups in turns [E,2F,H],
+    and [E,H,F]."""
+    random = np.random.default_rng(0)
+    sizes = (3, 64), (4, 256, 64), (4, 64, 128)
+    x, gate_up, down = (random.standard_normal(size, np.float32) / 4 for size in sizes)
+    none = -np.inf
+    rows = [[0.5, none, none, 0], [none, 1, 0, none], [none, none, 0, 2]]
+    return x, np.array(rows, np.float32), gate_up, down
+
+
+def _mixture_model(gate_up: Any, down: Any, dtype: torch.dtype) -> oir.Model:
+    """A mixture that computes in this dtype, of rows and logits in float32."""
+    float_ = oir.DataType.FLOAT
+    sizes = {"x": ["N", gate_up.shape[2]], "logits": ["N", len(gate_up)]}
+    given = [oir.val(name, float_, dims) for name, dims in sizes.items()]
+    for name, array in (("gate_up", gate_up), ("down", down)):
+        tensor = oir.tensor(array, name=name)
+        given.append(oir.val(name, float_, list(array.shape), const_value=tensor))
+    casts = [oir.node("Cast", [value], {"to": DTYPES[dtype]}) for value in given]
+    x, logits, first, second = (cast.outputs[0] for cast in casts)
+    options = {"k": 2, "activation_type": "swiglu", "swiglu_fusion": 1}
+    options |= {"normalize_routing_weights": 1, "activation_alpha": 1.0, "activation_beta": 0.0}
+    mixture = oir.node("MoE", [x, logits, first, None, second], options, domain=MICROSOFT)
+    last = oir.node("Cast", mixture.outputs, {"to": float_})
+    last.outputs[0].name = "out"
+    last.outputs[0].dtype, last.outputs[0].shape = float_, oir.Shape(sizes["x"])
+    nodes = [*casts, mixture, last]
+    graph = oir.Graph(given[:2], last.outputs, nodes=nodes, opset_imports=OPSETS, name="probe")
+    for value in given[2:]:
+        graph.register_initializer(value)
+    return oir.Model(graph, ir_version=IR_VERSION)
 
 
 def _ran_alone(
