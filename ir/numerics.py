@@ -38,6 +38,10 @@ LOOKED_UP = 4
 Kind = Literal["symmetric", "affine", "codebook", "pairs"]
 
 
+AT_ONCE = 1 << 18
+"""Values that are rounded at a time on the CPU, so that what lies between stays in its caches."""
+
+
 class Quantized(NamedTuple):
     """A weight [N,K] as it is stored: weight u8[N,K*bits/8]; scale and offset [N,K/group], offset
     for affine weights only; codebook f32[L] or f32[S,L] for those that have one of their own."""
@@ -156,8 +160,18 @@ class Numeric:
         codebook's largest. Scales are rounded to their dtype before they are used.
         Errors: `InputError` for columns that do not fit, or scales that their dtype cannot hold.
         """
+        self.types(*weight.shape)
+        pieces = weight.split(max(1, AT_ONCE // weight.shape[1])) if weight.is_cpu else (weight,)
+        found = [self._quantized(piece, codebook) for piece in pieces]
+        offsets = [part.offset for part in found if part.offset is not None]
+        return Quantized(
+            torch.cat([part.weight for part in found]),
+            torch.cat([part.scale for part in found]),
+            torch.cat(offsets) if offsets else None,
+        )
+
+    def _quantized(self, weight: Tensor, codebook: Tensor | None) -> Quantized:
         rows, columns = weight.shape
-        self.types(rows, columns)
         grouped = weight.float().reshape(rows, columns // self.group, self.group)
         if codebook is not None:
             scale = self._scale(grouped.abs().amax(-1) / codebook.abs().max())
@@ -279,10 +293,12 @@ def pack(values: Tensor, bits: int) -> Tensor:
         raise InputError(f"{values.shape[-1]} values of {bits} bits fill no whole bytes")
     if several == size:
         return values.to(torch.uint8)
-    units = values.to(torch.int32).unflatten(-1, (-1, several))
-    word = units[..., 0]
+    units = values.to(torch.uint8 if size == 1 else torch.int32).unflatten(-1, (-1, several))
+    word: Tensor = units[..., 0]
     for place in range(1, several):
         word = word + units[..., place] * 2 ** (bits * place)
+    if size == 1:
+        return word
     made = [word // 256**place % 256 for place in range(size)]
     return torch.stack(made, -1).to(torch.uint8).flatten(-2)
 

@@ -8,13 +8,16 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from archs import ARCHS, build
 from handmade import Shape, cached_llama
 from onnxruntime_helpers import without_own_attention
 from selection import one_in
 from test_onnxruntime_lowering import KERNEL, PLAIN, TREE, name_of
 from tiny import in_int8
 
+import graftwork as gw
 from graftwork.backends import Target, compile
+from graftwork.backends.onnxruntime import executable as executables
 from graftwork.backends.onnxruntime import probe, step
 from graftwork.backends.onnxruntime.executable import GRAIN, OnnxExecutable
 from graftwork.backends.onnxruntime.probe import attention_kernel_works
@@ -447,3 +450,39 @@ def test_a_session_keeps_no_memory_of_prompts(monkeypatch: pytest.MonkeyPatch) -
         (compiled,) = made._made["step"].values()
         took.append([bound.how is not None for bound in compiled.bound.values()])
     assert took == [[False, False], [True, False]]
+
+
+def test_why_the_mixtures_kernel_is_not_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe.mixtures_work.cache_clear()
+    assert probe.mixtures_work("cpu", torch.float32) and probe.mixtures_work("cpu", torch.float16)
+    run_it = probe._run
+    monkeypatch.setattr(probe, "_run", lambda *given: [2 * out for out in run_it(*given)])
+    probe.mixtures_work.cache_clear()
+    with pytest.warns(GraftworkWarning, match="float32.*one expert after another.*wrong numbers"):
+        assert not probe.mixtures_work("cpu", torch.float32)
+    probe.mixtures_work.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_mixtures_run_without_their_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device whose kernel fails when it runs: of few tokens and of many."""
+    model = build(ARCHS[name])
+    fast = gw.optimize(model, target="onnxruntime")
+    ids = torch.randint(3, 128, (1, 40), generator=torch.Generator().manual_seed(2))
+    want = fast(ids)
+    monkeypatch.setattr(
+        OnnxExecutable, "_refused", lambda self, node: node.target in executables.MIXTURES
+    )
+    emitted: set[str] = set()
+    emit = executables.emit
+
+    def noted(*args: Any, **options: Any) -> Any:
+        made = emit(*args, **options)
+        emitted.update(node.op_type for node in made.model.graph)
+        return made
+
+    monkeypatch.setattr(executables, "emit", noted)
+    apart = gw.optimize(model, target="onnxruntime")
+    torch.testing.assert_close(apart(ids), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(apart(ids[:, :1]), want[:, :1], rtol=1e-4, atol=1e-4)
+    assert emitted and "MoE" not in emitted

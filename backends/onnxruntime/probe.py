@@ -176,7 +176,7 @@ def _mixture_model(gate_up: Any, down: Any, dtype: torch.dtype) -> oir.Model:
         given.append(oir.val(name, float_, list(array.shape), const_value=tensor))
     casts = [oir.node("Cast", [value], {"to": DTYPES[dtype]}) for value in given]
     x, logits, first, second = (cast.outputs[0] for cast in casts)
-    options = {"k": 2, "activation_type": "swiglu", "swiglu_fusion": 1}
+    options: dict[str, Any] = {"k": 2, "activation_type": "swiglu", "swiglu_fusion": 1}
     options |= {"normalize_routing_weights": 1, "activation_alpha": 1.0, "activation_beta": 0.0}
     mixture = oir.node("MoE", [x, logits, first, None, second], options, domain=MICROSOFT)
     last = oir.node("Cast", mixture.outputs, {"to": float_})
