@@ -22,7 +22,7 @@ G = torch.ops.graftwork
 
 @dataclass(frozen=True)
 class StepFeed:
-    """What a step is fed: see `Feeder.run`."""
+    """What a step is fed: see `Feeder.run`. single: it can be run as `Feeder.run_single` does."""
 
     rows: Sequence[Sequence[int]]
     past: Sequence[int]
@@ -30,6 +30,7 @@ class StepFeed:
     width: int
     fetch: tuple[str, ...]
     trees: Sequence[Draft] | None = None
+    single: bool = False
 
 
 class DepthPolicy(Resumes):
@@ -66,6 +67,8 @@ class DepthPolicy(Resumes):
 
     def run_parts(self, parts: Sequence[str], step: StepFeed, fetch: tuple[str, ...]) -> Outputs:
         """Some of the step's parts, or what stands in for them, on its tokens."""
+        if step.single:
+            return self.feeder.run_single(tuple(parts), step.rows, step.past, step.starts, fetch)
         return self.feeder.run_parts(
             tuple(parts), step.rows, step.past, step.starts, step.width, fetch, step.trees
         )

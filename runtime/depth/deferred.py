@@ -60,7 +60,9 @@ class DeferredPolicy(DepthPolicy):
         self.learnt: Learnt = self.executable.scratch(DeferredPolicy).setdefault(
             self.record, Learnt(self.record)
         )
-        self.count = self.executable.program.plan.step.cuts.index(self.record.exit) + 1
+        count = self.executable.program.plan.step.cuts.index(self.record.exit) + 1
+        self.shallow, self.deep = tuple(self.parts[:count]), tuple(self.parts[count:])
+        self.before = sum(self.sizes[:count])
 
     def feed(self, step: StepFeed) -> Outputs:
         """See `DepthPolicy.feed`."""
@@ -68,13 +70,11 @@ class DeferredPolicy(DepthPolicy):
         if any(len(row) > 1 for row in step.rows):  # drafts are verified by all layers
             self._make_up()
             return super().feed(step)
-        shallow, deep = tuple(self.parts[: self.count]), tuple(self.parts[self.count :])
-        feeder, place = self.feeder, (step.rows, step.past, step.starts)
         if max(self.lacking) >= self.record.pending:
-            feeder.run_parts(shallow, *place, step.width, ())
+            self.run_parts(self.shallow, step, ())
         else:
             wanted = tuple(dict.fromkeys(("logits", *step.fetch)))
-            outputs = feeder.run_parts((*shallow, self.head), *place, step.width, wanted)
+            outputs = self.run_parts((*self.shallow, self.head), step, wanted)
             live = [index for index, text in enumerate(self.texts) if not text.done]
             sure = margins(outputs, live)
             if self.learnt.learns:
@@ -82,14 +82,14 @@ class DeferredPolicy(DepthPolicy):
                 for index, said in zip(live, zip(sure, best, strict=True), strict=True):
                     self.asked[index].append(said)
             if all_sure(self.learnt.record, self.texts, live, sure):
-                self.ran = sum(self.sizes[: self.count])
+                self.ran = self.before
                 for index, text in enumerate(self.texts):
                     self.lacking[index] += not text.done
                 return outputs
         if not any(self.lacking) and not any(self.asked):
-            return feeder.run_parts((*deep, self.head), *place, step.width, step.fetch)
-        self._deepen(deep, step, 1)
-        return feeder.run_parts((self.head,), *place, step.width, step.fetch)
+            return self.run_parts((*self.deep, self.head), step, step.fetch)
+        self._deepen(step, 1)
+        return self.run_parts((self.head,), step, step.fetch)
 
     def _make_up(self) -> None:
         """Make all rows that are lacking."""
@@ -97,9 +97,9 @@ class DeferredPolicy(DepthPolicy):
             past = [0 if text.done else text.rows for text in self.texts]
             starts = [0 if text.done else text.position for text in self.texts]
             step = StepFeed([[] for _ in past], past, starts, 1, ())
-            self._deepen(tuple(self.parts[self.count :]), step, 0)
+            self._deepen(step, 0)
 
-    def _deepen(self, deep: tuple[str, ...], step: StepFeed, more: int) -> None:
+    def _deepen(self, step: StepFeed, more: int) -> None:
         """Run the deeper layers on what is lacking and `more` tokens behind it."""
         lacking = [
             0 if text.done else count for text, count in zip(self.texts, self.lacking, strict=True)
@@ -109,7 +109,7 @@ class DeferredPolicy(DepthPolicy):
         # Deeper layers take up states and are fed no tokens: these only say how many there are.
         rows = [[0] * (count + more) for count in lacking]
         width = self.feeder.width(max(map(len, rows)), max(past))
-        self.feeder.run_parts(deep, rows, past, starts, width, ())
+        self.feeder.run_parts(self.deep, rows, past, starts, width, ())
         if any(self.asked):
             outputs = self.feeder.run_parts((self.head,), rows, past, starts, width, ("logits",))
             self.learnt.compare(self.asked, outputs["logits"].argmax(-1).tolist())

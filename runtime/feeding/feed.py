@@ -247,6 +247,33 @@ class Feeder:
         self.seconds += perf_counter() - start
         return outputs
 
+    def run_single(
+        self,
+        parts: tuple[str, ...],
+        rows: Sequence[Sequence[int]],
+        past: Sequence[int],
+        starts: Sequence[int],
+        fetch: tuple[str, ...],
+    ) -> Outputs:
+        """As `run_parts`, of one token of each sequence, known to the model, for which there is
+        room (see `takes_single`). It touches little: after a model has run, that is what costs."""
+        memory = self.buffers(1, parts)
+        tokens, positions, rows_before = memory.tokens, memory.positions, memory.past
+        for index, row in enumerate(rows):
+            tokens[index] = row[0] if row else 0
+            positions[index] = starts[index]
+            rows_before[index] = past[index]
+        call = memory.chain.fetching(self.executable, fetch)
+        start = perf_counter()
+        outputs = call()
+        self.seconds += perf_counter() - start
+        return outputs
+
+    @property
+    def takes_single(self) -> bool:
+        """Whether there are steps of one token, and nothing is kept of them but their rows."""
+        return self.width(1, 0) == 1 and not self.logged
+
     def run_picking(
         self,
         rows: Sequence[Sequence[int]],

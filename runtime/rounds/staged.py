@@ -50,12 +50,16 @@ class StagedRound(GeneralRound):
         """Up to `most` steps, or until a text ends. How many."""
         decoding, texts, depth = self.decoding, self.decoding.texts, self.decoding.depth
         vocabulary, commit = decoding.program.info.vocab_size, decoding.stopping.commit
+        room, single = decoding.make_room(1, 1), decoding.feeder.takes_single
+        most = room if most is None else min(most, room)
         steps, skipped, ended = 0, 0.0, False
         while steps != most and not ended:
             rows = [[] if text.done else [text.tokens[-1]] for text in texts]
             past = [0 if text.done else text.rows for text in texts]
             starts = [0 if text.done else text.position for text in texts]
-            said = depth.feed(StepFeed(rows, past, starts, 1, FETCH)).integers("argmax")
+            said = depth.feed(StepFeed(rows, past, starts, 1, FETCH, single=single)).integers(
+                "argmax"
+            )
             steps += 1
             skipped += depth.total - depth.ran
             for index in live:
