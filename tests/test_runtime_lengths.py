@@ -263,8 +263,26 @@ def test_goodput_says_for_how_long_it_rests():
         if left % 2:
             policy.observe(taken([NO_DRAFT], [()]), 0.0, 1.0)
         else:
-            policy.rested(1)
+            policy.rested(1, 1.0)
     assert policy.rest() == 0
+
+
+@pytest.mark.parametrize(("resting", "drafts"), [(1.0, True), (0.6, False)])
+def test_goodput_compares_drafts_with_steps_of_a_rest(resting, drafts):
+    """Two tokens in 1.3 steps pay, unless a plain step while nothing drafts takes 0.6 of one."""
+    world = World(1, 1.0, 0.3)
+    policy = GoodputPolicy(GoodputLength(), world.executable, 1)
+    done, spent, sizes = 0, 0.0, []
+    while done < 2000:
+        if (rest := policy.rest()) >= 4:
+            policy.rested(rest, resting * rest)
+            done, spent = done + rest, spent + resting * rest
+        else:
+            gained, seconds = world.play_step(policy, 2000)
+            done, spent = done + gained, spent + seconds
+            sizes.append(world.sizes[-1])
+    assert (sum(map(bool, sizes)) > 500) == drafts
+    assert spent < 2000 * min(resting, 0.65) / 0.95
 
 
 def test_goodput_decides_rarely_while_drafts_do_not_pay():
@@ -281,7 +299,7 @@ def test_goodput_decides_rarely_while_drafts_do_not_pay():
     policy._size = counting
     for _ in range(40):
         while (rest := policy.rest()) > 0:
-            policy.rested(rest)
+            policy.rested(rest, float(rest))
         world.play_step(policy, 100)
     assert policy.known.steps > 10 * decisions
 
@@ -312,7 +330,7 @@ def test_goodput_prices_the_width_that_is_compiled():
     """Widths 4 and 16: two draft tokens cost what three do, and one what none does."""
     policy = GoodputPolicy(GoodputLength(), Executable(10, widths=(4, 16)), 1)
     assert policy.widths.tolist() == [4, 4, 4, 4] + [16] * 7
-    for _ in range(5):
+    for _ in range(10):
         assert policy.limits([20]) == [0]
         policy.observe(taken([NO_DRAFT], [()]), 0, 1.0)
     assert policy.limits([20]) == [3]

@@ -126,7 +126,7 @@ class RestingRound(PlainRound):
     def run(self, most: int | None) -> int:
         """See `Round.run`."""
         texts, wanted, made = self.decoding.texts, self.wants() if most is None else most, 0
-        live = len(self.decoding.live)
+        live, before = len(self.decoding.live), self.clock()
         while made < wanted and len(self.decoding.live) == live > 0:
             starts = [0 if text.done else len(text.tokens) for text in texts]
             steps = super().run(min(MISSED, wanted - made))
@@ -134,7 +134,7 @@ class RestingRound(PlainRound):
             made += steps
             if self.decoding.room() == 0:
                 break  # the cache policy must have its turn
-        self.decoding.length.rested(made)
+        self.decoding.length.rested(made, self.clock() - before)
         return made
 
 

@@ -53,8 +53,9 @@ class LengthPolicy:
         """Steps from now on in which nothing will be drafted, whatever they yield."""
         return 0
 
-    def rested(self, steps: int) -> None:
-        """So many of them were made, one token each, and `observe` was not told."""
+    def rested(self, steps: int, seconds: float) -> None:
+        """So many of them were made in so many seconds, one token each, and `observe` was not
+        told."""
 
     def observe(self, taken: VerifiedStep, drafting: float, step: float) -> None:
         """After each step. drafting: seconds that the drafts took; step: the step and its check."""

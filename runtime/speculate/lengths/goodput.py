@@ -38,7 +38,8 @@ MOST_EVERY = 1024
 class Knowledge:
     """What was learned with an executable at a batch size; it outlives a generation.
 
-    costs: seconds of a step by width. making: seconds that a draft takes by its size. seen, hits:
+    costs: seconds of a step by width; resting: of one while nothing is drafted for a while, under
+    width 1. making: seconds that a draft takes by its size. seen, hits:
     f64[most], how often draft token i was verified and accepted, older drafts counting less. lost:
     seconds, next to plain decoding of `tokens` tokens. steps, whole, plain: steps
     so far, and at the last one with a whole draft or none. patience: steps from a whole draft to
@@ -46,11 +47,12 @@ class Knowledge:
     """
 
     def __init__(self, most: int) -> None:
-        self.costs, self.making = Costs(), Costs()
+        self.costs, self.resting, self.making = Costs(), Costs(), Costs()
         self.making.add(0, 0.0)
         self.lost = self.tokens = 0.0
         self.steps = self.whole = self.plain = 0
         self.patience = self.until = 0
+        self.looked = False
         # One imagined draft, whose later tokens were accepted ever more rarely.
         self.seen = np.ones(most)
         self.hits = 1 / np.arange(2.0, most + 2)
@@ -64,6 +66,12 @@ class Knowledge:
             self.seen[:size] = FORGET * self.seen[:size] + 1
             self.hits[:size] *= FORGET
             self.hits[list(path)] += 1
+
+    def plain_step(self, width: int) -> float:
+        """Seconds of a step without a draft, which has this width. Those of a rest may take less:
+        they need not be made in the parts that drafts are made of."""
+        step = self.costs.one(width)
+        return min(step, self.resting.one(1)) if self.resting.widths else step
 
     def expected(self) -> Any:
         """Tokens that a step yields with the first 0..most draft tokens, f64[most+1]."""
@@ -106,9 +114,13 @@ class GoodputPolicy(LengthPolicy):
             return 0  # plain steps teach nothing about drafts
         if costs.known(int(self.widths[0])) < SURE or known.steps - known.plain >= PLAIN_EVERY:
             return 0
+        if not known.looked:
+            known.looked, known.until = True, known.steps + SURE
+            return 0
         reach = self._reach() + 1
         seconds = costs.at(self.widths[:reach]) + known.making.at(np.arange(reach))
-        plain, half = seconds[0], self.record.loss / 2
+        plain = seconds[0] = known.plain_step(int(self.widths[0]))
+        half = self.record.loss / 2
         account = half * (HORIZON + known.tokens) * plain - known.lost
         best = int(np.argmax(known.expected()[: len(seconds)] / seconds))
         if best and account < 0:
@@ -147,9 +159,11 @@ class GoodputPolicy(LengthPolicy):
         """See `LengthPolicy.rest`."""
         return self.known.until - self.known.steps
 
-    def rested(self, steps: int) -> None:
+    def rested(self, steps: int, seconds: float) -> None:
         """See `LengthPolicy.rested`."""
         known = self.known
+        if steps:
+            known.resting.add(1, seconds / steps)
         known.steps += steps
         known.tokens += steps
         known.plain = known.steps
@@ -166,7 +180,7 @@ class GoodputPolicy(LengthPolicy):
         if size:
             known.making.add(size, drafting, trusted=True)
         known.lost += spent + drafting
-        known.lost -= mean * costs.one(int(self.widths[0]))
+        known.lost -= mean * known.plain_step(int(self.widths[0]))
         known.learn(taken)
         known.steps += 1
         known.tokens += mean
