@@ -12,8 +12,9 @@ import torch
 from ..ir import GraftworkWarning, Program
 from ..ir.executable import Executable
 from ..ir.ops.parallel import agreed_seed, part_of
-from ..ir.plan import DecodePlan, untrained
+from ..ir.plan import DecodePlan, Encoded, untrained
 from .asking.request import read_request
+from .asking.speech import listens, to_hear
 from .cache.conversations import Conversations
 from .loop import decode
 from .stats import Stats
@@ -53,13 +54,26 @@ def generate(
     are NaN; `UnsupportedError` for a program or plan that the runtime cannot carry out. Warns
     (`GraftworkWarning`) of drafters that nobody trained.
     """
-    request = read_request(input_ids, _seeded(options, executable.program), executable.program)
+    asked = _seeded(options, executable.program)
+    request = read_request(input_ids, asked, executable.program)
     _remark(executable.program.plan)
     with executable.turn:
+        if plan := listens(asked, executable.program):
+            heard = _heard(executable, input_ids, plan)
+            request = read_request(input_ids, asked, executable.program, heard)
         open_ = not all(text.done for text in request.texts)
         stats = decode(executable, request) if open_ else Stats()
     sequences = request.sequences().to(input_ids.device)
     return Generated(sequences, stats) if request.options.return_dict_in_generate else sequences
+
+
+def _heard(executable: Executable, sources: torch.Tensor, plan: Encoded) -> list[str]:
+    """The languages of some sources: of the tokens that stand for one, the likeliest first."""
+    program = executable.program
+    request = read_request(sources, to_hear(plan, len(sources), program.info.vocab_size), program)
+    decode(executable, request)
+    tokens = [text.tokens[text.prompt] for text in request.texts]
+    return [plan.languages[plan.language_tokens.index(token)] for token in tokens]
 
 
 def _seeded(options: Mapping[str, Any], program: Program) -> Mapping[str, Any]:

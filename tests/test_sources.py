@@ -185,7 +185,7 @@ BAD_INPUT = {
     "a language": (
         "whisper",
         {"input_features": torch.randn(1, 8, 60), "language": "en"},
-        "decoder_input_ids",
+        "the model knows none by name: give the tokens as decoder_input_ids",
     ),
 }
 

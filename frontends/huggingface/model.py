@@ -35,6 +35,7 @@ from .pictures import pictures_of
 from .recurrences import as_ops, check
 from .registry import NAME, one_sequence_a_row, register
 from .sequences import traced_pair
+from .spoken import spoken
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -285,8 +286,8 @@ def traced(
     prepare_experts(twin)
     info = _info(config, generation)
     if getattr(config, "is_encoder_decoder", False):
-        start = _start(config, generation, info)
-        return traced_pair(twin, mode, weight_of, info, start, assets)
+        opening = {"start": _start(config, generation, info), **spoken(generation, config)}
+        return traced_pair(twin, mode, weight_of, info, opening, assets)
     with one_sequence_a_row(), as_ops(twin):
         wrapper = wrap(twin)
         info = replace(info, context=info.context - wrapper.reserved)

@@ -93,12 +93,13 @@ def traced_pair(
     mode: FakeTensorMode,
     weight_of: Callable[[str], Weight],
     info: ModelInfo,
-    start: tuple[int, ...],
+    opening: Mapping[str, Any],
     assets: Mapping[str, Path],
 ) -> Program:
     """The program of a model without data that has an encoder and a decoder, ready to be traced.
 
-    weight_of: see `Source`; start: the tokens that texts begin with. Errors: `UnsupportedError`.
+    weight_of: see `Source`; opening: what the plan says of how texts begin. Errors:
+    `UnsupportedError`.
     """
     known: dict[str, Weight] = {}
 
@@ -117,7 +118,7 @@ def traced_pair(
         Source(encoder, "model", once, wrapper.inputs, (SOURCE,)),
         Source(decoder, "model", once, decoding.inputs),
     )
-    return build_with_source(kind, *sources, info, replace(plan, start=start), assets)
+    return build_with_source(kind, *sources, info, replace(plan, **opening), assets)
 
 
 def _encoder(twin: Any, info: ModelInfo) -> tuple[Any, Encoded]:

@@ -30,6 +30,16 @@ Place: TypeAlias = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Opening: TypeAlias = Annotated[tuple[Place, ...], Field(min_length=1, max_length=MOST_LEVELS)]
 """Ids of the tokens that texts begin with."""
 
+Following: TypeAlias = Annotated[
+    tuple[Annotated[int, Field(ge=-1, le=2**31 - 1)], ...], Field(max_length=MOST_NODES)
+]
+"""Ids of tokens, or -1 for one that is known later; or none."""
+
+Words: TypeAlias = Annotated[
+    tuple[Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")], ...], Field(max_length=MOST_NODES)
+]
+"""Names, or none."""
+
 Axes: TypeAlias = Annotated[
     tuple[Annotated[int, Field(ge=0, le=2)], ...], Field(max_length=MOST_NODES)
 ]

@@ -6,11 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from ..errors import InputError
 from .base import Record, Returned, record
-from .bounds import Axes, Context, Nodes, Opening, Place, Width
+from .bounds import Axes, Context, Following, Nodes, Opening, Place, Width, Words
 
 if TYPE_CHECKING:
     from .decode import DecodePlan
+
+HEARD = -1
+"""In place of a language's token: which one it is has to be heard."""
+
+TRANSCRIBE = "transcribe"
+"""The task that a language alone asks for."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +97,31 @@ class Encoded(SourceRecord):
     makes of them lies in states that steps read. most: rows that a source has at most.
     vocabulary: ids of source tokens are below it; 0 where the source is none of tokens. start: the
     tokens that every text begins with, unless a call says others.
+
+    Where the source is speech in many languages (whisper), more follows on the first of them, see
+    `opening`. languages: their codes, and their
+    names behind them; language_tokens: what stands for each. tasks, task_tokens:
+    likewise. usual: what follows where a call says nothing, `HEARD` for the language that is heard.
+    untimed: the token that asks for no times, or none.
     """
 
     function: str = "encode"
     most: Context = 512
     vocabulary: Place = 0
     start: Opening = (0,)
+    languages: Words = ()
+    language_tokens: Following = ()
+    tasks: Words = ()
+    task_tokens: Following = ()
+    usual: Following = ()
+    untimed: Following = ()
     kind: ClassVar[str] = "encoded"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for names, tokens in ("languages", "language_tokens"), ("tasks", "task_tokens"):
+            if len(getattr(self, names)) != len(getattr(self, tokens)):
+                raise InputError(f"{self.kind}: {names} and {tokens} must be as many")
 
     @property
     def encoder(self) -> str:
@@ -112,6 +137,49 @@ class Encoded(SourceRecord):
         """See `SourceRecord.beginning`: the prompt is the source."""
         return self.start
 
+    def hears(self, language: str | None, task: str | None) -> bool:
+        """Whether the language has to be heard where a call says these."""
+        if language is not None or not self.languages:
+            return False
+        return task is not None or not self.usual or self.usual[0] == HEARD
+
+    def opening(
+        self, language: str | None = None, task: str | None = None, heard: str | None = None
+    ) -> list[int]:
+        """What a text begins with whose language and task these are; None: a call says nothing.
+
+        As whisper was trained: the start, a language, a task, and that no times are asked for.
+        heard: the language where no call says it. Errors: `InputError` for what the model does not
+        know.
+
+        >>> e = Encoded(start=(9,), languages=("en", "de"), language_tokens=(1, 2),
+        ...             tasks=("transcribe",), task_tokens=(5,), untimed=(7,))
+        >>> e.opening("de"), e.opening(heard="en")
+        ([9, 2, 5, 7], [9, 1, 7])
+        """
+        tokens, first = list(self.start), len(self.start)
+        if language is None and task is None:
+            tokens += self.usual
+        spoken = heard if language is None else language
+        if spoken is not None:
+            known = self.languages, self.language_tokens
+            tokens[first : first + 1] = [_token("language", spoken, *known)]
+        if task is not None:
+            tokens.append(_token("task", task, self.tasks, self.task_tokens))
+        elif language is not None and TRANSCRIBE in self.tasks:
+            tokens.append(_token("task", TRANSCRIBE, self.tasks, self.task_tokens))
+        if self.untimed and tokens[-1] != self.untimed[0]:
+            tokens.append(self.untimed[0])
+        return [token for token in tokens if token != HEARD]
+
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         """See `Record.calls`."""
         yield self.function, {}
+
+
+def _token(what: str, said: str, names: Sequence[str], tokens: Sequence[int]) -> int:
+    if said not in names:
+        first = [name for at, name in enumerate(names) if tokens.index(tokens[at]) == at]
+        known = ", ".join(first) or "none by name: give the tokens as decoder_input_ids"
+        raise InputError(f"{what}={said!r}: the model knows {known}")
+    return tokens[names.index(said)]

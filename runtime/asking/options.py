@@ -49,8 +49,6 @@ INSTEAD = {
     "prompt_lookup_num_tokens": "a recipe with a drafter, such as copyspec",
     "logits_processor": "repetition_penalty, temperature, top_k, top_p, min_p",
     "input_features": "input_ids: the model's source is a text",
-    "language": "decoder_input_ids, which begin with the tokens of language and task",
-    "task": "decoder_input_ids, which begin with the tokens of language and task",
     "return_timestamps": "decoder_input_ids, without the token that turns timestamps off",
     "decoder_attention_mask": "decoder_input_ids of one length",
     "encoder_outputs": "the source itself",
@@ -104,7 +102,9 @@ class GenerationOptions:
     suppress_tokens: never generated; begin_suppress_tokens: not as the first new token.
     forced_bos_token_id: what a text of one token goes on with; forced_eos_token_id: what a text
     that is full ends with. decoder_input_ids i64[B,S]: what texts begin with that are written from
-    a source; input_ids and attention_mask are then the source's. image_embeds f[N,H]: what the
+    a source; input_ids and attention_mask are then the source's. language, task: of speech, what
+    the text is in, or one for each source, and what it is ("transcribe", "translate"), by the
+    checkpoint's names; a language that nobody says is heard first. image_embeds f[N,H]: what the
     model's own tower makes of pictures, a row for each of the prompts' image tokens, in order;
     image_grid_thw i64[P,3]: of each picture, patches in time, height and width, for models in which
     rows have such places.
@@ -136,6 +136,8 @@ class GenerationOptions:
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | None = None
     decoder_input_ids: torch.Tensor | None = None
+    language: str | tuple[str, ...] | None = None
+    task: str | None = None
     image_embeds: torch.Tensor | None = None
     image_grid_thw: torch.Tensor | None = None
     given: frozenset[str] = frozenset()
@@ -402,6 +404,19 @@ def _mask(name: str, value: Any, info: ModelInfo) -> torch.Tensor:
     return value
 
 
+def _word(name: str, value: Any, info: ModelInfo) -> str:
+    if not isinstance(value, str):
+        raise _expected("a name", name, value)
+    return value
+
+
+def _languages(name: str, value: Any, info: ModelInfo) -> str | tuple[str, ...]:
+    """Codes as transformers takes them: de, or <|de|>."""
+    if isinstance(value, (list, tuple)):
+        return tuple(str(_languages(name, each, info)) for each in value)
+    return _word(name, value, info).lower().removeprefix("<|").removesuffix("|>")
+
+
 _CHECKS: dict[str, Callable[[str, Any, ModelInfo], Any]] = {
     "max_new_tokens": _integer(1),
     "max_length": _integer(1),
@@ -427,6 +442,8 @@ _CHECKS: dict[str, Callable[[str, Any, ModelInfo], Any]] = {
     "forced_bos_token_id": _token,
     "forced_eos_token_id": _token,
     "decoder_input_ids": _mask,
+    "language": _languages,
+    "task": _word,
     "image_embeds": _mask,
     "image_grid_thw": _mask,
 }

@@ -14,6 +14,7 @@ from .options import GenerationOptions, read_options
 from .pictures import PlacedRows, read_pictures
 from .prompts import read_prompts
 from .sources import Sources, read_sources, takes_features
+from .speech import openings
 from .stopping import Stopping
 from .streaming import Emitter
 from .text import Text
@@ -51,8 +52,14 @@ class Request:
         return torch.cat([self.prompts, new], dim=1)
 
 
-def read_request(input_ids: torch.Tensor, keywords: Mapping[str, Any], program: Program) -> Request:
-    """What `generate` is asked for. Errors: `InputError` for bad input or options."""
+def read_request(
+    input_ids: torch.Tensor,
+    keywords: Mapping[str, Any],
+    program: Program,
+    heard: Sequence[str] = (),
+) -> Request:
+    """What `generate` is asked for. heard: the languages of the sources, where the call does not
+    say them. Errors: `InputError` for bad input or options."""
     info = program.info
     if program.plan.cache.endless:  # positions stay in the caches, so texts may leave the context
         info = replace(info, context=ENDLESS)
@@ -60,13 +67,15 @@ def read_request(input_ids: torch.Tensor, keywords: Mapping[str, Any], program: 
     sources = None
     if program.plan.source.encoder is not None:
         sources = read_sources(input_ids, options.attention_mask, program)
-        input_ids = _beginnings(options, len(sources.tokens), program)
+        input_ids = _beginnings(options, len(sources.tokens), program, heard)
         options = replace(options, attention_mask=torch.ones_like(input_ids))
         sources = sources.repeated(options.num_return_sequences)
-    elif options.decoder_input_ids is not None:
-        raise InputError(
-            f"decoder_input_ids: {program.name} reads no source; its prompts are input_ids"
-        )
+    else:
+        for name in ("decoder_input_ids", "language", "task"):
+            if getattr(options, name) is not None:
+                raise InputError(
+                    f"{name}: {program.name} reads no source; its prompts are input_ids"
+                )
     texts = read_prompts(input_ids, options, info)
     pictures = read_pictures(options, texts, program)
     if sources is not None:
@@ -84,13 +93,16 @@ def read_request(input_ids: torch.Tensor, keywords: Mapping[str, Any], program: 
     return Request(prompts, texts, options, stopping, 0 if pad is None else pad, sources, pictures)
 
 
-def _beginnings(options: GenerationOptions, batch: int, program: Program) -> torch.Tensor:
+def _beginnings(
+    options: GenerationOptions, batch: int, program: Program, heard: Sequence[str]
+) -> torch.Tensor:
     """What the texts begin with, i64[B,S]: what the plan says, unless a call says otherwise."""
     plan, given = program.plan.source, options.decoder_input_ids
     assert isinstance(plan, Encoded)
-    start = torch.tensor(plan.start).repeat(batch, 1)
     if given is None:
-        return start
+        return torch.tensor(openings(options, batch, plan, heard))
+    if options.language is not None or options.task is not None:
+        raise InputError("both decoder_input_ids and a language or task are given; give one")
     if given.dtype != torch.int64 or given.dim() != 2 or len(given) != batch or not given.numel():
         raise InputError(
             f"decoder_input_ids: expected i64[{batch},S], one row a source, got {given.dtype} of "
@@ -99,7 +111,7 @@ def _beginnings(options: GenerationOptions, batch: int, program: Program) -> tor
     given = given.cpu()
     # As transformers: texts always begin with the token that starts them.
     begun = takes_features(program) or bool((given[:, 0] == plan.start[0]).any())
-    return given if begun else torch.cat([start, given], 1)
+    return given if begun else torch.cat([torch.tensor([plan.start] * batch), given], 1)
 
 
 def _force_first(texts: Sequence[Text], options: GenerationOptions) -> None:
