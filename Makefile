@@ -43,7 +43,7 @@ sweep: $(INSTALLED)
 gpu:
 	$(PYTHON) -m venv --system-site-packages $(VENV)/gpu
 	$(VENV)/gpu/bin/python -m pip install --quiet $(if $(WHEELS),--no-index --find-links $(WHEELS)) -e '.[test]'
-	$(VENV)/gpu/bin/python -m pytest tests/test_cuda.py $(ARGS)
+	$(VENV)/gpu/bin/python -m pytest tests/test_cuda.py tests/test_cuda_models.py tests/test_gpu_products.py $(ARGS)
 	$(if $(MODELS),PYTHONPATH=benchmarks $(VENV)/gpu/bin/python benchmarks/gpu.py $(MODELS) --json gpu.jsonl)
 
 check: $(INSTALLED)
