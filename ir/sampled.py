@@ -32,8 +32,12 @@ def sampled(target: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Va
     sizes does not say."""
     dims = list(dict.fromkeys(_dims((args, kwargs))))
     names = sorted({name for dim in dims for name in dim.symbols})
-    if not _on_meta(args) or len(names) >= len(_PRIMES):
+    if len(names) >= len(_PRIMES):
         return None
+    if not _on_meta(args):
+        if not _makes_tensors(target):
+            return None
+        kwargs = {**kwargs, "device": "meta"}
     if torch.Tag.pointwise in getattr(target, "tags", ()):
         return _pointwise(target, args, kwargs)
     choices = [{n: order(i, len(names)) for i, n in enumerate(names)} for order in _ORDERS]
@@ -137,6 +141,12 @@ def _on_meta(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_on_meta, value))
     return isinstance(value, TensorType)
+
+
+def _makes_tensors(target: Callable[..., Any]) -> bool:
+    """Whether an op makes a tensor out of sizes, where it is told to."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(given.name == "device" for given in schema.arguments)
 
 
 def _at(value: Any, sizes: Sizes) -> Any:

@@ -59,7 +59,8 @@ UNSAID: dict[str, tuple[Any, list[Any]]] = {
     "whether one symbol is within another": (A.narrow.default, [t("f32[B,C]"), 1, 0, T]),
     "how many parts there are": (A.split.Tensor, [t("f32[B,T]"), 2, 1]),
     "halves of a symbol": (A.view.default, [t("f32[B,T,64]"), [B, -1, 128]]),
-    "no tensor says where results lie": (A.full.default, [[B, T], 0]),
+    "every other number up to a symbol": (A.arange.start_step, [0, T, 2]),
+    "numbers between two symbols": (A.arange.start, [T, C]),
     "the values decide": (A.nonzero.default, [t("i64[B,T]")]),
 }
 
@@ -77,6 +78,8 @@ SAID: dict[str, tuple[Any, list[Any]]] = {
     "f32[B,T+3]": (A.constant_pad_nd.default, [t("f32[B,T]"), [0, 3]]),
     "f32[B*T,64]": (A.view.default, [t("f32[B,T,64]"), [-1, 64]]),
     "f32[64*B*T]": (A.view.default, [t("f32[B,T,64]"), [-1]]),
+    "i64[B,T]": (A.full.default, [[B, T], 0]),
+    "i64[T]": (A.arange.start_step, [0, T, 1]),
     "f32[B,T,T]": (A.bmm.default, [t("f32[B,T,64]"), t("f32[B,64,T]")]),
 }
 
@@ -95,7 +98,7 @@ print([name for name in ("torch._dynamo", "torch._inductor", "torch.onnx") if na
 """
 
 
-@pytest.mark.parametrize("recipe", ["int8_copyspec"])
+@pytest.mark.parametrize("recipe", ["int8_copyspec", "free"])
 def test_loading_and_running_takes_no_compiler_into_memory(recipe: str, tmp_path: Any) -> None:
     chosen = Recipe.load(recipe)
     model = Model(made(recipe), Target("onnxruntime"), chosen.as_dict())
