@@ -35,8 +35,8 @@ from .wide import widen
 GRAIN = 64
 """Capacities are multiples of this many rows (or the limit)."""
 
-
 MIXTURES = (torch.ops.graftwork.moe.default, torch.ops.graftwork.quantized_moe.default)
+"""Ops whose kernel some devices fail to run, see `mixtures_work`."""
 
 
 class OnnxExecutable(StatefulExecutable):
