@@ -195,11 +195,13 @@ class TorchExecutable(StatefulExecutable):
             return self.run(function, inputs, fetch), None
         arguments = self._arguments(function, inputs)
         sizes = tuple(tensor.shape for tensor in inputs.values())
-        recorded = version, sizes, tuple(self.buffers.capacities.values())
+        names = self._argument_names(function, frozenset(inputs))
+        states = [self.states[name] for name in names if name in self.states]
+        recorded = version, sizes, tuple(state.shape for state in states)
         with torch.no_grad():
             if recorded not in self.recordings:
                 start = perf_counter()
-                results, recording = record(variant, arguments, list(self.states.values()))
+                results, recording = record(variant, arguments, states)
                 self.recordings[recorded] = recording
                 self.preparing += perf_counter() - start
                 return dict(zip(fetch, results, strict=True)), None

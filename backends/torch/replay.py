@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from types import BuiltinFunctionType, ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -39,6 +40,10 @@ between its kernels does not matter."""
 FILLS = (0xFF, 0)
 """What scratch is full of when a recording is tried: NaN, which shows in floats whatever is done
 with it, but true as a boolean, and zeros, which are false. What no kernel wrote must not pass."""
+
+
+WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers by their bytes."""
 
 
 class Given(NamedTuple):
@@ -240,12 +245,22 @@ def kernels() -> list[tuple[ModuleType, str, Kernel]]:
     from torch._inductor.codecache import PyCodeCache
 
     return [
-        (module, name, value)
+        (module, name, kernel)
         for module in (*PyCodeCache.modules, *NATIVE)
+        for name, kernel in _kernels_in(module)
+    ]
+
+
+@lru_cache(maxsize=1 << 14)
+def _kernels_in(module: ModuleType) -> tuple[tuple[str, Kernel], ...]:
+    # Modules are looked through once: there are as many as there are compiled steps, and a
+    # recording is made of each step.
+    return tuple(
+        (name, value)
         for name, value in vars(module).items()
         if isinstance(value, native.Kernel)
         or (isinstance(value, BuiltinFunctionType) and value.__name__ == "kernel")
-    ]
+    )
 
 
 def address(kernel: Kernel) -> int:
@@ -308,5 +323,6 @@ def _placed(
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    a, b = (tensor.reshape(-1).view(torch.uint8) for tensor in (a, b))
+    # Compared as whole numbers as wide as the elements: NaN is equal to itself.
+    a, b = (tensor.reshape(-1).view(WHOLE[tensor.itemsize]) for tensor in (a, b))
     return torch.equal(a, b)
