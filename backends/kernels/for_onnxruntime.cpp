@@ -7,10 +7,13 @@
 //   QuantizedEmbedding(ids, weight, scale, offset?, codebook?; bits, group) -> y
 //   CachedAttention, CachedQuantizedAttention, MaskedAttention, PartialAttention, PickedAttention:
 //   see ort_attention.h
+//   LinearAttentionStep, LinearAttentionStepInt8, CausalConvStep: see ort_recurrent.h
+//   ReadRows: see ort_rows.h
 
 #include "ort_attention.h"
 #include "ort_recurrent.h"
 #include "ort_op.h"
+#include "ort_rows.h"
 #include "quantized.h"
 
 using namespace graftwork;
@@ -244,6 +247,7 @@ extern "C" ort::Status* RegisterCustomOps(ort::Options* options, const ort::ApiB
         static const Op<LinearAttentionStep<false>> recurrence;
         static const Op<LinearAttentionStep<true>> recurrence_int8;
         static const Op<CausalConvStep> convolution;
+        static const Op<ReadRows> rows;
         static ort::Domain* const domain = [&] {  // sessions use it as long as they live
             ort::Domain* const made = api->create_domain("graftwork");
             api->add_op(made, &linear);
@@ -258,6 +262,7 @@ extern "C" ort::Status* RegisterCustomOps(ort::Options* options, const ort::ApiB
             api->add_op(made, &recurrence);
             api->add_op(made, &recurrence_int8);
             api->add_op(made, &convolution);
+            api->add_op(made, &rows);
             return made;
         }();
         api->add_domain(options, domain);

@@ -41,6 +41,7 @@ from .attention import GQA, OWN, Counted, Kernel, lower_attention
 from .calls import source_of
 from .decompose import decompose
 from .emit import Guard, targets_with_rows
+from .fed_rows import read_fed_rows
 from .norms import fuse_norms
 from .views import simplify_views
 
@@ -90,6 +91,8 @@ def lower(
         weights = lower_attention(fn, weights, KERNELS[variant])
     fuse_norms(fn)
     simplify_views(fn)  # attention's output comes back as a transpose of what the next op wants
+    if native:
+        read_fed_rows(fn)
     decompose(fn, native, refused)
     simplify_views(fn)
     merge_equal(fn)

@@ -16,6 +16,7 @@ from ...ir.ops.attention import alibi, attend, cache_write, step_mask
 from ...ir.ops.norm import layer_norm
 from ...ir.ops.quantized_cache import attend_quantized, quantize_rows
 from ...ir.ops.rotary import rotary
+from ...ir.ops.select import cache_read
 
 
 def _samples() -> Iterator[Sample]:
@@ -319,3 +320,29 @@ def ort_add_layer_norm(
     """
     total = x + residual
     return layer_norm(total, weight, bias, eps=eps), total
+
+
+def _rows_samples() -> Iterator[Sample]:
+    yield (torch.randn(2, 1, 9, 3), torch.tensor([0, 5]), torch.zeros(2, 4, dtype=torch.int64)), {}
+
+
+def _rows_fake(cache: Tensor, past: Tensor, like: Tensor) -> Tensor:
+    return cache.new_empty((*like.shape, cache.shape[3]))
+
+
+@define(
+    "ort_read_rows(Tensor cache, Tensor past, Tensor like) -> Tensor",
+    samples=_rows_samples,
+    fake=_rows_fake,
+)
+def ort_read_rows(cache: Tensor, past: Tensor, like: Tensor) -> Tensor:
+    """The rows of a cache that a step's tokens have: graftwork's own ReadRows.
+
+    ``%x: f32[B,T,H] = graftwork.ort_read_rows(%stream, %past, %positions)``
+
+    cache f32[B,1,C,H]; past i64[B]; like i64[B,T], of which the size alone counts. Returns rows
+    past, past + 1, ... of each sequence.
+    """
+    columns = torch.arange(like.shape[1], device=cache.device).expand(like.shape)
+    rows: Tensor = cache_read(cache, past, columns)
+    return rows

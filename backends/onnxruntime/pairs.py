@@ -29,6 +29,7 @@ _BY_ROW = frozenset(
         G.hidden.default,
         G.pick_rows.default,
         G.cache_read.default,
+        G.ort_read_rows.default,
         G.rms_norm.default,
         G.add_rms_norm.default,
         G.layer_norm.default,

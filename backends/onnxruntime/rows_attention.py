@@ -39,6 +39,21 @@ def cache_read(e: Emitter, cache: oir.Value, past: oir.Value, select: oir.Value)
     return e.op("GatherND", rows, index, batch_dims=1)
 
 
+def has_own_read(node: torch.fx.Node) -> bool:
+    """Whether graftwork's own kernel can read the rows; it comes with attention's."""
+    return ir_type(node).dtype == torch.float32 and not own_attention_available()
+
+
+@row(G.cache_read.default, when=has_own_read, native=True)
+def own_cache_read(e: Emitter, cache: oir.Value, past: oir.Value, select: oir.Value) -> Any:
+    return e.own("ReadRows", cache, past, select, chosen=1)
+
+
+@row(G.ort_read_rows.default, native=True)
+def read_rows(e: Emitter, cache: oir.Value, past: oir.Value, like: oir.Value) -> Any:
+    return e.own("ReadRows", cache, past, like, chosen=0)
+
+
 @row(G.rotary.default)
 def rotary(
     e: Emitter, x: oir.Value, cos: oir.Value, sin: oir.Value, interleaved: bool = False
