@@ -60,9 +60,11 @@ def edit_with_weights(
 
 
 def token_look_ups(fn: Function) -> list[torch.fx.Node]:
-    """Where a function looks its tokens up, in a whole table or in a process's part of one."""
+    """Where a function looks its tokens up, in a whole table or in a process's part of one; where
+    some stand for trained prompts, which have a table of their own, the others are clamped."""
     if not fn.has_input("tokens"):
         return []
     tokens, ops = fn.input("tokens"), (A.embedding.default, G.quantized_embedding.default)
-    ids = {tokens, *(user for user in tokens.users if user.target is G.tokens_part.default)}
+    taken = (G.tokens_part.default, A.clamp.default)
+    ids = {tokens, *(user for user in tokens.users if user.target in taken)}
     return [node for node in fn.calls(*ops) if not ids.isdisjoint(node.all_input_nodes)]
