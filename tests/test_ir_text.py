@@ -293,7 +293,7 @@ WRONG = {
     "other call": ('device("cpu")', 'open("cpu")', 'only device("name") is one'),
     "output order": ("return logits=%y, ", "return ", "the outputs that the header states"),
     "output type": ("    logits f32[B,T,7]", "    logits f32[B,T,8]", "which the body returns"),
-    "record": ("suffix(", "prefix(", "expected one of adapted_exit, block, cached, continued"),
+    "record": ("suffix(", "prefix(", "expected one of adapted_exit, ahead, block, cached"),
     "record field": ("longest=16", "longest=True", "a valid longest"),
     "record value": ("tokens=4,", "tokens=%past,", "expected a literal"),
     "slot": ("  draft = ", "  forest = ", "draft = , tree = "),

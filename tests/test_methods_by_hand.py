@@ -19,8 +19,9 @@ from tiny import MASK, PROMPTS, drafting_llama, named, tiny_llama
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import PassError, Program, run
-from graftwork.ir.plan import ContinuedDraft
+from graftwork.ir.plan import AheadDraft, ContinuedDraft
 from graftwork.passes.drafting.draft_gumiho import DraftGumiho
+from graftwork.passes.drafting.draft_jakiro import DraftJakiro
 from graftwork.passes.drafting.draft_mlp_speculator import DraftMlpSpeculator
 from graftwork.passes.drafting.draft_redrafter import DraftRedrafter
 from graftwork.passes.engine.base import Pass
@@ -31,6 +32,7 @@ from graftwork.runtime.rounds.general import GeneralRound
 from graftwork.runtime.speculate.drafters import grown
 from graftwork.tables import recipe_markdown, recipe_panel
 from graftwork.training.net import Net, trainable
+from graftwork.training.objectives.ahead import ahead_loss
 from graftwork.training.objectives.base import Batch
 from graftwork.training.objectives.continued import continued_loss
 
@@ -282,6 +284,81 @@ def test_parallel_heads_learn_on_the_states_that_they_are_used_on(tmp_path: Path
         wanted = expected(program, text[: place + 2], path)
         found = seen["draft_logits"][0, place, 0]
         torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
+
+
+# -- Jakiro
+
+
+def gated(x: torch.Tensor, w: Tensors, name: str) -> torch.Tensor:
+    """down(SiLU(gate x) * up x)."""
+    gate, up = (x @ w[f"{name}.{kind}_proj.weight"].T for kind in ("gate", "up"))
+    return (torch.nn.functional.silu(gate) * up) @ w[f"{name}.down_proj.weight"].T
+
+
+def test_experts_agree_on_the_next_token_and_differ_about_the_one_after(tmp_path: Path) -> None:
+    """Of a text of one token attention is its value, so all can be written out."""
+    w = random_weights(DraftJakiro, inner=6)
+    name = "jakiro.layers.0"
+    assert w[f"{name}.mlp_moe.gate.weight"].shape == (4, H)
+    assert w[f"{name}.mlp_moe.experts.1.gate_proj.weight"].shape == (6, H)
+    gain = 1 + torch.randn(H) / 2
+    w[f"{name}.post_attention_layernorm.weight"] = gain
+    w[f"{name}.mlp_moe.gate.weight"] *= 3
+    program = reading(DraftJakiro, tmp_path, w, inner=6)
+    batch = torch.tensor([[token] for token in range(V)])
+    hidden = torch.randn(V, 1, H)
+    zeros = torch.zeros(V, 1, dtype=torch.int64)
+    given = {"tokens": batch, "positions": zeros, "hidden": hidden, "select": zeros}
+    found = run(program, "jakiro", given)
+    x = torch.cat([embedded(program, batch), hidden], -1) @ w["jakiro.fc.weight"].T
+    x = x + w["jakiro.fc.bias"]
+    value = x @ w[f"{name}.self_attn.v_proj.weight"].T
+    # Two heads of the target's four share each value.
+    shared = value.reshape(V, 1, 2, 1, 8).expand(V, 1, 2, 2, 8).reshape(V, 1, H)
+    x = x + shared @ w[f"{name}.self_attn.o_proj.weight"].T
+    n = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * gain
+    gate = n @ w[f"{name}.mlp_moe.gate.weight"].T
+    experts = [gated(n, w, f"{name}.mlp_moe.experts.{e}") for e in range(2)]
+    p, q = gate[..., :2].softmax(-1), gate[..., 2:].softmax(-1)
+    state = x + p[..., :1] * experts[0] + p[..., 1:] * experts[1]
+    torch.testing.assert_close(found["hidden"], state, atol=1e-4, rtol=1e-4)
+    likelier = q.argmax(-1)
+    assert set(likelier.flatten().tolist()) == {0, 1}  # both orders occur
+    ahead = x.clone()
+    for row in range(V):
+        i = int(likelier[row])
+        ahead[row] += q[row, :, i] * experts[i][row] - q[row, :, 1 - i] * experts[1 - i][row]
+    torch.testing.assert_close(found["ahead"], ahead, atol=1e-4, rtol=1e-4)
+    head = program.weights["head"].load()
+    torch.testing.assert_close(found["draft_logits"], state @ head.T, atol=1e-3, rtol=1e-4)
+    later = run(program, "jakiro_ahead", {"hidden": ahead})["draft_logits"]
+    torch.testing.assert_close(later[:, :, 0], ahead @ head.T, atol=1e-3, rtol=1e-4)
+
+
+def test_both_states_learn_the_features_and_tokens_of_their_places(tmp_path: Path) -> None:
+    """SmoothL1 + 0.1 cross entropy of the next place, and half of that a place on."""
+    w = random_weights(DraftJakiro, inner=6)
+    save_file(w, tmp_path / "model.safetensors")
+    tree = named("tree_chain", depth=3)
+    program = drafting_llama(DraftJakiro(levels=3, inner=6, weights=str(tmp_path)), tree)
+    record = program.plan.draft
+    assert isinstance(record, AheadDraft) and record.first.output is not None
+    net = Net(program, [], torch.device("cpu"))
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    outputs = net.outputs("step", ("logits", record.first.output), {"tokens": tokens})
+    features = outputs[record.first.output]
+    batch = Batch(tokens, {record.first.output: features}, outputs["logits"])
+    loss = ahead_loss(replace(record, noise=False), net.run, batch)
+    made = net.run("jakiro", tokens=tokens[:, 1:], hidden=features[:, :-1])
+    wanted, head = torch.zeros(()), program.weights["head"].load()
+    for place, name, weight in ((1, "hidden", 1.0), (2, "ahead", 0.5)):
+        states = made[name][:, : tokens.shape[1] - place]
+        near = torch.nn.functional.smooth_l1_loss(states, features[:, place:])
+        chances = (states @ head.T).log_softmax(-1)
+        entropy = -(batch.target[:, place:] * chances).sum(-1).mean()
+        wanted = wanted + weight * (near + 0.1 * entropy)
+    torch.testing.assert_close(loss.total, wanted, atol=1e-4, rtol=1e-4)
+    assert len(loss.hits) == 2
 
 
 # -- what recipes say of their sources

@@ -20,6 +20,7 @@ from graftwork.model import Model
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_eagle3 import DraftEagle3
 from graftwork.passes.drafting.draft_hydra import DraftHydra
+from graftwork.passes.drafting.draft_jakiro import DraftJakiro
 from graftwork.passes.engine.manager import Step, run_passes
 
 HIDDEN, HEADS, GROUPS, DIM, INNER, VOCAB = 32, 4, 2, 8, 64, 32
@@ -53,6 +54,18 @@ def eagle() -> Tensors:
     embed = target().weights["embed"].load()
     fc = torch.randn(HIDDEN, 2 * HIDDEN)
     return {"embed_tokens.weight": embed, "fc.weight": fc, **layer("layers.0.", HIDDEN)}
+
+
+def jakiro() -> Tensors:
+    """Jakiro as published: EAGLE's layer with experts in the MLP's place, and fc with bias."""
+    found = {n: t for n, t in eagle().items() if ".mlp." not in n}
+    parts = {f"experts.{e}.{kind}_proj" for e in range(2) for kind in ("gate", "up", "down")}
+    shapes = {**dict.fromkeys(parts, HIDDEN), "gate": 4}
+    experts = {
+        f"layers.0.mlp_moe.{name}.weight": torch.randn(rows, HIDDEN) * HIDDEN**-0.5
+        for name, rows in shapes.items()
+    }
+    return {**found, **experts, "fc.bias": torch.randn(HIDDEN)}
 
 
 def eagle3(name: str = "midlayer.") -> Tensors:
@@ -103,6 +116,18 @@ READS: list[tuple[Any, Callable[[], Tensors], dict[str, Any], dict[str, str]]] =
         {
             "eagle.fc.weight": "fc.weight",
             "eagle.layers.0.mlp.up_proj.weight": "layers.0.mlp.up_proj.weight",
+        },
+    ),
+    (
+        DraftJakiro,
+        jakiro,
+        {},
+        {
+            "jakiro.fc.bias": "fc.bias",
+            "jakiro.layers.0.mlp_moe.gate.weight": "layers.0.mlp_moe.gate.weight",
+            "jakiro.layers.0.mlp_moe.experts.1.down_proj.weight": (
+                "layers.0.mlp_moe.experts.1.down_proj.weight"
+            ),
         },
     ),
     (

@@ -18,16 +18,19 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError, Program, parse_program, program_text, run
 from graftwork.ir.executable import Executable
-from graftwork.ir.plan import ContinuedDraft, SuffixDraft
+from graftwork.ir.plan import HeadsDraft, SuffixDraft
+from graftwork.ir.plan.continued import TwofoldDraft
 from graftwork.model import Model
 from graftwork.passes.drafting.copied_layer import copied_layer
 from graftwork.passes.drafting.draft_amphista import DraftAmphista
 from graftwork.passes.drafting.draft_clover import DraftClover
 from graftwork.passes.drafting.draft_gumiho import DraftGumiho
+from graftwork.passes.drafting.draft_jakiro import DraftJakiro
 from graftwork.passes.drafting.grafts import Graft
 from graftwork.passes.engine.base import Pass
 from graftwork.runtime.generate import generate
 from graftwork.runtime.speculate.drafters import grown
+from graftwork.runtime.speculate.proposers.ahead import AheadProposer
 from graftwork.runtime.speculate.proposers.continued import ContinuedProposer
 from graftwork.training import FitState, fit
 from graftwork.training.fit import accepted_per_step
@@ -36,6 +39,7 @@ DRAFTERS: dict[str, Pass] = {
     "clover": DraftClover(heads=3, candidates=4),
     "amphista": DraftAmphista(heads=2, candidates=4),
     "gumiho": DraftGumiho(serial=2, layers=1, heads=2, candidates=4),
+    "jakiro": DraftJakiro(levels=3, candidates=4),
 }
 TREES: dict[str, Pass] = {
     "chain": named("tree_chain", depth=4),
@@ -91,10 +95,19 @@ class RecordedContinued(Recorded, ContinuedProposer):
     blanks = False
 
 
+class RecordedAhead(Recorded, AheadProposer):
+    """The same of one whose last call predicts two levels."""
+
+    blanks = False
+
+
+RECORDED = {"continued": RecordedContinued, "ahead": RecordedAhead}
+
+
 def expected(program: Program, text: list[int], path: tuple[int, ...]) -> torch.Tensor:
     """The logits after a text and a path below it."""
     record = program.plan.draft
-    assert isinstance(record, ContinuedDraft)
+    assert isinstance(record, TwofoldDraft)
     states = whole(program, "step", text)[record.first.output][:, :-1]
     serial, made = record.first.levels, []
     for length in range(min(len(path), serial - 1) + 1):
@@ -103,7 +116,7 @@ def expected(program: Program, text: list[int], path: tuple[int, ...]) -> torch.
         states = torch.cat([states, made[-1]], 1)
     if len(path) < serial:
         return outputs["draft_logits"][0, -1]
-    state = states[:, -1:]
+    state = outputs["ahead"][:, -1:] if record.kind == "ahead" else states[:, -1:]
     if record.then.kind == "joined_heads":
         steps = torch.tensor([[path[:serial]]])
         given = {"tokens": steps, "hidden": torch.stack(made, 2)}
@@ -125,15 +138,16 @@ def test_predictions_are_those_of_whole_sequences(
     monkeypatch: pytest.MonkeyPatch, drafter: str, tree: str
 ) -> None:
     find = grown.PROPOSERS.find
-    found = {"continued": RecordedContinued}
     monkeypatch.setattr(
-        grown.PROPOSERS, "find", lambda record: found.get(record.kind) or find(record)
+        grown.PROPOSERS, "find", lambda record: RECORDED.get(record.kind) or find(record)
     )
-    RecordedContinued.notes = []
+    notes: list[Any] = []
+    for kind in RECORDED.values():
+        kind.notes = notes
     executable = compiled("eager", drafter, tree)
     decoded(executable, 8)
-    assert {len(path) for _, path, _ in RecordedContinued.notes} >= {0, 1, 2}
-    for text, path, logits in RecordedContinued.notes[::7]:
+    assert {len(path) for _, path, _ in notes} >= {0, 1, 2}
+    for text, path, logits in notes[::7]:
         wanted = expected(executable.program, text, path)
         torch.testing.assert_close(torch.from_numpy(logits), wanted, atol=2e-4, rtol=2e-4)
 
@@ -200,3 +214,6 @@ def test_plans_read_back_and_other_pairs_are_refused() -> None:
         replace(draft, first=SuffixDraft())
     with pytest.raises(InputError, match="suffix cannot go on where cached stops"):
         replace(draft, then=SuffixDraft())
+    ahead = drafting_llama(DRAFTERS["jakiro"], TREES["chain"]).plan.draft
+    with pytest.raises(InputError, match="expected heads of one level then, got heads of 2"):
+        replace(ahead, then=HeadsDraft("jakiro_ahead", 2))

@@ -21,6 +21,7 @@ from graftwork.passes.drafting.draft_merged import DraftMerged
 from graftwork.passes.drafting.draft_ppd import WEIGHT, DraftPpd
 from graftwork.passes.engine.base import Pass
 from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.numerics.quantize_weights import QuantizeWeights
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime.generate import generate
@@ -73,6 +74,17 @@ def test_beside_another_drafter_and_to_the_end_of_the_context() -> None:
             found.sequences, decoded(compiled("eager"), max_new_tokens=123).sequences
         )
         assert found.stats.accepted_tokens
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_prompts_beside_weights_of_few_bits_leave_the_text_as_it_is(bits: int) -> None:
+    """The table that tokens are looked up in is stored in few bits, as it is without prompts."""
+    few = QuantizeWeights(bits=bits, group=32, embedding=True)
+    programs = (drafting_llama(few), drafting_llama(few, PPD, TREES["best_first"]))
+    plain, fast = (compile(program, Target("eager", "cpu")) for program in programs)
+    step = fast.program.function("step")
+    assert len(step.calls(torch.ops.graftwork.quantized_embedding.default)) == 1
+    assert torch.equal(decoded(fast).sequences, decoded(plain).sequences)
 
 
 def test_sampling_repeats_with_its_seed() -> None:

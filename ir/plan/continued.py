@@ -11,25 +11,16 @@ from .bounds import Amount, Factor
 from .draft import CachedDraft, DraftRecord, HeadsDraft
 
 
-@record
 @dataclass(frozen=True)
-class ContinuedDraft(DraftRecord):
-    """A drafter with a cache predicts the first levels, heads the ones below (Clover, Gumiho).
+class TwofoldDraft(DraftRecord):
+    """Base of records of a drafter with a cache, which predicts the first levels, and of heads that
+    predict the ones below from what it made.
 
-    first: takes an output of the step. then: `HeadsDraft` or `RecurrentDraft`, whose function takes
-    the ``hidden`` that `first` made of a node's parent where others take the target's last state.
-    feature: in training, the weight beside the tokens' loss of how far the states that are made are
-    from the target's. decay: in training, a level weighs decay^level. noise: whether the features
-    that go in get some in training (EAGLE). trained: whether the weights of both know anything.
+    first: takes an output of the step. then: what predicts the rest.
     """
 
     first: CachedDraft = field(default_factory=CachedDraft)
     then: DraftRecord = field(default_factory=HeadsDraft)
-    feature: Amount = 10.0
-    decay: Factor = 0.8
-    noise: bool = True
-    trained: bool = False
-    kind: ClassVar[str] = "continued"
     grows: ClassVar[bool] = True
 
     def check(self) -> None:
@@ -56,3 +47,22 @@ class ContinuedDraft(DraftRecord):
     def levels(self) -> int:
         """Levels of both."""
         return self.first.levels + self.then.levels
+
+
+@record
+@dataclass(frozen=True)
+class ContinuedDraft(TwofoldDraft):
+    """A drafter with a cache predicts the first levels, heads the ones below (Clover, Gumiho).
+
+    first: see `TwofoldDraft`. then: `HeadsDraft` or `RecurrentDraft`, whose function takes
+    the ``hidden`` that `first` made of a node's parent where others take the target's last state.
+    feature: in training, the weight beside the tokens' loss of how far the states that are made are
+    from the target's. decay: in training, a level weighs decay^level. noise: whether the features
+    that go in get some in training (EAGLE). trained: whether the weights of both know anything.
+    """
+
+    feature: Amount = 10.0
+    decay: Factor = 0.8
+    noise: bool = True
+    trained: bool = False
+    kind: ClassVar[str] = "continued"

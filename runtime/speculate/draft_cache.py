@@ -23,6 +23,9 @@ CHOSEN = ("draft_tokens", "draft_scores", "draft_logits")
 """What functions that draft give of chosen columns only, where they take ``select``; one with
 ``draft_odds`` gives those so, too."""
 
+STATES = ("hidden", "ahead")
+"""What functions that draft give of every token."""
+
 HELD = 128
 """Tokens up to which the inputs of a shape are kept for the next call; prompts are longer."""
 
@@ -86,7 +89,7 @@ class DraftCache:
             )
         self.executable, self.function, self.ahead = executable, function, ahead
         self.takes = {str(node.target) for node in fn.inputs}
-        self.fetch = tuple(name for name in (*CHOSEN, "draft_odds", "hidden") if name in fn.outputs)
+        self.fetch = tuple(name for name in (*CHOSEN, "draft_odds", *STATES) if name in fn.outputs)
         self.widths = executable.widths(function)
         self.widest = CHUNK if self.widths.more else self.widths.each[-1]
 
@@ -125,7 +128,7 @@ class DraftCache:
             )
         else:
             outputs = call.calls.fetching(self.executable, fetch)()
-        whole = ("hidden",) if "select" in self.takes else self.fetch
+        whole = STATES if "select" in self.takes else self.fetch
         return {n: gathered(v, select) if n in whole else v for n, v in outputs.items()}
 
     def _call(self, batch: int, width: int, chosen: int, trees: bool) -> DraftInputs:

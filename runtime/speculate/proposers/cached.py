@@ -66,9 +66,13 @@ class _Nodes:
 
 @PROPOSERS.register(CachedDraft)
 class CachedProposer(CommittingProposer):
-    """Feeds draft nodes behind the rows of the committed text. See the module docstring."""
+    """Feeds draft nodes behind the rows of the committed text. See the module docstring.
+
+    made: the outputs of the last call, of the nodes of its last level.
+    """
 
     record: CachedDraft
+    made: Mapping[str, torch.Tensor]
     mutual = False
     """See `CommittedRows`."""
 
@@ -107,7 +111,6 @@ class CachedProposer(CommittingProposer):
         """Bring the cache up to the text; what may follow its last token."""
         outputs = self.committed.catch_up()
         self.nodes = _Nodes(len(self.committed.texts))
-        self.carried = outputs.get("hidden")
         return self._level(outputs, count)
 
     def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
@@ -115,7 +118,8 @@ class CachedProposer(CommittingProposer):
         committed = self.committed
         if self.nodes.tokens.shape[1] == 1:
             self.nodes = _Nodes(len(committed.texts), self.nodes.above + 1)
-        given = None if self.carried is None else gathered(self.carried, parents)
+        carried = self.made.get("hidden")
+        given = None if carried is None else gathered(carried, parents)
         nodes = self.nodes
         nodes.add(tokens, parents, given)
         total = nodes.tokens.shape[1]
@@ -129,10 +133,10 @@ class CachedProposer(CommittingProposer):
             nodes.given,
             nodes.seen if total > 1 else None,
         )
-        self.carried = outputs.get("hidden")
         return self._level(outputs, count)
 
     def _level(self, outputs: Mapping[str, torch.Tensor], count: int) -> Level:
+        self.made = outputs
         level = level_of(outputs, count)
         level.tokens[self.committed.lacking] = -1
         return level

@@ -17,6 +17,7 @@ import torch
 
 from ....ir import UnsupportedError
 from ....ir.plan import ContinuedDraft
+from ....ir.plan.continued import TwofoldDraft
 from ...feeding.gather import gathered
 from ...memo import Memo
 from ..drafters.base import UnverifiedStep, VerifiedStep
@@ -50,10 +51,10 @@ class ContinuedProposer(Proposer):
     """`first` for its levels, then `then`, once from each node of the last of them, with the states
     that led there."""
 
-    record: ContinuedDraft
+    record: TwofoldDraft
     reads = True
 
-    def __init__(self, record: ContinuedDraft, setting: Setting) -> None:
+    def __init__(self, record: TwofoldDraft, setting: Setting) -> None:
         super().__init__(record, setting)
         then = PROPOSERS.find(record.then)(record.then, setting)
         if not isinstance(then, HiddenProposer):
@@ -61,6 +62,12 @@ class ContinuedProposer(Proposer):
         self.first, self.then = CachedProposer(record.first, setting), then
         self.levels = record.first.levels
         self.wants = self.first.wants
+
+    @property
+    def states(self) -> torch.Tensor:
+        """What `then` starts from, f[B,M,H]: what the first drafter's last call made of the nodes
+        that it was fed."""
+        return self.first.made["hidden"]  # a drafter on features makes states
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
         """See `Proposer.begin`."""
@@ -98,8 +105,7 @@ class ContinuedProposer(Proposer):
         """What may follow each node, from the state that its parent left."""
         self.place += 1
         if self.place <= self.levels:
-            assert self.first.carried is not None  # a drafter on features makes states
-            self.path.add(tokens, parents, self.first.carried)
+            self.path.add(tokens, parents, self.states)
         if self.place < self.levels:
             level = self.first.grow(tokens, parents, count)
             self.lacking |= level.tokens[:, 0, 0] < 0
