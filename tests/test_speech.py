@@ -53,6 +53,24 @@ def test_texts_are_those_of_whispers_own_generate(forced: Any) -> None:
     assert {row[1] for row in begun} == set(LANGUAGES.values())
 
 
+@pytest.mark.parametrize(
+    "said", [{"task": "translate"}, {"language": "de"}, {"language": "fr", "task": "translate"}]
+)
+def test_what_a_generation_config_says_holds_where_a_call_does_not(said: dict[str, str]) -> None:
+    model, given = speaker(), sources("whisper", 2)
+    for name, value in said.items():
+        setattr(model.generation_config, name, value)
+    fast = gw.optimize(model, "copyspec", target="eager")
+    for call in CALLS:
+        want = model.generate(**given, max_new_tokens=NEW, do_sample=False, **call)
+        found = fast.generate(**given, max_new_tokens=NEW, **call)
+        assert torch.equal(found[:, -NEW:], want), call
+        if "task" not in call:
+            assert found[0, 2] == TASKS[said.get("task", "transcribe")]
+        if "language" not in call and "language" in said:
+            assert found[0, 1] == LANGUAGES[f"<|{said['language']}|>"]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("target", ["onnxruntime", "torch"])
 def test_languages_on_targets_and_in_saved_models(target: str, tmp_path: Any) -> None:

@@ -17,12 +17,14 @@ def spoken(generation: Any, config: Any) -> dict[str, Any]:
     codes = {name.removeprefix("<|").removesuffix("|>"): id for name, id in languages.items()}
     named = {name: codes[code] for name, code in _codes(bool(codes)).items() if code in codes}
     known = {**codes, **named}
+    usual, stays = _usual(generation, config, languages, tasks)
     found = {
         "languages": tuple(known),
         "language_tokens": tuple(known.values()),
         "tasks": tuple(tasks),
         "task_tokens": tuple(tasks.values()),
-        "usual": _usual(generation, config, languages, tasks),
+        "usual": usual,
+        "stays": stays,
         "untimed": () if untimed is None else (untimed,),
     }
     return {name: value for name, value in found.items() if value}
@@ -39,14 +41,14 @@ def _codes(wanted: bool) -> dict[str, str]:
 
 def _usual(
     generation: Any, config: Any, languages: dict[str, int], tasks: dict[str, int]
-) -> tuple[int, ...]:
-    """What follows on the start unless a call says otherwise."""
+) -> tuple[tuple[int, ...], bool]:
+    """What follows on the start unless a call says otherwise; see `Encoded.stays`."""
     language, task = (getattr(generation, name, None) for name in ("language", "task"))
     if language is not None or task is not None:
         first = languages.get(f"<|{language}|>", languages.get(str(language), HEARD))
         default = "transcribe" if language is not None else None
         second = tasks.get(str(task or default), HEARD)
-        return (first, second)
+        return (first, second), True
     forced = getattr(generation, "forced_decoder_ids", None)
     forced = getattr(config, "forced_decoder_ids", None) if forced is None else forced
     for place, (index, _) in enumerate(forced or (), 1):
@@ -55,4 +57,4 @@ def _usual(
                 f"the model's generation config: forced_decoder_ids={forced}: expected places "
                 f"1, 2, 3, ..., got {index} as number {place}"
             )
-    return tuple(HEARD if token is None else int(token) for _, token in forced or ())
+    return tuple(HEARD if token is None else int(token) for _, token in forced or ()), False

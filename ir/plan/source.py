@@ -99,10 +99,10 @@ class Encoded(SourceRecord):
     tokens that every text begins with, unless a call says others.
 
     Where the source is speech in many languages (whisper), more follows on the first of them, see
-    `opening`. languages: their codes, and their
-    names behind them; language_tokens: what stands for each. tasks, task_tokens:
-    likewise. usual: what follows where a call says nothing, `HEARD` for the language that is heard.
-    untimed: the token that asks for no times, or none.
+    `opening`. languages: their codes, and their names behind them; language_tokens: what stands for
+    each. tasks, task_tokens: likewise. usual: what follows where a call says nothing, `HEARD` for
+    the language that is heard. stays: whether that is a language and a task, each of which holds
+    where a call says the other alone. untimed: the token that asks for no times, or none.
     """
 
     function: str = "encode"
@@ -114,6 +114,7 @@ class Encoded(SourceRecord):
     tasks: Words = ()
     task_tokens: Following = ()
     usual: Following = ()
+    stays: bool = False
     untimed: Following = ()
     kind: ClassVar[str] = "encoded"
 
@@ -141,7 +142,8 @@ class Encoded(SourceRecord):
         """Whether the language has to be heard where a call says these."""
         if language is not None or not self.languages:
             return False
-        return task is not None or not self.usual or self.usual[0] == HEARD
+        known = self.stays or task is None
+        return not (known and self.usual and self.usual[0] != HEARD)
 
     def opening(
         self, language: str | None = None, task: str | None = None, heard: str | None = None
@@ -158,16 +160,16 @@ class Encoded(SourceRecord):
         ([9, 2, 5, 7], [9, 1, 7])
         """
         tokens, first = list(self.start), len(self.start)
-        if language is None and task is None:
+        if self.stays or (language is None and task is None):
             tokens += self.usual
         spoken = heard if language is None else language
         if spoken is not None:
             known = self.languages, self.language_tokens
             tokens[first : first + 1] = [_token("language", spoken, *known)]
+        if task is None and language is not None and TRANSCRIBE in self.tasks and not self.stays:
+            task = TRANSCRIBE
         if task is not None:
-            tokens.append(_token("task", task, self.tasks, self.task_tokens))
-        elif language is not None and TRANSCRIBE in self.tasks:
-            tokens.append(_token("task", TRANSCRIBE, self.tasks, self.task_tokens))
+            tokens[first + 1 :] = [_token("task", task, self.tasks, self.task_tokens)]
         if self.untimed and tokens[-1] != self.untimed[0]:
             tokens.append(self.untimed[0])
         return [token for token in tokens if token != HEARD]
