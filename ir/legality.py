@@ -36,13 +36,14 @@ def idle(plan: DecodePlan) -> str | None:
 def _unmet(program: Program) -> Iterator[tuple[str, str]]:
     plan, step = program.plan, program.step
     leaves, cached = plan.draft.leaves, step.has_input("past")
-    for name in dict.fromkeys((step.name, plan.step.read(argmax=False)[0])):
-        returned = program.function(name).outputs
+    ways = [(step.name,), (plan.step.read(argmax=False)[0],), plan.step.parts]
+    for names in dict.fromkeys(way for way in ways if way):
+        returned = {output for name in names for output in program.function(name).outputs}
         for leaf in leaves:
             for output in leaf.reads:
                 if output not in returned:
-                    fault = f"draft={leaf.brief} reads {output!r}, which {name} does not return"
-                    yield fault, output
+                    run = f"{names[0]} does" if len(names) == 1 else f"{', '.join(names)} do"
+                    yield f"draft={leaf.brief} reads {output!r}, which {run} not return", output
     if plan.depth.stops and plan.depth.parted and not plan.step.in_parts:
         yield f"depth={plan.depth.brief} needs a step that is cut into segments", "segments"
     elif plan.depth.stops:

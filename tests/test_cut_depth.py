@@ -18,6 +18,7 @@ from graftwork.backends.target import Target
 from graftwork.ir import PassError, Program, VerifyError, parse_program, program_text, verify
 from graftwork.ir.errors import InputError
 from graftwork.ir.executable import Executable
+from graftwork.ir.legality import unmet
 from graftwork.ir.plan import Segments
 from graftwork.ir.protocol import chain_inputs
 from graftwork.passes import Pass
@@ -74,6 +75,16 @@ def test_the_text_is_that_of_the_whole_step(which: str, backend: str) -> None:
         ids, mask = PROMPTS[rows], MASK[rows]
         expected = generate(whole, ids, attention_mask=mask, **ASKED)
         assert torch.equal(generate(cut, ids, attention_mask=mask, **ASKED), expected)
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+def test_what_is_added_to_a_step_that_is_cut_already_its_head_returns_too(backend: str) -> None:
+    passes = (InsertKvCache(), PickLogits(), CUT, *TREES, AddArgmax())
+    program = run_passes(tiny_llama(4), [Step(p) for p in passes])[0]
+    names = [record.name for record in program.provenance]
+    assert names.index("cut_depth") < names.index("add_top_tokens")
+    found = generate(compile(program, Target(backend, "cpu")), PROMPTS[2:3], **ASKED)
+    assert torch.equal(found, generate(compiled(backend, "nothing", False), PROMPTS[2:3], **ASKED))
 
 
 def test_sessions_that_run_in_turn_do_not_wait_for_work() -> None:
@@ -185,6 +196,17 @@ def test_a_plan_of_segments_that_do_not_fit_is_refused() -> None:
         assert old in text
         with pytest.raises((VerifyError, InputError), match=error):
             verify(parse_program(text.replace(old, new), program.weights))
+
+
+def test_what_a_drafter_reads_and_no_segment_returns_is_missed() -> None:
+    passes = (InsertKvCache(), PickLogits(), *TREES, CUT, AddArgmax())
+    program = run_passes(tiny_llama(4), [Step(p) for p in passes])[0]
+    assert unmet(program) is None
+    head = program.function("step.head").copy()
+    head.set_outputs({n: node for n, node in head.outputs.items() if n != "top_tokens"})
+    fault = unmet(program.with_function(head))
+    assert fault is not None and fault[1] == "top_tokens"
+    assert "which step.0, step.1, step.2, step.head do not return" in fault[0]
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
