@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from selection import rarely
 from tiny import layer_ahead, tiny_llama
 
 from graftwork.ir import Program
-from graftwork.passes.engine.manager import run_passes
+from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.recipe import Recipe, recipes
 
 QUANTIZED = ("round_activations",)
@@ -37,6 +38,19 @@ the rest in the sweep."""
 
 def program_of(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Program:
     """A recipe's program, given what it needs: another model, a corpus, calibration text."""
+    return made_by(steps_of(name, folder), dtype)
+
+
+def made_by(steps: Sequence[Step], dtype: torch.dtype = torch.float32) -> Program:
+    """What passes make of a tiny model that has other models beside it, given text."""
+    guests = {"other": tiny_llama(seed=1, dtype=dtype), "mtp.0": layer_ahead(dtype=dtype)}
+    start = tiny_llama(4, dtype=dtype).replace(guests=guests)
+    evidence = evidence_for(start) if any(step.pass_.text for step in steps) else None
+    return run_passes(start, steps, evidence=evidence)[0]
+
+
+def steps_of(name: str, folder: Path) -> Sequence[Step]:
+    """A recipe's passes, with options that fit the tiny model."""
     corpus = folder / "corpus.json"
     corpus.write_text("[[1, 2, 3]]")
     brought = {"draft_model.model": "other", "draft_corpus.path": str(corpus)}
@@ -53,7 +67,4 @@ def program_of(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> P
     recipe = Recipe.load(name)
     uses = {use.name for use in recipe.passes}
     given = [f"{key}={value}" for key, value in brought.items() if key.split(".")[0] in uses]
-    guests = {"other": tiny_llama(seed=1, dtype=dtype), "mtp.0": layer_ahead(dtype=dtype)}
-    start = tiny_llama(4, dtype=dtype).replace(guests=guests)
-    evidence = evidence_for(start) if recipe.reads_text else None
-    return run_passes(start, recipe.with_options(given).steps, evidence=evidence)[0]
+    return recipe.with_options(given).steps
