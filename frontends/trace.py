@@ -220,7 +220,8 @@ def _explain(name: str, wrapper: nn.Module, error: BaseException) -> str:
         return f"cannot import {name}{where}: {error}"
     lines = [text.strip(" -.") for text in str(error).splitlines() if text.strip()]
     reason = f"{type(error).__name__}: {' '.join(lines[:2])}"
-    if "specialized" in reason:
+    # Torch says one or the other of the same model, from run to run.
+    if "specialized" in reason or "Constraints violated" in reason:
         reason = f"it runs Python code for each token (a loop over the sequence); {reason}"
     return (
         f"cannot trace {name}{where}: {reason}. Expected a language model whose graph does "
