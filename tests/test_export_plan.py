@@ -17,6 +17,7 @@ import pytest
 from onnxruntime_helpers import module_at, needs_node
 from tiny import cached_llama, tiny_llama
 
+from graftwork import export_plan
 from graftwork.backends import Target
 from graftwork.export_plan import export_onnx_plan
 from graftwork.ir import InputError, UnsupportedError
@@ -136,6 +137,25 @@ def test_the_runner_for_node(folders: Any) -> None:
         command = ["node", str(folder / "run.js"), str(folder), "5,6,7,5,6,7,5,6", "20"]
         shown = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
         assert shown.stdout.strip() == ",".join(map(str, texts(recipe)[1])), shown.stderr
+
+
+@pytest.mark.parametrize("command", [(sys.executable, "-ISB", "run.py"), ("node", "run.js")])
+def test_runners_say_how_they_are_used(command: tuple[str, ...]) -> None:
+    """Before they look for onnxruntime, which whoever asks may not have yet."""
+    *interpreter, name = command
+    if shutil.which(interpreter[0]) is None:
+        pytest.skip(f"needs {interpreter[0]}")
+    path = Path(export_plan.__file__).parent / "runners" / name
+
+    def ran(*args: str) -> tuple[int, str, str]:
+        done = subprocess.run([*interpreter, str(path), *args], capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    for asked in ("--help", "-h"):
+        code, shown, errors = ran(asked)
+        assert (code, errors) == (0, "") and f"{name} FOLDER 1,2,3 32" in shown
+    for wrong in ((), ("folder",), ("folder", "1,2,3", "32", "more")):
+        assert ran(*wrong) == (2, "", shown)
 
 
 def test_refusals_leave_nothing_behind(tmp_path: Path) -> None:

@@ -1,11 +1,18 @@
-// Runs a plan folder with onnxruntime-node: one sequence, greedy. A port of run.py.
-//
-// plan.schema.json describes plan.json. One cycle serves all kinds: draft, step, verify, commit.
-//
-//     npm install onnxruntime-node
-//     node run.js FOLDER 1,2,3 32        # a prompt's, or a source's, token ids, and how many more
-//     node run.js FOLDER sound.f32 32    # a source that is no text: its features, raw float32
 "use strict";
+
+const USAGE = `Runs a plan folder with onnxruntime-node: one sequence, greedy. A port of run.py.
+
+plan.schema.json describes plan.json. One cycle serves all kinds: draft, step, verify, commit.
+
+    npm install onnxruntime-node
+    node run.js FOLDER 1,2,3 32        # a prompt's, or a source's, token ids, and how many more
+    node run.js FOLDER sound.f32 32    # a source that is no text: its features, raw float32`;
+
+if (require.main === module && process.argv.length !== 5) {  // before what may not be installed
+  const asked = process.argv.includes("-h") || process.argv.includes("--help");
+  (asked ? console.log : console.error)(USAGE);
+  process.exit(asked ? 0 : 2);
+}
 
 const fs = require("fs");
 const path = require("path");

@@ -9,6 +9,11 @@ One cycle serves all kinds: draft, step, verify, commit. plan_functions.py runs 
 import pathlib
 import sys
 
+if __name__ == "__main__" and len(sys.argv) != 4:  # before what may not be installed
+    asked = not {"-h", "--help"}.isdisjoint(sys.argv)
+    print(__doc__.strip(), file=sys.stdout if asked else sys.stderr)
+    sys.exit(0 if asked else 2)
+
 import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
