@@ -16,9 +16,3 @@ if __name__ == "graftwork":
     _package = importlib.util.module_from_spec(_spec)
     sys.modules[__name__] = _package
     _spec.loader.exec_module(_package)
-    # Its parts lie beside it; where they are, an installation knows.
-    if importlib.util.find_spec("graftwork.ir") is None:
-        raise ImportError(
-            f"{Path(__file__).parent} is a clone of graftwork that is not installed in "
-            f"{sys.executable}: run make demo there, or pip install -e {Path(__file__).parent}"
-        )

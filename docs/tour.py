@@ -8,12 +8,16 @@ calls that frontends, passes and backends make.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this clone's graftwork, installed or not
 
 console = Console(highlight=False, soft_wrap=True)
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import _clone
+
 if TYPE_CHECKING:
     from .backends.target import Target
     from .exits import calibrate_exits
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from .recipe import Recipe, recipes
     from .training import fit, train_exits
     from .tuning import tune
+
+_clone.install()
 
 __version__ = "0.1.0"
 __all__ = [
