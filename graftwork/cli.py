@@ -168,8 +168,9 @@ def generate(
     json_: Annotated[bool, typer.Option("--json", help="Text, ids and statistics.")] = False,
 ) -> None:
     """Continue a text."""
+    from .ir.tokenizer import decode, encode
     from .opening import open_model
-    from .prompts import as_ids, encode
+    from .prompts import as_ids
     from .runtime.asking.options import check_keywords
     from .runtime.generate import check_request
     from .runtime.stats import Stats
@@ -208,7 +209,7 @@ def generate(
         )
         return
     new = result.sequences[0, len(begun) :].tolist()
-    text = opened.tokenizer.decode(new, skip_special_tokens=True)
+    text = decode(opened.tokenizer, new)
     print(json.dumps({"text": text, "ids": new, "stats": stats.to_dict()}))
 
 

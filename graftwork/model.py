@@ -20,6 +20,7 @@ from .ir import GraftworkError, InputError, Program, Weight, WeightStore
 from .ir.executable import KernelUse, Memory
 from .ir.files import plain_path
 from .ir.threads import traces
+from .ir.tokenizer import read_tokenizer
 from .passes.engine.evidence import Evidence
 from .passes.engine.manager import arrange, facts_of, run_passes
 from .passes.engine.validate import Validator
@@ -27,7 +28,6 @@ from .prompts import (
     Prompts,
     as_ids,
     check_seed,
-    read_tokenizer,
     sample_prompts,
     validation_batch,
 )

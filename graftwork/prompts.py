@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .ir import InputError, Program
-from .ir.files import LARGE, plain_path, read_bytes, read_text
+from .ir.files import LARGE, plain_path, read_text
 from .ir.names import shown
 from .ir.program import ModelInfo
+from .ir.tokenizer import encode, read_tokenizer
 from .runtime.asking.options import MOST_SEED
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 Prompts = str | Path | Sequence[str] | Sequence[Sequence[int]]
 """A path to a .txt (one prompt a line) or .jsonl file (``{"ids": [...]}`` or ``{"text": "..."}`` a
@@ -24,18 +22,6 @@ line), a sequence of texts, or a sequence of token id sequences."""
 
 VALIDATION_PROMPTS = 4
 VALIDATION_TOKENS = 48
-
-
-def read_tokenizer(path: Path) -> Tokenizer:
-    """A tokenizer.json. Errors: `InputError` if it is not one."""
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_buffer(read_bytes(path, LARGE))
-    except Exception as error:  # the library raises nothing more specific
-        raise InputError(
-            f"cannot read {path}: {error}; expected the tokenizer that belongs to the model"
-        ) from error
 
 
 def as_ids(input_ids: Any) -> torch.Tensor:
@@ -47,7 +33,7 @@ def as_ids(input_ids: Any) -> torch.Tensor:
         raise InputError("input_ids: expected token ids, got text; encode it with model.tokenizer")
     try:
         ids = torch.as_tensor(input_ids)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InputError(
             f"input_ids: expected token ids [B,S], sequences of one length ({error}); "
             f"pad shorter ones on the left and give attention_mask"
@@ -99,19 +85,6 @@ def check_seed(seed: Any, most: int = MOST_SEED) -> None:
         raise InputError(f"seed: expected an integer in 0..{most}, got {shown(seed)}")
 
 
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Text as token ids. Errors: `InputError` for text that is not Unicode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"expected text, got half a character at place {error.start} of {shown(text)}: it was "
-            f"read from something that is not UTF-8, or cut within a character"
-        ) from error
-    ids: list[int] = tokenizer.encode(text).ids
-    return ids
-
-
 def check_file(data: Prompts) -> None:
     """Errors: `InputError` if `data` is a file that cannot be read, with its line, or no data."""
     if isinstance(data, (str, Path)):
@@ -139,7 +112,7 @@ def sample_prompts(info: ModelInfo, seed: int) -> torch.Tensor:
 
 def _read_file(path: Path) -> list[Any]:
     try:
-        lines = read_text(path, LARGE).splitlines()
+        lines = read_text(path, LARGE).split("\n")  # splitlines cuts at form feeds, too
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"data: cannot read {path}: {error}") from error
     if path.suffix != ".jsonl":
@@ -151,10 +124,10 @@ def _read_file(path: Path) -> list[Any]:
 def _json_prompt(line: str, where: str) -> Any:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"data: {where}: not JSON: {error}") from error
-    for key in ("ids", "text"):
-        if isinstance(entry, dict) and key in entry:
+    for key, kind in (("ids", list), ("text", str)):
+        if isinstance(entry, dict) and isinstance(entry.get(key), kind):
             return entry[key]
     raise InputError(f'data: {where}: expected {{"ids": [...]}} or {{"text": "..."}}')
 

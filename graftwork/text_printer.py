@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from .ir.tokenizer import decode
+
 
 class TextPrinter:
     """A streamer that prints text as its tokens come, after the prompt."""
@@ -21,14 +23,14 @@ class TextPrinter:
             self.prompt_seen = True
             return
         self.ids += [int(token) for token in value.reshape(-1)]
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        text = decode(self.tokenizer, self.ids)
         # A trailing replacement character is half of a character whose rest is still to come.
         if not text.endswith("\ufffd"):
             self._show(text)
 
     def end(self) -> None:
         """Generation is over."""
-        self._show(self.tokenizer.decode(self.ids, skip_special_tokens=True))
+        self._show(decode(self.tokenizer, self.ids))
         sys.stdout.write("\n")
         sys.stdout.flush()
 

@@ -22,6 +22,9 @@ SMALL = 64 * 2**20
 LARGE = 4 * 2**30
 """Bytes of a text, a tokenizer or a list of prompts at most."""
 
+_PIECE = 2**20
+"""Bytes that are asked for at a time."""
+
 
 def open_regular(path: str | Path, *, follow: bool = True) -> BufferedReader:
     """A regular file, open for reading in binary.
@@ -72,11 +75,17 @@ def is_regular(path: str | Path) -> bool:
 
 def read_bytes(path: str | Path, limit: int = SMALL, *, follow: bool = True) -> bytes:
     """All of a regular file. Errors: `OSError` if it is none, or holds more than `limit` bytes."""
+    pieces: list[bytes] = []
+    left = limit
     with open_regular(path, follow=follow) as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise OSError(f"{path} holds more than {limit} bytes, the most that is read of such a file")
-    return data
+        while piece := file.read(_PIECE):  # asked for the limit, it would make room for all of it
+            pieces.append(piece)
+            left -= len(piece)
+            if left < 0:
+                raise OSError(
+                    f"{path} holds more than {limit} bytes, the most that is read of such a file"
+                )
+    return b"".join(pieces)
 
 
 def read_text(path: str | Path, limit: int = SMALL, *, follow: bool = True) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,7 @@ from graftwork.artifact import is_artifact, is_saved
 from graftwork.backends.target import Target
 from graftwork.demo import demo_folder
 from graftwork.ir import GraftworkError, InputError
-from graftwork.ir.files import open_regular, plain_path, read_bytes, read_json, read_text
+from graftwork.ir.files import LARGE, open_regular, plain_path, read_bytes, read_json, read_text
 from graftwork.model import Traced, transform
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
@@ -66,6 +67,16 @@ def test_reading_ends_at_the_limit(tmp_path: Path) -> None:
     os.truncate(path, 2**40)  # sparse
     with pytest.raises(OSError, match="more than"):
         read_json(path, 1000)
+
+
+def test_a_small_file_takes_little_memory_whatever_the_limit(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    tracemalloc.start()
+    assert read_bytes(path, LARGE) == b"12345"
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 8 * 2**20
 
 
 def test_json_that_nests_without_end_is_a_value_error(tmp_path: Path) -> None:

@@ -158,6 +158,8 @@ def test_prompts_from_files_and_lists(tmp_path: Path) -> None:
     lines = tmp_path / "prompts.jsonl"
     lines.write_text('{"ids": [1, 2, 3], "text": "x"}\n\n{"ids": [4, 5]}\n')
     assert read_prompts(lines, program) == [[1, 2, 3], [4, 5]]
+    lines.write_text('{"ids": [1, 2, 3], "text": "\u2028\x85"}\r\n{"ids": [4, 5]}', "utf-8")
+    assert read_prompts(lines, program) == [[1, 2, 3], [4, 5]]
     assert read_prompts([[1], torch.tensor([2, 3])], program) == [[1], [2, 3]]
     assert validation_batch(lines, program).tolist() == [[1, 2], [4, 5]]
     assert torch.equal(sample_prompts(program.info, 1), sample_prompts(program.info, 1))
@@ -173,6 +175,10 @@ def test_prompts_from_files_and_lists(tmp_path: Path) -> None:
         ('{"ids": [-1]}', "token id -1 is outside"),
         ('{"ids": []}', "at least one prompt"),
         ('{"ids": [1.5]}', "expected integers"),
+        ('{"ids": "text"}', "p.jsonl:1: expected"),
+        ('{"text": [1, 2]}', "p.jsonl:1: expected"),
+        (f'{{"ids": [{2**70}]}}', "token ids"),
+        ('{"ids": ' + "[" * 100_000, "p.jsonl:1: not JSON"),
         ('{"text": "hello"}', "no tokenizer.json"),
         ("", "at least one prompt"),
     ],

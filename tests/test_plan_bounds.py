@@ -45,9 +45,9 @@ from graftwork.ir.plan import (
     SuffixDraft,
     WidenedChain,
 )
+from graftwork.ir.tokenizer import encode, read_tokenizer
 from graftwork.passes.drafting.draft_hydra import DraftHydra
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
-from graftwork.prompts import encode, read_tokenizer
 from graftwork.runtime.generate import generate
 from graftwork.training.fit import FitOptions
 

@@ -25,10 +25,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...ir import PassError, Program
-from ...ir.files import LARGE, read_bytes, read_json, read_text
+from ...ir import InputError, PassError, Program
+from ...ir.files import LARGE, read_json, read_text
 from ...ir.plan import CorpusDraft
 from ...ir.plan.bounds import Levels, Nodes
+from ...ir.tokenizer import encode, read_tokenizer
 from ...ir.weights import Weight
 from ..engine.base import Contract, Effect, Outcome, Pass, register
 from .plan_edits import with_draft
@@ -94,15 +95,10 @@ def _encoded(program: Program, path: Path, text: str) -> list[int]:
             f"draft_corpus: {path} is text, and {program.name} came without a tokenizer.json: give "
             f"token ids in a .json file"
         )
-    from tokenizers import Tokenizer
-
     try:
-        read = Tokenizer.from_buffer(read_bytes(tokenizer, LARGE))
-        encoding = read.encode(text, add_special_tokens=False)
-    except Exception as error:  # the library raises nothing more specific
-        raise PassError(f"draft_corpus: cannot read {tokenizer}: {error}") from error
-    ids: list[int] = encoding.ids
-    return ids
+        return encode(read_tokenizer(tokenizer), text, marked=False)
+    except InputError as error:
+        raise PassError(f"draft_corpus: {error}") from error
 
 
 def read_tokens(owner: str, path: Path, vocabulary: int) -> list[int]:
