@@ -26,9 +26,41 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "max_time": (),
     "token_healing": (False,),
     "remove_invalid_values": (False,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1.0,),
+    "penalty_alpha": (0.0,),
+    "dola_layers": (),
+    "constraints": (),
+    "force_words_ids": (),
+    "assistant_ensemble_weight": (),
+    "cache_implementation": (
+        *("dynamic", "static", "hybrid", "sliding_window", "hybrid_chunked", "offloaded"),
+        *("offloaded_static", "offloaded_hybrid", "offloaded_hybrid_chunked", "paged"),
+    ),
 }
 """What of transformers' generation settings changes the text and is not supported, and the values
 apart from None at which it asks for nothing."""
+
+WITHOUT_EFFECT = frozenset(
+    {
+        # Of beam search alone, which `num_beams` asks for.
+        *("length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty"),
+        *("low_memory", "renormalize_logits"),
+        # Of drafts, which change no text.
+        *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule"),
+        *("assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind"),
+        *("target_lookbehind", "prompt_lookup_num_tokens", "max_matching_ngram_size"),
+        *("speculation_type", "use_mtp"),
+        # How transformers runs steps, and what it returns beside the text.
+        *("use_cache", "cache_config", "max_cache_len", "prefill_chunk_size", "compile_config"),
+        *("disable_compile", "continuous_batching_config", "return_dict_in_generate"),
+        *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
+        # What the model is, which its configuration says, too.
+        *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
+        *("transformers_version", "_from_model_config"),
+    }
+)
+"""The rest of transformers' generation settings: they leave the text of a checkpoint as it is."""
 
 
 @dataclass(frozen=True)

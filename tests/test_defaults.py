@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import string
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +14,20 @@ import torch
 from runtime_models import TableExecutable, program, whole
 from selection import one_in
 from tiny import cached_llama, drafting_llama, named
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, models
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    StopStringCriteria,
+)
+from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
 import graftwork as gw
 from graftwork.export import export_genai, export_onnx
 from graftwork.ir import Defaults, InputError, ParseError, UnsupportedError, parse_program
+from graftwork.ir.defaults import NEUTRAL, WITHOUT_EFFECT
 from graftwork.runtime.asking.options import BEST, GenerationOptions, read_options
 
 SAMPLES: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 7, "top_p": 0.9}
@@ -141,6 +153,77 @@ def test_what_is_not_supported_is_refused_by_name_until_it_is_waived(tmp_path: P
     with pytest.raises(UnsupportedError, match=r"num_beams=4, no_repeat_ngram_size=2.*cannot say"):
         model.export_genai(tmp_path / "genai")
     assert not (tmp_path / "genai").exists()
+
+
+def test_every_setting_of_transformers_is_known() -> None:
+    """A field that a new transformers brings is obeyed, refused, or known to change no text."""
+    ours = {f.name for f in fields(Defaults)} - {"unsupported"}
+    kinds = (ours, set(NEUTRAL), set(WITHOUT_EFFECT))
+    theirs = vars(GenerationConfig()).keys()
+    assert set().union(*kinds) - {"num_return_sequences"} == theirs - {"num_return_sequences"}
+    assert sum(map(len, kinds)) == len(set().union(*kinds))
+    neutral = GenerationConfig._get_default_generation_params()
+    assert all(neutral[n] in NEUTRAL[n] for n in NEUTRAL.keys() & neutral if neutral[n] is not None)
+    lossless = {*ALL_CACHE_IMPLEMENTATIONS, "paged"} - {"quantized"}
+    assert set(NEUTRAL["cache_implementation"]) == lossless
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("encoder_no_repeat_ngram_size", 2),
+        ("encoder_repetition_penalty", 1.5),
+        ("penalty_alpha", 0.6),
+        ("dola_layers", "high"),
+        ("cache_implementation", "quantized"),
+        ("force_words_ids", [[5]]),
+    ],
+)
+def test_settings_that_change_the_text_are_refused_by_name(name: str, value: object) -> None:
+    model = gw.optimize(llama(**{name: value}), target="eager")
+    with pytest.raises(InputError, match=rf"asks for {name}=.* not supported; give {name}=") as got:
+        model.generate(PROMPT)
+    advice = str(got.value).split("; give ")[1].split(" to generate")[0].partition("=")
+    keywords = {advice[0]: ast.literal_eval(advice[2])}
+    assert model.generate(PROMPT, **keywords, max_new_tokens=3).shape[1] <= 8
+
+
+def test_the_values_of_a_generation_config_are_keywords() -> None:
+    """As the refusal of the object itself says, with all that transformers writes beside them."""
+    source = llama(**SAMPLES, repetition_penalty=1.2)
+    model = gw.optimize(llama(), target="eager")
+    config = source.generation_config
+    config.bos_token_id, config.cache_implementation = 1, "dynamic"
+    with pytest.raises(InputError, match=r"generation_config.*\*\*generation_config.to_diff_dict"):
+        model.generate(PROMPT, generation_config=config)
+    said = config.to_diff_dict()
+    assert "transformers_version" in said
+    text = model.generate(PROMPT, **said, seed=1, max_new_tokens=9)
+    wanted = gw.optimize(source, target="eager").generate(PROMPT, seed=1, max_new_tokens=9)
+    assert torch.equal(text, wanted)
+    with pytest.raises(InputError, match="does not support cache_implementation='quantized'"):
+        model.generate(PROMPT, cache_implementation="quantized")
+
+
+def test_texts_that_stop_a_generation_are_criteria_of_transformers() -> None:
+    """As the refusal of stop_strings says, of a call's and of a checkpoint's."""
+    letters = string.ascii_letters[:40]
+    backend = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    source = llama(stop_strings=["x"])
+    model = gw.optimize(source, target="eager")
+    with pytest.raises(InputError, match=r"stop_strings=None .* or take .*StopStringCriteria\("):
+        model.generate(PROMPT)
+    with pytest.raises(InputError, match=r"nearest: stopping_criteria=\[StopStringCriteria\("):
+        model.generate(PROMPT, stop_strings=["x"])
+    free = {"stop_strings": None, "eos_token_id": [], "max_new_tokens": 8}
+    whole = model.generate(PROMPT, **free)[0].tolist()
+    new = whole[len(PROMPT[0]) :]
+    until = next(i for i in range(1, 8) if new[i] not in new[:i])
+    criteria = [StopStringCriteria(tokenizer, letters[new[until]])]
+    cut = model.generate(PROMPT, stopping_criteria=criteria, **free)[0].tolist()
+    assert cut == whole[: len(PROMPT[0]) + until + 1]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,9 @@ IDLE: dict[str, tuple[object, ...]] = {
 }
 """Keywords that are not supported, and the values at which they ask for nothing."""
 
+FACTS = frozenset({"transformers_version", "_from_model_config", "bos_token_id"})
+"""Keywords that ask for nothing whatever they say: a generation config has them of itself."""
+
 BEST: dict[str, Any] = {
     **{name: next(iter(values), None) for name, values in NEUTRAL.items()},
     "do_sample": False,
@@ -43,7 +46,8 @@ BEST: dict[str, Any] = {
 INSTEAD = {
     "inputs": "input_ids, the first argument",
     "inputs_embeds": "input_ids, the first argument",
-    "stop_strings": "stop (lists of token ids)",
+    "stop_strings": "stopping_criteria=[StopStringCriteria(tokenizer, texts)] with transformers' "
+    "class of that name, or stop (lists of token ids)",
     "min_length": "min_new_tokens",
     "assistant_model": "a recipe with a drafter",
     "prompt_lookup_num_tokens": "a recipe with a drafter, such as copyspec",
@@ -54,7 +58,8 @@ INSTEAD = {
     "encoder_outputs": "the source itself",
     "pixel_values": "image_embeds: what the model's tower makes of them, one row an image token "
     "(transformers' get_image_features)",
-    "generation_config": "its values as keywords",
+    "generation_config": "its values as keywords: **generation_config.to_diff_dict()",
+    "decoder_start_token_id": "decoder_input_ids, which begins with it",
 }
 
 Hook = Callable[..., Any]
@@ -247,9 +252,10 @@ def _defaults(
     for text in info.defaults.unsupported:
         name = text.partition("=")[0]
         if name not in keywords:
+            instead = f", or take {INSTEAD[name]} besides" if name in INSTEAD else ""
             raise InputError(
                 f"the checkpoint's generation config asks for {text}, which is not supported; "
-                f"give {name}={BEST[name]} to generate without"
+                f"give {name}={BEST[name]!r} to generate without{instead}"
             )
     said = {n: v for n, v in info.defaults.supported.items() if n not in given}
     if not {**said, **given}.get("do_sample"):
@@ -277,12 +283,13 @@ def check_defaults(info: ModelInfo) -> None:
 
 
 def _refuse(name: str, value: object) -> None:
-    plain = isinstance(value, bool | int | float)
-    if value is None or (plain and value in IDLE.get(name, ())):
+    plain = isinstance(value, bool | int | float | str)
+    if value is None or name in FACTS or (plain and value in IDLE.get(name, ())):
         return
     close = difflib.get_close_matches(name, SUPPORTED, n=1)
     instead = INSTEAD.get(name, close[0] if close else None)
     shown = TensorType.of(value) if isinstance(value, torch.Tensor) else repr(value)
+    shown = shown if "\n" not in str(shown) else type(value).__name__
     raise InputError(
         f"generate does not support {name}={shown}"
         + (f"; nearest: {instead}" if instead else "")
