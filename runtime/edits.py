@@ -101,7 +101,7 @@ def put_together(executable: Executable, edit: Edit, feed: Callable[[Request], S
     assert isinstance(record, KeepEdited)
     for run, rows in zip(edit.runs, edit.rows, strict=True):
         ahead = feed(asking([edit.tokens[: run.new]], program))
-        begun = perf_counter()
+        begun = perf_counter() - executable.preparing
         conversation = Conversations.of(executable).lying[0]
         assert conversation is not None
         executable.reserve(run.new + run.length)
@@ -111,5 +111,6 @@ def put_together(executable: Executable, edit: Edit, feed: Callable[[Request], S
         conversation.extend(edit.tokens[run.new : run.new + run.length])
         stats.turned_tokens += run.length
         stats.reused_tokens -= run.new - ahead.reused_tokens  # they were fed, by this very call
-        stats.prefill_seconds += ahead.prefill_seconds + perf_counter() - begun
+        taken = perf_counter() - executable.preparing - begun
+        stats.prefill_seconds += ahead.prefill_seconds + taken
     return stats

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from time import perf_counter
 
 from ..ir import Program, UnsupportedError
 from ..ir.executable import Executable
@@ -22,6 +21,7 @@ def decode(executable: Executable, request: Request) -> Stats:
     `InputError` for logits that are NaN.
     """
     _check_plan(executable.program)
+    prepared = executable.preparing
     decoding = Decoding(executable, request)
     edited = [put_together(executable, e, partial(_fed, executable)) for e in edits(decoding)]
     ahead = shared_request(decoding)
@@ -33,6 +33,7 @@ def decode(executable: Executable, request: Request) -> Stats:
         stats.turned_tokens += other.turned_tokens
         stats.reused_tokens += other.reused_tokens
         stats.prefill_seconds += other.prefill_seconds
+    stats.preparing_seconds = executable.preparing - prepared
     return stats
 
 
@@ -58,15 +59,15 @@ def run(decoding: Decoding) -> None:
     decoding.start()
     stats, feeder, texts = decoding.stats, decoding.feeder, decoding.texts
     first = sum(text.generated for text in texts)
-    start, inside = perf_counter(), feeder.seconds
+    start, inside = decoding.clock(), feeder.seconds - feeder.executable.preparing
     rounds = [round_(decoding) for round_ in ROUNDS if round_.fits(decoding)]
     while decoding.live:
         decoding.retire()
         decoding.cache.settle(texts)
         chosen, most = next((r, n) for r in rounds if (n := r.wants()) != 0)
         chosen.run(most)
-    stats.decode_seconds = perf_counter() - start
-    stats.executable_seconds = feeder.seconds - inside
+    stats.decode_seconds = decoding.clock() - start
+    stats.executable_seconds = feeder.seconds - feeder.executable.preparing - inside
     stats.new_tokens = sum(text.generated for text in texts)
     stats.decoded_tokens = stats.new_tokens - first
 

@@ -14,10 +14,12 @@ class Stats:
     generated, first ones included. reused_tokens: of the prompts, those that an earlier call had
     fed; shared_tokens: those that were fed once for several sequences of this call; turned_tokens:
     those behind an edit, whose rows were kept from the text before it. draft_tokens: proposed and
-    verified. accepted_tokens: of those, the ones kept. prefill_seconds, decode_seconds: wall time;
-    decode_seconds covers executable_seconds, the time spent inside the executable during decode
-    steps. target_layers: layers of the step; skipped_layers: of those, what decoded tokens did not
-    run through before they were continued, summed over tokens; an MLP is half a layer.
+    verified. accepted_tokens: of those, the ones kept. preparing_seconds: wall time of what is done
+    once and never again, such as compiling a step and opening its session; prefill_seconds,
+    decode_seconds: of the rest; decode_seconds covers executable_seconds, the time spent inside the
+    executable during decode steps. target_layers: layers of the step; skipped_layers: of those,
+    what decoded tokens did not run through before they were continued, summed over tokens; an MLP
+    is half a layer.
     """
 
     steps: int = 0
@@ -29,6 +31,7 @@ class Stats:
     reused_tokens: int = 0
     shared_tokens: int = 0
     turned_tokens: int = 0
+    preparing_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     executable_seconds: float = 0.0

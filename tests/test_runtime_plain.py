@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -168,3 +169,28 @@ def test_seconds_add_up() -> None:
     ).stats
     assert stats.decode_seconds > stats.executable_seconds > 0 < stats.host_overhead
     assert (stats.steps, stats.new_tokens, stats.accepted_per_step) == (8, 9, 1.0)
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
+def test_what_is_done_once_counts_apart(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts of a call's time are disjoint, whatever is compiled within it."""
+    executable = compile(cached_llama(Shape()), Target(backend, "cpu", threads=1))
+    inner = executable._compile
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.3)
+        return inner(*args)
+
+    monkeypatch.setattr(executable, "_compile", slow)
+    made = []
+    for _ in range(2):
+        start, before = time.perf_counter(), executable.preparing
+        ids = torch.tensor([[1, 2]])
+        asked = {"max_new_tokens": 4, "return_dict_in_generate": True, "eos_token_id": []}
+        stats = generate(executable, ids, **asked).stats
+        wall = time.perf_counter() - start
+        assert stats.preparing_seconds == pytest.approx(executable.preparing - before)
+        assert stats.preparing_seconds + stats.prefill_seconds + stats.decode_seconds <= wall
+        assert stats.decode_seconds >= stats.executable_seconds > 0 < stats.prefill_seconds
+        made.append(stats.preparing_seconds)
+    assert made[0] >= 0.3 and made[1] == 0

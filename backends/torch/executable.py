@@ -155,7 +155,9 @@ class TorchExecutable(StatefulExecutable):
         key = self._key(function, inputs, fetch)
         variant = self.variants.get(key)
         if variant is None:
+            start = perf_counter()
             variant = self.variants[key] = self._compile(function, frozenset(inputs), fetch)
+            self.preparing += perf_counter() - start
         arguments = self._arguments(function, inputs)
         start = perf_counter()
         try:

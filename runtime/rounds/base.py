@@ -110,7 +110,7 @@ class Decoding:
 
     def start(self) -> None:
         """Run the prompts and commit each sequence's first token."""
-        begun = perf_counter()
+        begun = self.clock()
         texts, batch = self.texts, len(self.texts)
         rows = max(text.limit for text in texts)
         if self.cache.most is not None:
@@ -136,7 +136,11 @@ class Decoding:
         fetch = tuple(dict.fromkeys(("logits", *self.drafter.wants)))
         outputs, columns = prefill(self.reader, texts, fetch, self.cache, self.read, fed)
         self.verify(outputs, self.no_drafts, columns)
-        self.stats.prefill_seconds = perf_counter() - begun
+        self.stats.prefill_seconds = self.clock() - begun
+
+    def clock(self) -> float:
+        """Seconds; what is done once and never again takes none."""
+        return perf_counter() - self.feeder.executable.preparing
 
     def _starts(self, rows: int) -> Sequence[Start | None]:
         """Begin; which conversation each text goes on from."""
@@ -266,5 +270,5 @@ class Round(ABC):
         """
 
     def clock(self) -> float:
-        """Seconds; what is done once and never again takes none."""
-        return perf_counter() - self.decoding.feeder.executable.preparing
+        """See `Decoding.clock`."""
+        return self.decoding.clock()
