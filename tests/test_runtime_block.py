@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -294,12 +296,42 @@ def test_published_layers_are_read(tmp_path: Path) -> None:
         assert torch.equal(read.weights[f"dflash.{name}"].load(), tensor)
 
 
+def test_a_config_that_says_otherwise_is_refused(tmp_path: Path) -> None:
+    """The taps, the layers and the mask that published drafts were trained with."""
+    passes = DraftDflash(masks=MASKS, depth=1, token=5), CHAIN
+    ours = {n: w.load() for n, w in made(*passes).weights.items() if n.startswith("dflash.")}
+    save_file({n.partition(".")[2]: w for n, w in ours.items()}, tmp_path / "model.safetensors")
+    config = {"num_hidden_layers": 1, "dflash_config": {"target_layer_ids": [3]}}
+    given = DraftDflash(masks=MASKS, depth=1, token=5, weights=str(tmp_path))
+    for more, said in (
+        ({"mask_token_id": 5}, ""),
+        ({"mask_token_id": 6}, "says mask_token_id=6, expected 5"),
+        ({"target_layer_ids": [2]}, r"says target_layer_ids=\[2\], expected \[3\]"),
+        ({"num_hidden_layers": 2}, "says num_hidden_layers=2, expected 1"),
+    ):
+        told = {**config, "dflash_config": {**config["dflash_config"], **more}}
+        (tmp_path / "config.json").write_text(json.dumps(told))
+        with pytest.raises(PassError, match=said) if said else nullcontext():
+            made(given, CHAIN)
+
+
 @pytest.mark.parametrize(
-    ("count", "found"), [(2, (0, 1)), (4, (1,)), (6, (1, 2, 3)), (36, (1, 9, 17, 25, 33))]
+    ("count", "depth", "found"),
+    [
+        (2, 5, (0, 1)),
+        (4, 5, (1,)),
+        (6, 5, (1, 2, 3)),
+        (6, 2, (1, 3)),
+        (28, 1, (14,)),
+        (36, 5, (1, 9, 17, 25, 33)),
+        (48, 8, (1, 7, 14, 20, 26, 32, 39, 45)),
+    ],
 )
-def test_layers_that_are_read_are_evenly_spread(count: int, found: tuple[int, ...]) -> None:
-    """The published drafts of a target of 36 layers read these five."""
-    assert spread(list(range(count))) == found
+def test_as_many_layers_are_read_as_the_draft_has(
+    count: int, depth: int, found: tuple[int, ...]
+) -> None:
+    """The published drafts of targets of 36 and 48 layers have five and eight layers."""
+    assert spread(list(range(count)), depth) == found
 
 
 @pytest.mark.parametrize(

@@ -119,16 +119,52 @@ def test_jacobi_takes_over_what_the_target_said():
     assert made.propose([9])[0].tokens == [6, 7, 1]
 
 
+def test_a_lookahead_window_is_filled_by_what_the_target_says() -> None:
+    """window + ngram - 3 guesses of the prompt are the first row; each step drops a place and adds
+    a row, and only a full window pools n-grams and verifies them."""
+    made = drafter(LookaheadDrafter, LookaheadDraft(window=2, ngram=4, pool=4), [1, 2])
+    [window] = made.windows
+    window.pool.add(11, (9, 9, 9))
+    assert len(window.rows) == 1 and len(window.rows[0]) == 3 and set(window.rows[0]) <= {1, 2}
+    window.rows = [[5, 6, 7]]
+    [draft] = made.propose([9])
+    assert (draft.tokens, draft.parents) == ([5, 6, 7], (-1, 0, 1))
+    made.observe(taken(draft, [3], [3, 10, 11, 8]))
+    assert window.rows == [[6, 7], [10, 11, 8]]
+    [draft] = made.propose([9])
+    # Below the root 10, below 6 another 11, below 7 an 8.
+    assert (draft.tokens, draft.parents) == ([10, 6, 11, 7, 8], (-1, -1, 1, 1, 3))
+    assert window.pool.grams.keys() == {11} and not window.full
+    # Two tokens are gained; the window moves on by one place all the same.
+    made.observe(taken(draft, [10, 11], [10, 0, 1, 3, 4, 9], path=[0]))
+    assert window.full and window.rows == [[7], [11, 8], [3, 9]]
+    [draft] = made.propose([9])
+    assert draft.tokens == [9, 9, 9, 11, 3, 7, 8, 9]
+    made.observe(taken(draft, [0], [0, 0, 0, 0, 0, 4, 0, 0, 5]))
+    assert window.pool.after(11) == [(11, 3, 4), (9, 9, 9)] and window.pool.after(7) == [(8, 9, 5)]
+    assert window.rows == [[8], [3, 9], [4, 5]]
+
+
 def test_lookahead_completes_ngrams_and_moves_its_rows():
     made = drafter(LookaheadDrafter, LookaheadDraft(window=2, ngram=3, pool=4), [1, 2])
     [window] = made.windows
-    window.rows = [[8, 9], [3, 4]]
+    window.rows = [[9], [3, 4]]
     [draft] = made.propose([9])
     # Root 2 - 3 is the branch of place 0; root - 9 - 4 that of place 1.
     assert (draft.tokens, draft.parents) == ([3, 9, 4], (-1, -1, 1))
     made.observe(taken(draft, [7], [7, 5, 0, 6]))
-    assert window.rows == [[3, 4], [5, 6]]
+    assert window.rows == [[4], [5, 6]]
     assert window.pool.after(2) == [(3, 5)] and window.pool.after(9) == [(4, 6)]
+
+
+@pytest.mark.parametrize(("window", "ngram"), [(1, 2), (1, 9), (3, 3), (7, 5)])
+def test_no_step_of_lookahead_has_more_nodes_than_it_says(window: int, ngram: int) -> None:
+    record = LookaheadDraft(window=window, ngram=ngram, pool=1)
+    made = drafter(LookaheadDrafter, record, list(range(VOCAB)))
+    for step in range(12):
+        [draft] = made.propose([99])
+        assert len(draft.tokens) <= record.most
+        made.observe(taken(draft, [step], [(7 * step + n) % VOCAB for n in range(100)]))
 
 
 def test_editing_copies_the_input():

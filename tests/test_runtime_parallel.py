@@ -142,13 +142,14 @@ def by_hand(fast: Executable, draft: ParallelDraft, text: torch.Tensor) -> torch
 
 
 def test_places_are_dropped_by_level_and_nested() -> None:
-    tokens = torch.arange(40)[None]
-    starts, depths = columns(tokens, 40, 3, 0.5)
-    by_level = [starts[depths == level].tolist() for level in range(4)]
+    tokens, record = torch.arange(40)[None], ParallelDraft(levels=5, keep=0.5)
+    starts, depths = columns(tokens, 40, record)
+    by_level = [starts[depths == level].tolist() for level in range(5)]
     assert by_level[0] == list(range(40))
-    assert [len(level) for level in by_level[1:]] == [18, 9, 5]  # of the 37 that see all masks
-    assert set(by_level[3]) < set(by_level[2]) < set(by_level[1])
-    assert torch.equal(columns(tokens, 40, 3, 0.5)[0], starts)
+    # Of the 36 that see all masks: a half, a quarter, and a fifth where less would be left.
+    assert [len(level) for level in by_level[1:]] == [18, 9, 7, 7]
+    assert set(by_level[4]) == set(by_level[3]) < set(by_level[2]) < set(by_level[1])
+    assert torch.equal(columns(tokens, 40, record)[0], starts)
 
 
 def test_what_columns_see() -> None:
@@ -184,7 +185,7 @@ def test_the_loss_by_hand(output: str | None) -> None:
     found = parallel_loss(record, run, batch)
     shift = int(output is not None)
     logits = run(None, **fed)["draft_logits"][0].log_softmax(-1)
-    starts, depths = columns(tokens, width - shift, 2, 0.5)
+    starts, depths = columns(tokens, width - shift, record)
     assert fed["tokens"][0, width - shift :].eq(vocabulary).all()
     losses = [
         -(batch.target[0, start + depth + shift] * logits[place]).sum()

@@ -72,8 +72,10 @@ class LookaheadDraft(GuessDraft):
 
     @property
     def most(self) -> int:
-        """Nodes of the n-grams verified and of the window."""
-        return self.pool * (self.ngram - 1) + self.window * (self.ngram - 1) - 1
+        """Nodes of the n-grams verified and of the window, or of a window that is being filled."""
+        levels = self.ngram - 1
+        filling = [(1 + row) * (self.window + levels - 1 - row) - 1 for row in range(levels - 1)]
+        return max((self.pool + self.window) * levels - 1, *filling, 0)
 
 
 @policy

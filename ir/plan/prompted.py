@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from .base import Returned, Size, record
-from .bounds import Factor, Levels, Nodes, Part, Place
+from .bounds import Factor, Levels, Nodes, Part, Place, Share
 from .draft import CachedDraft, DraftRecord
 
 if TYPE_CHECKING:
@@ -132,10 +132,12 @@ class ParallelDraft(OneCallDraft):
     Behind the text's last token the function is fed the id `token` levels - 1 times, for tokens
     that nobody knows yet: what it says after the k-th of them is about the place k further on.
     Their rows are forgotten; where it takes ``hidden``, it looks past what stands beside them.
-    keep: in training, the part of a level's places that the next one has, too.
+    keep: in training, the part of a level's places that the next one has, too. least: the part of
+    all places that every level has.
     """
 
     keep: Part = 0.7
+    least: Share = 0.2
     kind: ClassVar[str] = "parallel"
 
     @property

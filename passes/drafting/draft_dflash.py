@@ -4,7 +4,7 @@ Before::
 
     func step(tokens: i64[B,T], positions: i64[B,T]) -> logits f32[B,T,V]
 
-After, of five layers of the target (masks=7, depth=1)::
+After, with a layer of five shown (masks=7, depth=5)::
 
     func step(tokens: ..., positions: ...) -> logits f32[B,T,V], hidden.2.4.5.7.9.joined f32[B,T,5H]
     func dflash_entry(hidden: f32[B,T,5H]) -> hidden f32[B,T,H]
@@ -18,16 +18,17 @@ After, of five layers of the target (masks=7, depth=1)::
     decode {
       draft = block(function="dflash", output="hidden.2.4.5.7.9.joined", levels=7, ...)
 
-The states after five of the target's layers, evenly spread, go through one linear layer and a norm,
-once for each committed token; every draft layer makes its keys and values of that, so what the
-target knows of a text is injected into each of them, and no draft state of the text exists. The
-last token and `masks` mask tokens behind it are a block: each sees the text's rows and the whole
-block, before and behind, and what the final norm and the target's head make of a mask token is the
-guess for its own place (Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding",
-2026). Layers are Qwen3's in the target's proportions. `weights` may also be a published draft
-(``fc``, ``hidden_norm``, ``layers.i.*``, ``norm``) as safetensors; `token` is then the id that it
-reads as a mask. Refuses what `draft_eagle` refuses, layers that the target does not have, ids that
-are no token, and published tensors that do not fit, by name.
+The states after some of the target's layers, as many as the draft has, evenly spread, go through
+one linear layer and a norm, once for each committed token; every draft layer makes its keys and
+values of that, so what the target knows of a text is injected into each of them, and no draft state
+of the text exists. The last token and `masks` mask tokens behind it are a block: each sees the
+text's rows and the whole block, before and behind, and what the final norm and the target's head
+make of a mask token is the guess for its own place (Chen et al., "DFlash: Block Diffusion for Flash
+Speculative Decoding", 2026). Layers are Qwen3's in the target's proportions. `weights` may also be
+a published draft (``fc``, ``hidden_norm``, ``layers.i.*``, ``norm``) as safetensors; `token` is
+then the id that it reads as a mask. Refuses what `draft_eagle` refuses, layers that the target does
+not have, ids that are no token, published tensors that do not fit, by name, and a config.json
+beside them that says other layers, taps or another mask.
 """
 
 from __future__ import annotations
@@ -46,17 +47,15 @@ from .grafts import Graft
 
 A = torch.ops.aten
 NAME, ENTRY, MASK = "dflash", "dflash_entry", "dflash.mask"
-TAPPED = 5
-"""Layers of the target that are read, as many as the published drafts have layers."""
 
 
 @register
 class DraftDflash(DraftPass):
     """masks: tokens drafted, a block's but for its first. depth: draft layers. layers: of the
-    target, whose outputs are read; none given: five, evenly spread from the second to the third
-    last. token: the id that is a mask; none: a new one beyond the vocabulary. anchors: in training,
-    the part of a text's places at which a block begins. decay: exp(-1 / 4), as the paper has it for
-    blocks of eight. The rest: see `DraftPass`."""
+    target, whose outputs are read; none given: as many as `depth`, evenly spread from the second to
+    the third last. token: the id that is a mask; none: a new one beyond the vocabulary. anchors: in
+    training, the part of a text's places at which a block begins. decay: exp(-1 / 4), as the paper
+    has it for blocks of eight. The rest: see `DraftPass`."""
 
     masks: Levels = 7
     depth: Levels = 5
@@ -119,6 +118,11 @@ class DraftDflash(DraftPass):
         layers = self._layers(graft)
         # An input of the layer after: states are called by what reads them.
         output = graft.tap_inputs([layer + 1 for layer in layers])
+        given = graft.trained
+        given.config |= given.config.get("dflash_config") or {}
+        given.check_config(
+            target_layer_ids=list(layers), num_hidden_layers=self.depth, mask_token_id=self.token
+        )
         hidden = graft.input("hidden", len(layers) * graft.hidden)
         joined = graft.linear(hidden, f"{NAME}.fc", graft.hidden, bias=False)
         normed = graft.rms_norm(joined, f"{NAME}.hidden_norm", shape.eps)
@@ -129,7 +133,7 @@ class DraftDflash(DraftPass):
         blocks = [node for node in graft.markers if node.kwargs["point"] == "block"]
         have = [int(node.kwargs["layer"]) for node in blocks]  # type: ignore[arg-type]
         if not self.layers:
-            return spread(have)
+            return spread(have, self.depth)
         graft.check_layers(self.layers, have, "layers of the target")
         return self.layers
 
@@ -145,11 +149,13 @@ class DraftDflash(DraftPass):
         return graft.call(A.where.self, masked, mask, embedded)
 
 
-def spread(have: list[int]) -> tuple[int, ...]:
-    """Five of the layers' numbers, evenly from the second to the third last, or as many as differ;
-    of two or fewer, all."""
+def spread(have: list[int], count: int) -> tuple[int, ...]:
+    """So many of the layers' numbers, evenly from the second to the third last, or as many as
+    differ; the middle one for one; of three or fewer layers, all."""
     last = len(have) - 3
     if last < 1:
         return tuple(have)
-    places = {round(1 + i * (last - 1) / (TAPPED - 1)) for i in range(TAPPED)}
+    if count == 1:
+        return (have[len(have) // 2],)
+    places = {round(1 + i * (last - 1) / (count - 1)) for i in range(count)}
     return tuple(have[place] for place in sorted(places))

@@ -1,10 +1,11 @@
 """Mask tokens in a draft's call: the k-th learns the teacher's distribution k places further on.
 
 Sources: An et al., "PARD" (2025): the draft learns its next token at every place of a text and,
-from mask tokens behind a place, those after that. Of the places that one level has, the next has
-the part `keep` and no others (conditional drop-token), so that many levels cost little; all that is
-left weighs the same. A mask token sees the text up to its place, and the mask tokens before it of
-the same place. "P-EAGLE" (2026) does the same with EAGLE-3's layer.
+from mask tokens behind a place, those after that. Of the places that one level has, the next keeps
+the part `keep` and no others, but never fewer than the part `least` of all places (conditional
+drop-token), so that many levels cost little; all that is left weighs the same. A mask token sees
+the text up to its place, and the mask tokens before it of the same place. "P-EAGLE" (2026) does the
+same with EAGLE-3's layer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def parallel_loss(record: ParallelDraft, run: Run, batch: Batch) -> Loss:
     shift = 0 if record.output is None else 1
     text = batch.tokens[:, shift:]
     many, width = text.shape
-    starts, depths = columns(batch.tokens, width, record.masks, record.keep)
+    starts, depths = columns(batch.tokens, width, record)
     inputs = {"positions": starts + depths, "select": torch.arange(len(starts))}
     inputs["ancestors"] = seen(starts, depths)
     given = {n: v.to(text.device).expand(many, *v.shape) for n, v in inputs.items()}
@@ -47,20 +48,19 @@ def parallel_loss(record: ParallelDraft, run: Run, batch: Batch) -> Loss:
 
 
 def columns(
-    tokens: torch.Tensor, width: int, masks: int, keep: float
+    tokens: torch.Tensor, width: int, record: ParallelDraft
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(starts i64[W], depths i64[W]): the text's `width` columns, of depth 0, then by level those
     of mask tokens, each behind a place of the text. Which places a level keeps follows from the
     tokens, so that training repeats itself."""
-    last = max(1, width - masks)
+    last = max(1, width - record.masks)
     generator = torch.Generator().manual_seed(int(tokens.sum()))
     order = torch.randperm(last, generator=generator)
-    kept = [
-        order[: max(1, round(last * keep**level))].sort().values for level in range(1, 1 + masks)
-    ]
+    parts = [max(record.keep**level, record.least) for level in range(1, record.levels)]
+    kept = [order[: max(1, round(last * part))].sort().values for part in parts]
     starts = torch.cat([torch.arange(width), *kept])
     sizes = torch.tensor([width, *map(len, kept)])
-    return starts, torch.arange(1 + masks).repeat_interleave(sizes)
+    return starts, torch.arange(record.levels).repeat_interleave(sizes)
 
 
 def seen(starts: torch.Tensor, depths: torch.Tensor) -> torch.Tensor:

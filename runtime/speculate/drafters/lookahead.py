@@ -14,8 +14,12 @@ row are a chain after the root, the others a branch below each::
      |      |    |
     c0     c1   c2
 
-What the target says after the last row completes an n-gram for each place; then the rows move up.
-The pool learns the n-grams of the text, too, the prompt's included.
+What the target says after the last row completes an n-gram for each place; then the rows move up,
+and all places one on, however much of a draft was accepted. A text begins with the first row alone,
+``window + ngram - 3`` tokens of the prompt at random. Each of the next ``ngram - 2`` steps drops
+its first place and adds what the target says after all others as a row below. Until the window is
+full nothing is pooled from it, and no n-gram is verified. The pool learns the n-grams of the text,
+too, the prompt's included (the paper's prompt as reference).
 """
 
 from __future__ import annotations
@@ -53,19 +57,26 @@ class Pool:
 
 
 class _Window:
-    """A sequence's guesses: `rows` of `width` tokens, and the text's last tokens."""
+    """A sequence's guesses by row, the first one without the root, and the text's last tokens."""
 
     def __init__(self, prompt: Sequence[int], record: LookaheadDraft) -> None:
-        # Any tokens will do; the prompt's own, in an order that is the same every time.
-        self.random = random.Random(0)
-        self.width, self.prompt = record.window, prompt
-        self.rows = [self._guesses(record.window) for _ in range(record.ngram - 1)]
+        # The prompt's own tokens, in an order that is the same every time.
+        guesses = random.Random(0).choices(prompt, k=record.window + record.ngram - 3)
+        self.rows = [guesses]
+        self.levels = record.ngram - 1
         self.recent = list(prompt[-record.ngram :])
         self.pool = Pool(record.pool)
         self.learn(prompt, record.ngram)
 
-    def _guesses(self, count: int) -> list[int]:
-        return self.random.choices(self.prompt, k=count)
+    @property
+    def full(self) -> bool:
+        """Whether what the target says after the last row completes n-grams."""
+        return len(self.rows) == self.levels
+
+    @property
+    def branches(self) -> list[list[int]]:
+        """The tokens below each place's own, the root's first."""
+        return [[row[place] for row in self.rows[1:]] for place in range(1 + len(self.rows[0]))]
 
     def learn(self, text: Sequence[int], size: int) -> None:
         """Pool the n-grams of a text."""
@@ -75,39 +86,40 @@ class _Window:
     def draft(self, room: int) -> Draft:
         """The n-grams of the pool, then the window's tree if there is room for its depth."""
         trie = Trie()
-        for gram in self.pool.after(self.recent[-1]):
+        for gram in self.pool.after(self.recent[-1]) if self.full else ():
             trie.path(-1, gram[:room])
-        if room >= self.width + len(self.rows) - 2:
+        if room >= len(self.rows[0]) + len(self.rows) - 1:
             at = -1
-            for place in range(self.width):
-                at = trie.add(at, self.rows[0][place]) if place else -1
-                trie.path(at, [row[place] for row in self.rows[1:]])
+            for token, branch in zip([None, *self.rows[0]], self.branches, strict=True):
+                at = -1 if token is None else trie.add(at, token)
+                trie.path(at, branch)
         return trie.draft()
 
     def ends(self, draft: Draft) -> list[int] | None:
         """The last node of each place's branch (-1: the root); None if not all were fed."""
         trie, found, at = Trie(), [], -1
         trie.insert(draft)
-        for place in range(self.width):
-            column = [self.rows[0][place]] if place else []
-            end = at
-            for depth, token in enumerate([*column, *(row[place] for row in self.rows[1:])]):
-                node = trie.find(end, token)
-                if node is None:
-                    return None
-                end = node
-                at = node if place and not depth else at
-            found.append(end)
+        for token, branch in zip([None, *self.rows[0]], self.branches, strict=True):
+            down = -1 if token is None else trie.find(at, token)
+            at = -1 if down is None else down
+            for below in branch:
+                down = None if down is None else trie.find(down, below)
+            if down is None:
+                return None
+            found.append(down)
         return found
 
-    def advance(self, said: Sequence[int], gained: int) -> None:
-        """The rows move up, and to the left by what the text gained beyond one token.
-
-        said: what the target said after each place's branch.
-        """
-        rows = [*self.rows[1:], list(said)]
-        extra = gained - 1
-        self.rows = [row[extra:] + self._guesses(min(extra, self.width)) for row in rows]
+    def advance(self, said: Sequence[int]) -> None:
+        """What the target said after each place's branch is the next row; of a window that is full
+        its n-grams are pooled."""
+        if not self.full:
+            self.rows = [row[1:] for row in [*self.rows, said]]
+            return
+        firsts = [self.recent[-1], *self.rows[0]]
+        for first, branch, last in zip(firsts, self.branches, said, strict=True):
+            self.pool.add(first, (*branch, last))
+        first, *others = [*self.rows[1:], list(said)]
+        self.rows = [first[1:], *others]
 
 
 @DRAFTERS.register(LookaheadDraft)
@@ -133,20 +145,16 @@ class LookaheadDrafter(Drafter):
         said = taken.outputs["argmax"].tolist()
         for index, (draft, tokens) in enumerate(zip(taken.drafts, taken.tokens, strict=True)):
             if tokens:
-                self._observe(self.windows[index], draft, tokens, said[index])
+                after = said[index][taken.columns[index] :]
+                self._observe(self.windows[index], draft, tokens, after)
 
     def _observe(
         self, window: _Window, draft: Draft, tokens: Sequence[int], said: Sequence[int]
     ) -> None:
         size = self.record.ngram
-        ends = window.ends(draft) if draft.tokens else None
+        ends = window.ends(draft)
         if ends is not None:
-            last = [said[node + 1] for node in ends]
-            firsts = [window.recent[-1], *window.rows[0][1:]]
-            for place, first in enumerate(firsts):
-                rest = (*(row[place] for row in window.rows[1:]), last[place])
-                window.pool.add(first, rest)
-            window.advance(last, len(tokens))
+            window.advance([said[node + 1] for node in ends])
         text = [*window.recent[-size + 1 :], *tokens]
         window.learn(text, size)
         window.recent = text[-size:]
