@@ -118,8 +118,8 @@ class _Window:
         firsts = [self.recent[-1], *self.rows[0]]
         for first, branch, last in zip(firsts, self.branches, said, strict=True):
             self.pool.add(first, (*branch, last))
-        first, *others = [*self.rows[1:], list(said)]
-        self.rows = [first[1:], *others]
+        upper, *others = [*self.rows[1:], list(said)]
+        self.rows = [upper[1:], *others]
 
 
 @DRAFTERS.register(LookaheadDraft)
