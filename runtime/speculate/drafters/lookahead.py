@@ -109,7 +109,7 @@ class _Window:
             found.append(down)
         return found
 
-    def advance(self, said: Sequence[int]) -> None:
+    def advance(self, said: list[int]) -> None:
         """What the target said after each place's branch is the next row; of a window that is full
         its n-grams are pooled."""
         if not self.full:
@@ -118,7 +118,7 @@ class _Window:
         firsts = [self.recent[-1], *self.rows[0]]
         for first, branch, last in zip(firsts, self.branches, said, strict=True):
             self.pool.add(first, (*branch, last))
-        upper, *others = [*self.rows[1:], list(said)]
+        upper, *others = [*self.rows[1:], said]
         self.rows = [upper[1:], *others]
 
 
