@@ -151,12 +151,12 @@ def attention(
     steps = torch.arange(width, device=q.device)
     distance = steps[:, None] - steps[None, :]
     mask = within_reach(distance >= 0, steps[:, None], steps[None, :], window, chunk)
-    scores = _scores(q, k, scale, softcap)
+    scores = _scores(q, k.to(q.dtype), scale, softcap)
     if slopes is not None:
         scores = scores - slopes.float()[:, None, None] * distance
     if distances is not None:
         scores = scores + by_distance(distances, -distance).permute(2, 0, 1)
-    return _weighted(scores, v, mask[None, None], sinks, q.dtype)
+    return _weighted(scores, v.to(q.dtype), mask[None, None], sinks, q.dtype)
 
 
 def _write_samples() -> Iterator[Sample]:

@@ -69,7 +69,8 @@ def _convolved(
         term = part * weight[:, span - 1 - distance]
         total = term if total is None else total + term
     assert total is not None
-    return total if bias is None else total + bias
+    total = total if bias is None else total + bias
+    return total.to(x.dtype)
 
 
 def _at(ancestors: Tensor, distance: int, span: int) -> Tensor:

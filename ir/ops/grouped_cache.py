@@ -136,6 +136,7 @@ def quantize_groups(
     Source: Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (2024);
     outliers: Hooper et al., "KVQuant" (2024), and Kang et al., "GEAR" (2024).
     """
+    Operands("quantize_groups").fit("x", x, "BGTD")
     batch, groups, rows, width = x.shape
     each = _check_groups("quantize_groups", width, rows, bits, group, by_channel, outliers)
     shape = (rows // each, each, width) if by_channel else (rows, width // each, each)
@@ -177,7 +178,7 @@ def _values_fake(
 ) -> Tensor:
     given = Operands("group_values")
     given.fit("codes", codes, "BGCK", U8)
-    given.fit("steps", steps, "BGSN", torch.float32)
+    given.fit("steps", steps, "BGSN" if by_channel else "BGCN", torch.float32)
     width = codes.shape[3] * 8 // max(bits, 1)
     each = _check_groups("group_values", width, None, bits, group, by_channel, outliers)
     numbers = (2 + 2 * outliers) * (width if by_channel else width // each)

@@ -40,6 +40,8 @@ def _type(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
     _known(activation)
     if gate.shape != up.shape:
         raise InputError(f"gate {list(gate.shape)} and up {list(up.shape)} must be of one shape")
+    if not (gate.is_floating_point() and up.is_floating_point()):
+        raise InputError(f"gate and up must be floating, got {gate.dtype} and {up.dtype}")
     dtype = torch.promote_types(gate.dtype, up.dtype)
     return torch.empty_like(gate, dtype=dtype, memory_format=torch.contiguous_format)
 
@@ -53,4 +55,5 @@ def glu(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
     gate, up of one shape; activation: silu, gelu, gelu_tanh, relu or sigmoid.
     Source: Shazeer, "GLU Variants Improve Transformer" (2020).
     """
+    _type(gate, up, activation=activation)
     return activate(gate, activation) * up

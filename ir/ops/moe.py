@@ -41,10 +41,10 @@ def _check(
     given.fit("x", x, "NH")
     given.fit("experts", experts, "NK", torch.int64)
     given.fit("weights", weights, "NK")
-    given.fit("gate_up", gate_up, "EGH")
-    given.fit("down", down, "EHF")
-    given.fit("gate_up_bias", gate_up_bias, "EG")
-    given.fit("down_bias", down_bias, "EH")
+    given.fit("gate_up", gate_up, "EGH", x.dtype)
+    given.fit("down", down, "EHF", x.dtype)
+    given.fit("gate_up_bias", gate_up_bias, "EG", x.dtype)
+    given.fit("down_bias", down_bias, "EH", x.dtype)
     if gate_up.shape[1] != 2 * down.shape[2]:
         raise InputError(
             f"moe: gate_up must have 2F={2 * down.shape[2]} rows an expert, got {gate_up.shape[1]}"

@@ -56,6 +56,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     x [..., H]; weight [H], or [1] for all of them.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
+    _rms_type(x, weight, eps=eps)
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * weight.float()).to(x.dtype)
@@ -79,6 +80,7 @@ def add_rms_norm(
 
     x, residual [..., H] of one shape; weight [H], or [1] for all of them.
     """
+    _add_rms_type(x, residual, weight, eps=eps)
     total = x + residual
     return rms_norm(total, weight, eps=eps), total
 
@@ -100,6 +102,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) ->
 
     x [..., H]; weight, bias [H]. Source: Ba et al., "Layer Normalization" (2016).
     """
+    _layer_type(x, weight, bias, eps=eps)
     wide_bias = None if bias is None else bias.float()
     shape = (x.shape[-1],)
     wide = torch.nn.functional.layer_norm(x.float(), shape, weight.float(), wide_bias, eps)

@@ -53,7 +53,7 @@ def first_queries(
     _first_fake(opening, queries, past, block=block, count=count)
     index = torch.arange(count, device=past.device)
     kept, new = (x.index_select(2, index) for x in (opening, queries))
-    return torch.where((past == block)[:, None, None, None], new, kept)
+    return torch.where((past == block)[:, None, None, None], new.to(kept.dtype), kept)
 
 
 def _turn_samples() -> Iterator[Sample]:

@@ -147,6 +147,7 @@ def tokens_part(tokens: Tensor, *, part: int, rows: int) -> Tensor:
 
     tokens i64[B,T]; the part has the rows from part * rows on.
     """
+    _tokens_fake(tokens, part=part, rows=rows)
     return (tokens - part * rows).clamp(min=0, max=rows - 1)
 
 
@@ -155,8 +156,9 @@ def _row_samples() -> Iterator[Sample]:
 
 
 def _rows_fake(x: Tensor, tokens: Tensor, *, part: int, rows: int) -> Tensor:
-    Operands("rows_part").fit("x", x, "BTH")
-    Operands("rows_part").fit("tokens", tokens, "BT", torch.int64)
+    given = Operands("rows_part")
+    given.fit("x", x, "BTH")
+    given.fit("tokens", tokens, "BT", torch.int64)
     return x.new_empty(x.shape)
 
 
@@ -173,5 +175,6 @@ def rows_part(x: Tensor, tokens: Tensor, *, part: int, rows: int) -> Tensor:
 
     x [B,T,H], looked up with `tokens_part`; tokens i64[B,T].
     """
+    _rows_fake(x, tokens, part=part, rows=rows)
     own = tokens - part * rows
     return x.masked_fill(((own < 0) | (own >= rows))[..., None], 0.0)

@@ -74,6 +74,7 @@ def quantize_rows(x: Tensor, *, bits: int, turned: bool) -> tuple[Tensor, Tensor
     Errors: `InputError` for other widths and bits.
     Source: Ashkboos et al., "QuaRot" (2024).
     """
+    Operands("quantize_rows").fit("x", x, "BGTD")
     check_stored("quantize_rows", x.shape[3], bits, turned)
     rows = hadamard(x.float()) if turned else x.float()
     least, most = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)

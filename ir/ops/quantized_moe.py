@@ -233,6 +233,11 @@ def quantized_moe(
     Kim et al., "Mixture of Quantized Experts (MoQE)" (2023). Errors: `InputError` naming an operand
     of another rank, size or dtype.
     """
+    _fake(
+        x, experts, weights, gate_up, gate_up_scale, gate_up_offset, down, down_scale, down_offset,
+        gate_up_bias, down_bias, activation=activation, bits=bits, group=group,
+        down_group=down_group,
+    )  # fmt: skip
     given = {"bits": bits, "rounded": rounded}
     product = torch.ops.graftwork.quantized_experts
     first = (x, experts, gate_up, gate_up_scale, gate_up_offset, gate_up_bias)

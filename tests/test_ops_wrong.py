@@ -1,0 +1,83 @@
+"""Eager and fake kernels take the same calls, and make of them the same types.
+
+A fake kernel that took more would let programs through that fail when they run; one that took less,
+or gave another type, would refuse programs that run, or tell passes and compilers what is not so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from graftwork.ir.ops import OpDef, Sample, all_ops
+
+DTYPES = torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool
+BEYOND = "out of bounds", "out of range", "nonnegative", "to be smaller than"
+"""What torch says of an index that its operand has no row for: values, which fakes do not have."""
+
+Types = list[tuple[torch.Size, torch.dtype]]
+
+
+def wrong(x: Tensor) -> Iterator[tuple[str, Tensor | None]]:
+    """Operands that may not fit in the place of x: of another rank, size or dtype, or none."""
+    yield "an axis more", x[None]
+    if x.dim():
+        yield "an axis less", x.select(-1, 0)
+        yield "its first axis less", x.select(0, 0)
+    for axis, size in enumerate(x.shape):
+        yield f"axis {axis} larger", torch.cat([x, x.narrow(axis, size - 1, 1)], axis)
+        yield f"axis {axis} of one", x.narrow(axis, 0, 1)
+    for dtype in DTYPES:
+        yield str(dtype), x.to(dtype)
+
+
+def calls(op: OpDef) -> Iterator[tuple[str, Sample]]:
+    """The op's samples, and those with one operand that may not fit."""
+    names = [argument.name for argument in op.overload._schema.arguments]
+    for number, (args, options) in enumerate(op.samples()):
+        yield f"sample {number}", (args, options)
+        for place, x in enumerate(args):
+            for how, other in wrong(x) if isinstance(x, Tensor) else ():
+                made = (*args[:place], other, *args[place + 1 :])
+                yield f"sample {number}, {names[place]}: {how}", (made, options)
+
+
+def types(op: Callable[..., Any], sample: Sample) -> Types:
+    made = op(*sample[0], **sample[1])
+    return [(t.shape, t.dtype) for t in (made if isinstance(made, tuple) else (made,))]
+
+
+def outcome(op: Callable[..., Any], sample: Sample) -> Types | str:
+    """The types of a call's results; what it is refused with; "" where an index is to blame."""
+    try:
+        return types(op, sample)
+    except Exception as error:
+        beyond = isinstance(error, (RuntimeError, IndexError))
+        return "" if beyond and any(said in str(error) for said in BEYOND) else f"refused: {error}"
+
+
+def fake_outcome(op: Callable[..., Any], sample: Sample) -> Types | str:
+    with FakeTensorMode() as mode:
+
+        def fake(value: Any) -> Any:
+            return mode.from_tensor(value) if isinstance(value, Tensor) else value
+
+        args = tuple(map(fake, sample[0]))
+        return outcome(op, (args, {name: fake(value) for name, value in sample[1].items()}))
+
+
+@pytest.mark.parametrize("op", list(all_ops().values()), ids=list(all_ops()))
+def test_eager_and_fake_take_the_same_calls(op: OpDef) -> None:
+    torch.manual_seed(0)
+    apart = []
+    for what, sample in calls(op):
+        real, fake = outcome(op.overload, sample), fake_outcome(op.overload, sample)
+        same = real == fake or (isinstance(real, str) and isinstance(fake, str))
+        if real and not same:
+            apart.append(f"{what}: eager {real}, fake {fake}")
+    assert not apart, f"{op.name}: {len(apart)} calls differ\n" + "\n".join(apart[:20])
