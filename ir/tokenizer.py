@@ -28,7 +28,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     """
     from tokenizers import Tokenizer
 
-    with _refusing(f"cannot read {path}", "; expected the tokenizer that belongs to the model"):
+    with refusing(f"cannot read {path}", "; expected the tokenizer that belongs to the model"):
         read = Tokenizer.from_buffer(read_bytes(path, LARGE))
         read.no_truncation()
         read.no_padding()
@@ -45,24 +45,26 @@ def encode(tokenizer: Tokenizer, text: str, *, marked: bool = True) -> list[int]
             f"expected text, got half a character at place {error.start} of {shown(text)}: it was "
             f"read from something that is not UTF-8, or cut within a character"
         ) from error
-    with _refusing(f"the tokenizer cannot encode {shown(text)}", ""):
+    with refusing(f"the tokenizer cannot encode {shown(text)}"):
         ids: list[int] = tokenizer.encode(text, add_special_tokens=marked).ids
     return ids
 
 
 def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """Token ids as text, without special tokens. Errors: `InputError` if they cannot be decoded."""
-    with _refusing(f"the tokenizer cannot decode {len(ids)} tokens", ""):
+    with refusing(f"the tokenizer cannot decode {len(ids)} tokens"):
         text: str = tokenizer.decode(list(ids), skip_special_tokens=True)
     return text
 
 
 @contextmanager
-def _refusing(before: str, after: str) -> Iterator[None]:
-    """Whatever `tokenizers` raises within becomes an `InputError` that says so between these."""
+def refusing(before: str, after: str = "") -> Iterator[None]:
+    """What the library raises within, panics included, becomes an `InputError` that says it between
+    these."""
     try:
         yield
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # an interrupt, or the end of the process
-        raise InputError(f"{before}: {error}{after}") from error
+        said = " ".join(str(error).split())[:300]
+        raise InputError(f"{before}: {said}{after}") from error

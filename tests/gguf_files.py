@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,13 @@ def tokenizer(writer: Any, size: int) -> None:
     writer.add_token_list(tokens[:size])
     writer.add_token_types([gguf.TokenType.NORMAL] * size)
     writer.add_token_merges(["a b", "c d"])
+
+
+def moved(raw: bytes, name: str, by: int) -> bytes:
+    """A file of which a tensor's header says that it begins so many bytes further on."""
+    key = struct.pack("<Q", len(name)) + name.encode()
+    place = raw.index(key) + len(key)
+    (axes,) = struct.unpack_from("<I", raw, place)
+    place += 4 + 8 * axes + 4
+    (start,) = struct.unpack_from("<Q", raw, place)
+    return raw[:place] + struct.pack("<Q", start + by) + raw[place + 8 :]

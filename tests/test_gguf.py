@@ -14,13 +14,14 @@ import torch
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 
-from gguf_files import write  # noqa: E402
+from gguf_files import moved, write  # noqa: E402
 from selection import mostly_long  # noqa: E402
 
 import graftwork as gw  # noqa: E402
 from graftwork.frontends import import_model  # noqa: E402
 from graftwork.frontends.gguf.blocks import TYPES, BlockType  # noqa: E402
-from graftwork.frontends.gguf.reader import GgufFile  # noqa: E402
+from graftwork.frontends.gguf.metadata import SILENT, Metadata  # noqa: E402
+from graftwork.frontends.gguf.reader import GgufFile, Passed  # noqa: E402
 from graftwork.ir import (  # noqa: E402
     GraftworkWarning,
     InputError,
@@ -195,29 +196,166 @@ def test_without_the_package_the_extra_is_named(
 
 LIES: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"general.architecture": "mamba"}, "expected one of llama, .*got 'mamba'"),
+    "part": ({"split.count": 3}, "one of 3 parts of a model"),
     "experts": ({"llama.expert_count": 8}, "mixtures of experts are not supported"),
     "text": ({"llama.embedding_length": "64"}, "embedding_length: expected a number, got '64'"),
-    "no heads": ({"llama.attention.head_count": 0}, "0 heads of 64 channels"),
+    "no heads": ({"llama.attention.head_count": 0}, "0 heads over 2 of 64 channels"),
+    "no groups": ({"llama.attention.head_count_kv": 0}, "4 heads over 0 of 64 channels"),
+    "groups": ({"llama.attention.head_count_kv": 3}, "4 heads over 3 of 64 channels"),
+    "many heads": ({"llama.attention.head_count": 2**36}, r"heads over 2|\[64, 64\], and the"),
+    "odd heads": ({"llama.attention.head_count": 6}, r"attn_q.weight has the size \[64, 64\]"),
+    "odd channels": ({"llama.attention.key_length": 5}, "heads of 5 channels have no rotary"),
     "rotary": ({"llama.rope.dimension_count": 8}, "rope.dimension_count=8: expected 16"),
+    "context": ({"llama.context_length": 0}, "context_length is 0"),
+    "endless": ({"llama.context_length": 2**39}, "context_length is 5497"),
+    "base": ({"llama.rope.freq_base": 0.0}, "rope.freq_base is 0"),
     "scaling": ({"llama.rope.scaling.type": "yarn"}, "expected none or linear, got 'yarn'"),
-    "no layers": ({"llama.block_count": 0}, "tensors are none that a LlamaForCausalLM has"),
-    "layers": ({"llama.block_count": 3}, r"lacks 32 of the .* model\.layers\.1"),
-    "width": ({"llama.feed_forward_length": 128}, "mlp.* the configuration asks for"),
-    "heads": ({"llama.attention.head_count_kv": 3}, "self_attn|no pairs in 3 heads"),
+    "scale": ({"llama.attention.scale": 0.5}, "attention.scale=0.5: expected 0.25"),
+    "window": ({"llama.attention.sliding_window": 16}, "sliding_window=16: expected none"),
+    "no layers": ({"llama.block_count": 0}, "block_count is 0, and the file has tensors of 1 lay"),
+    "layers": ({"llama.block_count": 10_000}, "block_count is 10000, and the file has tensors of"),
+    "width": ({"llama.feed_forward_length": 128}, r"ffn_up.*\[96, 64\], and the .* \[128, 64\]"),
+    "hidden": ({"llama.embedding_length": 32}, "rows of 64 channels, and llama.embedding_length"),
+    "of layers": ({"llama.attention.head_count_kv": (2, 2)}, "has 2 entries; .* each of 1 layers"),
+    "a text's end": ({"tokenizer.ggml.eos_token_id": "2"}, "eos_token_id: expected a number"),
+    "unknown": ({"llama.attention.chunk_size": 4}, "attention.chunk_size is 4, and .* without th"),
 }
 
 
-@pytest.mark.parametrize("case", LIES)
-def test_metadata_that_lies(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the metadata says is held against the tensors, and refused by name."""
-    changes, message = LIES[case]
-    path = tmp_path / "tiny.gguf"
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama of one layer in Q4_0."""
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     write(path, {"": "Q4_0"}, **SIZES)
+    return path
+
+
+def saying(path: Path, changes: dict[str, Any]) -> GgufFile:
+    """A file whose metadata says something else."""
     opened = GgufFile.open(path)
     opened.metadata.update(changes)
+    return opened
+
+
+@pytest.mark.parametrize("case", LIES)
+def test_metadata_that_lies(case: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the metadata says is held against the tensors, and refused by name, before a model of
+    its sizes is made."""
+    changes, message = LIES[case]
+    opened = saying(tiny, changes)
     monkeypatch.setattr(GgufFile, "open", lambda path: opened)
+    monkeypatch.setattr("graftwork.frontends.gguf.model.import_tensors", lambda *given: None)
     with pytest.raises((InputError, UnsupportedError), match=message):
+        import_model(tiny)
+
+
+def known_keys() -> set[str]:
+    """What the package knows that an architecture may say, without the architecture."""
+    families = (vars(family) for name, family in vars(gguf.Keys).items() if name[0] != "_")
+    entries = (value for family in families for value in family.values())
+    return {e.removeprefix("{arch}.") for e in entries if str(e).startswith("{arch}.")}
+
+
+@pytest.mark.parametrize("value", [0.37, True, "other", (3, 4)], ids=str)
+def test_nothing_that_llama_cpp_reads_is_passed_over(value: Any, tiny: Path) -> None:
+    """Whatever the format knows of an architecture is read, refused by name, or in the short list
+    of what changes nothing."""
+    keys = known_keys()
+    assert len(keys) > 90 and "attention.clamp_kqv" in keys
+    for key in keys - SILENT:
+        expected = {"attention.causal": True, "rope.freq_base": 0.37}
+        if expected.get(key) == value or key == "attention.layer_norm_rms_epsilon":
+            continue
+        metadata = Metadata(saying(tiny, {f"llama.{key}": value}))
+        if key == "rope.scaling.factor" and value == 0.37:
+            assert metadata.config()["rope_parameters"]["factor"] == value
+            continue
+        with pytest.raises((InputError, UnsupportedError), match=key.replace(".", r"\.")):
+            metadata.architecture()
+            metadata.config()
+
+
+ROPES: dict[str, tuple[dict[str, Any], float]] = {
+    "no type": ({"rope.scaling.factor": 4.0}, 4.0),
+    "the old key": ({"rope.scale_linear": 4.0}, 4.0),
+    "both": ({"rope.scaling.factor": 2.0, "rope.scale_linear": 4.0}, 2.0),
+    "linear": ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, 4.0),
+    "none": ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, 1.0),
+    "zero": ({"rope.scaling.factor": 0.0}, 1.0),
+}
+
+
+@pytest.mark.parametrize("case", ROPES)
+def test_rope_factors_mean_what_llama_cpp_makes_of_them(case: str, tiny: Path) -> None:
+    said, factor = ROPES[case]
+    changed = saying(tiny, {f"llama.{key}": value for key, value in said.items()})
+    found = Metadata(changed).config()["rope_parameters"]
+    assert found.get("factor", 1.0) == factor
+    assert found["rope_type"] == ("default" if factor == 1 else "linear")
+
+
+def test_a_rope_factor_without_a_type_divides_the_frequencies(tmp_path: Path) -> None:
+    made = {}
+    for factor in (1.0, 4.0):
+        path = tmp_path / f"{factor}.gguf"
+        write(path, {"": "F16"}, "qwen3", metadata={"qwen3.rope.scaling.factor": factor}, **SIZES)
+        weights = import_model(path).weights.values()
+        made[factor] = next(w for w in weights if "inv_freq" in w.name).load()
+    assert torch.allclose(made[4.0] * 4, made[1.0])
+
+
+def test_counts_of_layers(tmp_path: Path, tiny: Path) -> None:
+    """An array with an entry for each layer is read where they are alike, and refused if not."""
+    path = tmp_path / "two.gguf"
+    write(path, {"": "F16"}, **{**SIZES, "num_hidden_layers": 2})
+    assert Metadata(GgufFile.open(path)).config()["num_key_value_heads"] == 2
+    for key, given in (("attention.head_count_kv", (2, 2)), ("feed_forward_length", (96, 96))):
+        config = Metadata(saying(path, {f"llama.{key}": given})).config()
+        assert (config["num_key_value_heads"], config["intermediate_size"]) == (2, 96)
+        with pytest.raises(UnsupportedError, match=rf"{key} differs from layer to layer"):
+            Metadata(saying(path, {f"llama.{key}": (given[0], 1)})).config()
+
+
+def test_arrays_of_a_file_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    given = {"llama.rope.dimension_sections": [4, 4, 0, 0], "llama.long": [1] * 20_000}
+    write(path, {"": "F16"}, metadata=given, **SIZES)
+    found = GgufFile.open(path).metadata
+    assert found["llama.rope.dimension_sections"] == (4, 4, 0, 0)
+    assert found["llama.long"] == Passed(20_000)
+    assert found["tokenizer.ggml.merges"] == Passed(2)
+    with pytest.raises(UnsupportedError, match=r"dimension_sections is \(4, 4, 0, 0\)"):
         import_model(path)
+
+
+@pytest.mark.parametrize(
+    ("by", "message"),
+    [
+        (-1, "no multiple of 32"),
+        (-32, "begins at byte .*, within"),
+        (32, "begins at byte .*, within"),
+    ],
+)
+def test_tensors_that_overlap_or_begin_anywhere(
+    by: int, message: str, tiny: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "moved.gguf"
+    path.write_bytes(moved(tiny.read_bytes(), "blk.0.ffn_up.weight", by))
+    with pytest.raises(InputError, match=rf"tensor '[\w.]+' .*{message}"):
+        import_model(path)
+
+
+def test_names_that_come_twice(tiny: Path, tmp_path: Path) -> None:
+    """Neither an entry nor a tensor takes another's place, however it is spelled."""
+    raw, path = tiny.read_bytes(), tmp_path / "twice.gguf"
+    for old, new, message in (
+        (b"llama.context_length", b"general.architecture", "two entries are called 'general.arch"),
+        (b"blk.0.attn_k.weight", b"blk.0.attn_v.weight", "two tensors have one name"),
+        (b"blk.0.attn_k.weight", b"blk.00.ffn_k.weight", "is none that the architecture's"),
+    ):
+        path.write_bytes(raw.replace(old, new))
+        with pytest.raises((InputError, UnsupportedError), match=message):
+            import_model(path)
 
 
 def test_files_that_are_cut_or_no_gguf(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import json
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache, partial
+from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -28,31 +28,16 @@ from ...ir import (
     Weight,
     derive,
 )
+from ...ir.names import shown
 from ...ir.numerics import pack
 from ...ir.scratch import Scratch
+from ...ir.tokenizer import refusing
 from ..huggingface.checkpoint import Tensors
 from ..huggingface.model import import_tensors
 from ..stored_weights import StoredWeight
 from .blocks import FLOATS, TYPES, BlockType
-from .reader import Entry, GgufFile, Value
-
-T = TypeVar("T", int, float)
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """An architecture that is read. model_type: transformers' name. interleaved: rows of queries
-    and keys are in the order of pairs (2i, 2i+1), and of (i, i + half) in transformers."""
-
-    model_type: str
-    interleaved: bool = False
-
-
-ARCHITECTURES = {
-    "llama": Architecture("llama", interleaved=True),
-    "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3"),
-}
+from .metadata import Architecture, Metadata
+from .reader import Entry, GgufFile
 
 _WHOLE = {
     "token_embd": "model.embed_tokens",
@@ -75,8 +60,6 @@ _OF_LAYERS = {
 FREQUENCIES = "rope_freqs.weight"
 """What the rotary embedding's frequencies are divided by (llama 3.1)."""
 
-_MOST_LAYERS = 10_000
-
 
 def import_gguf(path: Path, dtype: torch.dtype | None = None) -> Program:
     """A GGUF file as a program, its tokenizer among the assets.
@@ -89,11 +72,19 @@ def import_gguf(path: Path, dtype: torch.dtype | None = None) -> Program:
 
     _require_gguf()
     file = GgufFile.open(path)
-    reader = _Metadata(file)
+    reader = Metadata(file)
     known = reader.architecture()
-    config = AutoConfig.for_model(known.model_type, **reader.config())
+    _check_places(file)
+    said = reader.config()
+    try:
+        config = AutoConfig.for_model(known.model_type, **said)
+        generation = GenerationConfig.from_model_config(config)
+    except Exception as error:  # transformers' own kinds, which are no ValueErrors
+        raise UnsupportedError(
+            f"{path}: transformers has no {known.model_type} model of its sizes: "
+            f"{' '.join(str(error).split())[:300]}"
+        ) from error
     tensors, kept = _tensors(file, known, config)
-    generation = GenerationConfig.from_model_config(config)
     assets = _assets(path, json.dumps(config.to_dict(), default=str))
     return import_tensors(
         path,
@@ -107,88 +98,6 @@ def import_gguf(path: Path, dtype: torch.dtype | None = None) -> Program:
     )
 
 
-class _Metadata:
-    """The metadata that a configuration is made of."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self.file = file
-        self.name = str(file.metadata.get("general.architecture", ""))
-
-    def architecture(self) -> Architecture:
-        """Errors: `UnsupportedError` for another than those that are read."""
-        if self.name not in ARCHITECTURES:
-            raise UnsupportedError(
-                f"{self.file.path}: general.architecture: expected one of "
-                f"{', '.join(ARCHITECTURES)}, got {self.name!r}"
-            )
-        if self.number("expert_count", int, 0):
-            raise UnsupportedError(f"{self.file.path}: mixtures of experts are not supported")
-        return ARCHITECTURES[self.name]
-
-    def number(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """An entry of the architecture. Errors: `InputError` if it is missing or no number."""
-        key = f"{self.name}.{key}"
-        found: Value | None = self.file.metadata.get(key, default)
-        accepted = (int,) if kind is int else (int, float)
-        if isinstance(found, bool) or not isinstance(found, accepted) or not 0 <= found < 2**40:
-            raise InputError(f"{self.file.path}: {key}: expected a number, got {found!r}")
-        return kind(found)
-
-    def config(self) -> dict[str, Any]:
-        """What transformers is told. Errors: `InputError` for numbers that do not fit."""
-        heads = self.number("attention.head_count", int)
-        hidden = self.number("embedding_length", int)
-        if not heads or not hidden or self.number("block_count", int) > _MOST_LAYERS:
-            raise InputError(f"{self.file.path}: {heads} heads of {hidden} channels are no model")
-        dim = self.number("attention.key_length", int, hidden // heads)
-        for other in ("rope.dimension_count", "attention.value_length"):
-            if (given := self.number(other, int, dim)) != dim:
-                raise UnsupportedError(
-                    f"{self.file.path}: {self.name}.{other}={given}: expected {dim}, as keys have"
-                )
-        tokens = {
-            "bos_token_id": self.file.metadata.get("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": self.file.metadata.get("tokenizer.ggml.eos_token_id"),
-            "pad_token_id": self.file.metadata.get("tokenizer.ggml.padding_token_id"),
-        }
-        return {
-            "hidden_size": hidden,
-            "intermediate_size": self.number("feed_forward_length", int),
-            "num_hidden_layers": self.number("block_count", int),
-            "num_attention_heads": heads,
-            "num_key_value_heads": self.number("attention.head_count_kv", int, heads),
-            "head_dim": dim,
-            "vocab_size": self._vocabulary(),
-            "max_position_embeddings": self.number("context_length", int),
-            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon", float),
-            "rope_parameters": self._rotary(),
-            "tie_word_embeddings": "output.weight" not in self.file.tensors,
-            "attention_bias": self.name == "llama" and "blk.0.attn_q.bias" in self.file.tensors,
-            "mlp_bias": "blk.0.ffn_up.bias" in self.file.tensors,
-            "dtype": "float32",
-            **tokens,
-        }
-
-    def _vocabulary(self) -> int:
-        table = self.file.tensors.get("token_embd.weight")
-        if table is None or len(table.dims) != 2:
-            raise InputError(f"{self.file.path} holds no table token_embd.weight of two axes")
-        return table.dims[0]
-
-    def _rotary(self) -> dict[str, Any]:
-        base = self.number("rope.freq_base", float, 10000.0)
-        kind = self.file.metadata.get(f"{self.name}.rope.scaling.type", "none")
-        if kind == "none":
-            return {"rope_type": "default", "rope_theta": base}
-        if kind == "linear":
-            factor = self.number("rope.scaling.factor", float)
-            return {"rope_type": "linear", "rope_theta": base, "factor": factor}
-        raise UnsupportedError(
-            f"{self.file.path}: {self.name}.rope.scaling.type: expected none or linear, got "
-            f"{kind!r}"
-        )
-
-
 def _tensors(
     file: GgufFile, known: Architecture, config: Any
 ) -> tuple[Tensors, dict[str, StoredWeight]]:
@@ -198,7 +107,7 @@ def _tensors(
     kept: dict[str, StoredWeight] = {}
     others: list[str] = []
     for entry in file.tensors.values():
-        if entry.name == FREQUENCIES:
+        if entry.name == FREQUENCIES and known.divided:
             continue
         name = _renamed(file, entry.name)
         count = heads.get(name.split(".")[-2]) if known.interleaved else None
@@ -225,13 +134,13 @@ def _being(weight: Weight) -> Callable[[], Weight]:
 def _renamed(file: GgufFile, name: str) -> str:
     """transformers' name of a tensor. Errors: `UnsupportedError` for one that it does not have."""
     owner, _, part = name.rpartition(".")
-    layer = re.fullmatch(r"blk\.(\d{1,4})\.(\w+)", owner)
+    layer = re.fullmatch(r"blk\.(0|[1-9][0-9]{0,3})\.(\w+)", owner)
     if owner in _WHOLE and part in ("weight", "bias"):
         return f"{_WHOLE[owner]}.{part}"
     if layer and layer[2] in _OF_LAYERS and part in ("weight", "bias"):
         return f"model.layers.{int(layer[1])}.{_OF_LAYERS[layer[2]]}.{part}"
     raise UnsupportedError(
-        f"{file.path}: tensor {name} is none that the architecture's layers have here"
+        f"{file.path}: tensor {shown(name)} is none that the architecture's layers have here"
     )
 
 
@@ -255,37 +164,82 @@ def _weight(
     if kind is None:
         others.append(f"{entry.name} (type {entry.kind})")
         return _dequantized(file, entry, name, order)
-    columns = entry.dims[-1]
-    if len(entry.dims) != 2 or columns % kind.values:
+    if len(entry.dims) != 2:
         raise InputError(
-            f"{file.path}: tensor {entry.name} has the size {list(entry.dims)}; {kind.name} has "
-            f"rows of blocks of {kind.values} values"
+            f"{file.path}: tensor {entry.name} has the size {list(entry.dims)}; blocks are in rows"
         )
-    raw = _rows(file, entry, columns // kind.values * kind.size, order)
-    return _stored(file, kind, raw, columns)
+    return _stored(file, kind, _rows(file, entry, order), entry.dims[-1])
 
 
-def _rows(file: GgufFile, entry: Entry, width: int, order: torch.Tensor | None) -> Weight:
-    """The bytes of a tensor's rows u8[R,width], in this order."""
-    count = 1
-    for dim in entry.dims[:-1]:
-        count *= dim
-    if entry.start + count * width > file.size:
-        file.rows(entry, width)  # says so
+def _check_places(file: GgufFile) -> None:
+    """That tensors lie in the file, begin where they may, and share no byte."""
+    before, end = "", 0
+    for entry in sorted(file.tensors.values(), key=lambda entry: entry.start):
+        if entry.start % file.alignment:
+            raise InputError(
+                f"{file.path}: tensor {shown(entry.name)} begins at byte {entry.start}, which is "
+                f"no multiple of {file.alignment} (general.alignment); fetch it again"
+            )
+        if entry.start < end:
+            raise InputError(
+                f"{file.path}: tensor {shown(entry.name)} begins at byte {entry.start}, within "
+                f"{shown(before)}; fetch it again"
+            )
+        before, end = entry.name, entry.start + prod(entry.dims[:-1]) * _width(file, entry)
+        if end > file.size:
+            raise InputError(
+                f"{file.path}: tensor {shown(entry.name)} ends {end - file.size} bytes after the "
+                f"file; fetch it again"
+            )
+
+
+def _width(file: GgufFile, entry: Entry) -> int:
+    """Bytes of a row of a tensor. Errors: `InputError` for parts of blocks, `UnsupportedError` for
+    types that not even the package knows."""
+    columns = entry.dims[-1]
+    if entry.kind in FLOATS:
+        return columns * FLOATS[entry.kind].itemsize
+    values, size = _block(file, entry)
+    if columns % values:
+        raise InputError(
+            f"{file.path}: tensor {shown(entry.name)} has the size {list(entry.dims)}; its type "
+            f"{entry.kind} has rows of blocks of {values} values"
+        )
+    return columns // values * size
+
+
+def _block(file: GgufFile, entry: Entry) -> tuple[int, int]:
+    """Values and bytes of a block of a tensor's type."""
+    if (kind := TYPES.get(entry.kind)) is not None:
+        return kind.values, kind.size
+    import gguf
+
+    try:
+        values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(entry.kind)]
+    except (ValueError, KeyError) as error:
+        raise UnsupportedError(
+            f"{file.path}: tensor {shown(entry.name)} has the block type {entry.kind}, which the "
+            f"package gguf does not know"
+        ) from error
+    return int(values), int(size)
+
+
+def _rows(file: GgufFile, entry: Entry, order: torch.Tensor | None) -> Weight:
+    """The bytes of a tensor's rows u8[R,W], in this order; a vector's rows are its values."""
+    held = entry
+    if len(entry.dims) == 1 and entry.kind in FLOATS:
+        held = Entry(entry.name, (*entry.dims, 1), entry.kind, entry.start)
+    width = _width(file, held)
 
     def read() -> torch.Tensor:
-        rows = file.rows(entry, width)
+        rows = file.rows(held, width)
         return rows if order is None else rows[order]
 
-    return Weight(entry.name, TensorType(torch.uint8, (count, width)), read)
+    return Weight(entry.name, TensorType(torch.uint8, (prod(held.dims[:-1]), width)), read)
 
 
 def _floats(file: GgufFile, entry: Entry, name: str, order: torch.Tensor | None) -> Weight:
-    dtype = FLOATS[entry.kind]
-    vector = len(entry.dims) == 1
-    # A vector's rows are its values.
-    held = Entry(entry.name, (*entry.dims, 1), entry.kind, entry.start) if vector else entry
-    raw = _rows(file, held, held.dims[-1] * dtype.itemsize, order)
+    dtype, raw = FLOATS[entry.kind], _rows(file, entry, order)
     type = TensorType(dtype, entry.dims)
     return derive(name, type, lambda rows: rows.view(dtype).reshape(entry.dims), raw)
 
@@ -320,25 +274,15 @@ def _stored(file: GgufFile, kind: BlockType, raw: Weight, columns: int) -> Store
 
 
 def _dequantized(file: GgufFile, entry: Entry, name: str, order: torch.Tensor | None) -> Weight:
-    """A tensor of another type as floats. Errors: `UnsupportedError` if the package has it not."""
+    """A tensor of another type as floats, which the package makes."""
     import gguf
 
-    try:
-        kind = gguf.GGMLQuantizationType(entry.kind)
-        values, size = gguf.GGML_QUANT_SIZES[kind]
-    except (ValueError, KeyError) as error:
-        raise UnsupportedError(
-            f"{file.path}: tensor {entry.name} has the block type {entry.kind}, which the package "
-            f"gguf does not know"
-        ) from error
-    if entry.dims[-1] % values:
-        raise InputError(f"{file.path}: tensor {entry.name} has rows of parts of blocks")
-    raw = _rows(file, entry, entry.dims[-1] // values * size, order)
+    kind = gguf.GGMLQuantizationType(entry.kind)
 
     def make(rows: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(gguf.dequantize(rows.numpy(), kind)).reshape(entry.dims)
 
-    return derive(name, TensorType(torch.float32, entry.dims), make, raw)
+    return derive(name, TensorType(torch.float32, entry.dims), make, _rows(file, entry, order))
 
 
 def _prepare(file: GgufFile, tensors: Tensors, twin: Any) -> None:
@@ -378,23 +322,18 @@ def _assets(path: Path, config: str) -> dict[str, Path]:
 
 @lru_cache(maxsize=64)
 def _written(path: Path, stamp: tuple[int, ...], config: str) -> Scratch:
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
     scratch = Scratch()
     (scratch.path / "config.json").write_text(config + "\n", encoding="utf-8")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            path.parent, gguf_file=path.name, local_files_only=True
-        )
-        tokenizer.save_pretrained(scratch.path)
-    except Exception as error:  # transformers raises whatever converting a vocabulary does
-        said = " ".join(str(error).split())[:200]
-        warnings.warn(
-            f"{path}: transformers makes no tokenizer of it ({type(error).__name__}: {said}); pass "
-            f"token ids instead of text",
-            GraftworkWarning,
-            stacklevel=2,
-        )
+        with refusing(f"{path}: transformers makes no tokenizer of it"):
+            # Of this file alone: `from_pretrained` also reads what lies beside it, and asks the
+            # package for the architecture's configuration, which takes it seconds.
+            made = PreTrainedTokenizerFast(gguf_file=path.name, name_or_path=str(path.parent))
+            made.save_pretrained(scratch.path)
+    except InputError as error:
+        warnings.warn(f"{error}; pass token ids instead of text", GraftworkWarning, stacklevel=2)
     return scratch
 
 

@@ -6,8 +6,8 @@
     padding, and then the tensors' blocks
 
 Files come from outside: every count, length and offset is held against the file's size before it is
-followed, and nothing but the header is read. Arrays (of which tokenizers have long ones) are passed
-over.
+followed, and nothing but the header is read. Of arrays (of which tokenizers have long ones) only
+short ones of numbers are kept.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 
 from ...ir import InputError
 from ...ir.files import open_regular
+from ...ir.names import shown
 
 MAGIC, VERSIONS = 0x46554747, (2, 3)
 _STRING, _ARRAY = 8, 9
@@ -31,9 +32,17 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"} | {
     11: "q",
     12: "d",
 }
-_AXES, _LONGEST = 4, 2**16
+_AXES, _LONGEST, _KEPT = 4, 2**16, 2**14
 
-Value = int | float | bool | str
+
+@dataclass(frozen=True)
+class Passed:
+    """An array that was passed over: of strings, or long."""
+
+    count: int
+
+
+Value = int | float | bool | str | tuple[int | float, ...] | Passed
 
 
 @dataclass(frozen=True)
@@ -49,12 +58,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A file's metadata (arrays left out) and tensors."""
+    """A file's metadata and tensors. alignment: of what every tensor's first byte is a multiple."""
 
     path: Path
     metadata: dict[str, Value]
     tensors: dict[str, Entry]
     size: int
+    alignment: int
 
     @classmethod
     def open(cls, path: Path) -> GgufFile:
@@ -102,31 +112,32 @@ class _Header:
         metadata: dict[str, Value] = {}
         for _ in range(self.at_most(entries, 12, "entries")):
             key, value = self.text(), self.value(*self.scalars("I"))
-            if value is not None:
-                metadata[key] = value
+            if key in metadata:
+                raise self.error(f"two entries are called {shown(key)}")
+            metadata[key] = value
         found = [self.entry() for _ in range(self.at_most(tensors, 24, "tensors"))]
         alignment = metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise self.error(f"general.alignment: expected a power of two, got {alignment}")
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise self.error(f"general.alignment: expected a power of two, got {shown(alignment)}")
         base = -(-self.place // alignment) * alignment
         named = {e.name: Entry(e.name, e.dims, e.kind, base + e.start) for e in found}
         if len(named) != len(found):
             raise self.error("two tensors have one name")
-        return GgufFile(self.path, metadata, named, self.size)
+        return GgufFile(self.path, metadata, named, self.size, alignment)
 
     def entry(self) -> Entry:
         name = self.text()
         (axes,) = self.scalars("I")
         if not 1 <= axes <= _AXES:
-            raise self.error(f"tensor {name} has {axes} axes; expected 1 to {_AXES}")
+            raise self.error(f"tensor {shown(name)} has {axes} axes; expected 1 to {_AXES}")
         dims = self.scalars("Q" * axes)
         kind, start = self.scalars("IQ")
         if not all(0 < dim < 2**40 for dim in dims) or start >= self.size:
-            raise self.error(f"tensor {name} has the size {dims} at byte {start}")
+            raise self.error(f"tensor {shown(name)} has the size {dims} at byte {start}")
         return Entry(name, tuple(int(dim) for dim in reversed(dims)), int(kind), int(start))
 
-    def value(self, kind: int) -> Value | None:
-        """A value of the metadata; None for an array, which is passed over."""
+    def value(self, kind: int) -> Value:
+        """A value of the metadata."""
         if kind in _SCALARS:
             found: Value = self.scalars(_SCALARS[kind])[0]
             return found
@@ -138,11 +149,14 @@ class _Header:
         if of == _STRING:
             for _ in range(self.at_most(count, 8, "texts of an array")):
                 self.skip(self.scalars("Q")[0], 1)
-        elif of in _SCALARS:
-            self.skip(count, struct.calcsize("<" + _SCALARS[of]))
-        else:
+            return Passed(count)
+        if of not in _SCALARS:
             raise self.error(f"an array of the type {of} is not supported")
-        return None
+        self.at_most(count, struct.calcsize("<" + _SCALARS[of]), "values")
+        if count <= _KEPT:
+            return self.scalars(_SCALARS[of] * count)
+        self.skip(count, struct.calcsize("<" + _SCALARS[of]))
+        return Passed(count)
 
     def text(self) -> str:
         (length,) = self.scalars("Q")
