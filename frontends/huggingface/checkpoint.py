@@ -8,6 +8,7 @@ loads the weight.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -18,10 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...ir import InputError, TensorType, UnsupportedError, Weight
+from ...ir import GraftworkWarning, InputError, TensorType, UnsupportedError, Weight
 from ...ir.files import read_json
 from ...ir.weights import from_safetensors, open_safetensors
 from ..stored_weights import StoredWeight, warn_of_dequantized
+from .computed import computed
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -98,9 +100,12 @@ class _Recipe:
 class Checkpoint:
     """Weights of a model on disk.
 
-    twin: the model with fake parameters, whose names, shapes and dtypes are expected. tensors: what
-    the folder (or file) holds. kept: those of them that it holds in few bits. optional: parameters
-    that it may lack. Errors: `InputError` naming others that the checkpoint lacks.
+    twin: the model with fake parameters, whose names, shapes and dtypes are expected; not tied yet:
+    what its configuration ties is tied here, unless the files hold it apart. tensors: what the
+    folder (or file) holds. kept: those of them that it holds in few bits. optional: parameters that
+    it may lack, beside those that a model computes. Errors: `InputError` naming others that the
+    checkpoint lacks. Warns (`GraftworkWarning`) of what is not tied although its configuration says
+    so.
     """
 
     def __init__(
@@ -112,12 +117,16 @@ class Checkpoint:
         optional: Collection[str] = (),
     ) -> None:
         self.folder, self.twin, self.kept = folder, twin, kept or {}
-        self.expected = {name: tensor for name, tensor in twin.state_dict(keep_vars=True).items()}
+        self.expected: dict[str, torch.Tensor] = dict(twin.state_dict(keep_vars=True))
         self.recipes: dict[str, _Recipe] = {}
         for name, open in sorted(tensors.items(), key=lambda item: _natural(item[0])):
             self._assign(name, open)
+        self._tie()
         self._share_tied()
         missing = [n for n in self.expected if n not in self.recipes and n not in optional]
+        for name, tensor in computed(twin, missing).items():
+            self.recipes[name] = _Recipe(None, [(name, Weight.of(name, tensor))], name)
+        missing = [name for name in missing if name not in self.recipes]
         if missing:
             listing = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
             raise InputError(
@@ -167,6 +176,43 @@ class Checkpoint:
     @property
     def _rules(self) -> dict[str, Any]:
         return {pattern: rule for rule in self._transforms[1] for pattern in rule.source_patterns}
+
+    def _tie(self) -> None:
+        """Tie the twin's parameters as its configuration says, and as transformers loads them:
+        those that the files hold with values of their own stay apart, and of a group whose source
+        is missing the first that is there takes its place."""
+        said: dict[str, str] = self.twin.all_tied_weights_keys  # type: ignore[assignment]
+        groups: dict[str, list[str]] = {}
+        for target, source in said.items():
+            groups.setdefault(source, [source]).append(target)
+        tied, apart = {}, []
+        for source, names in groups.items():
+            first = next((name for name in names if name in self.recipes), source)
+            for name in names:
+                if name == first:
+                    continue
+                if name not in self.recipes or self._alike(name, first):
+                    self.recipes.pop(name, None)
+                    tied[name] = first
+                else:
+                    apart.append(f"{name} and {first}")
+        self.twin.all_tied_weights_keys = tied  # type: ignore[assignment]
+        self.twin.tie_weights(recompute_mapping=False)  # type: ignore[operator]
+        self.expected = dict(self.twin.state_dict(keep_vars=True))
+        if apart:
+            warnings.warn(
+                f"{self.folder}: the configuration ties {apart[0]}, but the files hold other "
+                "values for each: they are used as they are in the files",
+                GraftworkWarning,
+                stacklevel=2,
+            )
+
+    def _alike(self, name: str, other: str) -> bool:
+        """Whether the files hold the same values for two parameters. Reads them."""
+        held = [part.name for n in (name, other) for _, part in self.recipes[n].parts]
+        if any(part in self.kept for part in held):
+            return False  # each in its own bits
+        return torch.equal(self.weight(name).load(), self.weight(other).load())
 
     def _share_tied(self) -> None:
         """A parameter that the checkpoint lacks may be another name of one that it has."""

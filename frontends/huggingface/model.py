@@ -172,11 +172,16 @@ def without_data(folder: Path, dtype: torch.dtype) -> Any:
     config = read_config(folder)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
-    return instantiate(config, dtype, fake_mode())
+    model = instantiate(config, dtype, fake_mode())
+    model.tie_weights()
+    return model
 
 
 def instantiate(config: Any, dtype: torch.dtype, mode: FakeTensorMode) -> Any:
-    """The model of a configuration, its parameters without data. Errors: `UnsupportedError`."""
+    """The model of a configuration, its parameters without data and not tied yet.
+
+    Errors: `UnsupportedError`.
+    """
     from transformers import (
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
@@ -198,7 +203,6 @@ def instantiate(config: Any, dtype: torch.dtype, mode: FakeTensorMode) -> Any:
         raise UnsupportedError(
             f"{config.model_type} is no language model of transformers: {error}"
         ) from error
-    model.tie_weights()  # a part of what was left out
     return model
 
 
