@@ -317,18 +317,21 @@ class Model:
             check_request(ids, options, self.program)  # compiling takes a while
         return generate(self.executable, ids, **options)
 
-    def __call__(self, input_ids: torch.Tensor | Sequence[Sequence[int]], /) -> torch.Tensor:
-        """The target's logits f32[B,S,V] for token ids i64[B,S], as a forward pass gives them.
+    def __call__(
+        self, input_ids: torch.Tensor | Sequence[Sequence[int]], /, *, prompt: int = 1
+    ) -> torch.Tensor:
+        """The logits f32[B,S,V] after each of token ids i64[B,S], as while they are generated.
 
-        For scoring texts: nothing is drafted, and no cache is kept. Threads take turns. Errors: as
-        `graftwork.runtime.scoring.score`.
+        For scoring texts: nothing is drafted, and no cache is kept, but caches lose rows, layers
+        read them and tokens run through as many layers as the recipe says. prompt: of so many first
+        tokens as of a prompt. Threads take turns. Errors: as `graftwork.runtime.scoring.score`.
         """
         from .runtime.asking.prompts import check_ids
         from .runtime.scoring import score
 
         ids = as_ids(input_ids)
         check_ids(ids, self.program.info)  # compiling takes a while
-        return score(self.executable, ids)
+        return score(self.executable, ids, prompt)
 
     def cache_bytes(self) -> int:
         """Bytes that the state buffers take now; 0 before anything was generated."""

@@ -1,6 +1,15 @@
-"""The target's logits for whole texts, to score them: nothing is drafted, sampled or kept."""
+"""The logits of the path that generates for whole texts, to score them.
+
+Nothing is drafted, sampled or kept. A text's first tokens are read as prompts are, and the others
+run as steps do that generate them: where a recipe's steps run fewer layers than its prompts, one by
+one, as deep as its depth policy says. Its caches lose rows, and its layers read them, as they do
+while it generates. So the perplexity of a text is that of the recipe, not of the model that it was
+made from.
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -11,17 +20,25 @@ from .asking.prompts import check_ids
 from .asking.text import Text
 from .cache.base import CACHES
 from .cache.conversations import Conversations
+from .depth.base import DEPTHS, StepFeed
 from .feeding.feed import Feeder
+from .speculate.drafters.base import UnverifiedStep
+
+LOGITS = ("logits",)
 
 
 @torch.no_grad()
-def score(executable: Executable, input_ids: torch.Tensor) -> torch.Tensor:
+def score(executable: Executable, input_ids: torch.Tensor, prompt: int = 1) -> torch.Tensor:
     """Logits f32[B,S,V] of what follows each token of texts i64[B,S] of one length.
 
-    The texts run through the step as prompts do, piece by piece, and the caches lose rows as there;
-    they are free afterwards. Of several threads one runs at a time, the others wait. Errors:
-    `InputError` for ids of another type or shape or outside the vocabulary, and for texts longer
-    than the context; `UnsupportedError` for a program without a cache.
+    prompt: how many first tokens count as the prompt, where the recipe runs prompts otherwise than
+    what it generates: through all layers, or, where the first layers predict their rows, without
+    logits but the last one's (the others are NaN). What depends on how long a text is to become
+    depends on S. Texts whose tokens may leave early run each alone, since a batch leaves together.
+    The caches are free afterwards. Of several threads one runs at a time, the others wait. Errors:
+    `InputError` for ids of another type or shape or outside the vocabulary, for a prompt that is no
+    number in 1..S, and for texts longer than the context; `UnsupportedError` for a program without
+    a cache.
     """
     program = executable.program
     if program.plan.source.encoder is not None:
@@ -30,41 +47,107 @@ def score(executable: Executable, input_ids: torch.Tensor) -> torch.Tensor:
             "generate"
         )
     check_ids(input_ids, program.info)
-    ids, (batch, length) = input_ids.cpu(), input_ids.shape
+    ids, length = input_ids.cpu(), input_ids.shape[1]
     if length > program.info.context and not program.plan.cache.endless:
         raise InputError(
             f"input_ids: a text of {length} tokens, and the model's context is "
             f"{program.info.context}: score it in windows"
         )
-    cache = CACHES.find(program.plan.cache)(program.plan.cache, executable)
-    texts = [Text([], 0, length) for _ in range(batch)]
+    if isinstance(prompt, bool) or not isinstance(prompt, int) or not 1 <= prompt <= length:
+        raise InputError(f"prompt: expected a number of tokens in 1..{length}, got {prompt!r}")
     with executable.turn:
-        feeder = Feeder(executable, batch, program.step.name, parts=program.plan.step.parts)
         Conversations.of(executable).clear_buffers(executable)
-        feeder.begin(length if cache.most is None else min(length, cache.most), 0)
-        cache.begin(batch)
-        parts: list[torch.Tensor] = []
-        while (done := sum(part.shape[1] for part in parts)) < length:
-            cache.settle(texts)
-            most = cache.room([text.rows for text in texts])
-            width = feeder.chunk(length - done, most)
-            piece = ids[:, done : done + (width if most is None else min(width, most))]
-            parts.append(_piece(feeder, piece, texts[0], width))
-            for text in texts:
-                text.grow(piece.shape[1])
-    return torch.cat(parts, 1)
+        alone = ids.split(1) if program.plan.depth.stops else (ids,)
+        return torch.cat([_Scoring(executable, some, prompt).logits() for some in alone])
 
 
-def _piece(feeder: Feeder, piece: torch.Tensor, text: Text, width: int) -> torch.Tensor:
-    """Logits of a piece of texts that are all as long as `text`. The step may be wider: columns
-    behind a text are seen by nothing before them."""
-    feeder.make_room(text.rows + width)
-    count = piece.shape[1]
-    given = chain_inputs(torch.nn.functional.pad(piece, (0, width - count)), text.rows)
-    positions = given["positions"] + (text.position - text.rows)
-    given["positions"] = positions.clamp(max=feeder.context - 1)
-    inputs = {name: tensor for name, tensor in given.items() if name in feeder.names}
-    logits = feeder.call(inputs, ("logits",))["logits"]
+class _Scoring:
+    """Texts i64[B,S] on their way through the steps that would generate them."""
+
+    def __init__(self, executable: Executable, ids: torch.Tensor, prompt: int) -> None:
+        plan, (batch, length) = executable.program.plan, ids.shape
+        self.ids, self.prompt, self.length = ids, prompt, length
+        first = ids[:, :prompt].tolist()
+        self.texts = [Text(tokens, prompt, length) for tokens in first]
+        step = executable.program.step.name
+        self.feeder = Feeder(executable, batch, step, parts=plan.step.parts)
+        read = plan.step.read(argmax=False)[0]
+        self.reader = self.feeder if read == step else Feeder(executable, batch, read)
+        self.ahead = Feeder(executable, batch, plan.step.ahead) if plan.step.ahead else None
+        self.cache = CACHES.find(plan.cache)(plan.cache, executable)
+        self.depth = DEPTHS.find(plan.depth)(plan.depth, executable)
+        self.depth.learns = False
+        most = self.cache.most
+        self.feeder.begin(length if most is None else min(length, most), 0)
+        for feeder in filter(None, (self.reader, self.ahead)):
+            feeder.rows = self.feeder.rows
+        self.depth.begin(self.feeder, self.texts)
+        self.cache.begin(batch)
+
+    def logits(self) -> torch.Tensor:
+        """f32[B,S,V]."""
+        if self.ahead is not None:
+            self.pieces(self.ahead, 0, self.prompt - 1, ())
+        known = 0 if self.ahead is None else self.prompt - 1
+        parts = self.pieces(self.reader, known, self.prompt)
+        if self.depth.record.stops:
+            parts += [self.step(place) for place in range(self.prompt, self.length)]
+        else:
+            parts += self.pieces(self.feeder, self.prompt, self.length)
+        found = torch.cat(parts, 1)
+        return torch.nn.functional.pad(found, (0, 0, known, 0), value=math.nan)
+
+    def pieces(
+        self, feeder: Feeder, start: int, stop: int, fetch: tuple[str, ...] = LOGITS
+    ) -> list[torch.Tensor]:
+        """The logits of tokens start..stop, which are fed as many at once as prompts are."""
+        found = []
+        while start < stop:
+            self.cache.settle(self.texts)
+            most = self.cache.room([text.rows for text in self.texts])
+            width = feeder.chunk(stop - start, most)
+            count = min(width, stop - start) if most is None else min(width, most, stop - start)
+            piece = self.ids[:, start : start + count]
+            found += self._piece(feeder, piece, width, fetch)
+            if self.depth.reads:
+                starts = [start] * len(self.texts)
+                self.depth.read(UnverifiedStep(piece.tolist(), starts, {}))
+            for text in self.texts:
+                text.grow(count)
+            start += count
+        return found
+
+    def _piece(
+        self, feeder: Feeder, piece: torch.Tensor, width: int, fetch: tuple[str, ...]
+    ) -> list[torch.Tensor]:
+        """Logits of a piece, [] without. The step may be wider: columns behind a text are seen by
+        nothing before them."""
+        text, count = self.texts[0], piece.shape[1]
+        feeder.make_room(text.rows + width)
+        given = chain_inputs(torch.nn.functional.pad(piece, (0, width - count)), text.rows)
+        positions = given["positions"] + (text.position - text.rows)
+        given["positions"] = positions.clamp(max=feeder.context - 1)
+        given["certain"] = torch.full_like(given["certain"], count)
+        inputs = {name: tensor for name, tensor in given.items() if name in feeder.names}
+        outputs = feeder.call(inputs, fetch)
+        return [_kept(outputs[name], count) for name in fetch]
+
+    def step(self, place: int) -> torch.Tensor:
+        """The logits after token `place`, of a step as deep as the depth policy says."""
+        for text, row in zip(self.texts, self.ids.tolist(), strict=True):
+            text.tokens.append(row[place])
+        self.cache.settle(self.texts)
+        past = [text.rows for text in self.texts]
+        starts = [text.position for text in self.texts]
+        rows, width = [text.tokens[-1:] for text in self.texts], self.feeder.width(1, max(past))
+        outputs = self.depth.feed(StepFeed(rows, past, starts, width, LOGITS))
+        for text in self.texts:
+            text.grow(1)
+        return _kept(outputs["logits"], 1)
+
+
+def _kept(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """A copy of the first columns: outputs live until the next run."""
     return logits[:, :count].float().cpu().clone()
 
 

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tiny import cached_llama, drafting_llama, tiny_llama
+from every_recipe import NAMES, program_of
+from selection import rarely
+from test_pairs import ASKED
+from tiny import MASK, PROMPTS, cached_llama, drafting_llama, tiny_llama
 
 import graftwork as gw
+from graftwork.agreement import plain_plan
+from graftwork.backends import compile
 from graftwork.backends.target import Target
-from graftwork.ir import InputError, Program, UnsupportedError, run
+from graftwork.ir import GraftworkWarning, InputError, Program, UnsupportedError, run
+from graftwork.ir.plan import FullDepth
 from graftwork.model import Model
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights
+from graftwork.planned import Planned
+from graftwork.runtime.generate import generate
+from graftwork.runtime.scoring import score
 
 TARGETS = ("eager", pytest.param("torch", marks=pytest.mark.long), "onnxruntime")
 
@@ -71,6 +83,75 @@ def test_logits_of_quantized_weights(backend: str) -> None:
     assert 1e-4 < (found - wanted).abs().max() / wanted.abs().max() < 0.05
 
 
+EARLY: dict[str, dict[str, Any]] = {
+    "calm": {"threshold": 0.05, "decay": 4.0},
+    "free": {"threshold": 0.05, "decay": 4.0},
+    "self_supervised_exits": {"threshold": 0.05, "decay": 2.0},
+    "ffn_skipllm": {"similarity": 0.7, "warm": 2},
+    "mixture_of_depths": {"threshold": 0.88},
+    "entropy_adaptive": {"threshold": 4.45, "pending": 5},
+    "skipdecode": {"tokens": 20},
+    "d3": {"alpha": 0.98},
+}
+"""What makes the tiny model run fewer layers for some tokens and not for others."""
+
+APPROXIMATE = [r.name for r in gw.recipes() if r.contract == "approximate" and r.name in NAMES]
+
+
+@pytest.mark.parametrize(
+    "name",
+    rarely(APPROXIMATE, 1, keep=(*EARLY, "unified_skipping", "snapkv", "kvquant", "kv_prediction")),
+)
+def test_scores_are_those_of_the_path_that_generates(name: str, tmp_path: Path) -> None:
+    """Of every approximate recipe: how deep tokens run, what caches lose, how they are read."""
+    program = program_of(name, tmp_path)
+    early = replace(program.plan.depth, **EARLY.get(name, {}))
+    executable = compile(program, Target("eager", "cpu"))
+    fast = Planned(executable, replace(plain_plan(program.plan), depth=early))
+    left = []
+    for row, mask in zip(PROMPTS, MASK, strict=True):
+        ids = row[None, mask.bool()]
+        count = ids.shape[1]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", GraftworkWarning)  # routers and exits are untrained
+            made = generate(fast, ids, return_dict_in_generate=True, **ASKED)
+        scored = score(fast, made.sequences, prompt=count)
+        assert scored.shape == (1, count + 40, 32) and not scored[:, count - 1 :].isnan().any()
+        assert torch.equal(scored[0, count - 1 : -1].argmax(-1), made.sequences[0, count:])
+        if made.stats.layers < made.stats.target_layers:
+            left.append((made.sequences, count, scored))
+        assert torch.equal(score(fast, made.sequences, count).nan_to_num(), scored.nan_to_num())
+    assert bool(left) == (name in EARLY)
+    full = Planned(executable, replace(fast.program.plan, depth=FullDepth()))
+    for text, count, scored in left:
+        assert not torch.allclose(score(full, text, count), scored, atol=1e-3)
+
+
+def test_texts_of_a_batch_are_scored_each_alone(tmp_path: Path) -> None:
+    """A batch leaves early together; that is not what one text's perplexity is about."""
+    program = program_of("calm", tmp_path)
+    plan = replace(program.plan, depth=replace(program.plan.depth, **EARLY["calm"]))
+    fast = Planned(compile(program, Target("onnxruntime", "cpu")), plan)
+    ids = texts(3, 30)
+    alone = torch.cat([score(fast, row[None], 4) for row in ids])
+    torch.testing.assert_close(score(fast, ids, 4), alone)
+
+
+def test_scoring_teaches_nothing(tmp_path: Path) -> None:
+    """Where a threshold is learnt, it is by what is generated."""
+    program = program_of("free", tmp_path)
+    learning = replace(program.plan.depth, posterior=0.4, threshold=0.05)
+    made = []
+    for scores in (False, True):
+        executable = compile(program, Target("eager", "cpu"))
+        fast = Planned(executable, replace(program.plan, depth=learning))
+        for seed in range(3):
+            if scores:
+                score(fast, texts(1, 60))
+            made.append(generate(fast, texts(1, 5 + seed), **ASKED).tolist())
+    assert made[:3] == made[3:]
+
+
 def test_few_bits_come_back_from_an_artifact(tmp_path: Path) -> None:
     program = QuantizeWeights(bits=3, group=8, embedding=6).run(cached_llama()).program
     fast = Model(program, Target("eager", "cpu"), {"name": "test", "contract": "approximate"})
@@ -90,6 +171,9 @@ def test_what_cannot_be_scored_is_refused() -> None:
         fast([[1, 999]])
     with pytest.raises(InputError, match="at least one token"):
         fast(torch.empty(1, 0, dtype=torch.int64))
+    for prompt in (0, 3, True, 1.0):
+        with pytest.raises(InputError, match=r"prompt: expected a number of tokens in 1..2"):
+            fast([[1, 2]], prompt=prompt)
     with pytest.raises(UnsupportedError, match="has no KV cache"):
         model(tiny_llama(), "eager")(texts(1, 2))
     assert isinstance(fast, gw.Model)

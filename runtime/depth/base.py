@@ -38,11 +38,12 @@ class DepthPolicy(Resumes):
 
     total: layers that there are. parts: of the step, in order, the head aside; sizes: layers of
     each. ran: layers that the last step's tokens ran through before the head. reads: whether `read`
-    has anything to do.
+    has anything to do. learns: whether a text may change what later ones run through.
     Register a subclass with ``@DEPTHS.register(ItsRecord)`` in its own file of this folder.
     """
 
     reads: bool = False
+    learns: bool = True
 
     def __init__(self, record: Any, executable: Executable) -> None:
         self.record, self.executable = record, executable

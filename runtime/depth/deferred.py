@@ -77,7 +77,7 @@ class DeferredPolicy(DepthPolicy):
             outputs = self.run_parts((*self.shallow, self.head), step, wanted)
             live = [index for index, text in enumerate(self.texts) if not text.done]
             sure = margins(outputs, live)
-            if self.learnt.learns:
+            if self.learns and self.learnt.learns:
                 best = outputs["logits"][live, 0].argmax(-1).tolist()
                 for index, said in zip(live, zip(sure, best, strict=True), strict=True):
                     self.asked[index].append(said)
