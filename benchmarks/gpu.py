@@ -118,11 +118,11 @@ def ours(folder: Path, recipe: str, target: str, args: argparse.Namespace) -> Ro
 
 def theirs(folder: Path, recipe: str, target: str, args: argparse.Namespace) -> Row:
     """transformers, eager or compiled with a static cache."""
-    from transformers import AutoModelForCausalLM
+    from graftwork.frontends.huggingface.model import load_model
 
     dtype = Target.parse(target).dtype
     start = time.perf_counter()
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype).to(args.device).eval()
+    model = load_model(folder, dtype=dtype).to(args.device).eval()
     model.generation_config.eos_token_id = None
     options: dict[str, Any] = {"max_new_tokens": args.tokens, "do_sample": False}
     if recipe.endswith("static"):

@@ -53,7 +53,7 @@ def build() -> Any:
 
     torch.manual_seed(0)
     config = AutoConfig.for_model("qwen3_5_text", **CONFIG)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
     model.generation_config.eos_token_id = model.config.eos_token_id = None
     return model
 

@@ -28,9 +28,10 @@ from typing import Any
 
 import kvpress
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoTokenizer, DynamicCache
 
 import graftwork as gw
+from graftwork.frontends.huggingface.model import load_model
 from graftwork.ir.plan import Evict
 
 UNEVEN = 64
@@ -293,12 +294,12 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join(COMPARISONS))
     args = parser.parse_args()
     files = sorted(args.text.glob("*.*")) if args.text.is_dir() else [args.text]
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
     text = "\n".join(file.read_text(errors="ignore") for file in files[: args.count])
     tokens = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
     size = args.budget + args.block
     windows = tokens[: len(tokens) // size * size].reshape(-1, 1, size)[: args.count]
-    load = partial(AutoModelForCausalLM.from_pretrained, args.model, dtype=torch.float32)
+    load = partial(load_model, args.model, dtype=torch.float32)
     plain, eager = load().eval(), load(attn_implementation="eager").eval()
     for name in args.methods.split(","):
         comparison = COMPARISONS[name]

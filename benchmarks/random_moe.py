@@ -38,7 +38,9 @@ def random_moe(layers: int, experts: int, chosen: int, hidden: int) -> torch.nn.
         mlp_only_layers=[],
         tie_word_embeddings=True,
     )
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(config).eval()
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(
+        config, trust_remote_code=False
+    ).eval()
     return model
 
 

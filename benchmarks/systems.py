@@ -55,9 +55,9 @@ def transformers_eager(folder: Path, **options: Any) -> System:
 
     options: for `generate`, such as ``prompt_lookup_num_tokens=10`` (one prompt at a time only).
     """
-    from transformers import AutoModelForCausalLM
+    from graftwork.frontends.huggingface.model import load_model
 
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
+    model = load_model(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
 
     def once(prompts: Batch, count: int) -> tuple[list[list[int]], float]:

@@ -152,12 +152,13 @@ class Transformers:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: str = "cpu") -> None:
         try:
-            from transformers import AutoModelForCausalLM
+            from .frontends.huggingface.model import load_model
+
+            self.model = load_model(folder, dtype=dtype).to(device)
         except ImportError as error:
             raise InputError(
                 "comparing with transformers needs it: pip install 'graftwork[huggingface]'"
             ) from error
-        self.model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype).to(device)
         self.model.eval()
         self.device = device
         self.target = f"eager:{device}:{str(dtype).removeprefix('torch.')}"

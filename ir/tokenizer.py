@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import InputError
+from .errors import GraftworkError, InputError
 from .files import LARGE, read_bytes
 from .names import shown
 
@@ -57,14 +57,23 @@ def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return text
 
 
+_PLAIN = (Exception, ValueError, OSError)
+"""Errors whose type says nothing beside their message."""
+
+
 @contextmanager
-def refusing(before: str, after: str = "") -> Iterator[None]:
-    """What the library raises within, panics included, becomes an `InputError` that says it between
-    these."""
+def refusing(
+    before: str, after: str = "", *, kind: type[GraftworkError] = InputError
+) -> Iterator[None]:
+    """What a library raises within, panics included, becomes an error of graftwork's, an
+    `InputError` unless said, that says it between these."""
     try:
         yield
+    except GraftworkError:
+        raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # an interrupt, or the end of the process
-        said = " ".join(str(error).split())[:300]
-        raise InputError(f"{before}: {said}{after}") from error
+        named = "" if type(error) in _PLAIN else f"{type(error).__name__}: "
+        said = named + " ".join(str(error).split())[:300]
+        raise kind(f"{before}: {said}{after}") from error

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...ir import InputError, ModelInfo, Program, TensorType, UnsupportedError, Weight
 from ...ir.files import LARGE, SMALL, open_regular
+from ...ir.tokenizer import refusing
 from ..generation import ASSETS, defaults_of
 from ..importer import INPUTS, LOGITS
 from ..program import Source, build_program
@@ -50,7 +51,7 @@ def import_folder(folder: Path, dtype: torch.dtype | None = None) -> Program:
     are (see `formats`). Errors: `InputError` for missing or wrong files, `UnsupportedError` for
     models that cannot be traced, and for formats that are not read.
     """
-    _check_files(folder)
+    check_files(folder)
     config = read_config(folder)
     tensors, kept = contents(folder, config)
     assets = {name: folder / name for name in ASSETS if (folder / name).exists()}
@@ -134,8 +135,11 @@ def import_object(model: PreTrainedModel, dtype: torch.dtype | None = None) -> P
     return traced(twin, mode, weight_of, getattr(model, "generation_config", None), {})
 
 
-def _check_files(folder: Path) -> None:
-    """transformers opens them by itself, and waits for pipes and reads devices without end."""
+def check_files(folder: Path) -> None:
+    """That a folder's files are regular and of a likely size. Errors: `InputError`.
+
+    transformers opens them by itself, and waits for pipes and reads devices without end.
+    """
     for name in ASSETS:
         path = folder / name
         try:
@@ -150,18 +154,33 @@ def _check_files(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> Any:
-    """A folder's configuration. Errors: `InputError`, `UnsupportedError` for an unknown one."""
+    """A folder's configuration, without what it says of who computes. Nothing of the folder's own
+    code runs, and nobody is asked whether it may.
+
+    Errors: `InputError`, `UnsupportedError` for one that transformers cannot read.
+    """
     from transformers import AutoConfig
 
     if not (folder / "config.json").exists():
         raise InputError(f"{folder} holds no config.json; expected a checkpoint of transformers")
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
-        raise UnsupportedError(
-            f"{folder}: transformers cannot read config.json: {error}"
-        ) from error
+    with refusing(f"{folder}: transformers cannot read config.json", kind=UnsupportedError):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        # These may name kernels that transformers would fetch and run.
+        config._attn_implementation = config._experts_implementation = None
     return config
+
+
+def load_model(folder: Path, **options: Any) -> Any:
+    """The causal language model of a folder as transformers has it. options: for its
+    `from_pretrained`. Errors: as `read_config`, and `InputError` for what cannot be loaded."""
+    from transformers import AutoModelForCausalLM
+
+    check_files(folder)
+    config = read_config(folder)
+    with refusing(f"{folder}: transformers cannot load the model"):
+        return AutoModelForCausalLM.from_pretrained(
+            folder, config=config, local_files_only=True, trust_remote_code=False, **options
+        )
 
 
 def without_data(folder: Path, dtype: torch.dtype) -> Any:
@@ -196,14 +215,10 @@ def instantiate(config: Any, dtype: torch.dtype, mode: FakeTensorMode) -> Any:
         made = AutoModelForSeq2SeqLM if texts else AutoModelForSpeechSeq2Seq
     elif _is_in(AutoModelForImageTextToText, config) and not _is_in(made, config):
         made = AutoModelForImageTextToText  # its text path is what is traced
-    try:
-        with parameters_without_data(mode), no_init_weights():
-            model = made.from_config(config, dtype=dtype).eval()
-    except ValueError as error:
-        raise UnsupportedError(
-            f"{config.model_type} is no language model of transformers: {error}"
-        ) from error
-    return model
+    said = f"transformers makes no language model of this configuration of {config.model_type}"
+    unable = refusing(said, kind=UnsupportedError)
+    with unable, parameters_without_data(mode), no_init_weights():
+        return made.from_config(config, dtype=dtype, trust_remote_code=False).eval()
 
 
 def _is_in(family: Any, config: Any) -> bool:
@@ -228,12 +243,10 @@ def _generation_config(folder: Path) -> Any:
 
     own = "generation_config.json"
     name = own if (folder / own).exists() else "config.json"
-    try:
+    with refusing(f"{folder}: transformers cannot read {name}"):
         return GenerationConfig.from_pretrained(
             folder, config_file_name=name, local_files_only=True
         )
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder}: transformers cannot read {name}: {error}") from error
 
 
 def _reserved(model: nn.Module) -> int:

@@ -125,7 +125,8 @@ class _Training:
         self.out, self.options = out, options
         self.source: Path | None = None
         if isinstance(model, (str, Path)):
-            self.source, model = Path(model), _opened(Path(model))
+            self.source = plain_path("model", model)
+            model = _opened(self.source)
         self.model: PreTrainedModel = model
         # Of a folder the program has the tokenizer, too.
         program = _traced(self.source or self.model)
@@ -236,7 +237,7 @@ def _traced(model: PreTrainedModel | Path) -> Program:
 
 
 def _opened(folder: Path) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
+    from ..frontends.huggingface.model import load_model
 
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
+    model: PreTrainedModel = load_model(folder)
     return model
