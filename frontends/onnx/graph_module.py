@@ -16,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...ir import TensorType, UnsupportedError, Weight
+from ...ir.names import shown
 from ..stored_weights import StoredWeight
 from . import ops_attention, ops_math, ops_quantized, ops_shape
 from .ops_shape import known
@@ -111,7 +112,7 @@ class GraphModule(nn.Module):
     def _constant(self, value: oir.Value, in_product: bool) -> Value:
         """A weight as a parameter without data, another constant as it is."""
         data = value.const_value
-        assert data is not None
+        assert data is not None  # the reader saw to that
         floats = data.dtype in (
             oir.DataType.FLOAT,
             oir.DataType.FLOAT16,
@@ -119,6 +120,10 @@ class GraphModule(nn.Module):
         )
         if data.dtype in (oir.DataType.UINT4, oir.DataType.INT4):
             return None  # ops that take them read the data themselves
+        if not floats and data.dtype not in DTYPES:
+            raise UnsupportedError(
+                f"the weight {shown(value.name)} is {data.dtype}, which is not supported yet"
+            )
         if data.size == 1 or (not floats and data.size < LARGE):
             return known(data.numpy())
         shape = tuple(int(size) for size in data.shape)  # type: ignore[arg-type]
@@ -184,6 +189,11 @@ class GraphModule(nn.Module):
             context = Context(node, positions, self.dtype, self.store)
             made = run(context, [None if v is None else env[v] for v in node.inputs])
             results = made if isinstance(made, (tuple, list)) else (made,)
+            if len(results) < len(node.outputs):
+                raise UnsupportedError(
+                    f"node {node.name or node.op_type} ({node.op_type}) has {len(node.outputs)} "
+                    f"results; expected {len(results)} at most"
+                )
             env.update(zip(node.outputs, results, strict=False))
         return tensor(env[_logits(self.graph)])
 

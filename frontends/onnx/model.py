@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from ...ir import InputError, ModelInfo, Program, UnsupportedError
-from ...ir.files import SMALL, read_bytes
+from ...ir.names import shown
 from ..generation import ASSETS, defaults_of
 from ..program import Source, build_program
 from ..stored_weights import keep_stored
 from ..trace import export, fake_mode
 from .graph_module import GraphModule
-from .reader import CONFIG, genai_config, model_file, read_model
+from .reader import CONFIG, genai_config, model_file, read_model, read_object, section
 
 _CONTEXT = 2048
 """Positions, where nothing says how many there are."""
@@ -41,7 +41,7 @@ def import_onnx(path: Path, dtype: torch.dtype | None = None) -> Program:
     folder = file.parent
     mode = fake_mode()
     module = GraphModule(model.graph, mode, dtype or _dtype(model.graph))
-    info = _info(folder, model)
+    info = _info(file, model)
     name = f"{file.name} ({info.model_type})"
     with mode:
         _run_once(module, name)
@@ -79,9 +79,9 @@ def _dtype(graph: oir.Graph) -> torch.dtype:
     return next((halves[kind] for kind in kinds if kind in halves), torch.float32)
 
 
-def _info(folder: Path, model: oir.Model) -> ModelInfo:
+def _info(file: Path, model: oir.Model) -> ModelInfo:
     """What is known of the model besides its graph."""
-    said = _said(folder, model)
+    folder, said = file.parent, _said(file, model)
     generation = {**said, **_json(folder / "generation_config.json")}
 
     def token(name: str) -> Any:
@@ -92,23 +92,44 @@ def _info(folder: Path, model: oir.Model) -> ModelInfo:
     return ModelInfo(
         model_type=str(said.get("model_type") or "onnx"),
         vocab_size=0,
-        context=int(said.get("context_length") or _CONTEXT),
-        eos=tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),)),
-        bos=token("bos_token_id"),
-        pad=token("pad_token_id"),
+        context=_whole(file, "context_length", said.get("context_length")) or _CONTEXT,
+        eos=_several(file, "eos_token_id", eos),
+        bos=_whole(file, "bos_token_id", token("bos_token_id")),
+        pad=_whole(file, "pad_token_id", token("pad_token_id")),
         defaults=defaults_of(SimpleNamespace(**_json(folder / "generation_config.json"))),
     )
 
 
-def _said(folder: Path, model: oir.Model) -> dict[str, Any]:
+def _whole(file: Path, name: str, found: Any) -> int | None:
+    """A whole number, if there is one. Errors: `InputError` for something else."""
+    if found is None:
+        return None
+    if not isinstance(found, int) or isinstance(found, bool) or not -1 <= found < 2**31:
+        raise InputError(f"{file}: {name}: expected a whole number, got {shown(found)}")
+    return found
+
+
+def _several(file: Path, name: str, found: Any) -> tuple[int, ...]:
+    given = found if isinstance(found, list) else [found]
+    ids = [_whole(file, name, item) for item in given]
+    return tuple(token for token in ids if token is not None)
+
+
+def _said(file: Path, model: oir.Model) -> dict[str, Any]:
     """model_type, context_length and token ids, from the best source that there is."""
+    folder = file.parent
     if (folder / CONFIG).is_file():
-        said = genai_config(folder).get("model", {})
+        said = section(genai_config(folder), "model")
         return {**said, "model_type": said.get("type")}
-    kept = {}
+    kept: dict[str, Any] = {}
     for name, text in model.metadata_props.items():
         if name.endswith("_token_id") or name == "context_length":
-            kept[name] = json.loads(text)
+            try:
+                kept[name] = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise InputError(
+                    f"{file}: its metadata says {name}={shown(text)}; expected a number"
+                ) from error
         elif name == "model_type":
             kept[name] = text
     if kept:
@@ -121,12 +142,4 @@ def _said(folder: Path, model: oir.Model) -> dict[str, Any]:
 
 def _json(path: Path) -> dict[str, Any]:
     """A JSON object in a file, nothing if it is not there. Errors: `InputError`."""
-    if not path.is_file():
-        return {}
-    try:
-        said = json.loads(read_bytes(path, SMALL))
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {path}: {error}") from error
-    if not isinstance(said, dict):
-        raise InputError(f"{path}: expected an object")
-    return said
+    return read_object(path) if path.is_file() else {}

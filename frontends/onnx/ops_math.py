@@ -42,6 +42,13 @@ def _divided(a: Any, b: Any) -> Any:
     return a // b
 
 
+def _power(a: Any, b: Any) -> Any:
+    exponent = int(b) if isinstance(b, float) and b.is_integer() else b
+    if isinstance(a, int) and isinstance(exponent, int) and abs(exponent) >= 64 and abs(a) > 1:
+        raise UnsupportedError("a number that has more than 64 bits")
+    return a**exponent
+
+
 def _both(a: Any, b: Any, of: Callable[[Any, Any], Any], at: Callable[[Any, Any], Any]) -> Any:
     return of(a, b) if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor) else at(a, b)
 
@@ -63,7 +70,7 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "GreaterOrEqual": operator.ge,
     "Less": operator.lt,
     "LessOrEqual": operator.le,
-    "Pow": lambda a, b: a ** (int(b) if isinstance(b, float) and b.is_integer() else b),
+    "Pow": _power,
     "And": lambda a, b: _both(a, b, _tensors(torch.logical_and), lambda x, y: x and y),
     "Or": lambda a, b: _both(a, b, _tensors(torch.logical_or), lambda x, y: x or y),
     "Mod": operator.mod,
@@ -91,6 +98,8 @@ def _paired(compute: Callable[[Any, Any], Any], a: Numbers, b: Numbers) -> Numbe
     size = max(len(a.items), len(b.items))
     left, right = (x.items * size if len(x.items) == 1 else x.items for x in (a, b))
     made = tuple(compute(x, y) for x, y in zip(left, right, strict=True))
+    if any(isinstance(item, int) and not -(2**63) <= item < 2**63 for item in made):
+        raise UnsupportedError("a number that has more than 64 bits")
     return Numbers(made, a.scalar and b.scalar)
 
 

@@ -15,6 +15,9 @@ from .values import AllTokens, EmptyPast, Numbers, Parameter, Value, dims, numbe
 ENDS = 2**31 - 1
 """From here on a bound means the end."""
 
+MOST = 2**12
+"""Numbers that are worked out one by one, where a value is known before the trace."""
+
 
 @op("Identity", "Dropout")
 def identity(c: Context, x: Value, *_: Value) -> Value:
@@ -122,7 +125,10 @@ def concat(c: Context, *parts: Value) -> Value:
     if len(there) <= 1:
         return (there or parts)[0]
     if all(isinstance(part, Numbers) for part in there):
-        return Numbers(tuple(item for part in there for item in numbers(part)))
+        items = [item for part in there for item in numbers(part)]
+        if len(items) > MOST:
+            raise UnsupportedError(f"a shape, or another argument, of {len(items)} numbers")
+        return Numbers(tuple(items))
     return torch.cat([tensor(part) for part in there], c.attribute("axis"))
 
 
@@ -202,7 +208,8 @@ def constant_of_shape(c: Context, to: Value) -> Value:
     if given is None:
         return torch.full(sizes, 0.0)
     array = given.numpy()
-    if array.dtype.kind in "iub" and len(sizes) <= 1 and all(isinstance(n, int) for n in sizes):
+    few = all(isinstance(n, int) and n <= MOST for n in sizes)
+    if array.dtype.kind in "iub" and len(sizes) <= 1 and few:
         return known(np.full(sizes, array.item()))
     return torch.full(sizes, array.item(), dtype=torch.from_numpy(array.copy()).dtype)
 

@@ -82,13 +82,14 @@ def run(context: Context, inputs: list[Value]) -> Any:
     or what of it is not, or that its inputs do not fit."""
     node = context.node
     function = OPS.get(("" if node.domain == "ai.onnx" else node.domain, node.op_type))
-    where = f"node {node.name or node.outputs[0].name} ({node.op_type})"
+    named = node.name or (node.outputs[0].name if node.outputs else "")
+    where = f"node {named} ({node.op_type})"
     if function is None:
         raise UnsupportedError(f"{where}: the op is not supported yet")
     try:
         return function(context, *inputs)
     except UnsupportedError as error:
         raise UnsupportedError(f"{where}: {error}") from error
-    except (IndexError, TypeError, ValueError, RuntimeError) as error:
-        said = str(error).partition("\n")[0]
+    except Exception as error:  # whatever torch, numpy and sympy raise of operands that do not fit
+        said = str(error).partition("\n")[0] or type(error).__name__
         raise UnsupportedError(f"{where}: what it is given does not fit: {said}") from error
