@@ -20,7 +20,9 @@ def calibrate(
         float, typer.Option(help="Mean share of the model's own text that may be missing.")
     ] = 0.1,
     confidence: Annotated[float, typer.Option(help="That it holds.")] = 0.95,
-    tokens: Annotated[int, typer.Option(min=2, help="New tokens a prompt.")] = 64,
+    tokens: Annotated[
+        int, typer.Option(min=2, help="New tokens a prompt: those behind them run all layers.")
+    ] = 64,
     file: Annotated[
         Path | None, typer.Option("--out", help="Write the recipe with the threshold here (.yaml).")
     ] = None,

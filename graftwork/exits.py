@@ -1,12 +1,14 @@
 """How sure an exit must be for a promise about the text to hold: Learn then Test.
 
-A threshold is tried from above on texts that were not seen before: 1, at which nobody leaves, and
-downwards. Of each text the risk is the share of the model's own continuation that the early one
-lacks. The hypothesis that the mean risk at a threshold exceeds the tolerance is rejected by a
-p-value that holds for any risk in 0..1 and any number of texts, and the first threshold at which it
-cannot be rejected ends the search (fixed sequence testing), so that nothing must be corrected for
-how many were tried. With the stated confidence the last one before it keeps the tolerance on texts
-of the same kind. What it costs texts that were kept apart is told beside it.
+A threshold is tried from above on texts that were not seen before: 1, at which nobody leaves
+(unless it falls along the text), and downwards. Of each text the risk is the share of the model's
+own continuation that the early one lacks. The hypothesis that the mean risk at a threshold exceeds
+the tolerance is rejected by a p-value that holds for any risk in 0..1 and any number of texts, and
+the first threshold at which it cannot be rejected ends the search (fixed sequence testing), so that
+nothing must be corrected for how many were tried. With the stated confidence the last one before it
+keeps the tolerance on texts of the same kind and of the length that was tried, which the recipe
+says: tokens behind it run through all layers. What it costs texts that were kept apart is told
+beside it.
 
 Sources: Angelopoulos et al., "Learn then Test: Calibrating Predictive Algorithms to Achieve Risk
 Control" (2021); Bates et al., "Distribution-Free, Risk-Controlling Prediction Sets" (2021), for the
@@ -58,7 +60,8 @@ class Tried:
 class Calibrated:
     """What was found. threshold: the lowest that holds. tolerance, confidence: the promise. tried:
     in order, the one that failed included. held_out: that threshold on the texts kept apart (p of
-    no use). texts, kept_apart: how many. total: layers there are. recipe: with the threshold.
+    no use). tokens: new ones of a text, as many as may leave early. texts, kept_apart: how many.
+    total: layers there are. recipe: with the threshold.
     """
 
     threshold: float
@@ -66,6 +69,7 @@ class Calibrated:
     confidence: float
     tried: tuple[Tried, ...]
     held_out: Tried
+    tokens: int
     texts: int
     kept_apart: int
     total: float
@@ -87,7 +91,8 @@ class Calibrated:
         apart = self.held_out
         said = (
             f"threshold {self.threshold:.2f}: a risk of at most {self.tolerance:g} with "
-            f"{self.confidence:.0%} confidence, by {self.texts} texts; on {self.kept_apart} that "
+            f"{self.confidence:.0%} confidence, by {self.texts} texts of {self.tokens} new tokens, "
+            f"behind which all layers run; on {self.kept_apart} that "
             f"were kept apart it is {apart.risk:.3f}, at {apart.layers:.2f} of {self.total:g} "
             f"layers a token"
         )
@@ -111,8 +116,9 @@ def calibrate_exits(
     model's own continuation (its longest common subsequence, as in ROUGE-L) that may be missing;
     confidence: that it holds. held_out: share of the prompts that are kept apart.
 
-    Errors: `InputError` for a model without a threshold, numbers outside 0..1, and fewer prompts
-    than any promise of that kind needs.
+    The promise is about texts of `tokens` new tokens: the recipe that comes back lets no later ones
+    leave. Errors: `InputError` for a model without a threshold, numbers outside 0..1, fewer prompts
+    than any promise of that kind needs, and where no threshold keeps it.
     """
     for name, value in (("tolerance", tolerance), ("confidence", confidence)):
         if not 0 < value < 1:
@@ -148,14 +154,23 @@ def calibrate_exits(
             yield Tried(threshold, statistics.mean(risks), p, layers)
 
     tried, threshold = lowest(measured(), 1 - confidence)
+    if threshold is None:
+        raise InputError(
+            f"depth={depth.brief}: even at a threshold of 1 a mean risk of {tried[0].risk:.3f} (p="
+            f"{tried[0].p:.3f}) is no promise of {tolerance:g} with {confidence:.0%} confidence: "
+            f"{_why(depth)}promise less, or give more prompts"
+        )
     risks, layers = trial.risks(threshold, apart)
-    recipe = Recipe.load(model.recipe).with_options(_settings(depth, depth.fixed(threshold)))
+    recipe = Recipe.load(model.recipe).with_options(
+        _settings(depth, depth.fixed(threshold, tokens))
+    )
     return Calibrated(
         threshold,
         tolerance,
         confidence,
         tried,
         Tried(threshold, statistics.mean(risks), math.nan, layers),
+        tokens,
         len(seen),
         len(apart),
         trial.total,
@@ -164,19 +179,29 @@ def calibrate_exits(
 
 
 def _settings(before: ThresholdDepth, after: ThresholdDepth) -> list[str]:
-    """Options by which a recipe has the one record where it had the other; the threshold always."""
+    """Options by which a recipe has the one record where it had the other; the promise always."""
     changed = [
         field.name
         for field in fields(after)
-        if field.name == "threshold" or getattr(before, field.name) != getattr(after, field.name)
+        if field.name in ("threshold", "tokens")
+        or getattr(before, field.name) != getattr(after, field.name)
     ]
-    return [f"depth_{after.kind}.{name}={getattr(after, name):g}" for name in changed]
+    return [f"depth_{after.kind}.{name}={getattr(after, name)}" for name in changed]
 
 
-def lowest(measured: Iterator[Tried], error: float) -> tuple[tuple[Tried, ...], float]:
+def _why(depth: ThresholdDepth) -> str:
+    """What lets tokens leave at a threshold of 1, and what to do about it."""
+    if not depth.decay:
+        return ""
+    last = replace(depth, threshold=1.0).bound(1.0)
+    return f"decay={depth.decay:g} lets them leave at {last:.2f} in the end; lower it, "
+
+
+def lowest(measured: Iterator[Tried], error: float) -> tuple[tuple[Tried, ...], float | None]:
     """What was looked at up to the first threshold whose p-value exceeds `error`, and the one
-    before it; 1 if there is none, at which nobody leaves."""
-    tried, found = [], 1.0
+    before it; None if there is none."""
+    tried: list[Tried] = []
+    found = None
     for one in measured:
         tried.append(one)
         if one.p > error:
@@ -258,7 +283,7 @@ class _Trial:
     def risks(self, threshold: float, which: Sequence[int]) -> tuple[list[float], float]:
         """Of some texts at a threshold, and the mean of their tokens' layers."""
         record: Any = self.plan.depth
-        plan = replace(self.plan, depth=record.fixed(threshold))
+        plan = replace(self.plan, depth=record.fixed(threshold, self.tokens))
         found, layers = [], []
         for index in which:
             said = self._text(plan, self.prompts[index])

@@ -13,7 +13,8 @@ from ..ir import GraftworkWarning, Program
 from ..ir.executable import Executable
 from ..ir.ops.parallel import agreed_seed, part_of
 from ..ir.plan import DecodePlan, Encoded, untrained
-from .asking.request import read_request
+from ..ir.plan.depth import ThresholdDepth
+from .asking.request import Request, read_request
 from .asking.speech import listens, to_hear
 from .cache.conversations import Conversations
 from .loop import decode
@@ -56,7 +57,7 @@ def generate(
     """
     asked = _seeded(options, executable.program)
     request = read_request(input_ids, asked, executable.program)
-    _remark(executable.program.plan)
+    _remark(executable.program.plan, request)
     with executable.turn:
         if plan := listens(asked, executable.program):
             heard = _heard(executable, input_ids, plan)
@@ -84,8 +85,18 @@ def _seeded(options: Mapping[str, Any], program: Program) -> Mapping[str, Any]:
     return options if parts == 1 or chosen else {**options, "seed": agreed_seed()}
 
 
-def _remark(plan: DecodePlan) -> None:
-    """Warn of weights that know nothing; Python shows the same warning once."""
+def _remark(plan: DecodePlan, request: Request) -> None:
+    """Warn of weights that know nothing, and of texts that are longer than what may leave early;
+    Python shows the same warning once."""
+    depth, most = plan.depth, max(text.limit - text.prompt for text in request.texts)
+    if isinstance(depth, ThresholdDepth) and 0 < depth.tokens < most:
+        warnings.warn(
+            f"depth={depth.kind} has a threshold for texts of {depth.tokens} new tokens, and "
+            f"{most} may come: those behind the first {depth.tokens} run through all layers; find "
+            f"a threshold for such texts (graftwork calibrate --tokens {most})",
+            GraftworkWarning,
+            stacklevel=3,
+        )
     asked = (plan.draft, plan.length, plan.verify) if plan.speculates else ()
     for record in untrained((*asked, plan.depth)):
         warnings.warn(

@@ -58,10 +58,13 @@ RECIPES: dict[str, Any] = {
     "int8_layerskip": {"extends": "layerskip", "passes": [IN_INT8]},
     "d3": "d3",
     "skipdecode": "skipdecode",
-    "calm": {"extends": "calm", "passes": [{"depth_confident": LOW}]},
+    "calm": {"extends": "calm", "passes": [{"depth_confident": {**LOW, "decay": 3.0}}]},
     "calm_copyspec": {"extends": "calm", "passes": ["draft_suffix", {"depth_confident": LOW}]},
     "int8_calm": {"extends": "calm", "passes": [IN_INT8, {"depth_confident": LOW}]},
-    "free": {"extends": "free", "passes": [{"depth_deferred": LOW}]},
+    "free": {
+        "extends": "free",
+        "passes": [{"depth_deferred": {"threshold": 0.005, "decay": 3.0, "tokens": 12}}],
+    },
     "ffn_skipllm": {"extends": "ffn_skipllm", "passes": [{"depth_mlp": MLPS}]},
 }
 SHALLOW = ("d3", "skipdecode", "calm", "calm_copyspec", "int8_calm", "free", "ffn_skipllm")

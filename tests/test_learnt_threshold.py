@@ -96,7 +96,7 @@ def test_what_was_compared_moves_the_threshold() -> None:
     said = [(0.6 + 0.03 * i, 1) for i in range(10)] + [(0.05 + 0.03 * i, 2) for i in range(10)]
     found.compare([said[:15], said[15:]], [[1] * 15, [1] * 5])
     assert 0.3 < found.record.threshold < 0.65
-    assert found.record.fixed(0.2).posterior == 0.0
+    assert found.record.fixed(0.2, 64).posterior == 0.0
 
 
 def test_a_model_stops_asking_when_it_has_compared_enough() -> None:
@@ -112,7 +112,7 @@ def test_a_model_stops_asking_when_it_has_compared_enough() -> None:
 
 def test_a_threshold_that_is_given_stays() -> None:
     record = DeferredDepth(posterior=0.9)
-    assert record.fixed(0.3) == DeferredDepth(threshold=0.3, posterior=0.0)
+    assert record.fixed(0.3, 9) == DeferredDepth(threshold=0.3, tokens=9, posterior=0.0)
     fast = compile(made(threshold=0.05), Target("eager", "cpu"))
     generate(fast, PROMPTS[2:3], max_new_tokens=12, eos_token_id=[])
     assert not learnt(fast).sure

@@ -222,6 +222,8 @@ def _asked(
     """All values, with `SURE`: whether a token may leave by the head's logits on what was run so
     far, or by a score that the last part has returned. Where nobody asks, it may not."""
     bound = _bound(g, record, fed)
+    if record.tokens:
+        asks = g.op("And", asks, g.op("Less", fed.place, g.const(record.tokens - 1)))
     score = getattr(record, "score", "")
     if score:
         above = g.op("Greater", g.cast(_first(g, values[score]), F64), bound)
@@ -251,7 +253,8 @@ def _bound(g: GraphBuilder, record: ThresholdDepth, fed: Fed) -> Any:
     if record.decay == 0.0:
         return g.const(record.bound(0.0), np.float64)
     written = g.cast(g.op("Add", fed.place, g.const(1)), F64)
-    along = g.op("Div", written, g.cast(g.op("Max", fed.most, g.const(1)), F64))
+    most = g.const(record.tokens) if record.tokens else g.op("Max", fed.most, g.const(1))
+    along = g.op("Div", written, g.cast(most, F64))
     falling = g.op("Exp", g.op("Mul", g.const(-record.decay, np.float64), along))
     tenth = g.op("Mul", g.const(0.1, np.float64), falling)
     share = g.op("Add", g.const(0.9, np.float64), tenth)

@@ -113,10 +113,14 @@ class ThresholdDepth(DepthRecord):
 
     threshold: of their confidence, at the first place; at place t of N it is 0.9 threshold + 0.1
     threshold exp(-decay t / N) (CALM, Schuster et al. 2022), so with decay=0 the same everywhere.
+    tokens: the first so many new tokens of a text may be written early, those behind them run
+    through all layers, and N is that number: what a threshold promises, it promises of texts of one
+    length. 0: all may, and N is what a call asks for.
     """
 
     threshold: Share = 0.9
     decay: Amount = 0.0
+    tokens: Place = 0
 
     def bound(self, along: float) -> float:
         """The threshold where so large a share of the text is written, 0..1.
@@ -126,9 +130,9 @@ class ThresholdDepth(DepthRecord):
         """
         return self.threshold * (0.9 + 0.1 * math.exp(-self.decay * along))
 
-    def fixed(self, threshold: float) -> Self:
-        """The record with a threshold that stays."""
-        return replace(self, threshold=threshold)
+    def fixed(self, threshold: float, tokens: int) -> Self:
+        """The record with a threshold that stays, for so many new tokens."""
+        return replace(self, threshold=threshold, tokens=tokens)
 
 
 @policy
@@ -142,11 +146,12 @@ class DeferredDepth(ThresholdDepth):
     (synchronised parallel decoding; Bae et al. 2023). A batch leaves together, or goes on together.
     threshold: of that difference, at the first place; at place t of N it is 0.9 threshold + 0.1
     threshold exp(-decay t / N) (CALM, Schuster et al. 2022), so with decay=0 the same everywhere.
-    pending: tokens that may lack rows before all go deep. posterior: where it is not 0, the
-    threshold is learnt: of the first `compared` predictions of the first layers it is seen whether
-    the whole model's are the same, and the threshold becomes the lowest confidence that makes that
-    so probable, by a Beta distribution for each of the two kinds. What was learnt is kept as long
-    as the model is.
+    tokens: N, and so many new tokens may leave; 0: all may, and N is what a call asks for. pending:
+    tokens that may lack rows before all go deep. posterior: where it is not 0, the threshold is
+    learnt: of the first `compared` predictions of the first layers it is seen whether the whole
+    model's are the same, and the threshold becomes the lowest confidence that makes that so
+    probable, by a Beta distribution for each of the two kinds. What was learnt is kept as long as
+    the model is.
     """
 
     exit: Levels = 3
@@ -155,9 +160,9 @@ class DeferredDepth(ThresholdDepth):
     compared: Context = 1024
     kind: ClassVar[str] = "deferred"
 
-    def fixed(self, threshold: float) -> Self:
+    def fixed(self, threshold: float, tokens: int) -> Self:
         """See `ThresholdDepth.fixed`: nothing is learnt."""
-        return replace(self, threshold=threshold, posterior=0.0)
+        return replace(super().fixed(threshold, tokens), posterior=0.0)
 
     @property
     def exits(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ After (measure="saturation")::
       %r: f32[B,T,H] = graftwork.cache_read(%stream, %past, 0 .. T-1)
       ... keys and values of layer 1 on %r, and of layer 2 on %r, too ...
     decode {
-      depth = confident(threshold=0.9, decay=0.0, functions=("step.1.fill",), score="sure")
+      depth = confident(threshold=0.9, ..., functions=("step.1.fill",), score="sure")
 
 Every cut is an exit. Where the confidence of all sequences is above the threshold, the head runs
 on the state there, and the deeper layers' keys and values are made of that state, each as if the
@@ -40,7 +40,7 @@ from pydantic import Field
 
 from ...ir import Function, PassError, Program, Weight, WeightStore, site_of, type_of
 from ...ir.plan import ConfidentDepth
-from ...ir.plan.bounds import Amount, Share
+from ...ir.plan.bounds import Amount, Place, Share
 from ..drafting.plan_edits import with_record
 from ..engine.base import Contract, Effect, Evidence, Outcome, Pass, TextSample, register
 from ..fusing.dce import sweep
@@ -53,11 +53,13 @@ SCORE = "sure"
 @register
 class DepthConfident(Pass):
     """measure: of confidence: margin, saturation or probe. threshold: tokens leave above it; decay:
-    how fast it falls along a text. windows, length: of the text that probes are fitted on."""
+    how fast it falls along a text; tokens: of a text that may leave, 0: all. windows, length: of
+    the text that probes are fitted on."""
 
     measure: Literal["margin", "saturation", "probe"] = "margin"
     threshold: Share = 0.9
     decay: Amount = 0.0
+    tokens: Place = 0
     windows: int = Field(default=16, ge=1, le=4096)
     length: int = Field(default=128, ge=2, le=4096)
 
@@ -95,7 +97,7 @@ class DepthConfident(Pass):
         functions |= {fill.name: fill for fill in fills}
         score = "" if self.measure == "margin" else SCORE
         names = tuple(fill.name for fill in fills)
-        record = ConfidentDepth(self.threshold, self.decay, names, score)
+        record = ConfidentDepth(self.threshold, self.decay, self.tokens, names, score)
         made = program.replace(functions=functions, weights=weights)
         return Outcome(with_record(made, self.name, record), len(fills))
 

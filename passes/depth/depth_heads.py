@@ -39,7 +39,7 @@ from pydantic import Field
 
 from ...ir import Function, PassError, Program, Weight, WeightStore, type_of
 from ...ir.plan import HeadsDepth
-from ...ir.plan.bounds import Amount, Share
+from ...ir.plan.bounds import Amount, Place, Share
 from ..drafting.draft_pass import TrainedPass
 from ..drafting.plan_edits import with_record
 from ..drafting.trained import TrainedWeights
@@ -52,11 +52,13 @@ NAME = "exits"
 
 @register
 class DepthHeads(TrainedPass):
-    """threshold: tokens leave above it; decay: how fast it falls along a text. layers: blocks of
-    each head. weights: a file of trained ones, or the folder that training wrote."""
+    """threshold: tokens leave above it; decay: how fast it falls along a text; tokens: of a text
+    that may leave, 0: all. layers: blocks of each head. weights: a file of trained ones, or the
+    folder that training wrote."""
 
     threshold: Share = 0.9
     decay: Amount = 0.0
+    tokens: Place = 0
     layers: int = Field(default=1, ge=1, le=16)
 
     name: ClassVar[str] = "depth_heads"
@@ -82,6 +84,7 @@ class DepthHeads(TrainedPass):
         record = HeadsDepth(
             threshold=self.threshold,
             decay=self.decay,
+            tokens=self.tokens,
             functions=tuple(fill.name for fill in fills),
             heads=tuple(heads),
             outputs=tuple(f"hidden.{int(cut) - 1}" for cut in plan.cuts),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from ...ir.plan import ConfidentDepth, HeadsDepth
 from ..feeding.outputs import Outputs
 from .base import DEPTHS, DepthPolicy, StepFeed
-from .sure import all_sure, margins
+from .sure import all_sure, margins, may_leave
 
 
 @DEPTHS.register(ConfidentDepth)
@@ -21,9 +21,10 @@ class ConfidentPolicy(DepthPolicy):
     def feed(self, step: StepFeed) -> Outputs:
         """See `DepthPolicy.feed`."""
         self.ran = self.total
-        if any(len(row) > 1 for row in step.rows):  # drafts are verified by all layers
-            return super().feed(step)
         score, live = self.record.score, [i for i, text in enumerate(self.texts) if not text.done]
+        drafts = any(len(row) > 1 for row in step.rows)  # are verified by all layers
+        if drafts or not may_leave(self.record, self.texts, live):
+            return super().feed(step)
         for index, part in enumerate(self.parts[:-1]):
             made = self.run_parts((part,), step, (score,) if score else ())
             # A copy: outputs live until the next run.

@@ -17,7 +17,7 @@ from ..feeding.feed import Feeder
 from ..feeding.outputs import Outputs
 from .alignment import threshold
 from .base import DEPTHS, DepthPolicy, StepFeed
-from .sure import all_sure, margins
+from .sure import all_sure, margins, may_leave
 
 Said: TypeAlias = tuple[float, int]
 """How sure the first layers were of a prediction, and the token."""
@@ -67,7 +67,9 @@ class DeferredPolicy(DepthPolicy):
     def feed(self, step: StepFeed) -> Outputs:
         """See `DepthPolicy.feed`."""
         self.ran = self.total
-        if any(len(row) > 1 for row in step.rows):  # drafts are verified by all layers
+        live = [index for index, text in enumerate(self.texts) if not text.done]
+        drafts = any(len(row) > 1 for row in step.rows)  # are verified by all layers
+        if drafts or not may_leave(self.record, self.texts, live):
             self._make_up()
             return super().feed(step)
         if max(self.lacking) >= self.record.pending:
@@ -75,7 +77,6 @@ class DeferredPolicy(DepthPolicy):
         else:
             wanted = tuple(dict.fromkeys(("logits", *step.fetch)))
             outputs = self.run_parts((*self.shallow, self.head), step, wanted)
-            live = [index for index, text in enumerate(self.texts) if not text.done]
             sure = margins(outputs, live)
             if self.learns and self.learnt.learns:
                 best = outputs["logits"][live, 0].argmax(-1).tolist()

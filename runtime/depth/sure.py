@@ -32,15 +32,20 @@ def _margin(logits: npt.NDArray[np.float32]) -> float:
     return (1.0 - float(chances.max())) / total
 
 
+def may_leave(record: ThresholdDepth, texts: Sequence[Text], live: Sequence[int]) -> bool:
+    """Whether what some sequences are about to write is among what may be written early."""
+    return not record.tokens or all(texts[index].generated < record.tokens for index in live)
+
+
 def all_sure(
     record: ThresholdDepth, texts: Sequence[Text], live: Sequence[int], confidence: Sequence[float]
 ) -> bool:
     """Whether every one of some sequences may leave with its confidence."""
     return all(
-        sure > record.bound(_along(texts[index]))
+        sure > record.bound(_along(record, texts[index]))
         for sure, index in zip(confidence, live, strict=True)
     )
 
 
-def _along(text: Text) -> float:
-    return text.generated / max(text.limit - text.prompt, 1)
+def _along(record: ThresholdDepth, text: Text) -> float:
+    return text.generated / (record.tokens or max(text.limit - text.prompt, 1))
