@@ -13,28 +13,24 @@ import functools
 import hashlib
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..ir.errors import GraftworkWarning, UnsupportedError
+from ..ir.errors import UnsupportedError
 from ..ir.files import open_regular
+from ..ir.kept import OTHERS, is_ours, kept_folder
 from ..ir.scratch import lock_open
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC")
 
 INSTEAD = "take a target that can do without: eager, onnxruntime"
-
-OTHERS = stat.S_IWGRP | stat.S_IWOTH
-"""Who else may write."""
 
 
 def compiler() -> str:
@@ -92,7 +88,7 @@ def library(sources: Sources) -> ctypes.CDLL:
     texts = [path.read_bytes() for path in files]
     key = hashlib.sha256(b"\0".join([*texts, " ".join(command).encode(), described]))
     name = f"{sources.name}-{key.hexdigest()[:32]}"
-    with _kept() as kept:
+    with kept_folder("compiled kernels") as kept:
         made = _found(kept, name)
         if made is None:
             with _alone(kept):
@@ -100,7 +96,7 @@ def library(sources: Sources) -> ctypes.CDLL:
     if made is None:
         raise UnsupportedError(
             f"the compiled kernels in {kept} changed before they were loaded; "
-            "something else writes there: set XDG_CACHE_HOME to a folder of your own"
+            "something else writes there: set GRAFTWORK_CACHE to a folder of your own"
         )
     return made
 
@@ -165,7 +161,7 @@ def _loaded(path: Path) -> ctypes.CDLL | None:
     except OSError:
         return None
     facts = os.fstat(file.fileno())
-    if not _is_ours(facts) or facts.st_mode & OTHERS or not path.stem.endswith(_hash(file.read())):
+    if not is_ours(facts) or facts.st_mode & OTHERS or not path.stem.endswith(_hash(file.read())):
         file.close()
         return None
     opened = Path(f"/proc/self/fd/{file.fileno()}")
@@ -186,70 +182,9 @@ def _open(path: Path, shown: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise UnsupportedError(
-            f"the compiled kernels {shown} cannot be loaded: {error}. Set XDG_CACHE_HOME to a "
+            f"the compiled kernels {shown} cannot be loaded: {error}. Set GRAFTWORK_CACHE to a "
             f"folder from which programs may run, or {INSTEAD}"
         ) from error
-
-
-def _is_ours(facts: os.stat_result) -> bool:
-    return facts.st_uid in (os.geteuid(), 0)
-
-
-@contextmanager
-def _kept() -> Iterator[Path]:
-    """A folder of this user's for compiled kernels: a lasting one, if they alone may write it."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(root) / "graftwork"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        usable, reason = os.access(folder, os.W_OK), _why_unsafe(folder)
-    except OSError:
-        usable, reason = False, None
-    if usable and reason is None:
-        yield folder.resolve()
-        return
-    if reason is not None:
-        warnings.warn(
-            f"{reason}, so compiled kernels are not kept in {folder} and each process compiles "
-            "its own; make it yours (chown, chmod go-w), or set XDG_CACHE_HOME",
-            GraftworkWarning,
-            stacklevel=2,
-        )
-    with tempfile.TemporaryDirectory() as other:
-        yield Path(other)
-
-
-def _why_unsafe(folder: Path) -> str | None:
-    """Who else could put a library into a folder, in words; None if nobody can.
-
-    The folder itself may be written by its owner alone. In one above it, others may have files of
-    their own (it is sticky, such as /tmp), but not take this one's name.
-    """
-    if folder.is_symlink():
-        return f"{folder} is a link"
-    first = folder.resolve()
-    for place in (first, *first.parents):
-        facts = place.stat()
-        shared = facts.st_mode & OTHERS and not (place != first and facts.st_mode & stat.S_ISVTX)
-        if not _is_ours(facts):
-            return f"{place} belongs to another user"
-        if shared and not (place != first and _is_own_group(facts)):
-            return f"{place} can be written by other users"
-    return None
-
-
-def _is_own_group(facts: os.stat_result) -> bool:
-    """Whether only a group may write that has this user's name and nobody else in it, as some
-    systems give each user."""
-    if facts.st_mode & stat.S_IWOTH:
-        return False
-    with suppress(ImportError, KeyError):
-        import grp
-        import pwd
-
-        user, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(facts.st_gid)
-        return group.gr_name == user and set(group.gr_mem) <= {user}
-    return False
 
 
 def _output(command: list[str]) -> bytes:

@@ -16,6 +16,7 @@ from torch.fx.node import map_aggregate
 
 from ..ir import NOWHERE, Dim, Function, Site, Sym, TensorType, Weight, derive, type_of
 from ..ir.infer import infer
+from ..ir.weights import Call, Operand
 
 A = torch.ops.aten
 
@@ -60,17 +61,13 @@ class Builder:
             return None
         key = f"{target}{args}{kwargs}"
         if key not in self._folded:
-
-            def compute(*tensors: torch.Tensor) -> torch.Tensor:
-                values: dict[Any, Any] = dict(zip(inputs, tensors, strict=True))
-                concrete: Any = map_aggregate((args, kwargs), lambda a: values.get(a, a))
-                tensor: torch.Tensor = target(*concrete[0], **concrete[1])
-                return tensor
-
+            place: dict[Any, Any] = {node: Operand(index) for index, node in enumerate(inputs)}
+            operands: Any = map_aggregate((args, kwargs), lambda a: place.get(a, a))
             base = str(inputs[0].target) if inputs else "constant"
             name = self._free_name(f"{base}.{_short(target)}")
             sources = [self.weights[str(node.target)] for node in inputs]
-            self._folded[key] = self.weight(derive(name, result, compute, *sources))
+            made = derive(name, result, Call(target, *operands), *sources)
+            self._folded[key] = self.weight(made)
         return self._folded[key]
 
     def _free_name(self, name: str) -> str:

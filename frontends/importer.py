@@ -39,11 +39,16 @@ _IGNORED = ("_assert", "sym_constrain_range", "_set_grad_enabled", "_log_api_usa
 
 @dataclass(frozen=True)
 class Imported:
-    """An imported function and the weights it may use. longest: the largest T it was traced for."""
+    """An imported function and the weights it may use.
+
+    longest: the largest T it was traced for. origins: of the weights that are the model's, their
+    paths there; None for tensors that the trace holds. The others follow from these.
+    """
 
     fn: Function
     weights: dict[str, Weight]
     longest: int | None
+    origins: dict[str, str | None]
 
 
 def import_exported(
@@ -88,6 +93,7 @@ class _Importer:
         self.sizes = Sizes({}, {})
         self.env: dict[torch.fx.Node, Any] = {}
         self.inputs = {name: self.b.fn.add_input(name, type) for name, type in inputs.items()}
+        self.origins: dict[str, str | None] = {}
 
     def run(self, outputs: Sequence[str]) -> Imported:
         self.bind_inputs()
@@ -98,7 +104,7 @@ class _Importer:
             raise UnsupportedError("the model's first output is no tensor; expected logits")
         self.b.fn.set_outputs(dict(zip(outputs, values, strict=True)))
         self.b.fn.graph.eliminate_dead_code()
-        return Imported(self.b.fn, self.b.weights, self.sizes.limits.get("T"))
+        return Imported(self.b.fn, self.b.weights, self.sizes.limits.get("T"), self.origins)
 
     def bind_inputs(self) -> None:
         """Give every placeholder of the trace its input or weight."""
@@ -123,11 +129,16 @@ class _Importer:
     def constant(self, kind: InputKind, target: str) -> Weight:
         """The weight behind a parameter, buffer or lifted constant of the trace."""
         if kind in (InputKind.PARAMETER, InputKind.BUFFER):
-            return self.weight_of(strip_root(target, self.root))
+            path = strip_root(target, self.root)
+            weight = self.weight_of(path)
+            self.origins[weight.name] = path
+            return weight
         tensor = self.exported.constants[target]
         if not isinstance(tensor, torch.Tensor):
             raise UnsupportedError(f"the constant {target} is a {type(tensor).__name__}")
-        return Weight.of(f"constant.{strip_root(target, self.root)}", tensor.detach())
+        held = Weight.of(f"constant.{strip_root(target, self.root)}", tensor.detach())
+        self.origins[held.name] = None
+        return held
 
     def walk(self, graph: torch.fx.Graph, results: list[torch.fx.Node]) -> None:
         """Lower every node of a graph of the trace that its results need."""

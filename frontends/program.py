@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from torch.export import ExportedProgram
-
-from ..ir import (
-    ModelInfo,
-    Program,
-    TensorType,
-    UnsupportedError,
-    Weight,
-    WeightStore,
-    type_of,
-)
+from ..ir import ModelInfo, Program, UnsupportedError, WeightStore, type_of
 from .check import check_traced
-from .importer import INPUTS, LOGITS, Imported, import_exported
+from .importer import Imported
 from .mark_hidden import mark_hidden
 from .number_layers import number_layers
 from .positions import tabulate_positions
@@ -26,26 +16,14 @@ from .raise_attention import raise_attention
 from .source_attention import settle_attention
 
 
-@dataclass(frozen=True)
-class Source:
-    """A trace. root: path of the model in the traced wrapper. weight_of: weights by model path.
-    inputs, outputs: what it takes and returns, in order, see `import_exported`."""
-
-    exported: ExportedProgram
-    root: str
-    weight_of: Callable[[str], Weight]
-    inputs: Mapping[str, TensorType] = field(default_factory=lambda: INPUTS)
-    outputs: Sequence[str] = LOGITS
-
-
 def build_program(
-    name: str, source: Source, info: ModelInfo, assets: Mapping[str, Path]
+    name: str, imported: Imported, info: ModelInfo, assets: Mapping[str, Path]
 ) -> Program:
     """The program of a trace, at stage "traced".
 
     Errors: `UnsupportedError` naming the op, module and source line that cannot be imported.
     """
-    imported, context = settled(source, "step", info.context)
+    context = settle(imported, info.context)
     mark_hidden(imported.fn)
     info = described(imported, replace(info, context=context), name)
     weights = WeightStore(imported.weights)
@@ -54,21 +32,19 @@ def build_program(
     ).pruned()
 
 
-def settled(source: Source, name: str, context: int) -> tuple[Imported, int]:
-    """The function of a trace in the ops of programs, and for how many positions it is one.
+def settle(imported: Imported, context: int) -> int:
+    """Bring the function of a trace into the ops of programs, in place; returns for how many
+    positions it is one.
 
     context: positions to be ready for. Errors: as `build_program`.
     """
-    imported = import_exported(
-        source.exported, source.root, source.weight_of, source.inputs, source.outputs, name
-    )
     settle_attention(imported, context)
     raise_attention(imported)
     if imported.fn.has_input("positions"):
         context = tabulate_positions(imported, context)
     number_layers(imported.fn)
     check_traced(imported.fn)
-    return imported, context
+    return context
 
 
 def described(imported: Imported, info: ModelInfo, name: str) -> ModelInfo:

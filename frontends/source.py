@@ -45,7 +45,7 @@ from ..ir import (
 from ..ir.plan import Encoded
 from .importer import Imported
 from .mark_hidden import mark_hidden
-from .program import Source, described, settled
+from .program import described, settle
 from .regions import needed_for, reached_from
 
 G = torch.ops.graftwork
@@ -56,8 +56,8 @@ SOURCE = "source"
 
 def build_with_source(
     name: str,
-    encoder: Source,
-    decoder: Source,
+    encode: Imported,
+    step: Imported,
     info: ModelInfo,
     plan: Encoded,
     assets: Mapping[str, Path],
@@ -69,8 +69,7 @@ def build_with_source(
     Errors: `UnsupportedError` as `build_program`, and for steps that read their source otherwise
     than by attention.
     """
-    encode, most = settled(encoder, plan.function, plan.most)
-    step, context = settled(decoder, "step", info.context)
+    most, context = settle(encode, plan.most), settle(step, info.context)
     _keep_apart(encode, step)
     _move_projections(encode, step)
     mark_hidden(step.fn)

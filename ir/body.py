@@ -29,14 +29,20 @@ _SITE = re.compile(
 class Body:
     """The inside of a function: builds the graph line by line.
 
-    known: the program's weights. wanted: names of graph nodes that values of the text want.
+    known: the program's weights. wanted: names of graph nodes that values of the text want. also:
+    ops that it may call besides core ATen and graftwork ops, by name.
     """
 
     def __init__(
-        self, cursor: Cursor, function: Function, known: Mapping[str, Weight], wanted: set[str]
+        self,
+        cursor: Cursor,
+        function: Function,
+        known: Mapping[str, Weight],
+        wanted: set[str],
+        also: Mapping[str, Any],
     ) -> None:
         self.cursor, self.function = cursor, function
-        self.known, self.wanted = known, wanted
+        self.known, self.wanted, self.also = known, wanted, also
         self.values: dict[str, torch.fx.Node] = {}
         self.weights: dict[str, torch.fx.Node] = {}
         self.returned = False
@@ -108,7 +114,7 @@ class Body:
                 expression.fail(tree.slice, "an integer, the number of the result")
             return operator.getitem, [expression.value(tree.value), index], {}
         node, op = expression.call()
-        target = find_op(op)
+        target = find_op(op) or self.also.get(op)
         if target is None:
             expression.fail(tree, "a core ATen op (aten.add.Tensor) or a graftwork op")
         args, kwargs = expression.arguments(node)

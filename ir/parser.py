@@ -6,7 +6,7 @@ imports anything that the text says, bounds nesting and numbers, and infers ever
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from .lexer import Cursor, Source, Token
 from .names import check_name, check_program_name
 from .plan import RECORDS, DecodePlan, Record
 from .program import ModelInfo, PassRecord, Program, State
+from .stages import op_name
 from .types import TensorType
 from .weights import Weight, WeightStore
 
@@ -41,9 +42,13 @@ def parse_program(text: str, weights: WeightStore | None = None) -> Program:
     return Parser(text, weights).program()
 
 
-def parse_function(text: str, weights: WeightStore) -> Function:
-    """Read one ``func name(...) -> ... { ... }``; `weights` says which weights there are."""
+def parse_function(text: str, weights: WeightStore, also: Sequence[Any] = ()) -> Function:
+    """Read one ``func name(...) -> ... { ... }``; `weights` says which weights there are.
+
+    also: ops that it may call besides core ATen and graftwork ops.
+    """
     parser = Parser(text, weights)
+    parser.also = {op_name(op): op for op in also}
     parser.weights = dict(weights)
     parser.cursor.skip_lines()
     return parser.function()
@@ -55,6 +60,7 @@ class Parser:
     def __init__(self, text: str, store: WeightStore | None) -> None:
         self.cursor = Cursor(Source(text))
         self.store = store
+        self.also: dict[str, Any] = {}
         self.weights: dict[str, Weight] = {}
         self.states: dict[str, State] = {}
         self.functions: dict[str, Function] = {}
@@ -279,7 +285,7 @@ class Parser:
             role = ROLES[cursor.next().text]
         cursor.expect("func")
         name = cursor.identifier("the function's name")
-        body = Body(cursor, Function(name, role=role), self.weights, self.wanted)
+        body = Body(cursor, Function(name, role=role), self.weights, self.wanted, self.also)
         cursor.expect("(")
         while not cursor.accept(")"):
             body.parameter()

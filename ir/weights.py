@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.fx.node import map_aggregate
 
 from .errors import InputError
 from .files import open_regular
@@ -77,6 +78,35 @@ def derive(
     `Weight`."""
     made = function, inputs
     return Weight(name, type, lambda: function(*(w.load() for w in inputs)), made, key)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Stands in a `Call`'s arguments for the weight of this number among its inputs."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a weight comes from others, as data: a call of one op.
+
+    args, kwargs: the op's, with `Operand`s for the weights that it is called on.
+    """
+
+    target: Callable[..., torch.Tensor]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """The result for the inputs' tensors."""
+
+        def value(arg: Any) -> Any:
+            return tensors[arg.place] if isinstance(arg, Operand) else arg
+
+        args: Any = map_aggregate(self.args, value)
+        kwargs: Any = map_aggregate(dict(self.kwargs), value)
+        return self.target(*args, **kwargs)
 
 
 def _renewed(weight: Weight, given: Mapping[str, Weight]) -> Weight:

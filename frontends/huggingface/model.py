@@ -18,10 +18,9 @@ from ...ir.files import LARGE, SMALL, open_regular
 from ...ir.tokenizer import refusing
 from ..generation import ASSETS, defaults_of
 from ..importer import INPUTS, LOGITS
-from ..program import Source, build_program
+from ..program import build_program
 from ..stored_weights import StoredWeight, keep_stored
 from ..trace import (
-    export,
     fake_mode,
     fake_parameter,
     first_names,
@@ -33,10 +32,11 @@ from .experts import prepare_experts
 from .formats import format_of
 from .formats import read as read_quantized
 from .pictures import pictures_of
-from .recurrences import as_ops, check
-from .registry import NAME, one_sequence_a_row, register
+from .recurrences import check
+from .registry import NAME, register
 from .sequences import traced_pair
 from .spoken import spoken
+from .tracing import import_traced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -259,7 +259,7 @@ def _reserved(model: nn.Module) -> int:
 class Traced(nn.Module):
     """What is traced of a model: token ids and positions [B,T] to logits [B,T,V].
 
-    inputs, outputs: see `Source`.
+    inputs, outputs: what it takes and returns, in order.
     """
 
     inputs: Mapping[str, TensorType] = INPUTS
@@ -289,8 +289,8 @@ def traced(
     assets: dict[str, Path],
     wrap: Callable[[Any], Traced] = Traced,
 ) -> Program:
-    """The program of a model without data. weight_of: see `Source`. wrap: what of the model is
-    traced. Errors: `UnsupportedError` for what cannot be."""
+    """The program of a model without data. weight_of: see `import_traced`. wrap: what of the model
+    is traced. Errors: `UnsupportedError` for what cannot be."""
     config = twin.config
     check(twin, config.model_type)
     register()
@@ -305,13 +305,10 @@ def traced(
     if getattr(config, "is_encoder_decoder", False):
         opening = {"start": _start(config, generation, info), **spoken(generation, config)}
         return traced_pair(twin, mode, weight_of, info, opening, assets)
-    with one_sequence_a_row(), as_ops(twin):
-        wrapper = wrap(twin)
-        info = replace(info, context=info.context - wrapper.reserved)
-        taken = list(wrapper.inputs.values())
-        exported = export(wrapper, mode, info.context, config.model_type, taken)
-    source = Source(exported, "model", weight_of, wrapper.inputs, wrapper.outputs)
-    program = build_program(config.model_type, source, info, assets)
+    wrapper = wrap(twin)
+    info = replace(info, context=info.context - wrapper.reserved)
+    imported = import_traced(wrapper, mode, info.context, weight_of, outputs=wrapper.outputs)
+    program = build_program(config.model_type, imported, info, assets)
     return program.replace(plan=replace(program.plan, source=pictures_of(config, program.info)))
 
 

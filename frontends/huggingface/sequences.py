@@ -15,16 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export import ExportedProgram
 
-from ...ir import ModelInfo, Program, Sym, TensorType, UnsupportedError, Weight
+from ...ir import ModelInfo, Program, Sym, TensorType, UnsupportedError, Weight, type_of
 from ...ir.plan import Encoded
 from ..importer import INPUTS
-from ..program import Source
 from ..source import SOURCE, build_with_source
-from ..trace import export
-from .recurrences import as_ops
-from .registry import one_sequence_a_row, reading_sources
+from .tracing import import_traced
 
 
 class _TokenEncoder(nn.Module):
@@ -98,7 +94,7 @@ def traced_pair(
 ) -> Program:
     """The program of a model without data that has an encoder and a decoder, ready to be traced.
 
-    weight_of: see `Source`; opening: what the plan says of how texts begin. Errors:
+    weight_of: see `import_traced`; opening: what the plan says of how texts begin. Errors:
     `UnsupportedError`.
     """
     known: dict[str, Weight] = {}
@@ -109,16 +105,14 @@ def traced_pair(
         return known[name]
 
     wrapper, plan = _encoder(twin, info)
-    kind = twin.config.model_type
-    with one_sequence_a_row(), as_ops(twin), reading_sources():
-        encoder = export(wrapper, mode, plan.most, kind, list(wrapper.inputs.values()))
-        decoding = _Decoder(twin, _made(encoder))
-        decoder = export(decoding, mode, info.context, kind, list(decoding.inputs.values()))
-    sources = (
-        Source(encoder, "model", once, wrapper.inputs, (SOURCE,)),
-        Source(decoder, "model", once, decoding.inputs),
+    encode = import_traced(
+        wrapper, mode, plan.most, once, outputs=(SOURCE,), name=plan.function, reads_source=True
     )
-    return build_with_source(kind, *sources, info, replace(plan, **opening), assets)
+    states = type_of(encode.fn.outputs[SOURCE])
+    rows = TensorType(states.dtype, (Sym("B"), Sym("N"), states.dims[-1]))
+    step = import_traced(_Decoder(twin, rows), mode, info.context, once, reads_source=True)
+    kind, plan = twin.config.model_type, replace(plan, **opening)
+    return build_with_source(kind, encode, step, info, plan, assets)
 
 
 def _encoder(twin: Any, info: ModelInfo) -> tuple[Any, Encoded]:
@@ -134,10 +128,3 @@ def _encoder(twin: Any, info: ModelInfo) -> tuple[Any, Encoded]:
         )
     most = int(twin.config.max_source_positions)
     return _FeatureEncoder(twin, encoder.conv1.weight.dtype), Encoded(most=most)
-
-
-def _made(encoder: ExportedProgram) -> TensorType:
-    """The type of what an encoder's trace returns, its rows those of a source."""
-    (result,) = encoder.graph.output_node().args[0]
-    states = result.meta["val"]
-    return TensorType(states.dtype, (Sym("B"), Sym("N"), int(states.shape[-1])))

@@ -19,7 +19,8 @@ from torch import nn
 from ...ir import InputError, ModelInfo, Program, UnsupportedError
 from ...ir.names import shown
 from ..generation import ASSETS, defaults_of
-from ..program import Source, build_program
+from ..importer import import_exported
+from ..program import build_program
 from ..stored_weights import keep_stored
 from ..trace import export, fake_mode
 from .graph_module import GraphModule
@@ -47,8 +48,8 @@ def import_onnx(path: Path, dtype: torch.dtype | None = None) -> Program:
         _run_once(module, name)
     exported = export(_Wrapper(module), mode, info.context, name)
     assets = {asset: folder / asset for asset in ASSETS if (folder / asset).is_file()}
-    source = Source(exported, "model", lambda key: module.weights[key])
-    return keep_stored(build_program(info.model_type, source, info, assets), module.stored)
+    imported = import_exported(exported, "model", lambda key: module.weights[key])
+    return keep_stored(build_program(info.model_type, imported, info, assets), module.stored)
 
 
 class _Wrapper(nn.Module):

@@ -10,8 +10,8 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from ...ir import ModelInfo, Program, TensorType, UnsupportedError, Weight
-from ..importer import INPUTS
-from ..program import Source, build_program
+from ..importer import INPUTS, import_exported
+from ..program import build_program
 from ..trace import export, fake_mode, first_names, twin_of
 
 _POSITIONS = ("positions", "position_ids", "pos_ids")
@@ -63,7 +63,8 @@ def import_module(module: nn.Module, dtype: torch.dtype | None = None) -> Progra
         bos=next(iter(_tokens(module, "bos_token_id")), None),
         pad=next(iter(_tokens(module, "pad_token_id")), None),
     )
-    return build_program(name, Source(exported, "model", weight_of), info, {})
+    imported = import_exported(exported, "model", weight_of)
+    return build_program(name, imported, info, {})
 
 
 def _tokens(module: nn.Module, name: str) -> tuple[int, ...]:
