@@ -23,7 +23,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .. import frontends, ir
 from ..ir import TensorType
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
@@ -186,8 +185,7 @@ def _version(package: str) -> str:
 def _sources() -> str:
     """A hash of the files of this package that a trace depends on."""
     digest = hashlib.sha256()
-    for package in (ir, frontends):
-        folder = Path(inspect.getfile(package)).parent
+    for folder in (Path(inspect.getfile(TensorType)).parent, Path(__file__).parent):
         for path in sorted(folder.rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()

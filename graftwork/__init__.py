@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import _clone
+from ._clone import install as _install
 
 if TYPE_CHECKING:
     from .backends.target import Target
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .training import fit, train_exits
     from .tuning import tune
 
-_clone.install()
+_install()
 
 __version__ = "0.1.0"
 __all__ = [

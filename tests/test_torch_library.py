@@ -158,7 +158,7 @@ def test_nothing_is_kept_where_somebody_else_may_write(how, folder, monkeypatch)
         folder.rename(folder.with_name("elsewhere"))
         folder.symlink_to(folder.with_name("elsewhere"))
     before = sorted(path.name for path in folder.iterdir())
-    with pytest.warns(GraftworkWarning, match="each process compiles its own"):
+    with pytest.warns(GraftworkWarning, match="each process makes its own"):
         assert answer() == 42
     assert sorted(path.name for path in folder.iterdir()) == before
     assert not (folder.parent.parent / "planted").exists()
