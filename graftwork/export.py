@@ -1,6 +1,6 @@
 """Writes decode graphs for other loaders: an ONNX folder, and one that onnxruntime-genai runs.
 
-    model.onnx          input_ids i64[B,T], attention_mask i64[B,P],
+    model.onnx          input_ids i64[B,T], attention_mask i64[B,P] (0: padding, anywhere),
                         past_key_values.<i>.key and .value [B,G,P-T,D]
                         -> logits [B,T,V], present.<i>.key and .value [B,G,P,D]
     model.onnx.data     its weights

@@ -23,12 +23,17 @@ from graftwork.backends.onnxruntime.portable import portable
 from graftwork.backends.onnxruntime.store import WeightFile, store
 from graftwork.export import export_genai, export_onnx
 from graftwork.ir import InputError, Program, State, TensorType, UnsupportedError, run
+from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.engine.base import Pass
 from graftwork.passes.engine.manager import run_passes
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights
+from graftwork.passes.stepping.accept_trees import AcceptTrees
+from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.recipe import Recipe
+
+G = torch.ops.graftwork
 
 genai = pytest.importorskip("onnxruntime_genai")
 
@@ -91,33 +96,63 @@ def test_plain_session(shape: Shape, tmp_path: Path) -> None:
         torch.testing.assert_close(got, expected(shape, tokens), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "shape", [Shape(dim=12), Shape(chunk=3), Shape(dim=12, window=3, slopes=True)], ids=name_of
-)
-def test_padding_on_the_left_changes_nothing(shape: Shape, tmp_path: Path) -> None:
-    folder = export_onnx(cached_llama(shape), tmp_path / "out")
-    tokens = tokens_of(1, 6)
-    padded = torch.cat([torch.ones(1, 3, dtype=torch.int64), tokens[:, :5]], 1)
-    both = torch.cat([padded, tokens_of(1, 8)])
-    real = torch.ones(2, 8, dtype=torch.int64)
-    real[0, :3] = 0
-    loop = Loop(folder, 2)
-    first = loop.step(both, real)[0, 3:]
-    last = loop.step(tokens[:, 5:].expand(2, 1))[0]
-    got = torch.cat([first, last])
-    torch.testing.assert_close(got, expected(shape, tokens)[0], rtol=1e-4, atol=1e-4)
+PADDED = [
+    Shape(),
+    Shape(window=3),
+    Shape(dim=24),  # positions are looked up outside of the kernel
+    Shape(slopes=True, rotary=0),
+    Shape(dim=12),
+    Shape(chunk=3),
+    Shape(dim=12, window=3, slopes=True),
+]
+"""Some whose attention GroupQueryAttention does, and some whose it does not."""
 
 
-def test_padding_on_the_right_changes_nothing(tmp_path: Path) -> None:
-    """Where GroupQueryAttention does the attention."""
-    loop, tokens = Loop(export_onnx(cached_llama(), tmp_path / "out"), 2), tokens_of(2, 5)
-    real = torch.ones(2, 5, dtype=torch.int64)
-    real[1, 3:] = 0
-    parts = [loop.step(tokens, real)[1, :3]]
-    parts += [loop.step(tokens[:, i : i + 1])[1] for i in (0, 1)]
-    whole = torch.cat([tokens[1:, :3], tokens[1:, :2]], 1)
-    want = expected(Shape(), whole)[0]
-    torch.testing.assert_close(torch.cat(parts), want, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("shape", PADDED, ids=name_of)
+@pytest.mark.parametrize("ops", ["contrib", "standard"])
+def test_padding_changes_nothing_wherever_it_stands(shape: Shape, ops: Any, tmp_path: Path) -> None:
+    """On the left, on the right and between, in prompts, later blocks and single tokens."""
+    if ops == "standard" and shape != Shape():
+        pytest.skip("concatenates, as the last ones do with contrib")
+    loop = Loop(export_onnx(cached_llama(shape), tmp_path / "out", ops=ops), 3)
+    real = torch.tensor(
+        [
+            [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 1],
+            [1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1],
+            [0, 1, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1],
+        ]
+    )
+    tokens = tokens_of(3, 12)
+    # GroupQueryAttention takes later blocks of one sequence alone, and says so.
+    counted = ops == "contrib" and shape in PADDED[:4]
+    widths = (10, 1, 1) if counted else (6, 4, 1, 1)
+    pieces = zip(tokens.split(widths, 1), real.split(widths, 1), strict=True)
+    logits = torch.cat([loop.step(*piece) for piece in pieces], 1)
+    for row, kept in enumerate(real.bool()):
+        want = expected(shape, tokens[row : row + 1, kept])[0]
+        torch.testing.assert_close(logits[row, kept], want, rtol=1e-4, atol=1e-4)
+
+
+def test_one_attention_that_must_concatenate_makes_all_do_so(tmp_path: Path) -> None:
+    """Rows of both kinds would stand in different orders."""
+    canonical = llama(Shape())
+    fn = canonical.step.copy()
+    last = fn.calls(G.attention.default)[-1]
+    last.kwargs = {**last.kwargs, "chunk": 3}
+    mixed = canonical.replace(functions={"step": fn})
+    program = mixed
+    for step in (InsertKvCache(), AcceptTrees(), PickLogits()):
+        program = step.run(program).program
+    loop = Loop(export_onnx(program, tmp_path / "out"), 2)
+    real = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 1, 1]])
+    tokens = tokens_of(2, 8)
+    pieces = zip(tokens.split((6, 2), 1), real.split((6, 2), 1), strict=True)
+    logits = torch.cat([loop.step(*piece) for piece in pieces], 1)
+    for row, kept in enumerate(real.bool()):
+        ids = tokens[row : row + 1, kept]
+        inputs = {"tokens": ids, "positions": torch.arange(ids.shape[1])[None]}
+        want = run(mixed, "step", inputs)["logits"][0]
+        torch.testing.assert_close(logits[row, kept], want, rtol=1e-4, atol=1e-4)
 
 
 def test_what_the_graph_says_of_itself(tmp_path: Path) -> None:

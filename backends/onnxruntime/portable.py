@@ -10,11 +10,13 @@ After::
     func model(input_ids: i64[B,T], attention_mask: i64[B,P], past_key_values.0.key: f32[B,G,C,D],
       ...) -> logits f32[B,T,V], present.0.key, ...
 
-Logits come for every token. `attention_mask` has a one for every token so far, this step's
-included; lengths and positions are counted from it. Attention that GroupQueryAttention can do
-appends to its cache (in place, if the loader binds one buffer to past and present) and takes
-batches that are padded on the right, as onnxruntime-genai's are; attention that it cannot do
-concatenates, and takes batches that are padded on the left.
+Logits come for every token. `attention_mask` has a column for every token so far, this step's
+included: one, or zero for padding, which may stand anywhere (on the left, as transformers has it,
+or on the right, as onnxruntime-genai has it); lengths and positions are counted from it. If
+GroupQueryAttention can do all attention, it appends to its cache (in place, if the loader binds one
+buffer to past and present). It takes rows for texts without gaps, so a step's padding goes behind
+its real tokens, whose rows it leaves alone and which the next step writes over; logits come in the
+order of the inputs. Else all attention concatenates, and what is padding is masked.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ from .views import simplify_views
 A = torch.ops.aten
 G = torch.ops.graftwork
 
-TOKENS, MASK = "input_ids", "attention_mask"
+TOKENS, MASK, SELECT = "input_ids", "attention_mask", "select"
 B, T, C, P = Sym("B"), Sym("T"), Sym("C"), Sym("P")
 
 
@@ -112,9 +114,11 @@ def portable(program: Program, *, plain: bool = False, contrib: bool = True) -> 
     simplify_views(fn)
     weights = program.weights
     if contrib:
-        weights = lower_attention(fn, weights, counted=True)
+        fn, weights = _lowered(fn, weights)
     shapes = _layers(fn)
     concatenates = bool(fn.calls(G.attend.default))
+    if concatenates:
+        _drop_picks(fn)
     _Counter(fn, concatenates).run()
     if contrib:
         fuse_norms(fn)
@@ -242,16 +246,36 @@ def _numbered(program: Program) -> dict[int, int]:
 
 
 def _all_logits(fn: Function, program: Program) -> None:
-    """Logits of every token and the states; nothing else comes out."""
-    for node in fn.calls(G.pick_rows.default):
-        node.replace_all_uses_with(source_of(node))
-        fn.graph.erase_node(node)
+    """Logits of every token, in the order that the input `select` gives, and the states; nothing
+    else comes out."""
+    if not fn.has_input(SELECT):
+        fn.add_input(SELECT, TensorType(torch.int64, (B, T)))
+    fn.input(SELECT).meta["type"] = TensorType(torch.int64, (B, T))
     for node in fn.calls():
         node.args = torch.fx.node.map_aggregate(node.args, _every_token)
         node.kwargs = torch.fx.node.map_aggregate(node.kwargs, _every_token)
     fn.retype()
     outputs = fn.outputs
-    fn.set_outputs({name: outputs[name] for name in ("logits", *program.states)})
+    logits = outputs["logits"]
+    if not fn.calls(G.pick_rows.default):
+        with fn.graph.inserting_before(fn.output_node):
+            logits = fn.call(G.pick_rows.default, logits, fn.input(SELECT), site=site_of(logits))
+    fn.set_outputs({"logits": logits, **{name: outputs[name] for name in program.states}})
+
+
+def _drop_picks(fn: Function) -> None:
+    for node in fn.calls(G.pick_rows.default):
+        node.replace_all_uses_with(source_of(node))
+        fn.graph.erase_node(node)
+    simplify_views(fn)
+
+
+def _lowered(fn: Function, weights: WeightStore) -> tuple[Function, WeightStore]:
+    """All attention as GroupQueryAttention, or none: one keeps rows in another order than the
+    other."""
+    lowered = fn.copy()
+    more = lower_attention(lowered, weights, counted=True)
+    return (fn, weights) if lowered.calls(G.attend.default) else (lowered, more)
 
 
 def _every_token(arg: Any) -> Any:
@@ -289,7 +313,8 @@ class _Counter:
     masks: dict[Any, torch.fx.Node] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Replace the inputs past, positions, seqlens and total; concatenate where asked."""
+        """Replace the inputs that follow from the mask, concatenate where asked, and put the real
+        tokens of a step first where not."""
         rows: Dim = C + T if self.concatenates else P
         self.mask = self.fn.add_input(MASK, TensorType(torch.int64, (B, rows)))
         self.rows = rows
@@ -302,25 +327,39 @@ class _Counter:
                 self._concatenate(node)
         for name, node in made.items():
             if self.fn.has_input(name) and name not in self.kept:
-                self.fn.input(name).replace_all_uses_with(node)
+                given = self.fn.input(name)
+                given.replace_all_uses_with(node, lambda user, made=node: user is not made)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
         """A call at the insertion point."""
         return self.fn.call(target, *args, **{"site": Site(MASK), **kwargs})
 
     def _counts(self) -> dict[str, torch.fx.Node]:
-        length = self.call(A.sum.dim_IntList, self.mask, [1])
-        last = self.call(A.sub.Tensor, length, 1)
         count = self.call(A.sub.Tensor, self.call(A.cumsum.default, self.mask, 1), 1)
         before: Dim = C if self.concatenates else P - T
         own = self.call(A.slice.Tensor, count, 1, before, self.rows)
         self.count, self.own = count, own
+        positions = self.call(A.clamp.default, own, 0)
+        length = self.call(A.sum.dim_IntList, self.mask, [1])
+        if self.concatenates:
+            return {"past": self.call(A.sub.Tensor, length, T), "positions": positions}
+        real = self.call(A.slice.Tensor, self.mask, 1, before, self.rows)
+        past = self.call(A.sub.Tensor, length, self.call(A.sum.dim_IntList, real, [1]))
+        last = self.call(A.add.Tensor, past, T - 1)
+        order = self._sorted(real, descending=True)  # real tokens first, each kind as it stood
         return {
-            "past": self.call(A.sub.Tensor, length, T),
-            "positions": self.call(A.clamp.default, own, 0),
+            "tokens": self.call(A.gather.default, self.fn.input("tokens"), 1, order),
+            "past": past,
+            "positions": self.call(A.gather.default, positions, 1, order),
+            SELECT: self._sorted(order, descending=False),  # back again
             SEQLENS: self.call(A._to_copy.default, last, dtype=torch.int32),
             TOTAL: self.call(A.full.default, [], self.rows, dtype=torch.int32),
         }
+
+    def _sorted(self, x: torch.fx.Node, descending: bool) -> torch.fx.Node:
+        """Where i64[B,T] the values of each row stand, in their order; equal ones as they stood."""
+        made = self.call(A.sort.stable, x, stable=True, dim=1, descending=descending)
+        return self.fn.item(made, 1)
 
     def _concatenate(self, node: torch.fx.Node) -> None:
         """Attention over past and new rows side by side, instead of a cache of fixed capacity."""
@@ -368,7 +407,7 @@ class _Counter:
     def _make_visible(self, span: Mapping[str, int]) -> torch.fx.Node:
         before, own = self._step()
         places: tuple[Any, ...] = (own, None, self.rows)
-        if "chunk" in span or (span and self.kept):  # of positions, not rows: padding lies between
+        if span:  # of positions, not rows: padding lies between
             places = (self.own, None, self.rows, self.count)
         causal = self.call(G.step_mask.default, before, *places, **span)
         real = self.call(A.ne.Scalar, self.mask, 0)
@@ -382,8 +421,8 @@ class _Counter:
         return self.call(A.logical_and.default, causal, either)
 
     def _alibi(self, slopes: torch.fx.Node) -> torch.fx.Node:
-        before, own = self._step()
-        return self.call(G.alibi.default, slopes, before, own, self.rows)
+        before, _ = self._step()
+        return self.call(G.alibi.default, slopes, before, self.own, self.rows, self.count)
 
 
 def _rename(fn: Function, program: Program, layers: Mapping[int, int]) -> None:

@@ -15,6 +15,7 @@ from .ops_shape import written
 from .table import MICROSOFT, Context, op
 from .values import (
     AllTokens,
+    AsTheyStand,
     IsNan,
     Numbers,
     Parameter,
@@ -250,7 +251,11 @@ def argmax(c: Context, x: Value) -> Value:
 
 @op("TopK")
 def topk(c: Context, x: Value, count: Value) -> Any:
-    return tensor(x).topk(numbers(count)[0], c.attribute("axis", -1))
+    axis, largest = c.attribute("axis", -1), bool(c.attribute("largest", 1))
+    if isinstance(x, (AllTokens, AsTheyStand)) and numbers(count)[0] == x.tokens:
+        if axis % 2 == 1 and largest == isinstance(x, AllTokens):
+            return x, AsTheyStand(x.batch, x.tokens)
+    return tensor(x).topk(numbers(count)[0], axis, largest)
 
 
 @op("Softmax")

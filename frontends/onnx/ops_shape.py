@@ -10,7 +10,17 @@ import torch
 
 from ...ir import UnsupportedError
 from .table import Context, op
-from .values import AllTokens, EmptyPast, Numbers, Parameter, Value, dims, numbers, tensor
+from .values import (
+    AllTokens,
+    AsTheyStand,
+    EmptyPast,
+    Numbers,
+    Parameter,
+    Value,
+    dims,
+    numbers,
+    tensor,
+)
 
 ENDS = 2**31 - 1
 """From here on a bound means the end."""
@@ -98,6 +108,8 @@ def unsqueeze(c: Context, x: Value, axes: Value = None) -> Value:
     given = c.attribute("axes") if axes is None else numbers(axes)
     if isinstance(x, Numbers) and x.scalar and len(given) == 1:
         return Numbers(x.items)
+    if isinstance(x, AsTheyStand):  # an index of rows, as `gather_nd` takes it
+        return x
     y = tensor(x)
     rank = y.dim() + len(given)
     for axis in sorted(axis % rank for axis in given):
@@ -150,8 +162,8 @@ def slice_(
     by = [1] * len(first) if steps is None else numbers(steps)
     if isinstance(x, Numbers):
         return Numbers(tuple(x.items[first[0] : last[0] : by[0]]))
-    if isinstance(x, AllTokens):
-        x = tensor(x)
+    if isinstance(x, AllTokens) and (first, along, by) == ([0], [1], [1]) and last == [x.tokens]:
+        return x
     y = tensor(x)
     for start, end, axis, step in zip(first, last, along, by, strict=True):
         stop = None if isinstance(end, int) and end >= ENDS else end
@@ -177,11 +189,15 @@ def gather(c: Context, x: Value, index: Value) -> Value:
 
 @op("GatherElements")
 def gather_elements(c: Context, x: Value, index: Value) -> Value:
+    if isinstance(index, AsTheyStand) and c.attribute("axis", 0) == 1:
+        return x
     return tensor(x).gather(c.attribute("axis", 0), tensor(index).long())
 
 
 @op("GatherND")
 def gather_nd(c: Context, x: Value, index: Value) -> Value:
+    if isinstance(index, AsTheyStand) and c.attribute("batch_dims", 0) == 1:
+        return x
     if c.attribute("batch_dims", 0):
         raise UnsupportedError("GatherND of batches")
     places = tensor(index).long()

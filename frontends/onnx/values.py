@@ -62,6 +62,14 @@ class AllTokens:
 
 
 @dataclass(frozen=True)
+class AsTheyStand:
+    """Where in its text each token stands, i64[B,T]: an order that changes nothing."""
+
+    batch: Number
+    tokens: Number
+
+
+@dataclass(frozen=True)
 class IsNan:
     """Whether a value is NaN; where it is a softmax, it never is: some token is always seen."""
 
@@ -75,7 +83,9 @@ class Root:
     value: torch.Tensor
 
 
-Value: TypeAlias = torch.Tensor | Numbers | Parameter | EmptyPast | AllTokens | IsNan | Root | None
+Value: TypeAlias = (
+    torch.Tensor | Numbers | Parameter | EmptyPast | AllTokens | AsTheyStand | IsNan | Root | None
+)
 
 
 def tensor(value: Value) -> torch.Tensor:
@@ -114,7 +124,7 @@ def dims(value: Value) -> Sequence[Number]:
     """The sizes of a value."""
     if isinstance(value, EmptyPast):
         return value.batch, value.groups, 0, value.width
-    if isinstance(value, AllTokens):
+    if isinstance(value, (AllTokens, AsTheyStand)):
         return value.batch, value.tokens
     if isinstance(value, Numbers):
         return () if value.scalar else (len(value.items),)
