@@ -21,8 +21,10 @@ order of the inputs. Else all attention concatenates, and what is padding is mas
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -327,8 +329,8 @@ class _Counter:
                 self._concatenate(node)
         for name, node in made.items():
             if self.fn.has_input(name) and name not in self.kept:
-                given = self.fn.input(name)
-                given.replace_all_uses_with(node, lambda user, made=node: user is not made)
+                # The order of the tokens is a use of them that stays.
+                self.fn.input(name).replace_all_uses_with(node, partial(operator.is_not, node))
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
         """A call at the insertion point."""
