@@ -138,7 +138,7 @@ def optimized(
 
     def run(prompts: Batch, count: int) -> Result:
         ids, mask = padded(prompts)
-        model.forget()
+        model.forget(learnt=False)
         result = model.generate(
             ids,
             attention_mask=mask,

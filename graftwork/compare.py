@@ -18,10 +18,11 @@ from .calibration import evidence_for
 from .ir import InputError
 from .ir.executable import Executable
 from .ir.scratch import Scratch
-from .model import Traced, optimize, transform
+from .model import optimize, transform
 from .prompts import Prompts, check_seed, read_prompts
 from .recipe import Recipe
 from .tables import bench_table
+from .traced import Traced
 
 AGAINST = ("transformers", "onnxruntime-genai")
 RANDOM_PROMPT_TOKENS = 64

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from .recipe import Recipe
 from .report import Report, megabytes, pass_lines, weight_bytes
 from .runtime.asking.options import check_defaults
 from .shards import check_finite
+from .traced import Source, Traced
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -43,37 +43,6 @@ if TYPE_CHECKING:
 
 _COMPILED = "compiled"
 T = TypeVar("T")
-
-Source = str | Path | torch.nn.Module
-"""A local checkpoint folder, .gguf or .onnx file, or a model in memory."""
-
-
-@dataclass(frozen=True)
-class Traced:
-    """A model as its frontend gives it. source: what the report calls it. seconds: tracing took.
-    model: what was traced."""
-
-    program: Program
-    source: str
-    seconds: float
-    model: Source
-
-    @classmethod
-    def of(cls, model: Source, dtype: torch.dtype) -> Traced:
-        """Trace a model with weights in `dtype`. Errors: as `optimize`."""
-        from .artifact import is_saved
-        from .frontends import import_model
-
-        if isinstance(model, (str, Path)) and is_saved(Path(model)):
-            raise InputError(
-                f"{model} is a saved artifact, optimized already: load it, or give the checkpoint "
-                f"that it was made from"
-            )
-
-        start = time.perf_counter()
-        program = import_model(model, dtype=dtype)
-        name = str(model) if isinstance(model, (str, Path)) else type(model).__name__
-        return cls(program, name, time.perf_counter() - start, model)
 
 
 def transform(
@@ -338,16 +307,17 @@ class Model:
         made: Executable | None = self.__dict__.get(_COMPILED)
         return 0 if made is None else made.state_bytes()
 
-    def forget(self) -> None:
+    def forget(self, *, learnt: bool = True) -> None:
         """Drop what is held of earlier calls: no prompt goes on from it any more.
 
         The last call's texts, and copies of earlier ones up to a bound (see `keep`), are held by
-        default, and a prompt that begins with one of them feeds only the rest.
+        default, and a prompt that begins with one of them feeds only the rest. learnt: drop what
+        texts have taught drafters and policies, too (recycling's tables, searches, thresholds).
         """
         from .runtime.generate import forget
 
         if _COMPILED in self.__dict__:
-            forget(self.executable)
+            forget(self.executable, learnt=learnt)
 
     def keep(self, megabytes: float) -> None:
         """Memory for copies of what earlier calls left in the caches, those that `load_prefix` read

@@ -18,6 +18,7 @@ from .asking.request import Request, read_request
 from .asking.speech import listens, to_hear
 from .cache.conversations import Conversations
 from .loop import decode
+from .memo import LEARNT
 from .stats import Stats
 
 
@@ -29,10 +30,13 @@ class Generated:
     stats: Stats
 
 
-def forget(executable: Executable) -> None:
-    """Nothing is held of earlier calls any more: the next ones feed their prompts whole."""
+def forget(executable: Executable, *, learnt: bool = True) -> None:
+    """Nothing is held of earlier calls any more: the next ones feed their prompts whole, and, with
+    `learnt`, draft and leave early as if no text had taught them how."""
     with executable.turn:
         Conversations.of(executable).forget()
+        if learnt:
+            executable.scratch(LEARNT).clear()
 
 
 def check_request(input_ids: torch.Tensor, options: Mapping[str, Any], program: Program) -> None:

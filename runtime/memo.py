@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeAlias
+from collections.abc import Hashable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 
+from ..ir.executable import Executable
+
+LEARNT = "learnt"
+"""Whose scratch holds what texts have taught."""
+
 Memo: TypeAlias = Mapping[str, torch.Tensor]
 """Tensors by name, plain data: they may be written to a file."""
+
+
+def learnt(executable: Executable, owner: Hashable) -> dict[Any, Any]:
+    """A dict of the owner's for what texts teach it, kept from call to call until `forget`."""
+    kept: dict[Any, Any] = executable.scratch(LEARNT).setdefault(owner, {})
+    return kept
 
 
 class Resumes:

@@ -20,7 +20,8 @@ from graftwork.backends.target import Target
 from graftwork.demo import demo_folder
 from graftwork.ir import GraftworkError, InputError
 from graftwork.ir.files import LARGE, open_regular, plain_path, read_bytes, read_json, read_text
-from graftwork.model import Traced, transform
+from graftwork.model import transform
+from graftwork.traced import Traced
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
 

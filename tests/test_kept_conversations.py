@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from every_recipe import program_of
 from selection import mostly_long, rarely
 from test_runtime_cached import padded, with_itself
 from tiny import named, tiny_llama
@@ -19,7 +22,8 @@ from tiny import named, tiny_llama
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import Program
-from graftwork.ir.plan import RecyclingDraft, SuffixDraft
+from graftwork.ir.plan import FixedLength, RecyclingDraft, SuffixDraft
+from graftwork.model import Model
 from graftwork.passes import Pass
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
@@ -37,6 +41,7 @@ from graftwork.passes.stepping.add_top_tokens import AddTopTokens
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import generate
 from graftwork.runtime.cache.conversations import Conversations
+from graftwork.runtime.memo import LEARNT
 
 CONTEXT = 192
 ASKED: dict[str, Any] = {"return_dict_in_generate": True, "pad_token_id": 0}
@@ -196,3 +201,31 @@ def test_random_calls_on_onnxruntime(name: str) -> None:
     for _ in range(8):
         calls.call()
     assert calls.reused > 50
+
+
+@pytest.mark.parametrize("name", ["recycling", "swift", "free"])
+def test_what_is_forgotten_leaves_nothing(name: str, tmp_path: Path) -> None:
+    """Neither rows nor what texts have taught, unless that is to be kept: the same call costs what
+    it cost a fresh program."""
+    program = program_of(name, tmp_path)
+    plan = replace(program.plan, length=FixedLength())  # others look at the clock
+    if name == "free":
+        plan = replace(plan, depth=replace(plan.depth, threshold=0.05, posterior=0.4))  # type: ignore[call-arg]
+    model = Model(program.replace(plan=plan), Target("eager", "cpu"), {"name": name})
+    ids = torch.arange(1, 20)[None]
+
+    def costs() -> tuple[float, ...]:
+        stats = model.generate(ids, max_new_tokens=60, eos_token_id=[], **ASKED).stats
+        assert any(model.executable.scratch(LEARNT).values())
+        counted = (stats.steps, stats.draft_tokens, stats.accepted_tokens, stats.skipped_layers)
+        return (*counted, stats.reused_tokens)
+
+    fresh = costs()
+    model.forget()
+    assert not model.executable.scratch(LEARNT) and costs() == fresh
+    model.forget(learnt=False)
+    assert model.executable.scratch(LEARNT)
+    warm = costs()
+    assert warm != fresh or name != "recycling"
+    model.forget()
+    assert costs() == fresh

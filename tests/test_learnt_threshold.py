@@ -21,6 +21,7 @@ from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import generate
 from graftwork.runtime.depth.alignment import GRID, LEAST, fitted, threshold
 from graftwork.runtime.depth.deferred import DeferredPolicy, Learnt
+from graftwork.runtime.memo import learnt as kept_of
 
 
 def drawn(a: float, b: float, count: int, seed: int) -> list[float]:
@@ -73,7 +74,7 @@ def made(**options: Any) -> Program:
 
 
 def learnt(executable: Any) -> Learnt:
-    (found,) = executable.scratch(DeferredPolicy).values()
+    (found,) = kept_of(executable, DeferredPolicy).values()
     return found
 
 

@@ -29,7 +29,10 @@ def refuse(match: str, ids: object = IDS, **options: object) -> None:
     [
         ({"max_new_token": 3}, r"max_new_token=3; nearest: max_new_tokens"),
         ({"num_beams": 4}, "num_beams=4"),
-        ({"stop_strings": ["x"]}, r"stop_strings=.*nearest: stopping_criteria=\[StopStringCriteria"),
+        (
+            {"stop_strings": ["x"]},
+            r"stop_strings=.*nearest: stopping_criteria=\[StopStringCriteria",
+        ),
         ({"assistant_model": object()}, "a recipe with a drafter"),
         ({"logits_processor": torch.zeros(2)}, "logits_processor"),
         ({"max_new_tokens": 0}, "max_new_tokens: expected an integer of at least 1, got 0"),

@@ -33,6 +33,7 @@ from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.add_top_tokens import AddTopTokens
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import generate
+from graftwork.runtime.memo import learnt
 from graftwork.runtime.rounds import missed, plain
 from graftwork.runtime.rounds.general import GeneralRound
 from graftwork.runtime.rounds.plain import RestingRound
@@ -90,7 +91,7 @@ def stretches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def decoded(monkeypatch: pytest.MonkeyPatch, executable: Executable, batch: int) -> Any:
     """Texts, and every draft that was made."""
-    executable.scratch(Knowledge).clear()
+    learnt(executable, Knowledge).clear()
     drafts: list[Any] = []
     propose = GeneralRound.propose
 

@@ -23,6 +23,7 @@ from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import generate
+from graftwork.runtime.memo import learnt
 from graftwork.runtime.speculate.proposers.likest import likest
 from graftwork.runtime.speculate.proposers.searched import Search, promise
 
@@ -118,7 +119,7 @@ def test_sublayers_that_do_nothing_are_searched_for() -> None:
     fast = compile(made(*passes, start=start), Target("eager", "cpu"))
     texts = torch.randint(1, 32, (4, 6), generator=torch.Generator().manual_seed(1))
     generate(fast, texts, **{**ASKED, "max_new_tokens": 100})
-    (search,) = fast.scratch(Search).values()
+    (search,) = learnt(fast, Search).values()
     assert search.best == ((2, 7), 1.0) and 1 < len(search.tried) <= 28
     asked = {**ASKED, "max_new_tokens": 26, "return_dict_in_generate": True}
     assert generate(fast, PROMPTS[2:3], **asked).stats.accepted_per_step == 5.0

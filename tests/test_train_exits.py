@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 
 import graftwork as gw
 from graftwork.ir import InputError
-from graftwork.model import Traced, trace
+from graftwork.model import trace
 from graftwork.recipe import Recipe
+from graftwork.traced import Traced
 from graftwork.training.layerskip import ExitTrainer, LayerSkip
 
 TEXT = [[(i * i + j) % 30 + 1 for i in range(60)] for j in range(20)]

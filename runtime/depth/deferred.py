@@ -15,6 +15,7 @@ from ...ir.plan import DeferredDepth
 from ..asking.text import Text
 from ..feeding.feed import Feeder
 from ..feeding.outputs import Outputs
+from ..memo import learnt
 from .alignment import threshold
 from .base import DEPTHS, DepthPolicy, StepFeed
 from .sure import all_sure, margins, may_leave
@@ -57,9 +58,8 @@ class DeferredPolicy(DepthPolicy):
         super().begin(feeder, texts)
         self.lacking = [0] * len(texts)
         self.asked: list[list[Said]] = [[] for _ in texts]
-        self.learnt: Learnt = self.executable.scratch(DeferredPolicy).setdefault(
-            self.record, Learnt(self.record)
-        )
+        kept = learnt(self.executable, DeferredPolicy)
+        self.learnt: Learnt = kept.setdefault(self.record, Learnt(self.record))
         count = self.executable.program.plan.step.cuts.index(self.record.exit) + 1
         self.shallow, self.deep = tuple(self.parts[:count]), tuple(self.parts[count:])
         self.before = sum(self.sizes[:count])

@@ -26,6 +26,7 @@ from heapq import heappop, heappush
 from typing import TypeAlias
 
 from ....ir.plan import RecyclingDraft
+from ...memo import learnt
 from ..draft import NO_DRAFT, Draft
 from ..setting import Setting
 from .base import DRAFTERS, Drafter, VerifiedStep
@@ -74,7 +75,7 @@ class RecyclingDrafter(Drafter):
 
     def __init__(self, record: RecyclingDraft, setting: Setting) -> None:
         super().__init__(record, setting)
-        kept: dict[RecyclingDraft, list[Table]] = setting.executable.scratch(RecyclingDrafter)
+        kept: dict[RecyclingDraft, list[Table]] = learnt(setting.executable, RecyclingDrafter)
         self.tables = kept.setdefault(record, [Table() for _ in range(record.context)])
         # Ranks and contexts beyond those that were measured count as the last one.
         rows = [record.rates[min(c, len(record.rates) - 1)] for c in range(record.context)]

@@ -9,6 +9,7 @@ import numpy as np
 
 from ....ir.executable import Executable
 from ....ir.plan import GoodputLength
+from ...memo import learnt
 from .base import LENGTHS, LengthPolicy
 from .costs import Costs
 
@@ -97,7 +98,7 @@ class GoodputPolicy(LengthPolicy):
     def __init__(self, record: GoodputLength, executable: Executable, batch: int) -> None:
         super().__init__(record, executable, batch)
         key = (executable.program.plan.draft, batch, self.most)
-        kept: dict[object, Knowledge] = executable.scratch(Knowledge)
+        kept: dict[object, Knowledge] = learnt(executable, Knowledge)
         self.known = kept.setdefault(key, Knowledge(self.most))
         holding = executable.widths(executable.program.step.name).holding
         self.widths = np.array([holding(size + 1) for size in range(self.most + 1)])

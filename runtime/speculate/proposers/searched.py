@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from ....ir.plan.skipping import SearchedSkippingDraft
+from ...memo import learnt
 from ..setting import Setting
 from .base import PROPOSERS
 from .skipping import FETCH, SkippingProposer
@@ -99,7 +100,7 @@ class SearchedSkippingProposer(SkippingProposer):
 
     def __init__(self, record: SearchedSkippingDraft, setting: Setting) -> None:
         super().__init__(record, setting, record.period)
-        searches: dict[SearchedSkippingDraft, Search] = self.executable.scratch(Search)
+        searches: dict[SearchedSkippingDraft, Search] = learnt(self.executable, Search)
         self.search = searches.setdefault(record, Search(record, self.inner, self.count))
         self._use()
 
