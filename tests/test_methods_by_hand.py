@@ -6,35 +6,26 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_runtime_continued import RecordedContinued, compiled, expected
-from tiny import MASK, PROMPTS, drafting_llama, named, tiny_llama
+from tiny import drafting_llama, named, tiny_llama
 
-from graftwork.backends import compile
-from graftwork.backends.target import Target
 from graftwork.ir import PassError, Program, run
-from graftwork.ir.plan import AheadDraft, ContinuedDraft
-from graftwork.passes.drafting.draft_gumiho import DraftGumiho
+from graftwork.ir.plan import AheadDraft
 from graftwork.passes.drafting.draft_jakiro import DraftJakiro
 from graftwork.passes.drafting.draft_mlp_speculator import DraftMlpSpeculator
 from graftwork.passes.drafting.draft_redrafter import DraftRedrafter
 from graftwork.passes.engine.base import Pass
 from graftwork.recipe import Recipe
 from graftwork.report import render
-from graftwork.runtime.generate import generate
-from graftwork.runtime.rounds.general import GeneralRound
-from graftwork.runtime.speculate.drafters import grown
 from graftwork.tables import recipe_markdown, recipe_panel
 from graftwork.training.net import Net, trainable
 from graftwork.training.objectives.ahead import ahead_loss
 from graftwork.training.objectives.base import Batch
-from graftwork.training.objectives.continued import continued_loss
 
 H, V = 32, 32
 Tensors = dict[str, torch.Tensor]
@@ -196,96 +187,6 @@ def test_an_untrained_recurrent_drafter_says_what_the_target_says_of_h() -> None
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
-# -- Gumiho
-
-GUMIHO = {"serial": 2, "layers": 1, "heads": 2, "inner": 6}
-
-
-def test_parallel_heads_see_both_serial_steps(tmp_path: Path) -> None:
-    """x = h_2 + D SiLU(U [fc([e_1; h_1]); fc([e_2; h_2])]), then the target's head."""
-    w = random_weights(DraftGumiho, **GUMIHO)
-    program = reading(DraftGumiho, tmp_path, w, **GUMIHO)
-    assert w["gumiho.heads.0.up.weight"].shape == (6, 2 * H)
-    tokens, hidden = torch.tensor([[[5, 9], [5, 2]]]), torch.randn(1, 2, 2, H)
-    found = run(program, "gumiho_heads", {"tokens": tokens, "hidden": hidden})["draft_logits"]
-    e = embedded(program, tokens)
-    steps = torch.cat([e, hidden], -1) @ w["gumiho.fc.weight"].T + w["gumiho.fc.bias"]
-    joined = steps.flatten(2)
-    for head in range(2):
-        name = f"gumiho.heads.{head}"
-        x = torch.nn.functional.silu(joined @ w[f"{name}.up.weight"].T + w[f"{name}.up.bias"])
-        x = hidden[:, :, 1] + x @ w[f"{name}.down.weight"].T + w[f"{name}.down.bias"]
-        wanted = x @ program.weights["head"].load().T
-        torch.testing.assert_close(found[:, :, head], wanted, atol=1e-4, rtol=1e-4)
-
-
-def test_siblings_get_continuations_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """What follows the two candidates of the last serial level differs, is what the functions say
-    of whole sequences, and the text stays the target's."""
-    w = random_weights(DraftGumiho, **GUMIHO)
-    w["gumiho.fc.weight"][:, :H] *= 30
-    w = {n: 5 * t if "heads" in n else t for n, t in w.items()}
-    save_file(w, tmp_path / "model.safetensors")
-    tree = named("tree_static", paths=((0,), (0, 0), (0, 1), (0, 0, 0), (0, 1, 0)))
-    program = drafting_llama(DraftGumiho(weights=str(tmp_path), **GUMIHO), tree)
-    drafts: list[list[int]] = []
-    propose = GeneralRound.propose
-
-    def noting(this: GeneralRound) -> Any:
-        made = propose(this)
-        drafts.extend(list(draft.tokens) for draft in made if len(draft.tokens) == 5)
-        return made
-
-    monkeypatch.setattr(GeneralRound, "propose", noting)
-    find, found = grown.PROPOSERS.find, {"continued": RecordedContinued}
-    monkeypatch.setattr(
-        grown.PROPOSERS, "find", lambda record: found.get(record.kind) or find(record)
-    )
-    RecordedContinued.notes = []
-    options = {"max_new_tokens": 20, "eos_token_id": [], "attention_mask": MASK}
-    text = generate(compile(program, Target("eager", "cpu")), PROMPTS, **options)
-    assert torch.equal(text, generate(compiled("eager"), PROMPTS, **options))
-    assert len(drafts) > 20
-    assert sum(tokens[3] != tokens[4] for tokens in drafts) > len(drafts) / 4
-    deep = [note for note in RecordedContinued.notes if len(note[1]) == 2]
-    assert len(deep) > 20
-    for said, path, logits in deep[::9]:
-        wanted = expected(program, said, path)
-        torch.testing.assert_close(torch.from_numpy(logits), wanted, atol=1e-2, rtol=1e-3)
-
-
-def test_parallel_heads_learn_on_the_states_that_they_are_used_on(tmp_path: Path) -> None:
-    """In training, too, they see the states of both levels, the second one the drafter's own."""
-    w = random_weights(DraftGumiho, **GUMIHO)
-    save_file(w, tmp_path / "model.safetensors")
-    tree = named("tree_static", paths=((0,), (0, 0), (0, 0, 0)))
-    program = drafting_llama(DraftGumiho(weights=str(tmp_path), **GUMIHO), tree)
-    record = program.plan.draft
-    assert isinstance(record, ContinuedDraft)
-    net = Net(program, [], torch.device("cpu"))
-    tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
-    outputs = net.outputs("step", ("logits", record.first.output), {"tokens": tokens})
-    seen: dict[str, torch.Tensor] = {}
-
-    def noting(function: str, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        if function == "gumiho_heads":
-            seen.update(inputs, **net.run(function, **inputs))
-        return net.run(function, **inputs)
-
-    batch = Batch(tokens, {record.first.output: outputs[record.first.output]}, outputs["logits"])
-    loss = continued_loss(replace(record, noise=False), noting, batch)
-    assert len(loss.hits) == 2 + 2 and bool(loss.total.isfinite())
-    text = tokens[0].tolist()
-    assert seen["tokens"].tolist() == [[[a, b] for a, b in pairwise(text[2:])]]
-    for place in range(5):
-        path = tuple(text[place + 2 : place + 4])
-        wanted = expected(program, text[: place + 2], path)
-        found = seen["draft_logits"][0, place, 0]
-        torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
-
-
 # -- Jakiro
 
 
@@ -355,10 +256,54 @@ def test_both_states_learn_the_features_and_tokens_of_their_places(tmp_path: Pat
         states = made[name][:, : tokens.shape[1] - place]
         near = torch.nn.functional.smooth_l1_loss(states, features[:, place:])
         chances = (states @ head.T).log_softmax(-1)
-        entropy = -(batch.target[:, place:] * chances).sum(-1).mean()
+        entropy = -(batch.teacher[:, place:] * chances).sum(-1).mean()
         wanted = wanted + weight * (near + 0.1 * entropy)
     torch.testing.assert_close(loss.total, wanted, atol=1e-4, rtol=1e-4)
     assert len(loss.hits) == 2
+
+
+# -- what training asks for
+
+
+def test_aims_by_hand() -> None:
+    """Three tokens of four; the target's own token stands behind the text's last one."""
+    logits = torch.tensor([[[0.6, 0.3, 0.1], [0.2, 0.7, 0.1], [0.1, 0.1, 0.8]]]).log()
+    batch = Batch(torch.tensor([[1, 0, 1]]), {}, logits)
+    rows = {
+        "distribution": [[0.6, 0.3, 0.1], [0.2, 0.7, 0.1], [0.1, 0.1, 0.8]],
+        "text": [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]],
+        "both": [[0.8, 0.15, 0.05], [0.1, 0.85, 0.05], [0.05, 0.05, 0.9]],
+    }
+    for aim, wanted in rows.items():
+        torch.testing.assert_close(batch.target(aim), torch.tensor([wanted]))  # type: ignore[arg-type]
+
+
+PAPERS = {
+    "distribution": """clover gumiho ppd jakiro kangaroo hydra_plus_plus eagle eagle2 eagle3
+        eagle_chain""",
+    "text": """layerskip eesd amphista redrafter mlp_speculator s3d medusa hydra blockwise dflash
+        pard p_eagle mtp""",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "aim"), [(name, aim) for aim, names in PAPERS.items() for name in names.split()]
+)
+def test_recipes_train_for_what_their_papers_do(name: str, aim: str) -> None:
+    """The pass's default, or what the recipe says where papers share a pass."""
+    passes = [step.pass_ for step in Recipe.load(name).steps]
+    aims = [pass_.aim for pass_ in passes if hasattr(pass_, "aim")]
+    # Of a layer that learns to read masks, what that asks is what counts.
+    assert aims[-1] == aim
+    assert "in equal parts" not in Recipe.load(name).differs
+
+
+def test_levels_weigh_what_their_papers_say() -> None:
+    """The published training adds all levels up; Clover's weigh 0.7^i, Medusa's 0.8^i."""
+    weights = {"redrafter": 1.0, "mlp_speculator": 1.0, "clover": 0.7, "medusa": 0.8, "ppd": 0.8}
+    for name, decay in weights.items():
+        (found,) = (step.pass_ for step in Recipe.load(name).steps if hasattr(step.pass_, "decay"))
+        assert found.decay == decay
 
 
 # -- what recipes say of their sources

@@ -38,7 +38,7 @@ from graftwork.training.fit import accepted_per_step
 DRAFTERS: dict[str, Pass] = {
     "clover": DraftClover(heads=3, candidates=4),
     "amphista": DraftAmphista(heads=2, candidates=4),
-    "gumiho": DraftGumiho(serial=2, layers=1, heads=2, candidates=4),
+    "gumiho": DraftGumiho(serial=2, layers=2, heads=2, candidates=4),
     "jakiro": DraftJakiro(levels=3, candidates=4),
 }
 TREES: dict[str, Pass] = {
@@ -126,7 +126,8 @@ def expected(program: Program, text: list[int], path: tuple[int, ...]) -> torch.
         heads = run(program, record.then.function, {"hidden": state})["draft_logits"]
         return heads[0, 0, len(path) - serial]
     for place, token in enumerate(path[serial - 1 :]):
-        name = record.then.functions[place]
+        functions = record.then.functions
+        name = functions[min(place, len(functions) - 1)]
         outputs = run(program, name, {"tokens": torch.tensor([[token]]), "state": state})
         state = outputs["state"]
     return outputs["draft_logits"][0, -1]

@@ -187,8 +187,9 @@ def test_the_loss_by_hand(output: str | None) -> None:
     logits = run(None, **fed)["draft_logits"][0].log_softmax(-1)
     starts, depths = columns(tokens, width - shift, record)
     assert fed["tokens"][0, width - shift :].eq(vocabulary).all()
+    text = [*tokens[0].tolist()[1:], int(teacher[0, -1].argmax())]
     losses = [
-        -(batch.target[0, start + depth + shift] * logits[place]).sum()
+        -logits[place, text[start + depth + shift]]
         for place, (start, depth) in enumerate(zip(starts.tolist(), depths.tolist(), strict=True))
     ]
     torch.testing.assert_close(found.total, torch.stack(losses).mean())

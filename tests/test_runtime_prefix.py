@@ -18,7 +18,7 @@ from graftwork.model import Model
 from graftwork.passes.drafting.draft_hydra import DraftHydra
 from graftwork.runtime.speculate.proposers.recurrent import RecurrentProposer
 
-DRAFT = DraftHydra(heads=3, layers=1, prefix=True, soft=True)
+DRAFT = DraftHydra(heads=3, layers=1, prefix=True, aim="distribution")
 
 
 class Noted(RecurrentProposer):

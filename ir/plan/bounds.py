@@ -7,7 +7,7 @@ values are many times what pays off anywhere: a step of 4,096 columns is a long 
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -23,6 +23,10 @@ Levels: TypeAlias = Annotated[int, Field(ge=1, le=MOST_LEVELS)]
 
 Ngram: TypeAlias = Annotated[int, Field(ge=2, le=MOST_LEVELS)]
 """Tokens of an n-gram, the one it is found by included."""
+
+Aim: TypeAlias = Literal["text", "distribution", "both"]
+"""What training asks of a draft at a place: the text's next token; the target's distribution of it;
+or half that and half the target's best token."""
 
 Place: TypeAlias = Annotated[int, Field(ge=0, le=2**31 - 1)]
 """A place in a text, or a number of places."""

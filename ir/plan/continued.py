@@ -8,11 +8,11 @@ from typing import ClassVar
 from ..errors import InputError
 from .base import record
 from .bounds import Amount, Factor
-from .draft import CachedDraft, DraftRecord, HeadsDraft
+from .draft import CachedDraft, DraftRecord, HeadsDraft, LearningDraft
 
 
 @dataclass(frozen=True)
-class TwofoldDraft(DraftRecord):
+class TwofoldDraft(LearningDraft):
     """Base of records of a drafter with a cache, which predicts the first levels, and of heads that
     predict the ones below from what it made.
 
@@ -56,13 +56,20 @@ class ContinuedDraft(TwofoldDraft):
 
     first: see `TwofoldDraft`. then: `HeadsDraft` or `RecurrentDraft`, whose function takes
     the ``hidden`` that `first` made of a node's parent where others take the target's last state.
-    feature: in training, the weight beside the tokens' loss of how far the states that are made are
-    from the target's. decay: in training, a level weighs decay^level. noise: whether the features
-    that go in get some in training (EAGLE). trained: whether the weights of both know anything.
+
+    In training a level's loss is `token` times that of its token and `feature` times the distance
+    between what the head reads of it and the step's output `near`, which the target's own head
+    reads; levels of `first` weigh decay^level, and those of `then` as much as that one says, times
+    `later`. What a head reads is the ``feature`` that a function returns, ``hidden`` where there is
+    none. noise: whether the states that go in get some (EAGLE). trained: whether the weights of
+    both know anything.
     """
 
-    feature: Amount = 10.0
+    token: Factor = 1.0
+    feature: Amount = 0.0
+    near: str | None = None
+    later: Factor = 0.8
     decay: Factor = 0.8
-    noise: bool = True
+    noise: bool = False
     trained: bool = False
     kind: ClassVar[str] = "continued"

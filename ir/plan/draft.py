@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import InputError
 from ..types import TensorType, ValueType
 from .base import Record, Returned, policy, record
-from .bounds import Context, Factor, Levels, Nodes, Rates, Rollout
+from .bounds import Aim, Context, Factor, Levels, Nodes, Rates, Rollout
 
 if TYPE_CHECKING:
     from .combined import UnrolledDraft
@@ -156,6 +156,16 @@ class DraftRecord(Record):
         return replace(plan, draft=plan.draft.before(self))
 
 
+@dataclass(frozen=True)
+class LearningDraft(DraftRecord):
+    """Base of drafters with weights that somebody trains.
+
+    aim: in training, what is asked of them (see `Aim`); their papers differ in it.
+    """
+
+    aim: Aim = field(default="text", kw_only=True)
+
+
 def candidates(*levels: int) -> Returned:
     """What functions return that predict: distributions and their best tokens, of these levels."""
     return {
@@ -272,7 +282,7 @@ class RecyclingDraft(DraftRecord):
 
 @record
 @dataclass(frozen=True)
-class HeadsDraft(DraftRecord):
+class HeadsDraft(LearningDraft):
     """Heads that predict several places ahead at once, from the last hidden state (Medusa).
 
     function: takes ``hidden`` [B,T,H]; returns ``draft_logits`` [B,T,levels,V] and the best
@@ -306,15 +316,15 @@ class HeadsDraft(DraftRecord):
 
 @record
 @dataclass(frozen=True)
-class RecurrentDraft(DraftRecord):
+class RecurrentDraft(LearningDraft):
     """Functions that predict one token each from a state and the token before it (Hydra, RNNs).
 
     functions: one a level, the last one for all deeper levels; each takes ``tokens`` [B,T] and
     ``state`` [B,T,Z] (the first: the target's last hidden state) and returns ``state`` for the next
     level, and ``draft_logits`` [B,T,V], ``draft_tokens``, ``draft_scores`` [B,T,K]. entry: a
     function with a cache that takes the text so far, ``tokens`` [B,T] and their last hidden states
-    ``hidden`` [B,T,H], and returns ``hidden``, which then is the first one's state. soft: whether
-    it is trained on the target's distribution alone. levels, decay, trained: as in `HeadsDraft`.
+    ``hidden`` [B,T,H], and returns ``hidden``, which then is the first one's state. levels, decay,
+    trained: as in `HeadsDraft`.
     """
 
     functions: tuple[str, ...] = ()
@@ -322,7 +332,6 @@ class RecurrentDraft(DraftRecord):
     decay: Factor = 0.8
     trained: bool = False
     entry: str | None = None
-    soft: bool = False
     kind: ClassVar[str] = "recurrent"
     grows: ClassVar[bool] = True
     goes_on: ClassVar[bool] = True
@@ -354,7 +363,7 @@ class RecurrentDraft(DraftRecord):
 
 @record
 @dataclass(frozen=True)
-class CachedDraft(DraftRecord):
+class CachedDraft(LearningDraft):
     """A function with a cache of its own: a layer beside the target (EAGLE), or another model.
 
     function: takes ``tokens``, ``positions`` [B,T], ``past``, ``select`` [B,S] and its states;

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from .base import Returned, Size, record
 from .bounds import Factor, Levels, Nodes, Part, Place, Share
-from .draft import CachedDraft, DraftRecord
+from .draft import CachedDraft, LearningDraft
 
 if TYPE_CHECKING:
     from .decode import DecodePlan
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @record
 @dataclass(frozen=True)
-class PromptDraft(DraftRecord):
+class PromptDraft(LearningDraft):
     """Prompt tokens behind the nodes of a draft, which predict the places ahead (PPD).
 
     The step takes the ids vocabulary + 0, 1, ... for them, and returns the best ``draft_tokens``
@@ -61,7 +61,7 @@ class PromptDraft(DraftRecord):
 
 @record
 @dataclass(frozen=True)
-class MaskedSkippingDraft(DraftRecord):
+class MaskedSkippingDraft(LearningDraft):
     """The target's first and last layers, and mask tokens behind the last one (S3D).
 
     functions: of a step that is cut, the segments that draft, and the head. The first takes the ids

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from .base import Returned, record
 from .bounds import Levels
-from .draft import DraftRecord, candidates
+from .draft import LearningDraft, candidates
 
 if TYPE_CHECKING:
     from .decode import DecodePlan
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @record
 @dataclass(frozen=True)
-class ExitDraft(DraftRecord):
+class ExitDraft(LearningDraft):
     """The first layers of a step that is cut, and a head on what they make (LayerSkip).
 
     exit: how many layers; the step is cut after them. output: what the step returns of their state,

@@ -37,7 +37,7 @@ import torch.fx
 
 from ...ir import Program
 from ...ir.plan import AdaptedExitDraft
-from ...ir.plan.bounds import Levels, Nodes
+from ...ir.plan.bounds import Aim, Levels, Nodes
 from ..engine.base import STATES, Contract, Effect, Outcome, register
 from .copied_layer import copied_layer, copied_norm
 from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
@@ -51,12 +51,14 @@ NAME = "adapter"
 class DraftAdapter(TrainedPass):
     """exit: layers that draft, counted from the first. levels: tokens drafted at most. copied:
     whether the adapter is a whole layer that starts as the target's last one. candidates: best
-    tokens that it returns. weights: a file of trained ones, or the folder that training wrote."""
+    tokens that it returns. aim: see `DraftPass`. weights: a file of trained ones, or the folder
+    that training wrote."""
 
     exit: Levels = 2
     levels: Levels = 6
     copied: bool = False
     candidates: Nodes = 10
+    aim: Aim = "distribution"
 
     name: ClassVar[str] = "draft_adapter"
     contract: ClassVar[Contract] = Contract.LOSSLESS
@@ -76,7 +78,9 @@ class DraftAdapter(TrainedPass):
         logits = graft.head(copied_norm(graft, x, f"{NAME}.norm"))
         outputs = dict(graft.picked(x, graft.candidates(logits, self.candidates)))
         del outputs["hidden"]  # a drafted token's own state comes from the target's layers
-        draft = AdaptedExitDraft(NAME, output, self.exit, self.levels, bool(self.weights))
+        draft = AdaptedExitDraft(
+            NAME, output, self.exit, self.levels, bool(self.weights), aim=self.aim
+        )
         return Outcome(graft.drafted(outputs, draft), 1)
 
 

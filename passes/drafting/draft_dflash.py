@@ -108,6 +108,7 @@ class DraftDflash(DraftPass):
             blank=graft.vocab + 1,
             weight=MASK if self.token is None else None,
             anchors=self.anchors,
+            aim=self.aim,
         )
         return Outcome(graft.drafted(outputs, draft), 1)
 

@@ -34,7 +34,7 @@ from pydantic import Field
 
 from ...ir import PassError, Program
 from ...ir.plan import CachedDraft
-from ...ir.plan.bounds import Levels
+from ...ir.plan.bounds import Aim, Levels
 from ..engine.base import Outcome, register
 from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
 from .draft_corpus import read_tokens
@@ -59,6 +59,7 @@ class DraftEagle3(DraftPass):
     vocabulary: int = Field(default=0, ge=0)
     corpus: str = ""
     rollout: Levels = 3
+    aim: Aim = "distribution"
 
     name: ClassVar[str] = "draft_eagle3"
     # They repeat the target's, or each other.
@@ -114,6 +115,7 @@ class DraftEagle3(DraftPass):
             entry="eagle3_entry",
             rollout=self.rollout,
             decay=self.decay,
+            aim=self.aim,
         )
         return Outcome(graft.drafted(outputs, draft), 1)
 

@@ -31,7 +31,7 @@ from pydantic import Field
 
 from ...ir import Program
 from ...ir.plan import ExitDraft
-from ...ir.plan.bounds import Levels, Nodes
+from ...ir.plan.bounds import Aim, Levels, Nodes
 from ..engine.base import STATES, Contract, Effect, Outcome, register
 from .draft_pass import TrainedPass
 from .grafts import Graft
@@ -43,13 +43,15 @@ NAME = "exit_head"
 class DraftExit(TrainedPass):
     """exit: layers that draft, counted from the first. levels: tokens drafted at most. own_head: a
     trained head instead of the target's own. layers: blocks of that head. candidates: best tokens
-    that it returns. weights: a file of trained ones, or the folder that training wrote."""
+    that it returns. aim: see `DraftPass`. weights: a file of trained ones, or the folder that
+    training wrote."""
 
     exit: Levels = 3
     levels: Levels = 4
     own_head: bool = True
     layers: int = Field(default=1, ge=0, le=16)
     candidates: Nodes = 10
+    aim: Aim = "text"
 
     name: ClassVar[str] = "draft_exit"
     contract: ClassVar[Contract] = Contract.LOSSLESS
@@ -78,5 +80,5 @@ class DraftExit(TrainedPass):
             logits = graft.head(graft.norm(x))
         outputs = graft.candidates(logits, self.candidates)
         trained = bool(self.weights) or not self.own_head
-        draft = ExitDraft(NAME, output, self.exit, self.levels, trained)
+        draft = ExitDraft(NAME, output, self.exit, self.levels, trained, aim=self.aim)
         return Outcome(graft.drafted(outputs, draft), 1)

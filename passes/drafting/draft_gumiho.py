@@ -4,24 +4,26 @@ Before::
 
     func step(tokens: i64[B,T], positions: i64[B,T]) -> logits f32[B,T,V]
 
-After (serial=2, heads=3)::
+After (serial=2, heads=5)::
 
     func step(tokens: i64[B,T], positions: i64[B,T]) -> logits f32[B,T,V], hidden.normed f32[B,T,H]
     func gumiho(tokens: i64[B,T], positions: i64[B,T], hidden: f32[B,T,H], select: i64[B,S])
         -> hidden f32[B,T,H], draft_logits f32[B,S,V], draft_tokens i64[B,S,10], ...
-    func gumiho_heads(tokens: i64[B,T,2], hidden: f32[B,T,2,H]) -> draft_logits f32[B,T,3,V], ...
+    func gumiho_heads(tokens: i64[B,T,2], hidden: f32[B,T,2,H]) -> draft_logits f32[B,T,5,V], ...
     decode {
       draft = continued(first=cached(function="gumiho", levels=2, ...),
-                        then=joined_heads(function="gumiho_heads", levels=3, ...), ...)
+                        then=joined_heads(function="gumiho_heads", levels=5, ...), ...)
 
 Every token of a draft hangs on the ones before it, so the first ones get what is better and slower:
-a linear layer on [embedding; feature] and decoder layers, run once a token, as in `draft_eagle`.
-All later tokens are predicted at once, each by a head. Heads take that linear layer's
-fc([e; h]) of every drafted token e and the state h that it was chosen from, side by side, so each
-sibling of the last serial token gets continuations of its own: x = h + D SiLU(U [fc_1; fc_2]), h
-the last of the states, under the target's frozen language-model head (Li et al., "Gumiho: A Hybrid
-Architecture to Prioritize Early Tokens in Speculative Decoding", 2025). New weights know nothing:
-train them with `graftwork train`. Refuses what `draft_eagle` refuses.
+a linear layer on [embedding; feature] and decoder layers, run once a token, as in `draft_eagle`;
+all but the first of these norm what they read. All later tokens are predicted at once, each by a
+head. Heads take that linear layer's fc([e; h]) of every drafted token e and the state h that it was
+chosen from, side by side, so each sibling of the last serial token gets continuations of its own:
+x = SiLU(W_0 [fc_1; fc_2] + b_0) goes through `blocks` blocks x + SiLU(W x + b) and the target's
+frozen language-model head (Li et al., "Gumiho: A Hybrid Architecture to Prioritize Early Tokens in
+Speculative Decoding", 2025). New weights know nothing: train them with `graftwork train`. `weights`
+may also be published ones (``fc.*``, ``layers.i.*``, ``mlp.i.j.linear.*``), as safetensors. Refuses
+what `draft_eagle` refuses, and published tensors that do not fit, by name.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from pydantic import Field
 
 from ...ir import Program
 from ...ir.plan import CachedDraft, JoinedHeadsDraft
-from ...ir.plan.bounds import Levels
+from ...ir.plan.bounds import Aim, Levels
 from ..engine.base import Outcome, register
 from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
 from .draft_pass import DraftPass
@@ -46,15 +48,18 @@ A = torch.ops.aten
 @register
 class DraftGumiho(DraftPass):
     """serial: tokens predicted one after the other. layers: decoder layers for them. heads: tokens
-    predicted at once after those. inner: width of a head; None: twice the model's. The rest: see
-    `DraftPass`."""
+    predicted at once after those. blocks: of a head, after its first. bias: whether the linear
+    layer has one. The rest: see `DraftPass`."""
 
     serial: Levels = 2
     layers: int = Field(default=2, ge=1)
-    heads: Levels = 3
-    inner: int | None = Field(default=None, ge=1)
+    heads: Levels = 5
+    blocks: int = Field(default=5, ge=0, le=64)
+    bias: bool = True
+    aim: Aim = "distribution"
 
     name: ClassVar[str] = "draft_gumiho"
+    unread: ClassVar[tuple[str, ...]] = ("embed_tokens.weight",)
 
     def insert(self, program: Program) -> Outcome:
         """Graft layers and heads on. See the module docstring."""
@@ -62,7 +67,10 @@ class DraftGumiho(DraftPass):
         program = self._parallel(program)
         first = CachedDraft("gumiho", output, self.serial)
         then = JoinedHeadsDraft("gumiho_heads", self.heads, self.decay)
-        return Outcome(self.continued(program, first, then), 1 + self.heads)
+        program = self.continued(
+            program, first, then, token=0.1, feature=1.0, later=self.decay / 9, noise=True
+        )
+        return Outcome(program, 1 + self.heads)
 
     def _serial(self, program: Program) -> tuple[Program, str]:
         graft = Graft(program, self.name, "gumiho", self.weights)
@@ -72,8 +80,10 @@ class DraftGumiho(DraftPass):
         x = self._fused(graft, tokens, hidden)
         angles = angles_at(graft, positions, shape.dim)
         for layer in range(self.layers):
-            number = next_layer(graft)
-            x = decoder_layer(graft, x, angles, f"gumiho.layers.{layer}", number, shape)
+            name = f"gumiho.layers.{layer}"
+            # EAGLE's layer has no norm before it; those behind it are as usual.
+            source = graft.rms_norm(x, f"{name}.input_layernorm", shape.eps) if layer else None
+            x = decoder_layer(graft, x, angles, name, next_layer(graft), shape, source=source)
         outputs = graft.picked(x, graft.candidates(graft.head(x), self.candidates))
         return graft.done(outputs), output
 
@@ -88,25 +98,26 @@ class DraftGumiho(DraftPass):
             for step in range(steps)
         ]
         joined = graft.concat(parts)
-        last = graft.call(A.select.int, hidden, 2, steps - 1)
-        logits = [
-            self._head(graft, last, joined, f"gumiho.heads.{number}")
-            for number in range(self.heads)
-        ]
-        every = graft.call(A.cat.default, logits, 2)
-        return graft.done(graft.candidates(every, self.candidates))
+        made = [self._head(graft, joined, f"gumiho.mlp.{number}") for number in range(self.heads)]
+
+        def every(parts: list[torch.fx.Node]) -> torch.fx.Node:
+            apart = [graft.call(A.unsqueeze.default, part, 2) for part in parts]
+            return graft.call(A.cat.default, apart, 2)
+
+        logits = every([graft.head(x) for x in made])
+        return graft.done({**graft.candidates(logits, self.candidates), "feature": every(made)})
 
     def _fused(self, graft: Graft, tokens: torch.fx.Node, hidden: torch.fx.Node) -> torch.fx.Node:
         """fc([e; h]), with the same weights wherever it stands."""
-        joined = graft.concat([graft.embed(tokens), hidden])
-        return graft.linear(joined, "gumiho.fc", graft.hidden)
+        embedded = graft.embed(tokens)
+        graft.check_embedding(embedded)
+        joined = graft.concat([embedded, hidden])
+        return graft.linear(joined, "gumiho.fc", graft.hidden, bias=self.bias)
 
-    def _head(
-        self, graft: Graft, last: torch.fx.Node, joined: torch.fx.Node, name: str
-    ) -> torch.fx.Node:
-        """Logits [B,T,1,V]; at first those of the last state itself."""
-        inner = graft.linear(joined, f"{name}.up", self.inner or 2 * graft.hidden)
-        inner = graft.call(A.silu.default, inner)
-        more = graft.linear(inner, f"{name}.down", graft.hidden, init="zeros")
-        logits = graft.head(graft.call(A.add.Tensor, last, more))
-        return graft.call(A.unsqueeze.default, logits, 2)
+    def _head(self, graft: Graft, joined: torch.fx.Node, name: str) -> torch.fx.Node:
+        """What the target's head reads of a token, [B,T,H]."""
+        x = graft.linear(joined, f"{name}.0.linear", graft.hidden)
+        x = graft.call(A.silu.default, x)
+        for block in range(1, 1 + self.blocks):
+            x = graft.res_block(x, f"{name}.{block}.linear")
+        return x

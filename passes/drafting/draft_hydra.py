@@ -53,15 +53,13 @@ A = torch.ops.aten
 class DraftHydra(DraftPass):
     """heads: tokens predicted. layers: blocks a head after the first. own_head: a language-model
     head each. prefix: a decoder layer before the heads. bias: biases in the linear skip and the
-    heads too. soft: train on the target's distribution alone, without extra weight on its best
-    token. The rest: see `DraftPass`."""
+    heads too. The rest: see `DraftPass`."""
 
     heads: Levels = 4
     layers: int = Field(default=1, ge=0)
     own_head: bool = True
     prefix: bool = False
     bias: bool = False
-    soft: bool = False
 
     name: ClassVar[str] = "draft_hydra"
     unread: ClassVar[tuple[str, ...]] = ("prefix_embeding_layer.embed_tokens.weight",)
@@ -75,7 +73,7 @@ class DraftHydra(DraftPass):
         functions = tuple(f"hydra_{number}" for number in range(self.heads))
         entry = "hydra_prefix" if self.prefix else None
         draft = RecurrentDraft(
-            functions, self.heads, self.decay, bool(self.weights), entry, self.soft
+            functions, self.heads, self.decay, bool(self.weights), entry, aim=self.aim
         )
         return Outcome(with_draft(program, draft), self.heads)
 

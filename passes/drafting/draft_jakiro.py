@@ -37,7 +37,7 @@ from pydantic import Field
 
 from ...ir import Program
 from ...ir.plan import AheadDraft, CachedDraft, HeadsDraft
-from ...ir.plan.bounds import Levels
+from ...ir.plan.bounds import Aim, Levels
 from ..engine.base import Outcome, register
 from .decoder_layer import LayerShape, angles_at, decoder_layer, gated_mlp, next_layer
 from .draft_pass import DraftPass
@@ -56,6 +56,7 @@ class DraftJakiro(DraftPass):
     levels: Levels = Field(default=6, ge=2)
     inner: int | None = Field(default=None, ge=1)
     bias: bool = True
+    aim: Aim = "distribution"
 
     name: ClassVar[str] = "draft_jakiro"
     unread: ClassVar[tuple[str, ...]] = ("embed_tokens.weight",)
@@ -83,7 +84,8 @@ class DraftJakiro(DraftPass):
         trained = bool(self.weights)
         first = CachedDraft("jakiro", output, self.levels - 1, trained=trained)
         then = HeadsDraft("jakiro_ahead", 1, trained=trained)
-        return Outcome(with_draft(program, AheadDraft(first, then, trained=trained)), 2)
+        draft = AheadDraft(first, then, trained=trained, aim=self.aim)
+        return Outcome(with_draft(program, draft), 2)
 
     def _experts(
         self, graft: Graft, x: torch.fx.Node, normed: torch.fx.Node, name: str

@@ -56,7 +56,7 @@ class DraftMedusa(DraftPass):
         logits = [self._head(graft, normed, number) for number in range(self.heads)]
         every = graft.call(A.cat.default, logits, 2)
         outputs = graft.candidates(every, self.candidates)
-        draft = HeadsDraft("medusa", self.heads, self.decay, bool(self.weights))
+        draft = HeadsDraft("medusa", self.heads, self.decay, bool(self.weights), aim=self.aim)
         return Outcome(graft.drafted(outputs, draft), self.heads)
 
     def _head(self, graft: Graft, x: torch.fx.Node, number: int) -> torch.fx.Node:

@@ -53,7 +53,7 @@ class DraftMlpSpeculator(DraftPass):
 
     levels: Levels = 3
     inner: int | None = Field(default=None, ge=1)
-    decay: Factor = 0.9
+    decay: Factor = 1.0
 
     name: ClassVar[str] = "draft_mlp_speculator"
 
@@ -62,7 +62,7 @@ class DraftMlpSpeculator(DraftPass):
         for level in range(self.levels):
             program = self._level(program, level)
         functions = tuple(f"speculator_{level}" for level in range(self.levels))
-        draft = RecurrentDraft(functions, self.levels, self.decay, bool(self.weights))
+        draft = RecurrentDraft(functions, self.levels, self.decay, bool(self.weights), aim=self.aim)
         return Outcome(with_draft(program, draft), self.levels)
 
     def published(self, name: str) -> tuple[str, ...]:

@@ -86,7 +86,12 @@ class DraftModel(Pass):
         merged = with_step_of(program, guest, self.model, NAME, Role.DRAFT)
         short = guest.info.context < program.info.context
         draft = CachedDraft(
-            NAME, None, self.levels, guest.info.context if short else None, trained=True
+            NAME,
+            None,
+            self.levels,
+            guest.info.context if short else None,
+            trained=True,
+            aim="distribution",
         )
         if self.drafter:
             merged, draft = self._staged(merged, guest, draft)

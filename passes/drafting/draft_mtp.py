@@ -32,7 +32,7 @@ from pydantic import Field
 
 from ...ir import Function, PassError, Program, cone, type_of
 from ...ir.plan import CachedDraft
-from ...ir.plan.bounds import Levels, Nodes, Rollout
+from ...ir.plan.bounds import Aim, Levels, Nodes, Rollout
 from ..engine.base import STATES, Contract, Effect, Outcome, Pass, register
 from ..engine.subgraph import tables_of
 from .decoder_layer import next_layer
@@ -48,13 +48,14 @@ _LAYERED = (G.attention.default, G.linear_attention.default, G.causal_conv.defau
 class DraftMtp(Pass):
     """layer: which one of the checkpoint's, counted from 0. levels: tokens predicted ahead at most.
     candidates: best tokens that the draft returns. rollout: levels that it is trained on, if it is
-    trained further, each on its own states. weights: a file of such weights, or the folder that
-    training wrote; empty: the checkpoint's."""
+    trained further, each on its own states. aim: see `DraftPass`. weights: a file of such weights,
+    or the folder that training wrote; empty: the checkpoint's."""
 
     layer: int = Field(default=0, ge=0)
     levels: Levels = 3
     candidates: Nodes = 10
     rollout: Rollout = 3
+    aim: Aim = "text"
     weights: str = ""
 
     name: ClassVar[str] = "draft_mtp"
@@ -90,7 +91,9 @@ class DraftMtp(Pass):
         state = _grafted(graft, guest, given)
         best = graft.candidates(graft.head(state), self.candidates)
         outputs = graft.picked(state, best)
-        draft = CachedDraft(NAME, output, self.levels, trained=True, rollout=self.rollout)
+        draft = CachedDraft(
+            NAME, output, self.levels, trained=True, rollout=self.rollout, aim=self.aim
+        )
         made = graft.drafted(outputs, draft)
         if self.weights:
             file = TrainedWeights(self.weights, self.name, program)

@@ -39,7 +39,7 @@ import torch
 
 from ...ir import Function, PassError, Program, type_of
 from ...ir.plan import CachedDraft, ParallelDraft
-from ...ir.plan.bounds import Levels, Part, Place, Share
+from ...ir.plan.bounds import Aim, Levels, Part, Place, Share
 from ..engine.base import STATES, Contract, Effect, Outcome, register
 from ..engine.subgraph import tables_of
 from .draft_pass import TrainedPass
@@ -56,14 +56,16 @@ NAME, MASK, STATE = "parallel", "parallel.mask", "parallel.state"
 class DraftParallel(TrainedPass):
     """masks: mask tokens behind the last one; one token more is drafted. token: the id of the token
     that the drafter reads as a mask already; none: a new one beyond the vocabulary. keep: in
-    training, the part of a level's places that the next one has, too. least: the part of all
-    places that every level has. weights: a file of trained weights, the drafter's among them, or
-    the folder that training wrote; empty: the drafter's own, and an untrained mask."""
+    training, the part of a level's places that the next one has, too. least: the part of all places
+    that every level has. aim: see `DraftPass`. weights: a file of trained weights, the drafter's
+    among them, or the folder that training wrote; empty: the drafter's own, and an untrained
+    mask."""
 
     masks: Levels = 4
     token: Place | None = None
     keep: Part = 0.7
     least: Share = 0.2
+    aim: Aim = "text"
 
     name: ClassVar[str] = "draft_parallel"
     contract: ClassVar[Contract] = Contract.LOSSLESS
@@ -93,7 +95,7 @@ class DraftParallel(TrainedPass):
         made = self._tuned(self._with_state(program, fn))
         given = {f.name: getattr(draft, f.name) for f in fields(draft)}
         given |= {"levels": 1 + self.masks, "trained": self._knows(draft)}
-        given |= {"keep": self.keep, "least": self.least}
+        given |= {"keep": self.keep, "least": self.least, "aim": self.aim}
         own = {"token": self.token, "weight": None}
         new = {"token": vocabulary, "weight": MASK}
         parallel = ParallelDraft(**given | (new if self.token is None else own))

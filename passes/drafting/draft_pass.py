@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ...ir import Program
-from ...ir.plan import CachedDraft, ContinuedDraft, DraftRecord
-from ...ir.plan.bounds import Factor, Nodes
+from ...ir.plan import CachedDraft, ContinuedDraft, LearningDraft
+from ...ir.plan.bounds import Aim, Factor, Nodes
 from ..engine.base import STATES, Contract, Effect, Outcome, Pass, PassDefinitionError
 from .plan_edits import with_draft
 from .trained import TrainedWeights, as_published
@@ -56,11 +56,14 @@ class DraftPass(TrainedPass):
     caches, fusions and quantization come to their functions as they come to the step.
 
     weights: see `TrainedPass`. candidates: best tokens that a draft function returns. decay: in
-    training, a level's loss weighs decay to the power of its depth.
+    training, a level's loss weighs decay to the power of its depth. aim: in training, what is asked
+    of drafts: the text's tokens, the target's distribution, or both (see `Aim`); as in the paper
+    unless said.
     """
 
     candidates: Nodes = 10
     decay: Factor = 0.8
+    aim: Aim = "text"
 
     contract: ClassVar[Contract] = Contract.LOSSLESS
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
@@ -69,11 +72,10 @@ class DraftPass(TrainedPass):
     reads: ClassVar[frozenset[Effect]] = STATES
 
     def continued(
-        self, program: Program, first: CachedDraft, then: DraftRecord, noise: bool = True
+        self, program: Program, first: CachedDraft, then: LearningDraft, **training: Any
     ) -> Program:
         """The program with a drafter of two parts, of which `then` goes on where `first` stops.
-        noise: see `ContinuedDraft`."""
-        draft = ContinuedDraft(
-            first, then, decay=self.decay, noise=noise, trained=bool(self.weights)
-        )
-        return with_draft(program, draft)
+        training: what `ContinuedDraft` says of it."""
+        given: dict[str, Any] = {"decay": self.decay, "trained": bool(self.weights), **training}
+        first, then = replace(first, aim=self.aim), replace(then, aim=self.aim)
+        return with_draft(program, ContinuedDraft(first, then, aim=self.aim, **given))

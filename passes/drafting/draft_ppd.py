@@ -32,7 +32,7 @@ from typing import ClassVar
 
 from ...ir import PassError, Program
 from ...ir.plan import PromptDraft
-from ...ir.plan.bounds import Levels, Nodes
+from ...ir.plan.bounds import Aim, Levels, Nodes
 from ..engine.base import Outcome, register
 from .draft_pass import DraftPass
 from .grafts import candidates
@@ -49,6 +49,7 @@ class DraftPpd(DraftPass):
 
     prompts: Levels = 3
     after: Nodes = 8
+    aim: Aim = "distribution"
 
     name: ClassVar[str] = "draft_ppd"
 
@@ -64,6 +65,8 @@ class DraftPpd(DraftPass):
             )
         del best["draft_logits"]
         fn.set_outputs({**fn.outputs, **best})
-        draft = PromptDraft(WEIGHT, self.prompts, self.after, self.decay, bool(self.weights))
+        draft = PromptDraft(
+            WEIGHT, self.prompts, self.after, self.decay, bool(self.weights), aim=self.aim
+        )
         program = program.with_function(fn, weights=program.weights.adding(weight))
         return Outcome(with_draft(program, draft), 1)

@@ -47,7 +47,7 @@ class DraftRedrafter(DraftPass):
     levels: Levels = 5
     layers: int = Field(default=2, ge=0)
     own_head: bool = True
-    decay: Factor = 0.9
+    decay: Factor = 1.0
 
     name: ClassVar[str] = "draft_redrafter"
 
@@ -56,7 +56,7 @@ class DraftRedrafter(DraftPass):
         functions = ("redrafter_0", "redrafter")
         for first, name in zip((True, False), functions, strict=True):
             program = self._function(program, name, first)
-        draft = RecurrentDraft(functions, self.levels, self.decay, bool(self.weights))
+        draft = RecurrentDraft(functions, self.levels, self.decay, bool(self.weights), aim=self.aim)
         return Outcome(with_draft(program, draft), 1)
 
     def _function(self, program: Program, name: str, first: bool) -> Program:

@@ -31,7 +31,7 @@ from typing import ClassVar
 
 from ...ir import PassError, Program
 from ...ir.plan import MaskedSkippingDraft
-from ...ir.plan.bounds import Factor, Levels
+from ...ir.plan.bounds import Aim, Factor, Levels
 from ..engine.base import Contract, Effect, Outcome, register
 from .draft_pass import TrainedPass
 from .plan_edits import with_draft
@@ -43,10 +43,12 @@ WEIGHT = "s3d.masks"
 @register
 class DraftS3d(TrainedPass):
     """masks: mask tokens behind the last one; one token more is drafted. decay: in training, a
-    level's loss weighs decay to the power of its depth. weights: see `TrainedPass`."""
+    level's loss weighs decay to the power of its depth. aim: see `DraftPass`. weights: see
+    `TrainedPass`."""
 
     masks: Levels = 3
     decay: Factor = 0.8
+    aim: Aim = "text"
 
     name: ClassVar[str] = "draft_s3d"
     contract: ClassVar[Contract] = Contract.LOSSLESS
@@ -65,6 +67,8 @@ class DraftS3d(TrainedPass):
         first = program.function(plan.parts[0]).copy()
         weight = reading_prompts(first, program, WEIGHT, self.masks, self.name, self.weights)
         functions = (plan.parts[0], *plan.parts[-2:])
-        draft = MaskedSkippingDraft(functions, WEIGHT, self.masks, self.decay, bool(self.weights))
+        draft = MaskedSkippingDraft(
+            functions, WEIGHT, self.masks, self.decay, bool(self.weights), aim=self.aim
+        )
         program = program.with_function(first, weights=program.weights.adding(weight))
         return Outcome(with_draft(program, draft), 1)

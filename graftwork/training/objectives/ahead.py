@@ -28,7 +28,7 @@ def ahead_loss(record: AheadDraft, run: Run, batch: Batch) -> Loss:
     for place, (states, student) in enumerate(levels, 1):
         wanted = features[:, place:].float()
         near = torch.nn.functional.smooth_l1_loss(states[:, : wanted.shape[1]].float(), wanted)
-        loss = near + TOKEN_SHARE * distilled(student, batch.target, place)
+        loss = near + TOKEN_SHARE * distilled(student, batch.target(record.aim), place)
         total = total + (loss if place == 1 else record.later * loss)
         hits.append(hit_rate(student, batch.best, place))
     return Loss(total, hits)

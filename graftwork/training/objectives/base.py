@@ -14,6 +14,7 @@ import torch
 from ...ir import UnsupportedError
 from ...ir.discovery import import_all
 from ...ir.plan import DraftRecord, NoDraft, Record
+from ...ir.plan.bounds import Aim
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,28 @@ class Batch:
         """The teacher's distribution, f32[N,T,V]."""
         return self.logits.float().softmax(-1)
 
-    @cached_property
-    def target(self) -> torch.Tensor:
-        """What students aim at, f32[N,T,V]: half the teacher's distribution, half its best token.
+    def target(self, aim: Aim) -> torch.Tensor:
+        """What students aim at, f32[N,T,V]: distributions of the token after each place.
 
-        Greedy decoding asks for the token alone, sampling for the distribution.
+        Behind the text's end the teacher's own token stands for the text's.
         """
-        target = self.teacher * 0.5
+        if aim == "distribution":
+            return self.teacher
+        return self._both if aim == "both" else self._text
+
+    @cached_property
+    def _text(self) -> torch.Tensor:
+        # Where paths stand for tokens, their last ones are what follows.
+        known = self.tokens[:, 1:] if self.tokens.dim() == 2 else self.tokens[..., -1]
+        following = torch.cat([known, self.best[:, -1:]], 1)
+        one = torch.zeros_like(self.teacher)
+        return one.scatter_(-1, following[..., None], 1.0)
+
+    @cached_property
+    def _both(self) -> torch.Tensor:
         index = self.best[..., None]
-        return target.scatter_add_(-1, index, target.new_full(index.shape, 0.5))
+        half = self.teacher.new_full(index.shape, 0.5)
+        return (self.teacher * 0.5).scatter_add_(-1, index, half)
 
 
 class Loss(NamedTuple):

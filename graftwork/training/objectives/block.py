@@ -45,7 +45,9 @@ def block_loss(record: BlockDraft, run: Run, batch: Batch) -> Loss:
     weights = [record.decay**level for level in range(record.levels)]
     for level, weight in enumerate(weights):
         mine, wanted = student[:, :, 1 + level], starts.to(text.device) + level
-        total = total + weight / sum(weights) * distilled(mine, batch.target[:, wanted], 0)
+        total = total + weight / sum(weights) * distilled(
+            mine, batch.target(record.aim)[:, wanted], 0
+        )
         hits.append(hit_rate(mine, batch.best[:, wanted], 0))
     return Loss(total, hits)
 

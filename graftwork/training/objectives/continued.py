@@ -1,19 +1,19 @@
 """A cached drafter and heads that go on from its states, both at once.
 
-Source: Xiao et al., "Clover-2" (2024): at every level the cross entropy against the target's
-distribution, plus 10 times the SmoothL1 distance of the states from the target's own; levels
-weighted decay^level. (Li et al., "Gumiho", 2025, weigh the two the same way; Amphista has the cross
-entropy alone.) The distance is measured in units of the target's states, whose size differs from
-model to model. A drafter that draws several levels is run on its own states, as it is when it
-drafts, and the heads learn on the states that it leaves them. The features that go in get noise
-where the record says so, as in EAGLE (Li et al., 2024).
+Sources: Xiao et al., "Clover-2" (2024): at every level the cross entropy against the target's
+distribution, plus 10 times the SmoothL1 distance between what its head reads and what the target's
+does; levels weighted 0.7^level, no noise. Li et al., "Gumiho" (2025): the same distance plus 0.1
+times the cross entropy; heads weighted 0.8^level / 9; noise on the features that go in, as in EAGLE
+(Li et al., 2024). Li et al., "Amphista" (2024): cross entropy alone. A drafter that draws several
+levels is run on its own states, as it is when it drafts, and the heads learn on the states that it
+leaves them.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ...ir.plan import ContinuedDraft
+from ...ir.plan import ContinuedDraft, HeadsDraft, RecurrentDraft
 from .base import Batch, Functions, Loss, Run, distilled, hit_rate, objective, objective_of
 from .eagle import noisy, rollout
 
@@ -23,32 +23,45 @@ def continued_loss(record: ContinuedDraft, run: Run, batch: Batch) -> Loss:
     """See the module docstring."""
     first = record.first
     assert first.output is not None
-    features = batch.hidden[first.output]
-    given = features[:, :-1]
+    given = batch.hidden[first.output][:, :-1]
     if record.noise:
         given = noisy(given, batch.tokens)
-    total, made, hits = torch.zeros((), device=features.device), [], []
+    total, made, hits = torch.zeros((), device=given.device), [], []
     levels = rollout(first.function, run, batch.tokens, given, first.levels)
-    for level, (student, states) in enumerate(levels):
-        total = total + record.decay**level * distilled(student, batch.target, 1 + level)
+    for level, (student, states, read) in enumerate(levels):
+        near = record.token * distilled(student, batch.target(record.aim), 1 + level)
+        near = near + _distance(record, batch, read, 1 + level)
+        total = total + record.decay**level * near
         hits.append(hit_rate(student, batch.best, 1 + level))
         made.append(states)
     if len(made) < first.levels:  # a window too short for the heads
         return Loss(total, hits)
+    features: list[torch.Tensor] = []
 
     def noting(function: Functions, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         results = run(function, **inputs)
-        made.extend(results[name] for name in ("state",) if name in results)
+        if record.feature:
+            read = results["feature"]
+            features.extend(read.unbind(2) if read.dim() == 4 else [read])
         return results
 
-    later = objective_of(record.then)(record.then, noting, _below(record, batch, made))
-    total = total + record.decay**first.levels * later.total
-    size = features.float().square().mean().sqrt()
-    for level, states in enumerate(made):
-        wanted = features[:, 1 + level :].float() / size
-        near = torch.nn.functional.smooth_l1_loss(states.float() / size, wanted)
-        total = total + record.feature * record.decay**level * near
+    then = record.then
+    assert isinstance(then, HeadsDraft | RecurrentDraft)
+    later = objective_of(then)(then, noting, _below(record, batch, made))
+    total = total + record.later * record.token * later.total
+    for level, read in enumerate(features):
+        weight = record.later * then.decay**level
+        total = total + weight * _distance(record, batch, read, 1 + first.levels + level)
     return Loss(total, [*hits, *later.hits])
+
+
+def _distance(record: ContinuedDraft, batch: Batch, read: torch.Tensor, shift: int) -> torch.Tensor:
+    """How far what a head reads, f[N,T',H], is from what the target's does `shift` places on."""
+    if not record.feature:
+        return read.new_zeros((), dtype=torch.float32)
+    wanted = batch.hidden[record.near or record.first.output or ""][:, shift:]
+    near = torch.nn.functional.smooth_l1_loss(read[:, : wanted.shape[1]].float(), wanted.float())
+    return record.feature * near
 
 
 def _below(record: ContinuedDraft, batch: Batch, made: list[torch.Tensor]) -> Batch:

@@ -32,7 +32,9 @@ def cached_loss(record: CachedDraft, run: Run, batch: Batch) -> Loss:
     """See the module docstring."""
     if record.output is None:
         student = run(record.function, tokens=batch.tokens)["draft_logits"]
-        return Loss(distilled(student, batch.target, 0), [hit_rate(student, batch.best, 0)])
+        return Loss(
+            distilled(student, batch.target(record.aim), 0), [hit_rate(student, batch.best, 0)]
+        )
     features = batch.hidden[record.output]
     if record.rollout:
         return rolled_out(record, run, batch, features[:, :-1])
@@ -43,7 +45,7 @@ def cached_loss(record: CachedDraft, run: Run, batch: Batch) -> Loss:
         outputs["hidden"].float(), features[:, 1:].float()
     )
     student = outputs["draft_logits"]
-    tokens = distilled(student, batch.target, 1)
+    tokens = distilled(student, batch.target(record.aim), 1)
     return Loss(regression + TOKEN_SHARE * tokens, [hit_rate(student, batch.best, 1)])
 
 
@@ -54,8 +56,8 @@ def rolled_out(record: CachedDraft, run: Run, batch: Batch, features: torch.Tens
     target = None
     total, hits = torch.zeros((), device=features.device), []
     levels = rollout(record.function, run, batch.tokens, features, record.rollout)
-    for level, (student, _) in enumerate(levels):
-        target = sayable(batch.teacher, student) if target is None else target
+    for level, (student, *_) in enumerate(levels):
+        target = sayable(batch.target(record.aim), student) if target is None else target
         total = total + record.decay**level * distilled(student, target, 1 + level)
         hits.append(hit_rate(student, batch.best, 1 + level))
     return Loss(total, hits)
@@ -63,9 +65,10 @@ def rolled_out(record: CachedDraft, run: Run, batch: Batch, features: torch.Tens
 
 def rollout(
     function: str, run: Run, tokens: torch.Tensor, features: torch.Tensor, levels: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Logits [N,T-1-i,V] and states [N,T-1-i,H] of level i = 0.. that a draft function makes at
-    every place of tokens i64[N,T] at once, from features f[N,T-1,H]; fewer levels where T is small.
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Logits [N,T-1-i,V], states [N,T-1-i,H] and what the head reads of them, of level i = 0.. that
+    a draft function makes at every place of tokens i64[N,T] at once, from features f[N,T-1,H];
+    fewer levels where T is small.
 
     Place t of level i has fed token t + 1 + i beside the state that place t of the level before
     made. It sees the places up to t of level 0, as a draft sees the text's rows, and itself on the
@@ -85,7 +88,8 @@ def rollout(
             inputs["ancestors"] = seen.to(tokens.device).expand(batches, -1, -1)
         outputs = run(function, tokens=tokens, hidden=given, **inputs)
         made = outputs["hidden"][:, -count:]
-        yield outputs["draft_logits"][:, -count:], made
+        read = outputs.get("feature", outputs["hidden"])[:, -count:]
+        yield outputs["draft_logits"][:, -count:], made, read
         if count <= 1:
             return
         # The next level: one place less, because the last one has no token to go on with.

@@ -1,6 +1,6 @@
-"""Parallel heads: head k learns the teacher's token k + 2 places on, losses weighted decay^k.
+"""Parallel heads: head k learns the token k + 2 places on, losses weighted decay^k.
 
-Source: Cai et al., "Medusa" (2024), with the teacher's predictions in the text's place.
+Source: Cai et al., "Medusa" (2024): cross entropy on the text.
 """
 
 from __future__ import annotations
@@ -29,6 +29,6 @@ def _window_loss(record: HeadsDraft, run: Run, batch: Batch, **more: torch.Tenso
     for level, student in enumerate(logits.unbind(2)):
         # The state after token t chose token t + 1; head k speaks of the one after t + 1 + k.
         shift = 1 + level
-        total = total + record.decay**level * distilled(student, batch.target, shift)
+        total = total + record.decay**level * distilled(student, batch.target(record.aim), shift)
         hits.append(hit_rate(student, batch.best, shift))
     return Loss(total, hits)

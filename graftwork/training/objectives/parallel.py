@@ -1,4 +1,4 @@
-"""Mask tokens in a draft's call: the k-th learns the teacher's distribution k places further on.
+"""Mask tokens in a draft's call: the k-th learns the token k places further on.
 
 Sources: An et al., "PARD" (2025): the draft learns its next token at every place of a text and,
 from mask tokens behind a place, those after that. Of the places that one level has, the next keeps
@@ -36,7 +36,8 @@ def parallel_loss(record: ParallelDraft, run: Run, batch: Batch) -> Loss:
         blank = features.new_zeros(many, masks.shape[1], features.shape[-1])
         given["hidden"] = torch.cat([features, blank], 1)
     outputs = run(record.function, tokens=torch.cat([text, masks], 1), **given)
-    student, target = outputs["draft_logits"], sayable(batch.target, outputs["draft_logits"])
+    student = outputs["draft_logits"]
+    target = sayable(batch.target(record.aim), student)
     total, hits = torch.zeros((), device=student.device), []
     for depth in range(record.levels):
         mine = (depths == depth).nonzero()[:, 0].to(text.device)

@@ -1,8 +1,9 @@
 """Prompt tokens: the k-th learns the teacher's distribution k places on, losses weighted decay^k.
 
 Source: Chen et al., "Hardware-Aware Parallel Prompt Decoding for Memory-Efficient Acceleration of
-LLM Inference" (2024). Prompt tokens stand behind tokens of the text at random; each group sees the
-text before it and itself, as it will when it rides along with a step.
+LLM Inference" (2024); S3D's mask tokens learn the text (Zhong and Bharadwaj, 2024). Prompt tokens
+stand behind tokens of the text at random; each group sees the text before it and itself, as it will
+when it rides along with a step.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def _loss(
     students = logits[:, -len(columns) :].unflatten(1, (groups, count)).unbind(2)
     for level, student in enumerate(students):
         wanted = places.to(batch.tokens.device) + 1 + level
-        total = total + record.decay**level * distilled(student, batch.target[:, wanted], 0)
+        total = total + record.decay**level * distilled(
+            student, batch.target(record.aim)[:, wanted], 0
+        )
         hits.append(hit_rate(student, batch.best[:, wanted], 0))
     return Loss(total, hits)
 

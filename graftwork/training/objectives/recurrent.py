@@ -1,7 +1,7 @@
-"""Heads in sequence, on the text's own tokens: level k learns the teacher's token k + 2 places on.
+"""Heads in sequence, on the text's own tokens: level k learns the token k + 2 places on.
 
-Source: Ankner et al., "Hydra" (2024): cross entropy to the teacher alone; weights decay^k. Where
-the record says `soft`, to its distribution alone (Hydra++).
+Source: Ankner et al., "Hydra" (2024): cross entropy to the text, and in Hydra++ to the teacher's
+distribution; weights decay^k.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def recurrent_loss(record: RecurrentDraft, run: Run, batch: Batch) -> Loss:
 
 def _window_loss(record: RecurrentDraft, run: Run, batch: Batch) -> Loss:
     functions, state = record.functions, batch.hidden["hidden"]
-    target = batch.teacher if record.soft else batch.target
+    target = batch.target(record.aim)
     total, hits = torch.zeros(()), []
     for level in range(record.levels):
         # One place less a level: the last states have no tokens to go on with.

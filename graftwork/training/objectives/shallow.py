@@ -1,7 +1,8 @@
-"""Exit heads: what the target says after a token, from the state of its first layers.
+"""Exit heads: what comes after a token, from the state of the target's first layers.
 
-Sources: Elhoushi et al., "LayerSkip" (2024), with the teacher's distribution in the text's place
-and the target as it is; Liu et al., "Kangaroo" (2024), whose adapter sees the text before a token.
+Sources: Elhoushi et al., "LayerSkip" (2024), cross entropy on the text, with the target as it is;
+Liu et al., "EESD" (2024), the same on text that the target wrote, through a layer that sees the
+text before a token; Liu et al., "Kangaroo" (2024), whose adapter learns the target's distribution.
 """
 
 from __future__ import annotations
@@ -24,5 +25,5 @@ def adapter_loss(record: AdaptedExitDraft, run: Run, batch: Batch) -> Loss:
 
 def _window_loss(record: ExitDraft, run: Run, batch: Batch) -> Loss:
     student = run(record.function, hidden=batch.hidden[record.output])["draft_logits"]
-    total = distilled(student, batch.target, 0)
+    total = distilled(student, batch.target(record.aim), 0)
     return Loss(total, [hit_rate(student, batch.best, 0)])
