@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.fx.node import map_aggregate
 
 from ..ir import Function, Sym, UnsupportedError, Weight, arguments, site_of
-from ..ir.ops import Sample, define
+from ..ir.ops import Sample, op
 from ..ir.protocol import INPUTS
 from .importer import Imported
 from .regions import needed_for, reached_from
@@ -39,16 +39,7 @@ def _samples() -> Iterator[Sample]:
     yield (q, k, v, torch.randn(1, 2, 3, 5)), {"layer": 0, "scale": 1.0, "causal": False}
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *args: object, **options: object) -> Tensor:
-    return q.new_empty((*q.shape[:3], v.shape[3]))
-
-
-@define(
-    "traced_attention(Tensor q, Tensor k, Tensor v, Tensor? bias=None, *, int layer, float scale, "
-    "bool causal) -> Tensor",
-    samples=_samples,
-    fake=_fake,
-)
+@op("q: BHTD, v: BGNE -> BHTE", samples=_samples)
 def traced_attention(
     q: Tensor,
     k: Tensor,

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from graftwork.ir import Function, ModelInfo, Program, TensorType, WeightStore, ops, verify
 from graftwork.ir.expressions import Expression
 from graftwork.ir.lexer import Cursor, Source
-from graftwork.ir.ops import OpDef, Sample, all_ops, define, op_of
+from graftwork.ir.ops import OpDef, Sample, all_ops, op_of
 from graftwork.ir.parser import parse_function
 from graftwork.ir.printer import function_text
 from graftwork.ir.stages import find_op, is_core
@@ -167,12 +167,12 @@ def _all_aten() -> Iterator[torch._ops.OpOverload]:
 
 
 def test_a_new_op_is_one_block() -> None:
-    """What a contributor writes for an op is the call of `define`, and no more."""
+    """What a contributor writes for an op is its declaration and meaning, and no more."""
 
     def samples() -> Iterator[Sample]:
         yield (torch.randn(2, 3),), {"times": 2}
 
-    @define("throwaway(Tensor x, *, int times) -> Tensor", samples=samples)
+    @ops.op("x: BT -> x", samples=samples)
     def throwaway(x: torch.Tensor, *, times: int) -> torch.Tensor:
         """x, many times over.
 

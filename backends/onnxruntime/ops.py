@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...ir.ops import Sample, define
+from ...ir.ops import Sample, op
 from ...ir.ops.attention import alibi, attend, cache_write, step_mask
 from ...ir.ops.norm import layer_norm
 from ...ir.ops.quantized_cache import attend_quantized, quantize_rows
@@ -40,28 +40,9 @@ def _samples() -> Iterator[Sample]:
     yield (query, key, value, *caches, *counts, positions), options | extras
 
 
-def _fake(
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    past_key: Tensor,
-    past_value: Tensor,
-    *args: object,
-    heads: int,
-    **kwargs: object,
-) -> tuple[Tensor, Tensor, Tensor]:
-    out = query.new_empty((*query.shape[:2], heads * past_value.shape[3]))
-    return out, torch.empty_like(past_key), torch.empty_like(past_value)
-
-
-@define(
-    "ort_gqa(Tensor query, Tensor? key, Tensor? value, Tensor past_key, Tensor past_value, "
-    "Tensor seqlens, Tensor total, Tensor? positions=None, Tensor? cos=None, Tensor? sin=None, "
-    "Tensor? ancestors=None, Tensor? sinks=None, Tensor? slopes=None, *, "
-    "int heads, int groups, float scale, int? window=None, float? softcap=None, "
-    "bool interleaved=False) -> (Tensor, Tensor, Tensor)",
+@op(
+    "query: BTQ, past_key: BGCD, past_value: BGCE, N = heads * E -> BTN, past_key, past_value",
     samples=_samples,
-    fake=_fake,
 )
 def ort_gqa(
     query: Tensor,
@@ -127,14 +108,9 @@ def _attend_samples() -> Iterator[Sample]:
     yield (*whole, torch.randn(heads), torch.rand(heads)), options
 
 
-@define(
-    "ort_attend(Tensor query, Tensor? key, Tensor? value, Tensor past_key, Tensor past_value, "
-    "Tensor past, Tensor? positions=None, Tensor? cos=None, Tensor? sin=None, "
-    "Tensor? ancestors=None, Tensor? sinks=None, Tensor? slopes=None, *, "
-    "int heads, int groups, float scale, int? window=None, float? softcap=None, "
-    "bool interleaved=False, int? chunk=None) -> (Tensor, Tensor, Tensor)",
+@op(
+    "query: BTQ, past_key: BGCD, past_value: BGCE, N = heads * E -> BTN, past_key, past_value",
     samples=_attend_samples,
-    fake=_fake,
 )
 def ort_attend(
     query: Tensor,
@@ -218,31 +194,11 @@ def _quantized_samples() -> Iterator[Sample]:
             yield (*pieces, *codes, *steps, *args[5:]), how
 
 
-def _quantized_fake(
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    *caches_and_more: Tensor,
-    heads: int,
-    bits: int,
-    **kwargs: object,
-) -> tuple[Tensor, ...]:
-    caches = caches_and_more[:4]
-    wide = caches[1].shape[3] * 8 // bits
-    out = query.new_empty((*query.shape[:2], heads * wide))
-    return out, *(torch.empty_like(cache) for cache in caches)
-
-
-@define(
-    "ort_attend_quantized(Tensor query, Tensor? key, Tensor? value, Tensor past_key, "
-    "Tensor past_value, Tensor past_key_steps, Tensor past_value_steps, Tensor past, "
-    "Tensor? positions=None, Tensor? cos=None, Tensor? sin=None, "
-    "Tensor? ancestors=None, Tensor? sinks=None, Tensor? slopes=None, *, "
-    "int heads, int groups, int bits, bool turned, float scale, int? window=None, "
-    "float? softcap=None, bool interleaved=False, int? chunk=None) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+@op(
+    "query: BTQ, past_key: u8 BGCK, past_value: u8 BGCV, past_key_steps: f32 BGCS, "
+    "past_value_steps: f32 BGCS, N = heads * V * 8 // bits -> BTN, past_key, past_value, "
+    "past_key_steps, past_value_steps",
     samples=_quantized_samples,
-    fake=_quantized_fake,
 )
 def ort_attend_quantized(
     query: Tensor,
@@ -304,11 +260,7 @@ def _layer_samples() -> Iterator[Sample]:
     yield (x, residual, torch.rand(8), None), {"eps": 1e-5}
 
 
-@define(
-    "ort_add_layer_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias, *, float eps) "
-    "-> (Tensor, Tensor)",
-    samples=_layer_samples,
-)
+@op("x: ...H, residual: x, weight: H, bias: H -> x, x", samples=_layer_samples)
 def ort_add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -326,15 +278,7 @@ def _rows_samples() -> Iterator[Sample]:
     yield (torch.randn(2, 1, 9, 3), torch.tensor([0, 5]), torch.zeros(2, 4, dtype=torch.int64)), {}
 
 
-def _rows_fake(cache: Tensor, past: Tensor, like: Tensor) -> Tensor:
-    return cache.new_empty((*like.shape, cache.shape[3]))
-
-
-@define(
-    "ort_read_rows(Tensor cache, Tensor past, Tensor like) -> Tensor",
-    samples=_rows_samples,
-    fake=_rows_fake,
-)
+@op("cache: B1CH, past: i64 B, like: any BT -> BTH", samples=_rows_samples)
 def ort_read_rows(cache: Tensor, past: Tensor, like: Tensor) -> Tensor:
     """The rows of a cache that a step's tokens have: graftwork's own ReadRows.
 

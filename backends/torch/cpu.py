@@ -13,15 +13,14 @@ bit matters, because rounding to whole numbers makes a step of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ir.ops import norm, quantized_cache, shared, sparse
-from ...ir.ops.attention import check_attend
+from ...ir.ops import all_ops
 from . import native, native_attention, native_quantized, native_recurrent
 from .rows import Row
 from .rows import attend as library_attend
@@ -41,139 +40,65 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return result if bias is None else result + bias
 
 
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """`graftwork.rms_norm`; native in float32, unless the weight is broadcast."""
-    normal: Tensor
-    if _float32(x, weight) and _per_column(x.shape[-1:], weight):
-        normal = native.rms_norm(x, weight, eps)
-    else:
-        normal = norm.rms_norm(x, weight, eps=eps)
-    return normal
+def native_row(
+    name: str,
+    native: Row,
+    floats: str,
+    cast: str = "",
+    when: Callable[[dict[str, Any]], bool] = lambda given: True,
+    otherwise: Row | None = None,
+) -> Row:
+    """What runs graftwork's op of this name: a native kernel where operands are in float32.
+
+    floats: those operands; cast: those that are made so. when: what else must be, by argument.
+    otherwise: what runs where it is not; None is the op's meaning. Errors: `InputError` as the op.
+    """
+    op = all_ops()[name]
+    other, declared = otherwise or op.meaning, op.declared
+
+    def row(*arguments: Any, **options: Any) -> Any:
+        declared.check(*arguments, **options)
+        given = dict(zip(declared.names, declared.bound(*arguments, **options), strict=True))
+        if not (_float32(*[given[operand] for operand in floats.split()]) and when(given)):
+            return other(*arguments, **options)
+        for operand in cast.split():
+            given[operand] = None if given[operand] is None else given[operand].float()
+        return native(*given.values())
+
+    return row
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float
-) -> tuple[Tensor, Tensor]:
-    """`graftwork.add_rms_norm`; native in float32, unless something is broadcast."""
-    both: tuple[Tensor, Tensor]
-    plain = x.shape == residual.shape and _per_column(x.shape[-1:], weight)
-    if plain and _float32(x, residual, weight):
-        both = native.add_rms_norm(x, residual, weight, eps)
-    else:
-        both = norm.add_rms_norm(x, residual, weight, eps=eps)
-    return both
+def _whole(given: dict[str, Any]) -> bool:
+    """Whether a norm has a weight for every column, and not one for all."""
+    return bool(given["weight"].shape == given["x"].shape[-1:])
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float) -> Tensor:
-    """`graftwork.layer_norm`; native in float32."""
-    normal: Tensor
-    if _float32(x, weight, bias) and _per_column(x.shape[-1:], weight, bias):
-        normal = native.layer_norm(x, weight, bias, eps)
-    else:
-        normal = norm.layer_norm(x, weight, bias, eps=eps)
-    return normal
+def _softcap(given: dict[str, Any]) -> bool:
+    """Whether a softcap is not 0, which is none to kernels."""
+    return given["softcap"] != 0
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    *,
-    scale: float,
-    softcap: float | None = None,
-) -> Tensor:
-    """`graftwork.attend`; native in float32."""
-    check_attend(q, k, v, mask, bias, sinks)
-    # To the kernel a softcap of 0 is none.
-    if not _float32(q, k, v) or softcap == 0:
-        whole: Tensor = library_attend(q, k, v, mask, bias, sinks, scale=scale, softcap=softcap)
-        return whole
-    bias = None if bias is None else bias.float()
-    sinks = None if sinks is None else sinks.float()
-    result: Tensor = native_attention.attend(q, k, v, mask, bias, sinks, scale, softcap or 0.0)
-    return result
-
-
-def attend_part(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    *,
-    scale: float,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`graftwork.attend_part`; native in float32."""
-    check_attend(q, k, v, mask, bias, sinks)
-    found: tuple[Tensor, Tensor]
-    if not _float32(q, k, v) or softcap == 0:
-        found = shared.attend_part(q, k, v, mask, bias, sinks, scale=scale, softcap=softcap)
-        return found
-    bias = None if bias is None else bias.float()
-    sinks = None if sinks is None else sinks.float()
-    found = native_attention.attend_part(q, k, v, mask, bias, sinks, scale, softcap or 0.0)
-    return found
-
-
-def attend_quantized(
-    q: Tensor,
-    k: Tensor,
-    k_steps: Tensor,
-    v: Tensor,
-    v_steps: Tensor,
-    mask: Tensor,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    *,
-    bits: int,
-    turned: bool,
-    scale: float,
-    softcap: float | None = None,
-) -> Tensor:
-    """`graftwork.attend_quantized`; native for queries in float32."""
-    stored = q, k, k_steps, v, v_steps, mask
-    if not _float32(q) or softcap == 0:
-        whole: Tensor = quantized_cache.attend_quantized(
-            *stored, bias, sinks, bits=bits, turned=turned, scale=scale, softcap=softcap
-        )
-        return whole
-    bias = None if bias is None else bias.float()
-    sinks = None if sinks is None else sinks.float()
-    result: Tensor = native_attention.attend_quantized(
-        *stored, bias, sinks, bits, turned, scale, softcap or 0.0
-    )
-    return result
-
-
-def attend_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: Tensor,
-    sinks: Tensor | None = None,
-    *,
-    scale: float,
-    softcap: float | None = None,
-) -> Tensor:
-    """`graftwork.attend_rows`; native in float32."""
-    found: Tensor
-    if _float32(q, k, v) and softcap != 0:
-        own = None if sinks is None else sinks.float()
-        found = native_attention.attend_rows(q, k, v, rows, own, scale, softcap or 0.0)
-    else:
-        found = sparse.attend_rows(q, k, v, rows, sinks, scale=scale, softcap=softcap)
-    return found
-
-
-def quantize_rows(x: Tensor, *, bits: int, turned: bool) -> tuple[Tensor, Tensor]:
-    """`graftwork.quantize_rows`; native."""
-    found: tuple[Tensor, Tensor] = native_attention.quantize_rows(x.float(), bits, turned)
-    return found
+rms_norm = native_row("rms_norm", native.rms_norm, "x weight", when=_whole)
+add_rms_norm = native_row("add_rms_norm", native.add_rms_norm, "x weight", when=_whole)
+layer_norm = native_row("layer_norm", native.layer_norm, "x weight bias")
+attend = native_row(
+    "attend", native_attention.attend, "q k v", "bias sinks", _softcap, library_attend
+)
+attend_part = native_row(
+    "attend_part", native_attention.attend_part, "q k v", "bias sinks", _softcap
+)
+attend_quantized = native_row(
+    "attend_quantized", native_attention.attend_quantized, "q", "bias sinks", _softcap
+)
+attend_rows = native_row("attend_rows", native_attention.attend_rows, "q k v", "sinks", _softcap)
+quantize_rows = native_row("quantize_rows", native_attention.quantize_rows, "", "x")
+step = native_row("linear_attention_step", native_recurrent.linear_attention_step, "q k v g beta")
+step_int8 = native_row(
+    "linear_attention_step_int8", native_recurrent.linear_attention_step_int8, "q k v g beta"
+)
+conv_step = native_row(
+    "causal_conv_step", native_recurrent.causal_conv_step, "history rows x weight bias"
+)
 
 
 def topk(
@@ -266,9 +191,9 @@ CPU_ROWS: dict[Any, Row] = {
     torch.ops.graftwork.attend_quantized.default: attend_quantized,
     torch.ops.graftwork.attend_rows.default: attend_rows,
     torch.ops.graftwork.quantize_rows.default: quantize_rows,
-    torch.ops.graftwork.linear_attention_step.default: native_recurrent.step,
-    torch.ops.graftwork.linear_attention_step_int8.default: native_recurrent.step_int8,
-    torch.ops.graftwork.causal_conv_step.default: native_recurrent.conv_step,
+    torch.ops.graftwork.linear_attention_step.default: step,
+    torch.ops.graftwork.linear_attention_step_int8.default: step_int8,
+    torch.ops.graftwork.causal_conv_step.default: conv_step,
     torch.ops.graftwork.rms_norm.default: rms_norm,
     torch.ops.graftwork.add_rms_norm.default: add_rms_norm,
     torch.ops.graftwork.layer_norm.default: layer_norm,

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir.ops.attention import check_attend
 from .gpu_products import quantized_linear
-from .rows import Row
+from .rows import Row, check_attend
 from .rows import attend as library_attend
 
 NARROW = 64

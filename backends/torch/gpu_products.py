@@ -17,11 +17,13 @@ from torch import Tensor
 from ...ir import InputError, Program
 from ...ir.executable import KernelUse
 from ...ir.numerics import check_bits, dequantize
-from ...ir.ops.quantized import check_quantized_linear, round_rows
+from ...ir.ops import all_ops
+from ...ir.ops.quantized import round_rows
 from ..cuda_blocks import Units, units
 from ..kernel_uses import decomposed, uses
 
 G = torch.ops.graftwork
+check_quantized_linear = all_ops()["quantized_linear"].declared.check
 
 FEW = 4
 """Tokens up to which whole numbers are added up, and no tile of a tensor core is filled up."""
@@ -188,7 +190,9 @@ def _planned(
     tokens = x.shape[1]
     like = torch.empty((tokens, columns), device="meta")
     book = codebook.float() if few and codebook is not None else codebook
-    check_quantized_linear(like, weight, scale, offset, book, None, bits, group)
+    all_ops()["quantized_linear"].declared.check(
+        like, weight, scale, offset, book, None, bits, group
+    )
     how = units(bits, group, columns)
     if how is None:
         raise InputError(f"graftwork_gpu.few_bits: no units hold {bits} bits in groups of {group}")

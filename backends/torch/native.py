@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...ir import InputError
+from ...ir.ops import all_ops
 from ...ir.ops.operands import Operands
 from ..cached_library import SHARED, Sources
 from ..cached_library import library as library_of
@@ -110,6 +112,7 @@ norm_kernel = Kernel("norm")
 indices_kernel = Kernel("indices")
 topk_kernel = Kernel("topk")
 
+F32 = torch.float32
 _LIBRARY = torch.library.Library("graftwork_native", "DEF")
 
 OPS: dict[str, Callable[..., Any]] = {}
@@ -117,30 +120,31 @@ OPS: dict[str, Callable[..., Any]] = {}
 
 
 def native_op(
-    schema: str, check: Callable[..., None], like: Callable[..., Any]
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Define the decorated function as the op of this schema on the CPU.
+    made: Callable[..., Any], arguments: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., Any]]:
+    """Define the op of the decorated function's name on the CPU; the function writes its results.
 
-    check: what it and its shape rule ask of their operands before anything else: kernels get bare
-    addresses, so whatever it lets through is read as rows in a row. like: results of its shape.
-    What is registered is called with operands laid out in rows, by code that compilers trace: a
-    copy that the op made itself would be missing from recordings of its kernels.
+    made: what the op returns, without values. It checks the operands first: kernels get bare
+    addresses, so whatever it lets through is read as rows in a row. The function gets that and the
+    operands. arguments: the schema without the name; None: that of `made`. What is registered is
+    called with operands laid out in rows, by code that compilers trace: a copy that the op made
+    itself would be missing from recordings of its kernels.
     """
 
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        def checked(*arguments: Any) -> Any:
-            _check_layout(name, arguments)
-            check(*arguments)
-            return function(*arguments)
+    def register(function: Callable[..., None]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            results = fake(*arguments)
+            function(results, *arguments)
+            return results
 
         def fake(*arguments: Any) -> Any:
             _check_layout(name, arguments)
-            check(*arguments)
-            return like(*arguments)
+            return made(*arguments)
 
-        name = schema.partition("(")[0]
-        _LIBRARY.define(schema, tags=(torch.Tag.needs_exact_strides,))
-        _LIBRARY.impl(name, checked, "CPU")
+        name = function.__name__
+        schema = arguments or torch.library.infer_schema(made, mutates_args=())
+        _LIBRARY.define(name + schema, tags=(torch.Tag.needs_exact_strides,))
+        _LIBRARY.impl(name, run, "CPU")
         torch.library.register_fake(f"graftwork_native::{name}", fake, lib=_LIBRARY)
         op = getattr(torch.ops.graftwork_native, name).default
 
@@ -152,6 +156,31 @@ def native_op(
         return call
 
     return register
+
+
+def twin(
+    name: str, floats: str, also: Callable[[Operands], None] | None = None
+) -> tuple[Callable[..., Any], str]:
+    """Results and arguments of the native op that does what graftwork's op of this name does.
+
+    It takes the same arguments in one order, all of them. floats: operands that the kernel takes in
+    float32. also: what else it asks.
+    """
+    declared = all_ops()[name].declared
+    places = [declared.names.index(operand) for operand in floats.split()]
+
+    def made(*operands: Any) -> Any:
+        given = declared.check(*operands)
+        for place in places:
+            operand = operands[place]
+            if operand is not None and operand.dtype != F32:
+                raise InputError(f"{name}: the kernel takes {F32}, got {operand.dtype}")
+        if also is not None:
+            also(given)
+        return declared.like(given, *operands)
+
+    _, arguments = declared.schema.split("(", 1)
+    return made, "(" + re.sub(r"=[^,)]+", "", arguments.replace("*, ", ""))
 
 
 def _check_layout(name: str, arguments: Sequence[Any]) -> None:
@@ -170,91 +199,47 @@ def _check_layout(name: str, arguments: Sequence[Any]) -> None:
             )
 
 
-F32 = torch.float32
-
-
-def _linear_like(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-def _check_linear(x: Tensor, weight: Tensor) -> None:
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
     given = Operands("linear_float32")
     given.fit_rows("x", x, "K", F32)
     given.fit("weight", weight, "NK", F32)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-@native_op("linear_float32(Tensor x, Tensor weight) -> Tensor", _check_linear, _linear_like)
-def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+@native_op(_linear)
+def linear_float32(result: Tensor, x: Tensor, weight: Tensor) -> None:
     """Products of rows f32[..., K] and weights f32[N,K], f32[..., N]."""
-    result = _linear_like(x, weight)
-    float32_kernel(x, weight, result, *_sizes(x, weight), torch.get_num_threads())
-    return result
+    sizes = x.shape[:-1].numel(), weight.shape[0], weight.shape[1]
+    float32_kernel(x, weight, result, *sizes, torch.get_num_threads())
 
 
-def _sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
-    return x.shape[:-1].numel(), weight.shape[0], weight.shape[1]
+def _per_column(given: Operands) -> None:
+    if given.sizes["W"] != given.sizes["H"]:
+        raise InputError(f"{given.op}: the kernel takes a weight [H]; {given.known()}")
 
 
-def _like(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _two_like(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(x)
-
-
-def _check_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
-) -> None:
-    given = Operands("norm")
-    given.fit_rows("x", x, "H", F32)
-    given.fit("weight", weight, "H", F32)
-    given.fit("bias", bias, "H", F32)
-    if residual is not None and (residual.dtype, residual.shape) != (F32, x.shape):
-        raise InputError(
-            f"norm: residual must be {F32}{list(x.shape)} as x is, got "
-            f"{residual.dtype}{list(residual.shape)}"
-        )
-
-
-def _check_rms(x: Tensor, weight: Tensor, eps: float) -> None:
-    _check_norm(x, weight)
-
-
-@native_op("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _check_rms, _like)
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+@native_op(*twin("rms_norm", "x weight", _per_column))
+def rms_norm(result: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
     """`graftwork.rms_norm` in float32, weight f32[H]."""
-    return _norm(x, weight, eps)
+    _norm(result, x, weight, eps)
 
 
-def _check_add_rms(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
-    _check_norm(x, weight, residual=residual)
+@native_op(*twin("add_rms_norm", "x weight", _per_column))
+def add_rms_norm(
+    results: tuple[Tensor, Tensor], x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> None:
+    """`graftwork.add_rms_norm` in float32, weight f32[H]."""
+    _norm(results[0], x, weight, eps, residual=residual, total=results[1])
 
 
-@native_op(
-    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
-    _check_add_rms,
-    _two_like,
-)
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`graftwork.add_rms_norm` in float32, x and residual of one shape, weight f32[H]."""
-    total = torch.empty_like(x)
-    return _norm(x, weight, eps, residual=residual, total=total), total
-
-
-def _check_layer(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> None:
-    _check_norm(x, weight, bias)
-
-
-@native_op(
-    "layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps) -> Tensor", _check_layer, _like
-)
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+@native_op(*twin("layer_norm", "x weight bias"))
+def layer_norm(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> None:
     """`graftwork.layer_norm` in float32."""
-    return _norm(x, weight, eps, bias=bias, centered=True)
+    _norm(result, x, weight, eps, bias=bias, centered=True)
 
 
 def _norm(
+    result: Tensor,
     x: Tensor,
     weight: Tensor,
     eps: float,
@@ -263,43 +248,35 @@ def _norm(
     residual: Tensor | None = None,
     total: Tensor | None = None,
     centered: bool = False,
-) -> Tensor:
-    result = torch.empty_like(x)
+) -> None:
     sizes = x.shape[:-1].numel(), x.shape[-1]
     tensors = x, residual, weight, bias, total, result
     norm_kernel(*tensors, *sizes, centered, eps, torch.get_num_threads())
-    return result
 
 
-def _check_indices(x: Tensor, first: int, last: int) -> None:
+def _indices(x: Tensor, first: int, last: int) -> Tensor:
     if x.dtype != torch.int64:
         raise InputError(f"indices: the kernel takes {torch.int64}, got {x.dtype}")
+    return torch.empty_like(x)
 
 
-@native_op("indices(Tensor x, SymInt first, SymInt last) -> Tensor", _check_indices, _like)
-def indices(x: Tensor, first: int, last: int) -> Tensor:
+@native_op(_indices)
+def indices(result: Tensor, x: Tensor, first: int, last: int) -> None:
     """The indices i64[...] themselves. Errors: `InputError` if one is not in first..last."""
-    result = torch.empty_like(x)
     indices_kernel(x, result, x.numel(), first, last)
-    return result
 
 
-def _check_topk(x: Tensor, count: int) -> None:
+def _topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     Operands("topk").fit_rows("x", x, "N", F32)
     if not 1 <= count <= x.shape[-1]:
         raise InputError(f"topk: expected 1 to N values of rows of N={x.shape[-1]}, got {count}")
-
-
-def _topk_like(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     shape = (*x.shape[:-1], count)
     return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
 
 
-@native_op("topk(Tensor x, SymInt count) -> (Tensor, Tensor)", _check_topk, _topk_like)
-def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+@native_op(_topk)
+def topk(results: tuple[Tensor, Tensor], x: Tensor, count: int) -> None:
     """The `count` largest values of rows f32[..., N], the largest first, of equal ones the first,
     and their places i64[..., count]."""
-    values, places = _topk_like(x, count)
     sizes = x.shape[:-1].numel(), x.shape[-1], count
-    topk_kernel(x, values, places, *sizes, torch.get_num_threads())
-    return values, places
+    topk_kernel(x, *results, *sizes, torch.get_num_threads())

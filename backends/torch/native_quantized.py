@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -18,10 +16,6 @@ quantized_linear_kernel = Kernel("quantized_linear", SHARED)
 float_linear_kernel = Kernel("float_linear", SHARED)
 quantized_experts_kernel = Kernel("quantized_experts", SHARED)
 quantized_embedding_kernel = Kernel("quantized_embedding", SHARED)
-
-
-def _quantized_linear_like(x: Tensor, *others: Any) -> Tensor:
-    return x.new_empty((*x.shape[:-1], others[-1]))
 
 
 def _product(
@@ -66,7 +60,7 @@ def _fit_books(
     tiles.check_books(count, given.sizes["N"])
 
 
-def _check_quantized_linear(
+def _quantized_linear(
     x: Tensor,
     packed: Tensor,
     scale: Tensor,
@@ -76,7 +70,7 @@ def _check_quantized_linear(
     bits: int,
     group: int,
     outputs: int,
-) -> None:
+) -> Tensor:
     given = _product("quantized_linear", x, packed, scale, offset, bias, bits, group, outputs)
     _fit_books(given, "table", table, torch.int8, tiles.OUTPUTS)
     if table is not None and (offset is not None or bits > tiles.MOST_LOOKED_UP):
@@ -84,15 +78,12 @@ def _check_quantized_linear(
             f"quantized_linear: a table goes with at most {tiles.MOST_LOOKED_UP} bits and no "
             f"offset, got {bits} bits and {'no' if offset is None else 'an'} offset"
         )
+    return x.new_empty((*x.shape[:-1], outputs))
 
 
-@native_op(
-    "quantized_linear(Tensor x, Tensor packed, Tensor scale, Tensor? offset, Tensor? table, "
-    "Tensor? bias, int bits, int group, int outputs) -> Tensor",
-    _check_quantized_linear,
-    _quantized_linear_like,
-)
+@native_op(_quantized_linear)
 def quantized_linear(
+    result: Tensor,
     x: Tensor,
     packed: Tensor,
     scale: Tensor,
@@ -102,21 +93,39 @@ def quantized_linear(
     bits: int,
     group: int,
     outputs: int,
-) -> Tensor:
+) -> None:
     """`graftwork.quantized_linear`, rounded, of rows f32[..., K]: f32[..., N], the weight in tiles.
 
     packed, scale, offset, table: as `tiles` makes them, scale and offset in float16 or float32,
     their values for bits of the layout; bias f32[N]; outputs: N.
     """
-    result = _quantized_linear_like(x, outputs)
     sizes = x.shape[:-1].numel(), outputs, x.shape[-1], group, bits
     how = _is_half(scale), _is_half(offset), *tiles.books_of(table, tiles.OUTPUTS)
     tensors = x, packed, scale, offset, table, bias, result
     quantized_linear_kernel(*tensors, *sizes, *how, torch.get_num_threads())
-    return result
 
 
-def _check_float_linear(
+def _float_linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    codebook: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group: int,
+    outputs: int,
+) -> Tensor:
+    given = _product("float_linear", x, packed, scale, offset, bias, bits, group, outputs)
+    _fit_books(given, "codebook", codebook, F32, 1 << bits)
+    if offset is not None and codebook is not None:
+        raise InputError("float_linear: a codebook goes with no offset")
+    return x.new_empty((*x.shape[:-1], outputs))
+
+
+@native_op(_float_linear)
+def float_linear(
+    result: Tensor,
     x: Tensor,
     packed: Tensor,
     scale: Tensor,
@@ -127,47 +136,18 @@ def _check_float_linear(
     group: int,
     outputs: int,
 ) -> None:
-    given = _product("float_linear", x, packed, scale, offset, bias, bits, group, outputs)
-    _fit_books(given, "codebook", codebook, F32, 1 << bits)
-    if offset is not None and codebook is not None:
-        raise InputError("float_linear: a codebook goes with no offset")
-
-
-@native_op(
-    "float_linear(Tensor x, Tensor packed, Tensor scale, Tensor? offset, Tensor? codebook, "
-    "Tensor? bias, int bits, int group, int outputs) -> Tensor",
-    _check_float_linear,
-    _quantized_linear_like,
-)
-def float_linear(
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    offset: Tensor | None,
-    codebook: Tensor | None,
-    bias: Tensor | None,
-    bits: int,
-    group: int,
-    outputs: int,
-) -> Tensor:
     """`graftwork.quantized_linear`, not rounded, of rows f32[..., K]: f32[..., N].
 
     packed, scale, offset, codebook: as `tiles.tiled_table` makes them; bias f32[N]; outputs: N.
     Sums are taken in one order: a row has the same bits whatever is beside it.
     """
-    result = _quantized_linear_like(x, outputs)
     sizes = x.shape[:-1].numel(), outputs, x.shape[-1], group, bits
     how = _is_half(scale), _is_half(offset), *tiles.books_of(codebook, 1 << bits)
     tensors = x, packed, scale, offset, codebook, bias, result
     float_linear_kernel(*tensors, *sizes, *how, torch.get_num_threads())
-    return result
 
 
-def _quantized_experts_like(x: Tensor, experts: Tensor, *others: Any) -> Tensor:
-    return x.new_empty((*experts.shape, others[-2]))
-
-
-def _check_quantized_experts(
+def _quantized_experts(
     x: Tensor,
     experts: Tensor,
     packed: Tensor,
@@ -178,7 +158,7 @@ def _check_quantized_experts(
     group: int,
     outputs: int,
     rounded: bool,
-) -> None:
+) -> Tensor:
     given = Operands("quantized_experts")
     given.fit("experts", experts, "NC", torch.int64)
     given.fit("x", x, "NK" if x.dim() == 2 else "NCK", F32)
@@ -196,15 +176,12 @@ def _check_quantized_experts(
     given.fit("scale", scale, "TGL", half_or_float(scale))
     given.fit("offset", offset, "TGL", half_or_float(offset))
     given.fit("bias", bias, "ER", F32)
+    return x.new_empty((*experts.shape, outputs))
 
 
-@native_op(
-    "quantized_experts(Tensor x, Tensor experts, Tensor packed, Tensor scale, Tensor? offset, "
-    "Tensor? bias, int bits, int group, int outputs, bool rounded) -> Tensor",
-    _check_quantized_experts,
-    _quantized_experts_like,
-)
+@native_op(_quantized_experts)
 def quantized_experts(
+    result: Tensor,
     x: Tensor,
     experts: Tensor,
     packed: Tensor,
@@ -215,39 +192,24 @@ def quantized_experts(
     group: int,
     outputs: int,
     rounded: bool,
-) -> Tensor:
+) -> None:
     """`graftwork.quantized_experts` of x f32[N,K] or f32[N,C,K] and experts i64[N,C]: f32[N,C,R].
 
     packed, scale, offset: as `tiles.tiled_experts` makes them; bias f32[E,R]; outputs: R. Errors:
     `InputError` for an expert that is not in 0..E-1.
     """
-    result = _quantized_experts_like(x, experts, outputs, rounded)
     count = packed.shape[0] * tiles.OUTPUTS // outputs
     sizes = *experts.shape, x.dim() == 3, count, outputs, x.shape[-1], group, bits
     how = _is_half(scale), _is_half(offset), rounded
     tensors = x, experts, packed, scale, offset, bias, result
     quantized_experts_kernel(*tensors, *sizes, *how, torch.get_num_threads())
-    return result
 
 
 def _is_half(tensor: Tensor | None) -> bool:
     return half_or_float(tensor) == torch.float16
 
 
-def _quantized_embedding_like(
-    ids: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    offset: Any,
-    codebook: Any,
-    bits: int,
-    group: int,
-    outputs: int,
-) -> Tensor:
-    return scale.new_empty((*ids.shape, scale.shape[1] * group), dtype=F32)
-
-
-def _check_quantized_embedding(
+def _quantized_embedding(
     ids: Tensor,
     packed: Tensor,
     scale: Tensor,
@@ -256,7 +218,7 @@ def _check_quantized_embedding(
     bits: int,
     group: int,
     outputs: int,
-) -> None:
+) -> Tensor:
     given = Operands("quantized_embedding")
     if ids.dtype != torch.int64:
         raise InputError(f"quantized_embedding: the kernel takes ids in int64, got {ids.dtype}")
@@ -271,15 +233,12 @@ def _check_quantized_embedding(
     given.fit("codebook", codebook, "Q", F32)
     if offset is not None and codebook is not None:
         raise InputError("quantized_embedding: a codebook goes with no offset")
+    return scale.new_empty((*ids.shape, columns), dtype=F32)
 
 
-@native_op(
-    "quantized_embedding(Tensor ids, Tensor packed, Tensor scale, Tensor? offset, "
-    "Tensor? codebook, int bits, int group, int outputs) -> Tensor",
-    _check_quantized_embedding,
-    _quantized_embedding_like,
-)
+@native_op(_quantized_embedding)
 def quantized_embedding(
+    result: Tensor,
     ids: Tensor,
     packed: Tensor,
     scale: Tensor,
@@ -288,18 +247,16 @@ def quantized_embedding(
     bits: int,
     group: int,
     outputs: int,
-) -> Tensor:
+) -> None:
     """`graftwork.quantized_embedding` of ids i64[...], the table in tiles: f32[..., K].
 
     packed, scale, offset, codebook: as `tiles.tiled_table` makes them; outputs: rows of the table.
     Errors: `InputError` for an id that is not in 0..outputs-1.
     """
-    result = _quantized_embedding_like(ids, packed, scale, offset, codebook, bits, group, outputs)
     sizes = ids.numel(), outputs, result.shape[-1], group, bits
     halves = _is_half(scale), _is_half(offset)
     tensors = ids, packed, scale, offset, codebook, result
     quantized_embedding_kernel(*tensors, *sizes, *halves, torch.get_num_threads())
-    return result
 
 
 LINEAR = torch.ops.graftwork_native.quantized_linear.default

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...ir.ops import all_ops
 from ...ir.ops.attention import attend as attend_meaning
-from ...ir.ops.attention import check_attend
 
 G = torch.ops.graftwork
+check_attend = all_ops()["attend"].declared.check
 
 
 Row = Callable[..., Any]

@@ -1,20 +1,22 @@
-"""The graftwork op set. One op is one decorated function: schema, docstring, meaning, samples.
+"""The graftwork op set. One op is one decorated function: declaration, docstring, meaning, samples.
 
-`define` registers the function as ``torch.ops.graftwork.<name>``; its body is both the reference
-semantics and the decomposition that backends inline. Everything else (printing, parsing, type
-inference, verification, documentation, the generic op tests) derives from that one block.
+`op` registers the function as ``torch.ops.graftwork.<name>``; its body is both the reference
+semantics and the decomposition that backends inline. Everything else (schema, checks, result types,
+printing, parsing, verification, documentation, the generic op tests) derives from that one block.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.fx
 
 from ..discovery import import_all
+from .declared import Also, Declared, declare
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments and keyword arguments of one call, with small concrete tensors."""
@@ -43,10 +45,14 @@ class Product:
 @dataclass(frozen=True)
 class OpDef:
     """What is known of one op: where its overload, meaning, samples and documentation are.
-    product: see `Product`, None for an op that is none."""
+
+    operands: the text of its declaration. declared: what follows from it. product: see `Product`,
+    None for an op that is none.
+    """
 
     name: str
-    schema: str
+    operands: str
+    declared: Declared
     meaning: Callable[..., Any]
     samples: Callable[[], Iterator[Sample]]
     overload: Any
@@ -60,31 +66,43 @@ class OpDef:
 
 _LIBRARY = torch.library.Library("graftwork", "FRAGMENT")
 _OPS: dict[str, OpDef] = {}
+_Meaning = TypeVar("_Meaning", bound=Callable[..., Any])
 
 
-def define(
-    schema: str,
+def op(
+    operands: str,
     *,
     samples: Callable[[], Iterator[Sample]],
-    fake: Callable[..., Any] | None = None,
+    also: Also | None = None,
     product: Product | None = None,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as the op that `schema` declares.
+) -> Callable[[_Meaning], _Meaning]:
+    """Register the decorated function as the op of its name, which it then checks operands for.
 
-    schema: torch's schema language without the namespace, ``"glu(Tensor a, Tensor b) -> Tensor"``.
-    samples: a generator of calls for the generic tests. fake: a shape rule, where running the
-    meaning on fake tensors is too slow or would constrain symbolic sizes. product: what passes and
-    backends ask of products, see `Product`. Results must not alias arguments.
+    operands: their axes and dtypes, and the results', see `declared`. Arguments that are passed by
+    keyword alone are options, whose numbers are never symbolic. also: what the text cannot say.
+    samples: a generator of calls for the generic tests. product: what passes and backends ask of
+    products, see `Product`. Results must not alias arguments.
     """
 
-    def register(meaning: Callable[..., Any]) -> Callable[..., Any]:
-        name = schema.partition("(")[0].strip()
-        _LIBRARY.define(schema)
-        _LIBRARY.impl(name, meaning, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"graftwork::{name}", fake or meaning, lib=_LIBRARY)
+    def register(meaning: _Meaning) -> _Meaning:
+        name = meaning.__name__
+        declared = declare(operands, meaning, also)
+        check, like, bound = declared.check, declared.like, declared.bound
+
+        @functools.wraps(meaning)
+        def checked(*arguments: Any, **options: Any) -> Any:
+            check(*arguments, **options)
+            return meaning(*arguments, **options)
+
+        def fake(*arguments: Any, **options: Any) -> Any:
+            return like(check(*arguments, **options), *bound(*arguments, **options))
+
+        _LIBRARY.define(declared.schema)
+        _LIBRARY.impl(name, checked, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"graftwork::{name}", fake, lib=_LIBRARY)
         overload = getattr(torch.ops.graftwork, name).default
-        _OPS[name] = OpDef(name, schema, meaning, samples, overload, product)
-        return meaning
+        _OPS[name] = OpDef(name, operands, declared, checked, samples, overload, product)
+        return cast(_Meaning, checked)
 
     return register
 

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from . import Sample, define
+from . import Sample, op
 from .operands import Operands
-
-I64, BOOL = torch.int64, torch.bool
 
 SPANS = ("window", "chunk")
 """Options of `attention` and `step_mask` that say how far back a token sees; None: to the start."""
@@ -75,50 +73,16 @@ def by_distance(table: Tensor, distance: Tensor) -> Tensor:
     return torch.nn.functional.embedding(place, table.float().t())
 
 
-def check_table(given: Operands, name: str, table: Tensor | None) -> None:
+def check_distances(given: Operands, distances: Tensor | None) -> None:
     """Whether a table of distances is [H,2R+1]. Errors: `InputError`."""
-    given.fit(name, table, "HP")
-    if table is not None and table.shape[1] % 2 == 0:
-        given.refuse(name, table, "H,2R+1")
+    if distances is not None and distances.shape[1] % 2 == 0:
+        given.refuse("distances", distances, ("H", "2R+1"))
 
 
-def _check_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    slopes: Tensor | None,
-    distances: Tensor | None,
-) -> None:
-    given = Operands("attention")
-    given.fit("q", q, "BHTD")
-    given.fit("k", k, "BGTD")
-    given.fit("v", v, "BGTE")
-    given.multiple("H", of="G")
-    given.fit("sinks", sinks, "H")
-    given.fit("slopes", slopes, "H")
-    check_table(given, "distances", distances)
-
-
-def _attention_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
-    distances: Tensor | None = None,
-    **options: object,
-) -> Tensor:
-    _check_attention(q, k, v, sinks, slopes, distances)
-    return q.new_empty((*q.shape[:3], v.shape[3]))
-
-
-@define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks=None, Tensor? slopes=None, "
-    "Tensor? distances=None, *, int layer, float scale, int? window=None, float? softcap=None, "
-    "int? chunk=None) -> Tensor",
+@op(
+    "q: BHTD, k: BGTD, v: BGTE, H % G, sinks: H, slopes: H, distances: HP -> BHTE",
     samples=_attention_samples,
-    fake=_attention_fake,
+    also=check_distances,
 )
 def attention(
     q: Tensor,
@@ -146,7 +110,6 @@ def attention(
     difference, from -R to R, what is farther counting as R (T5). `layer` names the layer whose
     cache this attention will own.
     """
-    _check_attention(q, k, v, sinks, slopes, distances)
     width = q.shape[2]
     steps = torch.arange(width, device=q.device)
     distance = steps[:, None] - steps[None, :]
@@ -165,24 +128,7 @@ def _write_samples() -> Iterator[Sample]:
     yield (torch.zeros(2, 2, 9, 4, dtype=torch.uint8), codes, torch.tensor([0, 5])), {}
 
 
-def _check_write(cache: Tensor, new: Tensor, past: Tensor) -> None:
-    given = Operands("cache_write")
-    stored = None if cache.dtype.is_floating_point else torch.uint8
-    given.fit("cache", cache, "BGCD", stored)
-    given.fit("new", new, "BGTD", stored)
-    given.fit("past", past, "B", I64)
-
-
-def _write_fake(cache: Tensor, new: Tensor, past: Tensor) -> Tensor:
-    _check_write(cache, new, past)
-    return torch.empty_like(cache)
-
-
-@define(
-    "cache_write(Tensor cache, Tensor new, Tensor past) -> Tensor",
-    samples=_write_samples,
-    fake=_write_fake,
-)
+@op("cache: float|u8 BGCD, new: float|u8 BGTD, past: i64 B -> cache", samples=_write_samples)
 def cache_write(cache: Tensor, new: Tensor, past: Tensor) -> Tensor:
     """The cache with a step's rows appended after each sequence's `past` valid rows.
 
@@ -191,7 +137,6 @@ def cache_write(cache: Tensor, new: Tensor, past: Tensor) -> Tensor:
     cache [B,G,C,D]; new [B,G,T,D], both floating or both u8; past i64[B], past + T <= C (the caller
     reserves). Rows at and after past + T are not valid and are never read through a `step_mask`.
     """
-    _check_write(cache, new, past)
     width = new.shape[2]
     rows = past[:, None] + torch.arange(width, device=past.device)
     index = rows[:, None, :, None].expand(new.shape)
@@ -211,26 +156,6 @@ def _mask_samples() -> Iterator[Sample]:
     yield (torch.tensor([2, 5]), later, tree, 9, held), {"window": 4, "chunk": 4}
 
 
-def _check_mask(
-    past: Tensor,
-    positions: Tensor,
-    ancestors: Tensor | None,
-    capacity: int,
-    row_positions: Tensor | None,
-) -> None:
-    given = Operands("step_mask")
-    given.fit("past", past, "B", I64)
-    given.fit("positions", positions, "BT", I64)
-    given.fit("ancestors", ancestors, "BTT", BOOL)
-    check_row_positions(given, row_positions, capacity)
-
-
-def check_row_positions(given: Operands, row_positions: Tensor | None, capacity: int) -> None:
-    """Whether positions of rows are i64[B,C]. Errors: `InputError`."""
-    given.sizes["C"] = capacity
-    given.fit("row_positions", row_positions, "BC", I64)
-
-
 def held_positions(
     past: Tensor, positions: Tensor, capacity: int, row_positions: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -246,26 +171,10 @@ def held_positions(
     return torch.where(inside, positions.gather(1, token), before), inside, token
 
 
-def _mask_fake(
-    past: Tensor,
-    positions: Tensor,
-    ancestors: Tensor | None,
-    capacity: int,
-    row_positions: Tensor | None = None,
-    *,
-    window: int | None = None,
-    chunk: int | None = None,
-) -> Tensor:
-    _check_mask(past, positions, ancestors, capacity, row_positions)
-    batch, width = positions.shape
-    return positions.new_empty((batch, 1, width, capacity), dtype=torch.bool)
-
-
-@define(
-    "step_mask(Tensor past, Tensor positions, Tensor? ancestors, SymInt capacity, "
-    "Tensor? row_positions=None, *, int? window=None, int? chunk=None) -> Tensor",
+@op(
+    "past: i64 B, positions: i64 BT, ancestors: bool BTT, C = capacity, row_positions: i64 BC "
+    "-> bool B1TC",
     samples=_mask_samples,
-    fake=_mask_fake,
 )
 def step_mask(
     past: Tensor,
@@ -289,7 +198,6 @@ def step_mask(
     before the token's, `chunk` those of positions before the token's own chunk. Errors:
     `InputError` naming an operand of another rank, size or dtype.
     """
-    _check_mask(past, positions, ancestors, capacity, row_positions)
     width = positions.shape[1]
     offset = torch.arange(capacity, device=past.device)[None, :] - past[:, None]
     held, inside, token = held_positions(past, positions, capacity, row_positions)
@@ -312,33 +220,9 @@ def _alibi_samples() -> Iterator[Sample]:
     yield (slopes, past, positions + 4, 9, torch.arange(18).reshape(2, 9) // 2), {}
 
 
-def _check_alibi(
-    slopes: Tensor, past: Tensor, positions: Tensor, capacity: int, row_positions: Tensor | None
-) -> None:
-    given = Operands("alibi")
-    given.fit("slopes", slopes, "H")
-    given.fit("past", past, "B", I64)
-    given.fit("positions", positions, "BT", I64)
-    check_row_positions(given, row_positions, capacity)
-
-
-def _alibi_fake(
-    slopes: Tensor,
-    past: Tensor,
-    positions: Tensor,
-    capacity: int,
-    row_positions: Tensor | None = None,
-) -> Tensor:
-    _check_alibi(slopes, past, positions, capacity, row_positions)
-    batch, width = positions.shape
-    return slopes.new_empty((batch, slopes.shape[0], width, capacity), dtype=torch.float32)
-
-
-@define(
-    "alibi(Tensor slopes, Tensor past, Tensor positions, SymInt capacity, "
-    "Tensor? row_positions=None) -> Tensor",
+@op(
+    "slopes: H, past: i64 B, positions: i64 BT, C = capacity, row_positions: i64 BC -> f32 BHTC",
     samples=_alibi_samples,
-    fake=_alibi_fake,
 )
 def alibi(
     slopes: Tensor,
@@ -354,7 +238,6 @@ def alibi(
     slopes [H]; past i64[B]; positions i64[B,T]; row_positions i64[B,C] as in `step_mask`.
     Source: Press et al., "Train Short, Test Long" (2021).
     """
-    _check_alibi(slopes, past, positions, capacity, row_positions)
     held, _, _ = held_positions(past, positions, capacity, row_positions)
     distance = (held[:, None, :] - positions[:, :, None]).float()
     return slopes.float()[None, :, None, None] * distance[:, None]
@@ -369,40 +252,11 @@ def _attend_samples() -> Iterator[Sample]:
     yield (q, k, v, mask), {"scale": 0.3, "bias": torch.randn(2, 4, 3, 9)}
 
 
-def check_attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None, sinks: Tensor | None
-) -> None:
-    """Whether `attend` takes these operands. Errors: `InputError` naming the one that does not."""
-    given = Operands("attend")
-    given.fit("q", q, "BHTD")
-    given.fit("k", k, "BGCD")
-    given.fit("v", v, "BGCE")
-    given.fit("mask", mask, "B1TC", BOOL)
-    given.fit("bias", bias, "BHTC")
-    given.fit("sinks", sinks, "H")
-    given.multiple("H", of="G")
-    given.at_least_one("C")
+ATTEND = "q: BHTD, k: BGCD, v: BGCE, mask: bool B1TC, bias: BHTC, sinks: H, H % G, C >= 1"
+"""What attention asks of its operands."""
 
 
-def _attend_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    **options: object,
-) -> Tensor:
-    check_attend(q, k, v, mask, bias, sinks)
-    return q.new_empty((*q.shape[:3], v.shape[3]))
-
-
-@define(
-    "attend(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor? bias=None, Tensor? sinks=None, *, "
-    "float scale, float? softcap=None) -> Tensor",
-    samples=_attend_samples,
-    fake=_attend_fake,
-)
+@op(f"{ATTEND} -> BHTE", samples=_attend_samples)
 def attend(
     q: Tensor,
     k: Tensor,
@@ -423,7 +277,6 @@ def attend(
     the scores; sinks, softcap as in `attention`. Hidden rows have no influence, whatever they hold.
     Errors: `InputError` naming an operand of another rank, size or dtype.
     """
-    check_attend(q, k, v, mask, bias, sinks)
     if sinks is None and softcap is None and q.shape[3] == v.shape[3]:
         extra = mask if bias is None else bias.masked_fill(~mask, float("-inf")).to(q.dtype)
         grouped = q.shape[1] != k.shape[1]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from . import Sample, define
+from . import Sample, op
 from .operands import Operands
-from .recurrent import check_counts, pending, rows_after
+from .recurrent import COUNTS, pending, rows_after
 
 
 def _conv_samples() -> Iterator[Sample]:
@@ -21,26 +21,14 @@ def _conv_samples() -> Iterator[Sample]:
     yield (torch.randn(2, 5, 3), torch.randn(3, 2), torch.randn(3)), {"layer": 1}
 
 
-def _check_conv(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Operands:
-    given = Operands(op)
-    given.fit("x", x, "BTD")
-    given.fit("weight", weight, "DN")
-    given.fit("bias", bias, "D")
+def _check(given: Operands) -> None:
     if given.sizes["N"] < 2:
-        raise InputError(f"{op}: weight must span at least 2 tokens, got [D,{given.sizes['N']}]")
-    return given
+        raise InputError(
+            f"{given.op}: weight must span at least 2 tokens, got [D,{given.sizes['N']}]"
+        )
 
 
-def _conv_fake(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, layer: int) -> Tensor:
-    _check_conv("causal_conv", x, weight, bias)
-    return x.new_empty(x.shape)
-
-
-@define(
-    "causal_conv(Tensor x, Tensor weight, Tensor? bias=None, *, int layer) -> Tensor",
-    samples=_conv_samples,
-    fake=_conv_fake,
-)
+@op("x: BTD, weight: DN, bias: D -> x", samples=_conv_samples, also=_check)
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, layer: int) -> Tensor:
     """Of each channel, the weighted sum of a token's value and those of the tokens before it.
 
@@ -49,7 +37,6 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, layer:
     x [B,T,D]; weight [D,N], the last column for the token itself; bias [D]. What is before the
     sequence counts as 0. `layer` names the layer that will own the last N-1 values.
     """
-    _check_conv("causal_conv", x, weight, bias)
     nothing = x.new_zeros((x.shape[0], weight.shape[1] - 1, x.shape[2]))
     return _convolved(nothing, x, weight, bias, None)
 
@@ -92,45 +79,11 @@ def _conv_step_samples() -> Iterator[Sample]:
         yield (history, rows, *counts, ancestors, x, weight, bias), {}
 
 
-def check_conv_step(
-    history: Tensor,
-    rows: Tensor,
-    folded: Tensor,
-    past: Tensor,
-    certain: Tensor,
-    ancestors: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-) -> None:
-    """Whether these fit each other. Errors: `InputError` naming the one that does not."""
-    given = _check_conv("causal_conv_step", x, weight, bias)
-    given.sizes["P"] = given.sizes["N"] - 1
-    given.fit("history", history, "BPD")
-    given.fit("rows", rows, "BWD")
-    check_counts(given, folded, past, certain, ancestors)
-
-
-def _conv_step_fake(
-    history: Tensor,
-    rows: Tensor,
-    folded: Tensor,
-    past: Tensor,
-    certain: Tensor,
-    ancestors: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    check_conv_step(history, rows, folded, past, certain, ancestors, x, weight, bias)
-    return tuple(made.new_empty(made.shape) for made in (x, history, rows))
-
-
-@define(
-    "causal_conv_step(Tensor history, Tensor rows, Tensor folded, Tensor past, Tensor certain, "
-    "Tensor? ancestors, Tensor x, Tensor weight, Tensor? bias=None) -> (Tensor, Tensor, Tensor)",
+@op(
+    f"x: BTD, weight: DN, bias: D, also, P = N - 1, history: BPD, rows: BWD, {COUNTS} -> x, "
+    "history, rows",
     samples=_conv_step_samples,
-    fake=_conv_step_fake,
+    also=_check,
 )
 def causal_conv_step(
     history: Tensor,
@@ -153,7 +106,6 @@ def causal_conv_step(
     [B,T,D], weight and bias as in `causal_conv`. Results: y [B,T,D], the new history and log.
     Errors: `InputError` naming an operand that does not fit.
     """
-    check_conv_step(history, rows, folded, past, certain, ancestors, x, weight, bias)
     span = weight.shape[1]
     begun = (past > 0)[:, None, None]
     held = torch.cat([history, rows], 1)

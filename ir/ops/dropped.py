@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from . import Sample, define
+from . import Sample, op
 from .operands import Operands
 
-I64, F32 = torch.int64, torch.float32
+F32 = torch.float32
 
 
 def _features_samples() -> Iterator[Sample]:
@@ -26,20 +26,7 @@ def _features_samples() -> Iterator[Sample]:
     yield (x, inner, outer, torch.randn(2, 5, 5)), {}
 
 
-def _features_fake(x: Tensor, inner: Tensor, outer: Tensor, last: Tensor | None = None) -> Tensor:
-    given = Operands("positive_features")
-    given.fit("x", x, "BHTD")
-    given.fit("inner", inner, "HDI", F32)
-    given.fit("outer", outer, "HIR", F32)
-    given.fit("last", last, "HRR", F32)
-    return x.new_empty((*x.shape[:3], outer.shape[2]), dtype=F32)
-
-
-@define(
-    "positive_features(Tensor x, Tensor inner, Tensor outer, Tensor? last=None) -> Tensor",
-    samples=_features_samples,
-    fake=_features_fake,
-)
+@op("x: BHTD, inner: f32 HDI, outer: f32 HIR, last: f32 HRR -> f32 BHTR", samples=_features_samples)
 def positive_features(
     x: Tensor, inner: Tensor, outer: Tensor, last: Tensor | None = None
 ) -> Tensor:
@@ -50,7 +37,6 @@ def positive_features(
     x [B,H,T,D]; inner f32[H,D,I] and outer f32[H,I,R], GELU after each; last f32[H,R,R], if there
     is one, behind them; of the outcome the size, without its sign.
     """
-    _features_fake(x, inner, outer, last)
     gelu = torch.nn.functional.gelu
     found = gelu(torch.matmul(gelu(torch.matmul(x.float(), inner)), outer))
     return (found if last is None else torch.matmul(found, last)).abs()
@@ -63,35 +49,19 @@ def _add_samples() -> Iterator[Sample]:
     yield (*given, torch.tensor([8, 0, 4])), {"full": 8, "block": 4}
 
 
-def _add_fake(
-    state: Tensor,
-    features: Tensor,
-    values: Tensor,
-    rows: Tensor,
-    past: Tensor,
-    *,
-    full: int,
-    block: int,
-) -> Tensor:
-    given = Operands("add_dropped")
-    given.fit("state", state, "BGPF", F32)
-    given.fit("features", features, "BGCR", F32)
-    given.fit("values", values, "BGCE")
-    given.fit("rows", rows, "BGK", I64)
-    given.fit("past", past, "B", I64)
-    if state.shape[3] != values.shape[3] + 1 or not 1 <= block < full:
+def _check(given: Operands, full: int, block: int) -> None:
+    state, values = given.sizes["F"], given.sizes["E"]
+    if state != values + 1 or not 1 <= block < full:
         raise InputError(
-            f"add_dropped: expected a state of values' width and one more, and 1 <= block < full; "
-            f"got {state.shape[3]} and {values.shape[3]}, block={block}, full={full}"
+            f"{given.op}: expected a state of values' width and one more, and 1 <= block < full; "
+            f"got {state} and {values}, block={block}, full={full}"
         )
-    return state.new_empty((*state.shape[:2], features.shape[3], state.shape[3]))
 
 
-@define(
-    "add_dropped(Tensor state, Tensor features, Tensor values, Tensor rows, Tensor past, *, "
-    "int full, int block) -> Tensor",
+@op(
+    "state: f32 BGPF, features: f32 BGCR, values: BGCE, rows: i64 BGK, past: i64 B -> BGRF",
     samples=_add_samples,
-    fake=_add_fake,
+    also=_check,
 )
 def add_dropped(
     state: Tensor,
@@ -113,7 +83,6 @@ def add_dropped(
     each, every feature is added times the value, and times 1 in the last column. Where past is
     `block`, a text begins, and nothing was dropped yet.
     """
-    _add_fake(state, features, values, rows, past, full=full, block=block)
     place = torch.arange(features.shape[2], device=past.device)
     kept = torch.zeros_like(features[..., 0]).scatter(2, rows, 1.0)
     goes = (place[None] < past[:, None]) & (past >= full)[:, None]
@@ -130,24 +99,10 @@ def _read_samples() -> Iterator[Sample]:
     yield (*given, torch.tensor([[9, 10, 11], [4, 5, 6]]), torch.tensor([5, 4])), {}
 
 
-def _read_fake(
-    features: Tensor, state: Tensor, positions: Tensor, past: Tensor
-) -> tuple[Tensor, Tensor]:
-    given = Operands("read_dropped")
-    given.fit("features", features, "BHTR", F32)
-    given.fit("state", state, "BGPF", F32)
-    given.fit("positions", positions, "BT", I64)
-    given.fit("past", past, "B", I64)
-    given.multiple("H", of="G")
-    out = features.new_empty((*features.shape[:3], state.shape[3] - 1))
-    return out, features.new_empty(features.shape[:3])
-
-
-@define(
-    "read_dropped(Tensor features, Tensor state, Tensor positions, Tensor past) "
-    "-> (Tensor, Tensor)",
+@op(
+    "features: f32 BHTR, state: f32 BGPF, positions: i64 BT, past: i64 B, H % G, E = F - 1 -> "
+    "BHTE, BHT",
     samples=_read_samples,
-    fake=_read_fake,
 )
 def read_dropped(
     features: Tensor, state: Tensor, positions: Tensor, past: Tensor
@@ -161,7 +116,6 @@ def read_dropped(
     positions i64[B,T] and past i64[B]: as long as a text's first token of a step stands where its
     row is, nothing was dropped, and the weight is -infinity.
     """
-    _read_fake(features, state, positions, past)
     batch, heads, width, rank = features.shape
     groups, wide = state.shape[1], state.shape[3]
     grouped = features.reshape(batch, groups, heads // groups * width, rank)

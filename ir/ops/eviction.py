@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from . import Sample, define
+from . import Sample, op
 from .operands import Operands
-from .rotary import turned_on
+from .rotary import check_tables, turned_on
 
 I64 = torch.int64
 STEPS = 1024.0
@@ -31,13 +31,7 @@ def _rounded(scores: Tensor) -> Tensor:
     return torch.round(scores.float() * STEPS)
 
 
-def _age_fake(keys: Tensor) -> Tensor:
-    given = Operands("row_scores_age")
-    given.fit("keys", keys, "BGCD")
-    return keys.new_empty(keys.shape[:3], dtype=torch.float32)
-
-
-@define("row_scores_age(Tensor keys) -> Tensor", samples=lambda: _norm_samples(), fake=_age_fake)
+@op("keys: BGCD -> f32 BGC", samples=lambda: _norm_samples())
 def row_scores_age(keys: Tensor) -> Tensor:
     """Nothing but its age tells a row from another: all scores are 0, and the latest rows count.
 
@@ -45,7 +39,6 @@ def row_scores_age(keys: Tensor) -> Tensor:
 
     keys [B,G,C,D].
     """
-    _age_fake(keys)
     return torch.zeros_like(keys[..., 0], dtype=torch.float32)
 
 
@@ -53,13 +46,7 @@ def _norm_samples() -> Iterator[Sample]:
     yield (torch.randn(2, 2, 7, 4),), {}
 
 
-def _norm_fake(keys: Tensor) -> Tensor:
-    given = Operands("row_scores_norm")
-    given.fit("keys", keys, "BGCD")
-    return keys.new_empty(keys.shape[:3], dtype=torch.float32)
-
-
-@define("row_scores_norm(Tensor keys) -> Tensor", samples=_norm_samples, fake=_norm_fake)
+@op("keys: BGCD -> f32 BGC", samples=_norm_samples)
 def row_scores_norm(keys: Tensor) -> Tensor:
     """The smaller a key is, the more its row counts: minus the logarithm of its length.
 
@@ -68,7 +55,6 @@ def row_scores_norm(keys: Tensor) -> Tensor:
     keys [B,G,C,D]. Scores are whole numbers, 1,024 of them to a factor of e. Source: Devoto et al.,
     "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression" (2024).
     """
-    _norm_fake(keys)
     squares = keys.float().pow(2).sum(-1)
     return -_rounded(squares.clamp(min=LEAST).log() * 0.5)
 
@@ -77,18 +63,7 @@ def _keydiff_samples() -> Iterator[Sample]:
     yield (torch.randn(2, 2, 7, 4), torch.tensor([3, 7])), {}
 
 
-def _keydiff_fake(keys: Tensor, past: Tensor) -> Tensor:
-    given = Operands("row_scores_keydiff")
-    given.fit("keys", keys, "BGCD")
-    given.fit("past", past, "B", I64)
-    return keys.new_empty(keys.shape[:3], dtype=torch.float32)
-
-
-@define(
-    "row_scores_keydiff(Tensor keys, Tensor past) -> Tensor",
-    samples=_keydiff_samples,
-    fake=_keydiff_fake,
-)
+@op("keys: BGCD, past: i64 B -> f32 BGC", samples=_keydiff_samples)
 def row_scores_keydiff(keys: Tensor, past: Tensor) -> Tensor:
     """The less a key resembles the others, the more its row counts.
 
@@ -99,7 +74,6 @@ def row_scores_keydiff(keys: Tensor, past: Tensor) -> Tensor:
     "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
     Resource-Constrained Environments" (2025).
     """
-    _keydiff_fake(keys, past)
     lengths = keys.float().pow(2).sum(-1, keepdim=True).clamp(min=LEAST).sqrt()
     directions = keys.float() / lengths
     valid = torch.arange(keys.shape[2], device=past.device)[None] < past[:, None]
@@ -117,37 +91,15 @@ def _attention_samples() -> Iterator[Sample]:
     )
 
 
-def _check_queries(
-    op: str, queries: Tensor, keys: Tensor, past: Tensor, block: int, last: int
-) -> None:
-    given = Operands(op)
-    given.fit("queries", queries, "BHWD")
-    given.fit("keys", keys, "BGCD")
-    given.fit("past", past, "B", I64)
-    given.multiple("H", of="G")
+def _check_last(given: Operands, block: int, last: int) -> None:
     if not 1 <= last <= block:
-        raise InputError(f"{op}: expected 1 <= last <= block, got last={last}, block={block}")
+        raise InputError(f"{given.op}: expected 1 <= last <= block, got last={last}, block={block}")
 
 
-def _attention_fake(
-    queries: Tensor,
-    keys: Tensor,
-    past: Tensor,
-    *,
-    block: int,
-    last: int,
-    scale: float,
-    softcap: float | None = None,
-) -> Tensor:
-    _check_queries("row_attention", queries, keys, past, block, last)
-    return keys.new_empty(keys.shape[:3], dtype=torch.float32)
-
-
-@define(
-    "row_attention(Tensor queries, Tensor keys, Tensor past, *, int block, int last, float scale, "
-    "float? softcap=None) -> Tensor",
+@op(
+    "queries: BHWD, keys: BGCD, past: i64 B, H % G -> f32 BGC",
     samples=_attention_samples,
-    fake=_attention_fake,
+    also=_check_last,
 )
 def row_attention(
     queries: Tensor,
@@ -168,7 +120,6 @@ def row_attention(
     multiple of block, rows are valid. scale, softcap as in `attend`. A query sees the rows up to
     its own. Rows at and after past get 0.
     """
-    _check_queries("row_attention", queries, keys, past, block, last)
     batch, groups, rows, dim = keys.shape
     heads = queries.shape[1]
     latest = torch.arange(block - last, block, device=past.device)
@@ -190,23 +141,14 @@ def _ranked_samples() -> Iterator[Sample]:
     yield (torch.rand(2, 2, 9), torch.tensor([8, 4])), {"pool": 5, "recent": 2}
 
 
-def _ranked_fake(attention: Tensor, past: Tensor, *, pool: int = 1, recent: int = 0) -> Tensor:
-    given = Operands("row_scores_attention")
-    given.fit("attention", attention, "BGC")
-    given.fit("past", past, "B", I64)
+def _check_pool(given: Operands, pool: int, recent: int) -> None:
     if pool < 1 or pool % 2 == 0 or recent < 0:
         raise InputError(
-            f"row_scores_attention: expected an odd pool and recent >= 0, got pool={pool}, "
-            f"recent={recent}"
+            f"{given.op}: expected an odd pool and recent >= 0, got pool={pool}, recent={recent}"
         )
-    return torch.empty_like(attention, dtype=torch.float32)
 
 
-@define(
-    "row_scores_attention(Tensor attention, Tensor past, *, int pool=1, int recent=0) -> Tensor",
-    samples=_ranked_samples,
-    fake=_ranked_fake,
-)
+@op("attention: BGC, past: i64 B -> f32 attention", samples=_ranked_samples, also=_check_pool)
 def row_scores_attention(
     attention: Tensor, past: Tensor, *, pool: int = 1, recent: int = 0
 ) -> Tensor:
@@ -218,7 +160,6 @@ def row_scores_attention(
     Averaged over `pool` rows around each, the last `recent` rows and what is outside counting 0.
     Scores are whole numbers, 1,024 of them to a factor of e.
     """
-    _ranked_fake(attention, past, pool=pool, recent=recent)
     rows = attention.shape[2]
     counted = torch.arange(rows, device=past.device)[None] < past[:, None] - recent
     score = attention.float().masked_fill(~counted[:, None], 0.0)
@@ -237,19 +178,7 @@ def _sums_samples() -> Iterator[Sample]:
     yield (torch.rand(3, 2, 9, 1), torch.rand(3, 2, 9), torch.tensor([8, 4, 0])), {"count": 4}
 
 
-def _sums_fake(sums: Tensor, attention: Tensor, past: Tensor, *, count: int) -> Tensor:
-    given = Operands("row_sums")
-    given.fit("sums", sums, "BGC1", torch.float32)
-    given.fit("attention", attention, "BGC")
-    given.fit("past", past, "B", I64)
-    return torch.empty_like(sums)
-
-
-@define(
-    "row_sums(Tensor sums, Tensor attention, Tensor past, *, int count) -> Tensor",
-    samples=_sums_samples,
-    fake=_sums_fake,
-)
+@op("sums: f32 BGC1, attention: BGC, past: i64 B -> sums", samples=_sums_samples)
 def row_sums(sums: Tensor, attention: Tensor, past: Tensor, *, count: int) -> Tensor:
     """All the attention that rows got: what they had, and that of the last `count` queries.
 
@@ -259,7 +188,6 @@ def row_sums(sums: Tensor, attention: Tensor, past: Tensor, *, count: int) -> Te
     rows are valid, of which the last `count` are new: they had nothing. A sequence with past 0
     stays as it is.
     """
-    _sums_fake(sums, attention, past, count=count)
     place = torch.arange(sums.shape[2], device=past.device)
     known = place[None] < past[:, None] - count
     before = sums.masked_fill(~known[:, None, :, None], 0.0)
@@ -273,29 +201,15 @@ def _top_samples() -> Iterator[Sample]:
     yield (scores, torch.tensor([8, 9])), {"rows": 4, "full": 8, "sinks": 0, "recent": 0}
 
 
-def _check_top(scores: Tensor, past: Tensor, rows: int, full: int, sinks: int, recent: int) -> None:
-    given = Operands("keep_top")
-    given.fit("scores", scores, "BGC", torch.float32)
-    given.fit("past", past, "B", I64)
+def _check_top(given: Operands, rows: int, full: int, sinks: int, recent: int) -> None:
     if not (sinks >= 0 and recent >= 0 and 1 <= rows < full and sinks + recent <= rows):
         raise InputError(
-            f"keep_top: expected sinks + recent <= rows < full, got sinks={sinks}, "
+            f"{given.op}: expected sinks + recent <= rows < full, got sinks={sinks}, "
             f"recent={recent}, rows={rows}, full={full}"
         )
 
 
-def _top_fake(
-    scores: Tensor, past: Tensor, *, rows: int, full: int, sinks: int, recent: int
-) -> Tensor:
-    _check_top(scores, past, rows, full, sinks, recent)
-    return past.new_empty((*scores.shape[:2], rows))
-
-
-@define(
-    "keep_top(Tensor scores, Tensor past, *, int rows, int full, int sinks, int recent) -> Tensor",
-    samples=_top_samples,
-    fake=_top_fake,
-)
+@op("scores: f32 BGC, past: i64 B, K = rows -> i64 BGK", samples=_top_samples, also=_check_top)
 def keep_top(
     scores: Tensor, past: Tensor, *, rows: int, full: int, sinks: int, recent: int
 ) -> Tensor:
@@ -308,7 +222,6 @@ def keep_top(
     others, those with the highest scores, of equal ones the later. One with fewer keeps its first
     `rows` rows as they are.
     """
-    _check_top(scores, past, rows, full, sinks, recent)
     count = scores.shape[2]
     place = torch.arange(count, device=past.device)
     valid = place[None] < past[:, None]
@@ -329,14 +242,7 @@ def _take_samples() -> Iterator[Sample]:
     yield (torch.randint(256, (2, 2, 5, 3), dtype=torch.uint8), rows), {}
 
 
-def _take_fake(cache: Tensor, rows: Tensor) -> Tensor:
-    given = Operands("take_rows")
-    given.fit("cache", cache, "BGCD", None if cache.dtype.is_floating_point else torch.uint8)
-    given.fit("rows", rows, "BGK", I64)
-    return cache.new_empty((*rows.shape, cache.shape[3]))
-
-
-@define("take_rows(Tensor cache, Tensor rows) -> Tensor", samples=_take_samples, fake=_take_fake)
+@op("cache: float|u8 BGCD, rows: i64 BGK -> BGKD", samples=_take_samples)
 def take_rows(cache: Tensor, rows: Tensor) -> Tensor:
     """Some rows of a cache, each head's own.
 
@@ -344,7 +250,6 @@ def take_rows(cache: Tensor, rows: Tensor) -> Tensor:
 
     cache [B,G,C,D], floating or u8; rows i64[B,G,K], each below C.
     """
-    _take_fake(cache, rows)
     return cache.gather(2, rows[..., None].expand(*rows.shape, cache.shape[3]))
 
 
@@ -356,27 +261,7 @@ def _turn_samples() -> Iterator[Sample]:
         yield (keys, rows, angle.cos() * 1.2, angle.sin() * 1.2), {"interleaved": interleaved}
 
 
-def _turn_fake(
-    keys: Tensor, rows: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
-) -> Tensor:
-    given = Operands("turn_rows")
-    given.fit("keys", keys, "BGKD")
-    given.fit("rows", rows, "BGK", I64)
-    given.fit("cos", cos, "PR")
-    given.fit("sin", sin, "PR")
-    if 2 * cos.shape[1] > keys.shape[3]:
-        raise InputError(
-            f"turn_rows: expected tables [P,R] with 2R <= D={keys.shape[3]}, got {list(cos.shape)}"
-        )
-    return torch.empty_like(keys)
-
-
-@define(
-    "turn_rows(Tensor keys, Tensor rows, Tensor cos, Tensor sin, *, bool interleaved=False) "
-    "-> Tensor",
-    samples=_turn_samples,
-    fake=_turn_fake,
-)
+@op("keys: BGKD, rows: i64 BGK, cos: PR, sin: PR -> keys", samples=_turn_samples, also=check_tables)
 def turn_rows(
     keys: Tensor, rows: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 ) -> Tensor:
@@ -388,6 +273,5 @@ def turn_rows(
     i64[B,G,K], each below P, as is K. Tables may be scaled: what is turned keeps its length, and a
     key that stays where it was is not changed at all.
     """
-    _turn_fake(keys, rows, cos, sin, interleaved=interleaved)
     count, cos, sin = keys.shape[2], cos.float(), sin.float()
     return turned_on(keys, (cos[rows], sin[rows]), (cos[:count], sin[:count]), interleaved)

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from . import Sample, define
+from . import Sample, op
 from .operands import Operands
 from .rotary import rotated
 
-I64 = torch.int64
 HIDDEN = -1e30
 
 
@@ -30,38 +29,22 @@ def _turned_samples() -> Iterator[Sample]:
     yield (queries, None, None), {"block": 4, "ahead": 5}
 
 
-def _turned_fake(
-    queries: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    *,
-    block: int,
-    ahead: int,
-    interleaved: bool = False,
-) -> Tensor:
-    given = Operands("expected_queries")
-    given.fit("queries", queries, "BHWD")
-    given.fit("cos", cos, "PR")
-    given.fit("sin", sin, "PR")
+def _check(
+    given: Operands, queries: Tensor, cos: Tensor | None, sin: Tensor | None, block: int, ahead: int
+) -> None:
     if block < 1 or ahead < 1 or (cos is None) != (sin is None):
         raise InputError(
-            f"expected_queries: expected block, ahead >= 1 and both tables or none, got "
+            f"{given.op}: expected block, ahead >= 1 and both tables or none, got "
             f"block={block}, ahead={ahead}"
         )
     if cos is not None and (2 * cos.shape[1] > queries.shape[3] or block + ahead > cos.shape[0]):
         raise InputError(
-            f"expected_queries: expected tables [P,R] with 2R <= D={queries.shape[3]} and "
+            f"{given.op}: expected tables [P,R] with 2R <= D={queries.shape[3]} and "
             f"P >= block + ahead = {block + ahead}, got {list(cos.shape)}"
         )
-    return queries.new_empty((*queries.shape[:2], block, queries.shape[3]), dtype=torch.float32)
 
 
-@define(
-    "expected_queries(Tensor queries, Tensor? cos, Tensor? sin, *, int block, int ahead, "
-    "bool interleaved=False) -> Tensor",
-    samples=_turned_samples,
-    fake=_turned_fake,
-)
+@op("queries: BHWD, cos: PR, sin: PR, N = block -> f32 BHND", samples=_turned_samples, also=_check)
 def expected_queries(
     queries: Tensor,
     cos: Tensor | None,
@@ -80,7 +63,6 @@ def expected_queries(
     not rotated, and stay as they are. Tables may be scaled, which queries are already.
     Source: Devoto et al., "Expected Attention" (2025), the average rotation.
     """
-    _turned_fake(queries, cos, sin, block=block, ahead=ahead, interleaved=interleaved)
     asked = queries.index_select(2, torch.arange(block, device=queries.device)).float()
     if cos is None or sin is None:
         return asked.clone()
@@ -101,23 +83,9 @@ def _expected_samples() -> Iterator[Sample]:
     yield given, {"sinks": 0, "scale": 1.0}
 
 
-def _expected_fake(
-    queries: Tensor, keys: Tensor, values: Tensor, past: Tensor, *, sinks: int, scale: float
-) -> Tensor:
-    given = Operands("expected_attention")
-    given.fit("queries", queries, "BHWD")
-    given.fit("keys", keys, "BGCD")
-    given.fit("values", values, "BGCE")
-    given.fit("past", past, "B", I64)
-    given.multiple("H", of="G")
-    return keys.new_empty(keys.shape[:3], dtype=torch.float32)
-
-
-@define(
-    "expected_attention(Tensor queries, Tensor keys, Tensor values, Tensor past, *, int sinks, "
-    "float scale) -> Tensor",
+@op(
+    "queries: BHWD, keys: BGCD, values: BGCE, past: i64 B, H % G -> f32 BGC",
     samples=_expected_samples,
-    fake=_expected_fake,
 )
 def expected_attention(
     queries: Tensor, keys: Tensor, values: Tensor, past: Tensor, *, sinks: int, scale: float
@@ -132,7 +100,6 @@ def expected_attention(
     is the softmax over all valid rows but the first `sinks`, a row's the mean over a group's heads.
     Rows that do not take part get 0. Source: Devoto et al., "Expected Attention" (2025).
     """
-    _expected_fake(queries, keys, values, past, sinks=sinks, scale=scale)
     batch, groups, rows, dim = keys.shape
     heads, count = queries.shape[1], queries.shape[2]
     asked = queries.float().reshape(batch, groups, heads // groups * count, dim)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from . import Sample, define
+from . import Sample, op
 from .operands import Operands
 
-I64, U8 = torch.int64, torch.uint8
+U8 = torch.uint8
 BITS = (2, 3, 4, 8)
 
 
@@ -98,24 +98,19 @@ def _quantize_samples() -> Iterator[Sample]:
         yield (x,), {"bits": bits, "group": group, "by_channel": by_channel, "outliers": 2}
 
 
-def _quantize_fake(
-    x: Tensor, *, bits: int, group: int, by_channel: bool, outliers: int = 0
-) -> tuple[Tensor, Tensor]:
-    Operands("quantize_groups").fit("x", x, "BGTD")
-    batch, groups, rows, width = x.shape
-    each = _check_groups("quantize_groups", width, rows, bits, group, by_channel, outliers)
-    codes = x.new_empty((batch, groups, rows, width * bits // 8), dtype=U8)
-    numbers = (2 + 2 * outliers) * (width if by_channel else width // each)
-    sizes = (rows // each if by_channel else rows, numbers)
-    return codes, x.new_empty((batch, groups, *sizes), dtype=torch.float32)
+def _check_quantize(
+    given: Operands, bits: int, group: int, by_channel: bool, outliers: int
+) -> None:
+    rows, width = given.sizes["T"], given.sizes["D"]
+    each = _check_groups(given.op, width, rows, bits, group, by_channel, outliers)
+    given.sizes.update(
+        K=width * bits // 8,
+        S=rows // each if by_channel else rows,
+        N=(2 + 2 * outliers) * (width if by_channel else width // each),
+    )
 
 
-@define(
-    "quantize_groups(Tensor x, *, int bits, int group, bool by_channel, int outliers=0) "
-    "-> (Tensor, Tensor)",
-    samples=_quantize_samples,
-    fake=_quantize_fake,
-)
+@op("x: BGTD -> u8 BGTK, f32 BGSN", samples=_quantize_samples, also=_check_quantize)
 def quantize_groups(
     x: Tensor, *, bits: int, group: int, by_channel: bool, outliers: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -136,9 +131,8 @@ def quantize_groups(
     Source: Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (2024);
     outliers: Hooper et al., "KVQuant" (2024), and Kang et al., "GEAR" (2024).
     """
-    Operands("quantize_groups").fit("x", x, "BGTD")
     batch, groups, rows, width = x.shape
-    each = _check_groups("quantize_groups", width, rows, bits, group, by_channel, outliers)
+    each = group if by_channel else min(group, width)
     shape = (rows // each, each, width) if by_channel else (rows, width // each, each)
     axis = 3 if by_channel else 4
     numbers = x.float().reshape(batch, groups, *shape)
@@ -173,29 +167,22 @@ def _values_samples() -> Iterator[Sample]:
         yield quantize_groups(torch.randn(3, 2, 12, 8), **how), how
 
 
-def _values_fake(
-    codes: Tensor, steps: Tensor, *, bits: int, group: int, by_channel: bool, outliers: int = 0
-) -> Tensor:
-    given = Operands("group_values")
-    given.fit("codes", codes, "BGCK", U8)
-    given.fit("steps", steps, "BGSN" if by_channel else "BGCN", torch.float32)
-    width = codes.shape[3] * 8 // max(bits, 1)
-    each = _check_groups("group_values", width, None, bits, group, by_channel, outliers)
+def _check_values(
+    given: Operands, steps: Tensor, bits: int, group: int, by_channel: bool, outliers: int
+) -> None:
+    if not by_channel and given.sizes["S"] != given.sizes["C"]:
+        given.refuse("steps", steps, "BGCN", torch.float32)
+    width = given.sizes["D"] = given.sizes["K"] * 8 // max(bits, 1)
+    each = _check_groups(given.op, width, None, bits, group, by_channel, outliers)
     numbers = (2 + 2 * outliers) * (width if by_channel else width // each)
     if steps.shape[3] != numbers:
         raise InputError(
-            f"group_values: rows of {width} in {bits} bits have steps [B,G,S,{numbers}], got "
+            f"{given.op}: rows of {width} in {bits} bits have steps [B,G,S,{numbers}], got "
             f"{list(steps.shape)}"
         )
-    return steps.new_empty((*codes.shape[:3], width))
 
 
-@define(
-    "group_values(Tensor codes, Tensor steps, *, int bits, int group, bool by_channel, "
-    "int outliers=0) -> Tensor",
-    samples=_values_samples,
-    fake=_values_fake,
-)
+@op("codes: u8 BGCK, steps: f32 BGSN -> f32 BGCD", samples=_values_samples, also=_check_values)
 def group_values(
     codes: Tensor, steps: Tensor, *, bits: int, group: int, by_channel: bool, outliers: int = 0
 ) -> Tensor:
@@ -205,7 +192,6 @@ def group_values(
 
     codes u8[B,G,C,D*bits/8] and steps, see there.
     """
-    _values_fake(codes, steps, bits=bits, group=group, by_channel=by_channel, outliers=outliers)
     rows, width = codes.shape[2], codes.shape[3] * 8 // bits
     numbers = _unpacked(codes.float(), width, bits)
     index = torch.arange(rows, device=codes.device)
@@ -230,22 +216,15 @@ def _join_samples() -> Iterator[Sample]:
     yield given, {"residual": 4, "block": 2}
 
 
-def _join_fake(
-    stored: Tensor, recent: Tensor, past: Tensor, *, residual: int, block: int
-) -> Tensor:
-    given = Operands("join_rows")
-    given.fit("stored", stored, "BGCD")
-    given.fit("recent", recent, "BGRD")
-    given.fit("past", past, "B", I64)
+def _check_join(given: Operands, residual: int, block: int) -> None:
     if residual < 1 or block < 1:
-        raise InputError(f"join_rows: residual={residual}, block={block}; expected at least 1")
-    return recent.new_empty(stored.shape)
+        raise InputError(f"{given.op}: residual={residual}, block={block}; expected at least 1")
 
 
-@define(
-    "join_rows(Tensor stored, Tensor recent, Tensor past, *, int residual, int block) -> Tensor",
+@op(
+    "stored: BGCD, recent: BGRD, past: i64 B -> recent stored",
     samples=_join_samples,
-    fake=_join_fake,
+    also=_check_join,
 )
 def join_rows(stored: Tensor, recent: Tensor, past: Tensor, *, residual: int, block: int) -> Tensor:
     """All rows of a text in their order: what is stored in few bits, and the latest.
@@ -256,7 +235,6 @@ def join_rows(stored: Tensor, recent: Tensor, past: Tensor, *, residual: int, bl
     all but residual + past mod block are stored. Rows of the step are in `recent` after those. Rows
     behind the step's are not valid.
     """
-    _join_fake(stored, recent, past, residual=residual, block=block)
     rows, count, width = stored.shape[2], recent.shape[2], recent.shape[3]
     index = torch.arange(rows, device=past.device)
     own = index[None] - (past - torch.minimum(past, residual + past % block))[:, None]
@@ -273,21 +251,15 @@ def _store_samples() -> Iterator[Sample]:
     yield (cache, codes, torch.tensor([8, 0, 4])), {"after": 4, "each": 2}
 
 
-def _store_fake(cache: Tensor, new: Tensor, past: Tensor, *, after: int, each: int = 1) -> Tensor:
-    given = Operands("store_rows")
-    stored = None if cache.dtype.is_floating_point else U8
-    given.fit("cache", cache, "BGCD", stored)
-    given.fit("new", new, "BGTD", stored)
-    given.fit("past", past, "B", I64)
+def _check_store(given: Operands, after: int, each: int) -> None:
     if after < 1 or each < 1:
-        raise InputError(f"store_rows: after={after}, each={each}; expected at least 1")
-    return torch.empty_like(cache)
+        raise InputError(f"{given.op}: after={after}, each={each}; expected at least 1")
 
 
-@define(
-    "store_rows(Tensor cache, Tensor new, Tensor past, *, int after, int each=1) -> Tensor",
+@op(
+    "cache: float|u8 BGCD, new: float|u8 BGTD, past: i64 B -> cache",
     samples=_store_samples,
-    fake=_store_fake,
+    also=_check_store,
 )
 def store_rows(cache: Tensor, new: Tensor, past: Tensor, *, after: int, each: int = 1) -> Tensor:
     """The cache with rows that a text's own row past - after begins.
@@ -298,7 +270,6 @@ def store_rows(cache: Tensor, new: Tensor, past: Tensor, *, after: int, each: in
     than `after` rows stays as it is. each: rows of a text that one of these stands for. Nothing is
     written beyond the cache.
     """
-    _store_fake(cache, new, past, after=after, each=each)
     count = new.shape[2]
     first = torch.div((past - after).clamp(min=0), each, rounding_mode="floor")
     first = first.clamp(max=cache.shape[2] - count)

@@ -7,18 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from . import Sample, define
+from . import Sample, op
 
 
 def _samples() -> Iterator[Sample]:
     yield (torch.randn(2, 3, 8),), {"layer": 1, "point": "attention"}
 
 
-def _fake(x: Tensor, *, layer: int, point: str) -> Tensor:
-    return torch.empty_like(x)
-
-
-@define("hidden(Tensor x, *, int layer, str point) -> Tensor", samples=_samples, fake=_fake)
+@op("x: any ...H -> x", samples=_samples)
 def hidden(x: Tensor, *, layer: int, point: str) -> Tensor:
     """The residual stream, unchanged, at a named point.
 

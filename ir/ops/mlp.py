@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from . import Sample, define
+from . import Sample, op
+from .operands import Operands
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,
@@ -22,11 +23,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def activate(x: Tensor, activation: str) -> Tensor:
     """Apply a named activation. Errors: `InputError` listing the known names."""
-    _known(activation)
+    check_activation(activation)
     return ACTIVATIONS[activation](x)
 
 
-def _known(activation: str) -> None:
+def check_activation(activation: str) -> None:
+    """Errors: `InputError` for a name that is none of `ACTIVATIONS`."""
     if activation not in ACTIVATIONS:
         raise InputError(f"unknown activation {activation!r}; expected one of {list(ACTIVATIONS)}")
 
@@ -36,17 +38,11 @@ def _samples() -> Iterator[Sample]:
         yield (torch.randn(2, 3, 8), torch.randn(2, 3, 8)), {"activation": activation}
 
 
-def _type(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
-    _known(activation)
-    if gate.shape != up.shape:
-        raise InputError(f"gate {list(gate.shape)} and up {list(up.shape)} must be of one shape")
-    if not (gate.is_floating_point() and up.is_floating_point()):
-        raise InputError(f"gate and up must be floating, got {gate.dtype} and {up.dtype}")
-    dtype = torch.promote_types(gate.dtype, up.dtype)
-    return torch.empty_like(gate, dtype=dtype, memory_format=torch.contiguous_format)
+def _check(given: Operands, activation: str) -> None:
+    check_activation(activation)
 
 
-@define("glu(Tensor gate, Tensor up, *, str activation) -> Tensor", samples=_samples, fake=_type)
+@op("gate: ...F, up: float gate -> gate+up gate", samples=_samples, also=_check)
 def glu(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
     """activation(gate) * up.
 
@@ -55,5 +51,4 @@ def glu(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
     gate, up of one shape; activation: silu, gelu, gelu_tanh, relu or sigmoid.
     Source: Shazeer, "GLU Variants Improve Transformer" (2020).
     """
-    _type(gate, up, activation=activation)
     return activate(gate, activation) * up

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
-from . import Sample, define
+from . import Sample, op
 from .mlp import activate
 from .operands import Operands
 
@@ -26,29 +25,6 @@ def _samples() -> Iterator[Sample]:
         experts = torch.stack([torch.randperm(4)[:2] for _ in range(rows)])
         x, weights = torch.randn(rows, 8), torch.rand(rows, 2)
         yield (x, experts, weights, gate_up, down, *extra), options
-
-
-def _check(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-) -> None:
-    given = Operands("moe")
-    given.fit("x", x, "NH")
-    given.fit("experts", experts, "NK", torch.int64)
-    given.fit("weights", weights, "NK")
-    given.fit("gate_up", gate_up, "EGH", x.dtype)
-    given.fit("down", down, "EHF", x.dtype)
-    given.fit("gate_up_bias", gate_up_bias, "EG", x.dtype)
-    given.fit("down_bias", down_bias, "EH", x.dtype)
-    if gate_up.shape[1] != 2 * down.shape[2]:
-        raise InputError(
-            f"moe: gate_up must have 2F={2 * down.shape[2]} rows an expert, got {gate_up.shape[1]}"
-        )
 
 
 def gated(
@@ -75,26 +51,17 @@ def expert_hidden(
     return gated(torch.nn.functional.linear(x, gate_up, bias), activation, limit, alpha)
 
 
-def _fake(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
-    _check(x, experts, weights, gate_up, down, gate_up_bias, down_bias)
-    return torch.empty_like(x)
+def _check(given: Operands) -> None:
+    rows, inner = given.sizes["G"], given.sizes["F"]
+    if rows != 2 * inner:
+        raise InputError(f"{given.op}: gate_up must have 2F={2 * inner} rows an expert, got {rows}")
 
 
-@define(
-    "moe(Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor down, "
-    "Tensor? gate_up_bias=None, Tensor? down_bias=None, *, str activation, float? limit=None, "
-    "float? alpha=None) -> Tensor",
+@op(
+    "x: NH, experts: i64 NK, weights: NK, gate_up: x EGH, down: x EHF, gate_up_bias: x EG, "
+    "down_bias: x EH -> x",
     samples=_samples,
-    fake=_fake,
+    also=_check,
 )
 def moe(
     x: Tensor,
@@ -119,7 +86,6 @@ def moe(
     on both sides; `alpha` asks for ``(up + 1) * gate * sigmoid(alpha * gate)`` instead (gpt-oss).
     Source: Shazeer et al., "Outrageously Large Neural Networks" (2017).
     """
-    _check(x, experts, weights, gate_up, down, gate_up_bias, down_bias)
     rows, chosen = experts.shape
     how = activation, limit, alpha
     # Few tokens: read the chosen experts only. Many: every expert is needed by some token.

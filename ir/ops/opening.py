@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from . import Sample, define
+from . import Sample, op
 from .operands import Operands
 from .rotary import turned_on
-
-I64 = torch.int64
 
 
 def _first_samples() -> Iterator[Sample]:
@@ -21,22 +19,15 @@ def _first_samples() -> Iterator[Sample]:
     yield (torch.randn(3, 2, 3, 4), torch.randn(3, 2, 5, 4), past), {"block": 4, "count": 2}
 
 
-def _first_fake(
-    opening: Tensor, queries: Tensor, past: Tensor, *, block: int, count: int
-) -> Tensor:
-    given = Operands("first_queries")
-    given.fit("opening", opening, "BHPD")
-    given.fit("queries", queries, "BHWD")
-    given.fit("past", past, "B", I64)
+def _check_count(given: Operands, block: int, count: int) -> None:
     if not 1 <= count <= block:
-        raise InputError(f"first_queries: expected 1 <= count <= block, got {count} and {block}")
-    return opening.new_empty((*opening.shape[:2], count, opening.shape[3]))
+        raise InputError(f"{given.op}: expected 1 <= count <= block, got {count} and {block}")
 
 
-@define(
-    "first_queries(Tensor opening, Tensor queries, Tensor past, *, int block, int count) -> Tensor",
+@op(
+    "opening: BHPD, queries: BHWD, past: i64 B, C = count -> BHCD",
     samples=_first_samples,
-    fake=_first_fake,
+    also=_check_count,
 )
 def first_queries(
     opening: Tensor, queries: Tensor, past: Tensor, *, block: int, count: int
@@ -50,7 +41,6 @@ def first_queries(
     opening [B,H,P,D] and queries [B,H,W,D], P >= count and W >= block; past i64[B], a multiple of
     block, rows are valid.
     """
-    _first_fake(opening, queries, past, block=block, count=count)
     index = torch.arange(count, device=past.device)
     kept, new = (x.index_select(2, index) for x in (opening, queries))
     return torch.where((past == block)[:, None, None, None], new.to(kept.dtype), kept)
@@ -63,28 +53,15 @@ def _turn_samples() -> Iterator[Sample]:
         yield (x, past, angle.cos(), angle.sin()), {"interleaved": interleaved}
 
 
-def _turn_fake(
-    x: Tensor, past: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
-) -> Tensor:
-    given = Operands("queries_at_end")
-    given.fit("x", x, "BHTD")
-    given.fit("past", past, "B", I64)
-    given.fit("cos", cos, "PR")
-    given.fit("sin", sin, "PR")
+def _check_turn(given: Operands, x: Tensor, cos: Tensor) -> None:
     if 2 * cos.shape[1] > x.shape[3] or x.shape[2] > cos.shape[0]:
         raise InputError(
-            f"queries_at_end: expected tables [P,R] with 2R <= D={x.shape[3]} and P >= "
-            f"{x.shape[2]}, got {list(cos.shape)}"
+            f"{given.op}: expected tables [P,R] with 2R <= D={x.shape[3]} and P >= {x.shape[2]}, "
+            f"got {list(cos.shape)}"
         )
-    return torch.empty_like(x)
 
 
-@define(
-    "queries_at_end(Tensor x, Tensor past, Tensor cos, Tensor sin, *, bool interleaved=False) "
-    "-> Tensor",
-    samples=_turn_samples,
-    fake=_turn_fake,
-)
+@op("x: BHTD, past: i64 B, cos: PR, sin: PR -> x", samples=_turn_samples, also=_check_turn)
 def queries_at_end(
     x: Tensor, past: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 ) -> Tensor:
@@ -96,7 +73,6 @@ def queries_at_end(
     below P; where it is less than T they stay about where they are. What is turned keeps its
     length.
     """
-    _turn_fake(x, past, cos, sin, interleaved=interleaved)
     count, cos, sin = x.shape[2], cos.float(), sin.float()
     place = torch.arange(count, device=past.device)
     ends = (past[:, None] - count).clamp(min=0) + place
@@ -110,18 +86,12 @@ def _probe_samples() -> Iterator[Sample]:
     yield (torch.ones(1, 2, 3, 4),), {"block": 3}
 
 
-def _probe_fake(queries: Tensor, *, block: int) -> Tensor:
-    Operands("probe_query").fit("queries", queries, "BHWD")
+def _check_block(given: Operands, block: int) -> None:
     if block < 1:
-        raise InputError(f"probe_query: expected block >= 1, got {block}")
-    return queries.new_empty((*queries.shape[:2], 1, queries.shape[3]), dtype=torch.float32)
+        raise InputError(f"{given.op}: expected block >= 1, got {block}")
 
 
-@define(
-    "probe_query(Tensor queries, *, int block) -> Tensor",
-    samples=_probe_samples,
-    fake=_probe_fake,
-)
+@op("queries: BHWD -> f32 BH1D", samples=_probe_samples, also=_check_block)
 def probe_query(queries: Tensor, *, block: int) -> Tensor:
     """One query that stands for those of a block: their mean, each weighing as much as the square
     of its distance from their plain mean.
@@ -132,7 +102,6 @@ def probe_query(queries: Tensor, *, block: int) -> Tensor:
     the same. Source: Xiao et al., "Activation-aware Probe-Query" (2025): tokens whose activations
     are far from their window's are those that carry its meaning.
     """
-    _probe_fake(queries, block=block)
     index = torch.arange(block, device=queries.device)
     rows = queries.index_select(2, index).float()
     mean = rows.mean(2, keepdim=True)

@@ -6,6 +6,7 @@ operands, or whose backends disagree about what they mean.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NoReturn
 
 import torch
@@ -37,46 +38,58 @@ class Operands:
         for axis, size in zip(axes, tensor.shape, strict=True):
             if size != (1 if axis == "1" else self.sizes.setdefault(axis, size)):
                 self.refuse(name, tensor, axes, dtype)
-        self._typed(name, tensor, axes, dtype)
+        if not _is(tensor, dtype):
+            self.refuse(name, tensor, axes, dtype)
 
     def fit_rows(
         self, name: str, tensor: Tensor, axis: str, dtype: torch.dtype | None = None
     ) -> None:
         """Check an operand of which only the last axis is named, whatever is before it."""
-        if not tensor.shape or tensor.shape[-1] != self.sizes.setdefault(axis, tensor.shape[-1]):
+        fits = tensor.shape and tensor.shape[-1] == self.sizes.setdefault(axis, tensor.shape[-1])
+        if not fits or not _is(tensor, dtype):
             self.refuse(name, tensor, f".{axis}", dtype)
-        self._typed(name, tensor, f".{axis}", dtype)
 
-    def _typed(self, name: str, tensor: Tensor, axes: str, dtype: torch.dtype | None) -> None:
-        fits = tensor.dtype.is_floating_point if dtype is None else tensor.dtype == dtype
-        if not fits:
-            self.refuse(name, tensor, axes, dtype)
+    def fit_like(
+        self, name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype | None = None
+    ) -> None:
+        """Check an operand that has the shape of another one."""
+        if tensor.shape != shape or not _is(tensor, dtype):
+            self.refuse(name, tensor, map(str, shape), dtype)
+
+    def lacks(self, **tensors: Tensor | None) -> NoReturn:
+        """Raise the error about an operand that is None and must not be."""
+        missing = [name for name, tensor in tensors.items() if tensor is None]
+        raise InputError(f"{self.op}: {missing[0]} is missing")
 
     def at_least_one(self, *axes: str) -> None:
         """Check that named axes have elements."""
         for axis in axes:
             if self.sizes[axis] < 1:
-                raise InputError(f"{self.op}: {axis} must be at least 1; {self._known()}")
+                raise InputError(f"{self.op}: {axis} must be at least 1; {self.known()}")
 
     def multiple(self, axis: str, of: str) -> None:
         """Check that one named size is a multiple of another, which is not 0."""
         self.at_least_one(of)
         if self.sizes[axis] % self.sizes[of] != 0:
-            raise InputError(f"{self.op}: {axis} must be a multiple of {of}; {self._known()}")
+            raise InputError(f"{self.op}: {axis} must be a multiple of {of}; {self.known()}")
 
     def refuse(
-        self, name: str, tensor: Tensor, axes: str, dtype: torch.dtype | None = None
+        self, name: str, tensor: Tensor, axes: Iterable[str], dtype: torch.dtype | None = None
     ) -> NoReturn:
         """Raise the error about an operand."""
         kind = "floating " if dtype is None else _name(dtype)
         wanted = ",".join("..." if axis == "." else axis for axis in axes)
         raise InputError(
             f"{self.op}: {name} must be {kind}[{wanted}], "
-            f"got {_name(tensor.dtype)}{list(tensor.shape)}; {self._known()}"
+            f"got {_name(tensor.dtype)}{list(tensor.shape)}; {self.known()}"
         )
 
-    def _known(self) -> str:
+    def known(self) -> str:
         return "here " + ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+
+
+def _is(tensor: Tensor, dtype: torch.dtype | None) -> bool:
+    return tensor.dtype.is_floating_point if dtype is None else tensor.dtype == dtype
 
 
 def _name(dtype: torch.dtype) -> str:

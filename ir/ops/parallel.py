@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import InputError
-from . import Sample, define
+from . import Sample, op
 from .operands import Operands
 
 if TYPE_CHECKING:
@@ -69,21 +69,16 @@ def agreed_seed() -> int:
     return drawn[0]
 
 
-def _check(op: str, part: int, parts: int) -> None:
+def _check(given: Operands, part: int, parts: int) -> None:
     if not 0 <= part < parts:
-        raise InputError(f"{op}: expected 0 <= part < parts, got part={part}, parts={parts}")
+        raise InputError(f"{given.op}: expected 0 <= part < parts, got part={part}, parts={parts}")
 
 
 def _samples() -> Iterator[Sample]:
     yield (torch.randn(2, 3, 8),), {"part": 0, "parts": 1}
 
 
-def _sum_fake(x: Tensor, *, part: int, parts: int) -> Tensor:
-    _check("all_reduce", part, parts)
-    return x.new_empty(x.shape)
-
-
-@define("all_reduce(Tensor x, *, int part, int parts) -> Tensor", samples=_samples, fake=_sum_fake)
+@op("x: any ...H -> x", samples=_samples, also=_check)
 def all_reduce(x: Tensor, *, part: int, parts: int) -> Tensor:
     """The sum of what all processes give, the same bits in each.
 
@@ -92,7 +87,6 @@ def all_reduce(x: Tensor, *, part: int, parts: int) -> Tensor:
     x of one shape in all of them. `part` is this process's rank, of `parts`.
     Errors: `InputError` for a part that is none.
     """
-    _check("all_reduce", part, parts)
     total = x.contiguous().clone()
     if parts > 1:
         join(part, parts, x.device.type)
@@ -100,14 +94,7 @@ def all_reduce(x: Tensor, *, part: int, parts: int) -> Tensor:
     return total
 
 
-def _gather_fake(x: Tensor, *, part: int, parts: int) -> Tensor:
-    _check("all_gather", part, parts)
-    return x.new_empty((*x.shape[:-1], x.shape[-1] * parts))
-
-
-@define(
-    "all_gather(Tensor x, *, int part, int parts) -> Tensor", samples=_samples, fake=_gather_fake
-)
+@op("x: any ...H, P = H * parts -> ...P", samples=_samples, also=_check)
 def all_gather(x: Tensor, *, part: int, parts: int) -> Tensor:
     """What all processes give, side by side along the last axis, in the order of their ranks.
 
@@ -115,7 +102,6 @@ def all_gather(x: Tensor, *, part: int, parts: int) -> Tensor:
 
     x [...,V/parts] of one shape in all of them. Errors: as `all_reduce`.
     """
-    _check("all_gather", part, parts)
     mine = x.contiguous()
     if parts == 1:
         return mine.clone()
@@ -129,16 +115,7 @@ def _token_samples() -> Iterator[Sample]:
     yield (torch.tensor([[0, 3, 5], [4, 7, 2]]),), {"part": 1, "rows": 4}
 
 
-def _tokens_fake(tokens: Tensor, *, part: int, rows: int) -> Tensor:
-    Operands("tokens_part").fit("tokens", tokens, "BT", torch.int64)
-    return tokens.new_empty(tokens.shape)
-
-
-@define(
-    "tokens_part(Tensor tokens, *, int part, int rows) -> Tensor",
-    samples=_token_samples,
-    fake=_tokens_fake,
-)
+@op("tokens: i64 BT -> tokens", samples=_token_samples)
 def tokens_part(tokens: Tensor, *, part: int, rows: int) -> Tensor:
     """Where tokens stand in one part of a table by vocabulary; the nearest row for tokens of
     other parts, whose values `rows_part` drops.
@@ -147,7 +124,6 @@ def tokens_part(tokens: Tensor, *, part: int, rows: int) -> Tensor:
 
     tokens i64[B,T]; the part has the rows from part * rows on.
     """
-    _tokens_fake(tokens, part=part, rows=rows)
     return (tokens - part * rows).clamp(min=0, max=rows - 1)
 
 
@@ -155,18 +131,7 @@ def _row_samples() -> Iterator[Sample]:
     yield (torch.randn(2, 3, 8), torch.tensor([[0, 3, 5], [4, 7, 2]])), {"part": 1, "rows": 4}
 
 
-def _rows_fake(x: Tensor, tokens: Tensor, *, part: int, rows: int) -> Tensor:
-    given = Operands("rows_part")
-    given.fit("x", x, "BTH")
-    given.fit("tokens", tokens, "BT", torch.int64)
-    return x.new_empty(x.shape)
-
-
-@define(
-    "rows_part(Tensor x, Tensor tokens, *, int part, int rows) -> Tensor",
-    samples=_row_samples,
-    fake=_rows_fake,
-)
+@op("x: BTH, tokens: i64 BT -> x", samples=_row_samples)
 def rows_part(x: Tensor, tokens: Tensor, *, part: int, rows: int) -> Tensor:
     """What one part of a table says of tokens, zeros for tokens of other parts: the parts' sum is
     what the whole table says.
@@ -175,6 +140,5 @@ def rows_part(x: Tensor, tokens: Tensor, *, part: int, rows: int) -> Tensor:
 
     x [B,T,H], looked up with `tokens_part`; tokens i64[B,T].
     """
-    _rows_fake(x, tokens, part=part, rows=rows)
     own = tokens - part * rows
     return x.masked_fill(((own < 0) | (own >= rows))[..., None], 0.0)

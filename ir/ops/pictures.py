@@ -8,8 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from . import Sample, define
-from .operands import Operands
+from . import Sample, op
 
 
 def _samples() -> Iterator[Sample]:
@@ -18,23 +17,7 @@ def _samples() -> Iterator[Sample]:
     yield (torch.randn(2, 4, 3), tokens, torch.randn(2, 1, 3), 12), {}
 
 
-def _check(x: Tensor, tokens: Tensor, rows: Tensor) -> None:
-    given = Operands("placed_rows")
-    given.fit("x", x, "BTH", x.dtype)
-    given.fit("tokens", tokens, "BT", torch.int64)
-    given.fit("rows", rows, "BEH", x.dtype)
-
-
-def _fake(x: Tensor, tokens: Tensor, rows: Tensor, first: int) -> Tensor:
-    _check(x, tokens, rows)
-    return torch.empty_like(x)
-
-
-@define(
-    "placed_rows(Tensor x, Tensor tokens, Tensor rows, int first) -> Tensor",
-    samples=_samples,
-    fake=_fake,
-)
+@op("x: any BTH, tokens: i64 BT, rows: x BEH -> x", samples=_samples)
 def placed_rows(x: Tensor, tokens: Tensor, rows: Tensor, first: int) -> Tensor:
     """What a model reads of tokens, where some stand for rows that were made outside of it.
 
@@ -44,7 +27,6 @@ def placed_rows(x: Tensor, tokens: Tensor, rows: Tensor, first: int) -> Tensor:
     row E - 1; the others are what x says. A model of text that reads pictures takes rows of theirs
     in the places of tokens (Liu et al., "Visual Instruction Tuning", 2023).
     """
-    _check(x, tokens, rows)
     found = rows.gather(1, _place(tokens, rows, first)[:, :, None].expand(-1, -1, x.shape[2]))
     return torch.where((tokens >= first)[:, :, None], found, x)
 
@@ -62,24 +44,7 @@ def _together_samples() -> Iterator[Sample]:
         yield (tokens, blocks, ancestors, 7), {}
 
 
-def _check_together(tokens: Tensor, blocks: Tensor, ancestors: Tensor | None) -> None:
-    given = Operands("seen_together")
-    given.fit("tokens", tokens, "BT", torch.int64)
-    given.fit("blocks", blocks, "BE", torch.int64)
-    given.fit("ancestors", ancestors, "BTT", torch.bool)
-
-
-def _together_fake(tokens: Tensor, blocks: Tensor, ancestors: Tensor | None, first: int) -> Tensor:
-    _check_together(tokens, blocks, ancestors)
-    batch, width = tokens.shape
-    return tokens.new_empty((batch, width, width), dtype=torch.bool)
-
-
-@define(
-    "seen_together(Tensor tokens, Tensor blocks, Tensor? ancestors, int first) -> Tensor",
-    samples=_together_samples,
-    fake=_together_fake,
-)
+@op("tokens: i64 BT, blocks: i64 BE, ancestors: bool BTT -> bool BTT", samples=_together_samples)
 def seen_together(tokens: Tensor, blocks: Tensor, ancestors: Tensor | None, first: int) -> Tensor:
     """Which tokens of a step each of them sees, where rows of a picture see each other.
 
@@ -90,7 +55,6 @@ def seen_together(tokens: Tensor, blocks: Tensor, ancestors: Tensor | None, firs
     ancestors bool[B,T,T] says, or itself and all before it if that is None. The result is such
     ancestors, for `step_mask`. Gemma Team, "Gemma 3 Technical Report" (2025).
     """
-    _check_together(tokens, blocks, ancestors)
     steps = torch.arange(tokens.shape[1], device=tokens.device)
     before = (steps[:, None] >= steps[None, :])[None] if ancestors is None else ancestors
     block = blocks.gather(1, _place(tokens, blocks, first))
@@ -107,35 +71,9 @@ def _angle_samples() -> Iterator[Sample]:
         yield (torch.randn(9, 6), positions, tokens, places, 7), {"axes": axes}
 
 
-def _check_angles(
-    table: Tensor, positions: Tensor, tokens: Tensor, places: Tensor, axes: Sequence[int]
-) -> None:
-    given = Operands("placed_angles")
-    given.sizes |= {"R": len(axes), "A": 3}
-    given.fit("table", table, "PR")
-    given.fit("positions", positions, "BT", torch.int64)
-    given.fit("tokens", tokens, "BT", torch.int64)
-    given.fit("places", places, "BEA", torch.int64)
-
-
-def _angle_fake(
-    table: Tensor,
-    positions: Tensor,
-    tokens: Tensor,
-    places: Tensor,
-    first: int,
-    *,
-    axes: Sequence[int],
-) -> Tensor:
-    _check_angles(table, positions, tokens, places, axes)
-    return table.new_empty((*positions.shape, len(axes)))
-
-
-@define(
-    "placed_angles(Tensor table, Tensor positions, Tensor tokens, Tensor places, int first, *, "
-    "int[] axes) -> Tensor",
+@op(
+    "R = len(axes), A = 3, table: PR, positions: i64 BT, tokens: i64 BT, places: i64 BEA -> BTR",
     samples=_angle_samples,
-    fake=_angle_fake,
 )
 def placed_angles(
     table: Tensor,
@@ -156,7 +94,6 @@ def placed_angles(
     is looked up at the place `axes[j]` of a row, and at the position of any other token. Source:
     Wang et al., "Qwen2-VL" (2024), multimodal rotary position embedding.
     """
-    _check_angles(table, positions, tokens, places, axes)
     row, stands = _place(tokens, places, first), tokens >= first
     found = [
         torch.where(stands, places.select(2, axis).gather(1, row), positions) for axis in range(3)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..numerics import LOOKED_UP, Numeric, check_bits, dequantize, levels
-from . import Product, Sample, define
+from . import Product, Sample, op
 from .operands import Operands
 
 MOST = 127
@@ -34,6 +34,20 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = wide.abs().amax(-1, keepdim=True) / float(MOST)
     scale = torch.where(scale == 0, 1.0, scale + (scale - scale))
     return torch.round(wide / scale), scale
+
+
+def _check_sizes(given: Operands, columns: int, bits: int, group: int) -> None:
+    """The sizes along rows of K = `columns` values: their bytes P and groups G.
+
+    Errors: `InputError` for bits or a group that do not fit.
+    """
+    check_bits(bits)
+    if group < 1 or columns % group or columns * bits % 8:
+        raise InputError(
+            f"{given.op}: K={columns} must be a multiple of group={group} and fill whole bytes "
+            f"with {bits} bits a value"
+        )
+    given.sizes.update(K=columns, P=columns * bits // 8, G=columns // group)
 
 
 def _stored(rows: int, columns: int, bits: int, group: int, affine: bool) -> tuple[Tensor, ...]:
@@ -107,63 +121,23 @@ def half_or_float(tensor: Tensor | None) -> torch.dtype:
     return torch.float16 if half else torch.float32
 
 
-def _sized(op: str, columns: int, bits: int, group: int) -> Operands:
-    """Operands of which the sizes along rows of K = `columns` values are known.
-
-    Errors: `InputError` for bits or a group that do not fit.
-    """
-    check_bits(bits)
-    if group < 1 or columns % group or columns * bits % 8:
-        raise InputError(
-            f"{op}: K={columns} must be a multiple of group={group} and fill whole bytes with "
-            f"{bits} bits a value"
-        )
-    given = Operands(op)
-    given.sizes.update(K=columns, P=columns * bits // 8, G=columns // group)
-    return given
-
-
-def check_quantized_linear(
-    x: Tensor,
+def _check_linear(
+    given: Operands,
     weight: Tensor,
     scale: Tensor,
     offset: Tensor | None,
     codebook: Tensor | None,
-    bias: Tensor | None,
     bits: int,
     group: int,
 ) -> None:
-    """Whether `quantized_linear` takes these operands. Errors: `InputError` naming what does not
-    fit."""
-    given = Operands("quantized_linear")
-    given.fit_rows("x", x, "K")
-    given = _sized("quantized_linear", given.sizes["K"], bits, group)
+    _check_sizes(given, given.sizes["K"], bits, group)
     _check_stored(given, weight, scale, offset, codebook, bits, pairs=True)
-    given.fit("bias", bias, "N")
 
 
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    offset: Tensor | None = None,
-    codebook: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    bits: int,
-    group: int,
-    rounded: bool = True,
-) -> Tensor:
-    check_quantized_linear(x, weight, scale, offset, codebook, bias, bits, group)
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-@define(
-    "quantized_linear(Tensor x, Tensor weight, Tensor scale, Tensor? offset=None, "
-    "Tensor? codebook=None, Tensor? bias=None, *, int bits, int group, bool rounded=True) "
-    "-> Tensor",
+@op(
+    "x: ...K, also, bias: N -> ...N",
     samples=_samples,
-    fake=_fake,
+    also=_check_linear,
     product=Product(
         ("weight", "scale", "offset", "bias"),
         inner=3,
@@ -200,7 +174,6 @@ def quantized_linear(
     Source: Dettmers et al., "QLoRA" (2023) for groups; Yao et al., "ZeroQuant" (2022) for rows.
     Errors: `InputError` naming an operand of another rank, size or dtype.
     """
-    check_quantized_linear(x, weight, scale, offset, codebook, bias, bits, group)
     if not rounded:
         values = dequantize(weight, scale, offset, codebook, bits=bits)
         wide = None if bias is None else bias.float()
@@ -257,29 +230,23 @@ def _embedding_samples() -> Iterator[Sample]:
     yield (ids[0], weight, scale, None, book), {"bits": 2, "group": 8}
 
 
-def _fake_embedding(
+def _check_embedding(
+    given: Operands,
     ids: Tensor,
     weight: Tensor,
     scale: Tensor,
-    offset: Tensor | None = None,
-    codebook: Tensor | None = None,
-    *,
+    offset: Tensor | None,
+    codebook: Tensor | None,
     bits: int,
     group: int,
-) -> Tensor:
-    given = _sized("quantized_embedding", scale.shape[-1] * group, bits, group)
+) -> None:
+    _check_sizes(given, scale.shape[-1] * group, bits, group)
     _check_stored(given, weight, scale, offset, codebook, bits)
     if ids.dtype not in (torch.int32, torch.int64):
-        raise InputError(f"quantized_embedding: ids must be i64 or i32, got {ids.dtype}")
-    return scale.new_empty((*ids.shape, given.sizes["K"]), dtype=torch.float32)
+        raise InputError(f"{given.op}: ids must be i64 or i32, got {ids.dtype}")
 
 
-@define(
-    "quantized_embedding(Tensor ids, Tensor weight, Tensor scale, Tensor? offset=None, "
-    "Tensor? codebook=None, *, int bits, int group) -> Tensor",
-    samples=_embedding_samples,
-    fake=_fake_embedding,
-)
+@op("also -> f32 ids...K", samples=_embedding_samples, also=_check_embedding)
 def quantized_embedding(
     ids: Tensor,
     weight: Tensor,
@@ -300,7 +267,6 @@ def quantized_embedding(
     Source: Guan et al., "Post-Training 4-bit Quantization on Embedding Tables" (2019).
     Errors: `InputError` naming an operand of another rank, size or dtype.
     """
-    _fake_embedding(ids, weight, scale, offset, codebook, bits=bits, group=group)
     rows = torch.nn.functional.embedding
     picked = None if offset is None else rows(ids, offset)
     return dequantize(rows(ids, weight), rows(ids, scale), picked, codebook, bits=bits)

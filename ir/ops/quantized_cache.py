@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from . import Sample, define
+from . import Sample, op
 from .attention import attend
 from .operands import Operands
 
@@ -51,18 +51,12 @@ def check_stored(op: str, width: int, bits: int, turned: bool) -> None:
         )
 
 
-def _quantize_fake(x: Tensor, *, bits: int, turned: bool) -> tuple[Tensor, Tensor]:
-    Operands("quantize_rows").fit("x", x, "BGTD")
-    check_stored("quantize_rows", x.shape[3], bits, turned)
-    codes = x.new_empty((*x.shape[:3], x.shape[3] * bits // 8), dtype=torch.uint8)
-    return codes, x.new_empty((*x.shape[:3], 2), dtype=torch.float32)
+def _check_rows(given: Operands, bits: int, turned: bool) -> None:
+    check_stored(given.op, given.sizes["D"], bits, turned)
+    given.sizes["K"] = given.sizes["D"] * bits // 8
 
 
-@define(
-    "quantize_rows(Tensor x, *, int bits, bool turned) -> (Tensor, Tensor)",
-    samples=_quantize_samples,
-    fake=_quantize_fake,
-)
+@op("x: BGTD -> u8 BGTK, f32 BGT2", samples=_quantize_samples, also=_check_rows)
 def quantize_rows(x: Tensor, *, bits: int, turned: bool) -> tuple[Tensor, Tensor]:
     """Rows as whole numbers of 4 or 8 bits, each with a step and a least number of its own.
 
@@ -74,8 +68,6 @@ def quantize_rows(x: Tensor, *, bits: int, turned: bool) -> tuple[Tensor, Tensor
     Errors: `InputError` for other widths and bits.
     Source: Ashkboos et al., "QuaRot" (2024).
     """
-    Operands("quantize_rows").fit("x", x, "BGTD")
-    check_stored("quantize_rows", x.shape[3], bits, turned)
     rows = hadamard(x.float()) if turned else x.float()
     least, most = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
     step = (most - least) / float(2**bits - 1)
@@ -107,20 +99,15 @@ def _stored_samples() -> Iterator[Sample]:
         yield quantize_rows(torch.randn(2, 2, 5, 8), **how), how
 
 
-def _stored_fake(codes: Tensor, steps: Tensor, *, bits: int, turned: bool) -> Tensor:
-    given = Operands("stored_rows")
-    given.sizes["S"] = 2
-    given.fit("codes", codes, "BGCK", torch.uint8)
-    given.fit("steps", steps, "BGCS", torch.float32)
-    width = codes.shape[3] * 8 // max(bits, 1)
-    check_stored("stored_rows", width, bits, turned)
-    return codes.new_empty((*codes.shape[:3], width), dtype=torch.float32)
+def _check_codes(given: Operands, bits: int, turned: bool) -> None:
+    given.sizes["D"] = given.sizes["K"] * 8 // max(bits, 1)
+    check_stored(given.op, given.sizes["D"], bits, turned)
 
 
-@define(
-    "stored_rows(Tensor codes, Tensor steps, *, int bits, bool turned) -> Tensor",
+@op(
+    "S = 2, codes: u8 BGCK, steps: f32 BGCS -> f32 BGCD",
     samples=_stored_samples,
-    fake=_stored_fake,
+    also=_check_codes,
 )
 def stored_rows(codes: Tensor, steps: Tensor, *, bits: int, turned: bool) -> Tensor:
     """The numbers that `quantize_rows` has stored.
@@ -129,7 +116,6 @@ def stored_rows(codes: Tensor, steps: Tensor, *, bits: int, turned: bool) -> Ten
 
     codes u8[B,G,C,D*bits/8] and steps f32[B,G,C,2], see there.
     """
-    _stored_fake(codes, steps, bits=bits, turned=turned)
     rows = stored_values(codes, steps, bits)
     return hadamard(rows) if turned else rows
 
@@ -145,61 +131,19 @@ def _attend_samples() -> Iterator[Sample]:
         yield given, {"bits": bits, "turned": turned, "scale": 0.3, **extras}
 
 
-def check_attend_quantized(
-    q: Tensor,
-    k: Tensor,
-    k_steps: Tensor,
-    v: Tensor,
-    v_steps: Tensor,
-    mask: Tensor,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    bits: int,
-    turned: bool,
-) -> None:
-    """Whether `attend_quantized` takes these. Errors: `InputError` naming what does not fit."""
-    given = Operands("attend_quantized")
-    given.sizes["S"] = 2
-    given.fit("q", q, "BHTD")
-    given.fit("k", k, "BGCK", torch.uint8)
-    given.fit("k_steps", k_steps, "BGCS", torch.float32)
-    given.fit("v", v, "BGCV", torch.uint8)
-    given.fit("v_steps", v_steps, "BGCS", torch.float32)
-    given.fit("mask", mask, "B1TC", torch.bool)
-    given.fit("bias", bias, "BHTC")
-    given.fit("sinks", sinks, "H")
-    given.multiple("H", of="G")
-    given.at_least_one("C")
-    for codes in (k, v):
-        check_stored("attend_quantized", codes.shape[3] * 8 // max(bits, 1), bits, turned)
-    if q.shape[3] * bits != k.shape[3] * 8:
-        given.refuse("k", k, f"BGC, D*{bits}/8", torch.uint8)
+def _check_attend(given: Operands, k: Tensor, bits: int, turned: bool) -> None:
+    for axis in "KV":
+        check_stored(given.op, given.sizes[axis] * 8 // max(bits, 1), bits, turned)
+    if given.sizes["D"] * bits != given.sizes["K"] * 8:
+        given.refuse("k", k, ("B", "G", "C", f"D*{bits}/8"), torch.uint8)
+    given.sizes["E"] = given.sizes["V"] * 8 // bits
 
 
-def _attend_fake(
-    q: Tensor,
-    k: Tensor,
-    k_steps: Tensor,
-    v: Tensor,
-    v_steps: Tensor,
-    mask: Tensor,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    *,
-    bits: int,
-    turned: bool,
-    **options: object,
-) -> Tensor:
-    check_attend_quantized(q, k, k_steps, v, v_steps, mask, bias, sinks, bits, turned)
-    return q.new_empty((*q.shape[:3], v.shape[3] * 8 // bits))
-
-
-@define(
-    "attend_quantized(Tensor q, Tensor k, Tensor k_steps, Tensor v, Tensor v_steps, Tensor mask, "
-    "Tensor? bias=None, Tensor? sinks=None, *, int bits, bool turned, float scale, "
-    "float? softcap=None) -> Tensor",
+@op(
+    "S = 2, q: BHTD, k: u8 BGCK, k_steps: f32 BGCS, v: u8 BGCV, v_steps: f32 BGCS, mask: bool "
+    "B1TC, bias: BHTC, sinks: H, H % G, C >= 1 -> q BHTE",
     samples=_attend_samples,
-    fake=_attend_fake,
+    also=_check_attend,
 )
 def attend_quantized(
     q: Tensor,
@@ -225,7 +169,6 @@ def attend_quantized(
     bias, sinks, softcap as in `attend`. `turned` as in `quantize_rows`, of keys and values.
     Errors: `InputError` naming an operand of another rank, size or dtype.
     """
-    check_attend_quantized(q, k, k_steps, v, v_steps, mask, bias, sinks, bits, turned)
     keys, values = stored_values(k, k_steps, bits), stored_values(v, v_steps, bits)
     query = hadamard(q.float()) if turned else q.float()
     out = attend(query, keys, values, mask, bias, sinks, scale=scale, softcap=softcap)
@@ -238,20 +181,11 @@ def _static_samples() -> Iterator[Sample]:
         yield (torch.randn(2, 2, 5, 8), torch.rand(2, 8) + 0.01, torch.randn(2, 8)), {"bits": bits}
 
 
-def _static_fake(x: Tensor, step: Tensor, least: Tensor, *, bits: int) -> Tensor:
-    given = Operands("static_codes")
-    given.fit("x", x, "BGTD")
-    given.fit("step", step, "GD", torch.float32)
-    given.fit("least", least, "GD", torch.float32)
-    check_stored("static_codes", x.shape[3], bits, False)
-    return x.new_empty((*x.shape[:3], x.shape[3] * bits // 8), dtype=torch.uint8)
+def _check_static(given: Operands, bits: int) -> None:
+    _check_rows(given, bits, turned=False)
 
 
-@define(
-    "static_codes(Tensor x, Tensor step, Tensor least, *, int bits) -> Tensor",
-    samples=_static_samples,
-    fake=_static_fake,
-)
+@op("x: BGTD, step: f32 GD, least: f32 GD -> u8 BGTK", samples=_static_samples, also=_check_static)
 def static_codes(x: Tensor, step: Tensor, least: Tensor, *, bits: int) -> Tensor:
     """Rows as whole numbers of 4 or 8 bits, each channel on a step of its own, clipped to what
     these reach.
@@ -261,7 +195,6 @@ def static_codes(x: Tensor, step: Tensor, least: Tensor, *, bits: int) -> Tensor
     x [B,G,T,D]; step, least f32[G,D], steps above 0 -> u8[B,G,T,D*bits/8], packed as in
     `quantize_rows`. Errors: `InputError` for other widths and bits.
     """
-    _static_fake(x, step, least, bits=bits)
     codes = torch.round((x.float() - least[:, None]) / step[:, None])
     return packed(torch.clamp(codes, 0.0, float(2**bits - 1)), bits)
 
@@ -270,12 +203,7 @@ def _unit_samples() -> Iterator[Sample]:
     yield (torch.randint(0, 255, (2, 2, 5, 4), dtype=torch.uint8),), {}
 
 
-def _unit_fake(codes: Tensor) -> Tensor:
-    Operands("unit_steps").fit("codes", codes, "BGCK", torch.uint8)
-    return codes.new_empty((*codes.shape[:3], 2), dtype=torch.float32)
-
-
-@define("unit_steps(Tensor codes) -> Tensor", samples=_unit_samples, fake=_unit_fake)
+@op("codes: u8 BGCK -> f32 BGC2", samples=_unit_samples)
 def unit_steps(codes: Tensor) -> Tensor:
     """Steps of rows whose numbers are their codes: 1, and 0 that is added.
 
@@ -283,6 +211,5 @@ def unit_steps(codes: Tensor) -> Tensor:
 
     codes u8[B,G,C,K].
     """
-    _unit_fake(codes)
     one = torch.ones_like(codes[..., :1], dtype=torch.float32)
     return torch.cat([one, one - one], dim=-1)

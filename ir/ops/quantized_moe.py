@@ -14,12 +14,10 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..numerics import Numeric, check_bits
-from . import Sample, define
+from . import Sample, op
 from .moe import gated
 from .operands import Operands
 from .quantized import half_or_float, quantized_linear
-
-I64 = torch.int64
 
 
 def _stacks(experts: int, rows: int, columns: int, numeric: Numeric) -> tuple[Tensor | None, ...]:
@@ -39,26 +37,6 @@ def _product_samples() -> Iterator[Sample]:
     yield (torch.randn(3, 2, 24), chosen, *affine, torch.randn(3, 16)), options
     yield (torch.randn(3, 16), chosen, *symmetric), {"bits": 8, "group": 16}
     yield (torch.randn(3, 24), chosen, *affine), {**options, "rounded": False}
-
-
-def check_quantized_experts(
-    x: Tensor,
-    experts: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    offset: Tensor | None,
-    bias: Tensor | None,
-    bits: int,
-    group: int,
-) -> None:
-    """Whether `quantized_experts` takes these operands. Errors: `InputError` naming what does not
-    fit."""
-    given = Operands("quantized_experts")
-    check_bits(bits)
-    given.fit("experts", experts, "NC", I64)
-    given.fit("x", x, "NK" if x.dim() == 2 else "NCK")
-    _fit_stack(given, "weight", (weight, scale, offset), bits, group, "ERKPU")
-    given.fit("bias", bias, "ER")
 
 
 def _fit_stack(
@@ -85,28 +63,21 @@ def _fit_stack(
     given.fit(f"{name}_offset", offset, experts + rows + groups, half_or_float(offset))
 
 
-def _fake_product(
+def _check_experts(
+    given: Operands,
     x: Tensor,
-    experts: Tensor,
     weight: Tensor,
     scale: Tensor,
-    offset: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
+    offset: Tensor | None,
     bits: int,
     group: int,
-    rounded: bool = True,
-) -> Tensor:
-    check_quantized_experts(x, experts, weight, scale, offset, bias, bits, group)
-    return x.new_empty((*experts.shape, weight.shape[1]))
+) -> None:
+    check_bits(bits)
+    given.fit("x", x, "NK" if x.dim() == 2 else "NCK")
+    _fit_stack(given, "weight", (weight, scale, offset), bits, group, "ERKPU")
 
 
-@define(
-    "quantized_experts(Tensor x, Tensor experts, Tensor weight, Tensor scale, Tensor? offset=None, "
-    "Tensor? bias=None, *, int bits, int group, bool rounded=True) -> Tensor",
-    samples=_product_samples,
-    fake=_fake_product,
-)
+@op("experts: i64 NC, also, bias: ER -> x NCR", samples=_product_samples, also=_check_experts)
 def quantized_experts(
     x: Tensor,
     experts: Tensor,
@@ -129,7 +100,6 @@ def quantized_experts(
     in `quantized_linear`, whose result each is. Errors: `InputError` naming an operand of another
     rank, size or dtype.
     """
-    check_quantized_experts(x, experts, weight, scale, offset, bias, bits, group)
     rows = x if x.dim() == 3 else x.unsqueeze(1).expand(*experts.shape, x.shape[1])
     found = x.new_zeros((*experts.shape, weight.shape[1]))
     for expert in range(weight.shape[0]):
@@ -154,49 +124,30 @@ def _samples() -> Iterator[Sample]:
         yield (x, experts, weights, *gate_up, *down, *extra), options | more
 
 
-def _fake(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
+def _check(
+    given: Operands,
     gate_up: Tensor,
     gate_up_scale: Tensor,
     gate_up_offset: Tensor | None,
     down: Tensor,
     down_scale: Tensor,
     down_offset: Tensor | None,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    *,
-    activation: str,
     bits: int,
     group: int,
     down_group: int,
-    limit: float | None = None,
-    alpha: float | None = None,
-    rounded: bool = True,
-) -> Tensor:
-    given = Operands("quantized_moe")
+) -> None:
     check_bits(bits)
-    given.fit("x", x, "NH")
-    given.fit("experts", experts, "NC", I64)
-    given.fit("weights", weights, "NC")
     _fit_stack(given, "gate_up", (gate_up, gate_up_scale, gate_up_offset), bits, group, "EGHPU")
     if given.sizes["G"] % 2:
-        raise InputError(f"quantized_moe: gate_up must have 2F rows, got {given.sizes['G']}")
+        raise InputError(f"{given.op}: gate_up must have 2F rows, got {given.sizes['G']}")
     given.sizes["F"] = given.sizes["G"] // 2
     _fit_stack(given, "down", (down, down_scale, down_offset), bits, down_group, "EHFQV")
-    given.fit("gate_up_bias", gate_up_bias, "EG")
-    given.fit("down_bias", down_bias, "EH")
-    return torch.empty_like(x)
 
 
-@define(
-    "quantized_moe(Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor gate_up_scale, "
-    "Tensor? gate_up_offset, Tensor down, Tensor down_scale, Tensor? down_offset, "
-    "Tensor? gate_up_bias=None, Tensor? down_bias=None, *, str activation, int bits, int group, "
-    "int down_group, float? limit=None, float? alpha=None, bool rounded=True) -> Tensor",
+@op(
+    "x: NH, experts: i64 NC, weights: NC, also, gate_up_bias: EG, down_bias: EH -> x",
     samples=_samples,
-    fake=_fake,
+    also=_check,
 )
 def quantized_moe(
     x: Tensor,
@@ -233,11 +184,6 @@ def quantized_moe(
     Kim et al., "Mixture of Quantized Experts (MoQE)" (2023). Errors: `InputError` naming an operand
     of another rank, size or dtype.
     """
-    _fake(
-        x, experts, weights, gate_up, gate_up_scale, gate_up_offset, down, down_scale, down_offset,
-        gate_up_bias, down_bias, activation=activation, bits=bits, group=group,
-        down_group=down_group,
-    )  # fmt: skip
     given = {"bits": bits, "rounded": rounded}
     product = torch.ops.graftwork.quantized_experts
     first = (x, experts, gate_up, gate_up_scale, gate_up_offset, gate_up_bias)

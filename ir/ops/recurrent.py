@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from . import Sample, define
+from . import Sample, op
 from .operands import Operands
 
-I64, BOOL, F32 = torch.int64, torch.bool, torch.float32
 LEAST = -200.0
 """What a decay is at least, in its logarithm: less is 0 in float32 just so."""
 
@@ -30,24 +29,19 @@ one, because then every pair of tokens has a decay for each."""
 WIDEST = 1024
 """Tokens that a step may have where their number is not known."""
 
+SEQUENCE = "q: BGTK, k: BGTK, v: BHTV, g: BHTD, beta: BHT, H % G, also"
+LOG = "keys: f32 BGWK, values: f32 BHWV, decays: f32 BHWD"
+COUNTS = "folded: i64 B, past: i64 B, certain: i64 B, ancestors: bool BTT, T >= 1, W >= 1"
+"""What the ops of a recurrence ask of a sequence, of its log, and of counts of rows."""
 
-def check_sequence(
-    op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None
-) -> Operands:
-    """What a recurrence reads of a sequence. Errors: `InputError` naming what does not fit."""
-    given = Operands(op)
-    given.fit("q", q, "BGTK")
-    given.fit("k", k, "BGTK")
-    given.fit("v", v, "BHTV")
-    given.fit("g", g, "BHTD")
-    given.fit("beta", beta, "BHT")
-    given.multiple("H", of="G")
+
+def check_decays(given: Operands) -> None:
+    """Whether decays are of heads or of keys. Errors: `InputError`."""
     if given.sizes["D"] not in (1, given.sizes["K"]):
         raise InputError(
-            f"{op}: g must have one decay a head or one a key, D=1 or D=K; "
+            f"{given.op}: g must have one decay a head or one a key, D=1 or D=K; "
             f"here D={given.sizes['D']}, K={given.sizes['K']}"
         )
-    return given
 
 
 def _cumulative(g: Tensor, ancestors: Tensor | None) -> Tensor:
@@ -183,19 +177,7 @@ def _linear_samples() -> Iterator[Sample]:
         yield (q, k, v, g, *beta), {"layer": 0}
 
 
-def _linear_fake(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None, *, layer: int
-) -> Tensor:
-    check_sequence("linear_attention", q, k, v, g, beta)
-    return v.new_empty(v.shape)
-
-
-@define(
-    "linear_attention(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta=None, *, int layer) "
-    "-> Tensor",
-    samples=_linear_samples,
-    fake=_linear_fake,
-)
+@op(f"{SEQUENCE} -> v", samples=_linear_samples, also=check_decays)
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None, *, layer: int
 ) -> Tensor:
@@ -210,7 +192,6 @@ def linear_attention(
     will own the state. Sources: Yang et al., "Gated Delta Networks" (2024); Dao and Gu,
     "Transformers are SSMs" (2024); Gu and Dao, "Mamba" (2023); De et al., "Griffin" (2024).
     """
-    check_sequence("linear_attention", q, k, v, g, beta)
     heads = v.shape[1]
     keys = heads_of(k, heads)
     state = keys.new_zeros((k.shape[0], heads, k.shape[3], v.shape[3]))
@@ -235,72 +216,10 @@ def step_samples() -> Iterator[Sample]:
             yield (*held, *counts, ancestors, q, k, v, g, beta), {}
 
 
-def check_step(
-    state: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    decays: Tensor,
-    folded: Tensor,
-    past: Tensor,
-    certain: Tensor,
-    ancestors: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-) -> None:
-    """Whether these fit each other. Errors: `InputError` naming the one that does not."""
-    given = check_sequence("linear_attention_step", q, k, v, g, beta)
-    given.fit("state", state, "BHKV", F32)
-    check_log(given, keys, values, decays)
-    check_counts(given, folded, past, certain, ancestors)
-
-
-def check_log(given: Operands, keys: Tensor, values: Tensor, decays: Tensor) -> None:
-    """Whether a recurrence's log fits its sequence. Errors: `InputError` naming what does not."""
-    given.fit("keys", keys, "BGWK", F32)
-    given.fit("values", values, "BHWV", F32)
-    given.fit("decays", decays, "BHWD", F32)
-
-
-def check_counts(
-    given: Operands, folded: Tensor, past: Tensor, certain: Tensor, ancestors: Tensor | None
-) -> None:
-    """Whether counts of rows and ancestors do. Errors: `InputError` naming what does not."""
-    given.fit("folded", folded, "B", I64)
-    given.fit("past", past, "B", I64)
-    given.fit("certain", certain, "B", I64)
-    given.fit("ancestors", ancestors, "BTT", BOOL)
-    given.at_least_one("T", "W")
-
-
-def _step_fake(
-    state: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    decays: Tensor,
-    folded: Tensor,
-    past: Tensor,
-    certain: Tensor,
-    ancestors: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    check_step(state, keys, values, decays, folded, past, certain, ancestors, q, k, v, g, beta)
-    # As they are made: in rows, whatever the operands are views of.
-    return tuple(x.new_empty(x.shape) for x in (v, state, keys, values, decays))
-
-
-@define(
-    "linear_attention_step(Tensor state, Tensor keys, Tensor values, Tensor decays, Tensor folded, "
-    "Tensor past, Tensor certain, Tensor? ancestors, Tensor q, Tensor k, Tensor v, Tensor g, "
-    "Tensor? beta=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+@op(
+    f"{SEQUENCE}, state: f32 BHKV, {LOG}, {COUNTS} -> v, state, keys, values, decays",
     samples=step_samples,
-    fake=_step_fake,
+    also=check_decays,
 )
 def linear_attention_step(
     state: Tensor,
@@ -330,7 +249,6 @@ def linear_attention_step(
     has the W after those (what is beyond the step has no meaning). Results: y [B,H,T,V], then the
     new state, keys, values and decays. Errors: `InputError` naming an operand that does not fit.
     """
-    check_step(state, keys, values, decays, folded, past, certain, ancestors, q, k, v, g, beta)
     heads = v.shape[1]
     begun = (past > 0)[:, None, None, None]
     before = _folded(state, heads_of(keys, heads), values, decays, pending(folded, past))

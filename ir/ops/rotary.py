@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from . import Sample, define
+from . import Sample, op
 from .operands import Operands
 
 
@@ -20,11 +20,7 @@ def _samples() -> Iterator[Sample]:
             yield (x, angle.cos(), angle.sin()), {"interleaved": interleaved}
 
 
-def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    given = Operands("rotary")
-    given.fit("x", x, "BHTD")
-    given.fit("cos", cos, "ATR")  # A is B or 1
-    given.fit("sin", sin, "ATR")
+def _check(given: Operands, x: Tensor, cos: Tensor) -> None:
     if cos.shape[0] not in (1, x.shape[0]) or 2 * cos.shape[2] > x.shape[3]:
         raise InputError(
             f"rotary: cos and sin must be [B,T,R] or [1,T,R] with B={x.shape[0]} and 2R <= "
@@ -32,16 +28,7 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         )
 
 
-def _fake(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    _check(x, cos, sin)
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@define(
-    "rotary(Tensor x, Tensor cos, Tensor sin, *, bool interleaved=False) -> Tensor",
-    samples=_samples,
-    fake=_fake,
-)
+@op("x: BHTD, cos: ATR, sin: ATR -> x", samples=_samples, also=_check)
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rotate pairs of channels by position-dependent angles; channels beyond 2R pass unchanged.
 
@@ -50,7 +37,6 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     x [B,H,T,D]; cos, sin [B,T,R] (or [1,T,R]), 2R <= D. Pairs are (i, i + R), or (2i, 2i + 1) when
     `interleaved`. Source: Su et al., "RoFormer" (2021).
     """
-    _check(x, cos, sin)
     return rotated(x, cos[:, None], sin[:, None], interleaved)
 
 
@@ -81,6 +67,15 @@ def turned_on(
     return rotated(x, cos, sin, interleaved)
 
 
+def check_tables(given: Operands, cos: Tensor) -> None:
+    """Whether tables [P,R] turn no more channels than there are. Errors: `InputError`."""
+    if 2 * given.sizes["R"] > given.sizes["D"]:
+        raise InputError(
+            f"{given.op}: expected tables [P,R] with 2R <= D={given.sizes['D']}, "
+            f"got {list(cos.shape)}"
+        )
+
+
 def _shift_samples() -> Iterator[Sample]:
     angle = torch.outer(torch.arange(6.0), torch.tensor([1.0, 0.3]))
     first, shift = torch.tensor([2, 0]), torch.tensor([-3, 5])
@@ -89,33 +84,10 @@ def _shift_samples() -> Iterator[Sample]:
         yield given, {"interleaved": interleaved}
 
 
-def _shift_fake(
-    keys: Tensor,
-    first: Tensor,
-    shift: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    interleaved: bool = False,
-) -> Tensor:
-    given = Operands("shift_rows")
-    given.fit("keys", keys, "BGCD")
-    given.fit("first", first, "B", torch.int64)
-    given.fit("shift", shift, "B", torch.int64)
-    given.fit("cos", cos, "PR")
-    given.fit("sin", sin, "PR")
-    if 2 * cos.shape[1] > keys.shape[3]:
-        raise InputError(
-            f"shift_rows: expected tables [P,R] with 2R <= D={keys.shape[3]}, got {list(cos.shape)}"
-        )
-    return torch.empty_like(keys)
-
-
-@define(
-    "shift_rows(Tensor keys, Tensor first, Tensor shift, Tensor cos, Tensor sin, *, "
-    "bool interleaved=False) -> Tensor",
+@op(
+    "keys: BGCD, first: i64 B, shift: i64 B, cos: PR, sin: PR -> keys",
     samples=_shift_samples,
-    fake=_shift_fake,
+    also=check_tables,
 )
 def shift_rows(
     keys: Tensor,
@@ -135,7 +107,6 @@ def shift_rows(
     length.
     Source: He et al., "Let the Code LLM Edit Itself When You Edit the Code" (2024).
     """
-    _shift_fake(keys, first, shift, cos, sin, interleaved=interleaved)
     angles = [table.float()[shift.abs()][:, None, None] for table in (cos, sin)]
     size = (angles[0] * angles[0] + angles[1] * angles[1]).sqrt()
     forward = torch.sign(shift).to(torch.float32)[:, None, None, None]

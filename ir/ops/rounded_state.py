@@ -16,19 +16,20 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from . import Sample, define
+from . import Sample, op
 from .recurrent import (
+    COUNTS,
     LEAST,
-    check_counts,
-    check_log,
-    check_sequence,
+    LOG,
+    SEQUENCE,
+    check_decays,
     heads_of,
     pending,
     rows_after,
     step_samples,
 )
 
-F32, I8 = torch.float32, torch.int8
+I8 = torch.int8
 LARGEST = 127
 """The largest code; the least is its negative."""
 
@@ -55,58 +56,11 @@ def _samples() -> Iterator[Sample]:
         yield (codes.to(I8), scale, *others), options
 
 
-def check_rounded(
-    codes: Tensor,
-    scale: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    decays: Tensor,
-    folded: Tensor,
-    past: Tensor,
-    certain: Tensor,
-    ancestors: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-) -> None:
-    """Whether these fit each other. Errors: `InputError` naming the one that does not."""
-    given = check_sequence("linear_attention_step_int8", q, k, v, g, beta)
-    given.fit("codes", codes, "BHKV", I8)
-    given.fit("scale", scale, "BHV", F32)
-    check_log(given, keys, values, decays)
-    check_counts(given, folded, past, certain, ancestors)
-
-
-def _fake(
-    codes: Tensor,
-    scale: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    decays: Tensor,
-    folded: Tensor,
-    past: Tensor,
-    certain: Tensor,
-    ancestors: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    log = keys, values, decays
-    check_rounded(codes, scale, *log, folded, past, certain, ancestors, q, k, v, g, beta)
-    return tuple(x.new_empty(x.shape) for x in (v, codes, scale, *log))
-
-
-@define(
-    "linear_attention_step_int8(Tensor codes, Tensor scale, Tensor keys, Tensor values, "
-    "Tensor decays, Tensor folded, Tensor past, Tensor certain, Tensor? ancestors, Tensor q, "
-    "Tensor k, Tensor v, Tensor g, Tensor? beta=None) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+@op(
+    f"{SEQUENCE}, codes: i8 BHKV, scale: f32 BHV, {LOG}, {COUNTS} -> v, codes, scale, keys, "
+    "values, decays",
     samples=_samples,
-    fake=_fake,
+    also=check_decays,
 )
 def linear_attention_step_int8(
     codes: Tensor,
@@ -137,8 +91,6 @@ def linear_attention_step_int8(
     naming an operand that does not fit; `UnsupportedError` where the number of tokens is not known,
     as one follows another.
     """
-    log = keys, values, decays
-    check_rounded(codes, scale, *log, folded, past, certain, ancestors, q, k, v, g, beta)
     if not isinstance(k.shape[2], int) or not isinstance(keys.shape[2], int):
         raise UnsupportedError(
             "states in 8 bits are rounded after every token, and a graph without graftwork's own "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from . import Sample, define
+from . import Sample, op
 from .operands import Operands
 from .quantized_cache import hadamard
 
@@ -22,17 +22,15 @@ def _hadamard_samples() -> Iterator[Sample]:
     yield (torch.randn(2, 2, 3, 8),), {}
 
 
-def _hadamard_fake(x: Tensor) -> Tensor:
-    Operands("hadamard_rows").fit("x", x, "BGTD")
-    width = x.shape[3]
+def _check_width(given: Operands) -> None:
+    width = given.sizes["D"]
     if width & (width - 1):
         raise InputError(
-            f"hadamard_rows: rows of {width} have no Hadamard matrix: it must be a power of two"
+            f"{given.op}: rows of {width} have no Hadamard matrix: it must be a power of two"
         )
-    return torch.empty_like(x, dtype=torch.float32)
 
 
-@define("hadamard_rows(Tensor x) -> Tensor", samples=_hadamard_samples, fake=_hadamard_fake)
+@op("x: BGTD -> f32 x", samples=_hadamard_samples, also=_check_width)
 def hadamard_rows(x: Tensor) -> Tensor:
     """Rows times the orthogonal Hadamard matrix, which is its own inverse: no channel stays larger
     than the others by far.
@@ -41,7 +39,6 @@ def hadamard_rows(x: Tensor) -> Tensor:
 
     x [B,G,T,D], D a power of two. Source: Ashkboos et al., "QuaRot" (2024).
     """
-    _hadamard_fake(x)
     return hadamard(x.float())
 
 
@@ -50,27 +47,18 @@ def _factor_samples() -> Iterator[Sample]:
     yield (torch.zeros(1, 2, 4, 8),), {"group": 4, "rank": 3}
 
 
-def _check_rank(op: str, group: int, rank: int, width: int) -> None:
+def _check_rank(given: Operands, group: int, rank: int) -> None:
+    rows, width = given.sizes["T"], given.sizes["D"]
     if not 1 <= rank <= min(group, width):
-        raise InputError(f"{op}: rank={rank} of {group} rows of {width}; expected 1 to the fewer")
-
-
-def _factor_fake(x: Tensor, *, group: int, rank: int) -> tuple[Tensor, Tensor]:
-    Operands("low_rank").fit("x", x, "BGTD")
-    batch, groups, rows, width = x.shape
-    _check_rank("low_rank", group, rank, width)
+        raise InputError(
+            f"{given.op}: rank={rank} of {group} rows of {width}; expected 1 to the fewer"
+        )
     if rows % group:
-        raise InputError(f"low_rank: {rows} rows are no multiple of group={group}")
-    left = x.new_empty((batch, groups, rows, rank), dtype=torch.float16)
-    right = (batch, groups, rows // group, rank * width)
-    return left, x.new_empty(right, dtype=torch.float16)
+        raise InputError(f"{given.op}: {rows} rows are no multiple of group={group}")
+    given.sizes.update(S=rows // group, N=rank * width)
 
 
-@define(
-    "low_rank(Tensor x, *, int group, int rank) -> (Tensor, Tensor)",
-    samples=_factor_samples,
-    fake=_factor_fake,
-)
+@op("x: BGTD, R = rank -> f16 BGTR, f16 BGSN", samples=_factor_samples, also=_check_rank)
 def low_rank(x: Tensor, *, group: int, rank: int) -> tuple[Tensor, Tensor]:
     """Factors of what is nearest to each `group` rows of all that have so low a rank.
 
@@ -81,7 +69,6 @@ def low_rank(x: Tensor, *, group: int, rank: int) -> tuple[Tensor, Tensor]:
     power iteration from a fixed start. Source: Kang et al., "GEAR: An Efficient KV Cache
     Compression Recipe for Near-Lossless Generative Inference of LLM" (2024).
     """
-    _factor_fake(x, group=group, rank=rank)
     batch, groups, rows, width = x.shape
     whole = x.float().reshape(batch, groups, rows // group, group, width)
     turned = whole.transpose(3, 4)
@@ -107,25 +94,17 @@ def _product_samples() -> Iterator[Sample]:
     yield (left, right), {"group": 6}
 
 
-def _product_fake(left: Tensor, right: Tensor, *, group: int) -> Tensor:
-    given = Operands("low_rank_rows")
-    given.fit("left", left, "BGCR", torch.float16)
-    given.fit("right", right, "BGSN", torch.float16)
-    rank = left.shape[3]
+def _check_factors(given: Operands, right: Tensor, group: int) -> None:
+    rank = given.sizes["R"]
     if group < 1 or right.shape[3] % rank:
         raise InputError(
-            f"low_rank_rows: expected right [B,G,S,{rank}*D] and group >= 1, got "
+            f"{given.op}: expected right [B,G,S,{rank}*D] and group >= 1, got "
             f"{list(right.shape)}, group={group}"
         )
-    width = right.shape[3] // rank
-    return left.new_empty((*left.shape[:3], width), dtype=torch.float32)
+    given.sizes["D"] = right.shape[3] // rank
 
 
-@define(
-    "low_rank_rows(Tensor left, Tensor right, *, int group) -> Tensor",
-    samples=_product_samples,
-    fake=_product_fake,
-)
+@op("left: f16 BGCR, right: f16 BGSN -> f32 BGCD", samples=_product_samples, also=_check_factors)
 def low_rank_rows(left: Tensor, right: Tensor, *, group: int) -> Tensor:
     """The rows that `low_rank` has made factors of.
 
@@ -133,7 +112,6 @@ def low_rank_rows(left: Tensor, right: Tensor, *, group: int) -> Tensor:
 
     left f16[B,G,C,R] and right f16[B,G,S,R*D], see there; group rows share one of right's.
     """
-    _product_fake(left, right, group=group)
     rank = left.shape[3]
     index = torch.arange(left.shape[2], device=left.device)
     each = right.float().index_select(2, torch.div(index, group, rounding_mode="floor"))

@@ -11,11 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from . import Sample, define
-from .attention import _scores, check_attend, within_reach
-from .operands import Operands
+from . import Sample, op
+from .attention import ATTEND, _scores, within_reach
 
-I64 = torch.int64
 LEAST = -1e30
 """Stands for minus infinity where that would be taken from itself."""
 
@@ -29,26 +27,7 @@ def _parts_samples() -> Iterator[Sample]:
     yield (q, k, v, mask, torch.randn(2, 4, 3, 9)), {"scale": 0.3}
 
 
-def _parts_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    **options: object,
-) -> tuple[Tensor, Tensor]:
-    check_attend(q, k, v, mask, bias, sinks)
-    out = q.new_empty((*q.shape[:3], v.shape[3]))
-    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@define(
-    "attend_part(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor? bias=None, "
-    "Tensor? sinks=None, *, float scale, float? softcap=None) -> (Tensor, Tensor)",
-    samples=_parts_samples,
-    fake=_parts_fake,
-)
+@op(f"{ATTEND} -> BHTE, f32 BHT", samples=_parts_samples)
 def attend_part(
     q: Tensor,
     k: Tensor,
@@ -70,7 +49,6 @@ def attend_part(
     what `merge_parts` weighs the first one by. Of a token that sees no row it is -infinity, and the
     first is 0. Errors: `InputError` naming an operand of another rank, size or dtype.
     """
-    check_attend(q, k, v, mask, bias, sinks)
     batch, heads, width, _ = q.shape
     scores = _scores(q, k.to(q.dtype), scale, softcap)
     scores = (scores if bias is None else scores + bias).masked_fill(~mask, float("-inf"))
@@ -96,25 +74,7 @@ def _merge_samples() -> Iterator[Sample]:
     yield (*parts, none), {}
 
 
-def check_merge(a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor) -> None:
-    """Whether `merge_parts` takes these operands. Errors: `InputError` naming what does not fit."""
-    given = Operands("merge_parts")
-    given.fit("a", a, "BHTE")
-    given.fit("a_weight", a_weight, "BHT", torch.float32)
-    given.fit("b", b, "BHTE", a.dtype)
-    given.fit("b_weight", b_weight, "BHT", torch.float32)
-
-
-def _merge_fake(a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor) -> Tensor:
-    check_merge(a, a_weight, b, b_weight)
-    return torch.empty_like(a)
-
-
-@define(
-    "merge_parts(Tensor a, Tensor a_weight, Tensor b, Tensor b_weight) -> Tensor",
-    samples=_merge_samples,
-    fake=_merge_fake,
-)
+@op("a: BHTE, a_weight: f32 BHT, b: a BHTE, b_weight: f32 BHT -> a", samples=_merge_samples)
 def merge_parts(a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor) -> Tensor:
     """Attention over the rows of two parts together.
 
@@ -124,7 +84,6 @@ def merge_parts(a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor) -> Ten
     weights are both -infinity gets 0. Source: Juravsky et al., "Hydragen: High-Throughput LLM
     Inference with Shared Prefixes" (2024).
     """
-    check_merge(a, a_weight, b, b_weight)
     most = torch.maximum(a_weight, b_weight).clamp(min=LEAST)
     mine, other = torch.exp(a_weight - most), torch.exp(b_weight - most)
     total = (mine + other).clamp(min=1e-30)
@@ -140,19 +99,7 @@ def _seen_samples() -> Iterator[Sample]:
     yield (torch.tensor([0, 9, 9]), positions), {}
 
 
-def _seen_fake(held: Tensor, positions: Tensor, **span: int | None) -> Tensor:
-    given = Operands("shared_mask")
-    given.fit("held", held, "S", I64)
-    given.fit("positions", positions, "BT", I64)
-    batch, width = positions.shape
-    return positions.new_empty((1, 1, batch * width, held.shape[0]), dtype=torch.bool)
-
-
-@define(
-    "shared_mask(Tensor held, Tensor positions, *, int? window=None, int? chunk=None) -> Tensor",
-    samples=_seen_samples,
-    fake=_seen_fake,
-)
+@op("held: i64 S, positions: i64 BT, N = B * T -> bool 11NS", samples=_seen_samples)
 def shared_mask(
     held: Tensor, positions: Tensor, *, window: int | None = None, chunk: int | None = None
 ) -> Tensor:
@@ -164,7 +111,6 @@ def shared_mask(
     positions; positions i64[B,T] of the tokens, all behind these. `window` and `chunk` hide
     rows as in `step_mask`.
     """
-    _seen_fake(held, positions)
     rows = torch.arange(held.shape[0], device=held.device)
     flat = positions.reshape(-1, 1)
     there = (rows < held[:1]).expand(flat.shape[0], held.shape[0])
@@ -175,18 +121,7 @@ def _behind_samples() -> Iterator[Sample]:
     yield (torch.tensor([4, 0, 0]), torch.tensor([2, 5]), 9), {}
 
 
-def _behind_fake(held: Tensor, past: Tensor, capacity: int) -> Tensor:
-    given = Operands("positions_behind")
-    given.fit("held", held, "S", I64)
-    given.fit("past", past, "B", I64)
-    return past.new_empty((past.shape[0], capacity))
-
-
-@define(
-    "positions_behind(Tensor held, Tensor past, SymInt capacity) -> Tensor",
-    samples=_behind_samples,
-    fake=_behind_fake,
-)
+@op("held: i64 S, past: i64 B, C = capacity -> BC", samples=_behind_samples)
 def positions_behind(held: Tensor, past: Tensor, capacity: int) -> Tensor:
     """The positions of sequences' own rows, where they begin behind what a batch shares.
 
@@ -194,6 +129,5 @@ def positions_behind(held: Tensor, past: Tensor, capacity: int) -> Tensor:
 
     held i64[S] as in `shared_mask`; past i64[B].
     """
-    _behind_fake(held, past, capacity)
     rows = torch.arange(capacity, device=past.device) + held[:1]
     return rows[None].expand(past.shape[0], capacity)

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from . import Sample, define
-from .attention import attend, by_distance, check_row_positions, check_table, held_positions
+from . import Sample, op
+from .attention import attend, by_distance, check_distances, held_positions
 from .operands import Operands
-
-I64 = torch.int64
 
 
 def _distance_samples() -> Iterator[Sample]:
@@ -20,33 +18,16 @@ def _distance_samples() -> Iterator[Sample]:
     yield (torch.randn(2, 5), past, positions + 4, 9, torch.arange(18).reshape(2, 9) // 2), {}
 
 
-def _check_distance(
-    table: Tensor, past: Tensor, positions: Tensor, capacity: int, row_positions: Tensor | None
-) -> None:
-    given = Operands("distance_bias")
-    check_table(given, "table", table)
-    given.fit("past", past, "B", I64)
-    given.fit("positions", positions, "BT", I64)
-    check_row_positions(given, row_positions, capacity)
+def _check(given: Operands, table: Tensor) -> None:
+    if table.shape[1] % 2 == 0:
+        given.refuse("table", table, ("H", "2R+1"))
 
 
-def _distance_fake(
-    table: Tensor,
-    past: Tensor,
-    positions: Tensor,
-    capacity: int,
-    row_positions: Tensor | None = None,
-) -> Tensor:
-    _check_distance(table, past, positions, capacity, row_positions)
-    batch, width = positions.shape
-    return table.new_empty((batch, table.shape[0], width, capacity), dtype=torch.float32)
-
-
-@define(
-    "distance_bias(Tensor table, Tensor past, Tensor positions, SymInt capacity, "
-    "Tensor? row_positions=None) -> Tensor",
+@op(
+    "table: HP, also, past: i64 B, positions: i64 BT, C = capacity, row_positions: i64 BC -> "
+    "f32 BHTC",
     samples=_distance_samples,
-    fake=_distance_fake,
+    also=_check,
 )
 def distance_bias(
     table: Tensor,
@@ -63,7 +44,6 @@ def distance_bias(
     past i64[B]; positions i64[B,T]; row_positions i64[B,C] as in `step_mask`. Source: Raffel et
     al., "Exploring the Limits of Transfer Learning" (T5's relative position buckets, 2020).
     """
-    _check_distance(table, past, positions, capacity, row_positions)
     held, _, _ = held_positions(past, positions, capacity, row_positions)
     return by_distance(table, held[:, None, :] - positions[:, :, None]).permute(0, 3, 1, 2)
 
@@ -72,16 +52,7 @@ def _rows_samples() -> Iterator[Sample]:
     yield (torch.tensor([3, 0, 5]), 5), {}
 
 
-def _rows_fake(lengths: Tensor, count: int) -> Tensor:
-    Operands("source_rows").fit("lengths", lengths, "B", I64)
-    return lengths.new_empty((lengths.shape[0], count), dtype=torch.bool)
-
-
-@define(
-    "source_rows(Tensor lengths, SymInt count) -> Tensor",
-    samples=_rows_samples,
-    fake=_rows_fake,
-)
+@op("lengths: i64 B, N = count -> bool BN", samples=_rows_samples)
 def source_rows(lengths: Tensor, count: int) -> Tensor:
     """Which of `count` rows each sequence's source has: its first `lengths`.
 
@@ -89,7 +60,6 @@ def source_rows(lengths: Tensor, count: int) -> Tensor:
 
     lengths i64[B].
     """
-    Operands("source_rows").fit("lengths", lengths, "B", I64)
     return torch.arange(count, device=lengths.device)[None, :] < lengths[:, None]
 
 
@@ -101,33 +71,10 @@ def _source_samples() -> Iterator[Sample]:
     yield (q, k, v, torch.tensor([1, 3]), torch.randn(4, 5)), alone
 
 
-def _check_source(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None) -> None:
-    given = Operands("source_attention")
-    given.fit("q", q, "BHTD")
-    given.fit("k", k, "BGND")
-    given.fit("v", v, "BGNE")
-    given.multiple("H", of="G")
-    given.fit("lengths", lengths, "B", I64)
-    check_table(given, "distances", table)
-
-
-def _source_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    distances: Tensor | None = None,
-    **options: object,
-) -> Tensor:
-    _check_source(q, k, v, lengths, distances)
-    return q.new_empty((*q.shape[:3], v.shape[3]))
-
-
-@define(
-    "source_attention(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor? distances=None, *, "
-    "int layer, float scale, float? softcap=None) -> Tensor",
+@op(
+    "q: BHTD, k: BGND, v: BGNE, H % G, lengths: i64 B, distances: HP -> BHTE",
     samples=_source_samples,
-    fake=_source_fake,
+    also=check_distances,
 )
 def source_attention(
     q: Tensor,
@@ -150,7 +97,6 @@ def source_attention(
     [H,2R+1]: as in `distance_bias`, for token t and row n at the positions t and n. `softcap` as in
     `attention`. `layer` names the layer.
     """
-    _check_source(q, k, v, lengths, distances)
     width, rows = q.shape[2], k.shape[2]
     mask = source_rows(lengths, rows)[:, None, None, :].expand(-1, 1, width, -1)
     bias = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from . import Sample, define
+from . import Sample, op
 from .attention import _scores, _weighted
 from .eviction import LEAST, STEPS
 from .operands import Operands
@@ -27,19 +27,7 @@ def _channel_samples() -> Iterator[Sample]:
     yield (torch.randn(2, 2, 3, 8), channels), {}
 
 
-def _channel_fake(x: Tensor, channels: Tensor) -> Tensor:
-    given = Operands("take_channels")
-    given.fit("x", x, "BHTD")
-    given.fit("channels", channels, "GR", I64)
-    given.multiple("H", of="G")
-    return x.new_empty((*x.shape[:3], channels.shape[1]))
-
-
-@define(
-    "take_channels(Tensor x, Tensor channels) -> Tensor",
-    samples=_channel_samples,
-    fake=_channel_fake,
-)
+@op("x: BHTD, channels: i64 GR, H % G -> BHTR", samples=_channel_samples)
 def take_channels(x: Tensor, channels: Tensor) -> Tensor:
     """Some channels of queries or keys, each group of heads its own.
 
@@ -47,7 +35,6 @@ def take_channels(x: Tensor, channels: Tensor) -> Tensor:
 
     x [B,H,T,D], H a multiple of G; channels i64[G,R], each below D -> [B,H,T,R].
     """
-    _channel_fake(x, channels)
     batch, heads, width, dim = x.shape
     groups, count = channels.shape
     grouped = x.reshape(batch, groups, heads // groups * width, dim)
@@ -63,24 +50,15 @@ def _top_samples() -> Iterator[Sample]:
     yield (q, k, mask), {"rows": 12, "scale": 0.3, "softcap": 2.0}
 
 
-def _top_fake(
-    q: Tensor, k: Tensor, mask: Tensor, *, rows: int, scale: float, softcap: float | None = None
-) -> Tensor:
-    given = Operands("top_rows")
-    given.fit("q", q, "BHTD")
-    given.fit("k", k, "BGCD")
-    given.fit("mask", mask, "B1TC", torch.bool)
-    given.multiple("H", of="G")
+def _check_top(given: Operands, rows: int) -> None:
     if rows < 1:
-        raise InputError(f"top_rows: expected rows >= 1, got {rows}")
-    return mask.new_empty((q.shape[0], k.shape[1], q.shape[2], rows), dtype=I64)
+        raise InputError(f"{given.op}: expected rows >= 1, got {rows}")
 
 
-@define(
-    "top_rows(Tensor q, Tensor k, Tensor mask, *, int rows, float scale, float? softcap=None) "
-    "-> Tensor",
+@op(
+    "q: BHTD, k: BGCD, mask: bool B1TC, H % G, N = rows -> i64 BGTN",
     samples=_top_samples,
-    fake=_top_fake,
+    also=_check_top,
 )
 def top_rows(
     q: Tensor, k: Tensor, mask: Tensor, *, rows: int, scale: float, softcap: float | None = None
@@ -95,7 +73,6 @@ def top_rows(
     `rows` rows, the rest are -1. Errors: `InputError` naming an operand of another rank, size or
     dtype.
     """
-    _top_fake(q, k, mask, rows=rows, scale=scale, softcap=softcap)
     batch, heads, width, _ = q.shape
     groups, capacity = k.shape[1], k.shape[2]
     grouped = q.float().reshape(batch, groups, heads // groups * width, q.shape[3])
@@ -122,35 +99,9 @@ def _attend_samples() -> Iterator[Sample]:
     yield (q, k, v, rows, torch.randn(4)), {"scale": 0.3, "softcap": 4.0}
 
 
-def check_attend_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, sinks: Tensor | None) -> None:
-    """Whether `attend_rows` takes these operands. Errors: `InputError` naming what does not fit."""
-    given = Operands("attend_rows")
-    given.fit("q", q, "BHTD")
-    given.fit("k", k, "BGCD")
-    given.fit("v", v, "BGCE")
-    given.fit("rows", rows, "BGTK", I64)
-    given.fit("sinks", sinks, "H")
-    given.multiple("H", of="G")
-    given.at_least_one("T", "C", "K")
-
-
-def _attend_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: Tensor,
-    sinks: Tensor | None = None,
-    **options: object,
-) -> Tensor:
-    check_attend_rows(q, k, v, rows, sinks)
-    return q.new_empty((*q.shape[:3], v.shape[3]))
-
-
-@define(
-    "attend_rows(Tensor q, Tensor k, Tensor v, Tensor rows, Tensor? sinks=None, *, float scale, "
-    "float? softcap=None) -> Tensor",
+@op(
+    "q: BHTD, k: BGCD, v: BGCE, rows: i64 BGTK, sinks: H, H % G, T >= 1, C >= 1, K >= 1 -> BHTE",
     samples=_attend_samples,
-    fake=_attend_fake,
 )
 def attend_rows(
     q: Tensor,
@@ -170,7 +121,6 @@ def attend_rows(
     none, at least one for every token; scale, sinks, softcap as in `attend`. Errors: `InputError`
     naming an operand of another rank, size or dtype.
     """
-    check_attend_rows(q, k, v, rows, sinks)
     batch, heads, width, dim = q.shape
     groups, capacity, wide = v.shape[1:]
     each, count = heads // groups, rows.shape[3]
@@ -207,20 +157,13 @@ def _means_samples() -> Iterator[Sample]:
     yield (torch.randn(2, 2, 9, 4), torch.tensor([8, 4])), {"block": 4, "chunk": 2}
 
 
-def _means_fake(keys: Tensor, past: Tensor, *, block: int, chunk: int) -> Tensor:
-    given = Operands("chunk_means")
-    given.fit("keys", keys, "BGCD")
-    given.fit("past", past, "B", I64)
+def _check_means(given: Operands, block: int, chunk: int) -> None:
     if chunk < 1 or block % chunk:
-        raise InputError(f"chunk_means: block={block} is no multiple of chunk={chunk}")
-    return keys.new_empty((*keys.shape[:2], block // chunk, keys.shape[3]), dtype=torch.float32)
+        raise InputError(f"{given.op}: block={block} is no multiple of chunk={chunk}")
+    given.sizes["S"] = block // chunk
 
 
-@define(
-    "chunk_means(Tensor keys, Tensor past, *, int block, int chunk) -> Tensor",
-    samples=_means_samples,
-    fake=_means_fake,
-)
+@op("keys: BGCD, past: i64 B -> f32 BGSD", samples=_means_samples, also=_check_means)
 def chunk_means(keys: Tensor, past: Tensor, *, block: int, chunk: int) -> Tensor:
     """The mean of each `chunk` of the last `block` keys.
 
@@ -230,7 +173,6 @@ def chunk_means(keys: Tensor, past: Tensor, *, block: int, chunk: int) -> Tensor
     undefined. Source: Sun et al., "ShadowKV: KV Cache in Shadows for High-Throughput Long-Context
     LLM Inference" (2024): a chunk's landmark.
     """
-    _means_fake(keys, past, block=block, chunk=chunk)
     place = torch.arange(block, device=past.device)
     index = (past[:, None] - block + place).clamp(min=0)[:, None, :, None]
     batch, groups, _, dim = keys.shape
@@ -248,39 +190,19 @@ def _chunk_samples() -> Iterator[Sample]:
     yield (q, marks, mask, past), {"chunks": 9, **how, "softcap": 2.0}
 
 
-def _chunk_fake(
-    q: Tensor,
-    marks: Tensor,
-    mask: Tensor,
-    past: Tensor,
-    *,
-    chunks: int,
-    chunk: int,
-    block: int,
-    latest: int,
-    scale: float,
-    softcap: float | None = None,
-) -> Tensor:
-    given = Operands("chunk_rows")
-    given.fit("q", q, "BHTD")
-    given.fit("marks", marks, "BGSD")
-    given.fit("mask", mask, "B1TC", torch.bool)
-    given.fit("past", past, "B", I64)
-    given.multiple("H", of="G")
+def _check_chunks(given: Operands, chunks: int, chunk: int, block: int, latest: int) -> None:
     if min(chunks, chunk) < 1 or block % chunk or latest < block:
         raise InputError(
-            f"chunk_rows: expected chunks >= 1, block a multiple of chunk and latest >= block, got "
+            f"{given.op}: expected chunks >= 1, block a multiple of chunk and latest >= block, got "
             f"chunks={chunks}, chunk={chunk}, block={block}, latest={latest}"
         )
-    wide = chunks * chunk + latest
-    return mask.new_empty((q.shape[0], marks.shape[1], q.shape[2], wide), dtype=I64)
 
 
-@define(
-    "chunk_rows(Tensor q, Tensor marks, Tensor mask, Tensor past, *, int chunks, int chunk, "
-    "int block, int latest, float scale, float? softcap=None) -> Tensor",
+@op(
+    "q: BHTD, marks: BGSD, mask: bool B1TC, past: i64 B, H % G, W = chunks * chunk + latest -> "
+    "i64 BGTW",
     samples=_chunk_samples,
-    fake=_chunk_fake,
+    also=_check_chunks,
 )
 def chunk_rows(
     q: Tensor,
@@ -305,8 +227,6 @@ def chunk_rows(
     softcap as in `attend`, a token sees all rows of whole blocks; past i64[B]. Chunks are ranked as
     rows are in `top_rows`. Where there are fewer, and rows that a token does not see, are -1.
     """
-    sizes = {"chunks": chunks, "chunk": chunk, "block": block, "latest": latest}
-    _chunk_fake(q, marks, mask, past, **sizes, scale=scale)
     batch, groups, count, _ = marks.shape
     begin = past - torch.remainder(past, block)
     whole = torch.div(begin, chunk, rounding_mode="floor")

@@ -1,0 +1,174 @@
+"""What follows from an op's declaration: its schema, what it asks of operands, its results' types.
+
+A declaration is a line beside the op's meaning::
+
+    "q: BHTD, k: BGCD, v: BGCE, mask: bool B1TC, bias: BHTC, H % G, C >= 1 -> BHTE"
+
+Before the arrow, in the order in which they are checked:
+
+    name: kind axes   An operand. axes: a letter each, equal letters for equal sizes, 1 for a size
+                      of 1, `...H` for any axes and H; or the name of an operand: that one's shape.
+                      kind: a dtype (see `DTYPES`), the name of an operand for that one's, `float`
+                      for any floating one, `any`, or `float|u8`, of which the first operand that
+                      says so chooses for all. Without one: `float`, or with the shape of an operand
+                      that one's dtype. Operands that may be None are checked if they are not.
+    H % G             H is a multiple of G, and G at least 1.
+    C >= 1            C is at least 1.
+    P = N - 1         A size, by letters and arguments.
+    also              The function of this name is called here, and else last.
+
+Behind it are the results, written like operands without names; `a+b` is the dtype that two operands
+promote to, and without a kind it is the first operand's. Results lie in memory of their own.
+
+The functions are written as source and compiled, as dataclasses' are: they bind arguments as Python
+does, cost a decoding step no more than code written by hand, and torch.compile traces them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..types import DTYPES
+from .operands import Operands
+
+Also = Callable[..., None]
+"""Checks what letters cannot say, and sets sizes that results have. Called with the `Operands`
+so far and those of the op's arguments that its other parameters name. Errors: `InputError`."""
+
+_SOURCE = """
+def make(_also):
+    def check{loose}:
+        _given = Operands({op!r})
+        {checks}
+        return _given
+    def like(_given, {names}):
+        return {results}
+    def bound{signature}:
+        return ({names},)
+    return check, like, bound
+"""
+
+
+@dataclass(frozen=True)
+class Declared:
+    """schema: torch's. names: of the arguments. bound: those of a call, defaults filled in.
+
+    check: takes a call's arguments, options may be left out; returns the sizes by letter. Errors:
+    `InputError` naming the operand that does not fit. like: results of a call's types, without
+    values, by what `check` and `bound` gave.
+    """
+
+    schema: str
+    names: tuple[str, ...]
+    check: Callable[..., Operands]
+    like: Callable[..., Any]
+    bound: Callable[..., tuple[Any, ...]]
+
+
+def declare(text: str, meaning: Callable[..., Any], also: Also | None) -> Declared:
+    """What a declaration says of an op, whose name and arguments are its meaning's."""
+    signature = inspect.signature(meaning)
+    schema = torch.library.infer_schema(meaning, op_name=meaning.__name__, mutates_args=())
+    positional, star, options = schema.partition("*, ")
+    schema = positional + star + options.replace("SymInt", "int")
+    required = re.findall(r"Tensor (\w+)", schema)
+    operands, _, results = text.partition(" -> ")
+    missing = " or ".join(f"{name} is None" for name in required)
+    checks = [f"if {missing}: _given.lacks({', '.join(f'{name}={name}' for name in required)})"]
+    items = operands.split(", ")
+    if also is not None and "also" not in items:
+        items.append("also")
+    asked = [] if also is None else list(inspect.signature(also).parameters)[1:]
+    checks += [
+        f"_also(_given, {', '.join(asked)})" if item == "also" else _check(item, required, operands)
+        for item in items
+    ]
+    made = [_result(item, items, required[0]) for item in results.split(", ")]
+    plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    loose = [p.replace(kind=p.POSITIONAL_OR_KEYWORD, default=_default(p)) for p in plain]
+    source = _SOURCE.format(
+        op=meaning.__name__,
+        loose=inspect.Signature(loose),
+        checks="\n        ".join(checks),
+        names=", ".join(signature.parameters),
+        results=made[0] if len(made) == 1 else f"({', '.join(made)})",
+        signature=inspect.Signature(plain),
+    )
+    space: dict[str, Any] = {}
+    exec(compile(source, f"<graftwork.{meaning.__name__}>", "exec"), globals(), space)
+    return Declared(schema, tuple(signature.parameters), *space["make"](also))
+
+
+def _default(parameter: inspect.Parameter) -> Any:
+    """None for options without a default: those who check operands alone leave them out."""
+    needed = parameter.default is parameter.empty and parameter.kind == parameter.KEYWORD_ONLY
+    return None if needed else parameter.default
+
+
+def _size(letter: str) -> str:
+    return f"_given.sizes[{letter!r}]"
+
+
+def _parts(item: str) -> tuple[str, str, str]:
+    """Name, kind and axes of an operand or a result."""
+    found = re.fullmatch(r"(?:(\w+): )?(?:(\S+) )?(\S+)", item)
+    assert found is not None, f"{item!r} is no operand"
+    name, kind, axes = found.groups(default="")
+    return name, kind or (axes if axes.islower() else ""), axes
+
+
+def _check(item: str, required: list[str], operands: str) -> str:
+    """A line of source that checks what one item of a declaration says."""
+    if " % " in item:
+        axis, _, of = item.partition(" % ")
+        return f"_given.multiple({axis!r}, {of!r})"
+    if item.endswith(" >= 1"):
+        return f"_given.at_least_one({item[0]!r})"
+    if " = " in item:
+        letter, _, size = item.partition(" = ")
+        return f"{_size(letter)} = {re.sub('[A-Z]', lambda found: _size(found[0]), size)}"
+    name, kind, axes = _parts(item)
+    way, shape, dtype = "fit", repr(axes), _dtype(kind, name, operands)
+    if axes.islower():
+        way, shape = "fit_like", f"{axes}.shape"
+    elif axes.startswith("..."):
+        way, shape = "fit_rows", repr(axes[3:])
+    given = "" if name in required else f"if {name} is not None: "
+    return f"{given}_given.{way}({name!r}, {name}, {shape}, {dtype})"
+
+
+def _dtype(kind: str, name: str, operands: str) -> str:
+    """Source of an operand's or a result's dtype; None is any floating one."""
+    if kind in ("", "float"):
+        return "None"
+    if kind == "float|u8":
+        chooser = operands.partition(": float|u8")[0].split()[-1]
+        return f"None if {chooser}.dtype.is_floating_point else torch.uint8"
+    if kind in DTYPES:
+        return str(DTYPES[kind])
+    if "+" in kind:
+        one, _, other = kind.partition("+")
+        return f"torch.promote_types({one}.dtype, {other}.dtype)"
+    return f"{name if kind == 'any' else kind}.dtype"
+
+
+def _result(item: str, operands: list[str], first: str) -> str:
+    """Source of an empty tensor of a result's type. first: an operand on the results' device."""
+    parts = [_parts(operand) for operand in operands if ": " in operand]
+    _, kind, axes = _parts(item)
+    dtype = _dtype(kind or parts[0][0], "", "")
+    rows, dots, letters = axes.rpartition("...")
+    sizes = [n if n.isdigit() else _size(n) for n in letters]
+    if rows:
+        sizes.insert(0, f"*{rows}.shape")
+    elif dots:
+        rows = next(name for name, _, of in parts if of.startswith("..."))
+        sizes.insert(0, f"*{rows}.shape[:-1]")
+    shape = f"{axes}.shape" if axes.islower() else f"({', '.join(sizes)},)"
+    return f"{first}.new_empty({shape}, dtype={dtype})"
