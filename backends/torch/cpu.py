@@ -75,7 +75,7 @@ def _whole(given: dict[str, Any]) -> bool:
 
 def _softcap(given: dict[str, Any]) -> bool:
     """Whether a softcap is not 0, which is none to kernels."""
-    return given["softcap"] != 0
+    return bool(given["softcap"] != 0)
 
 
 rms_norm = native_row("rms_norm", native.rms_norm, "x weight", when=_whole)

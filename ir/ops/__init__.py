@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.fx
@@ -66,7 +66,6 @@ class OpDef:
 
 _LIBRARY = torch.library.Library("graftwork", "FRAGMENT")
 _OPS: dict[str, OpDef] = {}
-_Meaning = TypeVar("_Meaning", bound=Callable[..., Any])
 
 
 def op(
@@ -75,7 +74,7 @@ def op(
     samples: Callable[[], Iterator[Sample]],
     also: Also | None = None,
     product: Product | None = None,
-) -> Callable[[_Meaning], _Meaning]:
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the op of its name, which it then checks operands for.
 
     operands: their axes and dtypes, and the results', see `declared`. Arguments that are passed by
@@ -84,7 +83,7 @@ def op(
     products, see `Product`. Results must not alias arguments.
     """
 
-    def register(meaning: _Meaning) -> _Meaning:
+    def register(meaning: Callable[..., Any]) -> Callable[..., Any]:
         name = meaning.__name__
         declared = declare(operands, meaning, also)
         check, like, bound = declared.check, declared.like, declared.bound
@@ -102,7 +101,7 @@ def op(
         torch.library.register_fake(f"graftwork::{name}", fake, lib=_LIBRARY)
         overload = getattr(torch.ops.graftwork, name).default
         _OPS[name] = OpDef(name, operands, declared, checked, samples, overload, product)
-        return cast(_Meaning, checked)
+        return checked
 
     return register
 
