@@ -17,7 +17,7 @@ from tiny import named
 import graftwork as gw
 from graftwork.backends import Target, compile
 from graftwork.backends.onnxruntime import rows_recurrent
-from graftwork.backends.torch.native_recurrent import step_int8
+from graftwork.backends.torch.cpu import step_int8
 from graftwork.ir import InputError, Program, UnsupportedError
 from graftwork.ir.ops.rounded_state import linear_attention_step_int8 as meaning
 from graftwork.ir.ops.rounded_state import rounded

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from graftwork.backends.torch.native_recurrent import conv_step, step
+from graftwork.backends.torch.cpu import conv_step, step
 from graftwork.ir import InputError
 from graftwork.ir.ops.causal_conv import causal_conv_step
 from graftwork.ir.ops.recurrent import linear_attention_step as meaning
