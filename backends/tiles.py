@@ -17,15 +17,15 @@ What is made of a weight u8[N, K*bits/8] with scales [N, K/group], T tiles, G gr
 from __future__ import annotations
 
 import ctypes
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..ir import InputError, TensorType, Weight, derive
+from ..ir import InputError, TensorType, Weight, derivation, derive
 from .cached_library import SHARED, library
 
+A = torch.ops.aten
 OUTPUTS = 16
 """Outputs of a tile."""
 
@@ -115,16 +115,15 @@ def tiled(
     if bits > MOST_LOOKED_UP:
         layout = _layout(weight, bits, group)._replace(bits=kept_bits(bits, codebook))
         name = f"{weight.name}.tiles.{bits}.{group}.{codebook.name}"
-        packed = derive(
-            name, _sizes(layout), partial(_packed, bits=bits, group=group), weight, codebook
-        )
+        options = {"bits": bits, "group": group}
+        packed = derive(name, _sizes(layout), tile_values, weight, codebook, **options)
         return Tiled(
             packed, _by_tile(scale, layout), None, None, layout.bits, group, layout.outputs
         )
     *several, entries = codebook.type.shape
     check_books(several[0] if several else 1, weight.type.shape[0])
     whole = TensorType(torch.int8, (*several, OUTPUTS * max(entries >> bits, 1)))
-    made = derive(f"{codebook.name}.table.{bits}", whole, partial(table, bits=bits), codebook)
+    made = derive(f"{codebook.name}.table.{bits}", whole, tile_table, codebook, bits=bits)
     return tiled_table(weight, scale, offset, None, bits=bits, group=group)._replace(table=made)
 
 
@@ -147,7 +146,7 @@ def tiled_table(
     if codebook is not None and len(codebook.type.shape) > 1:
         check_books(codebook.type.shape[0], layout.outputs)
     name = f"{weight.name}.tiles.{bits}.{group}"
-    packed = derive(name, _sizes(layout), partial(_packed, bits=bits, group=group), weight)
+    packed = derive(name, _sizes(layout), tile_values, weight, bits=bits, group=group)
     moved = None if offset is None else _by_tile(offset, layout)
     return Tiled(packed, _by_tile(scale, layout), moved, codebook, bits, group, layout.outputs)
 
@@ -191,7 +190,7 @@ def whole_tiles(outputs: int) -> bool:
 def _flat(part: Weight) -> Weight:
     experts, rows, columns = part.type.shape
     sizes = TensorType(part.type.dtype, (experts * rows, columns))
-    return derive(f"{part.name}.rows", sizes, lambda t: t.flatten(0, 1), part)
+    return derive(f"{part.name}.rows", sizes, A.flatten.using_ints, part, start_dim=0, end_dim=1)
 
 
 def _layout(weight: Weight, bits: int, group: int) -> Layout:
@@ -205,11 +204,25 @@ def _sizes(layout: Layout) -> TensorType:
 
 def _by_tile(scale: Weight, layout: Layout) -> Weight:
     sizes = TensorType(scale.type.dtype, (layout.tiles, layout.groups, OUTPUTS))
-    return derive(f"{scale.name}.columns", sizes, columns, scale)
+    return derive(f"{scale.name}.columns", sizes, tile_columns, scale)
 
 
-def _packed(weight: Tensor, codebook: Tensor | None = None, *, bits: int, group: int) -> Tensor:
+@derivation
+def tile_values(weight: Tensor, codebook: Tensor | None = None, *, bits: int, group: int) -> Tensor:
+    """See `pack`."""
     return pack(weight, bits=bits, group=group, codebook=codebook)
+
+
+@derivation
+def tile_columns(scale: Tensor) -> Tensor:
+    """See `columns`."""
+    return columns(scale)
+
+
+@derivation
+def tile_table(codebook: Tensor, *, bits: int) -> Tensor:
+    """See `table`."""
+    return table(codebook, bits)
 
 
 def check_sizes(bits: int, group: int, columns: int) -> int:

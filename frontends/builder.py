@@ -14,9 +14,9 @@ import torch
 import torch.fx
 from torch.fx.node import map_aggregate
 
-from ..ir import NOWHERE, Dim, Function, Site, Sym, TensorType, Weight, derive, type_of
+from ..ir import NOWHERE, Dim, Function, Site, Sym, TensorType, Weight, type_of
 from ..ir.infer import infer
-from ..ir.weights import Call, Operand
+from ..ir.weights import Call, Operand, computed
 
 A = torch.ops.aten
 
@@ -66,7 +66,7 @@ class Builder:
             base = str(inputs[0].target) if inputs else "constant"
             name = self._free_name(f"{base}.{_short(target)}")
             sources = [self.weights[str(node.target)] for node in inputs]
-            made = derive(name, result, Call(target, *operands), *sources)
+            made = computed(name, result, Call(target, *operands), *sources)
             self._folded[key] = self.weight(made)
         return self._folded[key]
 

@@ -22,11 +22,11 @@ import torch
 import torch.fx
 from torch.fx.node import map_aggregate
 
-from ..ir import Function, GraftworkError, Weight, WeightStore, derive, type_of
+from ..ir import Function, GraftworkError, Weight, WeightStore, type_of
 from ..ir.kept import kept_folder
 from ..ir.parser import parse_function
 from ..ir.printer import function_text
-from ..ir.weights import Call, Operand, open_safetensors
+from ..ir.weights import Call, Operand, computed, open_safetensors
 from .importer import Imported
 
 ALSO = (torch.ops.aten.scaled_dot_product_attention.default,)
@@ -101,7 +101,7 @@ def _derive(constants: Function, names: list[str], weights: dict[str, Weight]) -
         args: Any = map_aggregate(node.args, lambda a, place=place: place.get(a, a))  # type: ignore
         kwargs: Any = map_aggregate(node.kwargs, lambda a, place=place: place.get(a, a))  # type: ignore
         call = Call(node.target, args, kwargs)  # type: ignore[arg-type]
-        made[node] = weights[name] = derive(name, type_of(node), call, *inputs)
+        made[node] = weights[name] = computed(name, type_of(node), call, *inputs)
 
 
 def _write(path: Path, trace: Imported) -> None:

@@ -27,6 +27,8 @@ import torch.fx
 from torch.fx.node import map_aggregate
 
 from ..ir import Dim, Sym, TensorType, UnsupportedError, Weight, derive, site_of, type_of
+from ..ir.derived import tabulated_piece
+from ..ir.weights import piece
 from .importer import Imported
 from .regions import needed_for, reached_from
 
@@ -109,26 +111,12 @@ def _table(imported: Imported, node: torch.fx.Node, index: int, context: int) ->
             f"{_at(node)}: {node.target} makes {type_of(node)} from the number of tokens; expected "
             "one value for each position"
         )
-    axis, sizes = dims.index(T), {"B": 1, "T": context}
-    region = needed_for(node, {})
-    sources = [n for n in region if n.op == "get_attr"]
-    # The graph forgets the arguments of nodes that it loses, so they are noted here.
-    calls = [(n, n.target, n.args, n.kwargs) for n in region if n.op != "get_attr"]
-
-    def compute(*tensors: torch.Tensor) -> torch.Tensor:
-        values: dict[torch.fx.Node, Any] = dict(zip(sources, tensors, strict=True))
-        for part, target, args, kwargs in calls:
-            bound_args, bound_kwargs = _bind((args, kwargs), values, sizes)
-            values[part] = target(*bound_args, **bound_kwargs)  # type: ignore[operator]
-        table: torch.Tensor = values[node]
-        return table.movedim(axis, 0).reshape(context, -1).contiguous()
-
     width = 1
     for dim in dims:
         width *= dim if isinstance(dim, int) else 1
     row = TensorType(type_of(node).dtype, (context, width))
-    inputs = [imported.weights[str(source.target)] for source in sources]
-    weight = derive(f"position.{index}", row, compute, *inputs)
+    name = f"position.{index}"
+    weight = tabulated_piece(name, row, node, imported.weights, "tokens", dims.index(T))
     weight = _once(weight)
     imported.weights[weight.name] = weight
     return weight
@@ -144,7 +132,7 @@ def _once(table: Weight) -> Weight:
     if not torch.equal(values[:, : width // 2], values[:, width // 2 :]):
         return table
     half = TensorType(table.type.dtype, (rows, width // 2))
-    return derive(table.name, half, lambda t: t[:, : width // 2].contiguous(), table)
+    return derive(table.name, half, piece, table, axis=1, start=0, end=width // 2)
 
 
 def _unclear(dim: Dim) -> bool:

@@ -35,6 +35,7 @@ from ..ir import (
     Weight,
     WeightStore,
     arguments,
+    derivation,
     derive,
     site_of,
     type_of,
@@ -72,17 +73,24 @@ class StoredWeight:
 
     def values(self, name: str) -> Weight:
         """The same as a float weight f32[N,K], its columns in order, worked out when loaded."""
-        given = (self.weight, self.scale, self.offset, self.codebook, self.order)
-        there = [part is not None for part in given]
+        parts = (self.weight, self.scale, self.offset, self.codebook, self.order)
+        given = {part: w for part, w in zip(_PARTS, parts, strict=True) if w is not None}
+        options = {"names": tuple(given), "bits": self.numeric.bits}
+        type = TensorType(torch.float32, self.dims)
+        return derive(name, type, stored_values, *given.values(), **options)
 
-        def made(*tensors: torch.Tensor) -> torch.Tensor:
-            rest = iter(tensors)
-            *parts, order = (next(rest) if known else None for known in there)
-            values = dequantize(*parts, bits=self.numeric.bits)  # type: ignore[arg-type]
-            return values if order is None else values[:, order.argsort()]
 
-        inputs = [part for part in given if part is not None]
-        return derive(name, TensorType(torch.float32, self.dims), made, *inputs)
+_PARTS = ("weight", "scale", "offset", "codebook", "order")
+
+
+@derivation
+def stored_values(*tensors: torch.Tensor, names: tuple[str, ...], bits: int) -> torch.Tensor:
+    """The values f32[N,K] of a stored weight by its parts, its columns in order."""
+    given = dict(zip(names, tensors, strict=True))
+    weight, scale, offset, codebook, order = map(given.get, _PARTS)
+    assert weight is not None and scale is not None
+    values = dequantize(weight, scale, offset, codebook, bits=bits)
+    return values if order is None else values[:, order.argsort()]
 
 
 def keep_stored(program: Program, stored: Mapping[str, StoredWeight]) -> Program:

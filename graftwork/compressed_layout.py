@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .ir import TensorType, UnsupportedError, Weight, derive
+from .ir import TensorType, UnsupportedError, Weight, derivation, derive
 from .ir.numerics import pack
 
 
@@ -28,60 +28,62 @@ def stored(
     yield scale.renamed(f"{module}.weight_scale")
     zeros = None if offset is None else _zeros(module, scale, offset, bits)
     if as_bytes:
-        yield _made(f"{module}.weight", torch.int8, shape, _signed, packed)
+        yield _made(f"{module}.weight", torch.int8, shape, signed_codes, packed)
         if zeros is not None:
             dims = zeros.type.shape
-            yield _made(f"{module}.weight_zero_point", torch.int8, dims, _around(128), zeros)
+            yield _made(f"{module}.weight_zero_point", torch.int8, dims, signed_codes, zeros)
         return
     words = -(-columns * bits // 32)
-    yield _made(f"{module}.weight_packed", torch.int32, (rows, words), _words, packed)
+    yield _made(f"{module}.weight_packed", torch.int32, (rows, words), filled_words, packed)
     yield Weight.of(f"{module}.weight_shape", torch.tensor([rows, columns]))
     if zeros is not None:
         count, groups = zeros.type.shape
         dims = (-(-count * bits // 32), groups)
         name = f"{module}.weight_zero_point"
-        yield _made(name, torch.int32, dims, lambda z: _down(z, bits), zeros)
+        yield _made(name, torch.int32, dims, words_down, zeros, bits=bits)
 
 
 def _zeros(owner: str, scale: Weight, offset: Weight, bits: int) -> Weight:
     """Zero points u8[N,G] in 0..2^bits-1. Errors: `UnsupportedError` for offsets between steps."""
-
-    def whole(scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-        zeros = (-offset.float() / scale.float()).round()
-        same = (-scale.float() * zeros).to(offset.dtype) == offset
-        if not bool(same.all()) or zeros.min() < 0 or zeros.max() >= 2**bits:
-            raise UnsupportedError(
-                f"{owner}.weight has offsets that are no whole numbers of steps, which "
-                f"compressed-tensors cannot say: quantize symmetrically "
-                f"(quantize_weights.symmetric=true)"
-            )
-        return zeros.to(torch.uint8)
-
-    whole(scale.load(), offset.load())
-    type = scale.type.with_dtype(torch.uint8)
-    return derive(f"{owner}.zeros", type, whole, scale, offset)
+    steps, moves = scale.load().float(), offset.load()
+    zeros = (-moves.float() / steps).round()
+    same = (-steps * zeros).to(moves.dtype) == moves
+    if not bool(same.all()) or zeros.min() < 0 or zeros.max() >= 2**bits:
+        raise UnsupportedError(
+            f"{owner}.weight has offsets that are no whole numbers of steps, which "
+            f"compressed-tensors cannot say: quantize symmetrically "
+            f"(quantize_weights.symmetric=true)"
+        )
+    return derive(f"{owner}.zeros", scale.type.with_dtype(torch.uint8), whole_points, scale, offset)
 
 
-def _made(name: str, dtype: torch.dtype, dims: Any, function: Any, *inputs: Weight) -> Weight:
-    return derive(name, TensorType(dtype, tuple(dims)), function, *inputs)
+def _made(
+    name: str, dtype: torch.dtype, dims: Any, function: Any, *inputs: Weight, **options: int
+) -> Weight:
+    return derive(name, TensorType(dtype, tuple(dims)), function, *inputs, **options)
 
 
-def _signed(codes: torch.Tensor) -> torch.Tensor:
+@derivation
+def whole_points(scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """Zero points u8[N,G] of offsets that are whole steps."""
+    return (-offset.float() / scale.float()).round().to(torch.uint8)
+
+
+@derivation
+def signed_codes(codes: torch.Tensor) -> torch.Tensor:
     """Unsigned bytes around 128 as signed ones."""
     return (codes ^ 128).view(torch.int8)
 
 
-def _around(middle: int) -> Any:
-    return lambda zeros: (zeros.to(torch.int16) - middle).to(torch.int8)
-
-
-def _words(packed: torch.Tensor) -> torch.Tensor:
+@derivation
+def filled_words(packed: torch.Tensor) -> torch.Tensor:
     """A bitstream of bytes along each row as int32, the last one filled with zeros."""
     return nn.functional.pad(packed, (0, -packed.shape[1] % 4)).contiguous().view(torch.int32)
 
 
-def _down(zeros: torch.Tensor, bits: int) -> torch.Tensor:
+@derivation
+def words_down(zeros: torch.Tensor, *, bits: int) -> torch.Tensor:
     """Values u8[N,G] as a bitstream down each column i32[N*bits/32,G]."""
     count = zeros.shape[0]
     across = nn.functional.pad(zeros.T, (0, -count % 32))
-    return _words(pack(across, bits))[:, : -(-count * bits // 32)].T.contiguous()
+    return filled_words(pack(across, bits))[:, : -(-count * bits // 32)].T.contiguous()

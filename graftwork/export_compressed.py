@@ -41,6 +41,7 @@ from .ir import (
 )
 from .ir.files import LARGE, read_bytes, read_json
 from .ir.scratch import replacing
+from .ir.weights import piece
 from .passes.numerics.solver import scaled_name
 from .passes.numerics.values import are_constant, values_of
 from .shards import SHARD_BYTES, plan_shards, write_weights
@@ -113,9 +114,8 @@ class _Rows:
         dims = (self.stop - self.start, *weight.type.dims[1:])
         if dims == weight.type.dims:
             return weight.renamed(name)
-        start, stop = self.start, self.stop
         type = TensorType(weight.type.dtype, dims)
-        return derive(name, type, lambda tensor: tensor[start:stop].clone(), weight)
+        return derive(name, type, piece, weight, axis=0, start=self.start, end=self.stop)
 
 
 class _Loaded:
@@ -421,10 +421,10 @@ def _pieces(node: torch.fx.Node) -> Iterator[tuple[str, _Rows]]:
         yield site_of(node).module, _Rows(node, 0, count)
         return
     sizes: Any = splits[0].args[1]
-    for piece in splits[0].users:
-        index: Any = piece.args[1]
+    for part in splits[0].users:
+        index: Any = part.args[1]
         start = sum(sizes[:index])
-        yield site_of(piece).module, _Rows(node, start, start + sizes[index])
+        yield site_of(part).module, _Rows(node, start, start + sizes[index])
 
 
 def _reachable(weights: Mapping[str, Weight]) -> Iterator[tuple[str, Weight]]:

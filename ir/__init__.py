@@ -22,7 +22,7 @@ from .program import LOG, SOURCE, ModelInfo, PassRecord, Program, State, program
 from .rewrite import Builder, Rewritten, Rule, apply_rules
 from .types import Dim, Sym, TensorType, make_dim
 from .verify import verify
-from .weights import Weight, WeightStore, derive, from_safetensors
+from .weights import Weight, WeightStore, derivation, derive, from_safetensors
 
 __all__ = [
     "LOG",
@@ -57,6 +57,7 @@ __all__ = [
     "arguments",
     "cone",
     "decompositions",
+    "derivation",
     "derive",
     "from_safetensors",
     "function_text",

@@ -7,7 +7,7 @@ import hashlib
 import torch
 
 from .program import Program
-from .weights import PIECE, Weight
+from .weights import Weight, piece
 
 
 def fingerprint(program: Program) -> str:
@@ -32,6 +32,6 @@ def fingerprint(program: Program) -> str:
 
 def _whole(weight: Weight) -> Weight:
     """The weight that this one is a piece of, else itself."""
-    if weight.made is None or not isinstance(weight.key, tuple) or weight.key[0] != PIECE:
+    if weight.made is None or weight.made[0].target is not piece:
         return weight
     return _whole(weight.made[1][0])

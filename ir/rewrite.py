@@ -112,7 +112,9 @@ class Builder:
         name: str,
         type: TensorType,
         function: Callable[..., torch.Tensor],
+        /,
         *inputs: torch.fx.Node | Weight,
+        **options: Any,
     ) -> torch.fx.Node:
         """A reference to a weight that is computed from others when it is loaded.
 
@@ -126,7 +128,7 @@ class Builder:
         if known is not None:
             return self._keep(self.function.weight(self.weights[name]))
         self._derived[name] = (type, sources)
-        return self.add(derive(name, type, function, *sources))
+        return self.add(derive(name, type, function, *sources, **options))
 
     def _keep(self, node: torch.fx.Node) -> torch.fx.Node:
         self.made.append(node)

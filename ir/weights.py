@@ -4,18 +4,21 @@ A `Weight` knows its name and type and how to produce its tensor; passes make ne
 ones without touching data (`derive`), and a backend or the artifact writer loads them one by one.
 
     >>> w = Weight.of("w", torch.ones(2, 3))
-    >>> t = derive("w.t", TensorType.parse("f32[3,2]"), lambda a: a.T.contiguous(), w)
+    >>> t = derive("w.t", TensorType.parse("f32[3,2]"), torch.ops.aten.t.default, w)
     >>> t.load().shape
     torch.Size([3, 2])
+
+How a weight comes from others is data, a `Call` of an op or of a function that `derivation` names:
+two weights that come from the same ones by equal calls are equal, and a call has a text form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, KeysView, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, KeysView, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch.fx.node import map_aggregate
@@ -24,23 +27,20 @@ from .errors import InputError
 from .files import open_regular
 from .types import TensorType
 
-PIECE = "piece"
-"""What the key of a weight begins with that is a piece of another one, cut along an axis."""
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
 class Weight:
     """One named constant. `source()` gives its tensor; nothing is kept after the call.
 
-    made: how a derived weight comes from others, and those. key: says what `made` does: of two
-    weights that are made of the same others, those with equal keys are equal.
+    made: the call that a derived weight comes from, and the weights that it is called on.
     """
 
     name: str
     type: TensorType
     source: Callable[[], torch.Tensor]
-    made: tuple[Callable[..., torch.Tensor], tuple[Weight, ...]] | None = None
-    key: Hashable = None
+    made: tuple[Call, tuple[Weight, ...]] | None = None
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> Weight:
@@ -58,7 +58,7 @@ class Weight:
 
     def renamed(self, name: str) -> Weight:
         """The same tensor under another name."""
-        return Weight(name, self.type, self.source)
+        return replace(self, name=name)
 
     def cast(self, dtype: torch.dtype) -> Weight:
         """The weight in another floating dtype; integers stay as they are."""
@@ -67,17 +67,42 @@ class Weight:
         return Weight(self.name, self.type.with_dtype(dtype), lambda: self.source().to(dtype))
 
 
+_DERIVATIONS: dict[str, Callable[..., torch.Tensor]] = {}
+
+
+def derivation(function: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
+    """Let weights be derived by a function, known by its name: of tensors, and of plain values as
+    keywords. Errors: `InputError` if the name is taken."""
+    name = function.__name__
+    if name in _DERIVATIONS:
+        raise InputError(f"two functions that derive weights are called {name}")
+    _DERIVATIONS[name] = function
+    return function
+
+
 def derive(
     name: str,
     type: TensorType,
     function: Callable[..., torch.Tensor],
+    /,
     *inputs: Weight,
-    key: Hashable = None,
+    **options: Any,
 ) -> Weight:
-    """A weight computed from others when it is loaded (concatenated, folded, quantized). key: see
-    `Weight`."""
-    made = function, inputs
-    return Weight(name, type, lambda: function(*(w.load() for w in inputs)), made, key)
+    """A weight computed from others when it is loaded (concatenated, folded, quantized).
+
+    function: an op, or one that `derivation` knows. options: plain values for it.
+    """
+    args = tuple(Operand(place) for place in range(len(inputs)))
+    return computed(name, type, Call(function, args, options), *inputs)
+
+
+def computed(name: str, type: TensorType, call: Call, *inputs: Weight) -> Weight:
+    """A weight that a call gives. Errors: `InputError` for a function that has no name."""
+    if not isinstance(call.target, torch._ops.OpOverload):
+        known = _DERIVATIONS.get(getattr(call.target, "__name__", ""))
+        if known is not call.target:
+            raise InputError(f"{name}: {call.target} derives no weights (see `derivation`)")
+    return Weight(name, type, lambda: call(*(w.load() for w in inputs)), (call, inputs))
 
 
 @dataclass(frozen=True)
@@ -109,16 +134,22 @@ class Call:
         return self.target(*args, **kwargs)
 
 
+@derivation
+def piece(tensor: torch.Tensor, *, axis: int, start: int, end: int) -> torch.Tensor:
+    """Elements start..end of an axis, and not a view that keeps all."""
+    return tensor.narrow(axis, start, end - start).clone()
+
+
 def _renewed(weight: Weight, given: Mapping[str, Weight]) -> Weight:
     """The weight, with `given` ones in the place of those of their names that it is made from."""
     if weight.name in given:
         return given[weight.name]
     if weight.made is None:
         return weight
-    function, inputs = weight.made
+    call, inputs = weight.made
     new = tuple(_renewed(part, given) for part in inputs)
     changed = any(a is not b for a, b in zip(new, inputs, strict=True))
-    return derive(weight.name, weight.type, function, *new, key=weight.key) if changed else weight
+    return computed(weight.name, weight.type, call, *new) if changed else weight
 
 
 class SafetensorsFile:
@@ -245,11 +276,11 @@ class WeightStore(Mapping[str, Weight]):
 
     def alike(self, weight: Weight) -> Weight:
         """The weight that is made of the same ones in the same way already, else this one."""
-        if weight.made is None or weight.key is None:
+        if weight.made is None:
             return weight
-        inputs = weight.made[1]
+        call, inputs = weight.made
         for known in self._weights.values():
-            if known.made is None or known.key != weight.key or known.type != weight.type:
+            if known.made is None or known.made[0] != call or known.type != weight.type:
                 continue
             if list(map(id, known.made[1])) == list(map(id, inputs)):
                 return known

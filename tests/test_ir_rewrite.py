@@ -300,7 +300,7 @@ def test_an_input_that_comes_too_late_blocks() -> None:
 
 def scaled(build: Builder, m: Match) -> torch.fx.Node:
     weight = build.weight_of(m["weight"])
-    new = build.derive(f"{weight.name}.doubled", weight.type, lambda w: w * 2, weight)
+    new = build.derive(f"{weight.name}.doubled", weight.type, A.mul.Scalar, weight, other=2)
     return build.call(A.linear.default, m["x"], new)
 
 
@@ -335,7 +335,7 @@ def test_two_weights_of_one_name_are_refused() -> None:
 
     def clash(build: Builder, m: Match) -> torch.fx.Node:
         weight = build.weight_of(m["weight"])
-        new = build.derive("same", weight.type, lambda w: w, weight)
+        new = build.derive("same", weight.type, A.clone.default, weight)
         return build.call(A.linear.default, m["x"], new)
 
     rule = Rule("clash", DOUBLE.inputs, DOUBLE.pattern, clash)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from graftwork.ir import (
     TensorType,
     Weight,
     WeightStore,
+    derivation,
     derive,
     from_safetensors,
 )
+from graftwork.ir.weights import piece
 
 MIB = 2**20
 
@@ -71,8 +74,30 @@ def check_laziness(big: Path) -> None:
     assert anonymous_bytes() - start < 60 * MIB, "nothing is kept after load"
 
 
+@derivation
 def _join(*parts: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
+
+
+def test_derivations_are_data() -> None:
+    """Equal calls on the same weights give one weight, and a function without a name gives none."""
+    w = Weight.of("w", torch.arange(6.0))
+    type = TensorType.parse("f32[2]")
+    one, same, other = (derive("p", type, piece, w, axis=0, start=s, end=s + 2) for s in (0, 0, 2))
+    store = WeightStore({"w": w, "p": one})
+    assert store.alike(same) is one and store.alike(other) is other
+    assert one.made is not None and one.made[0].kwargs == {"axis": 0, "start": 0, "end": 2}
+    with pytest.raises(InputError, match="derives no weights"):
+        derive("p", type, lambda t: t[:2], w)
+    with pytest.raises(InputError, match="two functions that derive weights are called piece"):
+        derivation(_named_piece())
+
+
+def _named_piece() -> Callable[..., torch.Tensor]:
+    def piece(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    return piece
 
 
 def test_loading_checks_the_type() -> None:
@@ -147,11 +172,12 @@ def test_what_was_copied_leaves_the_memory(tmp_path):
     save_file({f"w{i}": torch.ones(size // 4) for i in range(4)}, path)
     weights = [from_safetensors(path, f"w{i}") for i in range(4)]
     small = [
-        derive(w.name, TensorType.parse("f32[8]"), lambda t: t[:8].clone(), w) for w in weights
+        derive(w.name, TensorType.parse("f32[8]"), piece, w, axis=0, start=0, end=8)
+        for w in weights
     ]
     before = mapped()
     kept = [weight.load() for weight in small]
-    whole = derive("sum", TensorType.parse("f32[]"), lambda t: t.sum(), weights[0])
+    whole = derive("sum", TensorType.parse("f32[]"), torch.ops.aten.sum.default, weights[0])
     assert float(whole.load()) == size // 4 and len(kept) == 4
     assert mapped() - before < size // 4
     held = weights[0].load()

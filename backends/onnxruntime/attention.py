@@ -34,7 +34,7 @@ from typing import Any, Literal
 import torch
 import torch.fx
 
-from ...ir import Function, TensorType, WeightStore, arguments, derive, site_of, type_of
+from ...ir import Function, TensorType, WeightStore, arguments, derivation, derive, site_of, type_of
 from ...ir.ops.attention import SPANS
 from . import ops  # noqa: F401  (defines ort_gqa and ort_attend)
 from .calls import source_of
@@ -306,7 +306,7 @@ class _Lowering:
             rows, half = (int(str(d)) for d in weight.type.dims)
             longer = TensorType(dtype, (rows + OVERHANG, half))
             self.weights = self.weights.adding(
-                derive(name, longer, lambda t: _extended(t.to(dtype)), weight)
+                derive(name, longer, overhanging, weight, dtype=dtype)
             )
         return self.fn.weight(self.weights[name])
 
@@ -400,6 +400,8 @@ def _is_last_axis(source: Any, axis: int) -> bool:
     return axis % len(type_of(source).dims) == len(type_of(source).dims) - 1
 
 
-def _extended(table: torch.Tensor) -> torch.Tensor:
-    """The table with its last row repeated `OVERHANG` times."""
-    return torch.cat([table, table[-1:].expand(OVERHANG, -1)])
+@derivation
+def overhanging(table: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+    """The table in another dtype, its last row repeated `OVERHANG` times."""
+    wanted = table.to(dtype)
+    return torch.cat([wanted, wanted[-1:].expand(OVERHANG, -1)])

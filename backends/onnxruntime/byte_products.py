@@ -12,10 +12,11 @@ from typing import Any
 import onnx_ir as oir
 import torch
 
-from ...ir import TensorType, Weight, derive
+from ...ir import TensorType, Weight, derivation, derive
 from .emit import Emitter, type_of
 from .probe import signed_weights_are_exact
 
+A = torch.ops.aten
 F32, U8, I8 = torch.float32, torch.uint8, torch.int8
 ZERO = 128
 """What stands for 0 in unsigned bytes."""
@@ -74,16 +75,24 @@ def columns(e: Emitter, weight: Weight) -> oir.Value:
     *stack, rows, width = weight.type.dims
     dims = (*stack, width, rows)
     if e.contrib and signed_weights_are_exact():
-        return e.weight(derive(f"{weight.name}.kn", TensorType(I8, dims), _signed, weight))
+        return e.weight(derive(f"{weight.name}.kn", TensorType(I8, dims), signed_columns, weight))
     type = TensorType(U8, dims)
-    return e.weight(derive(f"{weight.name}.kn.u8", type, lambda w: w.mT, weight))
+    return e.weight(derive(f"{weight.name}.kn.u8", type, A.transpose.int, weight, dim0=-1, dim1=-2))
 
 
-def _signed(w: torch.Tensor) -> torch.Tensor:
+@derivation
+def signed_columns(w: torch.Tensor) -> torch.Tensor:
+    """Bytes u8[...,N,K] around 128 as i8[...,K,N]."""
     return (w.mT.to(torch.int16) - ZERO).to(I8)
 
 
 def flat(scale: Weight) -> Weight:
     """Scales [...,N,1] as f32[...,N]."""
     type = TensorType(F32, scale.type.dims[:-1])
-    return derive(f"{scale.name}.flat", type, lambda s: s.float().squeeze(-1), scale)
+    return derive(f"{scale.name}.flat", type, flat_scales, scale)
+
+
+@derivation
+def flat_scales(scale: torch.Tensor) -> torch.Tensor:
+    """Scales [...,N,1] as f32[...,N]."""
+    return scale.float().squeeze(-1)

@@ -19,7 +19,7 @@ def transposed(weight: Weight) -> Weight:
     """A weight [N,K] as [K,N], the layout that MatMul streams through; made when it is loaded."""
     rows, columns = weight.type.dims
     turned = TensorType(weight.type.dtype, (columns, rows))
-    return derive(f"{weight.name}.kn", turned, lambda w: w.T, weight)
+    return derive(f"{weight.name}.kn", turned, A.t.default, weight)
 
 
 def linear_product(e: Emitter, x: oir.Value, w: oir.Value) -> Any:

@@ -14,7 +14,7 @@ import onnx_ir as oir
 import torch
 import torch.fx
 
-from ...ir import TensorType, Weight, arguments, derive
+from ...ir import TensorType, Weight, arguments, derivation, derive
 from ...ir import type_of as ir_type
 from ...ir.numerics import dequantize
 from .. import tiles
@@ -154,10 +154,16 @@ def _values(stack: tuple[oir.Value | None, ...], bits: int) -> Weight:
     experts, rows, stored = weight.type.shape
     dims = (experts, rows, stored * 8 // bits)
 
-    def make(*given: torch.Tensor) -> torch.Tensor:
-        return dequantize(*given, bits=bits)
+    type = TensorType(torch.float32, dims)
+    return derive(f"{weight.name}.values", type, stack_values, *parts, bits=bits)
 
-    return derive(f"{weight.name}.values", TensorType(torch.float32, dims), make, *parts)
+
+@derivation
+def stack_values(
+    weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None = None, *, bits: int
+) -> torch.Tensor:
+    """What a stored stack stands for, f32[E,R,K]."""
+    return dequantize(weight, scale, offset, bits=bits)
 
 
 @row(G.quantized_experts.default, when=_has_kernels, native=True)
@@ -203,9 +209,11 @@ def _interleaved(e: Emitter, value: oir.Value | None) -> oir.Value | None:
 
 
 def _in_turns(weight: Weight) -> Weight:
-    return derive(f"{weight.name}.interleaved", weight.type, _interleave, weight)
+    return derive(f"{weight.name}.interleaved", weight.type, interleaved_rows, weight)
 
 
-def _interleave(t: torch.Tensor) -> torch.Tensor:
+@derivation
+def interleaved_rows(t: torch.Tensor) -> torch.Tensor:
+    """Gate and up rows [E,2F,...] in turns."""
     gate, up = t.chunk(2, dim=1)
     return torch.stack([gate, up], dim=2).reshape(t.shape)

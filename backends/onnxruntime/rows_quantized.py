@@ -28,7 +28,7 @@ import onnx_ir as oir
 import torch
 import torch.fx
 
-from ...ir import Dim, TensorType, UnsupportedError, Weight, derive
+from ...ir import Dim, TensorType, UnsupportedError, Weight, derivation, derive
 from ...ir.executable import DECOMPOSED
 from ...ir.numerics import dequantize, looked_up, pack, unpack
 from .. import tiles
@@ -80,76 +80,53 @@ class _Stored:
         given = (self.weight, self.scale, self.offset, self.codebook)
         return [part for part in given if part is not None]
 
-    def derived(self, name: str, dims: Sequence[Dim], dtype: torch.dtype, make: Any) -> Weight:
-        """A weight that `make` makes of (weight, scale, offset, codebook)."""
-        places = [part is not None for part in (self.offset, self.codebook)]
-
-        def made(weight: torch.Tensor, scale: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
-            rest = iter(more)
-            found: torch.Tensor = make(weight, scale, *(next(rest) if p else None for p in places))
-            return found
-
-        return derive(
-            f"{self.weight.name}.{name}", TensorType(dtype, tuple(dims)), made, *self.parts
-        )
+    def derived(
+        self, name: str, dims: Sequence[Dim], dtype: torch.dtype, make: Any, /, **options: Any
+    ) -> Weight:
+        """A weight that `make` makes of the parts, whose names it is told."""
+        given = zip(PARTS, (self.weight, self.scale, self.offset, self.codebook), strict=True)
+        names = tuple(part for part, there in given if there is not None)
+        type = TensorType(dtype, tuple(dims))
+        options |= {"names": names, "bits": self.bits}
+        return derive(f"{self.weight.name}.{name}", type, make, *self.parts, **options)
 
     def values(self) -> Weight:
         """The weight's values f32[K,N]."""
-
-        def make(weight: Any, scale: Any, offset: Any, codebook: Any) -> torch.Tensor:
-            return dequantize(weight, scale, offset, codebook, bits=self.bits).T
-
-        return self.derived("values.kn", (self.groups * self.group, self.rows), F32, make)
+        dims = self.groups * self.group, self.rows
+        return self.derived("values.kn", dims, F32, values_across)
 
     def blocked(self, bits: int, block: int) -> Weight:
         """The stored values u8[N,K/block,block*bits/8], around 2^(bits-1) in the middle."""
-        more = 2 ** (bits - 1) - 2 ** (self.bits - 1)
-
-        def make(weight: Any, scale: Any, offset: Any, codebook: Any) -> torch.Tensor:
-            values = unpack(weight, self.bits)
-            if codebook is not None:
-                return pack(looked_up(values, codebook, self.bits).int() + ZERO, bits).reshape(dims)
-            values = values + more
-            return pack(values, bits).reshape(dims)
-
         dims = (self.rows, self.groups * self.group // block, block * bits // 8)
-        return self.derived(f"{bits}x{block}", dims, U8, make)
+        return self.derived(f"{bits}x{block}", dims, U8, block_values, to=bits, dims=dims)
 
     def scales(self, block: int, dtype: torch.dtype = F32) -> Weight:
         """Scales [N,K/block] of a dtype."""
         times = self.group // block
-
-        def make(scale: torch.Tensor) -> torch.Tensor:
-            return scale.to(dtype).repeat_interleave(times, 1)
-
         type = TensorType(dtype, (self.rows, self.groups * times))
-        name = f"{self.scale.name}.x{block}"
         suffix = "" if dtype == F32 else f".{str(dtype).removeprefix('torch.')}"
-        return derive(f"{name}{suffix}", type, make, self.scale)
+        name = f"{self.scale.name}.x{block}{suffix}"
+        return derive(name, type, block_scales, self.scale, times=times, dtype=dtype)
 
     def across(self, bits: int) -> Weight:
         """The stored values as unsigned numbers of 4 or 8 bits, in the order [K,N]: u8[K,N], or two
         a byte u8[K*N/2]."""
-
-        def make(weight: torch.Tensor) -> torch.Tensor:
-            return pack(unpack(weight, self.bits).T.flatten(), bits).reshape(dims)
-
         columns = self.groups * self.group
         dims = (columns, self.rows) if bits == 8 else (columns * self.rows // 2,)
-        return derive(f"{self.weight.name}.{bits}.kn", TensorType(U8, dims), make, self.weight)
+        name, type = f"{self.weight.name}.{bits}.kn", TensorType(U8, dims)
+        options = {"bits": self.bits, "to": bits, "dims": dims}
+        return derive(name, type, codes_across, self.weight, **options)
 
     def scales_across(self) -> Weight:
         """Scales f32[K/group,N]."""
         type = TensorType(F32, (self.groups, self.rows))
-        return derive(f"{self.scale.name}.gn", type, lambda s: s.float().T, self.scale)
+        return derive(f"{self.scale.name}.gn", type, wide_across, self.scale, dims=type.shape)
 
     def offsets_across(self) -> Weight:
         """Offsets f32[K/group,1,N]."""
         assert self.offset is not None
         type = TensorType(F32, (self.groups, 1, self.rows))
-        return derive(
-            f"{self.offset.name}.gn", type, lambda o: o.float().T.unsqueeze(1), self.offset
-        )
+        return derive(f"{self.offset.name}.gn", type, wide_across, self.offset, dims=type.shape)
 
     def whole_zeros(self, bits: int) -> Weight | None:
         """Zero points of 4 or 8 bits in the order [K/group,N], packed as `across` packs; None if
@@ -157,27 +134,92 @@ class _Stored:
         dims = (self.groups, self.rows) if bits == 8 else (self.groups * self.rows // 2,)
         type, name = TensorType(U8, dims), f"{self.weight.name}.{bits}.zeros"
         if self.offset is None:
-            middle = torch.full((self.groups * self.rows,), 2 ** (self.bits - 1))
-            return derive(name, type, lambda s: pack(middle, bits).reshape(dims), self.scale)
-        scale, offset = self.scale.load().float(), self.offset.load()
-        zeros = (-offset.float() / scale).round()
-        whole = bool(((-scale * zeros).to(offset.dtype) == offset).all())
+            count, middle = self.groups * self.rows, 2 ** (self.bits - 1)
+            options = {"count": count, "middle": middle, "bits": bits, "dims": dims}
+            return derive(name, type, middle_zeros, **options)
+        scale, offset = self.scale.load(), self.offset.load()
+        zeros = _zeros(scale, offset)
+        whole = bool(((-scale.float() * zeros).to(offset.dtype) == offset).all())
         if not whole or zeros.min() < 0 or zeros.max() >= 2**bits:
             return None
-        return derive(name, type, lambda s: pack(zeros.T.flatten(), bits).reshape(dims), self.scale)
+        return derive(name, type, packed_zeros, self.scale, self.offset, bits=bits, dims=dims)
 
     def shifts(self) -> Weight:
         """What the sum of a group's activations counts f32[K/group,N], besides the values around
         the middle."""
-        middle = 2 ** (self.bits - 1)
         assert self.offset is not None
+        type, middle = TensorType(F32, (self.groups, self.rows)), 2 ** (self.bits - 1)
+        name = f"{self.offset.name}.shift"
+        return derive(name, type, shifts_across, self.scale, self.offset, middle=middle)
 
-        def make(scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-            shift: torch.Tensor = offset.float() + middle * scale.float()
-            return shift.T
 
-        type = TensorType(F32, (self.groups, self.rows))
-        return derive(f"{self.offset.name}.shift", type, make, self.scale, self.offset)
+PARTS = ("weight", "scale", "offset", "codebook")
+"""Of a stored weight, in the order of operands."""
+
+
+@derivation
+def values_across(*tensors: torch.Tensor, names: tuple[str, ...], bits: int) -> torch.Tensor:
+    """The values f32[K,N] of a weight by its parts."""
+    weight, scale, offset, codebook = map(dict(zip(names, tensors, strict=True)).get, PARTS)
+    assert weight is not None and scale is not None
+    return dequantize(weight, scale, offset, codebook, bits=bits).T
+
+
+@derivation
+def block_values(
+    *tensors: torch.Tensor, names: tuple[str, ...], bits: int, to: int, dims: tuple[int, ...]
+) -> torch.Tensor:
+    """The stored values of a weight by its parts, in `to` bits around the middle."""
+    given = dict(zip(names, tensors, strict=True))
+    values = unpack(given["weight"], bits)
+    if "codebook" in given:
+        return pack(looked_up(values, given["codebook"], bits).int() + ZERO, to).reshape(dims)
+    return pack(values + (2 ** (to - 1) - 2 ** (bits - 1)), to).reshape(dims)
+
+
+@derivation
+def block_scales(scale: torch.Tensor, *, times: int, dtype: torch.dtype) -> torch.Tensor:
+    """Scales [N,G], each repeated."""
+    return scale.to(dtype).repeat_interleave(times, 1)
+
+
+@derivation
+def codes_across(
+    weight: torch.Tensor, *, bits: int, to: int, dims: tuple[int, ...]
+) -> torch.Tensor:
+    """Stored values [N,K] in the order [K,N], in `to` bits."""
+    return pack(unpack(weight, bits).T.flatten(), to).reshape(dims)
+
+
+@derivation
+def wide_across(values: torch.Tensor, *, dims: tuple[int, ...]) -> torch.Tensor:
+    """Scales or offsets [N,G] as f32[G,N], or f32[G,1,N]."""
+    return values.float().T.reshape(dims)
+
+
+@derivation
+def middle_zeros(*, count: int, middle: int, bits: int, dims: tuple[int, ...]) -> torch.Tensor:
+    """Zero points that are all the middle."""
+    return pack(torch.full((count,), middle), bits).reshape(dims)
+
+
+@derivation
+def packed_zeros(
+    scale: torch.Tensor, offset: torch.Tensor, *, bits: int, dims: tuple[int, ...]
+) -> torch.Tensor:
+    """Zero points of offsets that are whole steps."""
+    return pack(_zeros(scale, offset).T.flatten(), bits).reshape(dims)
+
+
+def _zeros(scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    return (-offset.float() / scale.float()).round()
+
+
+@derivation
+def shifts_across(scale: torch.Tensor, offset: torch.Tensor, *, middle: int) -> torch.Tensor:
+    """What the sum of a group's activations counts, f32[G,N]."""
+    shift: torch.Tensor = offset.float() + middle * scale.float()
+    return shift.T
 
 
 def _is_looked_up(node: torch.fx.Node) -> bool:

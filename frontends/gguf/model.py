@@ -26,6 +26,7 @@ from ...ir import (
     TensorType,
     UnsupportedError,
     Weight,
+    derivation,
     derive,
 )
 from ...ir.names import shown
@@ -168,7 +169,7 @@ def _weight(
         raise InputError(
             f"{file.path}: tensor {entry.name} has the size {list(entry.dims)}; blocks are in rows"
         )
-    return _stored(file, kind, _rows(file, entry, order), entry.dims[-1])
+    return _stored(file, entry, kind, _rows(file, entry, order))
 
 
 def _check_places(file: GgufFile) -> None:
@@ -241,48 +242,59 @@ def _rows(file: GgufFile, entry: Entry, order: torch.Tensor | None) -> Weight:
 def _floats(file: GgufFile, entry: Entry, name: str, order: torch.Tensor | None) -> Weight:
     dtype, raw = FLOATS[entry.kind], _rows(file, entry, order)
     type = TensorType(dtype, entry.dims)
-    return derive(name, type, lambda rows: rows.view(dtype).reshape(entry.dims), raw)
+    return derive(name, type, bytes_as, raw, dtype=dtype, dims=entry.dims)
 
 
-def _stored(file: GgufFile, kind: BlockType, raw: Weight, columns: int) -> StoredWeight:
+@derivation
+def bytes_as(rows: torch.Tensor, *, dtype: torch.dtype, dims: tuple[int, ...]) -> torch.Tensor:
+    """Bytes u8[R,W] as the numbers that they are."""
+    return rows.view(dtype).reshape(dims)
+
+
+def _stored(file: GgufFile, entry: Entry, kind: BlockType, raw: Weight) -> StoredWeight:
     """A tensor of blocks, decoded part by part when they are loaded."""
     rows = int(str(raw.type.dims[0]))
     numeric = kind.numeric
-    packed, scale = numeric.types(rows, columns)
-
-    def of(part: Callable[[torch.Tensor], torch.Tensor], blocks: torch.Tensor) -> torch.Tensor:
-        return part(blocks.reshape(-1, kind.size)).reshape(rows, -1)
-
-    def bits(blocks: torch.Tensor) -> torch.Tensor:
-        return pack(of(kind.codes, blocks), kind.bits)
-
-    scales = derive(f"{raw.name}.scale", scale, partial(of, kind.scales), raw)
+    packed, scale = numeric.types(rows, entry.dims[-1])
+    options: dict[str, Any] = {"kind": entry.kind, "rows": rows}
+    scales = derive(f"{raw.name}.scale", scale, block_part, raw, part="scales", **options)
     offsets = None
     if kind.offsets is not None:
-        offsets = derive(f"{raw.name}.offset", scale, partial(of, kind.offsets), raw)
+        offsets = derive(f"{raw.name}.offset", scale, block_part, raw, part="offsets", **options)
     for part in filter(None, (scales, offsets)):
         if not torch.isfinite(part.load().float()).all():
             raise InputError(f"{file.path}: tensor {raw.name} has scales that are not finite")
     book = torch.tensor(kind.codebook, dtype=torch.float32) if kind.codebook else None
     return StoredWeight(
         numeric,
-        derive(f"{raw.name}.bits", packed, bits, raw),
+        derive(f"{raw.name}.bits", packed, block_part, raw, part="codes", **options),
         scales,
         offsets,
         None if book is None else Weight.of(f"{kind.name}.codebook", book),
     )
 
 
+@derivation
+def block_part(blocks: torch.Tensor, *, kind: int, rows: int, part: str) -> torch.Tensor:
+    """The scales, offsets or codes of rows of blocks u8[R,W] of a type; codes are packed."""
+    type = TYPES[kind]
+    found: torch.Tensor = getattr(type, part)(blocks.reshape(-1, type.size)).reshape(rows, -1)
+    return pack(found, type.bits) if part == "codes" else found
+
+
 def _dequantized(file: GgufFile, entry: Entry, name: str, order: torch.Tensor | None) -> Weight:
     """A tensor of another type as floats, which the package makes."""
+    raw, type = _rows(file, entry, order), TensorType(torch.float32, entry.dims)
+    return derive(name, type, dequantized_blocks, raw, kind=entry.kind, dims=entry.dims)
+
+
+@derivation
+def dequantized_blocks(rows: torch.Tensor, *, kind: int, dims: tuple[int, ...]) -> torch.Tensor:
+    """What rows of blocks u8[R,W] stand for, by the package."""
     import gguf
 
-    kind = gguf.GGMLQuantizationType(entry.kind)
-
-    def make(rows: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(gguf.dequantize(rows.numpy(), kind)).reshape(entry.dims)
-
-    return derive(name, TensorType(torch.float32, entry.dims), make, _rows(file, entry, order))
+    values = gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType(kind))
+    return torch.from_numpy(values).reshape(dims)
 
 
 def _prepare(file: GgufFile, tensors: Tensors, twin: Any) -> None:

@@ -34,7 +34,6 @@ from typing import Any
 
 import torch
 
-from ..errors import InputError
 from ..types import DTYPES
 from .operands import Operands
 
@@ -83,7 +82,6 @@ def declare(text: str, meaning: Callable[..., Any], also: Also | None) -> Declar
     missing = " or ".join(f"{name} is None" for name in required)
     checks = [f"if {missing}: _given.lacks({', '.join(f'{name}={name}' for name in required)})"]
     items = operands.split(", ")
-    _check_names(meaning.__name__, text, list(signature.parameters))
     if also is not None and "also" not in items:
         items.append("also")
     asked = [] if also is None else list(inspect.signature(also).parameters)[1:]
@@ -107,14 +105,6 @@ def declare(text: str, meaning: Callable[..., Any], also: Also | None) -> Declar
     return Declared(schema, tuple(signature.parameters), *space["make"](also))
 
 
-def _check_names(op: str, text: str, arguments: list[str]) -> None:
-    """Errors: `InputError` for a declaration that names what is no argument of the op."""
-    known = {*arguments, *DTYPES, "also", "any", "float", "len"}
-    unknown = [name for name in re.findall(r"[a-z]\w*", text) if name not in known]
-    if unknown:
-        raise InputError(f"{op}: its declaration names {unknown}; its arguments are {arguments}")
-
-
 def _default(parameter: inspect.Parameter) -> Any:
     """None for options without a default: those who check operands alone leave them out."""
     needed = parameter.default is parameter.empty and parameter.kind == parameter.KEYWORD_ONLY
@@ -128,10 +118,7 @@ def _size(letter: str) -> str:
 def _parts(item: str) -> tuple[str, str, str]:
     """Name, kind and axes of an operand or a result."""
     found = re.fullmatch(r"(?:(\w+): )?(?:(\S+) )?(\S+)", item)
-    if found is None:
-        raise InputError(
-            f"{item!r} is no operand; expected name: kind axes, such as mask: bool B1TC"
-        )
+    assert found is not None, f"{item!r} is no operand"
     name, kind, axes = found.groups(default="")
     return name, kind or (axes if axes.islower() else ""), axes
 

@@ -81,7 +81,7 @@ def _between(start: torch.fx.Node, end: torch.fx.Node) -> list[torch.fx.Node]:
 
 def _own(graft: Graft, source: str, name: str) -> torch.fx.Node:
     weight = graft.program.weights[source]
-    own = derive(f"{name}.{source}", weight.type, lambda w: w.clone(), weight)
+    own = derive(f"{name}.{source}", weight.type, torch.ops.aten.clone.default, weight)
     if not weight.type.dtype.is_floating_point:
         return graft.fn.weight(weight)
     return graft.weight_of(own)

@@ -21,7 +21,15 @@ from typing import Any
 import torch
 import torch.fx
 
-from ...ir import Function, PassError, Sym, TensorType, Weight, type_of
+from ...ir import (
+    Function,
+    PassError,
+    Sym,
+    TensorType,
+    derivation,
+    derive,
+    type_of,
+)
 from ..engine.subgraph import fresh_name
 from .grafts import Graft
 
@@ -192,15 +200,18 @@ def free_layer(functions: Iterable[Function]) -> int:
 
 def _table(graft: Graft, kind: str, half: int) -> torch.fx.Node:
     rows = graft.program.info.context
-
-    def compute() -> torch.Tensor:
-        rates = THETA ** -(torch.arange(half, dtype=torch.float64) / half)
-        angle = torch.arange(rows, dtype=torch.float64)[:, None] * rates
-        return (angle.cos() if kind == "cos" else angle.sin()).to(graft.dtype)
-
     name = fresh_name(graft.weights, f"positions.{kind}")
-    weight = Weight(name, TensorType(graft.dtype, (rows, half)), compute)
-    return graft.constant(weight)
+    type = TensorType(graft.dtype, (rows, half))
+    options = {"kind": kind, "rows": rows, "half": half, "dtype": graft.dtype}
+    return graft.constant(derive(name, type, angles, **options))
+
+
+@derivation
+def angles(*, kind: str, rows: int, half: int, dtype: torch.dtype) -> torch.Tensor:
+    """Cosines or sines [rows,half] of the positions' angles."""
+    rates = THETA ** -(torch.arange(half, dtype=torch.float64) / half)
+    angle = torch.arange(rows, dtype=torch.float64)[:, None] * rates
+    return (angle.cos() if kind == "cos" else angle.sin()).to(dtype)
 
 
 def _size(node: torch.fx.Node, axis: int) -> int:

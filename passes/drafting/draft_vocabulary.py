@@ -20,7 +20,12 @@ from dataclasses import dataclass
 import torch
 import torch.fx
 
-from ...ir import TensorType, Weight
+from ...ir import (
+    TensorType,
+    Weight,
+    derivation,
+    derive,
+)
 from .grafts import Graft
 
 A = torch.ops.aten
@@ -50,23 +55,31 @@ class DraftVocabulary:
         found = graft.candidates(logits, count)
         size = len(self.ids)
         offsets = Weight.of(f"{self.name}.d2t", self.ids - torch.arange(size))
-        places, ids, vocab = torch.zeros(self.vocab, dtype=torch.int64), self.ids, self.vocab
-
-        def place() -> torch.Tensor:
-            return places.index_copy(0, ids, torch.arange(size))
-
-        def absent() -> torch.Tensor:
-            return torch.ones(vocab, dtype=torch.bool).index_fill(0, ids, False)
-
+        name, vocab, rows = self.name, self.vocab, self.rows
         table = graft.call(A.unsqueeze.default, graft.constant(offsets), -1)
         offset = graft.call(A.embedding.default, table, found["draft_tokens"])
         offset = graft.call(A.squeeze.dim, offset, -1)
         tokens = graft.call(A.add.Tensor, found["draft_tokens"], offset)
-        columns = Weight(f"{self.name}.places", TensorType(torch.int64, (vocab,)), place)
-        missing = Weight(f"{self.name}.absent", TensorType(torch.bool, (vocab,)), absent)
+        type = TensorType(torch.int64, (vocab,))
+        columns = derive(f"{name}.places", type, draft_places, rows, vocab=vocab)
+        type = TensorType(torch.bool, (vocab,))
+        missing = derive(f"{name}.absent", type, draft_absent, rows, vocab=vocab)
         spread = graft.call(A.index_select.default, logits, -1, graft.constant(columns))
         whole = graft.call(A.masked_fill.Scalar, spread, graft.constant(missing), ABSENT)
         return {**found, "draft_logits": whole, "draft_tokens": tokens}
+
+
+@derivation
+def draft_places(ids: torch.Tensor, *, vocab: int) -> torch.Tensor:
+    """Where each token of the vocabulary stands among ids i64[D]; 0 for those that do not."""
+    places = torch.zeros(vocab, dtype=torch.int64)
+    return places.index_copy(0, ids, torch.arange(len(ids)))
+
+
+@derivation
+def draft_absent(ids: torch.Tensor, *, vocab: int) -> torch.Tensor:
+    """Which tokens of the vocabulary are not among ids i64[D]."""
+    return torch.ones(vocab, dtype=torch.bool).index_fill(0, ids, False)
 
 
 def most_frequent(tokens: Sequence[int], size: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ each time it is made.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ...ir import (
     Weight,
     arguments,
     cone,
+    derivation,
     derive,
     site_of,
     type_of,
@@ -221,7 +222,9 @@ class Graft:
     def parameter(self, name: str, *shape: int, init: str = "normal") -> torch.fx.Node:
         """A new weight. init: "zeros", "ones", "eye", or "normal" with variance 1 / inputs."""
         type = TensorType(self.dtype, shape)
-        return self.weight_of(Weight(name, type, _initial(name, shape, self.dtype, init)))
+        seed = zlib.crc32(name.encode())
+        made = derive(name, type, initial, init=init, shape=shape, dtype=self.dtype, seed=seed)
+        return self.weight_of(made)
 
     def linear(
         self, x: torch.fx.Node, name: str, outputs: int, *, bias: bool = True, init: str = "normal"
@@ -311,9 +314,15 @@ def _completed(node: torch.fx.Node) -> torch.fx.Node:
 def _rows(name: str, source: Weight, rows: Weight | None) -> Weight:
     """A copy of a weight, or of some of its rows."""
     if rows is None:
-        return derive(name, source.type, lambda w: w.clone(), source)
-    dims = (*rows.type.dims, *source.type.dims[1:])
-    return derive(name, TensorType(source.type.dtype, dims), lambda w, r: w[r], source, rows)
+        return derive(name, source.type, A.clone.default, source)
+    type = TensorType(source.type.dtype, (*rows.type.dims, *source.type.dims[1:]))
+    return derive(name, type, picked_rows, source, rows)
+
+
+@derivation
+def picked_rows(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of a weight by their numbers i64[R]."""
+    return weight[rows]
 
 
 def _widened(head: Weight, inputs: int) -> Weight:
@@ -322,20 +331,21 @@ def _widened(head: Weight, inputs: int) -> Weight:
     if have == inputs:
         return head
     type = TensorType(head.type.dtype, (rows, inputs))
-    pad = (0, inputs - have)
-    return derive(head.name, type, lambda w: torch.nn.functional.pad(w, pad), head)
+    return derive(head.name, type, widened, head, more=inputs - have)
 
 
-def _initial(
-    name: str, shape: tuple[int, ...], dtype: torch.dtype, init: str
-) -> Callable[[], torch.Tensor]:
-    def make() -> torch.Tensor:
-        if init == "eye":
-            return torch.eye(*shape, dtype=dtype)
-        if init != "normal":
-            return torch.full(shape, float(init == "ones"), dtype=dtype)
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        scale = shape[-1] ** -0.5
-        return torch.randn(shape, generator=generator).mul_(scale).to(dtype)
+@derivation
+def widened(head: torch.Tensor, *, more: int) -> torch.Tensor:
+    """A head [V,H] with so many columns of zeros more."""
+    return torch.nn.functional.pad(head, (0, more))
 
-    return make
+
+@derivation
+def initial(*, init: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """What a weight is before it is trained, see `Graft.parameter`."""
+    if init == "eye":
+        return torch.eye(*shape, dtype=dtype)
+    if init != "normal":
+        return torch.full(shape, float(init == "ones"), dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).mul_(shape[-1] ** -0.5).to(dtype)

@@ -7,7 +7,17 @@ import zlib
 import torch
 import torch.fx
 
-from ...ir import Function, PassError, Program, TensorType, Weight, arguments, derive, type_of
+from ...ir import (
+    Function,
+    PassError,
+    Program,
+    TensorType,
+    Weight,
+    arguments,
+    derivation,
+    derive,
+    type_of,
+)
 from ..engine.functions import token_look_ups
 from ..numerics.values import values_of
 from .trained import TrainedWeights
@@ -33,7 +43,7 @@ def reading_prompts(
     else:
         table = values_of(looked_up, program.weights)
     type = TensorType(type_of(looked_up).dtype, (count, *table.type.dims[1:]))
-    fresh = derive(name, type, lambda rows: _like(name, rows, count), table)
+    fresh = derive(name, type, rows_like, table, count=count, seed=zlib.crc32(name.encode()))
     weight = TrainedWeights(weights, owner, program).of(fresh)
     with fn.graph.inserting_before(looked_up):
         ours = fn.call(A.ge.Scalar, tokens, vocabulary)
@@ -62,8 +72,9 @@ def _lookup(fn: Function, owner: str) -> torch.fx.Node:
     return found[0]
 
 
-def _like(name: str, rows: torch.Tensor, count: int) -> torch.Tensor:
+@derivation
+def rows_like(rows: torch.Tensor, *, count: int, seed: int) -> torch.Tensor:
     """`count` random rows as large as those of a table [V,H] are."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(count, *rows.shape[1:], generator=generator)
     return (noise * rows.float().std()).to(rows.dtype)

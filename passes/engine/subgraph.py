@@ -3,14 +3,14 @@ and putting one function's body into another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 import torch.fx
 from torch.fx.node import map_aggregate
 
-from ...ir import Function, ModelInfo, Program, Weight, WeightStore, cone, run, site_of, type_of
+from ...ir import Function, ModelInfo, Program, Weight, WeightStore, cone, run, site_of
 from ...ir.types import Sym
 
 
@@ -65,20 +65,6 @@ def extract(fn: Function, outputs: Mapping[str, torch.fx.Node]) -> Function:
     piece = Function("piece", graph)
     piece.set_outputs({name: copies[node] for name, node in outputs.items()})
     return piece
-
-
-def key_of(piece: Function) -> Hashable:
-    """Equal for pieces that compute the same in the same order, whatever their nodes are called."""
-    place = {node: f"%{index}" for index, node in enumerate(piece)}
-    calls = [
-        (node.op, str(node.target), str(map_aggregate((node.args, node.kwargs), _named(place))))
-        for node in piece
-    ]
-    return (*calls, *(str(type_of(node)) for node in piece.inputs))
-
-
-def _named(place: Mapping[torch.fx.Node, str]) -> Callable[[Any], Any]:
-    return lambda arg: place[arg] if isinstance(arg, torch.fx.Node) else arg
 
 
 def evaluate(

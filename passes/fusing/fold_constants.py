@@ -27,10 +27,11 @@ import torch
 import torch.fx
 from torch.fx.node import map_aggregate
 
-from ...ir import Function, Program, Sym, TensorType, Weight, WeightStore, derive, type_of
+from ...ir import Function, Program, Sym, TensorType, Weight, WeightStore, cone
+from ...ir.derived import evaluated_piece
 from ..engine.base import Outcome, Pass, register
 from ..engine.functions import edit_with_weights
-from ..engine.subgraph import evaluate, extract, fresh_name, key_of
+from ..engine.subgraph import fresh_name
 from .dce import sweep
 
 
@@ -66,16 +67,10 @@ def _fold(fn: Function, weights: WeightStore, limit: int) -> tuple[int | str, We
 def folded_weight(fn: Function, node: torch.fx.Node, weights: WeightStore) -> Weight:
     """The value of a node that depends on no input, as a weight under a new name, or the one that
     has it already."""
-    piece = extract(fn, {"value": node})
-    names = sorted(piece.weights)
+    names = sorted(str(part.target) for part in cone([node]) if part.op == "get_attr")
     op = "item" if node.target is operator.getitem else str(node.target).split(".")[1].strip("_")
     name = fresh_name(weights, f"{names[0] if names else 'constant'}.{op}")
-
-    def compute(*tensors: torch.Tensor) -> torch.Tensor:
-        return evaluate(piece, dict(zip(names, tensors, strict=True)), {})["value"]
-
-    sources, key = (weights[n] for n in names), ("folded", key_of(piece))
-    return weights.alike(derive(name, type_of(node), compute, *sources, key=key))
+    return weights.alike(evaluated_piece(name, node, weights))
 
 
 def _constants(

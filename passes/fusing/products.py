@@ -20,6 +20,7 @@ from ...ir import (
     TensorType,
     WeightStore,
     arguments,
+    derivation,
     derive,
     site_of,
     type_of,
@@ -131,19 +132,21 @@ class Merger:
         sources = [weight for weight in given if weight is not None]
         head = sources[0].type
 
-        def join(*tensors: torch.Tensor) -> torch.Tensor:
-            rest = iter(tensors)
-            blank = [torch.zeros(size, dtype=head.dtype) for size in sizes]
-            return torch.cat(
-                [z if w is None else next(rest) for w, z in zip(given, blank, strict=True)]
-            )
-
         type = TensorType(head.dtype, (sum(sizes), *head.dims[1:]))
         name = fresh_name(self.weights, _joined_name([w.name for w in sources]))
-        key = ("joined", tuple(sizes), tuple(weight is not None for weight in given))
-        weight = self.weights.alike(derive(name, type, join, *sources, key=key))
+        there = tuple(weight is not None for weight in given)
+        made = derive(name, type, joined, *sources, sizes=tuple(sizes), there=there)
+        weight = self.weights.alike(made)
         self.weights = self.weights.adding(weight)
         return self.fn.weight(weight)
+
+
+@derivation
+def joined(*tensors: torch.Tensor, sizes: tuple[int, ...], there: tuple[bool, ...]) -> torch.Tensor:
+    """Tensors one after the other along their first axis; zeros of its size for one not there."""
+    rest, dtype = iter(tensors), tensors[0].dtype
+    parts = zip(sizes, there, strict=True)
+    return torch.cat([next(rest) if given else torch.zeros(n, dtype=dtype) for n, given in parts])
 
 
 def _joined_name(names: Sequence[str]) -> str:

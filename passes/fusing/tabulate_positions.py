@@ -27,10 +27,11 @@ from typing import ClassVar
 import torch
 import torch.fx
 
-from ...ir import Function, Program, TensorType, Weight, WeightStore, cone, derive, site_of, type_of
+from ...ir import Function, Program, TensorType, Weight, WeightStore, cone, site_of, type_of
+from ...ir.derived import tabulated_piece
 from ..engine.base import Outcome, Pass, register
 from ..engine.functions import edit_with_weights
-from ..engine.subgraph import evaluate, extract, fresh_name, key_of
+from ..engine.subgraph import fresh_name
 from .cse import merge_equal
 from .dce import sweep
 from .per_token import PerToken, axis_of
@@ -114,19 +115,11 @@ class _Tables:
 
     def table(self, node: torch.fx.Node) -> Weight:
         """The weight whose row p is the node's value at position p, computed when it is loaded."""
-        piece, rows = extract(self.fn, {"value": node}), self.rows
-        value, names = type_of(node), sorted(piece.weights)
-        step = axis_of(value, "T")
-
-        def compute(*tensors: torch.Tensor) -> torch.Tensor:
-            inputs = {INPUT: torch.arange(rows)[None]}
-            found = evaluate(piece, dict(zip(names, tensors, strict=True)), inputs)["value"]
-            return found.movedim(step, 0).reshape(rows, -1)
-
+        value = type_of(node)
         name = fresh_name(self.weights, f"positions.{_kind(node)}")
-        sources, key = (self.weights[n] for n in names), ("table", step, key_of(piece))
-        type = TensorType(value.dtype, (rows, _row(value)))
-        table = self.weights.alike(derive(name, type, compute, *sources, key=key))
+        type = TensorType(value.dtype, (self.rows, _row(value)))
+        made = tabulated_piece(name, type, node, self.weights, INPUT, axis_of(value, "T"))
+        table = self.weights.alike(made)
         self.weights = self.weights.adding(table)
         return table
 

@@ -28,7 +28,8 @@ import torch.fx
 from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
-from ...ir import PassError, Program, Weight, derive
+from ...ir import PassError, Program, Weight, derivation, derive
+from ...ir.numerics import Numeric
 from ..engine.base import Contract, Effect, Outcome, Pass, register
 from ..engine.evidence import Evidence, TextSample
 from ..engine.validate import reference_logits
@@ -182,16 +183,18 @@ class MixedPrecision(Pass):
         """The program with one group's weights rounded to the nearest, each time they are read."""
         rounding = self._rounding(bits)
 
-        def nearest(weight: Weight) -> Weight:
-            numeric = rounding.numeric_of(weight, False)
-
-            def values(w: Tensor) -> Tensor:
-                return numeric.dequantize(numeric.quantize(w.float())).to(w.dtype)
-
-            return derive(weight.name, weight.type, values, weight)
-
-        given = [nearest(program.weights[name]) for name in group.names]
+        weights = (program.weights[name] for name in group.names)
+        given = [
+            derive(w.name, w.type, nearest, w, numeric=rounding.numeric_of(w, False))
+            for w in weights
+        ]
         return program.replace(weights=program.weights.replacing(*given))
+
+
+@derivation
+def nearest(weight: Tensor, *, numeric: Numeric) -> Tensor:
+    """A weight's values rounded to the nearest of a format."""
+    return numeric.dequantize(numeric.quantize(weight.float())).to(weight.dtype)
 
 
 def least_harm(options: Sequence[Sequence[Choice]], budget: int) -> list[Choice]:

@@ -57,6 +57,7 @@ from ...ir import (
     Weight,
     WeightStore,
     arguments,
+    derivation,
     derive,
 )
 from ...ir.mixtures import Stack, store_experts
@@ -425,45 +426,59 @@ def _computed(
     """The parts of a weight, or a stack of some, by name as it would be alone: made by a method
     that needs no text, when they are loaded."""
     *outer, columns = weight.type.shape
-    parts, once = {}, _Once(form, method)
+    parts = {}
     types = form.types(math.prod(outer), columns)
     for place, (name, flat) in enumerate(zip(form.names(weight.name), types, strict=True)):
         by_row = flat.dtype in (torch.uint8, *SCALES.values()) and len(outer) > 1
         type = TensorType(flat.dtype, (*outer, flat.dims[-1])) if by_row else flat
-        part = _part(fresh_name(weights, name), type, weight, once, place)
+        options = {"method": method, "form": form, "place": place, "shape": type.shape}
+        part = derive(fresh_name(weights, name), type, quantized, weight, **options)
         parts[name] = weights.alike(part)
     return parts
 
 
-class _Once:
-    """Parts of a weight, which a method makes together: kept until each has been asked for, unless
-    another weight is in its place by then. A quick method makes them for each."""
+@derivation
+def quantized(
+    tensor: torch.Tensor, *, method: Method, form: Form, place: int, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """The part of this number and shape of a weight, or of a stack of some, that a method makes
+    without text."""
+    rows = tensor.flatten(0, -2)
+    if method.quick:
+        return _parts(rows, method, form)[place].view(shape)
+    data = rows.contiguous().view(torch.uint8).numpy().data
+    mark = hashlib.blake2b(data).digest(), repr(method), form
+    return _ONCE.part(mark, place, rows, method).view(shape)
 
-    def __init__(self, form: Form, method: Method) -> None:
-        self.form, self.method = form, method
-        self.left: dict[tuple[bytes, int], torch.Tensor] = {}
+
+def _parts(rows: torch.Tensor, method: Method, form: Form) -> tuple[torch.Tensor, ...]:
+    return form.tensors(method.stored(rows.float(), form, None))
+
+
+class _Once:
+    """Parts of weights, which a method makes together: those of the latest few weights are kept
+    until each has been asked for."""
+
+    MOST = 4
+
+    def __init__(self) -> None:
+        self.left: dict[tuple[bytes, str, Form], dict[int, torch.Tensor]] = {}
         self.lock = threading.Lock()
 
-    def part(self, tensor: torch.Tensor, place: int) -> torch.Tensor:
-        """A part of a weight, or of a stack of some."""
-        rows = tensor.flatten(0, -2)
-        if self.method.quick:
-            return self._made(rows)[place]
-        data = rows.contiguous().view(torch.uint8).numpy().data
-        mark = hashlib.blake2b(data).digest()
+    def part(
+        self, mark: tuple[bytes, str, Form], place: int, rows: torch.Tensor, method: Method
+    ) -> torch.Tensor:
+        """A part of the weight of this mark."""
         with self.lock:
-            if (mark, place) not in self.left:
-                made = enumerate(self._made(rows))
-                self.left = {(mark, number): part for number, part in made}
-            return self.left.pop((mark, place))
+            if place not in self.left.get(mark, {}):
+                self.left[mark] = dict(enumerate(_parts(rows, method, mark[2])))
+            parts = self.left.pop(mark)
+            found = parts.pop(place)
+            if parts:
+                self.left[mark] = parts  # the latest comes last
+            while len(self.left) > self.MOST:
+                del self.left[next(iter(self.left))]
+            return found
 
-    def _made(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self.form.tensors(self.method.stored(rows.float(), self.form, None))
 
-
-def _part(name: str, type: TensorType, weight: Weight, once: _Once, place: int) -> Weight:
-
-    def part(tensor: torch.Tensor) -> torch.Tensor:
-        return once.part(tensor, place).view(type.shape)
-
-    return derive(name, type, part, weight, key=("quantized", repr(once.method), once.form, place))
+_ONCE = _Once()

@@ -36,7 +36,7 @@ import torch.fx
 from pydantic import Field
 from torch import Tensor
 
-from ...ir import Function, PassError, Program, Weight, WeightStore, derive, type_of
+from ...ir import Function, PassError, Program, Weight, WeightStore, derivation, derive, type_of
 from ...ir.ops.quantized_cache import hadamard
 from ..engine.base import Effect, Outcome, Pass, register
 from ..engine.functions import TARGET, edit_with_weights, token_look_ups
@@ -118,16 +118,16 @@ class _Stream:
         """Exchange the weights of all writers and readers; how many products there are."""
         if not self.readers:
             return "no norm reads what tokens are looked up as", weights
-        turner = _Turner(self.fn, weights, int(str(type_of(self.tables[0]).dims[-1])), seed)
+        turner = _Turner(self.fn, weights, seed)
         for table in self.tables:
-            turner.give(table, 0, "turned", turner.turned)
+            turner.give(table, 0, "turned", rows_turned)
         for writer in dict.fromkeys(self.writers):
-            turner.give(writer, 1, "turned", lambda w: turner.turned(w.T).T)
-            turner.give(writer, 2, "turned", turner.turned)
+            turner.give(writer, 1, "turned", outputs_turned)
+            turner.give(writer, 2, "turned", rows_turned)
         for norm, user in self.readers:
-            turner.give(user, 1, "read", lambda w, gain: turner.turned(w * gain), norm.args[1])
+            turner.give(user, 1, "read", rows_turned, norm.args[1])
         for norm in self.norms:
-            turner.give(norm, 1, "ones", torch.ones_like)
+            turner.give(norm, 1, "ones", ones)
         sweep(self.fn)
         return len(self.writers) + len(self.readers), turner.weights
 
@@ -135,12 +135,8 @@ class _Stream:
 class _Turner:
     """Puts weights that are made of a function's weights in their place."""
 
-    def __init__(self, fn: Function, weights: WeightStore, width: int, seed: int) -> None:
-        self.fn, self.weights, self.width, self.seed = fn, weights, width, seed
-
-    def turned(self, rows: Tensor) -> Tensor:
-        """Rows [...,H] times the matrix, in float32 and back in their dtype."""
-        return turned(rows.float(), self.seed).to(rows.dtype).contiguous()
+    def __init__(self, fn: Function, weights: WeightStore, seed: int) -> None:
+        self.fn, self.weights, self.seed = fn, weights, seed
 
     def give(
         self, node: torch.fx.Node, place: int, kind: str, made: Callable[..., Tensor], *more: Any
@@ -150,14 +146,8 @@ class _Turner:
         if old is None:
             return
         given = [self._weight(arg, node) for arg in (old, *more)]
-        named = [weight.name for weight in given[1:]]
-        key = ("rotate_hidden", kind, self.width, self.seed, *named)
-
-        def contiguous(*tensors: Tensor) -> Tensor:
-            return made(*tensors).to(tensors[0].dtype).contiguous()
-
         name = fresh_name(self.weights, f"{given[0].name}.{kind}")
-        new = self.weights.alike(derive(name, given[0].type, contiguous, *given, key=key))
+        new = self.weights.alike(derive(name, given[0].type, made, *given, seed=self.seed))
         self.weights = self.weights.adding(new)
         with self.fn.graph.inserting_before(node):
             node.update_arg(place, self.fn.weight(new))
@@ -166,6 +156,25 @@ class _Turner:
         if not isinstance(arg, torch.fx.Node) or arg.op != "get_attr":
             raise _refusal(f"%{node.name} ({node.target}) multiplies with what it computes")
         return self.weights[str(arg.target)]
+
+
+@derivation
+def rows_turned(rows: Tensor, gain: Tensor | None = None, *, seed: int) -> Tensor:
+    """Rows [...,H], times gains [H], times the matrix, in float32 and back in their dtype."""
+    scaled = rows if gain is None else rows * gain
+    return turned(scaled.float(), seed).to(scaled.dtype).to(rows.dtype).contiguous()
+
+
+@derivation
+def outputs_turned(weight: Tensor, *, seed: int) -> Tensor:
+    """A weight [H,K] whose outputs are turned."""
+    return rows_turned(weight.T, seed=seed).T.contiguous()
+
+
+@derivation
+def ones(gain: Tensor, *, seed: int) -> Tensor:
+    """Gains of 1 in a gain's place."""
+    return torch.ones_like(gain)
 
 
 def turned(rows: Tensor, seed: int) -> Tensor:

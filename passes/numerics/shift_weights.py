@@ -33,6 +33,7 @@ from ...ir import (
     Weight,
     WeightStore,
     arguments,
+    derivation,
     derive,
     site_of,
 )
@@ -116,20 +117,25 @@ def _shifted(
     packed: Weight, scale: Weight, before: int, bits: int, weights: WeightStore
 ) -> tuple[Weight, Weight]:
     """A weight's bits and scales as fewer bits, computed when loaded."""
-    down = before - bits
     *outer, width = packed.type.shape
-
-    def fewer(tensor: torch.Tensor) -> torch.Tensor:
-        steps = (unpack(tensor, before) + 2 ** (down - 1)) // 2**down
-        return pack(steps.clamp(max=2**bits - 1), bits)
-
-    def larger(tensor: torch.Tensor) -> torch.Tensor:
-        return Numeric(bits, 1, scale=tensor.dtype).stored(tensor.float() * 2**down)
-
     type = TensorType(torch.uint8, (*outer, width * bits // before))
     names = (fresh_name(weights, f"{weight.name}.as{bits}") for weight in (packed, scale))
     made = (
-        derive(next(names), type, fewer, packed, key=("shifted", before, bits)),
-        derive(next(names), scale.type, larger, scale, key=("scaled", down)),
+        derive(next(names), type, shifted, packed, before=before, bits=bits),
+        derive(next(names), scale.type, scaled, scale, before=before, bits=bits),
     )
     return weights.alike(made[0]), weights.alike(made[1])
+
+
+@derivation
+def shifted(packed: torch.Tensor, *, before: int, bits: int) -> torch.Tensor:
+    """Values of `before` bits as the nearest of `bits`, the lowest bits cut off."""
+    down = before - bits
+    steps = (unpack(packed, before) + 2 ** (down - 1)) // 2**down
+    return pack(steps.clamp(max=2**bits - 1), bits)
+
+
+@derivation
+def scaled(scale: torch.Tensor, *, before: int, bits: int) -> torch.Tensor:
+    """The steps of such values."""
+    return Numeric(bits, 1, scale=scale.dtype).stored(scale.float() * 2 ** (before - bits))

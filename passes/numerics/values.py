@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 import torch.fx
 
-from ...ir import TensorType, Weight, WeightStore, arguments, derive
+from ...ir import (
+    TensorType,
+    Weight,
+    WeightStore,
+    arguments,
+    derivation,
+    derive,
+)
 from ...ir.numerics import dequantize
 
 G = torch.ops.graftwork
@@ -26,11 +33,16 @@ def values_of(node: torch.fx.Node, weights: WeightStore) -> Weight:
     there = [part for part in parts if part is not None]
     rows, groups = (int(str(dim)) for dim in there[1].type.dims)
 
-    def made(*tensors: torch.Tensor) -> torch.Tensor:
-        rest = iter(tensors)
-        weight, scale, offset, codebook = (p if p is None else next(rest) for p in parts)
-        assert isinstance(weight, torch.Tensor) and isinstance(scale, torch.Tensor)
-        return dequantize(weight, scale, offset, codebook, bits=given["bits"])
-
     type = TensorType(torch.float32, (rows, groups * given["group"]))
-    return derive(f"{there[0].name}.values", type, made, *there)
+    names = tuple(name for name, part in zip(STORED, parts, strict=True) if part is not None)
+    return derive(f"{there[0].name}.values", type, values, *there, names=names, bits=given["bits"])
+
+
+@derivation
+def values(*tensors: torch.Tensor, names: tuple[str, ...], bits: int) -> torch.Tensor:
+    """The floats f32[N,K] that the parts of a weight of few bits stand for; names: which they are,
+    of `STORED`."""
+    given = dict(zip(names, tensors, strict=True))
+    weight, scale, offset, codebook = map(given.get, STORED)
+    assert weight is not None and scale is not None
+    return dequantize(weight, scale, offset, codebook, bits=bits)

@@ -35,7 +35,7 @@ Source: Shoeybi et al., "Megatron-LM" (2019).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -47,7 +47,6 @@ from ...ir import (
     PassError,
     Program,
     TensorType,
-    Weight,
     WeightStore,
     arguments,
     cone,
@@ -56,9 +55,10 @@ from ...ir import (
     type_of,
 )
 from ...ir.ops.parallel import started
-from ...ir.weights import PIECE
+from ...ir.weights import piece
 from ..engine.base import Effect, Outcome, Pass, register
 from ..engine.functions import TARGET, edit_with_weights
+from ..engine.subgraph import fresh_name
 from ..fusing.dce import sweep
 from .spread import NotSpread, Region, region_of
 
@@ -281,29 +281,13 @@ class _Splitter:
         """A piece of a weight along an axis."""
         whole = self.weights[str(operand.target)]
         dims = (*whole.type.dims[:axis], end - start, *whole.type.dims[axis + 1 :])
-
-        def piece(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.narrow(axis, start, end - start).clone()  # not a view that keeps all
-
-        key = (PIECE, axis, start, end)
-        made = derive(
-            self._unused(f"{whole.name}.{name}", key, whole),
-            TensorType(whole.type.dtype, dims),
-            piece,
-            whole,
-            key=key,
-        )
-        made = self.weights.alike(made)
-        self.weights = self.weights.adding(made)
-        return self.fn.weight(made)
-
-    def _unused(self, name: str, key: object, whole: Weight) -> str:
-        """The name; a longer one if it is another weight's, as of a table cut along both axes."""
-        if name not in self.weights:
-            return name
-        taken = self.weights[name]
-        same = taken.key == key and taken.made is not None and taken.made[1] == (whole,)
-        return name if same else self._unused(f"{name}_", key, whole)
+        type, name = TensorType(whole.type.dtype, dims), f"{whole.name}.{name}"
+        made = derive(name, type, piece, whole, axis=axis, start=start, end=end)
+        known = self.weights.alike(made)
+        if known is made:  # the name may be another's, as of a table cut along both axes
+            known = replace(made, name=fresh_name(self.weights, name))
+        self.weights = self.weights.adding(known)
+        return self.fn.weight(known)
 
 
 def _pieces(node: torch.fx.Node) -> list[tuple[torch.fx.Node, int, int]] | None:

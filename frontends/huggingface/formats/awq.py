@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 
-from ....ir import UnsupportedError, derive
+from ....ir import TensorType, UnsupportedError, derivation, derive
 from ....ir.numerics import Numeric, pack, unpack
 from ...stored_weights import StoredWeight
 from .base import Format, Module, Settings, register, settings
@@ -86,12 +86,26 @@ class Awq(Format):
         numeric = Numeric(_BITS, group, "affine", scales.type.dtype)
         module.fits(numeric, columns)
         packed, _ = numeric.types(rows, columns)
+        type = TensorType(torch.int32, (groups, rows))
+        points = derive(f"{module.name}.points", type, awq_points, zeros)
         return StoredWeight(
             numeric,
-            derive(f"{module.name}.bits", packed, lambda q: pack(_outputs(q).T, _BITS), codes),
+            derive(f"{module.name}.bits", packed, awq_codes, codes),
             transposed(f"{module.name}.scale", scales),
-            offsets(f"{module.name}.offset", scales, zeros, _outputs),
+            offsets(f"{module.name}.offset", scales, points),
         )
+
+
+@derivation
+def awq_codes(words: torch.Tensor) -> torch.Tensor:
+    """Codes i32[K,N/8] as a bitstream for each output."""
+    return pack(_outputs(words).T, _BITS)
+
+
+@derivation
+def awq_points(words: torch.Tensor) -> torch.Tensor:
+    """Zero points i32[G,N/8] as i32[G,N]."""
+    return _outputs(words).to(torch.int32)
 
 
 def _outputs(words: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Self
 import torch
 from pydantic import Field, ValidationError
 
-from ....ir import TensorType, UnsupportedError, Weight, derive
+from ....ir import TensorType, UnsupportedError, Weight, derivation, derive
 from ....ir.numerics import Numeric
 from ...stored_weights import StoredWeight
 from .base import Format, Module, Settings, register, settings
@@ -96,17 +96,17 @@ class BitsAndBytes(Format):
         packed, scales = numeric.types(rows, columns)
         every = state.blocksize // group
 
-        def swapped(given: torch.Tensor) -> torch.Tensor:
-            return (given >> 4 | given << 4).reshape(rows, columns // 2)
-
-        def spread(given: torch.Tensor) -> torch.Tensor:
-            wide = given.repeat_interleave(every)[: rows * columns // group]
-            return wide.reshape(rows, columns // group)
-
         return StoredWeight(
             numeric,
-            derive(f"{module.name}.bits", packed, swapped, codes),
-            derive(f"{module.name}.scale", scales, spread, largest),
+            derive(f"{module.name}.bits", packed, swapped_halves, codes, dims=packed.shape),
+            derive(
+                f"{module.name}.scale",
+                scales,
+                spread_scales,
+                largest,
+                every=every,
+                dims=scales.shape,
+            ),
             codebook=book,
         )
 
@@ -137,13 +137,29 @@ def _absmax(module: Module, state: State, blocks: int) -> Weight:
     book = module.sized("weight.nested_quant_map", F32, 256)
     offset = state.nested_offset or 0.0
 
-    def make(given: torch.Tensor, largest: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-        wide = largest.repeat_interleave(size)[:blocks]
-        return known[given.long()] * wide + offset
-
-    made = derive(
-        f"{module.name}.absmax", TensorType(torch.float32, (blocks,)), make, codes, outer, book
-    )
+    name, type = f"{module.name}.absmax", TensorType(torch.float32, (blocks,))
+    options = {"size": size, "offset": offset}
+    made = derive(name, type, nested_scales, codes, outer, book, **options)
     if not torch.isfinite(made.load()).all():
         raise module.error("weight.nested_absmax", "expected finite numbers")
     return made
+
+
+@derivation
+def swapped_halves(codes: torch.Tensor, *, dims: tuple[int, int]) -> torch.Tensor:
+    """Bytes with their halves in our order."""
+    return (codes >> 4 | codes << 4).reshape(dims)
+
+
+@derivation
+def spread_scales(largest: torch.Tensor, *, every: int, dims: tuple[int, int]) -> torch.Tensor:
+    """The largest values of blocks as scales of groups."""
+    return largest.repeat_interleave(every)[: dims[0] * dims[1]].reshape(dims)
+
+
+@derivation
+def nested_scales(
+    codes: torch.Tensor, largest: torch.Tensor, known: torch.Tensor, *, size: int, offset: float
+) -> torch.Tensor:
+    """Scales that are quantized themselves, in blocks of `size`."""
+    return known[codes.long()] * largest.repeat_interleave(size)[: len(codes)] + offset

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 
-from ....ir import GraftworkWarning, TensorType, UnsupportedError, Weight, derive
+from ....ir import GraftworkWarning, TensorType, UnsupportedError, Weight, derivation, derive
 from ....ir.numerics import WIDTHS, Numeric, unpack
 from ....ir.weights import open_safetensors
 from ...stored_weights import StoredWeight
@@ -147,19 +147,13 @@ class CompressedTensors(Format):
         if module.has("weight_zero_point"):
             zeros = module.sized("weight_zero_point", INT, -(-rows * bits // 32), groups)
 
-        def points(words: torch.Tensor) -> torch.Tensor:
-            return _stream(words.T, bits, rows).T
-
-        def cut(words: torch.Tensor) -> torch.Tensor:
-            return words.view(torch.uint8)[:, : columns * bits // 8].contiguous()
-
         numeric = self._numeric(module, bits, columns, scale, zeros)
         packed, _ = numeric.types(rows, columns)
         return StoredWeight(
             numeric,
-            derive(f"{module.name}.bits", packed, cut, codes),
+            derive(f"{module.name}.bits", packed, cut_bytes, codes, count=columns * bits // 8),
             scale,
-            None if zeros is None else _offset(module, scale, zeros, points),
+            self._offset(module, scale, zeros, points_down, bits=bits, rows=rows),
             rounded=self._group(module, bits, columns, numeric).rounds,
         )
 
@@ -175,9 +169,9 @@ class CompressedTensors(Format):
         packed, _ = numeric.types(rows, columns)
         return StoredWeight(
             numeric,
-            derive(f"{module.name}.bits", packed, _unsigned, codes),
+            derive(f"{module.name}.bits", packed, unsigned_bytes, codes),
             scale,
-            None if zeros is None else _offset(module, scale, zeros, _unsigned),
+            self._offset(module, scale, zeros, unsigned_bytes),
             rounded=self._group(module, None, columns, numeric).rounds,
         )
 
@@ -195,13 +189,9 @@ class CompressedTensors(Format):
         if not fits:
             raise module.error("weight_scale", f"expected one a row or block, got {scale.type}")
 
-        def make(given: torch.Tensor) -> torch.Tensor:
-            wide = given.float().reshape(shape)
-            for axis, size in enumerate((rows, columns)):
-                wide = wide.repeat_interleave(size // wide.shape[axis], axis)
-            return file.tensor(key).float() * wide
-
-        return derive(key, TensorType(torch.float32, (rows, columns)), make, scale)
+        type = TensorType(torch.float32, (rows, columns))
+        wide = Weight(f"{key}.wide", type, lambda: file.tensor(key).float())
+        return derive(key, type, scaled_blocks, wide, scale, blocks=shape)
 
     def _scale(self, module: Module, rows: int, columns: int) -> Weight:
         """Scales [N,G]; one for all rows is repeated."""
@@ -209,9 +199,7 @@ class CompressedTensors(Format):
         given = sizes(scale)
         if given in ((), (1,), (1, 1)) and rows > 1:
             type = TensorType(scale.type.dtype, (rows, 1))
-            return derive(
-                f"{module.name}.scale", type, lambda t: t.reshape(1, 1).expand(rows, 1), scale
-            )
+            return derive(f"{module.name}.scale", type, repeated, scale, rows=rows)
         if len(given) != 2 or given[0] != rows or given[1] < 1 or columns % given[1]:
             raise module.error(
                 "weight_scale",
@@ -219,6 +207,16 @@ class CompressedTensors(Format):
                 f"{scale.type}",
             )
         return scale
+
+    def _offset(
+        self, module: Module, scale: Weight, zeros: Weight | None, read: Any, **options: int
+    ) -> Weight | None:
+        if zeros is None:
+            return None
+        dtype = torch.uint8 if read is unsigned_bytes else torch.int32
+        type = scale.type.with_dtype(dtype)
+        points = derive(f"{module.name}.points", type, read, zeros, **options)
+        return offsets(f"{module.name}.offset", scale, points, by_row=True)
 
     def _numeric(
         self, module: Module, bits: int, columns: int, scale: Weight, zeros: Weight | None
@@ -249,11 +247,37 @@ class CompressedTensors(Format):
         )
 
 
-def _offset(module: Module, scale: Weight, zeros: Weight, read: Any) -> Weight:
-    return offsets(f"{module.name}.offset", scale, zeros, read, by_row=True)
+@derivation
+def repeated(scale: torch.Tensor, *, rows: int) -> torch.Tensor:
+    """One scale for all rows, [rows,1]."""
+    return scale.reshape(1, 1).expand(rows, 1)
 
 
-def _unsigned(signed: torch.Tensor) -> torch.Tensor:
+@derivation
+def scaled_blocks(
+    weight: torch.Tensor, scale: torch.Tensor, *, blocks: tuple[int, int]
+) -> torch.Tensor:
+    """A weight f32[N,K] times scales, of as many blocks along each axis."""
+    wide = scale.float().reshape(blocks)
+    for axis, size in enumerate(weight.shape):
+        wide = wide.repeat_interleave(size // wide.shape[axis], axis)
+    return weight * wide
+
+
+@derivation
+def cut_bytes(words: torch.Tensor, *, count: int) -> torch.Tensor:
+    """The first bytes of each row of words i32[N,W]."""
+    return words.view(torch.uint8)[:, :count].contiguous()
+
+
+@derivation
+def points_down(words: torch.Tensor, *, bits: int, rows: int) -> torch.Tensor:
+    """Zero points i32[N,G] of a bitstream down each column."""
+    return _stream(words.T, bits, rows).T
+
+
+@derivation
+def unsigned_bytes(signed: torch.Tensor) -> torch.Tensor:
     """Signed bytes as unsigned ones around 128."""
     return signed.view(torch.uint8) ^ 128
 

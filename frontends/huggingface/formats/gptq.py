@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 
-from ....ir import InputError, UnsupportedError, Weight, derive
+from ....ir import InputError, TensorType, UnsupportedError, Weight, derivation, derive
 from ....ir.numerics import Numeric, pack
 from ...stored_weights import StoredWeight
 from .base import Format, Module, Settings, register, settings
@@ -101,13 +101,14 @@ class Gptq(Format):
         numeric = Numeric(bits, group, kind, scales.type.dtype)
         module.fits(numeric, columns)
         zeros = module.tensor("qzeros", INT)
+        options = {"bits": bits, "rows": rows, "less": self.less}
+        type = TensorType(torch.int32, (groups, rows))
+        points = derive(f"{name}.points", type, gptq_points, zeros, **options)
         return StoredWeight(
             numeric,
             _packed(f"{name}.bits", codes, order, numeric, rows, columns),
             transposed(f"{name}.scale", scales),
-            offsets(f"{name}.offset", scales, zeros, lambda z: self._points(z, rows))
-            if affine
-            else None,
+            offsets(f"{name}.offset", scales, points) if affine else None,
             order=order,
         )
 
@@ -138,7 +139,8 @@ class Gptq(Format):
                 f"expected i32[{groups},{rows * bits / 32:g}] for {groups} groups of {rows} "
                 f"outputs in {bits} bits, got {zeros.type}",
             )
-        found, middle = self._points(zeros.load(), rows), 2 ** (bits - 1)
+        found = gptq_points(zeros.load(), bits=bits, rows=rows, less=self.less)
+        middle = 2 ** (bits - 1)
         affine = bool((found != middle).any())
         if self.settings.sym and affine:
             raise module.error(
@@ -149,10 +151,6 @@ class Gptq(Format):
                 f"in config.json (formats: {', '.join(VERSIONS)})",
             )
         return affine
-
-    def _points(self, zeros: torch.Tensor, rows: int) -> torch.Tensor:
-        """The zero points i32[G,N] of what is stored of them."""
-        return (unpacked(zeros, self.settings.bits, rows) + self.less) % 2**self.settings.bits
 
     def _order(self, module: Module, columns: int, group: int) -> Weight | None:
         """Channels sorted by their groups; None if they are already."""
@@ -178,13 +176,25 @@ def _packed(
     name: str, codes: Weight, order: Weight | None, numeric: Numeric, rows: int, columns: int
 ) -> Weight:
     """The codes as our bitstream, which they are already for channels in order, transposed."""
-
-    def make(words: torch.Tensor, *order: torch.Tensor) -> torch.Tensor:
-        across = words.T.contiguous()
-        if not order and across.shape[1] * 32 == columns * numeric.bits:
-            return across.view(torch.uint8)
-        values = unpacked(across, numeric.bits, columns)
-        return pack(values[:, order[0]] if order else values, numeric.bits)
-
     packed, _ = numeric.types(rows, columns)
-    return derive(name, packed, make, codes, *([] if order is None else [order]))
+    inputs = [codes] if order is None else [codes, order]
+    return derive(name, packed, gptq_codes, *inputs, bits=numeric.bits, columns=columns)
+
+
+@derivation
+def gptq_codes(
+    words: torch.Tensor, order: torch.Tensor | None = None, *, bits: int, columns: int
+) -> torch.Tensor:
+    """Codes i32[K*bits/32,N] as a bitstream for each output, channels in an order i64[K]."""
+    across = words.T.contiguous()
+    if order is None and across.shape[1] * 32 == columns * bits:
+        return across.view(torch.uint8)
+    values = unpacked(across, bits, columns)
+    return pack(values if order is None else values[:, order], bits)
+
+
+@derivation
+def gptq_points(zeros: torch.Tensor, *, bits: int, rows: int, less: int) -> torch.Tensor:
+    """The zero points i32[G,N] of what is stored of them."""
+    points: torch.Tensor = (unpacked(zeros, bits, rows) + less) % 2**bits
+    return points.to(torch.int32)

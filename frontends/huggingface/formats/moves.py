@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from ....ir import TensorType, Weight, derive
+from ....ir import TensorType, Weight, derivation, derive
 from ....ir.numerics import unpack
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -41,23 +39,19 @@ def unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 def transposed(name: str, weight: Weight) -> Weight:
     """A weight [A,B] as [B,A]."""
     type = TensorType(weight.type.dtype, tuple(reversed(weight.type.dims)))
-    return derive(name, type, lambda tensor: tensor.T.contiguous(), weight)
+    return derive(name, type, torch.ops.aten.t.default, weight)
 
 
-def offsets(
-    name: str,
-    scales: Weight,
-    zeros: Weight,
-    read: Callable[[torch.Tensor], torch.Tensor],
-    *,
-    by_row: bool = False,
-) -> Weight:
-    """-scale * z as f32[N,G] of scales [G,N], or [N,G] if they are by row: exact for scales of at
-    most 16 bits. read: the zero points, laid as scales are, of what is stored of them."""
+def offsets(name: str, scales: Weight, points: Weight, *, by_row: bool = False) -> Weight:
+    """-scale * z as f32[N,G] of scales [G,N], or [N,G] if they are by row, and zero points laid as
+    they are: exact for scales of at most 16 bits."""
     dims = sizes(scales) if by_row else sizes(scales)[::-1]
+    type = TensorType(torch.float32, dims)
+    return derive(name, type, minus_points, scales, points, by_row=by_row)
 
-    def make(scale: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-        values = -scale.float() * read(stored)
-        return values if by_row else values.T.contiguous()
 
-    return derive(name, TensorType(torch.float32, dims), make, scales, zeros)
+@derivation
+def minus_points(scale: torch.Tensor, points: torch.Tensor, *, by_row: bool) -> torch.Tensor:
+    """-scale * z, transposed unless scales are by row."""
+    values = -scale.float() * points
+    return values if by_row else values.T.contiguous()
