@@ -341,10 +341,6 @@ REFUSED = {
         ),
         r"layers\.0\.self_attention.*depends on the values of tensors",
     ),
-    "llama-dynamic": (
-        Arch("llama", _base(rope_parameters={**_YARN, "rope_type": "dynamic"})),
-        r"cannot trace llama in module model\.rotary_emb",
-    ),
 }
 """Models that the frontend refuses, and what it says."""
 

@@ -130,7 +130,7 @@ def test_weights_with_nan(
 
 def test_a_model_that_cannot_be_traced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The message names module and line; torch's own printouts are not let through."""
-    arch, _ = REFUSED["llama-dynamic"]
+    arch, _ = REFUSED["jetmoe"]
     build(arch).save_pretrained(tmp_path / "model")
     message = refused(capfd, "optimize", tmp_path / "model", "--out", tmp_path / "out")
     assert "cannot trace llama in module model.rotary_emb at modeling_rope_utils.py" in message

@@ -31,6 +31,7 @@ from .checkpoint import Checkpoint, Tensors, opened, tensors_of
 from .experts import prepare_experts
 from .formats import format_of
 from .formats import read as read_quantized
+from .lengths import context_of, frozen_ropes, warn_of_change
 from .pictures import pictures_of
 from .recurrences import check
 from .registry import NAME, register
@@ -40,8 +41,6 @@ from .tracing import import_traced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_DEFAULT_CONTEXT = 2048
 
 
 def import_folder(folder: Path, dtype: torch.dtype | None = None) -> Program:
@@ -301,13 +300,19 @@ def traced(
     if any(hasattr(type(module), "_apply_gate") for module in twin.modules()):
         config._experts_implementation = NAME
     prepare_experts(twin)
-    info = _info(config, generation)
+    info, frozen = _info(config, generation), frozen_ropes(twin)
+    if frozen:
+        warn_of_change(_text_config(config))
+
+    def settled(name: str) -> Weight:
+        return Weight.of(name, frozen[name]) if name in frozen else weight_of(name)
+
     if getattr(config, "is_encoder_decoder", False):
         opening = {"start": _start(config, generation, info), **spoken(generation, config)}
-        return traced_pair(twin, mode, weight_of, info, opening, assets)
+        return traced_pair(twin, mode, settled, info, opening, assets)
     wrapper = wrap(twin)
     info = replace(info, context=info.context - wrapper.reserved)
-    imported = import_traced(wrapper, mode, info.context, weight_of, outputs=wrapper.outputs)
+    imported = import_traced(wrapper, mode, info.context, settled, outputs=wrapper.outputs)
     program = build_program(config.model_type, imported, info, assets)
     return program.replace(plan=replace(program.plan, source=pictures_of(config, program.info)))
 
@@ -349,7 +354,7 @@ def _info(config: Any, generation: Any) -> ModelInfo:
     return ModelInfo(
         model_type=config.model_type,
         vocab_size=int(text.vocab_size),
-        context=_context(text),
+        context=context_of(text),
         eos=tuple(eos) if isinstance(eos, (list, tuple)) else (() if eos is None else (int(eos),)),
         bos=token("bos_token_id"),
         pad=token("pad_token_id"),
@@ -372,13 +377,3 @@ def _text_config(config: Any) -> Any:
             f"{type(text).__name__} without one"
         )
     return text
-
-
-def _context(config: Any) -> int:
-    """Positions the model supports; models without a limit may say how they were trained."""
-    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-    for name in (*names, "max_target_positions"):
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return _DEFAULT_CONTEXT

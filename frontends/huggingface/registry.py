@@ -22,6 +22,7 @@ from ...ir import UnsupportedError
 from ...ir.ops.attention import SPANS
 from .. import source_attention  # noqa: F401  (defines traced_attention)
 from .experts import experts_forward
+from .lengths import context_of
 
 NAME = "graftwork"
 
@@ -139,7 +140,7 @@ def attention_forward(
         )
     spans = {name: getattr(kind, name) for name in SPANS}
     options: dict[str, Any] = {name: size for name, size in spans.items() if size is not None}
-    if options.get("chunk", 0) >= _context(module):
+    if "chunk" in options and options["chunk"] >= context_of(module.config):
         options.pop("chunk", None)  # there is one alone
     if softcap is not None:
         options["softcap"] = float(softcap)
@@ -156,11 +157,6 @@ def attention_forward(
         traced = torch.ops.graftwork.traced_attention
         out = traced(query, key, value, position_bias, causal=kind.causal, **how)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _context(module: nn.Module) -> int:
-    config = getattr(module, "config", None)
-    return int(getattr(config, "max_position_embeddings", None) or 0)
 
 
 def _layer(module: nn.Module) -> int:
