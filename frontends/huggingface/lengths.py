@@ -36,10 +36,10 @@ def context_of(config: Any) -> int:
 
 def warn_of_change(config: Any) -> None:
     """Warn (`GraftworkWarning`) where texts end although the model goes on with another rope."""
-    kinds = {said.get("rope_type") for said in _ropes(config)}.intersection(_CHANGING)
-    if kinds:
+    there = {said.get("rope_type") for said in _ropes(config)}
+    if kinds := [kind for kind in _CHANGING if kind in there]:
         warnings.warn(
-            f"{config.model_type}: its rotary embedding ({sorted(kinds)[0]}) changes for texts of "
+            f"{config.model_type}: its rotary embedding ({kinds[0]}) changes for texts of "
             f"more than {context_of(config)} tokens; the program has that of shorter ones, and "
             "texts end there",
             GraftworkWarning,

@@ -21,9 +21,10 @@ The model's own step becomes a function of this program, its weights are called 
 `insert_kv_cache` gives it its own cache (Leviathan et al., "Fast Inference from Transformers via
 Speculative Decoding", 2023; Chen et al., 2023). The path is resolved, traced and made canonical by
 whoever starts the passes (`Program.guests`), because passes know nothing of where models come from.
-Where one of the two has no tokenizer to compare, the report says so. Refuses a model that is not
-there, another vocabulary or tokenizer, a program with a function ``draft``, and a recipe for the
-drafter whose drafter needs functions of its own.
+Where one of the two has no tokenizer to compare, the report says so. Models of one family pad their
+vocabulary to different sizes: the draft's logits are those of the target's tokens. Refuses a model
+that is not there, other tokens, a program with a function ``draft``, and a recipe for the drafter
+whose drafter needs functions of its own.
 """
 
 from __future__ import annotations

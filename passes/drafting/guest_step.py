@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ...ir import Function, InputError, PassError, Program, Role
-from ...ir.files import LARGE, read_json
+from ...ir import Function, PassError, Program, Role, type_of
+from ...ir.tokenizer import read_tokenizer
 from .decoder_layer import free_layer
 from .guest_source import check_source, renumber_sources, with_encoder_of
 
-G = torch.ops.graftwork
+A, G = torch.ops.aten, torch.ops.graftwork
 TOKENIZER = "tokenizer.json"
 
 
 def guest_of(program: Program, model: str, owner: str, name: str) -> Program:
     """The model beside a program (`Program.guests`) that is to become its function `name`.
 
+    Its logits are those of the program's tokens, whatever sizes both pad their vocabularies to.
     Errors: `PassError` naming `owner` for a model that is not there, one whose tokens are others
     than the program's, and one that writes from a source that the program does not read.
     """
@@ -34,19 +35,41 @@ def guest_of(program: Program, model: str, owner: str, name: str) -> Program:
     if guest.stage != "canonical" or guest.states:
         raise PassError(f"{owner}: expected {guest.name} at the stage canonical, got {guest.stage}")
     check_source(program, guest, owner)
-    ours, theirs = program.info.vocab_size, guest.info.vocab_size
-    if ours != theirs:
-        raise PassError(
-            f"{owner}: {guest.name} has a vocabulary of {theirs} tokens and {program.name} one "
-            f"of {ours}: its tokens must be the target's; choose a model of the same family"
-        )
     files = [p.assets.get(TOKENIZER) for p in (program, guest)]
-    if None not in files and _tokens(files[0]) != _tokens(files[1]):
-        raise PassError(
-            f"{owner}: the tokenizers of {program.name} and {guest.name} differ ({files[0]}, "
-            f"{files[1]}): its tokens must be the target's; choose a model of the same family"
-        )
-    return guest
+    if None not in files:
+        ours, theirs = map(_tokens, files)
+        other = sorted(id for id in ours.keys() & theirs.keys() if ours[id] != theirs[id])
+        if other or not ours.keys() & theirs.keys():
+            shown = f": {other[0]} is {ours[other[0]]!r} and {theirs[other[0]]!r}" if other else ""
+            raise PassError(
+                f"{owner}: the tokenizers of {program.name} and {guest.name} differ ({files[0]}, "
+                f"{files[1]}){shown}; its tokens must be the target's; choose a model of the same "
+                f"family"
+            )
+    return _of_vocabulary(guest, program.info.vocab_size)
+
+
+def _of_vocabulary(guest: Program, size: int) -> Program:
+    """The guest with logits for so many tokens. Models of one family pad the same vocabulary to
+    different sizes: logits beyond the program's are cut, and tokens that the guest does not know
+    get the least there are and are read as its last one."""
+    known = guest.info.vocab_size
+    if known == size:
+        return guest
+    fn = guest.step.copy()
+    tokens, logits = fn.input("tokens"), fn.outputs["logits"]
+    if size > known:
+        with fn.graph.inserting_before(next(iter(fn.calls()))):
+            read = fn.call(A.clamp.default, tokens, 0, known - 1)
+        tokens.replace_all_uses_with(read, lambda user: user is not read)
+    with fn.graph.inserting_before(fn.output_node):
+        if size > known:
+            least = torch.finfo(type_of(logits).dtype).min
+            logits = fn.call(A.constant_pad_nd.default, logits, [0, size - known], least)
+        else:
+            logits = fn.call(A.slice.Tensor, logits, -1, 0, size)
+    fn.set_outputs({**fn.outputs, "logits": logits})
+    return guest.with_function(fn).replace(info=replace(guest.info, vocab_size=size))
 
 
 def with_step_of(program: Program, guest: Program, model: str, name: str, role: Role) -> Program:
@@ -80,12 +103,12 @@ def untold(program: Program, guest: Program) -> tuple[str, ...]:
     )
 
 
-def _tokens(path: Path | None) -> dict[str, Any]:
-    """What a tokenizer file says of which text becomes which token."""
+def _tokens(path: Path | None) -> dict[int, str]:
+    """The text of each token, by its id, as a tokenizer file has it.
+
+    That is all that two models must share: how a text is cut into tokens, only the target's
+    decides. Errors: `InputError` for a file that cannot be read.
+    """
     assert path is not None
-    try:
-        content = read_json(path, LARGE)
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read the tokenizer {path}: {error}") from error
-    # How a batch is cut and padded changes no token.
-    return {k: v for k, v in content.items() if k not in ("truncation", "padding")}
+    tokenizer = read_tokenizer(path)
+    return {id: text for text, id in tokenizer.get_vocab(with_added_tokens=True).items()}
