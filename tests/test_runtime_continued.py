@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from recorded import Recorded, whole
+from selection import mostly_long
 from test_training import TEXT
-from tiny import MASK, PROMPTS, drafting_llama, named, tiny_llama
+from tiny import MASK, PROMPTS, drafting_llama, in_int8, named, tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
@@ -79,6 +80,15 @@ def test_text_is_the_targets_own(drafter: str, backend: str, tree: str) -> None:
     assert found.stats.draft_tokens > found.stats.sequence_steps  # it did draft
     alone = generate(fast, PROMPTS[2:3], max_new_tokens=20, eos_token_id=[])
     assert torch.equal(alone, expected[2:3])
+
+
+@pytest.mark.parametrize("drafter", mostly_long(DRAFTERS, keep=("clover", "gumiho")))
+def test_text_in_int8_is_the_int8_targets_own(drafter: str) -> None:
+    plain = compile(drafting_llama(in_int8()), Target("eager", "cpu"))
+    passes = DRAFTERS[drafter], TREES["static"], in_int8()
+    found = decoded(compile(drafting_llama(*passes), Target("eager", "cpu")))
+    assert torch.equal(found.sequences, decoded(plain).sequences)
+    assert found.stats.draft_tokens > found.stats.sequence_steps
 
 
 def test_up_to_the_end_of_the_context() -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from runtime_models import TableExecutable, markov, plain, program, setting, whole
+from tiny import MASK, drafting_llama, in_int8, named
+from tiny import PROMPTS as BATCH
 
+from graftwork.backends import compile
+from graftwork.backends.target import Target
 from graftwork.ir.plan import InputDraft, JacobiDraft, LookaheadDraft, MergedDraft, StaticTree
 from graftwork.runtime import generate
 from graftwork.runtime.speculate.drafters.base import VerifiedStep
@@ -80,6 +84,18 @@ def test_jacobi_reaches_its_fixed_point():
 @pytest.mark.parametrize("rule", [counting, markov(VOCAB, seed=3)], ids=["counting", "markov"])
 def test_lookahead_drafts_what_will_come(rule):
     assert run(executable(rule, LOOKAHEAD), [1, 2], 60).stats.accepted_per_step > 1.8
+
+
+def test_in_int8_lookahead_changes_no_token() -> None:
+    draft = named("draft_lookahead", window=4, ngram=4, pool=3)
+    plain, fast = (
+        compile(drafting_llama(*passes, in_int8()), Target("eager", "cpu"))
+        for passes in ((), (draft,))
+    )
+    asked = {"attention_mask": MASK, "max_new_tokens": 40, "eos_token_id": []}
+    found = generate(fast, BATCH, return_dict_in_generate=True, **asked)
+    assert torch.equal(found.sequences, generate(plain, BATCH, **asked))
+    assert found.stats.accepted_per_step > 1.2
 
 
 def test_the_window_itself_finds_ngrams():
