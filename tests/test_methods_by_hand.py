@@ -298,9 +298,18 @@ def test_recipes_train_for_what_their_papers_do(name: str, aim: str) -> None:
     assert "in equal parts" not in Recipe.load(name).differs
 
 
+def test_trees_are_as_deep_as_their_papers() -> None:
+    """EAGLE-2 draws six levels, EAGLE-3 eight, Gumiho two and five of heads."""
+    for name, levels in {"eagle2": 6, "eagle3": 8, "gumiho": 7, "jakiro": 6}.items():
+        (drafter, _, tree) = (step.pass_ for step in Recipe.load(name).steps[-3:])
+        drafted = getattr(drafter, "levels", None) or drafter.serial + drafter.heads
+        assert drafted == tree.depth == levels
+
+
 def test_levels_weigh_what_their_papers_say() -> None:
     """The published training adds all levels up; Clover's weigh 0.7^i, Medusa's 0.8^i."""
-    weights = {"redrafter": 1.0, "mlp_speculator": 1.0, "clover": 0.7, "medusa": 0.8, "ppd": 0.8}
+    weights = {"redrafter": 1.0, "mlp_speculator": 1.0, "hydra": 1.0, "hydra_plus_plus": 1.0}
+    weights |= {"clover": 0.7, "medusa": 0.8, "ppd": 0.8, "gumiho": 0.8, "eagle3": 0.8}
     for name, decay in weights.items():
         (found,) = (step.pass_ for step in Recipe.load(name).steps if hasattr(step.pass_, "decay"))
         assert found.decay == decay
@@ -322,4 +331,4 @@ def test_recipes_cite_what_they_build_and_say_where_they_differ() -> None:
         assert Recipe.load(recipe.as_dict()).differs == recipe.differs
         assert f"differs: {recipe.differs[:30]}" in render(recipe_panel(recipe), 200)
         assert f"; differs: {recipe.differs} |" in recipe_markdown([recipe])
-    assert Recipe.load("copyspec").differs == ""
+    assert Recipe.load("baseline").differs == ""

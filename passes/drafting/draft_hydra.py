@@ -39,7 +39,7 @@ from pydantic import Field
 
 from ...ir import Program
 from ...ir.plan import RecurrentDraft
-from ...ir.plan.bounds import Levels
+from ...ir.plan.bounds import Factor, Levels
 from ..engine.base import Outcome, register
 from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
 from .draft_pass import DraftPass
@@ -60,6 +60,7 @@ class DraftHydra(DraftPass):
     own_head: bool = True
     prefix: bool = False
     bias: bool = False
+    decay: Factor = 1.0
 
     name: ClassVar[str] = "draft_hydra"
     unread: ClassVar[tuple[str, ...]] = ("prefix_embeding_layer.embed_tokens.weight",)
