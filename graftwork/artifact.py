@@ -6,19 +6,21 @@
     tokenizer.json, ...    files that came with the model
 
 `save` writes beside the destination and exchanges: whoever looks sees the old artifact or the new
-one. `load` reads only what the manifest lists, inside the folder, after checking size and
-sha256 of every file. Nothing is ever unpickled or executed. The hashes tell damage, not malice:
-whoever can write the folder can write the manifest.
+one. `load` reads only what the manifest lists, inside the folder, opens each file once, and checks
+size and sha256 of what it opened. Nothing is ever unpickled or executed. The hashes tell damage,
+not malice: whoever can write the folder can write the manifest.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +38,16 @@ from .ir import (
     from_safetensors,
     program_text,
 )
-from .ir.files import LARGE, open_regular, plain_path, read_bytes, read_json, read_text
+from .ir.files import (
+    LARGE,
+    SealedPath,
+    as_text,
+    open_regular,
+    plain_path,
+    read_bytes,
+    read_json,
+    read_open,
+)
 from .ir.legality import unmet
 from .ir.lexer import MAX_BYTES
 from .ir.parser import parse_program
@@ -51,6 +62,9 @@ VERSION: Literal[2] = 2
 MANIFEST = "manifest.json"
 PROGRAM = "program.gw"
 TOOLS = ("graftwork", "torch", "transformers", "onnx", "onnxruntime-gpu", "onnxruntime")
+
+_TRIES = 8
+"""Times that loading begins anew where the artifact is saved over meanwhile."""
 
 _AGAIN = "copy the artifact again, or save it again"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
@@ -145,28 +159,55 @@ def save(
 def load(folder: str | Path) -> Saved:
     """Read and check an artifact. Weights stay on disk until they are used.
 
-    Errors: `InputError` naming the file that is missing, damaged, too long or out of place.
+    Of an artifact that another process saves over meanwhile, it is the old one or the new one,
+    whole. Errors: `InputError` naming the file that is missing, damaged, too long or out of place.
     """
     folder = plain_path("load", folder)
+    for _ in range(_TRIES):
+        before = _identity(folder)
+        try:
+            return _load(folder)
+        except InputError:
+            if _identity(folder) == before:
+                raise
+    raise InputError(f"{folder} is saved over again and again; load it when that has ended")
+
+
+def _load(folder: Path) -> Saved:
     manifest = _read_manifest(folder)
-    for name, entry in manifest.files.items():
-        _check_file(folder, name, entry)
     names = {role: _with_role(manifest, role) for role in ("program", "weights", "asset")}
-    if names["program"] != [PROGRAM]:
-        raise InputError(f"{folder / MANIFEST}: expected one program, {PROGRAM}")
-    weights = _open_weights([folder / name for name in names["weights"]])
-    try:
-        text = read_text(folder / PROGRAM, MAX_BYTES, follow=False)
-        program = parse_program(text, weights)
-        program = program.replace(assets={n: folder.resolve() / n for n in names["asset"]})
-        verify(program)
-        if fault := unmet(program):
-            raise VerifyError(fault[0])
-    except UnsupportedError:
-        raise
-    except (GraftworkError, OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{folder / PROGRAM} does not hold a valid program: {error}") from error
+    with contextlib.ExitStack() as stack:
+        # What is checked is what is used: each file is opened once.
+        opened = {name: _opened(folder, name, entry) for name, entry in manifest.files.items()}
+        for name in (*names["program"], *names["asset"]):
+            stack.enter_context(opened[name])
+        if names["program"] != [PROGRAM]:
+            raise InputError(f"{folder / MANIFEST}: expected one program, {PROGRAM}")
+        weights = _open_weights({folder / name: opened[name] for name in names["weights"]})
+        sealed = {n: (folder.resolve() / n, manifest.files[n].sha256) for n in names["asset"]}
+        try:
+            text = as_text(read_open(opened[PROGRAM], MAX_BYTES))
+            program = parse_program(text, weights)
+            program = program.replace(assets={n: SealedPath.of(*s) for n, s in sealed.items()})
+            verify(program)
+            if fault := unmet(program):
+                raise VerifyError(fault[0])
+        except UnsupportedError:
+            raise
+        except (GraftworkError, OSError, UnicodeDecodeError) as error:
+            raise InputError(
+                f"{folder / PROGRAM} does not hold a valid program: {error}"
+            ) from error
     return Saved(program=program, manifest=manifest)
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Which folder is there now."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 # -- writing
@@ -288,36 +329,41 @@ def _read_manifest(folder: Path) -> Manifest:
         raise InputError(f"{path}: {where}: {first['msg']}") from error
 
 
-def _check_file(folder: Path, name: str, entry: FileEntry) -> None:
+def _opened(folder: Path, name: str, entry: FileEntry) -> BufferedReader:
+    """A file of the manifest, checked, at its beginning."""
     # Plain names only: no separators, no leading dot, so nothing outside the folder can be named.
     if not _PLAIN_NAME.fullmatch(name):
         raise InputError(f"{folder / MANIFEST}: {name!r} is not a plain file name")
     path = folder / name
     try:
-        with open_regular(path, follow=False) as file:
-            size = os.fstat(file.fileno()).st_size
-            digest = "" if size != entry.bytes else hashlib.file_digest(file, "sha256").hexdigest()
+        file = open_regular(path, follow=False)
+        size = os.fstat(file.fileno()).st_size
+        digest = "" if size != entry.bytes else hashlib.file_digest(file, "sha256").hexdigest()
+        file.seek(0)
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing from the artifact; {_AGAIN}") from error
     except OSError as error:
         raise InputError(f"cannot read the artifact's files: {error}; {_AGAIN}") from error
+    if digest == entry.sha256:
+        return file
+    file.close()
     if size != entry.bytes:
         raise InputError(
             f"{path} is damaged: {size} bytes, the manifest says {entry.bytes}; {_AGAIN}"
         )
-    if digest != entry.sha256:
-        raise InputError(f"{path} is damaged: its sha256 is not the manifest's; {_AGAIN}")
+    raise InputError(f"{path} is damaged: its sha256 is not the manifest's; {_AGAIN}")
 
 
 def _with_role(manifest: Manifest, role: str) -> list[str]:
     return [name for name, entry in manifest.files.items() if entry.role == role]
 
 
-def _open_weights(paths: list[Path]) -> WeightStore:
+def _open_weights(files: Mapping[Path, BufferedReader]) -> WeightStore:
     weights: dict[str, Weight] = {}
-    for path in paths:
-        for name in open_safetensors(path).keys():  # noqa: SIM118  (the handle is not a mapping)
+    for path, opened in files.items():
+        file = open_safetensors(path, opened)
+        for name in file.keys():  # noqa: SIM118  (the file is not a mapping)
             if name in weights:
                 raise InputError(f"{path}: the weight {name!r} is in another file too")
-            weights[name] = from_safetensors(path, name)
+            weights[name] = from_safetensors(file, name)
     return WeightStore(weights)

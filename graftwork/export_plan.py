@@ -13,6 +13,8 @@ Nothing of graftwork is needed to run it; `plan.json` says in `requires` what a 
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import fields, replace
 from importlib.resources import files
 from pathlib import Path
@@ -86,12 +88,22 @@ def export_onnx_plan(program: Program, folder: Path) -> Path:
         }
         said = plan_of(program, functions, _tables(program, weights))
         write_json(new / PLAN, said.model_dump(mode="json"))
+        seal(new / PLAN)
         write_json(new / SCHEMA, PlanFile.model_json_schema())
         for name in RUNNERS:
             text = files(f"{__package__}.runners").joinpath(name).read_text(encoding="utf-8")
             (new / name).write_text(text, encoding="utf-8")
 
     return write_folder(program, folder, fill, _CARD, ours=PLAN)
+
+
+def seal(path: Path) -> None:
+    """Put into plan.json what `PlanFile.sha256` says."""
+    data = path.read_bytes()
+    own = json.loads(data)["sha256"].encode()
+    zeroed = data.replace(own, b"0" * 64, 1)
+    made = hashlib.sha256(zeroed).hexdigest().encode()
+    path.write_bytes(zeroed.replace(b"0" * 64, made, 1))
 
 
 OWN = "graftwork itself runs it (save, and graftwork.load)"

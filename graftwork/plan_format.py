@@ -107,6 +107,8 @@ class PlanFile(_Record):
 
     format: Literal["graftwork-plan"] = "graftwork-plan"
     version: Literal[1] = 1
+    sha256: str = Field(default="0" * 64, pattern="^[0-9a-f]{64}$")
+    """Of this file's bytes, zeros standing for it: a runner refuses a file that is damaged."""
     requires: list[Annotated[str, Field(pattern=r"^[a-z]+:[a-z_0-9]+$")]]
     """slot:kind of the records that decide which tokens come out, or without which nothing is
     drafted, and states:recurrent where some are not in_place. A runner that does not know one must

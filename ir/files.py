@@ -7,9 +7,12 @@ users' own files may be links (caches of downloads are); what lies in an artifac
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,19 @@ LARGE = 4 * 2**30
 
 _PIECE = 2**20
 """Bytes that are asked for at a time."""
+
+
+class SealedPath(type(Path())):  # type: ignore[misc]  (the system's kind of path)
+    """The path of a file that must be what it was, which `read_bytes` checks. sha256: in hex."""
+
+    sha256 = ""
+
+    @classmethod
+    def of(cls, path: Path, sha256: str) -> SealedPath:
+        """A path and what the file there must be."""
+        sealed = cls(path)
+        sealed.sha256 = sha256
+        return sealed
 
 
 def open_regular(path: str | Path, *, follow: bool = True) -> BufferedReader:
@@ -64,6 +80,48 @@ def check_regular(path: str | Path, *, follow: bool = True) -> None:
     open_regular(path, follow=follow).close()
 
 
+def check_replaceable(path: Path) -> None:
+    """That a file may be written to a path: nothing is there, or a regular file.
+
+    Errors: `InputError` saying what is there instead.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return  # whoever writes is told what is wrong
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "a link, not a regular file")
+        raise InputError(f"cannot write {path}: it is {kind}; choose another path, or remove it")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Errors: `InputError` naming `path` where the system, or safetensors, refuses what is done
+    within: no space, no right, no such folder."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"cannot write {path}: {error}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """A text file, whole or as it was; links are followed, and pipes and devices take it as it is.
+
+    Errors: `InputError` naming the path if the system refuses.
+    """
+    from .scratch import replacing_file
+
+    with writing(path):
+        path = path.resolve()
+        if path.exists() and not is_regular(path):
+            path.write_text(text, encoding="utf-8")
+            return
+    with replacing_file(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
 def is_regular(path: str | Path) -> bool:
     """Whether the path is a regular file, or a link to one, that can be read."""
     try:
@@ -74,25 +132,42 @@ def is_regular(path: str | Path) -> bool:
 
 
 def read_bytes(path: str | Path, limit: int = SMALL, *, follow: bool = True) -> bytes:
-    """All of a regular file. Errors: `OSError` if it is none, or holds more than `limit` bytes."""
+    """All of a regular file. Errors: `OSError` if it is none, holds more than `limit` bytes, or is
+    not what a `SealedPath` says."""
+    with open_regular(path, follow=follow) as file:
+        data = read_open(file, limit)
+    sha256 = getattr(path, "sha256", "")
+    if sha256 and hashlib.sha256(data).hexdigest() != sha256:
+        raise OSError(
+            f"{path} is not what it was when the model was loaded: the artifact was changed or "
+            f"saved over; load it again"
+        )
+    return data
+
+
+def read_open(file: BufferedReader, limit: int = SMALL) -> bytes:
+    """The rest of an open file. Errors: `OSError` for more than `limit` bytes."""
     pieces: list[bytes] = []
     left = limit
-    with open_regular(path, follow=follow) as file:
-        while piece := file.read(_PIECE):  # asked for the limit, it would make room for all of it
-            pieces.append(piece)
-            left -= len(piece)
-            if left < 0:
-                raise OSError(
-                    f"{path} holds more than {limit} bytes, the most that is read of such a file"
-                )
+    while piece := file.read(_PIECE):  # asked for the limit, it would make room for all of it
+        pieces.append(piece)
+        left -= len(piece)
+        if left < 0:
+            raise OSError(
+                f"{file.name} holds more than {limit} bytes, the most that is read of such a file"
+            )
     return b"".join(pieces)
 
 
 def read_text(path: str | Path, limit: int = SMALL, *, follow: bool = True) -> str:
     """A regular file as UTF-8, lines ending in ``\\n``. Errors: as `read_bytes`, and
     `UnicodeDecodeError`."""
-    text = read_bytes(path, limit, follow=follow).decode("utf-8")
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    return as_text(read_bytes(path, limit, follow=follow))
+
+
+def as_text(data: bytes) -> str:
+    """UTF-8 as text, lines ending in ``\\n``. Errors: `UnicodeDecodeError`."""
+    return data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_json(path: str | Path, limit: int = SMALL, *, follow: bool = True) -> Any:
@@ -104,10 +179,13 @@ def read_json(path: str | Path, limit: int = SMALL, *, follow: bool = True) -> A
 
 
 def plain_path(what: str, path: str | Path) -> Path:
-    """The path, if the system can spell it. Errors: `InputError` naming what it was given for."""
+    """The path, if there is one and the system can spell it. Errors: `InputError` naming what it was
+    given for."""
     if not isinstance(path, (str, os.PathLike)):
         raise InputError(f"{what}: expected a path, got {path!r}")
     text = os.fspath(path)
+    if not text:
+        raise InputError(f"{what}: expected a path, got an empty one (. is the working folder)")
     try:
         spelled = os.fsencode(text)
     except UnicodeEncodeError as error:

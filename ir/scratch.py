@@ -21,6 +21,8 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+from .files import check_replaceable, writing
+
 try:
     import fcntl
 except ImportError:  # not a POSIX system
@@ -75,6 +77,26 @@ def replacing(folder: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(new, ignore_errors=True)
         os.close(lock)
+
+
+@contextlib.contextmanager
+def replacing_file(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write a file to, which takes its place when the block ends well.
+
+    Whoever looks sees the old file, the new one, or none. What the block wrote is gone if it fails.
+    Errors: `InputError` naming `path` if the system or safetensors refuses, or for a link, a pipe,
+    a device or a folder, whose place no file takes.
+    """
+    check_replaceable(path)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    with writing(path):
+        try:
+            yield part
+            with part.open("rb") as written:
+                os.fsync(written.fileno())
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def _take_place(new: Path, folder: Path) -> None:

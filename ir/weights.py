@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, KeysView, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, ParamSpec
 
@@ -155,13 +156,14 @@ def _renewed(weight: Weight, given: Mapping[str, Weight]) -> Weight:
 class SafetensorsFile:
     """A safetensors file as it was when it was opened, even if another takes its place.
 
-    A tensor is mapped for itself: the pages of one that was copied and let go leave the memory,
-    which they would not while they belong to a mapping of the whole file.
+    opened: the file, if it is open already; it stays open as long as this lives. A tensor is mapped
+    for itself: the pages of one that was copied and let go leave the memory, which they would not
+    while they belong to a mapping of the whole file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, opened: BufferedReader | None = None) -> None:
         self.path = path
-        self._file = open_regular(path)
+        self._file = open_regular(path) if opened is None else opened
         # On Linux what is open has a name of its own.
         own = Path(f"/proc/self/fd/{self._file.fileno()}")
         self._where = str(own if own.exists() else path)
@@ -171,6 +173,10 @@ class SafetensorsFile:
     def keys(self) -> KeysView[str]:
         """Names of its tensors."""
         return self._names.keys()
+
+    def raw(self) -> BufferedReader:
+        """The file from its beginning, as bytes. Errors: `OSError`."""
+        return open_regular(self._where)
 
     def metadata(self) -> dict[str, str]:
         """What its header says besides the tensors."""
@@ -211,12 +217,15 @@ def _open(path: str, stamp: tuple[int, ...]) -> SafetensorsFile:
     return SafetensorsFile(Path(path))
 
 
-def open_safetensors(path: Path) -> SafetensorsFile:
-    """A memory-mapped safetensors file, opened once while it does not change.
+def open_safetensors(path: Path, opened: BufferedReader | None = None) -> SafetensorsFile:
+    """A memory-mapped safetensors file, opened once while it does not change. opened: see
+    `SafetensorsFile`.
 
     Errors: `InputError` naming the file when it is missing, truncated or not safetensors.
     """
     try:
+        if opened is not None:
+            return SafetensorsFile(path, opened)
         stat = path.stat()
         return _open(str(path), (stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size))
     except Exception as error:  # the library's error type is not public
@@ -225,14 +234,14 @@ def open_safetensors(path: Path) -> SafetensorsFile:
         ) from error
 
 
-def from_safetensors(path: Path, key: str, name: str | None = None) -> Weight:
-    """A weight in a safetensors file as it is now, read when loaded.
+def from_safetensors(path: Path | SafetensorsFile, key: str, name: str | None = None) -> Weight:
+    """A weight in a safetensors file as it is now, or as it was opened, read when loaded.
 
     Errors: `InputError` naming the file, and the key if the file does not hold it.
     """
-    file = open_safetensors(path)
+    file = path if isinstance(path, SafetensorsFile) else open_safetensors(path)
     if key not in file.keys():  # noqa: SIM118  (the file is not a mapping)
-        raise InputError(f"{path} holds no tensor {key!r}")
+        raise InputError(f"{file.path} holds no tensor {key!r}")
     return Weight(name or key, file.type_of(key), lambda: file.tensor(key))
 
 

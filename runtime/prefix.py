@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 import torch
 
 from ..ir import InputError, Program, State, TensorType, function_text
 from ..ir.executable import Executable
+from ..ir.scratch import replacing_file
 from ..ir.weights import SafetensorsFile, open_safetensors
 from .asking.request import read_request
 from .cache.conversations import (
@@ -27,8 +27,10 @@ from .cache.conversations import (
 from .loop import decode
 
 FORMAT = "graftwork-prefix"
-VERSION = "1"
+VERSION = "2"
 _SAMPLE = 4096
+_UNSEALED = "0" * 64
+"""What stands in the header in the place of the file's own sha256 when that is made."""
 
 
 @torch.no_grad()
@@ -87,6 +89,8 @@ def load_prefix(executable: Executable, path: Path) -> torch.Tensor:
                 f"its {name} is {said.get(name)!r}, expected {wanted[name]!r}; save it again with "
                 f"this model and recipe"
             )
+    if _digest(file, said.get("sha256", _UNSEALED)) != said.get("sha256"):
+        raise InputError(f"{path} is a damaged prefix: its sha256 is another; save it again")
     held = _Reader(path, file, program).read(said)
     with executable.turn:
         kept = Conversations.of(executable)
@@ -106,6 +110,9 @@ class _Reader:
         tokens = self._tokens()
         rows = self._number(said, "rows", len(tokens))
         position = self._number(said, "position", len(tokens))
+        wanted = rows if self.program.plan.cache.endless else len(tokens)
+        if position != wanted:
+            raise self._wrong(f"position={position}, expected {wanted}")
         own = self.program.states
         states = {name: self._state(own[name], rows) for name in kept_states(self.program)}
         memo = {
@@ -205,13 +212,32 @@ def _write(path: Path, tensors: dict[str, torch.Tensor], said: dict[str, str]) -
     """Beside the path first: whoever looks sees the old file or the new one."""
     from safetensors.torch import save_file
 
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-    try:
-        save_file(tensors, partial, metadata=said)
-        with partial.open("rb") as written:
-            os.fsync(written.fileno())
-        os.replace(partial, path)
-    except Exception as error:  # the system's, or the library's, which is not public
-        raise InputError(f"cannot write the prefix {path}: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing_file(path) as partial:
+        save_file(tensors, partial, metadata={**said, "sha256": _UNSEALED})
+        seal(partial)
+
+
+def seal(path: Path) -> None:
+    """Put the sha256 of a file into its header, in the place of what stands there."""
+    file = SafetensorsFile(path)
+    said = file.metadata()["sha256"]
+    made = _digest(file, said).encode()
+    with path.open("r+b") as written:
+        head = _head(written)
+        written.seek(0)
+        written.write(head.replace(said.encode(), made, 1))
+
+
+def _digest(file: SafetensorsFile, said: str) -> str:
+    """sha256 of a file whose header says `said` in the place of it."""
+    with file.raw() as raw:
+        digest = hashlib.sha256(_head(raw).replace(said.encode(), _UNSEALED.encode(), 1))
+        while piece := raw.read(2**20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _head(file: IO[bytes]) -> bytes:
+    """The length of the header, and the header."""
+    size = file.read(8)
+    return size + file.read(int.from_bytes(size, "little"))

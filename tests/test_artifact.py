@@ -6,7 +6,9 @@ import hashlib
 import json
 import subprocess
 import sys
+import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +23,7 @@ from graftwork import artifact
 from graftwork.artifact import is_artifact, is_saved, load, save
 from graftwork.backends.target import Target
 from graftwork.ir import InputError, Program, TensorType, Weight, WeightStore, scratch
+from graftwork.ir.files import read_bytes
 from graftwork.passes.engine.validate import reference_logits
 from graftwork.shards import plan_shards
 
@@ -165,6 +168,88 @@ def test_saving_over_the_artifact_a_program_came_from(program: Program, tmp_path
         assert same_weights(program, load(folder).program)
     assert same_weights(program, saved)
     assert entries(tmp_path) == ["model", "out"]
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> dict[str, Program]:
+    """Programs that differ in every weight, and in their tokenizers."""
+    made = {}
+    for seed, name in enumerate("ab"):
+        tokenizer = tmp_path / name / "tokenizer.json"
+        tokenizer.parent.mkdir()
+        tokenizer.write_text(f'{{"model": "{name}"}}')
+        program = cached_llama(seed=seed).replace(name=name)
+        made[name] = program.replace(assets={"tokenizer.json": tokenizer})
+    return made
+
+
+def which(found: Program, two: dict[str, Program]) -> str:
+    """The program that all of `found` is of."""
+    wanted = two[found.name]
+    assert same_weights(found, wanted)
+    assert json.loads(read_bytes(found.assets["tokenizer.json"]))["model"] == found.name
+    return found.name
+
+
+@pytest.mark.parametrize(
+    ("moment", "becomes"), [("_read_manifest", "b"), ("_opened", "b"), ("_open_weights", "a")]
+)
+def test_an_artifact_that_is_saved_over_while_it_is_loaded_is_one_or_the_other(
+    moment: str,
+    becomes: str,
+    two: dict[str, Program],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, step, again = keep(two["a"], tmp_path / "out"), getattr(artifact, moment), [True]
+
+    def and_then(*args: Any) -> Any:
+        if moment == "_open_weights" and again:
+            again.clear()
+            keep(two["b"], folder)
+        made = step(*args)
+        if again:
+            again.clear()
+            keep(two["b"], folder)
+        return made
+
+    monkeypatch.setattr(artifact, moment, and_then)
+    found = load(folder).program
+    assert found.name == becomes and same_weights(found, two[becomes])
+
+
+def test_files_that_are_read_later_are_those_that_were_loaded(
+    two: dict[str, Program], tmp_path: Path
+) -> None:
+    found = load(keep(two["a"], tmp_path / "out")).program
+    assert which(found, two) == "a"
+    keep(two["b"], tmp_path / "out")
+    with pytest.raises(OSError, match=r"not what it was when the model was loaded.*load it again"):
+        which(found, two)
+    with pytest.raises(InputError, match="load it again"):
+        keep(found, tmp_path / "other")
+
+
+@pytest.mark.long
+def test_loads_while_another_thread_saves(two: dict[str, Program], tmp_path: Path) -> None:
+    folder, ended, seen = keep(two["a"], tmp_path / "out"), threading.Event(), Counter[str]()
+
+    def saving() -> None:
+        while not ended.is_set():
+            for program in two.values():
+                keep(program, folder)
+
+    saver = threading.Thread(target=saving)
+    saver.start()
+    try:
+        for _ in range(300):
+            found = load(folder).program
+            assert same_weights(found, two[found.name])
+            seen[found.name] += 1
+    finally:
+        ended.set()
+        saver.join()
+    assert min(seen["a"], seen["b"]) > 10
 
 
 @pytest.mark.long

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from graftwork.backends.target import Target
 from graftwork.ir import InputError, Program
 from graftwork.model import Model, load
 from graftwork.runtime.cache.conversations import Conversations
+from graftwork.runtime.prefix import seal
 
 TEXT = torch.randint(1, 12, (1, 50), generator=torch.Generator().manual_seed(0))
 MORE = torch.randint(1, 12, (1, 6), generator=torch.Generator().manual_seed(1))
@@ -118,7 +122,7 @@ def test_what_is_no_prefix_is_refused(tmp_path: Path) -> None:
         made.save_prefix(MORE, tmp_path / "short")
     with pytest.raises(InputError, match="a prefix is one text"):
         made.save_prefix(TEXT.repeat(2, 1), tmp_path / "two")
-    with pytest.raises(InputError, match="cannot write the prefix"):
+    with pytest.raises(InputError, match="cannot write .*prefix"):
         made.save_prefix(TEXT, tmp_path / "nowhere" / "prefix")
     with pytest.raises(InputError, match="missing"):
         made.load_prefix(tmp_path / "missing")
@@ -147,6 +151,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "float": (lambda t, m: t.update({"tokens": torch.ones(50)}), r"tokens of type f32\[50\]"),
     "rows": (lambda t, m: m.update({"rows": "51"}), "rows='51', expected 1 to 50"),
     "no number": (lambda t, m: m.update({"position": "-1"}), "position='-1', expected 1 to 50"),
+    "position": (lambda t, m: m.update({"position": "49"}), "position=49, expected 50"),
     "memo": (lambda t, m: t.update({"memo.rows": torch.tensor(-3)}), r"memo\.rows=-3"),
     "features": (lambda t, m: t.update({"memo.x": torch.ones(3, 5)}), "which no drafter keeps"),
 }
@@ -162,7 +167,46 @@ def test_a_damaged_prefix_is_refused(damage: str, tmp_path: Path) -> None:
     change, message = DAMAGES[damage]
     change(tensors, said)
     save_file(tensors, path, metadata=said)
+    seal(path)
     made.forget()
     with pytest.raises(InputError, match=message):
         made.load_prefix(path)
     assert asked(made, TEXT).stats.reused_tokens == 0
+
+
+def test_no_bit_of_a_prefix_may_be_another(tmp_path: Path) -> None:
+    """Of the header, of what it says besides the tensors, and of the tensors."""
+    made, path = model(MODELS["plain"]()), tmp_path / "prefix"
+    made.save_prefix(TEXT, path)
+    made.forget()
+    whole, random = path.read_bytes(), Random(0)
+    header = 8 + int.from_bytes(whole[:8], "little")
+    places = [*random.sample(range(header), 60), *random.sample(range(header, len(whole)), 20)]
+    for place in places:
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << random.randrange(8)
+        path.write_bytes(flipped)
+        with pytest.raises(InputError):
+            made.load_prefix(path)
+    path.write_bytes(whole)
+    assert torch.equal(made.load_prefix(path), TEXT)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "device", "folder"])
+def test_a_prefix_takes_the_place_of_files_alone(kind: str, tmp_path: Path) -> None:
+    made, path, other = model(MODELS["plain"]()), tmp_path / "prefix", tmp_path / "other"
+    other.write_text("mine")
+    make: dict[str, Callable[[Path], object]] = {
+        "pipe": os.mkfifo,
+        "link": lambda p: p.symlink_to(other),
+        "device": lambda p: os.mknod(p, 0o600 | stat.S_IFCHR, os.makedev(1, 3)),
+        "folder": Path.mkdir,
+    }
+    try:
+        make[kind](path)
+    except PermissionError:
+        pytest.skip("this user makes no devices")
+    before = os.lstat(path)
+    with pytest.raises(InputError, match=rf"cannot write {path}: it is a {kind}"):
+        made.save_prefix(TEXT, path)
+    assert os.path.samestat(os.lstat(path), before) and other.read_text() == "mine"

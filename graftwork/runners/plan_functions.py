@@ -5,10 +5,13 @@ sessions keep of the weights in memory of their own is put into pages of 2 MB, w
 gives them to whom asks: every step reads all of it, and pages of 4 KB take time to be looked up.
 """
 
+import contextlib
 import ctypes
+import hashlib
 import json
 import mmap
 import pathlib
+import re
 
 import numpy as np
 import onnxruntime as ort
@@ -48,15 +51,41 @@ def dims_of(type):
     return type.rstrip("]").split("[")[1].split(",")
 
 
+@contextlib.contextmanager
+def refusing(folder):
+    """What a folder cannot do that is not what its runner expects ends with one line."""
+    try:
+        yield
+    except Exception as error:  # onnxruntime's own among them
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise SystemExit(f"{folder} cannot be run: {said}; export it again") from error
+
+
+def read_plan(path):
+    """What plan.json says, if it is what was written and this runner knows all of it."""
+    with refusing(path):
+        data = path.read_bytes()
+        said = json.loads(data)
+        if said.get("format") != "graftwork-plan" or said["version"] != 1:
+            raise SystemExit("expected a plan.json of format graftwork-plan, version 1")
+        for slot, kind in (entry.split(":") for entry in said["requires"]):
+            if kind not in KNOWN.get(slot, []):
+                raise SystemExit(f"this runner does not know {slot}={kind}; {said['instead']}")
+        # The hash of a file in which zeros stand for it.
+        own = said["sha256"].encode()
+        if hashlib.sha256(data.replace(own, b"0" * 64, 1)).hexdigest().encode() != own:
+            raise SystemExit(f"{path} is damaged: its sha256 is another; export it again")
+        for function in said["functions"].values():
+            for variant in function["variants"].values():
+                if not re.fullmatch(r"[0-9]+\.[a-z]+\.onnx", variant["file"]):
+                    raise SystemExit(f"{path} names {variant['file']!r}, no file of this folder")
+    return said
+
+
 class Functions:
     def __init__(self, folder, threads=1, share=False):
         self.folder = pathlib.Path(folder)
-        self.said = json.loads((self.folder / "plan.json").read_text(encoding="utf-8"))
-        if self.said.get("format") != "graftwork-plan" or self.said["version"] != 1:
-            raise SystemExit("expected a plan.json of format graftwork-plan, version 1")
-        for slot, kind in (entry.split(":") for entry in self.said["requires"]):
-            if kind not in KNOWN.get(slot, []):
-                raise SystemExit(f"this runner does not know {slot}={kind}; {self.said['instead']}")
+        self.said = read_plan(self.folder / "plan.json")
         self.options = options = ort.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = threads, 3
         options.enable_cpu_mem_arena = not share  # nothing is kept to be used again

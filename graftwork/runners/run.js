@@ -14,6 +14,7 @@ if (require.main === module && process.argv.length !== 5) {  // before what may 
   process.exit(asked ? 0 : 2);
 }
 
+const crypto = require("crypto");
 const fs = require("fs");
 const path = require("path");
 const ort = require("onnxruntime-node");
@@ -54,17 +55,35 @@ function columns(tensor, from, to) {
   return new ort.Tensor(tensor.type, data, [1, to - from, ...tensor.dims.slice(2)]);
 }
 
+// What plan.json says, if it is what was written and this runner knows all of it.
+function readPlan(file) {
+  const text = fs.readFileSync(file, "utf8");
+  const said = JSON.parse(text);
+  if (said.format !== "graftwork-plan" || said.version !== 1) {
+    throw new Error("expected a plan.json of format graftwork-plan, version 1");
+  }
+  for (const [slot, kind] of said.requires.map((entry) => entry.split(":"))) {
+    if (Object.hasOwn(KNOWN, slot) && KNOWN[slot].includes(kind)) continue;
+    throw new Error(`this runner does not know ${slot}=${kind}; ${said.instead}`);
+  }
+  // The hash of a file in which zeros stand for it.
+  const zeroed = text.replace(said.sha256, "0".repeat(64));
+  if (crypto.createHash("sha256").update(zeroed).digest("hex") !== said.sha256) {
+    throw new Error(`${file} is damaged: its sha256 is another; export it again`);
+  }
+  for (const { variants } of Object.values(said.functions)) {
+    for (const variant of Object.values(variants)) {
+      if (/^[0-9]+\.[a-z]+\.onnx$/.test(variant.file)) continue;
+      throw new Error(`${file} names ${variant.file}, no file of this folder`);
+    }
+  }
+  return said;
+}
+
 class Runner {
   constructor(folder, threads = 1) {
     this.folder = folder;
-    this.said = JSON.parse(fs.readFileSync(path.join(folder, "plan.json"), "utf8"));
-    if (this.said.format !== "graftwork-plan" || this.said.version !== 1) {
-      throw new Error("expected a plan.json of format graftwork-plan, version 1");
-    }
-    for (const [slot, kind] of this.said.requires.map((entry) => entry.split(":"))) {
-      if (KNOWN[slot]?.includes(kind)) continue;
-      throw new Error(`this runner does not know ${slot}=${kind}; ${this.said.instead}`);
-    }
+    this.said = readPlan(path.join(folder, "plan.json"));
     this.model = this.said.model;
     this.functions = this.said.functions;
     this.plan = this.said.plan;
@@ -365,15 +384,22 @@ class Runner {
 
 module.exports = { Runner };
 
-if (require.main === module) {
-  const [folder, given, count] = process.argv.slice(2);
+async function main([folder, given, count]) {
   const floats = (bytes) => new Float32Array(new Uint8Array(bytes).buffer);
+  const numbers = [...given.split(","), count];
+  if (fs.existsSync(given)) numbers.splice(0, numbers.length - 1);
+  if (!numbers.every((text) => /^-?[0-9]+$/.test(text))) {
+    throw new Error("expected token ids, as 1,2,3, and a number of tokens");
+  }
   const prompt = fs.existsSync(given) ? floats(fs.readFileSync(given)) : given.split(",").map(Number);
-  new Runner(folder)
-    .generate(prompt, Number(count))
+  return new Runner(folder).generate(prompt, Number(count));
+}
+
+if (require.main === module) {
+  main(process.argv.slice(2))
     .then((tokens) => console.log(tokens.join(",")))
     .catch((error) => {
-      console.error(error.message);
+      console.error(`${process.argv[2]} cannot be run: ${error.message}`);
       process.exitCode = 1;
     });
 }

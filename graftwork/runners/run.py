@@ -17,7 +17,7 @@ if __name__ == "__main__" and len(sys.argv) != 4:  # before what may not be inst
 import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-from plan_functions import Functions
+from plan_functions import Functions, refusing
 
 
 def chain(tokens):
@@ -180,5 +180,10 @@ class Runner:
 if __name__ == "__main__":
     folder, given, count = sys.argv[1:]
     sound = pathlib.Path(given).is_file()
-    prompt = np.fromfile(given, np.float32) if sound else list(map(int, given.split(",")))
-    print(*Runner(folder).generate(prompt, int(count)), sep=",")
+    try:
+        prompt = np.fromfile(given, np.float32) if sound else list(map(int, given.split(",")))
+        count = int(count)
+    except ValueError as error:
+        raise SystemExit(f"expected token ids, as 1,2,3, and a number of tokens: {error}") from None
+    with refusing(folder):
+        print(*Runner(folder).generate(prompt, count), sep=",")

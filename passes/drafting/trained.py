@@ -79,7 +79,7 @@ class TrainedWeights:
                 f"'model.safetensors')"
             )
         try:
-            handle = open_safetensors(self.path)
+            self.file = handle = open_safetensors(self.path)
         except InputError as error:
             raise PassError(f"{owner}: {error}; give weights= what training wrote") from error
         self.names = frozenset(handle.keys())
@@ -110,7 +110,7 @@ class TrainedWeights:
                 f"weights, such as {min(self.names, default='none')!r}: were the heads trained "
                 f"with other options?"
             )
-        trained = from_safetensors(self.path, name, weight.name)
+        trained = from_safetensors(self.file, name, weight.name)
         if trained.type.dims != weight.type.dims:
             raise PassError(
                 f"{self.owner}: {self.path} has {weight.name} as {trained.type}, expected "
@@ -124,13 +124,11 @@ class TrainedWeights:
 
     def type_of(self, name: str) -> TensorType:
         """The type of a tensor of the file, by its name there."""
-        assert self.path is not None
-        return from_safetensors(self.path, name).type
+        return from_safetensors(self.file, name).type
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor of the file, by its name there."""
-        assert self.path is not None
-        return from_safetensors(self.path, name).load()
+        return from_safetensors(self.file, name).load()
 
     def check_all_used(self, ours: Collection[str], known: Collection[str] = ()) -> None:
         """That a file says nothing that the program does not hear.
