@@ -29,7 +29,7 @@ _PIECE = 2**20
 """Bytes that are asked for at a time."""
 
 
-class SealedPath(type(Path())):  # type: ignore[misc]  (the system's kind of path)
+class SealedPath(type(Path())):  # type: ignore[misc]
     """The path of a file that must be what it was, which `read_bytes` checks. sha256: in hex."""
 
     sha256 = ""
@@ -179,8 +179,7 @@ def read_json(path: str | Path, limit: int = SMALL, *, follow: bool = True) -> A
 
 
 def plain_path(what: str, path: str | Path) -> Path:
-    """The path, if there is one and the system can spell it. Errors: `InputError` naming what it was
-    given for."""
+    """The path, if there is one and the system can spell it. Errors: `InputError` naming what for."""
     if not isinstance(path, (str, os.PathLike)):
         raise InputError(f"{what}: expected a path, got {path!r}")
     text = os.fspath(path)

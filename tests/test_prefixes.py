@@ -122,7 +122,7 @@ def test_what_is_no_prefix_is_refused(tmp_path: Path) -> None:
         made.save_prefix(MORE, tmp_path / "short")
     with pytest.raises(InputError, match="a prefix is one text"):
         made.save_prefix(TEXT.repeat(2, 1), tmp_path / "two")
-    with pytest.raises(InputError, match="cannot write .*prefix"):
+    with pytest.raises(InputError, match=r"cannot write .*prefix"):
         made.save_prefix(TEXT, tmp_path / "nowhere" / "prefix")
     with pytest.raises(InputError, match="missing"):
         made.load_prefix(tmp_path / "missing")
