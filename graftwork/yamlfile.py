@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from .ir import InputError
+from .ir.names import shown
 
 _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 _TAG = "tag:yaml.org,2002:"
@@ -103,9 +104,14 @@ def _scalar(node: yaml.ScalarNode, origin: str) -> Any:
     if node.tag == _TAG + "str" and node.style is None and _EXPONENT.fullmatch(node.value):
         return float(node.value)
     try:
-        return yaml.SafeLoader("").construct_object(node)
-    except ValueError as error:
-        raise _error(origin, node.start_mark, f"cannot read {node.value!r}: {error}") from error
+        made = yaml.SafeLoader("").construct_object(node)
+    except (ValueError, LookupError) as error:  # of a tag that the text does not fit
+        kind = node.tag.removeprefix(_TAG)
+        message = f"cannot read {shown(node.value)} as {kind}: {shown(error)}"
+        raise _error(origin, node.start_mark, message) from error
+    if isinstance(made, int) and not -(2**63) <= made < 2**63:
+        raise _error(origin, node.start_mark, "expected a number of at most 64 bits")
+    return made
 
 
 def _error(origin: str, mark: Any, message: str) -> InputError:

@@ -179,7 +179,7 @@ def read_json(path: str | Path, limit: int = SMALL, *, follow: bool = True) -> A
 
 
 def plain_path(what: str, path: str | Path) -> Path:
-    """The path, if there is one and the system can spell it. Errors: `InputError` naming what for."""
+    """The path, if there is one that the system can spell. Errors: `InputError` naming `what`."""
     if not isinstance(path, (str, os.PathLike)):
         raise InputError(f"{what}: expected a path, got {path!r}")
     text = os.fspath(path)
