@@ -141,7 +141,7 @@ class AdaptiveReference(Reference):
     """Rows are kept by the rule of snapkv, so many as each head's budget is."""
 
     def __init__(self, budgets: list[list[int]]) -> None:
-        super().__init__("snapkv", start=sharp())
+        super().__init__("snapkv, shared", start=sharp())
         self.budgets = budgets
 
 

@@ -321,7 +321,17 @@ def test_levels_weigh_what_their_papers_say() -> None:
 def test_recipes_cite_what_they_build_and_say_where_they_differ() -> None:
     assert "Clover-2" in Recipe.load("clover").paper
     assert "LLM.int8" not in Recipe.load("int8").paper
+    assert "EMQ" not in Recipe.load("mixed_precision").paper
     for name, words in (
+        ("awq", "AutoAWQ"),
+        ("contrastive", "first token"),
+        ("free", "0.4 in the paper"),
+        ("h2o", "by their mean attention"),
+        ("kvquant", "float32"),
+        ("olive", "groups of 32 share a scale"),
+        ("snapkv", "rounded to 1/1024"),
+        ("tidaldecode", "rounded to 1/1024"),
+        ("unified_skipping", "tunes one for each speed-up"),
         ("redrafter", "beam"),
         ("gumiho", "full tree attention"),
         ("int8", "group"),
@@ -331,4 +341,6 @@ def test_recipes_cite_what_they_build_and_say_where_they_differ() -> None:
         assert Recipe.load(recipe.as_dict()).differs == recipe.differs
         assert f"differs: {recipe.differs[:30]}" in render(recipe_panel(recipe), 200)
         assert f"; differs: {recipe.differs} |" in recipe_markdown([recipe])
+    for name in ("shadowkv", "tidaldecode", "double_sparsity"):
+        assert "heads that share keys" not in Recipe.load(name).differs
     assert Recipe.load("baseline").differs == ""

@@ -33,6 +33,7 @@ from graftwork.ir.ops.grouped_cache import group_values, join_rows, quantize_gro
 from graftwork.ir.plan import DraftRecord, NoDraft, RecyclingDraft, SuffixDraft
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.caching.quantize_cache import QuantizeCache
 from graftwork.passes.caching.quantize_old_rows import QuantizeOldRows
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.fuse_draft import FuseDraft
@@ -42,6 +43,7 @@ from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.add_top_tokens import AddTopTokens
 from graftwork.passes.stepping.pick_logits import PickLogits
+from graftwork.recipe import Recipe
 from graftwork.runtime import forget, generate
 from graftwork.runtime.speculate.drafters.fused import FusedDrafter
 
@@ -331,6 +333,35 @@ def test_conversations_go_on() -> None:
     assert longer.stats.reused_tokens == again.sequences.shape[1] - 1
     forget(fast)
     assert torch.equal(generate(fast, again.sequences, **more).sequences, longer.sequences)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "width"),
+    [
+        ("kivi", 6, 32),
+        ("kivi", 6, 64),
+        ("rotatekv", 5, 64),
+        ("kvquant", 5, 64),
+        ("kvquant", 5, 128),
+        ("gear", 5, 64),
+        ("kv_int4", 5, 64),
+        ("kv_int8", 9, 64),
+    ],
+)
+def test_the_bits_that_numbers_take_are_told(name: str, bits: int, width: int) -> None:
+    """Steps and all that is kept beside codes are counted, by the report and by the recipe."""
+    recipe = Recipe.load(name)
+    (use,) = [u for u in recipe.passes if u.name in ("quantize_cache", "quantize_old_rows")]
+    made = {"quantize_cache": QuantizeCache, "quantize_old_rows": QuantizeOldRows}[use.name]
+    program = cached_llama(Shape(dim=width, context=256))
+    outcome = made(**use.options).run(program)
+    new = [s for n, s in outcome.program.states.items() if n not in program.states]
+    rows = {"B": 1, "C": 1024, "C.2": 1024 // use.options.get("group", 32)}
+    stored = sum(s.type.bind(rows).nbytes for s in new if s.capacity != "C.1")
+    floats = sum(s.type.bind(rows).nbytes for s in program.states.values())
+    assert 32 * stored / floats == bits
+    assert f"take {bits}.00 bits a number" in outcome.remarks[0]
+    assert f"{bits} bits a number" in recipe.title
 
 
 @pytest.mark.long

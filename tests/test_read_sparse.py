@@ -63,7 +63,7 @@ def picked_by_hand(q: Any, k: Any, mask: Any, rows: int, scale: float) -> list[i
         most = max(products.values())
         total = sum(math.exp(p - most) for p in products.values())
         for r in seen:
-            given_to[r] += math.exp(products[r] - most) / total / len(q)
+            given_to[r] = max(given_to[r], math.exp(products[r] - most) / total)
     best = sorted(seen, key=lambda r: (-rounded(given_to[r]), -r))[:rows]
     return best + [-1] * (rows - len(best))
 
@@ -77,46 +77,50 @@ def test_rows_are_picked_as_by_hand_ties_included(seed, rows):
     mask = torch.rand(2, 1, 3, 9, generator=random) < 0.6
     mask[..., 2] = True
     got = top_rows(q.float(), k.float(), mask, rows=rows, scale=0.5)
-    for b, g, t in ((b, g, t) for b in range(2) for g in range(2) for t in range(3)):
-        queries = q[b, 2 * g : 2 * g + 2, t]
-        want = picked_by_hand(queries, k[b, g], mask[b, 0, t], rows, 0.5)
-        assert got[b, g, t].tolist() == want
+    for b, h, t in ((b, h, t) for b in range(2) for h in range(4) for t in range(3)):
+        want = picked_by_hand(q[b, h : h + 1, t], k[b, h // 2], mask[b, 0, t], rows, 0.5)
+        assert got[b, h, t].tolist() == want
 
 
 @pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}])
-def test_attention_over_picked_rows_hides_all_others(extra):
+@pytest.mark.parametrize("picks", [2, 4], ids=["groups", "heads"])
+def test_attention_over_picked_rows_hides_all_others(picks, extra):
     random = torch.Generator().manual_seed(1)
     q = torch.randn(2, 4, 3, 8, generator=random)
     k, v = (torch.randn(2, 2, 9, wide, generator=random) for wide in (8, 6))
-    rows = torch.stack([torch.randperm(9, generator=random)[:5] for _ in range(12)])
-    rows = rows.reshape(2, 2, 3, 5)
+    rows = torch.stack([torch.randperm(9, generator=random)[:5] for _ in range(6 * picks)])
+    rows = rows.reshape(2, picks, 3, 5)
     rows[..., 4] = -1
     sinks = torch.randn(4, generator=random) if extra else None
     got = attend_rows(q, k, v, rows, sinks, scale=0.3, **extra)
-    for g in range(2):
-        mask = torch.zeros(2, 1, 3, 9, dtype=torch.bool)
-        mask[:, 0] = torch.zeros(2, 3, 9).scatter(2, rows[:, g, :, :4], 1.0).bool()
-        heads = slice(2 * g, 2 * g + 2)
-        own = None if sinks is None else sinks[heads]
-        of = q[:, heads], k[:, g : g + 1], v[:, g : g + 1], mask, None, own
-        want = G.attend(*of, scale=0.3, **extra)
-        torch.testing.assert_close(got[:, heads], want)
+    for h in range(4):
+        mask = torch.zeros(2, 3, 9).scatter(2, rows[:, h * picks // 4, :, :4], 1.0).bool()[:, None]
+        own = None if sinks is None else sinks[h : h + 1]
+        g = slice(h // 2, h // 2 + 1)
+        want = G.attend(q[:, h : h + 1], k[:, g], v[:, g], mask, None, own, scale=0.3, **extra)
+        torch.testing.assert_close(got[:, h : h + 1], want)
 
 
-def picked_step(seed: int, width: int, count: int) -> tuple[torch.Tensor, ...]:
+def picked_step(seed: int, width: int, count: int, picks: int = 4) -> tuple[torch.Tensor, ...]:
     """Queries, keys, values and rows, of which some are none."""
     random = torch.Generator().manual_seed(seed)
     q = torch.randn(2, 4, width, 16, generator=random)
     k, v = (torch.randn(2, 2, 21, wide, generator=random) for wide in (16, 24))
-    rows = torch.rand(2, 2, width, 21, generator=random).topk(count).indices
+    rows = torch.rand(2, picks, width, 21, generator=random).topk(count).indices
     rows[..., 1:] = rows[..., 1:].where(torch.rand(rows.shape, generator=random)[..., 1:] < 0.8, -1)
     return q, k, v, rows
 
 
 @settings(max_examples=15)
-@given(st.integers(0, 99), st.integers(1, 5), st.integers(1, 21), st.sampled_from((None, 2.0)))
-def test_kernels_read_picked_rows_as_the_op_says(seed, width, count, softcap):
-    of = picked_step(seed, width, count)
+@given(
+    st.integers(0, 99),
+    st.integers(1, 5),
+    st.integers(1, 21),
+    st.sampled_from((2, 4)),
+    st.sampled_from((None, 2.0)),
+)
+def test_kernels_read_picked_rows_as_the_op_says(seed, width, count, picks, softcap):
+    of = picked_step(seed, width, count, picks)
     sinks = None if softcap is None else torch.randn(4)
     got = cpu.attend_rows(*of, sinks, scale=0.25, softcap=softcap)
     want = attend_rows(*of, sinks, scale=0.25, softcap=softcap)
@@ -130,11 +134,12 @@ def test_kernels_read_picked_rows_as_the_op_says(seed, width, count, softcap):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"rows": torch.full((2, 2, 3, 4), 21)}, "index 21 lies outside 0..20"),
-        ({"rows": torch.full((2, 2, 3, 4), -2)}, "lies outside 0..20"),
-        ({"rows": torch.zeros(2, 1, 3, 4, dtype=torch.int64)}, "rows must be"),
+        ({"rows": torch.full((2, 4, 3, 4), 21)}, "index 21 lies outside 0..20"),
+        ({"rows": torch.full((2, 4, 3, 4), -2)}, "lies outside 0..20"),
+        ({"rows": torch.zeros(2, 1, 3, 4, dtype=torch.int64)}, "R must be a multiple of G"),
+        ({"rows": torch.zeros(2, 4, 2, 4, dtype=torch.int64)}, "rows must be"),
         ({"k": torch.zeros(2, 2, 20, 16)}, "v must be"),
-        ({"q": torch.zeros(2, 3, 3, 16)}, "multiple of G"),
+        ({"q": torch.zeros(2, 6, 3, 16)}, "multiple of R"),
         ({"sinks": torch.zeros(2)}, "sinks must be"),
     ],
 )
@@ -202,11 +207,11 @@ def test_layers_between_read_what_the_one_before_has_picked():
     assert sorted(rows) == [3, 5]
     causal = torch.ones(20, 20).tril().bool()
     for layer, picker in ((3, 2), (5, 4)):
-        for g in range(2):
+        for h in range(4):
             for t in range(20):
-                q, k = seen[f"q.{picker}"][0, 2 * g : 2 * g + 2, t], seen[f"k.{picker}"][0, g]
+                q, k = seen[f"q.{picker}"][0, h : h + 1, t], seen[f"k.{picker}"][0, h // 2]
                 want = picked_by_hand(q.double(), k.double(), causal[t], 7, 16**-0.5)
-                assert rows[layer][0, g, t].tolist() == want
+                assert rows[layer][0, h, t].tolist() == want
 
 
 def test_each_layer_picks_by_its_labels():
@@ -220,12 +225,11 @@ def test_each_layer_picks_by_its_labels():
         q = take_channels(seen[f"q.{layer}"], channels)
         codes = quantize_rows(take_channels(seen[f"k.{layer}"], channels), bits=4, turned=False)
         k = stored_values(*codes, 4)
-        for g in range(2):
+        for h in range(4):
             for t in range(20):
-                want = picked_by_hand(
-                    q[0, 2 * g : 2 * g + 2, t].double(), k[0, g].double(), causal[t], 7, 16**-0.5
-                )
-                assert rows[layer][0, g, t].tolist() == want
+                asked, keys = q[0, h : h + 1, t].double(), k[0, h // 2].double()
+                want = picked_by_hand(asked, keys, causal[t], 7, 16**-0.5)
+                assert rows[layer][0, h, t].tolist() == want
 
 
 @pytest.mark.parametrize("target", ["eager", "onnxruntime"])

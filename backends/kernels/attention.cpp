@@ -214,16 +214,16 @@ void graftwork::attend(const Masked& of, const Team& team) {
 }
 
 void graftwork::attend(const Picked& of, const Team& team) {
-    const int64_t each = of.H / of.G, bytes = of.K * (of.D + of.E) * int64_t(sizeof(float));
+    const int64_t each = of.H / of.R, bytes = of.K * (of.D + of.E) * int64_t(sizeof(float));
     const Stored floats = {32, false};
-    for (int64_t i = 0; i < of.B * of.G * of.T * of.K; i++)
+    for (int64_t i = 0; i < of.B * of.R * of.T * of.K; i++)
         if (of.rows[i] != -1) check_index(of.rows[i], of.C);
-    team.each(of.B * of.G * of.T, bytes, [&](int64_t place) {
+    team.each(of.B * of.R * of.T, bytes, [&](int64_t place) {
         // The rows of a token side by side, as a cache of its own.
         static thread_local std::vector<float> keys, values;
         keys.resize(of.K * of.D);
         values.resize(of.K * of.E);
-        const int64_t group = place / of.T, t = place % of.T;
+        const int64_t picks = place / of.T, group = picks / (of.R / of.G), t = place % of.T;
         int64_t count = 0;
         for (int64_t i = 0; i < of.K; i++) {
             const int64_t row = of.rows[place * of.K + i];
@@ -238,11 +238,11 @@ void graftwork::attend(const Picked& of, const Team& team) {
                                rows_of(floats, values.data(), nullptr, 0, count, of.E),
                                count, of.scale, of.softcap};
         in_gangs(own, false, 0, each, [&](int64_t head, int64_t) {
-            const int64_t at = (group * each + head) * of.T + t;
+            const int64_t at = (picks * each + head) * of.T + t;
             Query query = {};
             query.values = of.q + at * of.D;
             query.open = query.end = count;
-            query.sink = of.sinks ? of.sinks + group % of.G * each + head : nullptr;
+            query.sink = of.sinks ? of.sinks + picks % of.R * each + head : nullptr;
             query.out = of.out + at * of.E;
             return query;
         });

@@ -33,14 +33,14 @@ struct Masked {
 
 void attend(const Masked& given, const Team& team);
 
-// `graftwork.attend_rows`: q [B,H,T,D], k [B,G,C,D], v [B,G,C,E], rows [B,G,T,K] and, unless it is null,
+// `graftwork.attend_rows`: q [B,H,T,D], k [B,G,C,D], v [B,G,C,E], rows [B,R,T,K] and, unless it is null,
 // sinks [H]; out [B,H,T,E]. A softcap of 0 is none.
 struct Picked {
     const float *q, *k, *v;
     const int64_t* rows;
     const float* sinks;
     float* out;
-    int64_t B, H, G, T, C, D, E, K;
+    int64_t B, H, G, R, T, C, D, E, K;
     float scale, softcap;
 };
 

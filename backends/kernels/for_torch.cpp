@@ -281,6 +281,7 @@ void attend_rows(
     int64_t B,
     int64_t H,
     int64_t G,
+    int64_t R,
     int64_t T,
     int64_t C,
     int64_t D,
@@ -289,7 +290,7 @@ void attend_rows(
     const float* scale,
     const float* softcap,
     int64_t threads) {
-    const Picked given = {q, k, v, rows, sinks, out, B, H, G, T, C, D, E, K, *scale, *softcap};
+    const Picked given = {q, k, v, rows, sinks, out, B, H, G, R, T, C, D, E, K, *scale, *softcap};
     attend(given, Threads(threads));
 }
 

@@ -197,19 +197,20 @@ struct PickedAttention : AttentionNode {
         want(q.sizes.size() == 4, "q must be [B, H, T, D]");
         want(k.sizes.size() == 4, "k must be [B, G, C, D]");
         want(v.sizes.size() == 4, "v must be [B, G, C, E]");
-        want(rows.sizes.size() == 4, "rows must be [B, G, T, K]");
+        want(rows.sizes.size() == 4, "rows must be [B, R, T, K]");
         const int64_t B = q.sizes[0], H = q.sizes[1], T = q.sizes[2], D = q.sizes[3];
-        const int64_t G = k.sizes[1], C = k.sizes[2], E = v.sizes[3], K = rows.sizes[3];
-        want(G >= 1 && H % G == 0, "H must be a multiple of G");
+        const int64_t G = k.sizes[1], C = k.sizes[2], E = v.sizes[3], R = rows.sizes[1], K = rows.sizes[3];
+        want(G >= 1 && R >= 1 && R % G == 0, "R must be a multiple of G");
+        want(H % R == 0, "H must be a multiple of R");
         want(C >= 1 && K >= 1, "there must be a row");
         want(k.is({B, G, C, D}), "k must be [B, G, C, D]");
         want(v.is({B, G, C, E}), "v must be [B, G, C, E]");
-        want(rows.is({B, G, T, K}), "rows must be [B, G, T, K]");
+        want(rows.is({B, R, T, K}), "rows must be [B, R, T, K]");
         want(sinks.is({H}), "sinks must be [H]");
         float* const out = api.data<float>(api.output(context, 0, {B, H, T, E}));
         const Picked given = {
             q.data<float>(api), k.data<float>(api), v.data<float>(api), rows.data<int64_t>(api),
-            sinks.data<float>(api), out, B, H, G, T, C, D, E, K, scale, softcap};
+            sinks.data<float>(api), out, B, H, G, R, T, C, D, E, K, scale, softcap};
         attend(given, Pool(api, context, threads));
     }
 };

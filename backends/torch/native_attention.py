@@ -94,7 +94,7 @@ def attend_rows(
     """`graftwork.attend_rows` in float32; a softcap of 0 is none."""
     batch, heads, width, dim = q.shape
     groups, capacity, wide = v.shape[1:]
-    sizes = batch, heads, groups, width, capacity, dim, wide, rows.shape[3]
+    sizes = batch, heads, groups, rows.shape[1], width, capacity, dim, wide, rows.shape[3]
     tensors = q, k, v, rows, sinks, result
     attend_rows_kernel(*tensors, *sizes, scale, softcap or 0.0, torch.get_num_threads())
 

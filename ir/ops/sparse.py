@@ -56,23 +56,28 @@ def _check_top(given: Operands, rows: int) -> None:
 
 
 @op(
-    "q: BHTD, k: BGCD, mask: bool B1TC, H % G, N = rows -> i64 BGTN",
+    "q: BHTD, k: BGCD, mask: bool B1TC, H % G, N = rows -> i64 BHTN",
     samples=_top_samples,
     also=_check_top,
 )
 def top_rows(
     q: Tensor, k: Tensor, mask: Tensor, *, rows: int, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """The rows that each token of a step looks at most: i64[B,G,T,rows], the first of them first.
+    """The rows that each head of each token of a step looks at most: i64[B,H,T,rows], the first of
+    them first.
 
-    ``%r: i64[B,G,T,256] = graftwork.top_rows(%q, %keys, %m, rows=256, scale=0.125)``
+    ``%r: i64[B,H,T,256] = graftwork.top_rows(%q, %keys, %m, rows=256, scale=0.125)``
 
     q [B,H,T,D] and k [B,G,C,D], or some channels of both; mask, scale, softcap as in `attend`. A
-    row's score is the attention that it gets, the mean over its group's heads, by whole numbers of
-    1/1024 of its logarithm; of one score the later row is first. Where a token sees fewer than
-    `rows` rows, the rest are -1. Errors: `InputError` naming an operand of another rank, size or
-    dtype.
+    row's score is the attention that it gets of the head, by whole numbers of 1/1024 of its
+    logarithm; of one score the later row is first. Where a token sees fewer than `rows` rows, the
+    rest are -1. Errors: `InputError` naming an operand of another rank, size or dtype.
     """
+    return _first(_weights(q, k, mask, scale, softcap), mask, rows)
+
+
+def _weights(q: Tensor, k: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """The attention that each head gives to rows: f32[B,H,T,C]."""
     batch, heads, width, _ = q.shape
     groups, capacity = k.shape[1], k.shape[2]
     grouped = q.float().reshape(batch, groups, heads // groups * width, q.shape[3])
@@ -81,13 +86,17 @@ def top_rows(
     scores = scores.reshape(batch, heads, width, capacity)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    weights = torch.softmax(scores.masked_fill(~mask, -1e30), dim=-1)
-    mean = weights.reshape(batch, groups, heads // groups, width, capacity).mean(2)
-    ranked = torch.round(mean.clamp(min=LEAST).log() * STEPS).to(I64) + 2**24
-    place = torch.arange(capacity, device=k.device)
+    return torch.softmax(scores.masked_fill(~mask, -1e30), dim=-1)
+
+
+def _first(weights: Tensor, mask: Tensor, rows: int) -> Tensor:
+    """The rows with the largest weights f32[B,R,T,C]: i64[B,R,T,rows], see `top_rows`."""
+    capacity = weights.shape[3]
+    ranked = torch.round(weights.clamp(min=LEAST).log() * STEPS).to(I64) + 2**24
+    place = torch.arange(capacity, device=weights.device)
     order = torch.where(mask, ranked * capacity + place, torch.full_like(place, -1))
     # So that there are as many to choose among as are wanted.
-    order = torch.cat([order, order.new_full((batch, groups, width, rows), -1)], dim=-1)
+    order = torch.cat([order, order.new_full((*order.shape[:3], rows), -1)], dim=-1)
     best, index = torch.topk(order, rows, dim=-1)
     return torch.where(best >= 0, index, torch.full_like(index, -1))
 
@@ -96,11 +105,13 @@ def _attend_samples() -> Iterator[Sample]:
     rows = torch.tensor([4, 0, 7, -1]).expand(2, 2, 3, 4)
     q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 6)
     yield (q, k, v, rows), {"scale": 0.3}
+    yield (q, k, v, rows.repeat(1, 2, 1, 1)), {"scale": 0.3}
     yield (q, k, v, rows, torch.randn(4)), {"scale": 0.3, "softcap": 4.0}
 
 
 @op(
-    "q: BHTD, k: BGCD, v: BGCE, rows: i64 BGTK, sinks: H, H % G, T >= 1, C >= 1, K >= 1 -> BHTE",
+    "q: BHTD, k: BGCD, v: BGCE, rows: i64 BRTK, sinks: H, R % G, H % R, T >= 1, C >= 1, K >= 1 "
+    "-> BHTE",
     samples=_attend_samples,
 )
 def attend_rows(
@@ -117,39 +128,37 @@ def attend_rows(
 
     ``%y: f32[B,H,T,E] = graftwork.attend_rows(%q, %keys, %values, %r, scale=0.125)``
 
-    q [B,H,T,D]; k [B,G,C,D] and v [B,G,C,E]; rows i64[B,G,T,K], each below C, different, or -1 for
-    none, at least one for every token; scale, sinks, softcap as in `attend`. Errors: `InputError`
-    naming an operand of another rank, size or dtype.
+    q [B,H,T,D]; k [B,G,C,D] and v [B,G,C,E]; rows i64[B,R,T,K], each below C, different, or -1 for
+    none, at least one for every token. R is H, where each head has rows of its own, or a number
+    between: H/R heads that follow each other, of one group, read the same. scale, sinks, softcap as
+    in `attend`. Errors: `InputError` naming an operand of another rank, size or dtype.
     """
     batch, heads, width, dim = q.shape
-    groups, capacity, wide = v.shape[1:]
-    each, count = heads // groups, rows.shape[3]
-    first = torch.arange(batch * groups, device=k.device).reshape(batch, groups, 1, 1) * capacity
-    flat = (rows.clamp(min=0) + first).reshape(-1)
+    groups, capacity, wide = k.shape[1], k.shape[2], v.shape[3]
+    picks, count = rows.shape[1], rows.shape[3]
+    each = heads // picks
+    first = torch.arange(batch * groups, device=k.device) * capacity
+    first = first.reshape(batch, groups, 1).expand(batch, groups, picks // groups)
+    flat = (rows.clamp(min=0) + first.reshape(batch, picks, 1, 1)).reshape(-1)
     # Each token is a sequence of its own, with the rows that it picked as its cache.
-    shape = batch, groups * width, count
-    keys = (
-        k.reshape(batch * groups * capacity, dim)
+    shape = batch, picks * width, count
+    keys, values = (
+        cache.reshape(batch * groups * capacity, size)
         .index_select(0, flat)
-        .reshape(*shape, dim)
+        .reshape(*shape, size)
         .to(q.dtype)
+        for cache, size in ((k, dim), (v, wide))
     )
-    values = (
-        v.reshape(batch * groups * capacity, wide)
-        .index_select(0, flat)
-        .reshape(*shape, wide)
-        .to(q.dtype)
-    )
-    grouped = q.reshape(batch, groups, each, width, dim).transpose(2, 3)
-    grouped = grouped.reshape(batch, groups * width * each, 1, dim)
+    grouped = q.reshape(batch, picks, each, width, dim).transpose(2, 3)
+    grouped = grouped.reshape(batch, picks * width * each, 1, dim)
     scores = _scores(grouped, keys, scale, softcap)
-    picked = (rows >= 0).reshape(batch, groups * width, 1, count).expand(*shape[:2], each, count)
+    picked = (rows >= 0).reshape(batch, picks * width, 1, count).expand(*shape[:2], each, count)
     own = None
     if sinks is not None:
-        own = sinks.reshape(1, groups, 1, each).expand(1, groups, width, each).reshape(-1)
-    picked = picked.reshape(batch, groups * width * each, 1, count)
+        own = sinks.reshape(1, picks, 1, each).expand(1, picks, width, each).reshape(-1)
+    picked = picked.reshape(batch, picks * width * each, 1, count)
     out = _weighted(scores, values, picked, own, q.dtype)
-    out = out.reshape(batch, groups, width, each, wide).transpose(2, 3)
+    out = out.reshape(batch, picks, width, each, wide).transpose(2, 3)
     return out.reshape(batch, heads, width, wide)
 
 
@@ -225,14 +234,16 @@ def chunk_rows(
 
     q [B,H,T,D]; marks [B,G,S,D], of which those of the past's whole blocks are valid; mask, scale,
     softcap as in `attend`, a token sees all rows of whole blocks; past i64[B]. Chunks are ranked as
-    rows are in `top_rows`. Where there are fewer, and rows that a token does not see, are -1.
+    rows are in `top_rows`, by the most that a head of their group gives them. Where there are
+    fewer, and rows that a token does not see, are -1.
     """
     batch, groups, count, _ = marks.shape
     begin = past - torch.remainder(past, block)
     whole = torch.div(begin, chunk, rounding_mode="floor")
     known = torch.arange(count, device=past.device)[None] < whole[:, None]
     seen = known[:, None, None].expand(batch, 1, q.shape[2], count)
-    best = top_rows(q, marks, seen, rows=chunks, scale=scale, softcap=softcap)
+    weights = _weights(q, marks, seen, scale, softcap).unflatten(1, (groups, -1)).amax(2)
+    best = _first(weights, seen, chunks)
     inside = torch.arange(chunk, device=past.device)
     rows = best[..., None] * chunk + inside
     rows = torch.where(best[..., None] >= 0, rows, torch.full_like(rows, -1)).flatten(3)

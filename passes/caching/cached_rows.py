@@ -12,7 +12,7 @@ import torch.fx
 from ...ir import Function, Program, arguments
 from ...ir.ops.attention import SPANS
 
-G = torch.ops.graftwork
+A, G = torch.ops.aten, torch.ops.graftwork
 ATTENDS = (G.attend.default, G.attend_quantized.default)
 """Attention over caches."""
 
@@ -42,8 +42,10 @@ class CachedRows:
 
     @property
     def new(self) -> Any:
-        """What is written of a step, before it is stored in few bits."""
+        """What is written of a step, before it is stored in few bits, or for every head."""
         made: Any = self.writes[0].args[1]
+        if made.target is A.reshape.default and made.args[0].target is A.expand.default:
+            made = made.args[0].args[0].args[0]  # see `by_query_head`
         stored = made.args[0] if len(self.writes) > 1 else None
         return made if stored is None else stored.args[0]
 

@@ -18,9 +18,9 @@ After (method "window", budget 1024, block 64, positions "cache")::
       cache = evict(function="evict", budget=1024, block=64, turned=true)
 
 A cache of `budget` + `block` rows is full. Each head of a layer's keys chooses for itself (methods
-that look at all heads say so). Methods that weigh attention keep the queries of the last `block`
-rows, which the step writes, and h2o a sum a row. A draft's own cache, where the step makes the
-draft, keeps its first rows and its latest.
+that look at all heads say so), or each head of its queries (`heads`). Methods that weigh attention
+keep the queries of the last `block` rows, which the step writes, and h2o a sum a row. A draft's own
+cache, where the step makes the draft, keeps its first rows and its latest.
 
 positions: "absolute", rows keep the positions of the text, which ends at the model's context; or
 "cache", a row's position is its place, so that texts may be endless: the kept keys are turned to
@@ -52,6 +52,7 @@ from .cached_rows import ATTENDS, CachedRows, Written, reach_of, written
 from .contents import CacheContents
 from .evict_settings import FOUND, Settings, refuse
 from .layer_budgets import narrow, narrowed
+from .query_heads import by_query_head
 from .rotation import table_of
 from .row_scores import SCORES, Layer, RowScores, sum_type
 
@@ -68,6 +69,9 @@ class EvictCache(CacheContents):
     start and at the end; -1: as the method has it. positions: "absolute" or "cache", see above.
     ahead: positions beyond the text's end that methods look at which judge by what is to come.
     opening: first tokens of a text that methods ask which judge by its instruction.
+    heads: "shared", heads of queries that share keys keep the same rows, by what they give them on
+    average; or "own", each head keeps rows of its own, of which caches then hold as many times more
+    (see `query_heads`).
     layers: "alike"; "pyramid": the budget is what a layer keeps on average, the first ones more
     and the last ones less (see `layer_budgets`); "adaptive": it is what a layer's caches keep on
     average, each of them as many as its heads look at on text (see `head_budgets`), of which
@@ -84,6 +88,7 @@ class EvictCache(CacheContents):
     positions: Literal["absolute", "cache"] = "absolute"
     ahead: Rows = 512
     opening: Rows = 32
+    heads: Literal["shared", "own"] = "shared"
     layers: Literal["alike", "pyramid", "adaptive", "spans"] = "alike"
     windows: Annotated[int, Field(ge=1, le=4096)] = 8
     length: Rows = 2048
@@ -119,6 +124,8 @@ class EvictCache(CacheContents):
         own = [write for write in writes if program.step.has_input(write.names[0])]
         settings = Settings.of(self, scores, program, own, windows)
         states = dict(program.states)
+        if self.heads == "own":
+            by_query_head(own, functions.values(), states)
         classes = _classes(settings, writes, program, functions, states)
         builder = _Builder(settings, scores, program, functions, states, classes)
         for write in writes:

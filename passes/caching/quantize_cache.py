@@ -38,6 +38,7 @@ import torch.fx
 from ...ir import Function, PassError, Program, Role, State, TensorType, arguments, site_of, type_of
 from ..engine.base import Outcome, register
 from .contents import MOVED, CacheContents
+from .stored_form import bits_remark
 
 G = torch.ops.graftwork
 
@@ -66,7 +67,12 @@ class QuantizeCache(CacheContents):
             name: self._stored(fn, wanted, program, states)
             for name, fn in program.functions.items()
         }
-        return Outcome(program.replace(functions=functions, states=states), len(wanted))
+        caches = [program.states[name] for name in wanted]
+        parts = [state for name, state in states.items() if name not in program.states]
+        remark = bits_remark(self.bits, caches, parts)
+        return Outcome(
+            program.replace(functions=functions, states=states), len(wanted), remarks=(remark,)
+        )
 
     def _states(self, state: State) -> list[State]:
         width = state.type.dims[3]

@@ -53,7 +53,7 @@ from .contents import CacheContents
 from .layer_budgets import rows_before
 from .quantize_cache import cached_states, erase
 from .rotation import Rotation
-from .stored_form import StoredForm
+from .stored_form import StoredForm, bits_remark
 
 A, G = torch.ops.aten, torch.ops.graftwork
 RECENT = "recent"
@@ -110,7 +110,14 @@ class QuantizeOldRows(CacheContents):
         record = StoreOld(store.name, self.residual, self.block, LATEST, groups, self.group)
         plan = replace(program.plan, cache=record)
         changed = program.replace(functions=functions, states=states, plan=plan)
-        return Outcome(changed, len(wanted))
+        caches = [program.states[name] for name in forms]
+        new = [state for name, state in states.items() if name not in program.states]
+        coded = [state for state in new if state.capacity != LATEST]
+        remark = (
+            f"{bits_remark(self.bits, caches, coded, self.group)}; the latest {self.residual} rows "
+            f"and up to {self.block - 1} more are floats"
+        )
+        return Outcome(changed, len(wanted), remarks=(remark,))
 
     def _check(self, program: Program) -> None:
         self.refuse_other(program)

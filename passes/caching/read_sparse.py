@@ -10,7 +10,7 @@ Before, of each layer::
 After (pick "attention", full 2, picks 2): layer 2 reads everything and picks, layer 3 and those
 behind it read what was picked, until another layer picks::
 
-      %r: i64[B,G,T,256] = graftwork.top_rows(%q2, %kw2, %m, rows=256, scale=0.125)
+      %r: i64[B,H,T,256] = graftwork.top_rows(%q2, %kw2, %m, rows=256, scale=0.125)
       %y: f32[B,H,T,64] = graftwork.attend_rows(%q, %kw, %vw, %r, scale=0.125)
 
 After (pick "labels"): every layer picks for itself, by a few channels of its keys in 4 bits::
@@ -21,10 +21,11 @@ After (pick "labels"): every layer picks for itself, by a few channels of its ke
       ...
       %a: f32[B,H,T,8] = graftwork.take_channels(%q, @kv.3.channels)
       %b: f32[B,G,C,8] = graftwork.stored_rows(%codes, %steps, bits=4, turned=False)
-      %r: i64[B,G,T,256] = graftwork.top_rows(%a, %b, %m, rows=256, scale=0.125)
+      %r: i64[B,H,T,256] = graftwork.top_rows(%a, %b, %m, rows=256, scale=0.125)
       %y: f32[B,H,T,64] = graftwork.attend_rows(%q, %kw, %vw, %r, scale=0.125)
 
-No row is lost: one that nobody looks at now may be read again later. Every token picks for itself,
+No row is lost: one that nobody looks at now may be read again later. Every head picks for itself,
+also of those that share keys. So does every token,
 those of a prompt, too, so that what it reads does not depend on what shares its step. All functions
 that write a cache of the step's read it so; one that lacks the layer that picks, picks where it
 first would read what was picked. A draft's own cache is read as before.

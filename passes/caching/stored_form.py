@@ -14,20 +14,48 @@ and what reads them the same the other way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx
 
-from ...ir import Function, Program, Sym, TensorType
+from ...ir import Function, Program, State, Sym, TensorType
 from .rotation import Rotation
 
 A, G = torch.ops.aten, torch.ops.graftwork
 CODES, STEPS, LEFT, RIGHT = "codes", "steps", "left", "right"
 
 Node = torch.fx.Node
+
+
+def bits_remark(bits: int, caches: Sequence[State], parts: Iterable[State], group: int = 1) -> str:
+    """What numbers of caches [B,G,C,D] take that have codes, with all that is kept beside those.
+
+    parts: the states that hold the codes and the rest; those with another capacity than the caches
+    have a row for `group` rows of a text.
+
+    >>> made = {"key": "f32[B,2,C,64]", "codes": "u8[B,2,C,16]", "steps": "f32[B,2,C.2,128]"}
+    >>> key, *parts = [State(n, TensorType.parse(text), 0, n) for n, text in made.items()]
+    >>> bits_remark(2, [key], parts, 32)
+    'codes of 2 bits take 4.00 bits a number with the steps and all else that is kept beside them'
+    """
+
+    def numbers(state: State) -> int:
+        return math.prod(dim for dim in state.type.dims if isinstance(dim, int))
+
+    own = {cache.capacity for cache in caches}
+    stored = sum(
+        8 * part.type.dtype.itemsize * numbers(part) / (1 if part.capacity in own else group)
+        for part in parts
+    )
+    mean = stored / sum(map(numbers, caches))
+    return (
+        f"codes of {bits} bits take {mean:.2f} bits a number with the steps and all else that is "
+        f"kept beside them"
+    )
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ Experts of mixtures stay as they are, and a remark says so. Measuring costs 1 + 
 passes of the model over each of `windows` windows.
 
 Refuses a mean outside the choices, and whatever `quantize_weights` refuses of a weight.
-Source: Dong et al., "EMQ: Evolving Training-free Proxies for Automated Mixed Precision
-Quantization" (2023) for bits by a proxy of the harm; Yao et al., "HAWQ-V3" (2021) for the exact
-choice.
+Sources: Cai et al., "ZeroQ: A Novel Zero Shot Quantization Framework" (2020) for the divergence
+that each layer causes alone; Yao et al., "HAWQ-V3" (2021) for the exact choice.
 """
 
 from __future__ import annotations

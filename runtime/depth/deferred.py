@@ -43,6 +43,9 @@ class Learnt:
             for (sure, best), token in zip(said, tokens, strict=False):
                 self.sure.append(sure)
                 self.shared.append(best == token)
+
+    def fit(self) -> None:
+        """Let the threshold be what the predictions so far ask for."""
         found = threshold(self.sure, self.shared, self.record.posterior, self.start)
         self.record = replace(self.record, threshold=found)
 
@@ -60,6 +63,8 @@ class DeferredPolicy(DepthPolicy):
         self.asked: list[list[Said]] = [[] for _ in texts]
         kept = learnt(self.executable, DeferredPolicy)
         self.learnt: Learnt = kept.setdefault(self.record, Learnt(self.record))
+        # As published: a text is decoded with one threshold, which the next one's may differ from.
+        self.learnt.fit()
         count = self.executable.program.plan.step.cuts.index(self.record.exit) + 1
         self.shallow, self.deep = tuple(self.parts[:count]), tuple(self.parts[count:])
         self.before = sum(self.sizes[:count])

@@ -39,7 +39,8 @@ class GeneralRound(Round):
     def propose(self) -> Sequence[Draft]:
         """A draft for each sequence, as far as the length policy and its room allow."""
         decoding, limit = self.decoding, self.decoding.room()
-        rooms = [text.room for text in decoding.texts]
+        beyond = decoding.verifier.beyond
+        rooms = [0 if text.done else text.room + beyond for text in decoding.texts]
         if limit is not None:
             rooms = [min(room, limit - 1) for room in rooms]
         counts = decoding.length.limits(rooms)

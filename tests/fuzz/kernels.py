@@ -181,7 +181,9 @@ def native_attend_rows(make: Maker) -> Case:
     (batch, groups, capacity), width = given["k"].shape[:3], given["q"].shape[2]
     count = make.random.choice((0, 1, 3, 3, 20)) if capacity else 1
     last = capacity + (make.random.random() < 0.1)
-    shape = batch, groups, width, count
+    heads = given["q"].shape[1]
+    picks = make.random.choice((groups, heads, heads, 1))
+    shape = batch, picks, width, count
     rows = torch.randint(0, max(last, 1), shape, generator=make.generator)
     absent = torch.rand(shape, generator=make.generator) < 0.2
     absent[..., :1] = False  # every token reads one row at least

@@ -7,7 +7,7 @@ are x^r / w^(1-r), r from a grid, where the products' squared error on the text 
 groups are then shrunk where that makes it less.
 
 Source: Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration"
-(2023).
+(2023), whose factors are x^r; those with w are AutoAWQ's.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ outlier; it is stored as a float of four bits (sign, two bits of exponent, one o
 neighbour in the pair, the victim, becomes a mark that says so. A float abc stands for
 (2 + c) * 2^(ab + 2), beyond the 7 of whole numbers: 12, 16, 24, 32, 48, 64, 96 (abc = 0 is none).
 Of two outliers in a pair the larger stays. Scales are searched for, each group's by its own squared
-error: what the smallest outlier is follows from the scale.
+error: what the smallest outlier is follows from the scale. A group of 0, a row, is the paper's.
 
 Source: Guo et al., "OliVe: Accelerating Large Language Models via Hardware-friendly Outlier-Victim
 Pair Quantization" (2023).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -35,12 +35,14 @@ class Verifier(ABC):
 
     fetch: outputs of the step function that `verify` needs during decoding; the prefill always
     brings ``logits``. takes_argmax: whether a sequence that nothing was drafted for gains the
-    step's ``argmax``. Register a subclass with ``@VERIFIERS.register(ItsRecord, GREEDY or
+    step's ``argmax``. beyond: how many levels of a draft it asks for beyond those that it may
+    accept. Register a subclass with ``@VERIFIERS.register(ItsRecord, GREEDY or
     SAMPLING)`` in its own file of this folder.
     """
 
     fetch: tuple[str, ...] = ("logits",)
     takes_argmax: bool = False
+    beyond: ClassVar[int] = 0
 
     def __init__(
         self, record: Any, program: Program, options: GenerationOptions, batch: int

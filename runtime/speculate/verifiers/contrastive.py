@@ -5,9 +5,11 @@ Source: Yuan et al., "Speculative Contrastive Decoding" (2024); the plausibility
 
 What a weak model finds likely, too, is often what both get wrong: generic or repeated text. So the
 target's distribution p is sharpened against the drafter's q: p^(1 + beta) / q^beta, among tokens
-that the target holds for plausible. Drafts are verified against that as against p. After the last
-node of a draft nothing is known of q, and p itself is decoded there, so the text depends on the
-draft's shape.
+that the target holds for plausible. Drafts are verified against that as against p. What q is after
+a node the draft says where the node has children. So a step ends with the token behind the last
+such node, as in the paper, where the drafter runs once more for it: the deepest tokens of a draft
+are there for q. p itself is decoded where nothing was drafted: a text's first token is the
+target's own.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from ....ir.plan import Contrastive
 from ...asking.text import Text
 from ..draft import Draft
 from ..sampling import Array, Chances, bad_logits, best
-from .base import GREEDY, SAMPLING, VERIFIERS
+from .base import GREEDY, SAMPLING, VERIFIERS, Verdict
 from .greedy import GreedyVerifier
 from .rejection import RejectionVerifier
 
@@ -66,11 +68,32 @@ def weak_rows(first: int, draft: Draft) -> list[tuple[int, Array]]:
     return [(first + parent + 1, draft.probs[nodes[0]].numpy()) for parent, nodes in families]
 
 
+def known(verdict: Verdict, draft: Draft) -> Verdict:
+    """A verdict without the token that follows a node which has no children: q is not known there.
+
+    >>> chain = Draft([7, 8])
+    >>> known(Verdict([0, 1], [7, 8, 9]), chain), known(Verdict([0], [7, 9]), chain)
+    (Verdict(path=[0], tokens=[7, 8]), Verdict(path=[0], tokens=[7, 9]))
+    """
+    path, tokens = verdict
+    if not path or path[-1] in draft.children():
+        return verdict
+    return Verdict(path[:-1], tokens[:-1])
+
+
 @VERIFIERS.register(Contrastive, SAMPLING)
 class ContrastiveSampling(RejectionVerifier):
     """Speculative rejection that keeps the contrasted distribution instead of the target's."""
 
     record: Contrastive
+    beyond: ClassVar[int] = 1
+
+    def verify(
+        self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
+    ) -> list[Verdict]:
+        """See `Verifier.verify`."""
+        verdicts = super().verify(outputs, texts, drafts)
+        return list(map(known, verdicts, drafts))
 
     def _weigh(self, chances: Chances, first: Mapping[int, int], drafts: Sequence[Draft]) -> None:
         for index, root in first.items():
@@ -85,6 +108,14 @@ class ContrastiveGreedy(GreedyVerifier):
 
     record: Contrastive
     argmax_suffices: ClassVar[bool] = False
+    beyond: ClassVar[int] = 1
+
+    def verify(
+        self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
+    ) -> list[Verdict]:
+        """See `Verifier.verify`."""
+        verdicts = super().verify(outputs, texts, drafts)
+        return list(map(known, verdicts, drafts))
 
     def _from_logits(
         self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
