@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,11 @@ import torch
 import torch.fx
 from torch.fx.node import map_aggregate
 
-from ..ir import Function, GraftworkError, Weight, WeightStore, type_of
+from ..ir import Function, GraftworkError, InputError, Weight, WeightStore, type_of
 from ..ir.kept import kept_folder
 from ..ir.parser import parse_function
 from ..ir.printer import function_text
+from ..ir.scratch import replacing_file
 from ..ir.weights import Call, Operand, computed, open_safetensors
 from .importer import Imported
 
@@ -52,7 +52,7 @@ def kept_trace(
         if found is not None:
             return found
         made = make()
-        with contextlib.suppress(OSError):  # a full disk costs time, not the model
+        with contextlib.suppress(OSError, InputError):  # a full disk costs time, not the model
             _write(path, made)
         # What is read has other names for values: a program is to be the same the first time.
         return _read(path, weight_of) or made
@@ -175,13 +175,8 @@ def _save(path: Path, tensors: Mapping[str, torch.Tensor], said: Mapping[str, st
     from safetensors.torch import save_file
 
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-    os.close(handle)
-    try:
-        save_file({n: t.contiguous().clone() for n, t in tensors.items()}, name, dict(said))
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)
+    with replacing_file(path) as part:
+        save_file({n: t.contiguous().clone() for n, t in tensors.items()}, part, dict(said))
     _make_room(path.parent)
 
 

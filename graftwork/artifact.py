@@ -145,14 +145,10 @@ def save(
     """
     destination = Path(os.path.abspath(plain_path("save", folder)))
     _check_destination(destination)
-    try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(destination) as partial:
-            files = _write_files(partial, program, shard_bytes, progress)
-            manifest = _manifest(program, target, recipe, report, files)
-            _write(partial / MANIFEST, manifest.model_dump_json(indent=1).encode())
-    except OSError as error:
-        raise InputError(f"cannot write the artifact {destination}: {error}") from error
+    with replacing(destination) as partial:
+        files = _write_files(partial, program, shard_bytes, progress)
+        manifest = _manifest(program, target, recipe, report, files)
+        _write(partial / MANIFEST, manifest.model_dump_json(indent=1).encode())
     return destination
 
 

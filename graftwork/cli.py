@@ -26,6 +26,7 @@ from . import __version__
 from .cli_exits import calibrate
 from .cli_export import export
 from .cli_options import (
+    TO_WRITE,
     AnyModel,
     MaybeRecipe,
     ModelArg,
@@ -114,7 +115,9 @@ def optimize(
         Path | None,
         typer.Option(help="Keep what calibration works out here, so that a killed run goes on."),
     ] = None,
-    folder: Annotated[Path | None, typer.Option("--out", help="Where to save the result.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--out", **TO_WRITE, help="Where to save the result.")
+    ] = None,
     validate: Annotated[bool, typer.Option(help="Check every pass's contract.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Report only; save nothing.")] = False,
     seed: Annotated[int, typer.Option(help="Of the prompts that validate without --data.")] = 0,
@@ -216,7 +219,9 @@ def generate(
 @app.command()
 def train(
     model: ModelArg,
-    folder: Annotated[Path, typer.Option("--out", help="For checkpoints and the trained heads.")],
+    folder: Annotated[
+        Path, typer.Option("--out", **TO_WRITE, help="For checkpoints and the trained heads.")
+    ],
     recipe: RecipeOption = "medusa",
     set_: SetOption = [],  # noqa: B006  (typer copies it)
     target: TargetOption = None,
@@ -298,7 +303,9 @@ def bench(
     prompts: Annotated[int, typer.Option(min=1, help="Use so many of them.")] = 8,
     tokens: Annotated[int, typer.Option(min=2, help="New tokens a prompt.")] = 128,
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 3,
-    json_: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    json_: Annotated[
+        Path | None, typer.Option("--json", **TO_WRITE, help="Write the figures here.")
+    ] = None,
 ) -> None:
     """Measure recipes against each other and against other systems, in one run."""
     from .compare import compare
@@ -319,7 +326,9 @@ def bench(
         )
     out.print(table)
     if json_ is not None:
-        json_.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+        from .ir.files import write_text
+
+        write_text(json_, json.dumps(figures, indent=1))
 
 
 @app.command()
@@ -334,7 +343,7 @@ def tune(
     tokens: Annotated[int, typer.Option(min=2, help="New tokens a prompt.")] = 64,
     nodes: Annotated[int | None, typer.Option(help="The tree is to have so many.")] = None,
     file: Annotated[
-        Path | None, typer.Option("--out", help="Write the tuned recipe here (.yaml).")
+        Path | None, typer.Option("--out", **TO_WRITE, help="Write the tuned recipe here (.yaml).")
     ] = None,
 ) -> None:
     """Measure a drafter and the target's steps, and choose the fastest draft tree."""
@@ -413,7 +422,9 @@ def recipes(
 
 @app.command()
 def demo(
-    json_: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    json_: Annotated[
+        Path | None, typer.Option("--json", **TO_WRITE, help="Write the figures here.")
+    ] = None,
     quick: Annotated[bool, typer.Option(help="Fewer prompts and one round.")] = False,
 ) -> None:
     """Run the bundled model with a few recipes on both backends, next to transformers."""
@@ -423,7 +434,9 @@ def demo(
         table, figures = run_demo(progress=show, quick=quick)
     out.print(table)
     if json_ is not None:
-        json_.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+        from .ir.files import write_text
+
+        write_text(json_, json.dumps(figures, indent=1))
 
 
 # -- helpers

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .cli_options import ModelArg, RecipeOption, SetOption, TargetOption
+from .cli_options import TO_WRITE, ModelArg, RecipeOption, SetOption, TargetOption
 
 
 def calibrate(
@@ -24,7 +24,8 @@ def calibrate(
         int, typer.Option(min=2, help="New tokens a prompt: those behind them run all layers.")
     ] = 64,
     file: Annotated[
-        Path | None, typer.Option("--out", help="Write the recipe with the threshold here (.yaml).")
+        Path | None,
+        typer.Option("--out", **TO_WRITE, help="Write the recipe with the threshold here (.yaml)."),
     ] = None,
 ) -> None:
     """Find the threshold at which tokens may leave early for a promise about the text to hold."""

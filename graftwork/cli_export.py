@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from .cli_options import AnyModel, MaybeRecipe, SetOption, TargetOption
+from .cli_options import TO_WRITE, AnyModel, MaybeRecipe, SetOption, TargetOption
 
 Format = Literal[
     "onnx", "onnx-loop", "onnx-plan", "genai", "compressed-tensors", "vllm-medusa", "speculators"
@@ -27,7 +27,7 @@ TAKES: dict[str, tuple[str, ...]] = {
 def export(
     model: AnyModel,
     format_: Annotated[Format, typer.Option("--format", help="For whom.")],
-    folder: Annotated[Path, typer.Option("--out", help="Where to write.")],
+    folder: Annotated[Path, typer.Option("--out", **TO_WRITE, help="Where to write.")],
     recipe: MaybeRecipe = None,
     set_: SetOption = [],  # noqa: B006  (typer copies it)
     target: TargetOption = None,

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 ModelArg = Annotated[
     str, typer.Argument(metavar="MODEL", help="A checkpoint folder, .gguf or .onnx file.")
 ]
+
+
+def written(text: str) -> Path:
+    """A path to write to, as the command line has it. Errors: `InputError` for an empty one."""
+    from .ir.files import plain_path
+
+    return plain_path("where to write", text)
+
+
+TO_WRITE: dict[str, Any] = {"parser": written, "metavar": "PATH"}
+"""What all options have that say where to write."""
+
 AnyModel = Annotated[
     str,
     typer.Argument(

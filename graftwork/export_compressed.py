@@ -81,7 +81,6 @@ def export_compressed_tensors(program: Program, folder: Path) -> Path:
     writer = _Checkpoint(program, twin, CheckpointNames(twin))
     weights = writer.weights()
     config = {**read_json(program.assets[CONFIG]), **writer.config(hidden)}
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with replacing(folder) as new:
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         _write(new, weights)

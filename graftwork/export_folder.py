@@ -53,10 +53,6 @@ def write_folder(
         raise InputError(f"{folder} is a file; give a folder")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / ours).exists():
         raise InputError(f"{folder} holds something else than an export; give an empty folder")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot write to {folder}: {error}") from error
     with replacing(folder) as new:
         fill(new)
         for name, source in program.assets.items():

@@ -74,7 +74,6 @@ def write_folder(
     """Everything or nothing: written beside the folder, then renamed."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists and is not an empty folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with replacing(folder) as part:
         (part / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         save_file(dict(tensors), part / "model.safetensors", metadata={"format": "pt"})

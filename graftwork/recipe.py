@@ -41,7 +41,7 @@ from pydantic import ValidationError
 
 from .ir import InputError
 from .ir.discovery import brought
-from .ir.files import plain_path, read_text
+from .ir.files import plain_path, read_text, write_text
 from .passes import Contract, Pass, all_passes
 from .passes.engine.manager import Step, weakest
 from .yamlfile import Document, parse, parse_value
@@ -202,7 +202,7 @@ class Recipe:
         data = {key: value for key, value in self.as_dict().items() if key != "name"}
         text = yaml.safe_dump(json.loads(json.dumps(data)), sort_keys=False, width=100)
         where = plain_path("recipe", path)
-        where.write_text(text, encoding="utf-8")
+        write_text(where, text)
         return where
 
 

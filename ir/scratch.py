@@ -64,19 +64,22 @@ def replacing(folder: Path) -> Iterator[Path]:
     """A new folder to write into, which takes `folder`'s place when the block ends well.
 
     Whoever looks sees the old folder, the new one, or none if there was none. What the block wrote
-    is gone if it fails. Errors: `OSError` if the system refuses; `folder` is then as it was.
+    is gone if it fails. Errors: `InputError` naming `folder` if the system or safetensors refuses;
+    it is then as it was.
     """
     parent = folder.parent
-    sweep(parent)
-    new, lock = _held(parent, f".{folder.name}.{{}}.partial", mode=0o777)
-    try:
-        yield new
-        _sync(new)
-        _take_place(new, folder)
-        _sync(parent)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-        os.close(lock)
+    with writing(folder):
+        parent.mkdir(parents=True, exist_ok=True)
+        sweep(parent)
+        new, lock = _held(parent, f".{folder.name}.{{}}.partial", mode=0o777)
+        try:
+            yield new
+            _sync(new)
+            _take_place(new, folder)
+            _sync(parent)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+            os.close(lock)
 
 
 @contextlib.contextmanager
@@ -88,6 +91,8 @@ def replacing_file(path: Path) -> Iterator[Path]:
     a device or a folder, whose place no file takes.
     """
     check_replaceable(path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     with writing(path):
         try:

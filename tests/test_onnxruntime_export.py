@@ -452,7 +452,7 @@ def test_a_failed_export_keeps_the_older_one(
         raise OSError("no space left on device")
 
     monkeypatch.setattr("graftwork.export.store", full)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(InputError, match=f"cannot write {folder}: no space"):
         export_onnx(cached_llama(Shape(layers=1)), folder)
     assert (folder / "model.onnx").read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["out"]

@@ -252,9 +252,9 @@ def argmax(c: Context, x: Value) -> Value:
 @op("TopK")
 def topk(c: Context, x: Value, count: Value) -> Any:
     axis, largest = c.attribute("axis", -1), bool(c.attribute("largest", 1))
-    if isinstance(x, (AllTokens, AsTheyStand)) and numbers(count)[0] == x.tokens:
-        if axis % 2 == 1 and largest == isinstance(x, AllTokens):
-            return x, AsTheyStand(x.batch, x.tokens)
+    in_order = AllTokens if largest else AsTheyStand
+    if isinstance(x, in_order) and axis % 2 == 1 and numbers(count)[0] == x.tokens:
+        return x, AsTheyStand(x.batch, x.tokens)
     return tensor(x).topk(numbers(count)[0], axis, largest)
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import ConfigDict, Field, TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ..ir import InputError
-from ..ir.files import read_json
+from ..ir.files import read_json, writing
+from ..ir.scratch import replacing_file
 
 HEADS = "heads.safetensors"
 STATE = "state.json"
@@ -23,15 +24,25 @@ STATE = "state.json"
 
 @dataclass
 class Progress:
-    """Where training stands. seconds: spent in steps. losses: by step. files: sha256 by name."""
+    """Where training stands. seconds: spent in steps. losses: by step. files: sha256 by name.
+    sha256: of all the rest, as it is written."""
 
-    step: int = 0
-    seconds: float = 0.0
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+    step: Annotated[int, Field(ge=0)] = 0
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     losses: list[float] = field(default_factory=list)
     hits: list[float] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
     target: str = ""
     files: dict[str, str] = field(default_factory=dict)
+    sha256: str = ""
+
+    def sealed(self) -> str:
+        """It as JSON, with the hash that belongs to it."""
+        rest = {name: value for name, value in vars(self).items() if name != "sha256"}
+        digest = hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+        return json.dumps({**rest, "sha256": digest}, indent=1)
 
 
 def write(
@@ -42,32 +53,36 @@ def write(
 ) -> None:
     """Save a checkpoint. Files get new names and state.json, written last, says which count, so an
     interrupted save leaves the one before."""
-    folder.mkdir(parents=True, exist_ok=True)
     mark = f"{progress.step:07d}"
     names = {HEADS: f"heads.{mark}.safetensors", "optimizer": f"optimizer.{mark}.safetensors"}
     _save(folder / names[HEADS], heads, progress.target)
     _save(folder / names["optimizer"], optimizer, progress.target)
     progress.files = {name: _digest(folder / name) for name in names.values()}
-    _replace(folder / STATE, json.dumps(vars(progress), indent=1).encode())
+    _replace(folder / STATE, progress.sealed().encode())
     # The last thing: a copy under the name that recipes read, and the old files go.
     _link(folder / names[HEADS], folder / HEADS)
     for old in [*folder.glob("heads.*.safetensors"), *folder.glob("optimizer.*.safetensors")]:
         if old.name not in progress.files:
-            old.unlink()
+            with writing(old):
+                old.unlink()
 
 
 def read(folder: Path) -> tuple[Progress, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """A checkpoint. Errors: `InputError` naming what is missing or damaged, and what to do."""
     remedy = "train again without resume, or restore the folder"
     try:
-        progress = Progress(**read_json(folder / STATE))
+        said = read_json(folder / STATE)
+        progress = TypeAdapter(Progress).validate_json(json.dumps(said))
+        if json.loads(progress.sealed()) != said:
+            raise ValueError("its sha256 is another")
     except FileNotFoundError as error:
         raise InputError(f"nothing to resume: {folder} has no {STATE}") from error
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"{folder / STATE} is damaged ({error}); {remedy}") from error
+    except (OSError, ValueError) as error:
+        what = " ".join(str(error).split())[:300]
+        raise InputError(f"{folder / STATE} is damaged ({what}); {remedy}") from error
     tensors: list[dict[str, torch.Tensor]] = []
     for name, digest in sorted(progress.files.items()):
-        if Path(name).name != name:
+        if Path(name).name != name or not name.endswith(".safetensors"):
             raise InputError(f"{folder / STATE} names {name!r}, outside the folder; {remedy}")
         path = folder / name
         if not path.is_file() or _digest(path) != digest:
@@ -109,16 +124,14 @@ def restore_moments(
 
 
 def _save(path: Path, tensors: Mapping[str, torch.Tensor], target: str) -> None:
-    part = path.with_suffix(".part")
     copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(copies, part, metadata={"format": "graftwork-heads-1", "target": target})
-    os.replace(part, path)
+    with replacing_file(path) as part:
+        save_file(copies, part, metadata={"format": "graftwork-heads-1", "target": target})
 
 
 def _replace(path: Path, data: bytes) -> None:
-    part = path.with_suffix(".part")
-    part.write_bytes(data)
-    os.replace(part, path)
+    with replacing_file(path) as part:
+        part.write_bytes(data)
 
 
 def _link(source: Path, path: Path) -> None:

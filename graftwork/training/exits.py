@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..ir import InputError, Program
-from ..ir.files import plain_path
+from ..ir.files import plain_path, writing
 from ..prompts import Prompts
 from . import checkpoint
 from .corpus import Windows, read_corpus, split
@@ -211,13 +211,14 @@ class _Training:
     def _save(self, optimizer: torch.optim.Optimizer, state: checkpoint.Progress) -> None:
         """Write the checkpoint folder and the state, each file as a whole."""
         self._put_back()
-        self.out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=self.out, prefix=".part") as part:
-            self.model.save_pretrained(part)
-            for path in sorted(Path(part).iterdir()):
-                os.replace(path, self.out / path.name)
-        for path in sorted(self.source.glob("tokenizer*")) if self.source else ():
-            shutil.copyfile(path, self.out / path.name)
+        with writing(self.out):
+            self.out.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.out, prefix=".part") as part:
+                self.model.save_pretrained(part)
+                for path in sorted(self.source.glob("tokenizer*")) if self.source else ():
+                    shutil.copyfile(path, Path(part) / path.name)
+                for path in sorted(Path(part).iterdir()):
+                    os.replace(path, self.out / path.name)
         net = self.trainer.net
         moments = checkpoint.moments(optimizer, net.trained, net.parameters)
         checkpoint.write(self.out / STATE, state, self.trainer.weights(), moments)

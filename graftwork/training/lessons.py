@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from bisect import bisect_right
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from safetensors.torch import save_file
 
 from ..ir import Function, UnsupportedError, type_of
 from ..ir.analysis import dominating_chain
+from ..ir.scratch import replacing_file
 from .net import Net
 
 FOLDER = "lessons"
@@ -129,12 +129,10 @@ class Lessons:
         if size is None:
             tokens, firsts = windows()
             size = len(tokens)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(".part")
             tensors = {"tokens": tokens, "firsts": firsts, **self.teacher.states(tokens)}
             contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            save_file(contiguous, part, metadata={"mark": self.mark})
-            os.replace(part, path)
+            with replacing_file(path) as part:
+                save_file(contiguous, part, metadata={"mark": self.mark})
         self.files.append(path)
         self.ends.append(self.count + size)
 

@@ -15,7 +15,6 @@ with.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +30,7 @@ from torch import Tensor
 from ...ir import Function, Program, Weight, WeightStore, run
 from ...ir.printer import function_lines
 from ...ir.protocol import chain_inputs
+from ...ir.scratch import replacing_file
 from ...ir.weights import from_safetensors
 from .blocks import Block, blocks_of, expert_weights
 from .evidence import Evidence, TextSample
@@ -280,10 +280,9 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], mark: str) -> None:
-    part = path.with_suffix(".part")
     apart = {n: t.clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
-    save_file(apart, part, metadata={"mark": mark})
-    os.replace(part, path)
+    with replacing_file(path) as part:
+        save_file(apart, part, metadata={"mark": mark})
 
 
 def _is_whole(path: Path, mark: str) -> bool:
