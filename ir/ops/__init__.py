@@ -86,15 +86,11 @@ def op(
     def register(meaning: Callable[..., Any]) -> Callable[..., Any]:
         name = meaning.__name__
         declared = declare(operands, meaning, also)
-        check, like, bound = declared.check, declared.like, declared.bound
-
-        @functools.wraps(meaning)
-        def checked(*arguments: Any, **options: Any) -> Any:
-            check(*arguments, **options)
-            return meaning(*arguments, **options)
+        checked = functools.wraps(meaning)(declared.checked)
 
         def fake(*arguments: Any, **options: Any) -> Any:
-            return like(check(*arguments, **options), *bound(*arguments, **options))
+            given = declared.check(*arguments, **options)
+            return declared.like(given, *declared.bound(*arguments, **options))
 
         _LIBRARY.define(declared.schema)
         _LIBRARY.impl(name, checked, "CompositeExplicitAutograd")

@@ -42,16 +42,20 @@ Also = Callable[..., None]
 so far and those of the op's arguments that its other parameters name. Errors: `InputError`."""
 
 _SOURCE = """
-def make(_also):
+def make(_meaning, _also):
     def check{loose}:
         _given = Operands({op!r})
         {checks}
         return _given
+    def checked{signature}:
+        _given = Operands({op!r})
+        {checks}
+        return _meaning({passed})
     def like(_given, {names}):
         return {results}
     def bound{signature}:
         return ({names},)
-    return check, like, bound
+    return check, checked, like, bound
 """
 
 
@@ -60,13 +64,14 @@ class Declared:
     """schema: torch's. names: of the arguments. bound: those of a call, defaults filled in.
 
     check: takes a call's arguments, options may be left out; returns the sizes by letter. Errors:
-    `InputError` naming the operand that does not fit. like: results of a call's types, without
-    values, by what `check` and `bound` gave.
+    `InputError` naming the operand that does not fit. checked: the meaning, behind that. like:
+    results of a call's types, without values, by what `check` and `bound` gave.
     """
 
     schema: str
     names: tuple[str, ...]
     check: Callable[..., Operands]
+    checked: Callable[..., Any]
     like: Callable[..., Any]
     bound: Callable[..., tuple[Any, ...]]
 
@@ -97,12 +102,15 @@ def declare(text: str, meaning: Callable[..., Any], also: Also | None) -> Declar
         loose=inspect.Signature(loose),
         checks="\n        ".join(checks),
         names=", ".join(signature.parameters),
+        passed=", ".join(
+            f"{p.name}={p.name}" if p.kind == p.KEYWORD_ONLY else p.name for p in plain
+        ),
         results=made[0] if len(made) == 1 else f"({', '.join(made)})",
         signature=inspect.Signature(plain),
     )
     space: dict[str, Any] = {}
     exec(compile(source, f"<graftwork.{meaning.__name__}>", "exec"), globals(), space)
-    return Declared(schema, tuple(signature.parameters), *space["make"](also))
+    return Declared(schema, tuple(signature.parameters), *space["make"](meaning, also))
 
 
 def _default(parameter: inspect.Parameter) -> Any:

@@ -31,6 +31,10 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     x [..., H]; weight [H], or [1] for all of them.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
+    return _normed(x, weight, eps)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * weight.float()).to(x.dtype)
@@ -51,7 +55,7 @@ def add_rms_norm(
     x, residual [..., H] of one shape; weight [H], or [1] for all of them.
     """
     total = x + residual
-    return rms_norm(total, weight, eps=eps), total
+    return _normed(total, weight, eps), total
 
 
 def _layer_samples() -> Iterator[Sample]:

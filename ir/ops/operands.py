@@ -21,7 +21,7 @@ class Operands:
 
     def __init__(self, op: str) -> None:
         self.op = op
-        self.sizes: dict[str, int] = {}
+        self.sizes: dict[str, int] = {"1": 1}
 
     def fit(
         self, name: str, tensor: Tensor | None, axes: str, dtype: torch.dtype | None = None
@@ -33,10 +33,11 @@ class Operands:
         """
         if tensor is None:
             return
-        if len(tensor.shape) != len(axes):
+        shape, sizes = tensor.shape, self.sizes
+        if len(shape) != len(axes):
             self.refuse(name, tensor, axes, dtype)
-        for axis, size in zip(axes, tensor.shape, strict=True):
-            if size != (1 if axis == "1" else self.sizes.setdefault(axis, size)):
+        for axis, size in zip(axes, shape, strict=True):
+            if size != sizes.setdefault(axis, size):
                 self.refuse(name, tensor, axes, dtype)
         if not _is(tensor, dtype):
             self.refuse(name, tensor, axes, dtype)
@@ -45,7 +46,8 @@ class Operands:
         self, name: str, tensor: Tensor, axis: str, dtype: torch.dtype | None = None
     ) -> None:
         """Check an operand of which only the last axis is named, whatever is before it."""
-        fits = tensor.shape and tensor.shape[-1] == self.sizes.setdefault(axis, tensor.shape[-1])
+        shape = tensor.shape
+        fits = shape and shape[-1] == self.sizes.setdefault(axis, shape[-1])
         if not fits or not _is(tensor, dtype):
             self.refuse(name, tensor, f".{axis}", dtype)
 
@@ -85,7 +87,8 @@ class Operands:
         )
 
     def known(self) -> str:
-        return "here " + ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+        sizes = [f"{axis}={size}" for axis, size in self.sizes.items() if axis != "1"]
+        return "here " + ", ".join(sizes)
 
 
 def _is(tensor: Tensor, dtype: torch.dtype | None) -> bool:
