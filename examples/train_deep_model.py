@@ -19,7 +19,7 @@ OMP_WAIT_POLICY=PASSIVE. Then:
 
     python benchmarks/speculation.py DIR --prompts DIR/prompts.jsonl --recipes layerskip ...
 
-Needs transformers besides graftwork itself: `pip install 'graftwork[huggingface]'`.
+Needs transformers besides graftwork itself: `pip install -e '.[huggingface]'` in the clone.
 """
 
 from __future__ import annotations

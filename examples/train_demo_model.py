@@ -6,7 +6,7 @@ What: a byte-level BPE tokenizer (2,048 tokens) and a llama of 3.05 million para
 hidden 192, 4 query heads over 2 key/value heads of 64, tied embeddings, context 1,024), trained
 in float32 on the running interpreter's own standard library. No download: the text is already on
 every machine that can run this script. Every tenth file is held out of both trainings. Needs
-transformers besides graftwork itself: `pip install 'graftwork[huggingface]'`.
+transformers besides graftwork itself: `pip install -e '.[huggingface]'` in the clone.
 
 How long: `--minutes` of training, plus about three minutes for the tokenizer and for the loss over
 the held-out files. The learning rate follows the clock, so a short run is a complete run. The

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..ir import InputError, Program
 from ..ir.files import plain_path
+from ..ir.packages import installing
 from ..ir.threads import traces
 
 __all__ = ["import_model", "import_part"]
@@ -107,6 +108,6 @@ def _require_transformers() -> None:
         if error.name != "transformers":
             raise
         raise InputError(
-            "optimizing a checkpoint needs transformers, which is not installed: pip install "
-            "'graftwork[huggingface]' (loading and running a saved artifact needs neither)"
+            f"optimizing a checkpoint needs transformers, which is not installed: "
+            f"{installing('huggingface')} (loading and running a saved artifact does not need it)"
         ) from error

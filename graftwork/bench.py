@@ -24,6 +24,7 @@ import torch
 from .agreement import OwnText, is_approximate, plain_plan
 from .ir import InputError
 from .ir.executable import Executable
+from .ir.packages import installing
 from .model import Model
 from .passes.engine.base import Effect, all_passes
 from .passes.engine.validate import reference_logits
@@ -158,7 +159,7 @@ class Transformers:
             self.model = load_model(folder, dtype=dtype).to(device)
         except ImportError as error:
             raise InputError(
-                "comparing with transformers needs it: pip install 'graftwork[huggingface]'"
+                f"comparing with transformers needs it: {installing('huggingface')}"
             ) from error
         self.model.eval()
         self.device = device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+from graftwork.ir.packages import installing
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -91,3 +94,24 @@ def test_a_wheel_builds_and_works_where_it_is_installed(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     assert str(site) in ran.stdout and "'baseline'" in ran.stdout
+
+
+@pytest.mark.parametrize("extra", ["gguf", "huggingface"])
+def test_the_command_that_installs_an_extra(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the clone; where there is none, of the packages that the extra stands for."""
+    python, *rest, what = shlex.split(installing(extra))
+    assert python == sys.executable and rest == ["-m", "pip", "install", "-e"]
+    assert what == f"{ROOT}[{extra}]"
+    assert extra in PROJECT["project"]["optional-dependencies"]
+    monkeypatch.setattr(Path, "is_file", lambda path: False)
+    said = ["torch>=2", "transformers<6; extra == 'huggingface'", "transformers<6; extra == 'gguf'"]
+    monkeypatch.setattr(metadata, "requires", lambda name: [*said, 'gguf>=0.17; extra == "gguf"'])
+    names = ["transformers<6", "gguf>=0.17"] if extra == "gguf" else ["transformers<6"]
+    assert shlex.split(installing(extra))[4:] == names
+
+
+@pytest.mark.long
+def test_pip_takes_that_command() -> None:
+    dry = ["--dry-run", "--no-deps", "--no-index", "--no-build-isolation"]
+    ran = subprocess.run([*shlex.split(installing("gguf")), *dry], capture_output=True, text=True)
+    assert ran.returncode == 0 and "graftwork" in ran.stdout, ran.stderr

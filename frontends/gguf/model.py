@@ -31,6 +31,7 @@ from ...ir import (
 )
 from ...ir.names import shown
 from ...ir.numerics import pack
+from ...ir.packages import installing
 from ...ir.scratch import Scratch
 from ...ir.tokenizer import refusing
 from ..huggingface.checkpoint import Tensors
@@ -356,6 +357,6 @@ def _require_gguf() -> None:
         if error.name != "gguf":
             raise
         raise InputError(
-            "reading a .gguf file needs the package gguf, which is not installed: pip install "
-            "'graftwork[gguf]'"
+            f"reading a .gguf file needs the package gguf, which is not installed: "
+            f"{installing('gguf')}"
         ) from error
