@@ -12,24 +12,26 @@ from ..ir import InputError, Program
 from ..ir.files import plain_path
 from ..ir.packages import installing
 from ..ir.threads import traces
+from .generation import Known, nobody
 
 __all__ = ["import_model", "import_part"]
 
 
 @traces
-def import_model(source: Any, dtype: torch.dtype | None = None) -> Program:
+def import_model(source: Any, dtype: torch.dtype | None = None, known: Known = nobody) -> Program:
     """A model as a program at stage "traced".
 
     source: a transformers causal language model, the folder of a checkpoint (config.json and
     safetensors), a .gguf file, a .onnx file or a folder with one (see `frontends.onnx`), or an
     `nn.Module` that maps token ids i64[B,T] to logits [B,T,V]. dtype: of the floating weights; None
-    keeps the source's. Weights stay where they are until they are used.
+    keeps the source's. Weights stay where they are until they are used. known: told what the files
+    of a model say of it, and which of them come with it, before it is traced, which takes a while.
 
     Errors: `InputError` for files that are missing or wrong, `UnsupportedError` naming the module
     and op of what cannot be imported.
     """
     if isinstance(source, (str, Path)):
-        return _import_path(plain_path("model", source), dtype)
+        return _import_path(plain_path("model", source), dtype, known)
     if not isinstance(source, nn.Module):
         raise InputError(
             f"cannot import a {type(source).__name__}; expected a transformers model, the path of "
@@ -48,7 +50,7 @@ def import_model(source: Any, dtype: torch.dtype | None = None) -> Program:
     return import_module(source, dtype)
 
 
-def _import_path(path: Path, dtype: torch.dtype | None) -> Program:
+def _import_path(path: Path, dtype: torch.dtype | None, known: Known) -> Program:
     if not path.exists():
         raise InputError(
             f"{path} does not exist; expected the folder of a checkpoint (nothing is downloaded)"
@@ -58,7 +60,7 @@ def _import_path(path: Path, dtype: torch.dtype | None) -> Program:
     if is_onnx(path) and not (path / "model.safetensors").exists():
         from .onnx import import_onnx
 
-        return import_onnx(path, dtype)
+        return import_onnx(path, dtype, known)
     if not path.is_dir() and path.suffix != ".gguf":
         raise InputError(
             f"{path} is a file; expected the folder of a checkpoint, a .gguf or a .onnx file"
@@ -67,10 +69,10 @@ def _import_path(path: Path, dtype: torch.dtype | None) -> Program:
     if not path.is_dir():
         from .gguf import import_gguf
 
-        return import_gguf(path, dtype)
+        return import_gguf(path, dtype, known)
     from .huggingface import import_folder
 
-    return import_folder(path, dtype)
+    return import_folder(path, dtype, known)
 
 
 @traces

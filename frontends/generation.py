@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
-from ..ir import Defaults, InputError
+from ..ir import Defaults, InputError, ModelInfo
 from ..ir.defaults import NEUTRAL
 
 ASSETS = (
@@ -23,6 +25,14 @@ ASSETS = (
     "vocab.json",
 )
 """Files that travel with programs."""
+
+
+Known: TypeAlias = Callable[[ModelInfo, Mapping[str, Path]], None]
+"""Told, before a model is traced, what its files say of it, and which of them come with it."""
+
+
+def nobody(info: ModelInfo, assets: Mapping[str, Path]) -> None:
+    """A `Known` that wants to know nothing."""
 
 
 def defaults_of(generation: Any) -> Defaults:

@@ -54,6 +54,7 @@ from .ir.parser import parse_program
 from .ir.scratch import replacing
 from .ir.verify import verify
 from .ir.weights import open_safetensors
+from .places import check_above
 from .report import Report, plain
 from .shards import SHARD_BYTES, write_weights
 
@@ -143,8 +144,8 @@ def save(
     Needs memory for one weight at a time. Errors: `InputError` if the folder holds something else,
     a weight holds NaN, or the disk refuses; the destination is then as it was.
     """
+    check_destination(folder)
     destination = Path(os.path.abspath(plain_path("save", folder)))
-    _check_destination(destination)
     with replacing(destination) as partial:
         files = _write_files(partial, program, shard_bytes, progress)
         manifest = _manifest(program, target, recipe, report, files)
@@ -209,7 +210,10 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 # -- writing
 
 
-def _check_destination(destination: Path) -> None:
+def check_destination(folder: str | Path) -> None:
+    """Before anything is made: whether `save` may write there. Errors: `InputError`."""
+    destination = Path(os.path.abspath(plain_path("save", folder)))
+    check_above(destination)
     if not destination.exists() and not destination.is_symlink():
         return
     if destination.is_symlink() or not destination.is_dir():

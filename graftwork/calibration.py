@@ -50,8 +50,8 @@ def check_data(recipe: Recipe, data: Prompts | None, validate: bool) -> None:
     """
     if recipe.reads_text and data is None:
         raise InputError(
-            f"recipe {recipe.name!r} needs data= (texts, token ids, or a file or folder of texts, "
-            f"like those that the model will see)"
+            f"recipe {recipe.name!r} needs data= (--data: texts, token ids, or a file or folder of "
+            f"texts, like those that the model will see)"
         )
     if data is not None and not validate and not recipe.reads_text:
         raise InputError(
@@ -84,11 +84,17 @@ def evidence_for(
     work: str | Path | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Evidence | None:
-    """What recipes calibrate on; None if none does.
+    """What recipes calibrate on; None if none does. Errors: as `check_text`, `read_documents`."""
+    check_text(recipes, text)
+    if text is None:
+        return None
+    progress("read the text")
+    return evidence_of(read_documents(text, program), work, progress)
 
-    Errors: `InputError` if one does and there is no text, or none does and there is; as
-    `read_documents`.
-    """
+
+def check_text(recipes: Sequence[Recipe], text: Prompts | None) -> None:
+    """Before a model is traced. Errors: `InputError` if a recipe calibrates and there is no text,
+    or none does and there is."""
     reading = [recipe.name for recipe in recipes if recipe.reads_text]
     if reading and text is None:
         raise InputError(
@@ -100,10 +106,8 @@ def evidence_for(
         raise InputError(
             f"text to calibrate on is given, but of the recipes {names} none calibrates"
         )
-    if text is None:
-        return None
-    progress("read the text")
-    return evidence_of(read_documents(text, program), work, progress)
+    if text is not None:
+        check_documents(text)
 
 
 def evidence_of(

@@ -25,9 +25,11 @@ from rich.text import Text
 from . import __version__
 from .cli_exits import calibrate
 from .cli_export import export
+from .cli_generate import generate
 from .cli_options import (
     TO_WRITE,
     AnyModel,
+    DataOption,
     MaybeRecipe,
     ModelArg,
     RecipeOption,
@@ -48,9 +50,6 @@ app = typer.Typer(
 # Where output is not a terminal it is read by people all the same, in a log or a document.
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 err = Console(stderr=True, highlight=False)
-
-_GREEDY = {"do_sample": False}
-_NEED_TEMPERATURE = "--top-k and --top-p need --temperature above 0"
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -126,9 +125,12 @@ def optimize(
     """Trace a model, run a recipe's passes over it, and save the result."""
     if (folder is None) != dry_run:
         raise _bad("give either --out DIR or --dry-run")
+    from .artifact import check_destination
     from .model import optimize as optimize_model
     from .opening import with_settings
 
+    if folder is not None:
+        check_destination(folder)
     with progress() as show:
         result = optimize_model(
             model,
@@ -150,70 +152,7 @@ def optimize(
         out.print(f"saved in {folder}", markup=False)
 
 
-@app.command()
-def generate(
-    model: AnyModel,
-    prompt: Annotated[str, typer.Option(help="The text to continue, or to write from.")],
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help="At most this many (default: the checkpoint's, else 128).")
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            help="0 takes the likeliest token; above, samples (default: the checkpoint's)."
-        ),
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample among so many.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample within this probability.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    recipe: MaybeRecipe = None,
-    target: TargetOption = None,
-    json_: Annotated[bool, typer.Option("--json", help="Text, ids and statistics.")] = False,
-) -> None:
-    """Continue a text."""
-    from .ir.tokenizer import decode, encode
-    from .opening import open_model
-    from .prompts import as_ids
-    from .runtime.asking.options import check_keywords
-    from .runtime.generate import check_request
-    from .runtime.stats import Stats
-    from .text_printer import TextPrinter
-
-    options = {"top_k": top_k, "top_p": top_p, "seed": seed, "max_new_tokens": max_new_tokens}
-    keywords = {name: value for name, value in options.items() if value is not None}
-    if temperature is not None:
-        keywords |= {"do_sample": True, "temperature": temperature} if temperature else _GREEDY
-    shapes = bool(top_k) or top_p is not None
-    _require(not shapes or temperature != 0, _NEED_TEMPERATURE)
-    check_keywords(keywords)
-    _require(bool(prompt), "--prompt: expected some text")
-    with progress() as show:
-        opened = open_model(model, recipe, (), target, show)
-        ids, info = encode(opened.tokenizer, prompt), opened.program.info
-        begun = opened.program.plan.source.beginning(ids)
-        _require(bool(ids), "--prompt: expected some text; the tokenizer makes no tokens of this")
-        sampled = keywords.get("do_sample", info.defaults.do_sample)
-        _require(not shapes or bool(sampled), _NEED_TEMPERATURE)
-        if info.defaults.supported.keys().isdisjoint(("max_new_tokens", "max_length")):
-            keywords.setdefault("max_new_tokens", max(1, min(128, info.context - len(begun))))
-        keywords["return_dict_in_generate"] = True
-        check_request(as_ids([ids]), keywords, opened.program)
-        show("compile")
-        _ = opened.executable
-    printer = None if json_ else TextPrinter(opened.tokenizer)
-    result = opened.generate([ids], streamer=printer, **keywords)
-    stats: Stats = result.stats
-    approximate = opened.recipe.get("contract") == "approximate"
-    if not json_:
-        err.print(
-            f"{stats.new_tokens} tokens in {stats.steps + 1} steps, "
-            f"{stats.accepted_per_step:.2f} a step, {stats.tokens_per_second:.0f} tokens/s"
-            f"{'; approximate: not all of it need be what the target says' if approximate else ''}"
-        )
-        return
-    new = result.sequences[0, len(begun) :].tolist()
-    text = decode(opened.tokenizer, new)
-    print(json.dumps({"text": text, "ids": new, "stats": stats.to_dict()}))
+app.command()(generate)
 
 
 @app.command()
@@ -241,16 +180,25 @@ def train(
     resume: Annotated[bool, typer.Option(help="Go on from the checkpoint in --out.")] = False,
 ) -> None:
     """Train a recipe's draft heads on what the model itself predicts."""
+    from .calibration import check_documents
+    from .model import as_target
     from .model import optimize as optimize_model
     from .opening import with_settings
+    from .places import check_above
     from .progress import training_progress
     from .training import FitState, fit
 
+    chosen = with_settings(recipe, set_)
+    as_target(target).require_device()
+    check_above(folder / "heads")
+    if data is not None:
+        check_documents(data)
     with training_progress(err) as update:
         made = optimize_model(
             model,
-            with_settings(recipe, set_),
+            chosen,
             target=target,
+            data=data if chosen.reads_text else None,
             progress=lambda what: update(FitState(what, 0.0)),
         )
         try:
@@ -292,8 +240,12 @@ def bench(
     model: ModelArg,
     names: Annotated[str, typer.Option("--recipes", help="Recipes, comma-separated.")],
     against: Annotated[
-        str, typer.Option(help="transformers, onnxruntime-genai, or both.")
-    ] = "transformers",
+        str | None,
+        typer.Option(
+            help="transformers, onnxruntime-genai, both, or nothing "
+            "(default: transformers, where it reads the model)."
+        ),
+    ] = None,
     set_: SetOption = [],  # noqa: B006  (typer copies it)
     target: Annotated[
         list[str], typer.Option("--target", help="Where recipes run; repeat for several.")
@@ -309,12 +261,14 @@ def bench(
 ) -> None:
     """Measure recipes against each other and against other systems, in one run."""
     from .compare import compare
+    from .places import check_file
 
+    check_file(json_, "--json")
     with progress() as show:
         table, figures = compare(
             model,
             _split(names),
-            _split(against),
+            None if against is None else _split(against),
             settings=set_,
             targets=target,
             data=data,
@@ -348,8 +302,10 @@ def tune(
 ) -> None:
     """Measure a drafter and the target's steps, and choose the fastest draft tree."""
     from .opening import with_settings
+    from .places import check_file
     from .tuning import tune as tune_tree
 
+    check_file(file, "--out")
     with progress() as show:
         tuned = tune_tree(
             model,
@@ -374,9 +330,7 @@ def inspect(
     set_: SetOption = [],  # noqa: B006  (typer copies it)
     after: Annotated[str | None, typer.Option(help="Stop after this pass.")] = None,
     target: TargetOption = None,
-    data: Annotated[
-        Path | None, typer.Option(help="For recipes that calibrate, as of optimize.")
-    ] = None,
+    data: DataOption = None,
     summary: Annotated[bool, typer.Option(help="Counts instead of the program.")] = False,
 ) -> None:
     """Print a program: as traced, after a recipe, or after one of its passes."""
@@ -429,7 +383,9 @@ def demo(
 ) -> None:
     """Run the bundled model with a few recipes on both backends, next to transformers."""
     from .demo import run_demo
+    from .places import check_file
 
+    check_file(json_, "--json")
     with progress() as show:
         table, figures = run_demo(progress=show, quick=quick)
     out.print(table)
@@ -453,11 +409,6 @@ def _bad(message: str) -> Exception:
     from .ir.errors import InputError
 
     return InputError(message)
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise _bad(message)
 
 
 @contextmanager

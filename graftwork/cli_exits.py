@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .cli_options import TO_WRITE, ModelArg, RecipeOption, SetOption, TargetOption
+from .cli_options import TO_WRITE, ModelArg, RecipeOption, SetOption, TargetOption, TextOption
 
 
 def calibrate(
@@ -16,6 +16,7 @@ def calibrate(
     recipe: RecipeOption = "calm",
     set_: SetOption = [],  # noqa: B006  (typer copies it)
     target: TargetOption = None,
+    text: TextOption = None,
     tolerance: Annotated[
         float, typer.Option(help="Mean share of the model's own text that may be missing.")
     ] = 0.1,
@@ -29,13 +30,21 @@ def calibrate(
     ] = None,
 ) -> None:
     """Find the threshold at which tokens may leave early for a promise about the text to hold."""
+    from .calibration import check_text
     from .cli import out, progress
     from .exits import calibrate_exits
-    from .model import optimize
+    from .model import as_target, optimize
     from .opening import with_settings
+    from .places import check_file
+    from .prompts import check_file as check_prompts
 
+    chosen = with_settings(recipe, set_)
+    check_text([chosen], text)
+    check_prompts(data)
+    check_file(file, "--out")
+    as_target(target).require_device()
     with progress() as show:
-        made = optimize(model, with_settings(recipe, set_), target=target, data=data, progress=show)
+        made = optimize(model, chosen, target=target, data=text, progress=show)
         found = calibrate_exits(
             made, data, tolerance=tolerance, confidence=confidence, tokens=tokens, progress=show
         )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from .cli_options import TO_WRITE, AnyModel, MaybeRecipe, SetOption, TargetOption
+from .cli_options import TO_WRITE, AnyModel, DataOption, MaybeRecipe, SetOption, TargetOption
 
 Format = Literal[
     "onnx", "onnx-loop", "onnx-plan", "genai", "compressed-tensors", "vllm-medusa", "speculators"
@@ -31,6 +31,7 @@ def export(
     recipe: MaybeRecipe = None,
     set_: SetOption = [],  # noqa: B006  (typer copies it)
     target: TargetOption = None,
+    data: DataOption = None,
     dtype: Annotated[
         Literal["float32", "float16", "int8", "int4"] | None,
         typer.Option(help="Of the weights: floats, or as the recipes int8 and int4 store them."),
@@ -52,8 +53,11 @@ def export(
 ) -> None:
     """Write a model for ONNX Runtime, onnxruntime-genai or transformers, or drafts for vLLM."""
     from .cli import out, progress
+    from .export import check_opset
+    from .export_folder import MARKS
     from .ir.errors import InputError
     from .opening import open_model, stored_as
+    from .places import check_folder
 
     given: dict[str, Any] = {"plain": plain, "qdq": qdq, "ops": ops, "opset": opset}
     given["sample"] = sample
@@ -63,8 +67,11 @@ def export(
             raise InputError(f"--{name} is for {_listed(TAKES[name])}")
     if dtype is not None and target is not None:
         raise InputError("give --dtype or --target, not both: a target says its dtype, too")
+    check_folder(folder, MARKS[format_])
+    if opset is not None:
+        check_opset(ops or "contrib", opset)
     with progress() as show:
-        opened = open_model(model, *stored_as(dtype, recipe, set_, target), show)
+        opened = open_model(model, *stored_as(dtype, recipe, set_, target), show, data=data)
         show(f"export {format_}")
         getattr(opened, "export_" + format_.replace("-", "_"))(folder, **asked)
     out.print(f"written to {folder}", markup=False)

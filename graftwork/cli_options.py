@@ -38,6 +38,9 @@ SetOption = Annotated[
 TargetOption = Annotated[
     str | None, typer.Option("--target", metavar="BACKEND[:DEVICE[:DTYPE]]", help="Where it runs.")
 ]
+DataOption = Annotated[
+    Path | None, typer.Option(help="For recipes that calibrate, as of optimize.")
+]
 TextOption = Annotated[
     Path | None,
     typer.Option(

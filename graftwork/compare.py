@@ -14,12 +14,13 @@ from .agreement import is_approximate, keeps_step
 from .artifact import tool_versions
 from .backends.target import Target
 from .bench import Bench, Contestant, Genai, Optimized, Transformers, as_json
-from .calibration import evidence_for
+from .calibration import check_text, evidence_for
+from .guests import check_guests
 from .ir import InputError
 from .ir.executable import Executable
 from .ir.scratch import Scratch
 from .model import optimize, transform
-from .prompts import Prompts, check_seed, read_prompts
+from .prompts import Prompts, check_file, check_seed, read_prompts
 from .recipe import Recipe
 from .tables import bench_table
 from .traced import Traced
@@ -31,7 +32,7 @@ RANDOM_PROMPT_TOKENS = 64
 def compare(
     model: str | Path,
     recipes: Sequence[str],
-    against: Sequence[str] = ("transformers",),
+    against: Sequence[str] | None = None,
     *,
     settings: Sequence[str] = (),
     targets: Sequence[str] = (),
@@ -46,18 +47,24 @@ def compare(
 ) -> tuple[RenderableType, dict[str, Any]]:
     """Measure recipes on a checkpoint folder; the table, and the figures as plain data.
 
-    against: other systems, the first of which is the reference (without any, the first recipe is).
+    against: other systems, the first of which is the reference (without any, the first recipe is);
+    None: transformers, if the model is a folder that it reads.
     settings: ``pass.option=value``, for every recipe that has the pass.
     skip: (recipe, target) pairs that are not measured. data: prompts; by default the folder's
     prompts.jsonl, else random tokens. text: for recipes that calibrate, as `data` of `optimize`.
     Errors: `InputError` for an unknown recipe, system or target, before anything runs.
     """
-    unknown = [name for name in against if name not in AGAINST]
-    if unknown:
-        raise InputError(f"--against {unknown[0]}: expected some of {', '.join(AGAINST)}")
+    against = _against(against, Path(model))
     check_seed(seed)
     chosen = _recipes(recipes, settings)
     wheres = [Target.parse(target) for target in targets] or [Target.default()]
+    for where in wheres:
+        where.require_device()
+    for recipe in chosen:
+        check_guests(recipe)
+    check_text(chosen, text)
+    if data is not None:
+        check_file(data)
     with closing(Scratch()) as scratch:
         optimized = _optimized(model, chosen, wheres, skip, text, progress)
         others = [_other(name, Path(model), wheres[0], scratch.path, progress) for name in against]
@@ -71,6 +78,24 @@ def compare(
     head = {"model": str(model), "source": source, "settings": list(settings)}
     figures = {**head, **as_json(rows, bench, tool_versions())}
     return bench_table(rows, title), figures
+
+
+def _against(names: Sequence[str] | None, model: Path) -> Sequence[str]:
+    """Other systems by name. Errors: `InputError` for one that there is not, or that cannot read
+    the model."""
+    # Its weights must lie there, too: what an export to ONNX leaves has a config.json.
+    reads = (model / "config.json").is_file() and any(model.glob("*.safetensors"))
+    if names is None:
+        return AGAINST[:1] if reads else ()
+    unknown = [name for name in names if name not in AGAINST]
+    if unknown:
+        raise InputError(f"--against {unknown[0]}: expected some of {', '.join(AGAINST)}")
+    if "transformers" in names and not reads:
+        raise InputError(
+            f"--against transformers: it reads folders with a config.json and safetensors, and "
+            f"{model} is none; leave --against out: the first recipe is then the reference"
+        )
+    return names
 
 
 def _recipes(names: Sequence[str], settings: Sequence[str]) -> list[Recipe]:

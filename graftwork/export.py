@@ -25,6 +25,7 @@ from .backends.onnxruntime.portable import Layer, Portable, portable
 from .backends.onnxruntime.store import WeightFile, store
 from .export_folder import (
     CARD,
+    MARKS,
     Card,
     Ops,
     check_ops,
@@ -37,7 +38,7 @@ from .ir import InputError, ModelInfo, Program, UnsupportedError
 from .ir.plan import NoDraft, SuffixDraft
 from .runtime.asking.options import SAMPLING
 
-MODEL, DATA, CONFIG = "model.onnx", "model.onnx.data", "genai_config.json"
+MODEL, DATA, CONFIG = MARKS["onnx"], "model.onnx.data", "genai_config.json"
 LEAST_OPSET = 23
 
 MOST_DRAFTED, LONGEST_MATCH = 16, 16
@@ -88,13 +89,14 @@ def export_onnx(
     `backends.onnxruntime.portable`), or for what the ops asked for cannot say; `InputError` if the
     folder holds something else, or for an opset that there is not.
     """
-    _check_ops(ops, opset)
+    check_opset(ops, opset)
     refuse_other_states(program)
     graph = portable(program, plain=plain, contrib=ops == "contrib")
     return _write(program, graph, folder, {}, _CARD, qdq=qdq, ops=ops, opset=opset)
 
 
-def _check_ops(ops: str, opset: int) -> None:
+def check_opset(ops: str, opset: int) -> None:
+    """Errors: `InputError` for ops or a version that there are not."""
     check_ops(ops)
     if not LEAST_OPSET <= opset <= OPSETS[""]:
         raise InputError(

@@ -23,9 +23,21 @@ from .ir.files import LARGE, read_bytes
 from .ir.printer import call_text
 from .ir.scratch import replacing
 from .passes.engine.manager import weakest
+from .places import check_folder
 
 GENERATION, CARD = "generation_config.json", "README.md"
 LICENCE = "LICENSE"
+MARKS = {
+    "onnx": "model.onnx",
+    "genai": "model.onnx",
+    "onnx-loop": "generate.onnx",
+    "onnx-plan": "plan.json",
+    "compressed-tensors": "",
+    "vllm-medusa": "",
+    "speculators": "",
+}
+"""Of each format a file by which an older export is known, which a new one replaces; "": nothing is
+replaced."""
 Ops = Literal["contrib", "standard"]
 """With ONNX Runtime's own ops, too, or ONNX's alone."""
 
@@ -49,10 +61,7 @@ def write_folder(
     if the folder holds something else, cannot be written, or if a file of the model's takes a name
     that the export writes; whoever looks sees the old folder, the new one, or none.
     """
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder} is a file; give a folder")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / ours).exists():
-        raise InputError(f"{folder} holds something else than an export; give an empty folder")
+    check_folder(folder, ours)
     with replacing(folder) as new:
         fill(new)
         for name, source in program.assets.items():

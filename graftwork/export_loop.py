@@ -16,10 +16,10 @@ from pathlib import Path
 
 from .backends.onnxruntime.generation import generation
 from .backends.onnxruntime.store import WeightFile, store
-from .export_folder import Card, Ops, check_ops, describe, write_folder
+from .export_folder import MARKS, Card, Ops, check_ops, describe, write_folder
 from .ir import Program
 
-LOOP, DATA = "generate.onnx", "generate.onnx.data"
+LOOP, DATA = MARKS["onnx-loop"], "generate.onnx.data"
 
 _CARD = Card(
     "whole generation in ONNX",

@@ -32,6 +32,7 @@ from .backends.onnxruntime.routing import Router
 from .backends.onnxruntime.store import WeightFile, store
 from .backends.target import Target
 from .export_folder import (
+    MARKS,
     Card,
     contract,
     describe,
@@ -45,7 +46,7 @@ from .ir.plan import NoSource
 from .ir.plan.base import Record
 from .plan_format import PlanFile
 
-PLAN, SCHEMA, WEIGHTS = "plan.json", "plan.schema.json", "weights.data"
+PLAN, SCHEMA, WEIGHTS = MARKS["onnx-plan"], "plan.schema.json", "weights.data"
 RUNNERS = ("run.py", "plan_functions.py", "run.js")
 _ADVICE = ("length",)
 """Slots that decide how much of a draft is worth its time: a runner may do without."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +16,19 @@ from .recipe import Recipe
 
 
 def check_guests(recipe: Recipe) -> None:
-    """Errors: `InputError` naming the pass for which no model was given."""
+    """Before a model is traced. Errors: `InputError` naming the pass for which no model was given,
+    or one that is not there, or whose files are not."""
     for step in recipe.steps:
+        name = step.pass_.name
+        for path in (*step.pass_.models, *step.pass_.files):
+            if path and not Path(path).exists():
+                raise InputError(f"{name}: there is no {path}")
+        if "" in step.pass_.files:
+            raise InputError(
+                f"recipe {recipe.name!r} needs a file: set the option path of {name} to one "
+                f"(--set {name}.path=FILE)"
+            )
         if "" in step.pass_.models:
-            name = step.pass_.name
             raise InputError(
                 f"recipe {recipe.name!r} needs another model: set the option model of {name} to a "
                 f"checkpoint folder (--set {name}.model=PATH)"

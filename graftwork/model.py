@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,15 +15,17 @@ import torch
 from .backends import check_columns, check_kernels
 from .backends.target import Target
 from .calibration import check_data, evidence_for, evidence_of, read_documents
+from .frontends.generation import Known, nobody
 from .guests import check_guests, with_guests
-from .ir import GraftworkError, InputError, Program, Weight, WeightStore
+from .ir import GraftworkError, GraftworkWarning, InputError, Program, Weight, WeightStore
 from .ir.executable import KernelUse, Memory
 from .ir.files import plain_path
 from .ir.threads import traces
 from .ir.tokenizer import read_tokenizer
-from .passes.engine.evidence import Evidence
+from .passes.engine.evidence import Evidence, WorkFolder
 from .passes.engine.manager import arrange, facts_of, run_passes
 from .passes.engine.validate import Validator
+from .places import check_folder
 from .prompts import (
     Prompts,
     as_ids,
@@ -90,6 +93,7 @@ def optimize(
     seed: int = 0,
     work: str | Path | None = None,
     progress: Callable[[str], None] = lambda stage: None,
+    known: Known = nobody,
 ) -> Model:
     """Trace a model, run a recipe's passes over it, and give something that generates.
 
@@ -101,11 +105,12 @@ def optimize(
     run the program before and after every pass on prompts and check its contract. seed: of the
     random prompts that stand in for `data`. work: a folder where calibration keeps what it has
     worked out, so that a run that was killed goes on there; remove it when the result is saved.
+    known: told of a model in files what they say, before it is traced; what it raises ends this.
 
     Nothing is compiled yet; `Model.generate` does that on first use. Errors: `GraftworkError` that
     names the model, recipe, pass or option at fault and what to do.
     """
-    chosen, where = Recipe.load(recipe), _target(target)
+    chosen, where = Recipe.load(recipe), as_target(target)
     check_data(chosen, data, validate)
     check_seed(seed)
     check_guests(chosen)
@@ -113,8 +118,11 @@ def optimize(
         raise InputError(
             f"work= is given, but recipe {chosen.name!r} calibrates on no text; leave it out"
         )
+    if work is not None:
+        WorkFolder(plain_path("work", work))
+    _remark(where)
     progress("trace")
-    traced = Traced.of(model, where.dtype)
+    traced = Traced.of(model, where.dtype, known)
     evidence = None
     if chosen.reads_text and data is not None:
         data = read_documents(data, traced.program)
@@ -139,7 +147,7 @@ def trace(
     Errors: as `optimize`, and `InputError` if the recipe has no pass called `after`.
     """
     progress("trace")
-    dtype = _target(target).dtype
+    dtype = as_target(target).dtype
     program = Traced.of(model, dtype).program
     if recipe is None:
         if data is not None:
@@ -171,7 +179,7 @@ def load(
     saved = load_artifact(folder)
     check_defaults(saved.program.info)
     made_for = Target.parse(saved.manifest.target)
-    where = made_for if target is None else _target(target, made_for.dtype)
+    where = made_for if target is None else as_target(target, made_for.dtype)
     if where.dtype != made_for.dtype:
         raise InputError(
             f"{folder} was made for {made_for}; its dtype cannot become {where}. "
@@ -377,7 +385,7 @@ class Model:
         """
         from .export import export_onnx
 
-        return export_onnx(_checked(self.program), plain_path("export", folder), **options)
+        return export_onnx(_checked(self.program), _place("onnx", folder), **options)
 
     def export_genai(self, folder: str | Path, *, plain: bool = False) -> Path:
         """Write a folder that onnxruntime-genai runs: the graph and ``genai_config.json``.
@@ -387,27 +395,27 @@ class Model:
         """
         from .export import export_genai
 
-        return export_genai(_checked(self.program), plain_path("export", folder), plain=plain)
+        return export_genai(_checked(self.program), _place("genai", folder), plain=plain)
 
     def export_onnx_plan(self, folder: str | Path) -> Path:
         """Write every function as ONNX files over one file of weights, and what the plan says of
         them, with runners. Errors: as `graftwork.export_plan.export_onnx_plan`."""
         from .export_plan import export_onnx_plan
 
-        return export_onnx_plan(_checked(self.program), plain_path("export", folder))
+        return export_onnx_plan(_checked(self.program), _place("onnx-plan", folder))
 
     def export_onnx_loop(self, folder: str | Path, **options: Any) -> Path:
         """Write ``generate.onnx``: prompts in, tokens out. Options (``sample``, ``plain``,
         ``ops``) and errors: as `graftwork.export_loop.export_onnx_loop`."""
         from .export_loop import export_onnx_loop
 
-        return export_onnx_loop(_checked(self.program), plain_path("export", folder), **options)
+        return export_onnx_loop(_checked(self.program), _place("onnx-loop", folder), **options)
 
     def export_vllm_medusa(self, folder: str | Path) -> Path:
         """Write trained Medusa heads as vLLM reads them. Errors: as `export_heads` states."""
         from .export_heads import export_vllm_medusa
 
-        return export_vllm_medusa(self.program, plain_path("export", folder))
+        return export_vllm_medusa(self.program, _place("vllm-medusa", folder))
 
     def export_speculators(self, folder: str | Path, target: str = "") -> Path:
         """Write a trained EAGLE-3 draft as vLLM reads it. target: the model's name or path there.
@@ -416,7 +424,7 @@ class Model:
         """
         from .export_speculators import export_speculators
 
-        return export_speculators(self.program, plain_path("export", folder), target)
+        return export_speculators(self.program, _place("speculators", folder), target)
 
     def export_compressed_tensors(self, folder: str | Path) -> Path:
         """Write a checkpoint of compressed-tensors, which transformers and vLLM load, of the
@@ -427,7 +435,7 @@ class Model:
         """
         from .export_compressed import export_compressed_tensors
 
-        return export_compressed_tensors(self.program, plain_path("export", folder))
+        return export_compressed_tensors(self.program, _place("compressed-tensors", folder))
 
     def __str__(self) -> str:
         size = megabytes(weight_bytes(self.program))
@@ -439,7 +447,8 @@ def _measured(measure: weakref.WeakMethod[Callable[[], T]]) -> T | None:
     return None if method is None else method()
 
 
-def _target(target: Target | str | None, dtype: torch.dtype | None = None) -> Target:
+def as_target(target: Target | str | None, dtype: torch.dtype | None = None) -> Target:
+    """What `target=` means. Errors: `InputError`."""
     if isinstance(target, Target):
         return target
     if target is not None and not isinstance(target, str):
@@ -452,10 +461,29 @@ def _target(target: Target | str | None, dtype: torch.dtype | None = None) -> Ta
     return parsed
 
 
+def _remark(target: Target) -> None:
+    """Warn of a device that is not here: a model may be made for another machine."""
+    try:
+        target.require_device()
+    except InputError as error:
+        warnings.warn(
+            f"{error}; or save the model, to run it where there is one",
+            GraftworkWarning,
+            stacklevel=3,
+        )
+
+
 def _validation_prompts(program: Program, data: Prompts | None, seed: int) -> torch.Tensor:
     if data is None:
         return sample_prompts(program.info, seed)
     return validation_batch(data, program)
+
+
+def _place(format_: str, folder: str | Path) -> Path:
+    """Where an export may be written. Errors: `InputError`, before anything is converted."""
+    from .export_folder import MARKS
+
+    return check_folder(folder, MARKS[format_])
 
 
 def _checked(program: Program) -> Program:

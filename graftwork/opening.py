@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from .artifact import is_saved
-from .ir import InputError
-from .model import Model, load, optimize
+from .ir import InputError, ModelInfo
+from .model import Model, as_target, load, optimize
+from .passes.engine.base import Effect
 from .recipe import Recipe
 
 
@@ -23,16 +24,33 @@ def open_model(
     settings: Sequence[str],
     target: str | None,
     show: Callable[[str], None],
+    *,
+    data: Path | None = None,
+    known: Callable[[ModelInfo, Mapping[str, Path], bool], None] = lambda info, assets, room: None,
+    runs: bool = False,
 ) -> Model:
-    """A saved artifact, or a checkpoint folder optimized on the spot (baseline by default)."""
+    """A saved artifact, or a checkpoint folder optimized on the spot (baseline by default).
+
+    data: for recipes that calibrate. known: told, before anything is traced, what the model's files
+    say, which files come with it, and whether texts must fit its context. runs: it will run here.
+    """
     if is_saved(Path(source)):
-        if recipe is not None or settings:
+        if recipe is not None or settings or data is not None:
             raise InputError(f"{source} is a saved artifact; its recipe cannot be changed any more")
         show("check and read")
         return load(source, target=target)
     if not isinstance(recipe, Recipe):
         recipe = with_settings(recipe or "baseline", settings)
-    return optimize(source, recipe, target=target, progress=show)
+    if runs:
+        as_target(target).require_device()
+    drops = any(Effect.CACHE_CONTENTS in step.pass_.effects for step in recipe.steps)
+    return optimize(
+        *(source, recipe),
+        target=target,
+        data=data,
+        progress=show,
+        known=lambda info, assets: known(info, assets, not drops),
+    )
 
 
 def stored_as(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from .frontends.generation import Known, nobody
 from .ir import InputError, Program
 
 Source = str | Path | torch.nn.Module
@@ -25,8 +26,8 @@ class Traced:
     model: Source
 
     @classmethod
-    def of(cls, model: Source, dtype: torch.dtype) -> Traced:
-        """Trace a model with weights in `dtype`. Errors: as `optimize`."""
+    def of(cls, model: Source, dtype: torch.dtype, known: Known = nobody) -> Traced:
+        """Trace a model with weights in `dtype`. known, errors: as `optimize`."""
         from .artifact import is_saved
         from .frontends import import_model
 
@@ -37,6 +38,6 @@ class Traced:
             )
 
         start = time.perf_counter()
-        program = import_model(model, dtype=dtype)
+        program = import_model(model, dtype=dtype, known=known)
         name = str(model) if isinstance(model, (str, Path)) else type(model).__name__
         return cls(program, name, time.perf_counter() - start, model)

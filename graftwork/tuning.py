@@ -25,14 +25,15 @@ from rich.text import Text as Line
 
 from .agreement import OwnText, is_approximate, own_text, plain_plan
 from .backends.target import Target
+from .calibration import check_text
 from .ir import InputError
 from .ir.executable import Executable
 from .ir.plan import FixedLength, KeepAll, StaticTree
 from .ir.plan.shapes import expected
 from .ir.protocol import ANCESTORS
-from .model import Model, Source, load, optimize
+from .model import Model, as_target, load, optimize
 from .planned import Planned
-from .prompts import Prompts, read_prompts
+from .prompts import Prompts, check_file, read_prompts
 from .recipe import Recipe, Use
 from .runtime.asking.options import BEST
 from .runtime.asking.request import read_request
@@ -48,6 +49,7 @@ from .runtime.speculate.drafters.grown import GrownDrafter
 from .runtime.speculate.lengths.base import LengthPolicy
 from .runtime.speculate.proposers.base import Proposer
 from .runtime.speculate.trees.base import TreePolicy
+from .traced import Source
 
 Clock = Callable[[], float]
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
@@ -189,6 +191,7 @@ def tune(
     """
     if nodes is not None and not 0 < nodes < max(widths):
         raise InputError(f"nodes={nodes}: expected 1 to {max(widths) - 1}, the widths timed less 1")
+    check_file(data)
     opened = _open(model, recipe, target, text, progress)
     texts = read_prompts(data, opened.program)[:prompts]
     progress("compile")
@@ -322,6 +325,8 @@ def _open(
     if recipe is None:
         raise InputError("tune needs a recipe, such as medusa")
     chosen = Recipe.load(recipe)
+    check_text([chosen], text)
+    as_target(target).require_device()
     if "accept_trees" not in [use.name for use in chosen.passes]:
         chosen = replace(chosen, passes=(*chosen.passes, Use("accept_trees")))
     return optimize(model, chosen, target=target, data=text, progress=progress)

@@ -34,8 +34,9 @@ from ...ir.numerics import pack
 from ...ir.packages import installing
 from ...ir.scratch import Scratch
 from ...ir.tokenizer import refusing
+from ..generation import Known, nobody
 from ..huggingface.checkpoint import Tensors
-from ..huggingface.model import import_tensors
+from ..huggingface.model import import_tensors, tell
 from ..stored_weights import StoredWeight
 from .blocks import FLOATS, TYPES, BlockType
 from .metadata import Architecture, Metadata
@@ -63,31 +64,32 @@ FREQUENCIES = "rope_freqs.weight"
 """What the rotary embedding's frequencies are divided by (llama 3.1)."""
 
 
-def import_gguf(path: Path, dtype: torch.dtype | None = None) -> Program:
+def import_gguf(path: Path, dtype: torch.dtype | None = None, known: Known = nobody) -> Program:
     """A GGUF file as a program, its tokenizer among the assets.
 
-    dtype: of the floating weights; None is float32. Errors: `InputError` for a damaged file or one
-    whose tensors and metadata do not agree, `UnsupportedError` for architectures and tensors that
-    are not read.
+    dtype: of the floating weights; None is float32. known: see `import_model`. Errors: `InputError`
+    for a damaged file or one whose tensors and metadata do not agree, `UnsupportedError` for
+    architectures and tensors that are not read.
     """
     from transformers import AutoConfig, GenerationConfig
 
     _require_gguf()
     file = GgufFile.open(path)
     reader = Metadata(file)
-    known = reader.architecture()
+    architecture = reader.architecture()
     _check_places(file)
     said = reader.config()
     try:
-        config = AutoConfig.for_model(known.model_type, **said)
+        config = AutoConfig.for_model(architecture.model_type, **said)
         generation = GenerationConfig.from_model_config(config)
     except Exception as error:  # transformers' own kinds, which are no ValueErrors
         raise UnsupportedError(
-            f"{path}: transformers has no {known.model_type} model of its sizes: "
+            f"{path}: transformers has no {architecture.model_type} model of its sizes: "
             f"{' '.join(str(error).split())[:300]}"
         ) from error
-    tensors, kept = _tensors(file, known, config)
+    tensors, kept = _tensors(file, architecture, config)
     assets = _assets(path, json.dumps(config.to_dict(), default=str))
+    tell(known, config, generation, assets)
     return import_tensors(
         path,
         config,

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ...ir import InputError, ModelInfo, Program, TensorType, UnsupportedError, Weight
 from ...ir.files import LARGE, SMALL, open_regular
 from ...ir.tokenizer import refusing
-from ..generation import ASSETS, defaults_of
+from ..generation import ASSETS, Known, defaults_of, nobody
 from ..importer import INPUTS, LOGITS
 from ..program import build_program
 from ..stored_weights import StoredWeight, keep_stored
@@ -43,20 +43,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def import_folder(folder: Path, dtype: torch.dtype | None = None) -> Program:
+def import_folder(folder: Path, dtype: torch.dtype | None = None, known: Known = nobody) -> Program:
     """A checkpoint folder (config.json, safetensors) as a program; weights stay on disk.
 
     dtype: of the floating weights; None is the checkpoint's own. Weights of few bits stay as they
-    are (see `formats`). Errors: `InputError` for missing or wrong files, `UnsupportedError` for
-    models that cannot be traced, and for formats that are not read.
+    are (see `formats`). known: see `import_model`. Errors: `InputError` for missing or wrong files,
+    `UnsupportedError` for models that cannot be traced, and for formats that are not read.
     """
     check_files(folder)
     config = read_config(folder)
-    tensors, kept = contents(folder, config)
     assets = {name: folder / name for name in ASSETS if (folder / name).exists()}
+    generation = _generation_config(folder)
+    tell(known, config, generation, assets)
+    tensors, kept = contents(folder, config)
     return import_tensors(
-        folder, config, tensors, kept, dtype, generation=_generation_config(folder), assets=assets
+        folder, config, tensors, kept, dtype, generation=generation, assets=assets
     )
+
+
+def tell(known: Known, config: Any, generation: Any, assets: Mapping[str, Path]) -> None:
+    """Tell of a model whose texts are its prompts, and not written from sources."""
+    if not getattr(config, "is_encoder_decoder", False):
+        known(_info(config, generation), assets)
 
 
 def import_tensors(

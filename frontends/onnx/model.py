@@ -18,7 +18,7 @@ from torch import nn
 
 from ...ir import InputError, ModelInfo, Program, UnsupportedError
 from ...ir.names import shown
-from ..generation import ASSETS, defaults_of
+from ..generation import ASSETS, Known, defaults_of, nobody
 from ..importer import import_exported
 from ..program import build_program
 from ..stored_weights import keep_stored
@@ -30,24 +30,24 @@ _CONTEXT = 2048
 """Positions, where nothing says how many there are."""
 
 
-def import_onnx(path: Path, dtype: torch.dtype | None = None) -> Program:
+def import_onnx(path: Path, dtype: torch.dtype | None = None, known: Known = nobody) -> Program:
     """A .onnx file, or a folder with one, as a program; weights stay in their files.
 
-    dtype: of the floating weights; None: the file's. Weights of few bits stay as they are. Errors:
-    `InputError` for files that are missing, damaged or lead elsewhere, `UnsupportedError` naming
-    the node and op of what cannot be imported.
+    dtype: of the floating weights; None: the file's. Weights of few bits stay as they are. known:
+    see `import_model`. Errors: `InputError` for files that are missing, damaged or lead elsewhere,
+    `UnsupportedError` naming the node and op of what cannot be imported.
     """
     file = model_file(path)
     model = read_model(file)
-    folder = file.parent
+    folder, info = file.parent, _info(file, model)
+    assets = {asset: folder / asset for asset in ASSETS if (folder / asset).is_file()}
+    known(info, assets)
     mode = fake_mode()
     module = GraphModule(model.graph, mode, dtype or _dtype(model.graph))
-    info = _info(file, model)
     name = f"{file.name} ({info.model_type})"
     with mode:
         _run_once(module, name)
     exported = export(_Wrapper(module), mode, info.context, name)
-    assets = {asset: folder / asset for asset in ASSETS if (folder / asset).is_file()}
     imported = import_exported(exported, "model", lambda key: module.weights[key])
     return keep_stored(build_program(info.model_type, imported, info, assets), module.stored)
 

@@ -53,6 +53,11 @@ class DraftCorpus(Pass):
     provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN})
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The corpus."""
+        return (self.path,)
+
     def run(self, program: Program) -> Outcome:
         """Add the weight and the drafter. See the module docstring."""
         if WEIGHT in program.weights:

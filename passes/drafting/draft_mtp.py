@@ -67,6 +67,11 @@ class DraftMtp(Pass):
     brings: ClassVar[str] = "a checkpoint with an MTP layer"
 
     @property
+    def files(self) -> tuple[str, ...]:
+        """The weights, where some are given."""
+        return (self.weights,) if self.weights else ()
+
+    @property
     def parts(self) -> tuple[str, ...]:
         """The layer."""
         return (f"{NAME}.{self.layer}",)

@@ -25,6 +25,11 @@ class TrainedPass(Pass):
 
     unread: ClassVar[tuple[str, ...]] = ()
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The weights, where some are given."""
+        return (self.weights,) if self.weights else ()
+
     def run(self, program: Program) -> Outcome:
         """Insert the weights. Errors: `PassError` naming a tensor of the file that has no place."""
         outcome = self.insert(program)

@@ -107,6 +107,12 @@ class Pass(BaseModel):
         return ()
 
     @property
+    def files(self) -> tuple[str, ...]:
+        """Paths of files, or folders of them, that it reads; "" for one that the user has yet to
+        name by the option path."""
+        return ()
+
+    @property
     def parts(self) -> tuple[str, ...]:
         """Parts of the model that importers leave out, and that must be guests of the program,
         canonical, when `run` is called (see `frontends.import_part`)."""

@@ -1,0 +1,43 @@
+"""Where results may be written: asked before the work that makes them, which takes a while."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from .ir import InputError
+from .ir.files import plain_path
+
+
+def check_folder(folder: str | Path, ours: str = "") -> Path:
+    """The folder, if it can be made or replaced. ours: a file by which an older result is known,
+    which is replaced whole; "": it must not exist, or be empty. Errors: `InputError`."""
+    folder = plain_path("export", folder)
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} exists and is not a folder: give another place")
+    if folder.is_dir() and any(folder.iterdir()) and not (ours and (folder / ours).exists()):
+        raise InputError(
+            f"{folder} is not an empty folder, and holds something else than what is written there"
+        )
+    check_above(folder)
+    return folder
+
+
+def check_file(file: Path | None, option: str) -> None:
+    """That a file may be written where an option says, if it does. Errors: `InputError`."""
+    if file is None:
+        return
+    if file.is_dir():
+        raise InputError(f"{option} {file}: that is a folder: give a file's name")
+    if not file.parent.exists():
+        raise InputError(f"{option} {file}: there is no folder {file.parent}")
+    check_above(file)
+
+
+def check_above(path: Path) -> None:
+    """That the nearest folder that there is takes new files."""
+    above = next(p for p in Path(os.path.abspath(path)).parents if os.path.lexists(p))
+    if not above.is_dir():
+        raise InputError(f"cannot write {path}: {above} is not a folder")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise InputError(f"cannot write {path}: no permission to write in {above}")
