@@ -14,6 +14,7 @@ from ...ir.contract import Contract
 from ...ir.discovery import import_all, import_brought
 from .evidence import Evidence, TextSample
 from .facts import Predicate
+from .reopening import Reopened
 
 __all__ = [
     "STATES",
@@ -122,6 +123,11 @@ class Pass(BaseModel):
     def model_recipes(self) -> Mapping[str, str]:
         """For those of `models` that draft for themselves: the recipe whose drafter they use."""
         return {}
+
+    def reopen(self, program: Program, held: frozenset[str]) -> Reopened:
+        """Weights that the source holds in few bits as floats, where the pass takes floats; asked
+        for before `run`. held: the names of those that no pass has taken yet."""
+        return Reopened(program)
 
     def run(self, program: Program) -> Outcome:
         """Transform a program. Pure: the argument is not edited, nothing is kept."""

@@ -18,8 +18,9 @@ from ...ir import PassError, PassRecord, Program, VerifyError
 from ...ir.legality import idle, unmet
 from ...ir.threads import traces
 from ...ir.verify import verify
-from .base import Contract, Evidence, Outcome, Pass, all_passes
+from .base import Contract, Effect, Evidence, Outcome, Pass, all_passes
 from .facts import PREDICATES, broken, shown
+from .reopening import Reopened, stored_names
 from .validate import Check, Validator
 
 
@@ -147,10 +148,15 @@ def run_passes(
     end = len(names) if after is None else len(names) - names[::-1].index(after)
     for step in ordered[:end]:
         step.pass_.check_evidence(program, evidence)  # before any of them has taken its time
+    held = stored_names(program)
     for step in ordered[:end]:
         if progress is not None:
             progress(step.pass_.name)
-        program, report = _run_one(program, step, previous, validator, evidence)
+        opened = step.pass_.reopen(program, held)
+        held, before = held - opened.claimed, stored_names(opened.program)
+        program, report = _run_one(program, opened, step, previous, validator, evidence)
+        if Effect.WEIGHT_NUMERICS not in step.pass_.effects:  # merged or moved, not stored anew
+            held |= stored_names(program) - before
         reports.append(report)
         previous = step.pass_.name
     if after is None:
@@ -172,6 +178,7 @@ def check_plan(program: Program) -> None:
 
 def _run_one(
     program: Program,
+    opened: Reopened,
     step: Step,
     previous: str,
     validator: Validator | None,
@@ -181,9 +188,12 @@ def _run_one(
     if lacking := broken(program, pass_.requires):
         raise PassError(f"pass {pass_.name!r} (after {previous!r}) requires {lacking}")
     try:
-        outcome = pass_.apply(program, evidence)
+        outcome = pass_.apply(opened.program, evidence)
     except VerifyError as error:
         raise PassError(f"pass {pass_.name!r} (after {previous!r}) failed: {error}") from error
+    if opened.claimed and (opened.kept or outcome.matches):
+        remarks, matches = (*opened.remarks, *outcome.remarks), opened.kept + outcome.matches
+        outcome = replace(outcome, matches=matches, remarks=remarks)
     if outcome.matches == 0 and not step.optional:
         near = f"; nearest miss: {outcome.near_miss}" if outcome.near_miss else ""
         raise PassError(

@@ -27,12 +27,14 @@ import torch.fx
 from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
-from ...ir import PassError, Program, Weight, derivation, derive
+from ...ir import Function, PassError, Program, Weight, derivation, derive
 from ...ir.numerics import Numeric
 from ..engine.base import Contract, Effect, Outcome, Pass, register
 from ..engine.evidence import Evidence, TextSample
+from ..engine.reopening import Reopened, reopened
 from ..engine.validate import reference_logits
-from .quantize_weights import QuantizeWeights, vocabulary
+from .products import source_weights, vocabulary
+from .quantize_weights import QuantizeWeights
 
 Bits = Literal[2, 3, 4, 6, 8]
 
@@ -96,6 +98,17 @@ class MixedPrecision(Pass):
         """For the harm, and for a method that reads text besides."""
         samples = [TextSample(self.windows, self.length), self._rounding().text]
         return max(filter(None, samples), key=lambda sample: sample.windows * sample.length)
+
+    def reopen(self, program: Program, held: frozenset[str]) -> Reopened:
+        """The source's weights of few bits as floats: which bits they need is measured anew."""
+        chosen = self._rounding().model_copy(update={"embedding": self.embedding})
+        taken = source_weights(chosen, program, anew=True)
+
+        def wants(fn: Function, call: torch.fx.Node, floats: tuple[Weight, ...]) -> str:
+            mixture = call.target is torch.ops.graftwork.quantized_moe.default
+            return "" if mixture else taken(fn, call, floats)
+
+        return reopened(program, held, wants, what="quantized anew")
 
     def learn(self, program: Program, evidence: Evidence) -> Outcome:
         """Measure, choose, round. See the module docstring."""

@@ -28,7 +28,11 @@ it. One that saw fewer than `expert_tokens` for each input channel of a product 
 nearest there, and a remark tells which those are; so are the experts of mixtures if the method
 stores weights in a form of its own, and the embedding and the head whatever the method is.
 
-Refuses a program without float weights to take, a pattern that names no weight, or one stack of a
+Weights that the source holds in few bits are taken, too. They stay as they are where that is as
+many bits as the pass would give them, in groups as fine or finer, and activations are rounded as it
+says; others are quantized anew, from the floats that theirs stand for. Remarks tell how many.
+
+Refuses a program without weights to take, a pattern that names no weight, or one stack of a
 mixture's experts without the other, rows that the group does not divide, and, with a method that
 reads text, weights that the step does not multiply.
 """
@@ -61,18 +65,19 @@ from ...ir import (
     derive,
 )
 from ...ir.mixtures import Stack, store_experts
-from ...ir.numerics import Numeric
+from ...ir.numerics import WIDTHS, Numeric
 from ..engine.base import STATES, Contract, Effect, Evidence, Outcome, Pass, TextSample, register
 from ..engine.blocks import STACKS
 from ..engine.calibrate import calibrate
-from ..engine.functions import EVERY, edit_with_weights, token_look_ups
+from ..engine.functions import EVERY, edit_with_weights
+from ..engine.reopening import Reopened, float_name, reopened, stored_names
 from ..engine.sources import code_of
 from ..engine.subgraph import fresh_name
 from ..fusing.dce import sweep
-from ..fusing.products import product_of, source_product
 from .layer_products import LayerProducts
 from .methods.base import Method, method_of
 from .methods.rtn import RoundToNearest
+from .products import float_weight, source_weights, vocabulary
 from .solver import WeightSolver, scaled_name, seen_enough, tokens_name
 from .stored import Form
 
@@ -130,6 +135,12 @@ class QuantizeWeights(Pass):
         """What the method must see."""
         reads = method_of(self.method, self.tuning).reads_text
         return TextSample(self.windows, self.length) if reads else None
+
+    def reopen(self, program: Program, held: frozenset[str]) -> Reopened:
+        """The source's weights of other bits, or in coarser groups, as floats."""
+        wants = source_weights(self, program)
+        what = "quantized anew"
+        return reopened(program, held, wants, what=what, roles=self._roles, rounded=self.rounded)
 
     def run(self, program: Program) -> Outcome:
         """Quantize every float weight that is chosen, wherever it is multiplied or looked up."""
@@ -220,7 +231,7 @@ class QuantizeWeights(Pass):
         self, fn: Function, weights: WeightStore, tables: frozenset[str]
     ) -> list[tuple[torch.fx.Node, Weight]]:
         calls = fn.calls(A.linear.default, A.embedding.default)
-        given = [(node, weight) for node in calls if (weight := _weight_of(node, weights))]
+        given = [(node, weight) for node in calls if (weight := float_weight(node, weights))]
         return [(n, weight) for n, weight in given if self._takes(n, weight, tables)]
 
     def _quantize(
@@ -267,9 +278,12 @@ class QuantizeWeights(Pass):
         known = weight.name in tables
         if node.target is A.embedding.default and not known:
             return False  # a table of positions
+        return self.names(weight) and (self.embedding is not False or not known)
+
+    def names(self, weight: Weight) -> bool:
+        """Whether the patterns choose a weight."""
         named = not self.select or _matches(weight.name, self.select)
-        chosen = named and not _matches(weight.name, self.exclude)
-        return chosen and (self.embedding is not False or not known)
+        return named and not _matches(weight.name, self.exclude)
 
     def _takes_experts(self, node: torch.fx.Node, weights: WeightStore) -> bool:
         """Whether the float experts of a mixture are chosen. Errors: `PassError` for one stack of
@@ -332,8 +346,9 @@ class QuantizeWeights(Pass):
         return form
 
     def _check_patterns(self, program: Program) -> None:
+        stored = {float_name(name, bits) for name in stored_names(program) for bits in WIDTHS}
         for pattern in (*self.select, *self.exclude):
-            if not any(fnmatchcase(name, pattern) for name in program.weights):
+            if not any(fnmatchcase(name, pattern) for name in {*program.weights, *stored}):
                 raise PassError(
                     f"quantize_weights: the pattern {pattern!r} names no weight of "
                     f"{program.name}; its weights look like {next(iter(program.weights), '')!r}"
@@ -395,29 +410,6 @@ def _read_by_others(program: Program) -> frozenset[str]:
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def vocabulary(program: Program) -> frozenset[str]:
-    """Names of the tables that tokens are looked up in, and of the head's weight."""
-    functions = program.functions.values()
-    tables = {_weight_name(node) for fn in functions for node in token_look_ups(fn)}
-    head = source_product(program.step.outputs.get("logits"))
-    return frozenset(tables | {_weight_name(head)} if product_of(head) else tables)
-
-
-def _weight_name(node: torch.fx.Node) -> str:
-    """The name of the weight that a product multiplies with, or a look-up looks up; or ""."""
-    source = node.args[0 if node.target is A.embedding.default else 1]
-    known = isinstance(source, torch.fx.Node) and source.op == "get_attr"
-    return str(source.target) if known else ""  # type: ignore[union-attr]
-
-
-def _weight_of(node: torch.fx.Node, weights: WeightStore) -> Weight | None:
-    """The same as a weight, if that is a float one [N,K]."""
-    name = _weight_name(node)
-    type = weights[name].type if name else None
-    plain = type is not None and type.dtype.is_floating_point and len(type.dims) == 2
-    return weights[name] if plain else None
 
 
 def _computed(

@@ -40,6 +40,7 @@ from ...ir import Function, PassError, Program, Weight, WeightStore, derivation,
 from ...ir.ops.quantized_cache import hadamard
 from ..engine.base import Effect, Outcome, Pass, register
 from ..engine.functions import TARGET, edit_with_weights, token_look_ups
+from ..engine.reopening import Reopened, reopened
 from ..engine.subgraph import fresh_name
 from ..fusing.dce import sweep
 
@@ -60,6 +61,10 @@ class RotateHidden(Pass):
     name: ClassVar[str] = "rotate_hidden"
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.HIDDEN_BASIS})
+
+    def reopen(self, program: Program, held: frozenset[str]) -> Reopened:
+        """The source's weights of few bits as floats: whole numbers do not turn."""
+        return reopened(program, held, lambda fn, call, floats: "floats", what="turned as floats")
 
     def run(self, program: Program) -> Outcome:
         """Turn the stream. See the module docstring."""

@@ -37,6 +37,7 @@ from ..engine.base import STATES, Contract, Effect, Evidence, Outcome, Pass, Tex
 from ..engine.blocks import weight_of
 from ..engine.calibrate import Seen, calibrate
 from ..engine.functions import TARGET, edit_with_weights
+from ..engine.reopening import Reopened, reopened
 from ..engine.subgraph import fresh_name
 from ..fusing.dce import sweep
 from ..fusing.products import source_product
@@ -71,6 +72,16 @@ class VqLogits(Pass):
     def text(self) -> TextSample | None:
         """What the head reads, and how often tokens come."""
         return TextSample(self.windows, self.length)
+
+    def reopen(self, program: Program, held: frozenset[str]) -> Reopened:
+        """A head that the source holds in few bits as floats."""
+        step = program.step
+
+        def wants(fn: Function, call: torch.fx.Node, floats: object) -> str:
+            head = source_product(fn.outputs["logits"]) if fn.name == step.name else None
+            return "floats" if call is head else ""
+
+        return reopened(program, held, wants, what="clustered as floats")
 
     def learn(self, program: Program, evidence: Evidence) -> Outcome:
         """Find the codewords, and put them in the head's place."""
