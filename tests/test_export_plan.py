@@ -121,6 +121,40 @@ def test_a_runner_refuses_what_it_does_not_know(folders: Any, tmp_path: Path) ->
         runner(folders("copyspec")).Runner(folders("copyspec")).generate([], 3)
 
 
+DAMAGES: dict[str, tuple[dict[str, Any], bool, str]] = {
+    "a number": ({"overhang": 3}, False, "plan.json is damaged: its sha256 is another"),
+    "no model": ({"model": None}, True, "cannot be run"),
+    "no hash": ({"sha256": None}, False, "cannot be run"),
+    "a file outside": ({}, True, "no file of this folder"),
+    "no function": ({"step": {"decode": ["x"], "prompt": ["x"]}}, True, "cannot be run"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("runs", ["run.py", "run.js"])
+def test_a_damaged_plan_ends_its_runners_with_a_line(
+    runs: str, damage: str, folders: Any, tmp_path: Path
+) -> None:
+    """Sealed anew or not."""
+    if runs == "run.js":
+        needs_node()
+    folder, (change, sealed, message) = tmp_path / "plan", DAMAGES[damage]
+    shutil.copytree(folders("copyspec"), folder)
+    said = json.loads((folder / "plan.json").read_text())
+    if damage == "a file outside":
+        shutil.copy(folder / "0.chain.onnx", tmp_path / "1.chain.onnx")
+        said["functions"]["step"]["variants"]["chain"]["file"] = "../1.chain.onnx"
+    (folder / "plan.json").write_text(json.dumps({**said, **change}, indent=2))
+    if sealed:
+        export_plan.seal(folder / "plan.json")
+    command = [sys.executable, "-I"] if runs == "run.py" else ["node"]
+    ran = subprocess.run(
+        [*command, str(folder / runs), str(folder), "1,2,3", "4"], capture_output=True, text=True
+    )
+    assert ran.returncode == 1 and not ran.stdout
+    assert len(ran.stderr.splitlines()) == 1 and message in ran.stderr, ran.stderr
+
+
 def test_the_runner_is_short_and_needs_nothing_of_ours(folders: Any) -> None:
     path = folders("baseline") / "run.py"
     assert len(path.read_text().splitlines()) <= 200

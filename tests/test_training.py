@@ -170,6 +170,23 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         drafted(DraftMedusa(weights=str(tmp_path / "cut.safetensors")))
 
 
+@pytest.mark.parametrize("damage", ["cut", "empty", "pickle", "floats", "zip", "claims more"])
+def test_token_ids_that_are_none_are_refused(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "ids.npy"
+    arrays = {"pickle": np.array([{}], dtype=object), "floats": np.ones(3)}
+    np.save(path, arrays.get(damage, np.arange(30)), allow_pickle=True)
+    data = path.read_bytes()
+    if damage in ("cut", "empty"):
+        path.write_bytes(data[: 140 if damage == "cut" else 0])
+    if damage == "claims more":
+        path.write_bytes(data.replace(b"(30,), }" + b" " * 9, b"(10000000000,), }"))
+    if damage == "zip":
+        np.savez(path.with_suffix(""), ids=np.arange(30))
+        path.with_suffix(".npz").rename(path)
+    with pytest.raises(InputError, match=rf"data: (cannot read|expected integers in) {path}"):
+        read_corpus(path, tiny_llama())
+
+
 def test_damaged_and_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
     model = drafted(DraftMedusa())
     with pytest.raises(InputError, match="nothing to resume"):
@@ -185,6 +202,11 @@ def test_damaged_and_foreign_checkpoints_are_refused(tmp_path: Path) -> None:
     optimizer.write_bytes(optimizer.read_bytes()[:-1])
     with pytest.raises(InputError, match=r"optimizer.*missing or damaged"):
         fit(model, TEXT, out=tmp_path, resume=True, **FEW)
+    said = json.loads((tmp_path / "state.json").read_text())
+    for change in ({"step": "3"}, {"step": 99}, {"losses": None}, {"more": 1}, {"files": {}}):
+        (tmp_path / "state.json").write_text(json.dumps(said | change))
+        with pytest.raises(InputError, match=r"state.json is damaged"):
+            fit(drafted(DraftMedusa(heads=2)), TEXT, out=tmp_path, resume=True, **FEW)
     (tmp_path / "state.json").write_text("{")
     with pytest.raises(InputError, match=r"state.json is damaged"):
         fit(model, TEXT, out=tmp_path, resume=True, **FEW)

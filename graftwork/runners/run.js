@@ -399,7 +399,7 @@ if (require.main === module) {
   main(process.argv.slice(2))
     .then((tokens) => console.log(tokens.join(",")))
     .catch((error) => {
-      console.error(`${process.argv[2]} cannot be run: ${error.message}`);
+      console.error(`${process.argv[2]} cannot be run: ${error.message.replace(/\s+/g, " ")}`);
       process.exitCode = 1;
     });
 }

@@ -48,17 +48,27 @@ def _documents(data: Prompts | torch.Tensor | None, program: Program) -> list[li
         encode = encoder(program)
         return [encode(text) for text in map(_text, sorted(path.rglob("*"))) if text]
     if path.suffix == ".npy":
-        try:
-            check_regular(path)
-            return _rows(torch.from_numpy(np.load(path, allow_pickle=False)))
-        except (OSError, ValueError) as error:
-            raise InputError(f"data: cannot read {path}: {error}") from error
+        return _rows(_array(path))
     if path.suffix == ".jsonl":
         return read_prompts(path, program)
     text = _text(path)
     if text is None:
         raise InputError(f"data: {path} is not a UTF-8 text file")
     return [encoder(program)(text)]
+
+
+def _array(path: Path) -> torch.Tensor:
+    """The integers of a .npy, i64."""
+    try:
+        check_regular(path)
+        # Mapped, so that a header that asks for more than there is takes no memory.
+        array = np.lib.format.open_memmap(path, mode="r")
+    except Exception as error:  # numpy's are of many kinds
+        said = " ".join(str(error).split())[:300]
+        raise InputError(f"data: cannot read {path}: {type(error).__name__}: {said}") from error
+    if array.dtype.kind not in "iu":
+        raise InputError(f"data: expected integers in {path}, got {array.dtype}")
+    return torch.from_numpy(array.astype(np.int64))
 
 
 def _text(path: Path) -> str | None:

@@ -241,13 +241,16 @@ def lines_of(process: subprocess.Popen[bytes]) -> Iterator[str]:
             yield from (text.decode(errors="replace") for text in whole)
 
 
-def tried(folder: Path, seed: int, first: int, last: int) -> list[tuple[str, str]]:
-    """(mutation, verdict) of every mutation; a process that dies is a verdict."""
+def tried(
+    folder: Path, seed: int, first: int, last: int, script: str = __file__, *more: str
+) -> list[tuple[str, str]]:
+    """(mutation, verdict) of every mutation; a process that dies is a verdict. script: what makes
+    them; more: what it is told besides."""
     results: list[tuple[str, str]] = []
     while first < last:
         jail = Path(tempfile.mkdtemp(dir=folder))
         (jail / "tmp").mkdir()
-        command = [sys.executable, __file__, "--seed", str(seed), "--bases", str(folder)]
+        command = [sys.executable, script, "--seed", str(seed), "--bases", str(folder), *more]
         command += ["--work", str(first), str(last)]
         environment = {**os.environ, "TMPDIR": str(jail / "tmp"), "PYTHONDONTWRITEBYTECODE": "1"}
         with (jail / "errors").open("wb") as errors:
