@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from . import Sample, op
-from .mlp import activate
+from .mlp import activate, check_activation
 from .operands import Operands
 
 
@@ -51,7 +51,9 @@ def expert_hidden(
     return gated(torch.nn.functional.linear(x, gate_up, bias), activation, limit, alpha)
 
 
-def _check(given: Operands) -> None:
+def _check(given: Operands, activation: str, alpha: float | None) -> None:
+    if alpha is None:
+        check_activation(activation)
     rows, inner = given.sizes["G"], given.sizes["F"]
     if rows != 2 * inner:
         raise InputError(f"{given.op}: gate_up must have 2F={2 * inner} rows an expert, got {rows}")

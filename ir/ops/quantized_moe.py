@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..numerics import Numeric, check_bits
 from . import Sample, op
+from .mlp import check_activation
 from .moe import gated
 from .operands import Operands
 from .quantized import half_or_float, quantized_linear
@@ -132,11 +133,15 @@ def _check(
     down: Tensor,
     down_scale: Tensor,
     down_offset: Tensor | None,
+    activation: str,
     bits: int,
     group: int,
     down_group: int,
+    alpha: float | None,
 ) -> None:
     check_bits(bits)
+    if alpha is None:
+        check_activation(activation)
     _fit_stack(given, "gate_up", (gate_up, gate_up_scale, gate_up_offset), bits, group, "EGHPU")
     if given.sizes["G"] % 2:
         raise InputError(f"{given.op}: gate_up must have 2F rows, got {given.sizes['G']}")
