@@ -323,7 +323,10 @@ def test_recipes_cite_what_they_build_and_say_where_they_differ() -> None:
     assert "LLM.int8" not in Recipe.load("int8").paper
     assert "EMQ" not in Recipe.load("mixed_precision").paper
     for name, words in (
+        ("adakv", "the largest of 7"),
         ("awq", "AutoAWQ"),
+        ("calm", "a tenth that falls"),
+        ("medusa_typical", "its best token alone"),
         ("contrastive", "first token"),
         ("free", "0.4 in the paper"),
         ("h2o", "by their mean attention"),

@@ -112,7 +112,8 @@ class ThresholdDepth(DepthRecord):
     """Base of records that let tokens leave where the first layers are sure.
 
     threshold: of their confidence, at the first place; at place t of N it is 0.9 threshold + 0.1
-    threshold exp(-decay t / N) (CALM, Schuster et al. 2022), so with decay=0 the same everywhere.
+    threshold exp(-decay t / N), so with decay=0 the same everywhere (as in FREE's code; in CALM,
+    Schuster et al. 2022, the second term is 0.1 exp(-decay t / N), whatever the threshold).
     tokens: the first so many new tokens of a text may be written early, those behind them run
     through all layers, and N is that number: what a threshold promises, it promises of texts of one
     length. 0: all may, and N is what a call asks for.
@@ -145,7 +146,7 @@ class DeferredDepth(ThresholdDepth):
     it lacks in the deeper layers' caches are made with the next token that goes deep, in one call
     (synchronised parallel decoding; Bae et al. 2023). A batch leaves together, or goes on together.
     threshold: of that difference, at the first place; at place t of N it is 0.9 threshold + 0.1
-    threshold exp(-decay t / N) (CALM, Schuster et al. 2022), so with decay=0 the same everywhere.
+    threshold exp(-decay t / N), so with decay=0 the same everywhere.
     tokens: N, and so many new tokens may leave; 0: all may, and N is what a call asks for. pending:
     tokens that may lack rows before all go deep. posterior: where it is not 0, the threshold is
     learnt: of the first `compared` predictions of the first layers it is seen whether the whole
