@@ -325,6 +325,15 @@ def test_a_budget_that_is_never_full_changes_nothing(name: str) -> None:
     assert torch.equal(generate(wide, TEXT, **asked(40)), generate(plain, TEXT, **asked(40)))
 
 
+def test_what_rows_for_each_head_cost_is_told() -> None:
+    for name, remark in (("snapkv", "2 times the bytes"), ("snapkv, shared", "")):
+        options = {"budget": BUDGET, "block": BLOCK, **METHODS[name]}
+        outcome = EvictCache(**options).run(base())
+        assert len(outcome.remarks) == bool(remark) and remark in "".join(outcome.remarks)
+        key = outcome.program.states["kv.0.key"].type.dims[1]
+        assert key == (4 if remark else 2)
+
+
 def test_layers_of_a_pyramid() -> None:
     """Worked out by hand: (64 - 4) * (2 - 1 / 20) = 117 rows for the first layer and 3 for the last
     one, besides the 4 that always stay; whole texts of 96 rows leave more for the last ones."""

@@ -124,8 +124,9 @@ class EvictCache(CacheContents):
         own = [write for write in writes if program.step.has_input(write.names[0])]
         settings = Settings.of(self, scores, program, own, windows)
         states = dict(program.states)
+        remarks: tuple[str, ...] = ()
         if self.heads == "own":
-            by_query_head(own, functions.values(), states)
+            remarks = by_query_head(own, functions.values(), states)
         classes = _classes(settings, writes, program, functions, states)
         builder = _Builder(settings, scores, program, functions, states, classes)
         for write in writes:
@@ -146,7 +147,7 @@ class EvictCache(CacheContents):
         )
         plan = replace(program.plan, cache=record)
         made = program.replace(functions=functions, states=states, plan=plan)
-        return Outcome(made, len(writes))
+        return Outcome(made, len(writes), remarks=remarks)
 
 
 def _writes(functions: dict[str, Function], program: Program) -> Iterator[Written]:

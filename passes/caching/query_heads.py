@@ -27,25 +27,32 @@ from typing import Any
 import torch
 import torch.fx
 
-from ...ir import Function, State, TensorType, site_of, type_of
+from ...ir import Function, PassError, State, TensorType, site_of, type_of
 from .cached_rows import Written
 
-A = torch.ops.aten
+A, G = torch.ops.aten, torch.ops.graftwork
 
 
 def by_query_head(
     caches: Iterable[Written], functions: Iterable[Function], states: dict[str, State]
-) -> None:
+) -> tuple[str, ...]:
     """Repeat what functions write into caches for the heads that share it, in place.
 
     caches: of the step, whose queries say how many heads there are. states: those of the caches
-    are replaced.
+    are replaced. Returns what the user should know of it. Errors: `PassError` where a function
+    uses such a state otherwise.
     """
     heads = {
         name: int(str(type_of(cache.attend.args[0]).dims[1]))  # type: ignore[arg-type]
         for cache in caches
         for name in cache.names
         if states[name].type.dims[1] != type_of(cache.attend.args[0]).dims[1]  # type: ignore[arg-type]
+    }
+    said = {
+        f"each of {count} heads has rows of its own of keys that {states[name].type.dims[1]} heads "
+        f"have, which takes {count / int(str(states[name].type.dims[1])):g} times the bytes "
+        f"(heads=shared: those that share keys keep the same rows)"
+        for name, count in heads.items()
     }
     for name, count in heads.items():
         type = states[name].type
@@ -55,10 +62,16 @@ def by_query_head(
         for name in filter(fn.has_input, heads):
             node = fn.input(name)
             for write in [user for user in node.users if user.op != "output"]:
+                if write.target is not G.cache_write.default:
+                    raise PassError(
+                        f"evict_cache: %{write.name} of {fn.name} uses {name} otherwise than to "
+                        f"write rows: set heads=shared"
+                    )
                 with fn.graph.inserting_before(write):
                     write.update_arg(1, _repeated(fn, write.args[1], heads[name]))
             node.meta["type"] = states[name].type
         fn.retype()
+    return tuple(sorted(said))
 
 
 def _repeated(fn: Function, new: Any, heads: int) -> torch.fx.Node:
