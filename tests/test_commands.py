@@ -148,3 +148,23 @@ def test_options_that_the_docs_name_are_there(line: str) -> None:
 
 def test_lines_are_found() -> None:
     assert {line.split()[0] for line in LINES} == set(COMMANDS)
+
+
+@pytest.mark.filterwarnings("ignore:.*untrained")
+def test_what_errors_and_results_advise_to_generate_works(
+    sources: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Heads by the options that training names, and text for a recipe that calibrates."""
+    model, asked = sources["folder"], ("--prompt", "abab", "--max-new-tokens", "4")
+    assert run("train", model, "--out", tmp_path / "heads", *LEAST["train"].split()) == 0
+    advised = " ".join(capsys.readouterr().out.split()).split("use them with ")[1].split()
+    assert advised[0] == "--set"
+    assert run("generate", model, *asked, "--recipe", "medusa", *advised) == 0
+    capsys.readouterr()
+    assert run("generate", model, *asked, "--recipe", "gptq") == 2
+    assert "(--data: texts" in capsys.readouterr().err
+    (tmp_path / "a.txt").write_text("abcdabba" * 400)
+    few = ("--set", "quantize_weights.windows=2", "--set", "quantize_weights.length=32")
+    data = ("--data", tmp_path / "a.txt", *few)
+    code = run("generate", model, *asked, "--recipe", "gptq", *data)
+    assert code == 0, capsys.readouterr().err
