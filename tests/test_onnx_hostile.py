@@ -161,6 +161,11 @@ def outside(offset: int, length: int, location: str = "data.bin") -> Callable[[A
     return change
 
 
+def of_no_type(model: onnx.ModelProto) -> None:
+    outside(0, 256)(model)
+    model.graph.initializer[0].data_type = TensorProto.STRING
+
+
 def saying(name: str, text: str) -> Callable[[Any], None]:
     def change(model: onnx.ModelProto) -> None:
         model.metadata_props.add(key=name, value=text)
@@ -173,6 +178,7 @@ DAMAGED: dict[str, tuple[Callable[[Any], None], str]] = {
     "texts": (texts, "weight 'table' is STRING, which is not supported"),
     "before the file": (outside(-64, 256), "no ONNX model|from byte -64 of 'data.bin'"),
     "less than its size": (outside(0, 64), "takes 64 bytes .* its size asks for 256"),
+    "of no type": (of_no_type, "weight 'table' is STRING, which is not supported"),
     "behind the file": (outside(4096, 256), "ends at byte 4,352 of 'data.bin', which has 256"),
     "a zero byte": (outside(0, 256, "a\0b"), "no path|no ONNX model"),
     "elsewhere": (outside(0, 256, "../data.bin"), "lies outside of it"),

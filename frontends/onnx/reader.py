@@ -210,11 +210,17 @@ def _check_data(path: Path, graph: oir.Graph) -> None:
                     f"there; put it beside the model"
                 )
             sizes[location] = file.stat().st_size
-        start, length = tensor.offset or 0, tensor.length or tensor.nbytes
-        if start < 0 or not 0 <= tensor.nbytes <= length:
+        try:
+            needed = tensor.nbytes
+        except TypeError as error:  # of texts, or of no type
+            raise UnsupportedError(
+                f"{path}: the weight {shown(name)} is {tensor.dtype.name}, which is not supported"
+            ) from error
+        start, length = tensor.offset or 0, tensor.length or needed
+        if start < 0 or not 0 <= needed <= length:
             raise InputError(
                 f"{path}: the weight {shown(name)} takes {length} bytes from byte {start} of "
-                f"{shown(location)}, and its size asks for {tensor.nbytes}; export it again"
+                f"{shown(location)}, and its size asks for {needed}; export it again"
             )
         if (end := start + length) > sizes[location]:
             raise InputError(
