@@ -50,7 +50,8 @@ class Rule:
     inputs: the pattern's parameters by name, described as in `ir.pattern`. replace: builds the new
     nodes; its result must have the type of what it replaces. guard: None if the match may be
     rewritten, else why not. optional_casts: dtype casts may be missing from, or extra in, the
-    program, and inputs may have any dtype.
+    program, and inputs may have any dtype. needs: an op of the pattern without which there is
+    nothing to look for, so that it is not even traced.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Rule:
     replace: Replacement
     guard: Guard | None = None
     optional_casts: bool = False
+    needs: Any = None
 
     def traced(self, dtype: torch.dtype) -> Pattern:
         """The pattern for F = dtype."""
@@ -192,8 +194,11 @@ class _Driver:
     def prepare(self) -> dict[Any, list[tuple[Rule, Matcher]]]:
         types = [n.meta.get("type") for n in self.function.graph.nodes]
         present = {t.dtype for t in types if isinstance(t, TensorType)}
+        kinds = {kind_of(n.target) for n in self.function.graph.nodes}
         table: dict[Any, list[tuple[Rule, Matcher]]] = {}
         for rule in self.rules:
+            if rule.needs is not None and kind_of(rule.needs) not in kinds:
+                continue
             dtypes = [d for d in _FLOATS if d in present] if rule.generic else [torch.float32]
             for dtype in dtypes:
                 pattern = rule.traced(dtype)
@@ -246,7 +251,7 @@ class _Driver:
         """The attempt that came furthest, in words."""
         attempts = [(rule, m) for group in self.matchers.values() for rule, m in group]
         if not attempts:
-            return "no rule applies to the dtypes of the function"
+            return "no rule applies to the ops and dtypes of the function"
         rule, matcher = max(attempts, key=lambda a: a[1].miss.matched / a[1].pattern.size)
         miss: Miss = matcher.miss
         if miss.root is None:

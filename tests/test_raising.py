@@ -6,13 +6,15 @@ import pytest
 import torch
 from archs import imported
 from selection import mostly_long
+from tiny import tiny_llama
 
 from graftwork.frontends import import_model
 from graftwork.ir import Program, run, verify
+from graftwork.ir.rewrite import Rule
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.fusing.tabulate_positions import TabulatePositions
 from graftwork.passes.raising.canonicalize import Canonicalize
-from graftwork.passes.raising.raise_activations import RaiseActivations
+from graftwork.passes.raising.raise_activations import RULES, RaiseActivations
 from graftwork.passes.raising.raise_gated_mlp import RaiseGatedMlp
 from graftwork.passes.raising.raise_norms import RaiseNorms
 from graftwork.passes.raising.raise_rotary import RaiseRotary
@@ -87,3 +89,13 @@ def test_half_precision(name: str) -> None:
     assert not fn.calls(A._to_copy.default, *LEFT)
     verify(after)
     assert error(logits(after), precise) < 1.5 * error(logits(before), precise) + 1e-3
+
+
+def test_activations_that_are_not_there_are_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patterns are only traced where an op that they need is in the graph, and they have it."""
+    for rule in RULES:
+        ops = {node.target for node in rule.traced(torch.float32).graph.nodes}
+        assert rule.needs in ops, rule.name
+    monkeypatch.setattr(Rule, "traced", lambda rule, dtype: pytest.fail(f"{rule.name} is traced"))
+    outcome = RaiseActivations().run(tiny_llama())
+    assert not outcome.matches and "no rule applies to the ops" in str(outcome.near_miss)

@@ -70,17 +70,17 @@ def _gelu_erf_scaled(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.erf(x * math.sqrt(0.5)))
 
 
-def _rule(pattern: Any, target: Any, **options: Any) -> Rule:
+def _rule(pattern: Any, needs: Any, target: Any, **options: Any) -> Rule:
     def replace(b: Builder, m: Match) -> torch.fx.Node:
         return b.call(target, m["x"], **options)
 
-    return Rule(pattern.__name__.strip("_"), {"x": "F[...]"}, pattern, replace)
+    return Rule(pattern.__name__.strip("_"), {"x": "F[...]"}, pattern, replace, needs=needs)
 
 
 RULES = [
-    _rule(_silu, A.silu.default),
-    _rule(_gelu_tanh, A.gelu.default, approximate="tanh"),
-    _rule(_gelu_tanh_factored, A.gelu.default, approximate="tanh"),
-    _rule(_gelu_erf, A.gelu.default),
-    _rule(_gelu_erf_scaled, A.gelu.default),
+    _rule(_silu, A.sigmoid.default, A.silu.default),
+    _rule(_gelu_tanh, A.tanh.default, A.gelu.default, approximate="tanh"),
+    _rule(_gelu_tanh_factored, A.tanh.default, A.gelu.default, approximate="tanh"),
+    _rule(_gelu_erf, A.erf.default, A.gelu.default),
+    _rule(_gelu_erf_scaled, A.erf.default, A.gelu.default),
 ]
