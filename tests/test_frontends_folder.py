@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from archs import ARCHS, TOLERANCE, build, error, logits_of, tokens_and_position
 from safetensors.torch import load_file, save_file
 
 from graftwork.frontends import import_model
-from graftwork.ir import InputError, UnsupportedError
+from graftwork.ir import GraftworkError, InputError, UnsupportedError
 
 
 def saved(name: str, folder: Path, shard: str = "50GB") -> Path:
@@ -175,3 +176,55 @@ def test_paths(tmp_path: Path) -> None:
         import_model(tmp_path / "file")
     with pytest.raises(InputError, match="cannot import a list"):
         import_model([])
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({"use_cache": 1}, "use_cache"),
+        ({"hidden_size": 256, "num_attention_heads": 6}, "multiple of the number of attention"),
+        (
+            {"num_hidden_layers": 2**40, "layer_types": None},
+            r"num_hidden_layers=\d+, but there are",
+        ),
+        ({"vocab_size": 2**50}, "no language model of this configuration of llama"),
+        ({"max_position_embeddings": 2**40}, "expected 1 to 1073741824 positions"),
+        ({"rope_parameters": 5}, "rope_parameters"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "a"}}, "factor|unsupported operand"),
+        ({"model_type": ["llama"]}, r"config\.json"),
+        ({"quantization_config": "gptq"}, "quantization_config: expected an object, got 'gptq'"),
+        ({"quantization_config": [1]}, "quantization_config: expected an object"),
+        ({"eos_token_id": "x"}, "eos_token_id"),
+    ],
+)
+def test_settings_that_are_none(tmp_path: Path, said: dict[str, Any], reason: str) -> None:
+    """Of other types and sizes than transformers' own code expects."""
+    config = saved("qwen3", tmp_path) / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "llama", **said}))
+    with pytest.raises(GraftworkError, match=reason):
+        import_model(tmp_path)
+
+
+def test_an_end_that_is_no_token(tmp_path: Path) -> None:
+    path = saved("llama", tmp_path) / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": "float16"}))
+    with pytest.raises(InputError, match="eos_token_id: expected token ids, got 'float16'"):
+        import_model(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "7", "[" * 100_000])
+def test_damaged_configurations(tmp_path: Path, text: str) -> None:
+    (saved("llama", tmp_path) / "config.json").write_text(text)
+    with pytest.raises(InputError, match=r"config\.json"):
+        import_model(tmp_path)
+
+
+@pytest.mark.parametrize("shard", ["[" * 500, 7, None, "a\0b"])
+def test_shards_that_are_no_files(tmp_path: Path, shard: object) -> None:
+    saved("llama", tmp_path, shard="20KB")
+    index = tmp_path / "model.safetensors.index.json"
+    said = json.loads(index.read_text())
+    said["weight_map"]["lm_head.weight"] = shard
+    index.write_text(json.dumps(said))
+    with pytest.raises(InputError, match=r"index\.json"):
+        import_model(tmp_path)

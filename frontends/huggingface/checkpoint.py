@@ -8,6 +8,7 @@ loads the weight.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -48,7 +49,9 @@ def _shards(index: Path) -> dict[str, str]:
     """Which shard the index says holds each tensor."""
     try:
         shards = read_json(index)["weight_map"]
-        return {str(name): str(shard) for name, shard in shards.items()}
+        if not all(isinstance(shard, str) for shard in shards.values()):
+            raise TypeError("a shard's name is no text")
+        return {str(name): shard for name, shard in shards.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"cannot read {index}: expected a JSON object whose weight_map names a shard for each "
@@ -64,7 +67,7 @@ def _located(folder: Path, shards: Mapping[str, str]) -> dict[str, Path]:
                 f"{folder}: {_INDEX} names the shard {shard!r}; expected the name of a file in the "
                 f"folder, without a path"
             )
-        if not (folder / shard).exists():
+        if not os.path.exists(folder / shard):
             lost = sum(1 for name in shards.values() if name == shard)
             raise InputError(
                 f"{folder}: the shard {shard} is missing ({lost} tensors, according to {_INDEX}); "

@@ -17,7 +17,7 @@ import torch
 
 from ...ir import GraftworkWarning, InputError
 
-_DEFAULT = 2048
+_DEFAULT, _MOST = 2048, 2**30
 _CHANGING = ("longrope", "dynamic")
 
 
@@ -31,7 +31,10 @@ def context_of(config: Any) -> int:
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
     found = (getattr(config, name, None) for name in (*names, "max_target_positions"))
     trained = next((n for n in found if isinstance(n, int) and n > 0), _DEFAULT)
-    return min([_reach(trained, rope) for rope in _ropes(config)], default=trained)
+    reach = min([_reach(trained, rope) for rope in _ropes(config)], default=trained)
+    if not 0 < reach <= _MOST:
+        raise InputError(f"config.json: expected 1 to {_MOST} positions, got {reach}")
+    return reach
 
 
 def warn_of_change(config: Any) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...ir import InputError, ModelInfo, Program, TensorType, UnsupportedError, Weight
-from ...ir.files import LARGE, SMALL, open_regular
+from ...ir.files import LARGE, SMALL, open_regular, read_json
 from ...ir.tokenizer import refusing
 from ..generation import ASSETS, Known, defaults_of, nobody
 from ..importer import INPUTS, LOGITS
@@ -83,6 +83,7 @@ def import_tensors(
     kept: tensors that the source holds in few bits. prepare: changes the model that is traced, once
     it is made. dtype and errors: as `import_folder`.
     """
+    _check_layers(source, config, len(tensors))
     mode = fake_mode()
     wanted = dtype or getattr(config, "dtype", None) or torch.float32
     twin = instantiate(config, wanted, mode)
@@ -103,6 +104,17 @@ def import_tensors(
 
     program = traced(twin, mode, weight_of, generation, assets)
     return keep_stored(program, checkpoint.stored())
+
+
+def _check_layers(source: Path, config: Any, tensors: int) -> None:
+    """That there may be a tensor for each layer, before all of them are made. Errors:
+    `InputError`."""
+    for name in ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers"):
+        layers = getattr(config, name, None)
+        if isinstance(layers, int) and layers > tensors:
+            raise InputError(
+                f"{source}: the configuration says {name}={layers}, but there are {tensors} tensors"
+            )
 
 
 def contents(folder: Path, config: Any) -> tuple[Tensors, dict[str, StoredWeight]]:
@@ -170,11 +182,25 @@ def read_config(folder: Path) -> Any:
 
     if not (folder / "config.json").exists():
         raise InputError(f"{folder} holds no config.json; expected a checkpoint of transformers")
+    _check_settings(folder / "config.json")
     with refusing(f"{folder}: transformers cannot read config.json", kind=UnsupportedError):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         # These may name kernels that transformers would fetch and run.
         config._attn_implementation = config._experts_implementation = None
     return config
+
+
+def _check_settings(path: Path) -> None:
+    """What transformers takes for granted. Errors: `InputError`."""
+    try:
+        said = read_json(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    if not isinstance(said, dict):
+        raise InputError(f"{path}: expected an object, got a {type(said).__name__}")
+    quantized = said.get("quantization_config")
+    if quantized is not None and not isinstance(quantized, dict):
+        raise InputError(f"{path}: quantization_config: expected an object, got {quantized!r:.100}")
 
 
 def load_model(folder: Path, **options: Any) -> Any:
@@ -359,11 +385,14 @@ def _info(config: Any, generation: Any) -> ModelInfo:
         return next((token for token in said if token is not None), None)
 
     eos = token("eos_token_id")
+    many = tuple(eos) if isinstance(eos, (list, tuple)) else (() if eos is None else (eos,))
+    if strange := [id for id in many if isinstance(id, bool) or not isinstance(id, int)]:
+        raise InputError(f"eos_token_id: expected token ids, got {strange[0]!r}")
     return ModelInfo(
         model_type=config.model_type,
         vocab_size=int(text.vocab_size),
         context=context_of(text),
-        eos=tuple(eos) if isinstance(eos, (list, tuple)) else (() if eos is None else (int(eos),)),
+        eos=many,
         bos=token("bos_token_id"),
         pad=token("pad_token_id"),
         defaults=defaults_of(generation),

@@ -282,11 +282,23 @@ def summary(seed: int, mutations: int, processes: int = 2) -> tuple[Counter[str]
         folder = Path(name)
         for kind, program in programs().items():
             artifact.save(program, folder / "bases" / kind, target=Target(), recipe={"name": kind})
-        size = min(500, -(-mutations // processes))
-        pieces = [(at, min(at + size, mutations)) for at in range(0, mutations, size)]
-        with ThreadPoolExecutor(processes) as pool:
-            results = pool.map(lambda piece: tried(folder, seed, *piece), pieces)
-            everything = [result for part in results for result in part]
+        everything = spread(folder, seed, mutations, processes)
+    return counted(everything)
+
+
+def spread(
+    folder: Path, seed: int, mutations: int, processes: int, script: str = __file__
+) -> list[tuple[str, str]]:
+    """See `tried`; in several processes at a time."""
+    size = min(500, -(-mutations // processes))
+    pieces = [(at, min(at + size, mutations)) for at in range(0, mutations, size)]
+    with ThreadPoolExecutor(processes) as pool:
+        results = pool.map(lambda piece: tried(folder, seed, *piece, script), pieces)
+        return [result for part in results for result in part]
+
+
+def counted(everything: list[tuple[str, str]]) -> tuple[Counter[str], list[str]]:
+    """How many mutations ended how, and the faulty ones."""
     counts: Counter[str] = Counter(mutations=len(everything))
     faults = []
     for call, said in everything:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +143,9 @@ EDITS: tuple[Callable[[random.Random, str], str], ...] = (
 )
 
 
-def in_weights(rng: random.Random, folder: Path) -> str:
+def in_weights(rng: random.Random, folder: Path, name: str = WEIGHTS) -> str:
     """Bytes of the weights, or what their header says."""
-    path = folder / WEIGHTS
+    path = folder / name
     data = bytearray(path.read_bytes())
     size = int.from_bytes(data[:8], "little")
     kind = rng.choice(("bytes", "values", "header", "length", "cut"))
@@ -174,19 +174,31 @@ def in_manifest(rng: random.Random, folder: Path) -> str:
         text = character(rng, path.read_text())
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
         return "manifest bytes"
-    manifest = json.loads(path.read_text())
-    at: Any = manifest
+    return f"manifest {in_json(rng, path)}"
+
+
+def in_json(rng: random.Random, path: Path, junk: Sequence[Any] = JUNK, *under: str) -> str:
+    """A value somewhere in a JSON file, or in its part under these keys, dropped or exchanged; says
+    where and for what."""
+    whole = json.loads(path.read_text())
+    at: Any = whole
+    for key in under:
+        at = at[key]
+    keys = list(under)
     while True:
         key = rng.choice(list(at) if isinstance(at, dict) else range(len(at)))
+        keys.append(str(key))
         if not at[key] or not isinstance(at[key], (dict, list)) or rng.random() < 0.3:
             break
         at = at[key]
     if rng.random() < 0.3:
         del at[key]
+        said = "dropped"
     else:
-        at[key] = rng.choice(JUNK)
-    path.write_text(json.dumps(manifest))
-    return f"manifest {key}"
+        at[key] = rng.choice(junk)
+        said = repr(at[key])[:40]
+    path.write_text(json.dumps(whole))
+    return f"{'.'.join(keys)} {said}"
 
 
 def reseal(folder: Path) -> None:
