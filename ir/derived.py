@@ -13,6 +13,7 @@ import torch
 import torch.fx
 from torch.fx.node import map_aggregate
 
+from .errors import InputError
 from .function import Function, cone, type_of
 from .interpret import run
 from .parser import parse_function
@@ -68,7 +69,11 @@ def _run(
     store = WeightStore({f"w{i}": Weight.of(f"w{i}", tensor) for i, tensor in enumerate(tensors)})
     fn = parse_function(text, store)
     info = ModelInfo("piece", vocab_size=0, context=0)
-    return run(Program("piece", {fn.name: fn}, store, info), fn.name, inputs)["value"]
+    program = Program("piece", {fn.name: fn}, store, info)
+    try:
+        return run(program, fn.name, inputs)["value"]
+    except (IndexError, RuntimeError) as error:  # torch's own, of weights that are too short
+        raise InputError(f"weights cannot be made of others: {error}") from error
 
 
 def _portable(node: torch.fx.Node, inputs: Mapping[str, TensorType]) -> tuple[str, list[str]]:

@@ -103,6 +103,7 @@ WRONG: dict[str, tuple[list[Any], str]] = {
     ),
     "no output": ([LOOK_UP, node("Neg", "x", outputs=("y",))], "nothing makes its output 'logits'"),
     "results": ([LOOK_UP, node("Neg", "x", outputs=("logits", "y"))], "has 2 results; expected 1"),
+    "a product of one": ([LOOK_UP, node("MatMul", "x")], r"node n \(MatMul\)"),
     "an axis of nothing": (
         [
             LOOK_UP,

@@ -102,7 +102,9 @@ class GraphModule(nn.Module):
         self.constants: dict[oir.Value, Value] = {}
         self.kept: dict[str, Parameter] = {}
         products = {
-            node.inputs[1] for node in self.nodes if node.op_type in PRODUCTS and not node.domain
+            node.inputs[1]
+            for node in self.nodes
+            if node.op_type in PRODUCTS and not node.domain and len(node.inputs) > 1
         }
         read = {value for node in self.nodes for value in node.inputs}
         for value in graph.initializers.values():
