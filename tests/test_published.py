@@ -240,6 +240,11 @@ def test_a_config_that_says_otherwise_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"fc_norm": True}))
     with pytest.raises(PassError, match="says fc_norm=True, expected False"):
         read(DraftEagle3, tmp_path, eagle3("layers.0."), norm_before_residual=True)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(
+        PassError, match=r"config\.json is no configuration: expected a JSON object"
+    ):
+        read(DraftEagle3, tmp_path, eagle3("layers.0."))
 
 
 # -- EAGLE-3 by its paper, in plain torch

@@ -120,7 +120,12 @@ class DraftDflash(DraftPass):
         # An input of the layer after: states are called by what reads them.
         output = graft.tap_inputs([layer + 1 for layer in layers])
         given = graft.trained
-        given.config |= given.config.get("dflash_config") or {}
+        own = given.config.get("dflash_config") or {}
+        if not isinstance(own, dict):
+            raise PassError(
+                f"{self.name}: config.json: dflash_config: expected an object, got {own!r}"
+            )
+        given.config |= own
         given.check_config(
             target_layer_ids=list(layers), num_hidden_layers=self.depth, mask_token_id=self.token
         )

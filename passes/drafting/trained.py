@@ -190,7 +190,9 @@ class TrainedWeights:
             config = read_json(path)
         except (OSError, ValueError) as error:
             raise PassError(f"{self.owner}: cannot read {path}: {error}") from error
-        return config if isinstance(config, dict) else {}
+        if not isinstance(config, dict):
+            raise PassError(f"{self.owner}: {path} is no configuration: expected a JSON object")
+        return config
 
 
 def _kind(name: str) -> str:
