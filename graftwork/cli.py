@@ -280,7 +280,7 @@ def bench(
         )
     out.print(table)
     if json_ is not None:
-        from .ir.files import write_text
+        from .ir.scratch import write_text
 
         write_text(json_, json.dumps(figures, indent=1))
 
@@ -390,7 +390,7 @@ def demo(
         table, figures = run_demo(progress=show, quick=quick)
     out.print(table)
     if json_ is not None:
-        from .ir.files import write_text
+        from .ir.scratch import write_text
 
         write_text(json_, json.dumps(figures, indent=1))
 

@@ -41,7 +41,8 @@ from pydantic import ValidationError
 
 from .ir import InputError
 from .ir.discovery import brought
-from .ir.files import plain_path, read_text, write_text
+from .ir.files import plain_path, read_text
+from .ir.scratch import write_text
 from .passes import Contract, Pass, all_passes
 from .passes.engine.manager import Step, weakest
 from .yamlfile import Document, parse, parse_value

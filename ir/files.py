@@ -106,22 +106,6 @@ def writing(path: Path) -> Iterator[None]:
         raise InputError(f"cannot write {path}: {error}") from error
 
 
-def write_text(path: Path, text: str) -> None:
-    """A text file, whole or as it was; links are followed, and pipes and devices take it as it is.
-
-    Errors: `InputError` naming the path if the system refuses.
-    """
-    from .scratch import replacing_file
-
-    with writing(path):
-        path = path.resolve()
-        if path.exists() and not is_regular(path):
-            path.write_text(text, encoding="utf-8")
-            return
-    with replacing_file(path) as part:
-        part.write_text(text, encoding="utf-8")
-
-
 def is_regular(path: str | Path) -> bool:
     """Whether the path is a regular file, or a link to one, that can be read."""
     try:

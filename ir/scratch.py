@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-from .files import check_replaceable, writing
+from .files import check_replaceable, is_regular, writing
 
 try:
     import fcntl
@@ -102,6 +102,20 @@ def replacing_file(path: Path) -> Iterator[Path]:
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """A text file, whole or as it was; links are followed, and pipes and devices take it as it is.
+
+    Errors: `InputError` naming the path if the system refuses.
+    """
+    with writing(path):
+        path = path.resolve()
+        if path.exists() and not is_regular(path):
+            path.write_text(text, encoding="utf-8")
+            return
+    with replacing_file(path) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def _take_place(new: Path, folder: Path) -> None:
