@@ -9,11 +9,18 @@ from typing import Any
 
 import torch
 
-from ..ir import Program, Role
+from ..ir import Function, Program, Role
 from ..ir.executable import Widths
+from ..ir.ops import is_exact_by_row
 from ..ir.threads import Turn
 from .states import StateBuffers
 from .target import MOST_COLUMNS, Target
+
+
+def rounds_activations(function: Function) -> bool:
+    """Whether a function rounds what it computes with, so that float error can grow."""
+    rounded = function.calls(torch.ops.aten.round.default)
+    return bool(rounded) or any(map(is_exact_by_row, function.calls()))
 
 
 class StatefulExecutable:

@@ -189,6 +189,34 @@ Lanes distances(const Slope& of, int64_t c) {
     return found;
 }
 
+typedef float HalfLanes __attribute__((vector_size(2 * LANES)));
+typedef double Doubles __attribute__((vector_size(4 * LANES)));
+
+// A sum that has the same bits in whatever lanes its terms are, and with any zeros among them: a token
+// lies elsewhere in the cache as a node of a tree than in a chain. Terms are rounded to multiples of
+// 2^(exponent - 31), if none is larger than 2^exponent, and of such the sums of 2^22 are exact.
+class Exact {
+    Doubles sums[2] = {};
+    Doubles magic;
+
+public:
+    explicit Exact(int exponent) : magic(std::ldexp(1.5, exponent + 21) - Doubles{}) {}
+    // LANES terms.
+    void add(const float* terms) {
+        for (int half = 0; half < 2; half++) {
+            const Doubles wide = __builtin_convertvector(
+                load<HalfLanes>(terms + half * LANES / 2), Doubles);
+            sums[half] += (wide + magic) - magic;
+        }
+    }
+    double sum() const {
+        const Doubles both = sums[0] + sums[1];
+        double total = 0;
+        for (int lane = 0; lane < LANES / 2; lane++) total += both[lane];
+        return total;
+    }
+};
+
 // Turns scores [rows] of a query row into weights; what they add up to. Rows in parts of LANES. weight:
 // see `Query`.
 float soften(float* scores, int64_t rows, const float* sink, float* weight) {
@@ -204,13 +232,12 @@ float soften(float* scores, int64_t rows, const float* sink, float* weight) {
         *weight = largest;
         return 1;
     }
-    Lanes sums[1] = {};
+    Exact sum(0);
     for (int64_t c = 0; c < rows; c += LANES) {
-        const Lanes weight = exponential(load<Lanes>(scores + c) - largest);
-        store(scores + c, weight);
-        sums[0] += weight;
+        store(scores + c, exponential(load<Lanes>(scores + c) - largest));
+        sum.add(scores + c);
     }
-    const float total = add_up(sums)[0] + (sink ? exponential(*sink - largest) : 0);
+    const float total = float(sum.sum() + (sink ? exponential(*sink - largest) : 0));
     if (weight) *weight = largest + std::log(total);
     return total;
 }
@@ -218,14 +245,25 @@ float soften(float* scores, int64_t rows, const float* sink, float* weight) {
 // Weights [rows] of a query row from the first on, made those of values' whole numbers; what is to be
 // added to each sum of them.
 float fold_steps(float* weights, const Rows& values, int64_t first, int64_t rows) {
-    Lanes added[1] = {};
+    static thread_local std::vector<float> space;
+    space.resize((rows + LANES - 1) / LANES * LANES);
+    float* const products = space.data();
+    Lanes most = {};
     for (int64_t c = 0; c < rows; c += LANES) {
         Lanes times, plus, weight = load<Lanes>(weights + c);
         steps_of(values, first + c, first + rows - 1, times, plus);
-        added[0] = fused(weight, plus, added[0]);
+        const Lanes product = weight * plus, size = product < 0.0f ? -product : product;
+        most = size > most ? size : most;
+        store(products + c, product);
         store(weights + c, weight * times);
     }
-    return add_up(added)[0];
+    float largest = 0;
+    for (int lane = 0; lane < LANES; lane++) largest = std::max(largest, most[lane]);
+    int exponent;
+    std::frexp(largest, &exponent);
+    Exact sum(exponent);
+    for (int64_t c = 0; c < rows; c += LANES) sum.add(products + c);
+    return float(sum.sum());
 }
 
 // Values that stay in the processor's nearest cache while all query rows read them.

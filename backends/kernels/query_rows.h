@@ -1,7 +1,8 @@
 // Attention of a few query rows over the rows of a cache.
 //
 // A row's result has the same bits alone and among others, whatever shares its step, however large
-// the cache is and whoever calls: sums are taken in one order, which the row's own numbers decide.
+// the cache is and whoever calls, and wherever in the cache the rows lie that it sees: sums over these
+// are taken in their order, or are exact.
 
 #pragma once
 

@@ -19,7 +19,6 @@ from typing import Literal
 import torch
 
 from ...ir import Function, Program, arguments, type_of
-from ...ir.ops import is_exact_by_row
 from ...ir.ops.recurrent import BLOCK, SHORT_BLOCK
 from ...ir.ops.rounded_state import STEPS
 from ...ir.protocol import ANCESTORS
@@ -133,9 +132,4 @@ def piece_of(fn: Function) -> int | None:
     return BLOCK if all(alone) else SHORT_BLOCK
 
 
-def rounds_activations(fn: Function) -> bool:
-    """Whether the function rounds what it computes with, so that float error can grow."""
-    return bool(fn.calls(A.round.default)) or any(map(is_exact_by_row, fn.calls()))
-
-
-__all__ = ["STAGE", "Variant", "has_states", "lower", "piece_of", "rounds_activations"]
+__all__ = ["STAGE", "Variant", "has_states", "lower", "piece_of"]

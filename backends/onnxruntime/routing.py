@@ -9,9 +9,10 @@ import torch
 
 from ...ir import Function, InputError, Program, Role, Sym, type_of
 from ...ir.protocol import ANCESTORS
+from ..base import rounds_activations
 from ..target import Target
 from .attention import SEQLENS, TOTAL, Counted
-from .lower import Variant, has_states, rounds_activations
+from .lower import Variant, has_states
 from .pairs import only_attention_needs_pairs
 from .probe import attention_kernel_works, own_attention_available
 

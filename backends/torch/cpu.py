@@ -31,12 +31,12 @@ MOST_BEST = 64
 """Largest values that are kept in order one by one; for more of them there are better ways."""
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`; native in float32."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, alike: bool = False) -> Tensor:
+    """`torch.nn.functional.linear`; native in float32. alike: see `native.linear_float32`."""
     plain = len(weight.shape) == 2 and _per_column(weight.shape[:1], bias)
     if not plain or not _float32(x, weight, bias):
         return F.linear(x, weight, bias)
-    result: Tensor = native.linear_float32(x, weight)
+    result: Tensor = native.linear_float32(x, weight, alike)
     return result if bias is None else result + bias
 
 
@@ -199,3 +199,12 @@ CPU_ROWS: dict[Any, Row] = {
     torch.ops.graftwork.layer_norm.default: layer_norm,
 }
 """The rows that inductor has for the CPU only."""
+
+
+def linear_alike(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear`, where a row has the same bits in steps of every width."""
+    return linear(x, weight, bias, alike=True)
+
+
+ALIKE_ROWS: dict[Any, Row] = {**CPU_ROWS, A.linear.default: linear_alike}
+"""Those of steps that round what they compute with: float error grows there."""

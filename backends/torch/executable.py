@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from ...ir import LOG, GraftworkError, InputError, Program, Sym
+from ...ir import LOG, GraftworkError, InputError, Program, Role, Sym
 from ...ir.errors import execution_error
 from ...ir.executable import ANY, HeldCall, KernelUse, Memory, Outputs, Widths
 from ...ir.protocol import OPTIONAL
 from ...ir.threads import traces
-from ..base import StatefulExecutable
+from ..base import StatefulExecutable, rounds_activations
 from ..faults import index_fault
 from ..pages import Trimmer, move_to_huge_pages
 from ..target import Target
 from . import gpu_products
 from .compiled import Compiled, any_size, for_gpu, inductor
-from .cpu import CPU_ROWS
+from .cpu import ALIKE_ROWS, CPU_ROWS
 from .emit import emit
 from .gpu import GPU_ROWS
 from .graphs import CapturedStep
@@ -58,6 +58,7 @@ class TorchExecutable(StatefulExecutable):
         self.device = torch.device(target.device)
         # What is compiled; the program itself stays as others see it.
         laid_out = self.how == "inductor"
+        self.rounds = any(map(rounds_activations, program.functions.values()))
         self.lowered = with_tiles(program) if laid_out else program
         self.weights = self._load()
         self.tensors = {weight.data_ptr(): weight.nbytes for weight in self.weights.values()}
@@ -290,7 +291,8 @@ class TorchExecutable(StatefulExecutable):
         missing = {str(n.target) for n in fn.inputs} - given - set(self.program.states)
         if not missing <= OPTIONAL:
             raise InputError(f"{function} also needs the inputs {', '.join(sorted(missing))}")
-        rows = ROWS | {"eager": {}, "inductor": CPU_ROWS, "cuda graphs": GPU_ROWS}[self.how]
+        on_cpu = ALIKE_ROWS if self.rounds and fn.role is Role.TARGET else CPU_ROWS
+        rows = ROWS | {"eager": {}, "inductor": on_cpu, "cuda graphs": GPU_ROWS}[self.how]
         states = list(self.program.states)
         module = emit(fn, self.weights, states, fetch, frozenset(missing), rows, device=self.device)
         for node in module.graph.find_nodes(op="get_attr"):

@@ -199,7 +199,7 @@ def _check_layout(name: str, arguments: Sequence[Any]) -> None:
             )
 
 
-def _linear(x: Tensor, weight: Tensor) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, alike: bool = False) -> Tensor:
     given = Operands("linear_float32")
     given.fit_rows("x", x, "K", F32)
     given.fit("weight", weight, "NK", F32)
@@ -207,10 +207,11 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @native_op(_linear)
-def linear_float32(result: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Products of rows f32[..., K] and weights f32[N,K], f32[..., N]."""
+def linear_float32(result: Tensor, x: Tensor, weight: Tensor, alike: bool = False) -> None:
+    """Products of rows f32[..., K] and weights f32[N,K], f32[..., N]. alike: a row has the same
+    bits among many as among a few, which is slower for many."""
     sizes = x.shape[:-1].numel(), weight.shape[0], weight.shape[1]
-    float32_kernel(x, weight, result, *sizes, torch.get_num_threads())
+    float32_kernel(x, weight, result, *sizes, int(alike), torch.get_num_threads())
 
 
 def _per_column(given: Operands) -> None:

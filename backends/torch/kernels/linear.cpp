@@ -5,7 +5,7 @@
 // weights, the processor does not look far enough ahead by itself. Of many rows see `wide.h`.
 //
 // Sums are taken in one order whatever rows share the step: a token's results have the same bits
-// alone and among others.
+// alone and among others. Those of `wide.h` are taken in another one.
 
 #include "wide.h"
 
@@ -115,7 +115,7 @@ void every_dot(
 
 extern "C" {
 
-// y [rows, N] = x [rows, K] weight [N, K]^T
+// y [rows, N] = x [rows, K] weight [N, K]^T; if `alike`, of many rows in the order of a few.
 void linear_float32(
     const float* x,
     const float* weight,
@@ -123,11 +123,12 @@ void linear_float32(
     int64_t rows,
     int64_t N,
     int64_t K,
+    int64_t alike,
     int64_t threads) {
     const auto give = [=](int64_t row, int64_t first, int64_t count, const float* totals) {
         std::copy(totals, totals + count, y + row * N + first);
     };
-    if (rows <= FEW) {
+    if (rows <= FEW || alike) {
 #pragma omp parallel num_threads(threads)
         every_dot(x, weight, rows, N, K, give);
         return;
