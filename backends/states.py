@@ -65,7 +65,8 @@ class StateBuffers:
     queued: where what is done with them is queued, on a device that works by itself. epoch: changes
     whenever addresses or sizes do. capacities: rows that each class of states has room for, by its
     symbol. tensors: the states by name, none of them a view, which compilers would look behind.
-    rewritten: those that a step replaces, instead of adding rows to them.
+    rewritten: those that a step replaces, instead of adding rows to them. whole: off while memory
+    is taken; if that was interrupted, the next texts begin with new memory.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class StateBuffers:
         self.device, self.limit, self.rounded = device, limit, rounded
         self.context = program.info.context
         self.batch = self.epoch = 0
+        self.whole = True
         self.tensors: dict[str, torch.Tensor] = {}
         self.spares: dict[str, torch.Tensor] = {}
         self.capacities = {s.capacity: 0 for s in program.states.values() if s.capacity}
@@ -144,13 +146,15 @@ class StateBuffers:
 
         anew: take new memory, of no more than `rows` rows, also where there is enough.
         """
-        anew = anew or batch != self.batch
+        anew = anew or batch != self.batch or not self.whole
+        self.whole = False
         self.batch = batch
         kept = {s: 0 if anew and s != LOG else n for s, n in self.capacities.items()}
         wanted = {symbol: max(n, self._wanted(rows, symbol)) for symbol, n in kept.items()}
         if anew or wanted != self.capacities:
             self.capacities = wanted
             self._allocate(self.groups, {})
+        self.whole = True
 
     def reserve(self, rows: int, symbol: str | None = None) -> None:
         """Grow to at least `rows` rows, keeping contents: one class of states, or every one (those
@@ -169,8 +173,10 @@ class StateBuffers:
             wanted = {symbol: min(whole, self._most(symbol))}
         small = {s: self.capacities[s] for s, n in wanted.items() if self.capacities[s] < n}
         if small:
+            self.whole = False
             self.capacities = {**self.capacities, **{s: wanted[s] for s in small}}
             self._allocate([g for g in self.groups if g.symbol in small], small)
+            self.whole = True
 
     def _allocate(self, groups: Collection[_Group], kept: Mapping[str, int]) -> None:
         """New memory for these groups, with so many rows of the old."""

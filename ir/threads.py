@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import wraps
-from types import TracebackType
 from typing import ParamSpec, TypeVar
 
 from .errors import InputError
@@ -29,33 +28,36 @@ def traces(function: Callable[P, R]) -> Callable[P, R]:
     return alone
 
 
-class Turn:
+class Turn(type(threading.RLock())):  # type: ignore[misc]
     """Whose turn it is to use an executable, whose caches and buffers are one generation's.
 
-    Other threads wait for theirs. Errors: `InputError` for a thread that has it already, such as
-    in a streamer that generates with the model that it is streaming: it would wait for itself.
+    Other threads wait for theirs. Leaving it is the lock's own, which is compiled code: no signal
+    comes in between, so an interrupted generation never keeps it. Errors: `InputError` for a thread
+    that has it already, such as in a streamer that generates with the model that it is streaming:
+    it would wait for itself.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holder: int | None = None
+        self._own = threading.Condition(self)
 
     def __enter__(self) -> None:
-        here = threading.get_ident()
-        if self._holder == here:
+        if self._is_mine():
             raise InputError(
                 "generate was called on a model that is generating in this very thread, from a "
                 "streamer or a stopping criterion: its caches hold that text. Call it when the "
                 "generation is over, or load the model a second time for such calls"
             )
-        self._lock.acquire()
-        self._holder = here
+        try:
+            self.acquire()
+        except BaseException:  # Ctrl-C, perhaps when it was acquired
+            if self._is_mine():
+                self.release()
+            raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._holder = None
-        self._lock.release()
+    def _is_mine(self) -> bool:
+        """Whether this thread has it."""
+        try:
+            self._own.notify(0)
+        except RuntimeError:
+            return False
+        return True

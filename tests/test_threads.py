@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -148,3 +150,43 @@ def test_each_target_has_its_own_number_of_threads() -> None:
     finally:
         torch.set_num_threads(before)
     assert seen == [1, 2, 1]
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+def test_an_interrupted_generation_leaves_the_model_as_it_was(backend: str) -> None:
+    """By Ctrl-C at any moment, in taking and leaving its turn, too: nobody waits for ever, and
+    texts are right."""
+    model, twin = (made("copyspec", backend) for _ in range(2))
+    prompts = [[[3, 4, 5, 3, 4] * n] for n in (1, 3, 9)]
+    wanted = [twin.generate(prompt, max_new_tokens=12).tolist() for prompt in prompts]
+    interrupted, chosen = 0, random.Random(0)
+    for n in range(90):
+        left = chosen.choice((chosen.randrange(30), chosen.randrange(400), chosen.randrange(9000)))
+
+        def step(frame: Any, event: str, argument: Any) -> Any:
+            nonlocal left
+            frame.f_trace_opcodes = True
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+            return step
+
+        before = sys.gettrace()
+        sys.settrace(step)
+        try:
+            model.generate(prompts[n % 3], max_new_tokens=12)
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            sys.settrace(before)
+        # A thread that does not own what was left behind.
+        found: list[Any] = []
+        asked, next_ = prompts[(n + 1) % 3], wanted[(n + 1) % 3]
+        other = threading.Thread(
+            target=lambda a=asked, f=found: f.append(model.generate(a, max_new_tokens=12).tolist()),
+            daemon=True,
+        )
+        other.start()
+        other.join(60)
+        assert found == [next_], f"call {n}"
+    assert interrupted > 30
