@@ -19,6 +19,7 @@ from graftwork import backends
 from graftwork.frontends.trace import fake_mode, parameters_without_data
 from graftwork.ir import InputError, Program
 from graftwork.ir.rewrite import _traced
+from graftwork.ir.threads import Turn
 from graftwork.passes.raising.raise_norms import RULES
 
 
@@ -160,14 +161,18 @@ def test_an_interrupted_generation_leaves_the_model_as_it_was(backend: str) -> N
     prompts = [[[3, 4, 5, 3, 4] * n] for n in (1, 3, 9)]
     wanted = [twin.generate(prompt, max_new_tokens=12).tolist() for prompt in prompts]
     interrupted, chosen = 0, random.Random(0)
+    turn_file = Turn.__enter__.__code__.co_filename
     for n in range(90):
         left = chosen.choice((chosen.randrange(30), chosen.randrange(400), chosen.randrange(9000)))
+        in_turn = n < 6  # calls of its code are interrupted, one after the other
+        left = n + 1 if in_turn else left
 
-        def step(frame: Any, event: str, argument: Any) -> Any:
+        def step(frame: Any, event: str, argument: Any, in_turn: bool = in_turn) -> Any:
             nonlocal left
-            frame.f_trace_opcodes = True
-            left -= 1
+            frame.f_trace_opcodes = not in_turn
+            left -= not in_turn or (event == "call" and frame.f_code.co_filename == turn_file)
             if left == 0:
+                left = -1
                 raise KeyboardInterrupt
             return step
 
