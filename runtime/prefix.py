@@ -212,6 +212,8 @@ def _write(path: Path, tensors: dict[str, torch.Tensor], said: dict[str, str]) -
     """Beside the path first: whoever looks sees the old file or the new one."""
     from safetensors.torch import save_file
 
+    if not path.parent.is_dir():
+        raise InputError(f"cannot write {path}: there is no folder {path.parent}")
     with replacing_file(path) as partial:
         save_file(tensors, partial, metadata={**said, "sha256": _UNSEALED})
         seal(partial)

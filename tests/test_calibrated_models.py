@@ -25,7 +25,7 @@ def source(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every checkpoint is the handmade program."""
     from graftwork import frontends
 
-    monkeypatch.setattr(frontends, "import_model", lambda model, dtype: tiny_llama())
+    monkeypatch.setattr(frontends, "import_model", lambda model, dtype, **_: tiny_llama())
 
 
 @pytest.fixture

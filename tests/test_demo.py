@@ -12,7 +12,7 @@ from graftwork.demo import RECIPES, SETTINGS, SKIP, TARGETS, demo_folder
 
 
 def test_contestants_are_all_pairs_but_those_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frontends, "import_model", lambda model, dtype: tiny_llama())
+    monkeypatch.setattr(frontends, "import_model", lambda model, dtype, **_: tiny_llama())
     targets = [Target.parse(target) for target in TARGETS]
     made = _optimized("tiny", _recipes(RECIPES, SETTINGS), targets, SKIP, None, lambda what: None)
     pairs = [(contestant.name, contestant.target) for contestant in made]

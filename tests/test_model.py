@@ -28,7 +28,7 @@ def source(monkeypatch: pytest.MonkeyPatch) -> str:
     """A source that the frontend turns into the handmade program."""
     from graftwork import frontends
 
-    monkeypatch.setattr(frontends, "import_model", lambda model, dtype: tiny_llama())
+    monkeypatch.setattr(frontends, "import_model", lambda model, dtype, **_: tiny_llama())
     return "tiny"
 
 

@@ -135,7 +135,7 @@ def test_untrained_weights_are_remarked(name: str) -> None:
 def test_the_report_shows_remarks_and_an_artifact_keeps_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("graftwork.frontends.import_model", lambda model, dtype: tiny_llama())
+    monkeypatch.setattr("graftwork.frontends.import_model", lambda model, dtype, **_: tiny_llama())
     model = gw.optimize("tiny", "medusa", target=EAGER)
     assert "note: draft_medusa: its weights are untrained" in str(model.report)
     assert gw.load(model.save(tmp_path / "out")).report == model.report

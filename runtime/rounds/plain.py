@@ -129,10 +129,11 @@ class RestingRound(PlainRound):
         live, before = len(self.decoding.live), self.clock()
         while made < wanted and len(self.decoding.live) == live > 0:
             starts = [0 if text.done else len(text.tokens) for text in texts]
+            room = self.decoding.room()
             steps = super().run(min(MISSED, wanted - made))
             self.missed.tell(texts, starts, steps)
             made += steps
-            if self.decoding.room() == 0:
+            if steps == room:
                 break  # the cache policy must have its turn
         self.decoding.length.rested(made, self.clock() - before)
         return made
