@@ -13,7 +13,8 @@ from sources import summary
 @pytest.mark.parametrize(
     ("kinds", "count"),
     [
-        pytest.param(["gguf", "onnx"], 16, marks=pytest.mark.long),
+        (["gguf", "onnx"], 8),
+        pytest.param(["gguf", "onnx"], 40, marks=pytest.mark.long),
         (["tokenizer", "prompts"], 40),
     ],
     ids=str,
