@@ -43,9 +43,10 @@ def update(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
-    """Every test starts from the same random state."""
+    """Every test starts from the same random state, and leaves torch's switch for gradients on."""
     torch.manual_seed(0)
     yield
+    assert torch.is_grad_enabled(), "this test left gradients off"
 
 
 PROCESSORS = ["native", *(["x86-64", "haswell"] if platform.machine() == "x86_64" else [])]
