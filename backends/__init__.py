@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from ..ir import Program
-from ..ir.executable import Executable
+from ..ir.execution.executable import Executable
 from .faults import (
     check_columns,
     check_constant_indices,

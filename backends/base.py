@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ..ir import Function, Program, Role
-from ..ir.executable import Widths
+from ..ir.execution.executable import Widths
 from ..ir.ops import is_exact_by_row
-from ..ir.threads import Turn
+from ..ir.support.threads import Turn
 from .states import StateBuffers
 from .target import MOST_COLUMNS, Target
 

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..ir.errors import UnsupportedError
-from ..ir.files import open_regular
-from ..ir.kept import OTHERS, is_ours, kept_folder
-from ..ir.scratch import lock_open
+from ..ir.support.cache_folder import OTHERS, is_ours, kept_folder
+from ..ir.support.errors import UnsupportedError
+from ..ir.support.files import open_regular
+from ..ir.support.scratch import lock_open
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..ir import Function, arguments
-from ..ir.executable import DECOMPOSED, KernelUse
+from ..ir.execution.executable import DECOMPOSED, KernelUse
 
 G = torch.ops.graftwork
 STORED = {

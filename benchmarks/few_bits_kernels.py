@@ -20,7 +20,7 @@ import torch
 from graftwork.backends import tiles
 from graftwork.backends.torch import native, native_quantized
 from graftwork.ir import Weight
-from graftwork.ir.numerics import Numeric
+from graftwork.ir.ops.numerics import Numeric
 
 Products = Callable[[torch.Tensor], Any]
 

@@ -22,7 +22,7 @@ import torch
 
 import graftwork as gw
 from graftwork.backends import Target
-from graftwork.ir.executable import Executable
+from graftwork.ir.execution.executable import Executable
 
 TYPES = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
 CONFIG: dict[str, Any] = {

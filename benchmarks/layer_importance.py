@@ -27,7 +27,7 @@ from systems import text_parser
 
 import graftwork as gw
 from graftwork.ir import Program
-from graftwork.ir.tokenizer import read_tokenizer
+from graftwork.ir.support.tokenizer import read_tokenizer
 from graftwork.model import trace
 from graftwork.passes.depth.skip_layers import SkipLayers
 from graftwork.training.net import Net

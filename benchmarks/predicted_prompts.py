@@ -23,7 +23,7 @@ from systems import optimized_model, text_parser
 
 import graftwork as gw
 from graftwork.backends import Target
-from graftwork.ir.protocol import chain_inputs
+from graftwork.ir.plan.inputs import chain_inputs
 from graftwork.recipe import Recipe
 
 CALIBRATION = 2**18

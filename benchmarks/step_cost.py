@@ -20,7 +20,7 @@ import torch
 
 import graftwork as gw
 from graftwork.backends import Target
-from graftwork.ir.executable import Executable
+from graftwork.ir.execution.executable import Executable
 
 WARM_UP = 3
 """Calls before those that are timed: the first compiles, the second may record."""

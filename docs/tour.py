@@ -79,7 +79,7 @@ fn.graph.eliminate_dead_code()
 section("3. A program adds weights, states, a decode plan; it prints, and the print parses")
 
 from graftwork.ir import ModelInfo, Program, WeightStore  # noqa: E402
-from graftwork.ir.parser import parse_program  # noqa: E402
+from graftwork.ir.text.parser import parse_program  # noqa: E402
 
 info = ModelInfo("example", vocab_size=16, context=128)
 program = Program("example", {"step": fn}, WeightStore(weights), info)
@@ -120,7 +120,7 @@ show(f"interpreted: {tuple(out.shape)}, largest magnitude {out.abs().max():.2f}"
 # ---------------------------------------------------------------------------------------------
 section("5. Rewriting: a pattern in plain torch code, a replacement, no visitor")
 
-from graftwork.ir.rewrite import Builder, Match, Rule, apply_rules  # noqa: E402
+from graftwork.ir.rewrite.rules import Builder, Match, Rule, apply_rules  # noqa: E402
 
 
 def clip_replacement(build: Builder, match: Match) -> torch.fx.Node:

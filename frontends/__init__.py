@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ..ir import InputError, Program
-from ..ir.files import plain_path
-from ..ir.packages import installing
-from ..ir.threads import traces
+from ..ir.support.files import plain_path
+from ..ir.support.packages import installing
+from ..ir.support.threads import traces
 from .generation import Known, nobody
 
 __all__ = ["import_model", "import_part"]

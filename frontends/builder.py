@@ -15,7 +15,7 @@ import torch.fx
 from torch.fx.node import map_aggregate
 
 from ..ir import NOWHERE, Dim, Function, Site, Sym, TensorType, Weight, type_of
-from ..ir.infer import infer
+from ..ir.inference.infer import infer
 from ..ir.weights import Call, Operand, computed
 
 A = torch.ops.aten

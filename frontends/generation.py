@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from pydantic import TypeAdapter, ValidationError
 
 from ..ir import Defaults, InputError, ModelInfo
-from ..ir.defaults import NEUTRAL
+from ..ir.plan.defaults import NEUTRAL
 
 ASSETS = (
     "added_tokens.json",

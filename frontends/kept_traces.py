@@ -22,10 +22,10 @@ import torch.fx
 from torch.fx.node import map_aggregate
 
 from ..ir import Function, GraftworkError, InputError, Weight, WeightStore, type_of
-from ..ir.kept import kept_folder
-from ..ir.parser import parse_function
-from ..ir.printer import function_text
-from ..ir.scratch import replacing_file
+from ..ir.support.cache_folder import kept_folder
+from ..ir.support.scratch import replacing_file
+from ..ir.text.parser import parse_function
+from ..ir.text.printer import function_text
 from ..ir.weights import Call, Operand, computed, open_safetensors
 from .importer import Imported
 

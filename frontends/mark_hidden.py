@@ -32,7 +32,7 @@ import torch
 import torch.fx
 
 from ..ir import Function, Site, TensorType, UnsupportedError, site_of, type_of
-from ..ir.analysis import dominating_chain
+from ..ir.execution.analysis import dominating_chain
 from .number_layers import MIXERS
 
 A, G = torch.ops.aten, torch.ops.graftwork

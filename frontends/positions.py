@@ -27,7 +27,7 @@ import torch.fx
 from torch.fx.node import map_aggregate
 
 from ..ir import Dim, Sym, TensorType, UnsupportedError, Weight, derive, site_of, type_of
-from ..ir.derived import tabulated_piece
+from ..ir.rewrite.derived import tabulated_piece
 from ..ir.weights import piece
 from .importer import Imported
 from .regions import needed_for, reached_from

@@ -27,7 +27,7 @@ from torch.fx.node import map_aggregate
 
 from ..ir import Function, Sym, UnsupportedError, Weight, arguments, site_of
 from ..ir.ops import Sample, op
-from ..ir.protocol import INPUTS
+from ..ir.plan.inputs import INPUTS
 from .importer import Imported
 from .regions import needed_for, reached_from
 

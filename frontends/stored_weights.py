@@ -40,8 +40,8 @@ from ..ir import (
     site_of,
     type_of,
 )
-from ..ir.mixtures import Stack, store_experts
-from ..ir.numerics import Numeric, dequantize
+from ..ir.ops.numerics import Numeric, dequantize
+from ..ir.rewrite.mixtures import Stack, store_experts
 
 A, G = torch.ops.aten, torch.ops.graftwork
 _SHOWN = 3

@@ -17,7 +17,7 @@ from ._clone import install as _install
 if TYPE_CHECKING:
     from .backends.target import Target
     from .exits import calibrate_exits
-    from .ir.errors import GraftworkError
+    from .ir.support.errors import GraftworkError
     from .model import Model, load, optimize
     from .recipe import Recipe, recipes
     from .training import fit, train_exits

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .ir import Program
-from .ir.executable import Executable
+from .ir.execution.executable import Executable
 from .ir.plan import Chain, DecodePlan, FixedLength, Lossless, NoDraft
 from .passes.engine.base import Contract, Effect, all_passes
 from .planned import Planned

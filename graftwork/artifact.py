@@ -38,7 +38,9 @@ from .ir import (
     from_safetensors,
     program_text,
 )
-from .ir.files import (
+from .ir.check.legality import unmet
+from .ir.check.verify import verify
+from .ir.support.files import (
     LARGE,
     SealedPath,
     as_text,
@@ -48,11 +50,9 @@ from .ir.files import (
     read_json,
     read_open,
 )
-from .ir.legality import unmet
-from .ir.lexer import MAX_BYTES
-from .ir.parser import parse_program
-from .ir.scratch import replacing
-from .ir.verify import verify
+from .ir.support.scratch import replacing
+from .ir.text.lexer import MAX_BYTES
+from .ir.text.parser import parse_program
 from .ir.weights import open_safetensors
 from .places import check_above
 from .report import Report, plain

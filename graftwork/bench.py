@@ -23,8 +23,8 @@ import torch
 
 from .agreement import OwnText, is_approximate, plain_plan
 from .ir import InputError
-from .ir.executable import Executable
-from .ir.packages import installing
+from .ir.execution.executable import Executable
+from .ir.support.packages import installing
 from .model import Model
 from .passes.engine.base import Effect, all_passes
 from .passes.engine.validate import reference_logits

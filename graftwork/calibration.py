@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .ir import InputError, Program
-from .ir.files import plain_path
+from .ir.support.files import plain_path
 from .passes.engine.evidence import Evidence, WorkFolder
 from .prompts import Prompts, check_file
 

@@ -280,7 +280,7 @@ def bench(
         )
     out.print(table)
     if json_ is not None:
-        from .ir.scratch import write_text
+        from .ir.support.scratch import write_text
 
         write_text(json_, json.dumps(figures, indent=1))
 
@@ -390,7 +390,7 @@ def demo(
         table, figures = run_demo(progress=show, quick=quick)
     out.print(table)
     if json_ is not None:
-        from .ir.scratch import write_text
+        from .ir.support.scratch import write_text
 
         write_text(json_, json.dumps(figures, indent=1))
 
@@ -399,14 +399,14 @@ def demo(
 
 
 def _is_expected(error: Exception) -> bool:
-    from .ir.errors import GraftworkError
+    from .ir.support.errors import GraftworkError
 
     # What the system refuses (a folder, a full disk) it says in a line that names the file.
     return isinstance(error, (GraftworkError, OSError))
 
 
 def _bad(message: str) -> Exception:
-    from .ir.errors import InputError
+    from .ir.support.errors import InputError
 
     return InputError(message)
 

@@ -55,7 +55,7 @@ def export(
     from .cli import out, progress
     from .export import check_opset
     from .export_folder import MARKS
-    from .ir.errors import InputError
+    from .ir.support.errors import InputError
     from .opening import open_model, stored_as
     from .places import check_folder
 

@@ -47,7 +47,7 @@ def generate(
 ) -> None:
     """Continue a text."""
     from .cli import progress
-    from .ir.tokenizer import encode
+    from .ir.support.tokenizer import encode
     from .opening import open_model
     from .prompts import as_ids
     from .runtime.asking.options import check_keywords
@@ -87,7 +87,7 @@ def generate(
 def _write(opened: Any, ids: list[int], begun: int, keywords: dict[str, Any], json_: bool) -> None:
     """Generate and show; begun: tokens that the result begins with."""
     from .cli import err
-    from .ir.tokenizer import decode
+    from .ir.support.tokenizer import decode
     from .runtime.stats import Stats
     from .text_printer import TextPrinter
 
@@ -109,8 +109,8 @@ def _write(opened: Any, ids: list[int], begun: int, keywords: dict[str, Any], js
 
 def _text(prompt: str | None, file: Path | None) -> str:
     """What is to be continued. Errors: `InputError` for none, two, or what is no text."""
-    from .ir.errors import InputError
-    from .ir.files import LARGE, read_bytes
+    from .ir.support.errors import InputError
+    from .ir.support.files import LARGE, read_bytes
 
     _require(
         (prompt is None) != (file is None),
@@ -133,7 +133,7 @@ def _text(prompt: str | None, file: Path | None) -> str:
 
 def _check_room(text: str, keywords: Mapping[str, Any], info: ModelInfo, tokenizer: Path) -> None:
     """That the prompt and what is asked for fit the context. Errors: `InputError`."""
-    from .ir.tokenizer import encode, read_tokenizer
+    from .ir.support.tokenizer import encode, read_tokenizer
     from .runtime.asking.options import read_options
 
     count = len(encode(read_tokenizer(tokenizer), text))
@@ -142,7 +142,7 @@ def _check_room(text: str, keywords: Mapping[str, Any], info: ModelInfo, tokeniz
 
 
 def _require(holds: bool, message: str) -> None:
-    from .ir.errors import InputError
+    from .ir.support.errors import InputError
 
     if not holds:
         raise InputError(message)

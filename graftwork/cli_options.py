@@ -14,7 +14,7 @@ ModelArg = Annotated[
 
 def written(text: str) -> Path:
     """A path to write to, as the command line has it. Errors: `InputError` for an empty one."""
-    from .ir.files import plain_path
+    from .ir.support.files import plain_path
 
     return plain_path("where to write", text)
 

@@ -17,8 +17,8 @@ from .bench import Bench, Contestant, Genai, Optimized, Transformers, as_json
 from .calibration import check_text, evidence_for
 from .guests import check_guests
 from .ir import InputError
-from .ir.executable import Executable
-from .ir.scratch import Scratch
+from .ir.execution.executable import Executable
+from .ir.support.scratch import Scratch
 from .model import optimize, transform
 from .prompts import Prompts, check_file, check_seed, read_prompts
 from .recipe import Recipe

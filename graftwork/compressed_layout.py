@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .ir import TensorType, UnsupportedError, Weight, derivation, derive
-from .ir.numerics import pack
+from .ir.ops.numerics import pack
 
 
 def stored(

@@ -31,7 +31,7 @@ from rich.text import Text as Line
 
 from .agreement import plain_plan
 from .ir import InputError
-from .ir.executable import Executable
+from .ir.execution.executable import Executable
 from .ir.plan import DecodePlan, FullDepth
 from .ir.plan.depth import ThresholdDepth
 from .model import Model

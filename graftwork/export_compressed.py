@@ -39,8 +39,8 @@ from .ir import (
     site_of,
     type_of,
 )
-from .ir.files import LARGE, read_bytes, read_json
-from .ir.scratch import replacing
+from .ir.support.files import LARGE, read_bytes, read_json
+from .ir.support.scratch import replacing
 from .ir.weights import piece
 from .passes.numerics.solver import scaled_name
 from .passes.numerics.values import are_constant, values_of

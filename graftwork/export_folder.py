@@ -18,10 +18,10 @@ import onnx_ir as oir
 
 from . import __version__
 from .ir import InputError, ModelInfo, Program, UnsupportedError
-from .ir.contract import Contract
-from .ir.files import LARGE, read_bytes
-from .ir.printer import call_text
-from .ir.scratch import replacing
+from .ir.plan.contract import Contract
+from .ir.support.files import LARGE, read_bytes
+from .ir.support.scratch import replacing
+from .ir.text.printer import call_text
 from .passes.engine.manager import weakest
 from .places import check_folder
 

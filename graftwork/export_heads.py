@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from .ir import InputError, Program, type_of
 from .ir.plan import DraftRecord, HeadsDraft
-from .ir.scratch import replacing
+from .ir.support.scratch import replacing
 
 Draft = TypeVar("Draft", bound=DraftRecord)
 

@@ -13,9 +13,9 @@ import torch
 
 from .export_heads import find_draft, write_folder
 from .ir import Function, InputError, Program
-from .ir.files import read_json
 from .ir.plan import CachedDraft
-from .passes.engine.subgraph import evaluate, extract
+from .ir.rewrite.subgraph import evaluate, extract
+from .ir.support.files import read_json
 
 A, G = torch.ops.aten, torch.ops.graftwork
 PREFIX, LAYER = "eagle3.", "eagle3.midlayer."

@@ -18,10 +18,10 @@ from .calibration import check_data, evidence_for, evidence_of, read_documents
 from .frontends.generation import Known, nobody
 from .guests import check_guests, with_guests
 from .ir import GraftworkError, GraftworkWarning, InputError, Program, Weight, WeightStore
-from .ir.executable import KernelUse, Memory
-from .ir.files import plain_path
-from .ir.threads import traces
-from .ir.tokenizer import read_tokenizer
+from .ir.execution.executable import KernelUse, Memory
+from .ir.support.files import plain_path
+from .ir.support.threads import traces
+from .ir.support.tokenizer import read_tokenizer
 from .passes.engine.evidence import Evidence, WorkFolder
 from .passes.engine.manager import arrange, facts_of, run_passes
 from .passes.engine.validate import Validator
@@ -42,7 +42,7 @@ from .traced import Source, Traced
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from .ir.executable import Executable
+    from .ir.execution.executable import Executable
 
 _COMPILED = "compiled"
 T = TypeVar("T")

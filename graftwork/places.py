@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from .ir import InputError
-from .ir.files import plain_path
+from .ir.support.files import plain_path
 
 
 def check_folder(folder: str | Path, ours: str = "") -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .ir.executable import Executable
+from .ir.execution.executable import Executable
 from .ir.plan import DecodePlan
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from .ir import InputError, Program
-from .ir.files import LARGE, plain_path, read_text
-from .ir.names import shown
 from .ir.program import ModelInfo
-from .ir.tokenizer import encode, read_tokenizer
+from .ir.support.files import LARGE, plain_path, read_text
+from .ir.support.names import shown
+from .ir.support.tokenizer import encode, read_tokenizer
 from .runtime.asking.options import MOST_SEED
 
 Prompts = str | Path | Sequence[str] | Sequence[Sequence[int]]

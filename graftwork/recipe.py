@@ -40,12 +40,12 @@ import yaml
 from pydantic import ValidationError
 
 from .ir import InputError
-from .ir.discovery import brought
-from .ir.files import plain_path, read_text
-from .ir.scratch import write_text
+from .ir.support.discovery import brought
+from .ir.support.files import plain_path, read_text
+from .ir.support.scratch import write_text
+from .ir.support.yamlfile import Document, parse, parse_value
 from .passes import Contract, Pass, all_passes
 from .passes.engine.manager import Step, weakest
-from .yamlfile import Document, parse, parse_value
 
 KEYS = ("title", "paper", "differs", "contract", "extends", "needs", "passes")
 NEEDS = {"data": "sample text or prompts, given as data="}

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from .backends.kernel_uses import kernels_line
 from .ir import InputError, Program
-from .ir.executable import KernelUse, Memory
+from .ir.execution.executable import KernelUse, Memory
 from .passes.engine.base import Contract
 from .passes.engine.manager import PassReport
 

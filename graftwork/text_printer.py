@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from .ir.tokenizer import decode
+from .ir.support.tokenizer import decode
 
 
 class TextPrinter:

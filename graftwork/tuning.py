@@ -27,10 +27,10 @@ from .agreement import OwnText, is_approximate, own_text, plain_plan
 from .backends.target import Target
 from .calibration import check_text
 from .ir import InputError
-from .ir.executable import Executable
+from .ir.execution.executable import Executable
 from .ir.plan import FixedLength, KeepAll, StaticTree
+from .ir.plan.inputs import ANCESTORS
 from .ir.plan.shapes import expected
-from .ir.protocol import ANCESTORS
 from .model import Model, as_target, load, optimize
 from .planned import Planned
 from .prompts import Prompts, check_file, read_prompts

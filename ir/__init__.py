@@ -1,9 +1,16 @@
 """The intermediate representation: programs, functions, types, ops, plans and weights."""
 
 from . import ops
-from .decompositions import decompositions
-from .defaults import Defaults
-from .errors import (
+from .check.verify import verify
+from .execution.interpret import run
+from .function import NOWHERE, Function, Role, Site, arguments, cone, site_of, type_of
+from .ops.decompositions import decompositions
+from .plan import DecodePlan
+from .plan.defaults import Defaults
+from .program import LOG, SOURCE, ModelInfo, PassRecord, Program, State, program_text
+from .rewrite.match import Match
+from .rewrite.rules import Builder, Rewritten, Rule, apply_rules
+from .support.errors import (
     GraftworkError,
     GraftworkWarning,
     InputError,
@@ -12,16 +19,9 @@ from .errors import (
     UnsupportedError,
     VerifyError,
 )
-from .function import NOWHERE, Function, Role, Site, arguments, cone, site_of, type_of
-from .interpret import run
-from .match import Match
-from .parser import parse_function, parse_program
-from .plan import DecodePlan
-from .printer import function_text
-from .program import LOG, SOURCE, ModelInfo, PassRecord, Program, State, program_text
-from .rewrite import Builder, Rewritten, Rule, apply_rules
+from .text.parser import parse_function, parse_program
+from .text.printer import function_text
 from .types import Dim, Sym, TensorType, make_dim
-from .verify import verify
 from .weights import Weight, WeightStore, derivation, derive, from_safetensors
 
 __all__ = [

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch.fx
 
-from .errors import GraftworkError
-from .infer import infer, inferred
-from .names import check_name
-from .signature import placed
+from .inference.infer import infer, inferred
+from .inference.signature import placed
+from .support.errors import GraftworkError
+from .support.names import check_name
 from .types import Sym, TensorType, ValueType
 from .weights import Weight
 

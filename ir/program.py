@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from .defaults import Defaults
-from .errors import GraftworkError, InputError
-from .fields import check_fields
 from .function import Function
-from .names import check_name, check_program_name
 from .plan import DecodePlan
-from .printer import call_text, fields_of, function_lines, literal, name_text, record_text
+from .plan.defaults import Defaults
+from .support.errors import GraftworkError, InputError
+from .support.fields import check_fields
+from .support.names import check_name, check_program_name
+from .text.printer import call_text, fields_of, function_lines, literal, name_text, record_text
 from .types import Sym, TensorType
 from .weights import WeightStore
 

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 
-from .errors import InputError
+from .support.errors import InputError
 
 DTYPES: dict[str, torch.dtype] = {
     "f64": torch.float64,

@@ -24,8 +24,8 @@ from typing import Any, ParamSpec
 import torch
 from torch.fx.node import map_aggregate
 
-from .errors import InputError
-from .files import open_regular
+from .support.errors import InputError
+from .support.files import open_regular
 from .types import TensorType
 
 P = ParamSpec("P")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..ir.executable import Executable
+from ..ir.execution.executable import Executable
 from ..ir.plan import KeepEdited
 from .asking.request import Request
 from .cache.conversations import Conversations, common

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..ir import GraftworkWarning, Program
-from ..ir.executable import Executable
+from ..ir.execution.executable import Executable
 from ..ir.ops.parallel import agreed_seed, part_of
 from ..ir.plan import DecodePlan, Encoded, untrained
 from ..ir.plan.depth import ThresholdDepth

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from ..ir import Program, UnsupportedError
-from ..ir.executable import Executable
-from ..ir.legality import unmet
+from ..ir.check.legality import unmet
+from ..ir.execution.executable import Executable
 from .asking.request import Request
 from .edits import edits, put_together
 from .rounds import ROUNDS, Decoding

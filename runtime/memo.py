@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..ir.executable import Executable
+from ..ir.execution.executable import Executable
 
 LEARNT = "learnt"
 """Whose scratch holds what texts have taught."""

@@ -11,8 +11,8 @@ from typing import IO
 import torch
 
 from ..ir import InputError, Program, State, TensorType, function_text
-from ..ir.executable import Executable
-from ..ir.scratch import replacing_file
+from ..ir.execution.executable import Executable
+from ..ir.support.scratch import replacing_file
 from ..ir.weights import SafetensorsFile, open_safetensors
 from .asking.request import read_request
 from .cache.conversations import (

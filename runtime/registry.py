@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from ..ir import GraftworkError, UnsupportedError
-from ..ir.discovery import import_all
 from ..ir.plan import Record
+from ..ir.support.discovery import import_all
 
 T = TypeVar("T")
 

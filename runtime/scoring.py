@@ -14,8 +14,8 @@ import math
 import torch
 
 from ..ir import InputError, UnsupportedError
-from ..ir.executable import Executable
-from ..ir.protocol import chain_inputs
+from ..ir.execution.executable import Executable
+from ..ir.plan.inputs import chain_inputs
 from .asking.prompts import check_ids
 from .asking.text import Text
 from .cache.base import CACHES

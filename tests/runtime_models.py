@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from graftwork.ir import Function, InputError, ModelInfo, Program, TensorType, WeightStore
-from graftwork.ir.executable import ANY, HeldCall, Widths
+from graftwork.ir.execution.executable import ANY, HeldCall, Widths
 from graftwork.ir.plan import DecodePlan, DraftRecord, Record, TreeRecord
-from graftwork.ir.threads import Turn
+from graftwork.ir.support.threads import Turn
 from graftwork.runtime.asking.options import GenerationOptions
 from graftwork.runtime.speculate.setting import Setting
 

@@ -22,8 +22,9 @@ from tiny import cached_llama
 from graftwork import artifact
 from graftwork.artifact import is_artifact, is_saved, load, save
 from graftwork.backends.target import Target
-from graftwork.ir import InputError, Program, TensorType, Weight, WeightStore, scratch
-from graftwork.ir.files import read_bytes
+from graftwork.ir import InputError, Program, TensorType, Weight, WeightStore
+from graftwork.ir.support import scratch
+from graftwork.ir.support.files import read_bytes
 from graftwork.passes.engine.validate import reference_logits
 from graftwork.shards import plan_shards
 

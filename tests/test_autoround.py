@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_gptq import correlated, moments
 from torch import Tensor
 
-from graftwork.ir.numerics import Numeric
+from graftwork.ir.ops.numerics import Numeric
 from graftwork.passes.engine.moments import loss
 from graftwork.passes.numerics.methods.autoround import Learned, gradients, rounded, values
 from graftwork.passes.numerics.methods.base import method_of

@@ -14,7 +14,7 @@ from tiny import tiny_llama
 from torch import Tensor
 
 from graftwork.ir import Program, Weight, WeightStore
-from graftwork.ir.numerics import Numeric
+from graftwork.ir.ops.numerics import Numeric
 from graftwork.passes.engine.blocks import weight_of
 from graftwork.passes.engine.calibrate import Seen, calibrate
 from graftwork.passes.engine.evidence import TextSample

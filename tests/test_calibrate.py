@@ -17,7 +17,7 @@ from handmade import Shape, cached_llama, llama
 from torch import Tensor
 
 from graftwork.ir import InputError, PassError, Program, Weight, WeightStore, run
-from graftwork.ir.protocol import chain_inputs
+from graftwork.ir.plan.inputs import chain_inputs
 from graftwork.passes.engine import sources
 from graftwork.passes.engine.blocks import blocks_of, weight_of
 from graftwork.passes.engine.calibrate import Seen, calibrate

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from graftwork.backends import tiles
 from graftwork.backends.torch import native_quantized as native
 from graftwork.ir import InputError
-from graftwork.ir.numerics import Numeric, Quantized, pack
+from graftwork.ir.ops.numerics import Numeric, Quantized, pack
 from graftwork.ir.ops.quantized import quantized_linear
 
 everywhere = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

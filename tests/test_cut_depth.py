@@ -16,11 +16,11 @@ from graftwork.backends import compile
 from graftwork.backends.onnxruntime.executable import OnnxExecutable
 from graftwork.backends.target import Target
 from graftwork.ir import PassError, Program, VerifyError, parse_program, program_text, verify
-from graftwork.ir.errors import InputError
-from graftwork.ir.executable import Executable
-from graftwork.ir.legality import unmet
+from graftwork.ir.check.legality import unmet
+from graftwork.ir.execution.executable import Executable
 from graftwork.ir.plan import Segments
-from graftwork.ir.protocol import chain_inputs
+from graftwork.ir.plan.inputs import chain_inputs
+from graftwork.ir.support.errors import InputError
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.depth.cut_depth import CutDepth

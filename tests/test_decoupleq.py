@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_gptq import correlated, moments
 
-from graftwork.ir.numerics import Numeric, Quantized, pack
+from graftwork.ir.ops.numerics import Numeric, Quantized, pack
 from graftwork.passes.engine.moments import Moments, loss
 from graftwork.passes.numerics.methods.base import method_of
 from graftwork.passes.numerics.methods.decoupleq import rescaled

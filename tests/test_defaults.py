@@ -27,7 +27,7 @@ from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATION
 import graftwork as gw
 from graftwork.export import export_genai, export_onnx
 from graftwork.ir import Defaults, InputError, ParseError, UnsupportedError, parse_program
-from graftwork.ir.defaults import NEUTRAL, WITHOUT_EFFECT
+from graftwork.ir.plan.defaults import NEUTRAL, WITHOUT_EFFECT
 from graftwork.runtime.asking.options import BEST, GenerationOptions, read_options
 
 SAMPLES: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 7, "top_p": 0.9}

@@ -21,7 +21,7 @@ from graftwork.backends.target import Target
 from graftwork.backends.torch.emit import emit
 from graftwork.backends.torch.gpu_products import quantized_linear
 from graftwork.ir import Function, InputError, Program, Sym, TensorType, UnsupportedError, type_of
-from graftwork.ir.numerics import Numeric
+from graftwork.ir.ops.numerics import Numeric
 
 ELSEWHERE = torch.device("meta")
 

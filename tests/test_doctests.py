@@ -36,6 +36,6 @@ def test_examples(name: str) -> None:
 
 
 def test_examples_are_found() -> None:
-    names = ("graftwork.ir.types", "graftwork.yamlfile")
+    names = ("graftwork.ir.types", "graftwork.ir.support.yamlfile")
     tried = [doctest.testmod(importlib.import_module(name)).attempted for name in names]
     assert all(tried)

@@ -17,8 +17,8 @@ from torch import Tensor
 import graftwork as gw
 from graftwork.frontends import import_model
 from graftwork.ir import PassError, Program, Weight, WeightStore, arguments, parse_program, run
-from graftwork.ir.numerics import Numeric, dequantize
-from graftwork.ir.protocol import chain_inputs
+from graftwork.ir.ops.numerics import Numeric, dequantize
+from graftwork.ir.plan.inputs import chain_inputs
 from graftwork.passes.engine import routed
 from graftwork.passes.engine.calibrate import Seen, calibrate
 from graftwork.passes.engine.evidence import Evidence, TextSample, WorkFolder

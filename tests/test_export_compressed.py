@@ -27,7 +27,7 @@ import graftwork as gw
 from graftwork.cli import app
 from graftwork.frontends import import_model
 from graftwork.ir import GraftworkWarning, InputError, Program, UnsupportedError, arguments
-from graftwork.ir.numerics import unpack
+from graftwork.ir.ops.numerics import unpack
 
 G = torch.ops.graftwork
 EAGER = "eager:cpu:float32"

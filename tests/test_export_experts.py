@@ -20,7 +20,7 @@ import graftwork as gw
 from graftwork.frontends import import_model
 from graftwork.frontends.huggingface import CheckpointNames
 from graftwork.ir import Program, UnsupportedError, arguments
-from graftwork.ir.numerics import dequantize
+from graftwork.ir.ops.numerics import dequantize
 
 G = torch.ops.graftwork
 STACKS = ("gate_up", "down")

@@ -21,7 +21,7 @@ from graftwork.backends.torch import native_quantized
 from graftwork.backends.torch.tiled import with_tiles
 from graftwork.frontends import import_model
 from graftwork.ir import Program, type_of
-from graftwork.ir.executable import DECOMPOSED
+from graftwork.ir.execution.executable import DECOMPOSED
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.recipe import Recipe
 from graftwork.runtime import generate

@@ -19,7 +19,14 @@ from graftwork.artifact import is_artifact, is_saved
 from graftwork.backends.target import Target
 from graftwork.demo import demo_folder
 from graftwork.ir import GraftworkError, InputError
-from graftwork.ir.files import LARGE, open_regular, plain_path, read_bytes, read_json, read_text
+from graftwork.ir.support.files import (
+    LARGE,
+    open_regular,
+    plain_path,
+    read_bytes,
+    read_json,
+    read_text,
+)
 from graftwork.model import transform
 from graftwork.traced import Traced
 

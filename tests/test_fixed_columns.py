@@ -15,7 +15,7 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.demo import demo_folder
 from graftwork.ir import InputError, Role
-from graftwork.ir.executable import Widths
+from graftwork.ir.execution.executable import Widths
 from graftwork.runtime import generate
 
 ASKED: dict[str, Any] = {"do_sample": False, "eos_token_id": [], "max_new_tokens": 40}

@@ -15,7 +15,7 @@ import graftwork.passes.numerics.methods.jlcm as jlcm
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError, PassError, Program, parse_program, program_text
-from graftwork.ir.numerics import Numeric, unpack
+from graftwork.ir.ops.numerics import Numeric, unpack
 from graftwork.passes.engine.manager import run_passes
 from graftwork.passes.engine.moments import loss
 from graftwork.passes.numerics.methods.base import method_of

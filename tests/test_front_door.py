@@ -17,7 +17,7 @@ import graftwork as gw
 from graftwork import backends, frontends
 from graftwork.cli import main
 from graftwork.ir import InputError
-from graftwork.ir.packages import installing
+from graftwork.ir.support.packages import installing
 
 ROOT = Path(__file__).parents[1]
 IDS = torch.tensor([[1, 2, 3]])

@@ -17,7 +17,7 @@ from test_training import FEW, TEXT, drafted
 import graftwork as gw
 from graftwork.cli import main
 from graftwork.ir import InputError
-from graftwork.ir.scratch import write_text
+from graftwork.ir.support.scratch import write_text
 from graftwork.model import Model
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.recipe import Recipe

@@ -28,7 +28,7 @@ from graftwork.ir import (  # noqa: E402
     UnsupportedError,
     arguments,
 )
-from graftwork.ir.numerics import Quantized, pack  # noqa: E402
+from graftwork.ir.ops.numerics import Quantized, pack  # noqa: E402
 
 G = torch.ops.graftwork
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}

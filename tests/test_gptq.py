@@ -18,7 +18,7 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.frontends import import_model
 from graftwork.ir import PassError, Program, parse_program, program_text
-from graftwork.ir.numerics import Numeric
+from graftwork.ir.ops.numerics import Numeric
 from graftwork.passes.engine.manager import run_passes
 from graftwork.passes.engine.moments import Moments, loss
 from graftwork.passes.numerics.methods.base import method_of

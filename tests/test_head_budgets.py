@@ -24,7 +24,7 @@ from test_runtime_cached import padded
 
 from graftwork.ir import PassError, Program, Weight, run, verify
 from graftwork.ir.plan import DraftRecord, NoDraft, RecyclingDraft, SuffixDraft
-from graftwork.ir.protocol import chain_inputs
+from graftwork.ir.plan.inputs import chain_inputs
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.head_budgets import chosen
 from graftwork.passes.caching.split_heads import SplitHeads

@@ -16,7 +16,7 @@ from tiny import in_int8
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError
-from graftwork.ir.executable import Executable
+from graftwork.ir.execution.executable import Executable
 
 BACKENDS = ["onnxruntime", "eager"]
 

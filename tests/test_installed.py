@@ -14,7 +14,7 @@ from test_cli import CPU, TEXT, checkpoint  # noqa: F401  (a fixture)
 
 import graftwork as gw
 from graftwork.ir import InputError
-from graftwork.ir.discovery import import_brought
+from graftwork.ir.support.discovery import import_brought
 from graftwork.passes import all_passes
 from graftwork.recipe import Recipe
 

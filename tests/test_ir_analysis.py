@@ -9,7 +9,7 @@ from handmade import Shape, cached_llama, llama
 from hypothesis import given
 
 from graftwork.ir import Function, GraftworkError, Program, Sym, TensorType
-from graftwork.ir.analysis import dominating_chain, last_uses, liveness
+from graftwork.ir.execution.analysis import dominating_chain, last_uses, liveness
 
 A, G = torch.ops.aten, torch.ops.graftwork
 

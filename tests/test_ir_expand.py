@@ -20,7 +20,7 @@ from graftwork.ir import (
     ops,
     run,
 )
-from graftwork.ir.expand import expand
+from graftwork.ir.rewrite.expand import expand
 
 A, G = torch.ops.aten, torch.ops.graftwork
 QUERIES, KEYS, MASK = "f32[B,4,T,8]", "f32[B,2,C,8]", "bool[B,1,T,C]"

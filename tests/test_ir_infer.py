@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graftwork.ir import Function, InputError, Sym, TensorType, VerifyError, make_dim, run
-from graftwork.ir.infer import _infer, _shapes, infer
+from graftwork.ir.inference.infer import _infer, _shapes, infer
 from graftwork.ir.program import ModelInfo, Program
 from graftwork.ir.types import DTYPES
 from graftwork.ir.weights import WeightStore

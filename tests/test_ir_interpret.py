@@ -21,7 +21,7 @@ from graftwork.ir import (
     site_of,
     type_of,
 )
-from graftwork.ir.interpret import bind_symbols
+from graftwork.ir.execution.interpret import bind_symbols
 
 A = torch.ops.aten
 SHAPE = Shape(layers=1, heads=2, groups=1, dim=4, inner=8, vocab=7)

@@ -28,7 +28,7 @@ from graftwork.ir import (
     program_text,
     verify,
 )
-from graftwork.ir.names import is_name
+from graftwork.ir.support.names import is_name
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.runtime.generate import generate
 

@@ -24,8 +24,8 @@ from graftwork.ir import (
     decompositions,
     type_of,
 )
-from graftwork.ir.normal import normal_call
-from graftwork.ir.pattern import InputSpec, parse_spec, trace_pattern
+from graftwork.ir.rewrite.normal import normal_call
+from graftwork.ir.rewrite.pattern import InputSpec, parse_spec, trace_pattern
 
 A = torch.ops.aten
 Tensor = torch.Tensor

@@ -30,7 +30,7 @@ from graftwork.ir import (
     type_of,
     verify,
 )
-from graftwork.ir.match import Matcher
+from graftwork.ir.rewrite.match import Matcher
 
 A, G = torch.ops.aten, torch.ops.graftwork
 

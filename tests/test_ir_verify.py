@@ -29,8 +29,8 @@ from graftwork.ir import (
     verify,
 )
 from graftwork.ir import verify as _verify_function
+from graftwork.ir.ops.stages import register_lowered, stage_of, why_illegal
 from graftwork.ir.plan import DecodePlan, DraftRecord
-from graftwork.ir.stages import register_lowered, stage_of, why_illegal
 
 A, G = torch.ops.aten, torch.ops.graftwork
 SHAPE = Shape(layers=1, heads=2, groups=1, dim=4, inner=8, vocab=7)

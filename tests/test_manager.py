@@ -10,19 +10,19 @@ import torch
 from tiny import cached_llama, in_int8, tiny_llama
 
 from graftwork.ir import Function, PassError, Program
-from graftwork.ir.fingerprint import fingerprint
+from graftwork.ir.rewrite.cleanup import sweep
 from graftwork.passes import Contract, Effect, Outcome, Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.draft_clover import DraftClover
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.drafting.draft_ppd import DraftPpd
+from graftwork.passes.drafting.fingerprint import fingerprint
 from graftwork.passes.drafting.trained import trained_on
 from graftwork.passes.drafting.verify_judge import VerifyJudge
 from graftwork.passes.engine import base
 from graftwork.passes.engine.manager import Step, arrange, run_passes, weakest
 from graftwork.passes.engine.validate import Validator, reference_logits
-from graftwork.passes.fusing.dce import sweep
 from graftwork.passes.fusing.fuse_gate_up import FuseGateUp
 from graftwork.passes.fusing.fuse_qkv import FuseQkv
 from graftwork.passes.fusing.fuse_residual_norm import FuseResidualNorm

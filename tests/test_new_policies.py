@@ -15,11 +15,11 @@ from graftwork.artifact import load, save
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError, PassError, Program, parse_program, program_text, verify
-from graftwork.ir.discovery import import_all
-from graftwork.ir.executable import Executable
+from graftwork.ir.execution.executable import Executable
 from graftwork.ir.plan import RECORDS, CacheRecord, DepthRecord, DraftRecord, LengthRecord
 from graftwork.ir.plan.base import POLICIES, policy
 from graftwork.ir.plan.bounds import Nodes, Share
+from graftwork.ir.support.discovery import import_all
 from graftwork.passes import Contract, all_passes
 from graftwork.passes.engine import base as pass_base
 from graftwork.passes.engine.manager import run_passes

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graftwork.ir import InputError, TensorType
-from graftwork.ir.numerics import WIDTHS, Numeric, dequantize, nearest, pack, unpack
+from graftwork.ir.ops.numerics import WIDTHS, Numeric, dequantize, nearest, pack, unpack
 
 F16, F32 = torch.float16, torch.float32
 MIDDLE = ("symmetric", 1)

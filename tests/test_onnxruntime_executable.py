@@ -22,8 +22,8 @@ from graftwork.backends.onnxruntime import probe, step
 from graftwork.backends.onnxruntime.executable import GRAIN, OnnxExecutable
 from graftwork.backends.onnxruntime.probe import attention_kernel_works
 from graftwork.ir import InputError, Program, UnsupportedError, run
-from graftwork.ir.errors import GraftworkWarning
-from graftwork.ir.executable import ANY
+from graftwork.ir.execution.executable import ANY
+from graftwork.ir.support.errors import GraftworkWarning
 from graftwork.passes.engine.validate import empty_states, reference_logits
 
 TARGET = Target(threads=1)

@@ -15,9 +15,9 @@ from graftwork.backends.onnxruntime.lower import Variant, lower
 from graftwork.backends.onnxruntime.norms import fuse_norms
 from graftwork.backends.onnxruntime.views import simplify_views
 from graftwork.ir import Function, Program, Sym, TensorType, Weight, run
-from graftwork.ir.errors import VerifyError
-from graftwork.ir.infer import _infer, _shapes
-from graftwork.ir.verify import verify
+from graftwork.ir.check.verify import verify
+from graftwork.ir.inference.infer import _infer, _shapes
+from graftwork.ir.support.errors import VerifyError
 from graftwork.passes.engine.validate import empty_states
 
 A = torch.ops.aten

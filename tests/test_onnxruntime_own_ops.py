@@ -27,7 +27,7 @@ from graftwork.backends.pages import Trimmer
 from graftwork.backends.target import Target
 from graftwork.backends.torch import native_quantized as native
 from graftwork.ir import Function, Weight, WeightStore
-from graftwork.ir.errors import GraftworkWarning
+from graftwork.ir.support.errors import GraftworkWarning
 
 
 def weights_of(w: quantized.Weight) -> list[Weight | None]:

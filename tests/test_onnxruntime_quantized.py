@@ -24,7 +24,7 @@ from graftwork.backends.target import Target
 from graftwork.backends.tiles import kernel_name
 from graftwork.export import export_onnx
 from graftwork.ir import Function, Program, TensorType, UnsupportedError, Weight, WeightStore
-from graftwork.ir.numerics import WIDTHS, Numeric
+from graftwork.ir.ops.numerics import WIDTHS, Numeric
 from graftwork.ir.ops.quantized import quantized_linear
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights
 

@@ -11,12 +11,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graftwork.ir import Function, ModelInfo, Program, TensorType, WeightStore, ops, verify
-from graftwork.ir.expressions import Expression
-from graftwork.ir.lexer import Cursor, Source
 from graftwork.ir.ops import OpDef, Sample, all_ops, op_of
-from graftwork.ir.parser import parse_function
-from graftwork.ir.printer import function_text
-from graftwork.ir.stages import find_op, is_core
+from graftwork.ir.ops.stages import find_op, is_core
+from graftwork.ir.text.expressions import Expression
+from graftwork.ir.text.lexer import Cursor, Source
+from graftwork.ir.text.parser import parse_function
+from graftwork.ir.text.printer import function_text
 
 Case = tuple[OpDef, Sample]
 

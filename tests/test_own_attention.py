@@ -21,9 +21,9 @@ from graftwork.backends.onnxruntime.emit import IR_VERSION, OWN
 from graftwork.backends.onnxruntime.ops import ort_attend
 from graftwork.backends.onnxruntime.session import register_own_ops
 from graftwork.backends.torch import cpu
-from graftwork.ir.errors import GraftworkWarning
 from graftwork.ir.ops.attention import SPANS, alibi, cache_write, step_mask
 from graftwork.ir.ops.rotary import rotary
+from graftwork.ir.support.errors import GraftworkWarning
 
 PLACES = {
     "CachedAttention": (

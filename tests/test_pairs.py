@@ -20,8 +20,8 @@ from every_recipe import NAMES, made_by, steps_of
 from tiny import MASK, PROMPTS
 
 from graftwork.backends import Target, compile
-from graftwork.ir.errors import PassError, UnsupportedError
-from graftwork.ir.executable import Executable
+from graftwork.ir.execution.executable import Executable
+from graftwork.ir.support.errors import PassError, UnsupportedError
 from graftwork.passes.engine.manager import Step, weakest
 from graftwork.runtime.generate import generate
 

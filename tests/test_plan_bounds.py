@@ -45,7 +45,7 @@ from graftwork.ir.plan import (
     SuffixDraft,
     WidenedChain,
 )
-from graftwork.ir.tokenizer import encode, read_tokenizer
+from graftwork.ir.support.tokenizer import encode, read_tokenizer
 from graftwork.passes.drafting.draft_hydra import DraftHydra
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.runtime.generate import generate

@@ -20,7 +20,7 @@ from graftwork.artifact import load, save
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import GraftworkError, InputError, PassError, Program
-from graftwork.ir.legality import idle, misfit, unmet
+from graftwork.ir.check.legality import idle, misfit, unmet
 from graftwork.ir.plan import (
     DecodePlan,
     DeferredDepth,

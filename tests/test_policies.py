@@ -29,8 +29,8 @@ from graftwork.ir.plan import (
 )
 from graftwork.ir.plan.base import POLICIES, record
 from graftwork.ir.plan.length import LengthRecord
-from graftwork.ir.printer import record_text
-from graftwork.ir.record_text import parse_record
+from graftwork.ir.text.printer import record_text
+from graftwork.ir.text.record_text import parse_record
 from graftwork.passes import all_passes
 from graftwork.passes.engine.base import PassDefinitionError
 from graftwork.passes.policies import derived

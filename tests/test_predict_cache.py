@@ -15,7 +15,7 @@ from tiny import tiny_llama
 from graftwork.backends import Target, compile
 from graftwork.backends.onnxruntime.portable import refuse_ahead
 from graftwork.ir import PassError, Program, UnsupportedError, Weight, run
-from graftwork.ir.legality import misfit
+from graftwork.ir.check.legality import misfit
 from graftwork.ir.ops.quantized_cache import stored_rows
 from graftwork.ir.plan import Evict, RecyclingDraft, SuffixDraft
 from graftwork.passes.caching.evict_cache import EvictCache

@@ -14,11 +14,11 @@ from tiny import named, tiny_llama
 
 import graftwork as gw
 from graftwork.ir import PassError, Program, run
+from graftwork.ir.rewrite.cleanup import sweep
 from graftwork.model import Model
 from graftwork.passes.engine.feed import empty_inputs
 from graftwork.passes.engine.manager import run_passes
 from graftwork.passes.engine.validate import reference_logits
-from graftwork.passes.fusing.dce import sweep
 from graftwork.passes.numerics.clusters import clustered, clusters
 
 SMALL = {"windows": 2, "length": 64}

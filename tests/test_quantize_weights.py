@@ -7,7 +7,7 @@ import torch
 from handmade import Shape, llama
 
 from graftwork.ir import Program, Weight, WeightStore, run
-from graftwork.ir.numerics import Numeric
+from graftwork.ir.ops.numerics import Numeric
 from graftwork.passes.fusing.fuse_gate_up import FuseGateUp
 from graftwork.passes.fusing.fuse_qkv import FuseQkv
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights

@@ -29,7 +29,7 @@ from graftwork.frontends import import_model
 from graftwork.frontends.huggingface.checkpoint import tensors_of
 from graftwork.frontends.huggingface.formats import format_of, read
 from graftwork.ir import GraftworkWarning, InputError, UnsupportedError, arguments
-from graftwork.ir.legality import idle, unmet
+from graftwork.ir.check.legality import idle, unmet
 
 G = torch.ops.graftwork
 Layer = Callable[[int, int], Written]

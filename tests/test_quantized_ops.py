@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graftwork.ir import InputError
-from graftwork.ir.numerics import WIDTHS, Numeric, unpack
+from graftwork.ir.ops.numerics import WIDTHS, Numeric, unpack
 from graftwork.ir.ops.quantized import (
     fused_multiply_add,
     quantized_embedding,

@@ -10,7 +10,7 @@ from tiny import tiny_llama
 
 from graftwork.frontends import import_model
 from graftwork.ir import Program, run, verify
-from graftwork.ir.rewrite import Rule
+from graftwork.ir.rewrite.rules import Rule
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.fusing.tabulate_positions import TabulatePositions
 from graftwork.passes.raising.canonicalize import Canonicalize

@@ -9,10 +9,10 @@ import pytest
 
 import graftwork as gw
 from graftwork.ir import InputError
+from graftwork.ir.support.yamlfile import parse
 from graftwork.passes import Contract, Pass, all_passes
 from graftwork.passes.engine import base as pass_base
 from graftwork.recipe import Recipe
-from graftwork.yamlfile import parse
 
 
 class Fold(Pass):

@@ -30,7 +30,7 @@ import graftwork as gw
 from graftwork.backends.target import Target
 from graftwork.frontends import import_model
 from graftwork.ir import GraftworkWarning, PassError, arguments
-from graftwork.ir.numerics import Numeric, dequantize
+from graftwork.ir.ops.numerics import Numeric, dequantize
 from graftwork.model import Model
 from graftwork.passes.engine.manager import PassReport, Step, run_passes
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights

@@ -18,10 +18,10 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.frontends import import_model
 from graftwork.ir import Function, Program, Role, run
-from graftwork.ir.protocol import chain_inputs
+from graftwork.ir.plan.inputs import chain_inputs
+from graftwork.ir.rewrite.cleanup import sweep
 from graftwork.passes.engine.manager import run_passes
 from graftwork.passes.engine.validate import empty_states
-from graftwork.passes.fusing.dce import sweep
 
 A, G = torch.ops.aten, torch.ops.graftwork
 EXIT, LAYER = "exit", 3

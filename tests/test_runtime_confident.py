@@ -14,8 +14,8 @@ from tiny import MASK, PROMPTS, in_int8, named, tiny_llama
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import PassError, Program
-from graftwork.ir.executable import Executable
-from graftwork.ir.protocol import chain_inputs
+from graftwork.ir.execution.executable import Executable
+from graftwork.ir.plan.inputs import chain_inputs
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.depth.cut_depth import CutDepth

@@ -18,7 +18,7 @@ from tiny import MASK, PROMPTS, drafting_llama, in_int8, named, tiny_llama
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError, Program, parse_program, program_text, run
-from graftwork.ir.executable import Executable
+from graftwork.ir.execution.executable import Executable
 from graftwork.ir.plan import HeadsDraft, SuffixDraft
 from graftwork.ir.plan.continued import TwofoldDraft
 from graftwork.model import Model

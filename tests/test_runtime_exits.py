@@ -16,7 +16,7 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.backends.torch.executable import TorchExecutable
 from graftwork.ir import PassError, Program, Weight, WeightStore
-from graftwork.ir.executable import Executable, HeldCall, Widths
+from graftwork.ir.execution.executable import Executable, HeldCall, Widths
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.depth.cut_depth import CutDepth

@@ -10,7 +10,7 @@ from tiny import MASK, PROMPTS, drafting_llama, in_int8, named
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
-from graftwork.ir.executable import Executable
+from graftwork.ir.execution.executable import Executable
 from graftwork.passes.drafting.draft_hydra import DraftHydra
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.drafting.draft_mlp_speculator import DraftMlpSpeculator

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fake_proposers import FakeDraft, taken
 
-from graftwork.ir.executable import ANY, Widths
+from graftwork.ir.execution.executable import ANY, Widths
 from graftwork.ir.plan import (
     Chain,
     ConfidenceLength,

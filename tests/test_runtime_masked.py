@@ -16,7 +16,7 @@ from tiny import PROMPTS, in_int8, named, tiny_llama
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError, PassError, Program
-from graftwork.ir.executable import Executable
+from graftwork.ir.execution.executable import Executable
 from graftwork.model import Model
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache

@@ -14,7 +14,7 @@ from tiny import MASK, PROMPTS, in_int8, named, tiny_llama
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError, PassError, Program, Weight
-from graftwork.ir.executable import Executable
+from graftwork.ir.execution.executable import Executable
 from graftwork.ir.plan import MixtureDepth
 from graftwork.model import Model
 from graftwork.passes import Pass

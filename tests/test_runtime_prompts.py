@@ -14,7 +14,7 @@ from tiny import MASK, PROMPTS, drafting_llama, named, tiny_llama
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import PassError, UnsupportedError
-from graftwork.ir.executable import Executable
+from graftwork.ir.execution.executable import Executable
 from graftwork.model import Model
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.draft_merged import DraftMerged

@@ -17,7 +17,7 @@ from tiny import named, tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
-from graftwork.ir.executable import Executable
+from graftwork.ir.execution.executable import Executable
 from graftwork.ir.plan import SuffixDraft
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache

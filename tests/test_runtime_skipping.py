@@ -13,7 +13,7 @@ from tiny import MASK, PROMPTS, in_int8, named, tiny_llama
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import PassError, Program, Weight, WeightStore
-from graftwork.ir.executable import Executable
+from graftwork.ir.execution.executable import Executable
 from graftwork.ir.plan import SearchedSkippingDraft
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache

@@ -13,8 +13,8 @@ from tiny import tiny_llama
 
 from graftwork.backends import Target
 from graftwork.ir import Program, Sym, TensorType
-from graftwork.ir.infer import _freeze, _plain, symbolic
-from graftwork.ir.sampled import sampled
+from graftwork.ir.inference.infer import _freeze, _plain, symbolic
+from graftwork.ir.inference.trial_sizes import sampled
 from graftwork.model import Model
 from graftwork.passes.engine.manager import run_passes
 from graftwork.recipe import Recipe

@@ -16,8 +16,8 @@ from tiny import cached_llama
 
 from graftwork import artifact
 from graftwork.backends.target import Target
-from graftwork.ir import scratch
-from graftwork.ir.scratch import Scratch, exchange, replacing, sweep
+from graftwork.ir.support import scratch
+from graftwork.ir.support.scratch import Scratch, exchange, replacing, sweep
 
 HOLD = """
 import os, sys, time
@@ -133,7 +133,8 @@ def test_folders_of_other_users_stay(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.long
 def test_a_forked_process_leaves_the_folder_to_its_maker(tmp_path: Path) -> None:
     code = (
-        "import os, sys\nfrom pathlib import Path\nfrom graftwork.ir.scratch import Scratch\n"
+        "import os, sys\nfrom pathlib import Path\n"
+        "from graftwork.ir.support.scratch import Scratch\n"
         "kept = Scratch(Path(sys.argv[1]))\n"
         "if os.fork() == 0: sys.exit(0)\n"
         "os.wait()\nassert kept.path.is_dir()\n"

@@ -20,7 +20,7 @@ from tiny import tiny_llama
 from graftwork.backends import Target, compile
 from graftwork.backends.torch import cpu
 from graftwork.ir import PassError, Program
-from graftwork.ir.legality import unmet
+from graftwork.ir.check.legality import unmet
 from graftwork.ir.ops.attention import attend
 from graftwork.ir.ops.shared import attend_part, merge_parts
 from graftwork.ir.plan import NoDraft

@@ -14,7 +14,7 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.frontends import import_model
 from graftwork.ir import PassError, Program, arguments
-from graftwork.ir.numerics import pack, unpack
+from graftwork.ir.ops.numerics import pack, unpack
 from graftwork.model import Model
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights

@@ -13,8 +13,8 @@ from graftwork.artifact import load, save
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import PassError, Program, Weight, WeightStore
-from graftwork.ir.executable import Executable
-from graftwork.ir.protocol import chain_inputs
+from graftwork.ir.execution.executable import Executable
+from graftwork.ir.plan.inputs import chain_inputs
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.depth.skip_layers import SkipLayers, unified

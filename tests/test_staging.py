@@ -28,7 +28,7 @@ from graftwork.backends.onnxruntime.executable import OnnxExecutable
 from graftwork.backends.staging import Staging, Stream
 from graftwork.backends.target import Target
 from graftwork.ir import TensorType, Weight
-from graftwork.ir.analysis import is_repeatable
+from graftwork.ir.execution.analysis import is_repeatable
 
 TARGET = Target(threads=1)
 RECIPES = ["baseline", "copyspec", "recycling", "medusa", "eagle", "eagle_chain", "snapkv", "free"]

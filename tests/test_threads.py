@@ -18,8 +18,8 @@ import graftwork as gw
 from graftwork import backends
 from graftwork.frontends.trace import fake_mode, parameters_without_data
 from graftwork.ir import InputError, Program
-from graftwork.ir.rewrite import _traced
-from graftwork.ir.threads import Turn
+from graftwork.ir.rewrite.rules import _traced
+from graftwork.ir.support.threads import Turn
 from graftwork.passes.raising.raise_norms import RULES
 
 

@@ -55,7 +55,7 @@ def same_as_transformers(folder: Path, kind: type) -> bool:
     return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.filterwarnings("ignore::graftwork.ir.errors.GraftworkWarning")
+@pytest.mark.filterwarnings("ignore::graftwork.ir.support.errors.GraftworkWarning")
 @pytest.mark.parametrize("said", [True, False])
 @pytest.mark.parametrize("name", [*TIED, *T5])
 def test_what_the_file_holds_counts(name: str, said: bool, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from graftwork.backends.target import Target
 from graftwork.demo import demo_folder
 from graftwork.ir import InputError, PassError, Program
-from graftwork.ir.tokenizer import decode, encode, read_tokenizer
+from graftwork.ir.support.tokenizer import decode, encode, read_tokenizer
 from graftwork.model import Model
 from graftwork.passes.drafting.draft_corpus import DraftCorpus
 from graftwork.prompts import read_prompts
@@ -94,7 +94,7 @@ def test_an_interrupt_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*given: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("graftwork.ir.tokenizer.read_bytes", interrupted)
+    monkeypatch.setattr("graftwork.ir.support.tokenizer.read_bytes", interrupted)
     with pytest.raises(KeyboardInterrupt):
         read_tokenizer(FILE)
 

@@ -14,7 +14,7 @@ import torch
 
 from graftwork.backends import cached_library
 from graftwork.ir import UnsupportedError
-from graftwork.ir.errors import GraftworkWarning
+from graftwork.ir.support.errors import GraftworkWarning
 
 SOMEBODY = 54321
 """A user who is not this one."""

@@ -20,7 +20,6 @@ import graftwork as gw
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import GraftworkWarning, PassError, Program
-from graftwork.ir.fingerprint import fingerprint
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.depth.cut_depth import CutDepth
 from graftwork.passes.drafting.draft_eagle import DraftEagle
@@ -28,6 +27,7 @@ from graftwork.passes.drafting.draft_hydra import DraftHydra
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.drafting.draft_mlp_speculator import DraftMlpSpeculator
 from graftwork.passes.drafting.draft_model import DraftModel
+from graftwork.passes.drafting.fingerprint import fingerprint
 from graftwork.passes.engine.base import Pass, all_passes
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.add_argmax import AddArgmax

@@ -12,7 +12,7 @@ from typing import Any
 from torch._decomp import decomposition_table
 
 from ...ir import Function, UnsupportedError
-from ...ir.expand import expand
+from ...ir.rewrite.expand import expand
 from .emit import Guard, row_of, targets_with_rows
 
 _DEPTH = 8  # meanings within meanings; a loop would never end otherwise

@@ -10,11 +10,11 @@ from time import perf_counter
 import torch
 
 from ...ir import GraftworkError, InputError, Program, Role, UnsupportedError, type_of
-from ...ir.analysis import is_repeatable
-from ...ir.errors import execution_error
-from ...ir.executable import ANY, DECOMPOSED, HeldCall, KernelUse, Memory, Outputs, Widths
-from ...ir.scratch import Scratch
-from ...ir.threads import traces
+from ...ir.execution.analysis import is_repeatable
+from ...ir.execution.executable import ANY, DECOMPOSED, HeldCall, KernelUse, Memory, Outputs, Widths
+from ...ir.support.errors import execution_error
+from ...ir.support.scratch import Scratch
+from ...ir.support.threads import traces
 from ..base import StatefulExecutable
 from ..kernel_uses import decomposed
 from ..staging import Stream

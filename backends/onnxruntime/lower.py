@@ -21,10 +21,9 @@ import torch
 from ...ir import Function, Program, arguments, type_of
 from ...ir.ops.recurrent import BLOCK, SHORT_BLOCK
 from ...ir.ops.rounded_state import STEPS
-from ...ir.protocol import ANCESTORS
-from ...ir.stages import register_lowered
-from ...passes.fusing.cse import merge_equal
-from ...passes.fusing.dce import sweep
+from ...ir.ops.stages import register_lowered
+from ...ir.plan.inputs import ANCESTORS
+from ...ir.rewrite.cleanup import merge_equal, sweep
 from . import (
     rows_attention,
     rows_elementwise,

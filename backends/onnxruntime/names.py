@@ -21,7 +21,7 @@ import torch
 import torch.fx
 
 from ...ir import TensorType, site_of
-from ...ir.expand import origin_of, short_name
+from ...ir.rewrite.expand import origin_of, short_name
 
 SHOWN = 8
 """Values of a constant that its name may say."""

@@ -42,9 +42,8 @@ from ...ir import (
     type_of,
 )
 from ...ir.ops.attention import SPANS
+from ...ir.rewrite.cleanup import merge_equal, sweep
 from ...ir.types import Dim, TensorType
-from ...passes.fusing.cse import merge_equal
-from ...passes.fusing.dce import sweep
 from .attention import SEQLENS, TOTAL, lower_attention
 from .calls import source_of
 from .decompose import decompose

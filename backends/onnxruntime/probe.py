@@ -11,7 +11,7 @@ import onnx_ir as oir
 import torch
 
 from ...ir import Function, TensorType, UnsupportedError, WeightStore, type_of
-from ...ir.errors import GraftworkWarning
+from ...ir.support.errors import GraftworkWarning
 from .. import tiles
 from ..target import Target
 from .attention import Counted

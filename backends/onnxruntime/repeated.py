@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ...ir.executable import Outputs
+from ...ir.execution.executable import Outputs
 from ..states import StateBuffers
 from .attention import SEQLENS
 from .routing import Counts, Inputs, Route

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ...ir import Function, InputError, Program, Role, Sym, type_of
-from ...ir.protocol import ANCESTORS
+from ...ir.plan.inputs import ANCESTORS
 from ..base import rounds_activations
 from ..target import Target
 from .attention import SEQLENS, TOTAL, Counted

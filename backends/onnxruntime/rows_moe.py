@@ -16,7 +16,7 @@ import torch.fx
 
 from ...ir import TensorType, Weight, arguments, derivation, derive
 from ...ir import type_of as ir_type
-from ...ir.numerics import dequantize
+from ...ir.ops.numerics import dequantize
 from .. import tiles
 from .byte_experts import Gate, Stack, byte_experts
 from .emit import Emitter, native_parts, row, type_of, weight_of

@@ -29,8 +29,8 @@ import torch
 import torch.fx
 
 from ...ir import Dim, TensorType, UnsupportedError, Weight, derivation, derive
-from ...ir.executable import DECOMPOSED
-from ...ir.numerics import dequantize, looked_up, pack, unpack
+from ...ir.execution.executable import DECOMPOSED
+from ...ir.ops.numerics import dequantize, looked_up, pack, unpack
 from .. import tiles
 from ..cuda_blocks import cuda_layout, is_stored
 from . import rows_tiles

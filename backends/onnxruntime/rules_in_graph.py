@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as oir
 
-from ...ir.defaults import Defaults
+from ...ir.plan.defaults import Defaults
 from .graph_builder import GraphBuilder
 
 

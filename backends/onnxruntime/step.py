@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...ir import Function, InputError, Sym, TensorType, type_of
-from ...ir.errors import execution_error
+from ...ir.support.errors import execution_error
 from ..faults import index_fault
 from ..staging import Staging, Stream
 from ..states import StateBuffers

@@ -16,7 +16,7 @@ import torch
 import torch.fx
 
 from ...ir import Function, arguments, site_of, type_of
-from ...passes.fusing.dce import sweep
+from ...ir.rewrite.cleanup import sweep
 from .calls import source_of
 
 A = torch.ops.aten

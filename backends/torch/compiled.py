@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...ir.threads import traces
+from ...ir.support.threads import traces
 from .regions import outline_repeats
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from ...ir import LOG, GraftworkError, InputError, Program, Role, Sym
-from ...ir.errors import execution_error
-from ...ir.executable import ANY, HeldCall, KernelUse, Memory, Outputs, Widths
-from ...ir.protocol import OPTIONAL
-from ...ir.threads import traces
+from ...ir.execution.executable import ANY, HeldCall, KernelUse, Memory, Outputs, Widths
+from ...ir.plan.inputs import OPTIONAL
+from ...ir.support.errors import execution_error
+from ...ir.support.threads import traces
 from ..base import StatefulExecutable, rounds_activations
 from ..faults import index_fault
 from ..pages import Trimmer, move_to_huge_pages

@@ -1,8 +1,8 @@
 """Products with weights of few bits in Triton: what `gpu_products` launches.
 
-They read a weight u8[N, K*bits/8] as it is stored (see `ir.numerics`), each byte once, in units of
-4, 3 or 1 bytes that share a scale. A value is level * scale, or level * scale + offset; sums over
-units are float32.
+They read a weight u8[N, K*bits/8] as it is stored (see `ir.ops.numerics`), each byte once, in units
+of 4, 3 or 1 bytes that share a scale. A value is level * scale, or level * scale + offset; sums
+over units are float32.
 """
 
 # Triton comes without types, and what it compiles takes none.

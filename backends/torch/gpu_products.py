@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ir import InputError, Program
-from ...ir.executable import KernelUse
-from ...ir.numerics import check_bits, dequantize
+from ...ir.execution.executable import KernelUse
 from ...ir.ops import all_ops
+from ...ir.ops.numerics import check_bits, dequantize
 from ...ir.ops.quantized import round_rows
 from ..cuda_blocks import Units, units
 from ..kernel_uses import decomposed, uses

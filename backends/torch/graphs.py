@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...ir import TensorType
-from ...ir.executable import Outputs
+from ...ir.execution.executable import Outputs
 from ..staging import Staging, Stream
 
 Step = Callable[..., Sequence[Tensor]]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from ...ir import Function, Sym, type_of
-from ...ir.executable import Widths
+from ...ir.execution.executable import Widths
 
 WIDTH, CHOSEN = Sym("T"), Sym("S")
 

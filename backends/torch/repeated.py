@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from ...ir.executable import Outputs
+from ...ir.execution.executable import Outputs
 
 
 class Replaying(Protocol):

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ...ir.threads import traces
+from ...ir.support.threads import traces
 from . import native, native_attention, native_quantized, native_recurrent
 from .compiled import Compiled
 

@@ -27,10 +27,10 @@ import torch
 import torch.fx
 
 from ...ir import Function, Program, WeightStore, arguments, site_of, type_of
-from ...ir.executable import KernelUse
-from ...ir.expand import expand
+from ...ir.execution.executable import KernelUse
+from ...ir.rewrite.cleanup import sweep
+from ...ir.rewrite.expand import expand
 from ...passes.engine.functions import edit_with_weights
-from ...passes.fusing.dce import sweep
 from .. import tiles
 from ..kernel_uses import decomposed, uses
 from . import native_quantized

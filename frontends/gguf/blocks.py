@@ -1,8 +1,8 @@
 """Block types of GGUF: what bits a block has, and what they stand for.
 
 A row of a tensor is a row of blocks, each of so many values. All types come to one of the kinds
-that `ir.numerics` knows, with the values that llama.cpp and the `gguf` package compute in float32,
-bit for bit:
+of `ir.ops.numerics`, with the values that llama.cpp and the `gguf` package compute in float32, bit
+for bit:
 
     scale * (q - 2^(bits-1))    Q4_0, Q5_0, Q8_0, Q3_K, Q6_K
     scale * q + offset          Q4_1, Q5_1, Q2_K, Q4_K, Q5_K
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...ir.numerics import Kind, Numeric
+from ...ir.ops.numerics import Kind, Numeric
 
 Part = Callable[[Tensor], Tensor]
 

@@ -17,7 +17,7 @@ from math import isclose
 from typing import Any, TypeVar
 
 from ...ir import InputError, UnsupportedError
-from ...ir.names import shown
+from ...ir.support.names import shown
 from .reader import GgufFile, Value
 
 T = TypeVar("T", int, float)

@@ -29,11 +29,11 @@ from ...ir import (
     derivation,
     derive,
 )
-from ...ir.names import shown
-from ...ir.numerics import pack
-from ...ir.packages import installing
-from ...ir.scratch import Scratch
-from ...ir.tokenizer import refusing
+from ...ir.ops.numerics import pack
+from ...ir.support.names import shown
+from ...ir.support.packages import installing
+from ...ir.support.scratch import Scratch
+from ...ir.support.tokenizer import refusing
 from ..generation import Known, nobody
 from ..huggingface.checkpoint import Tensors
 from ..huggingface.model import import_tensors, tell

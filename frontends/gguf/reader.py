@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from ...ir import InputError
-from ...ir.files import open_regular
-from ...ir.names import shown
+from ...ir.support.files import open_regular
+from ...ir.support.names import shown
 
 MAGIC, VERSIONS = 0x46554747, (2, 3)
 _STRING, _ARRAY = 8, 9

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ...ir import GraftworkWarning, InputError, TensorType, UnsupportedError, Weight
-from ...ir.files import read_json
+from ...ir.support.files import read_json
 from ...ir.weights import from_safetensors, open_safetensors
 from ..stored_weights import StoredWeight, warn_of_dequantized
 from .computed import computed

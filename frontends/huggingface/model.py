@@ -14,8 +14,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...ir import InputError, ModelInfo, Program, TensorType, UnsupportedError, Weight
-from ...ir.files import LARGE, SMALL, open_regular, read_json
-from ...ir.tokenizer import refusing
+from ...ir.support.files import LARGE, SMALL, open_regular, read_json
+from ...ir.support.tokenizer import refusing
 from ..generation import ASSETS, Known, defaults_of, nobody
 from ..importer import INPUTS, LOGITS
 from ..program import build_program

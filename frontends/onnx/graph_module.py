@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...ir import TensorType, UnsupportedError, Weight
-from ...ir.names import shown
+from ...ir.support.names import shown
 from ..stored_weights import StoredWeight
 from . import ops_attention, ops_math, ops_quantized, ops_shape
 from .ops_shape import known

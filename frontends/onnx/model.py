@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ...ir import InputError, ModelInfo, Program, UnsupportedError
-from ...ir.names import shown
+from ...ir.support.names import shown
 from ..generation import ASSETS, Known, defaults_of, nobody
 from ..importer import import_exported
 from ..program import build_program

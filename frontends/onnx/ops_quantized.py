@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ...ir import UnsupportedError, Weight
-from ...ir.numerics import Numeric, pack
+from ...ir.ops.numerics import Numeric, pack
 from ..stored_weights import StoredWeight
 from .table import MICROSOFT, Context, op
 from .values import Numbers, Value, operand, tensor

@@ -15,8 +15,8 @@ import onnx_ir as oir
 from onnx_ir.passes.common import InlinePass
 
 from ...ir import InputError, UnsupportedError
-from ...ir.files import check_regular, plain_path, read_json
-from ...ir.names import shown
+from ...ir.support.files import check_regular, plain_path, read_json
+from ...ir.support.names import shown
 
 MOST = 2**31 - 1
 """Bytes that a protocol buffer can have."""

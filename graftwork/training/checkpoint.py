@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ..ir import InputError
-from ..ir.files import read_json, writing
-from ..ir.scratch import replacing_file
+from ..ir.support.files import read_json, writing
+from ..ir.support.scratch import replacing_file
 
 HEADS = "heads.safetensors"
 STATE = "state.json"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..ir import InputError, Program
-from ..ir.files import LARGE, check_regular, plain_path, read_text
+from ..ir.support.files import LARGE, check_regular, plain_path, read_text
 from ..prompts import Prompts, encoder, read_prompts, refuse_sources
 from ..runtime.asking.options import BEST
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..ir import InputError, Program
-from ..ir.files import plain_path, writing
+from ..ir.support.files import plain_path, writing
 from ..prompts import Prompts
 from . import checkpoint
 from .corpus import Windows, read_corpus, split

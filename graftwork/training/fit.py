@@ -22,8 +22,8 @@ import torch
 from ..agreement import OwnText, is_approximate
 from ..agreement import own_text as own_text_kept
 from ..ir import InputError
-from ..ir.files import plain_path
 from ..ir.plan import Chain, FixedLength, NoDraft
+from ..ir.support.files import plain_path
 from ..passes.drafting.trained import trained_on
 from ..planned import Planned
 from ..prompts import Prompts, check_seed, refuse_sources

@@ -33,7 +33,7 @@ import torch.fx
 import torch.nn.functional as F
 
 from ..ir import Function, InputError, Program, Sym, TensorType, UnsupportedError, type_of
-from ..passes.engine.subgraph import tables_of
+from ..ir.rewrite.subgraph import tables_of
 from .net import Net
 
 A, G = torch.ops.aten, torch.ops.graftwork

@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..ir import Function, UnsupportedError, type_of
-from ..ir.analysis import dominating_chain
-from ..ir.scratch import replacing_file
+from ..ir.execution.analysis import dominating_chain
+from ..ir.support.scratch import replacing_file
 from .net import Net
 
 FOLDER = "lessons"

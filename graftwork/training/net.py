@@ -11,8 +11,8 @@ import torch
 from ..backends.torch.emit import emit
 from ..ir import Function, InputError, Program, Weight, type_of
 from ..ir.plan import CachedDraft, DecodePlan, Record
-from ..ir.protocol import OPTIONAL
-from ..passes.engine.subgraph import tables_of
+from ..ir.plan.inputs import OPTIONAL
+from ..ir.rewrite.subgraph import tables_of
 from ..passes.stepping.accept_trees import branched
 
 TRAINED = ("draft", "length", "verify", "depth")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from ..discovery import import_all
+from ..support.discovery import import_all
 from .declared import Also, Declared, declare
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]

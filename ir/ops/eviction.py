@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..support.errors import InputError
 from . import Sample, op
 from .operands import Operands
 from .rotary import check_tables, turned_on

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..support.errors import InputError
 from . import Sample, op
 from .operands import Operands
 

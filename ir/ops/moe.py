@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..support.errors import InputError
 from . import Sample, op
 from .mlp import activate, check_activation
 from .operands import Operands

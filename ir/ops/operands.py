@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..support.errors import InputError
 from ..types import DTYPE_NAMES
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import InputError
+from ..support.errors import InputError
 from . import Sample, op
 from .operands import Operands
 

@@ -1,6 +1,6 @@
 """Products with, and look-ups in, weights of a few bits that share scales in groups.
 
-How the bits lie, `ir.numerics` says. Activations are rounded by row and sums are exact, so a
+`numerics` documents the bit layout. Activations are rounded by row and sums are exact, so a
 token's result has the same bits whatever shares its step.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from ..numerics import LOOKED_UP, Numeric, check_bits, dequantize, levels
+from ..support.errors import InputError
 from . import Product, Sample, op
+from .numerics import LOOKED_UP, Numeric, check_bits, dequantize, levels
 from .operands import Operands
 
 MOST = 127
@@ -161,10 +161,10 @@ def quantized_linear(
     ``%y: f32[B,T,N] = graftwork.quantized_linear(%x, @w.q4, @w.scale, @w.offset, bits=4,
     group=32)``
 
-    x [..., K] floating; weight u8[N, K*bits/8], a bitstream of values q (see `ir.numerics`); scale
-    and offset f32|f16[N, K/group]; codebook f32[2^bits], or f32[32] with pairs of 4 bits, or
-    f32[S,L] with S of either; bias [N]. A weight is scale * (q - 2^(bits-1)), with an offset
-    scale * q + offset, with a codebook scale * codebook[q] (see `ir.numerics`).
+    x [..., K] floating; weight u8[N, K*bits/8], a bitstream of values q (see `numerics`); scale and
+    offset f32|f16[N, K/group]; codebook f32[2^bits], or f32[32] with pairs of 4 bits, or f32[S,L]
+    with S of either; bias [N]. A weight is scale * (q - 2^(bits-1)), with an offset
+    scale * q + offset, with a codebook scale * codebook[q] (see `ir.ops.numerics`).
 
     rounded: row r is rounded, s = max|x_r| / 127 (1 for a row of zeros), a = round(x_r / s), half
     to even; sums of a group are exact; groups are added in float32, ascending, each with one

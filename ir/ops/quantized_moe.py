@@ -1,6 +1,6 @@
 """Mixtures of experts whose weights have a few bits, and the products that they are made of.
 
-How the bits lie, `ir.numerics` says. A token's activations are rounded by row and sums are exact,
+`numerics` documents the bit layout. A token's activations are rounded by row and sums are exact,
 as in `quantized_linear`, so its result is the same whatever shares its step and whoever else chose
 its experts.
 """
@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from ..numerics import Numeric, check_bits
+from ..support.errors import InputError
 from . import Sample, op
 from .mlp import check_activation
 from .moe import gated
+from .numerics import Numeric, check_bits
 from .operands import Operands
 from .quantized import half_or_float, quantized_linear
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError
+from ..support.errors import UnsupportedError
 from . import Sample, op
 from .recurrent import (
     COUNTS,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..support.errors import InputError
 from . import Sample, op
 from .attention import _scores, _weighted
 from .eviction import LEAST, STEPS

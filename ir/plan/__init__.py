@@ -12,7 +12,7 @@ holds them to the files of this folder.
 # ruff: noqa: F403
 from __future__ import annotations
 
-from ..discovery import import_all
+from ..support.discovery import import_all
 from .ahead import *
 from .base import *
 from .cache import *

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from ..errors import InputError
+from ..support.errors import InputError
 from .base import Returned, record
 from .bounds import Factor
 from .continued import TwofoldDraft

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
-from ..contract import Contract
-from ..errors import InputError
-from ..fields import check_fields
+from ..support.errors import InputError
+from ..support.fields import check_fields
 from ..types import ValueType
+from .contract import Contract
 
 if TYPE_CHECKING:
     from .decode import DecodePlan

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ..contract import Contract
-from ..errors import InputError
+from ..support.errors import InputError
 from .base import Record, Returned, record
 from .bounds import Budgets, Context, Nodes
+from .contract import Contract
 from .held import First, Groups, Held, Latest, Together
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from ..errors import InputError
+from ..support.errors import InputError
 from .base import Record, Returned, record
 from .bounds import Nodes
 from .draft import CachedDraft, DraftRecord, NoDraft

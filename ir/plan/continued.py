@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ..errors import InputError
+from ..support.errors import InputError
 from .base import record
 from .bounds import Amount, Factor
 from .draft import CachedDraft, DraftRecord, HeadsDraft, LearningDraft

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from ..contract import Contract
-from ..errors import InputError
+from ..support.errors import InputError
 from .base import Record, Returned, policy, record
 from .bounds import Amount, Context, Levels, Nodes, Part, Place, Rollout, Share
+from .contract import Contract
 
 if TYPE_CHECKING:
     from .decode import DecodePlan

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from ..errors import InputError
+from ..support.errors import InputError
 from ..types import TensorType, ValueType
 from .base import Record, Returned, policy, record
 from .bounds import Aim, Context, Factor, Levels, Nodes, Rates, Rollout

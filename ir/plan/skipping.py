@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ..errors import InputError
+from ..support.errors import InputError
 from .base import Returned, policy
 from .bounds import Levels, Nodes, Part, Seed, Share
 from .draft import DraftRecord

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ..errors import InputError
+from ..support.errors import InputError
 from .base import Record, Returned, record
 from .bounds import Axes, Context, Following, Nodes, Opening, Place, Width, Words
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
-from ..errors import InputError
+from ..support.errors import InputError
 from .base import Record, Returned, record
 from .bounds import Place, Rollout
 

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, TypeAlias
 
 from pydantic import Field
 
-from ..errors import InputError
+from ..support.errors import InputError
 from .base import Record, policy
 from .bounds import (
     MOST_LEVELS,

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from ...ir import PassError, Program
-from ...ir.contract import Contract
 from ...ir.plan import KeepAll
+from ...ir.plan.contract import Contract
 from ..engine.base import Effect, Pass, TextSample
 
 Windows = Annotated[int, Field(ge=1, le=4096)]

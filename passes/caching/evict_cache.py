@@ -45,9 +45,9 @@ from pydantic import Field
 
 from ...ir import Function, PassError, Program, Role, State, Sym, TensorType, type_of
 from ...ir.plan import Evict
-from ...ir.protocol import INPUTS
+from ...ir.plan.inputs import INPUTS
+from ...ir.rewrite.cleanup import sweep
 from ..engine.base import Effect, Evidence, Outcome, TextSample, register
-from ..fusing.dce import sweep
 from .cached_rows import ATTENDS, CachedRows, Written, reach_of, written
 from .contents import CacheContents
 from .evict_settings import FOUND, Settings, refuse

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...ir import Program, arguments, run
+from ...ir.rewrite.cleanup import sweep
 from ..engine.feed import empty_inputs
-from ..fusing.dce import sweep
 from .cached_rows import Written
 
 G = torch.ops.graftwork

@@ -43,9 +43,9 @@ from ...ir import (
     type_of,
 )
 from ...ir.ops.attention import SPANS
-from ...ir.protocol import INPUTS
+from ...ir.plan.inputs import INPUTS
+from ...ir.rewrite.cleanup import sweep
 from ..engine.base import Effect, Outcome, Pass, register
-from ..fusing.dce import sweep
 from .recurrent_states import RECURRENT, insert_recurrent_states
 from .source_states import insert_source_states
 

@@ -27,7 +27,7 @@ import torch
 import torch.fx
 
 from ...ir import Function, PassError, State, Sym, TensorType, arguments, type_of
-from ..fusing.dce import sweep
+from ...ir.rewrite.cleanup import sweep
 from .cached_rows import ATTENDS
 
 A, G = torch.ops.aten, torch.ops.graftwork

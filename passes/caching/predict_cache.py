@@ -42,9 +42,9 @@ from pydantic import Field
 
 from ...ir import Dim, Function, Program, TensorType, Weight, run, type_of
 from ...ir.plan import NoSource, Predicted, Whole
+from ...ir.rewrite.cleanup import sweep
 from ..engine.base import Effect, Evidence, Outcome, register
 from ..engine.feed import empty_inputs
-from ..fusing.dce import sweep
 from .cached_rows import CachedRows, Written, written
 from .contents import LearnedContents, Windows
 from .least_squares import Linear, solved

@@ -47,7 +47,7 @@ from pydantic import Field
 from ...ir import Function, PassError, Program, Role, State, Sym, TensorType, site_of
 from ...ir.ops.grouped_cache import whole_bytes
 from ...ir.plan import StoreOld
-from ...ir.protocol import INPUTS
+from ...ir.plan.inputs import INPUTS
 from ..engine.base import Effect, Outcome, register
 from .contents import CacheContents
 from .layer_budgets import rows_before

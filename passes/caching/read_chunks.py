@@ -39,7 +39,7 @@ from pydantic import Field
 
 from ...ir import Function, PassError, Program, Role, State, Sym, TensorType, arguments, site_of
 from ...ir.plan import MarkChunks
-from ...ir.protocol import INPUTS
+from ...ir.plan.inputs import INPUTS
 from ..engine.base import Effect, Outcome, register
 from .cached_rows import Written, reach_of, written
 from .contents import CacheContents

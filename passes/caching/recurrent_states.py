@@ -38,7 +38,7 @@ from ...ir import (
     site_of,
     type_of,
 )
-from ...ir.protocol import INPUTS
+from ...ir.plan.inputs import INPUTS
 
 A, G = torch.ops.aten, torch.ops.graftwork
 RECURRENT = (G.linear_attention.default, G.causal_conv.default)

@@ -38,7 +38,7 @@ from pydantic import Field
 
 from ...ir import Function, Program, Role
 from ...ir.plan import KeepEdited
-from ...ir.protocol import INPUTS
+from ...ir.plan.inputs import INPUTS
 from ..engine.base import Effect, Outcome, register
 from .cached_rows import Written, reach_of, written
 from .contents import CacheContents

@@ -49,9 +49,9 @@ from ...ir import (
     site_of,
     type_of,
 )
-from ...ir.contract import Contract
 from ...ir.ops.attention import SPANS
 from ...ir.plan import KeepShared
+from ...ir.plan.contract import Contract
 from ..engine.base import Outcome, register
 from .contents import CacheContents
 

@@ -30,8 +30,8 @@ import torch
 import torch.fx
 
 from ...ir import Function, PassError, Program, State, TensorType, arguments, site_of, type_of
-from ...ir.contract import Contract
 from ...ir.plan import KeepAll
+from ...ir.plan.contract import Contract
 from ..engine.base import Effect, Outcome, Pass, register
 from .quantize_cache import cached_states, erase
 

@@ -51,9 +51,9 @@ from pydantic import Field
 
 from ...ir import Function, PassError, Program, State, Sym, TensorType, cone, site_of, type_of
 from ...ir.plan import Segments, Whole
-from ...ir.protocol import INPUTS
+from ...ir.plan.inputs import INPUTS
+from ...ir.rewrite.cleanup import sweep
 from ..engine.base import Effect, Outcome, Pass, register
-from ..fusing.dce import sweep
 
 A, G = torch.ops.aten, torch.ops.graftwork
 STREAM = "stream"

@@ -41,9 +41,9 @@ from pydantic import Field
 from ...ir import Function, PassError, Program, Weight, WeightStore, site_of, type_of
 from ...ir.plan import ConfidentDepth
 from ...ir.plan.bounds import Amount, Place, Share
+from ...ir.rewrite.cleanup import sweep
 from ..drafting.plan_edits import with_record
 from ..engine.base import Contract, Effect, Evidence, Outcome, Pass, TextSample, register
-from ..fusing.dce import sweep
 from .probes import Probe, fitted_probes
 
 A, G = torch.ops.aten, torch.ops.graftwork

@@ -47,8 +47,8 @@ from pydantic import Field, model_validator
 
 from ...ir import Function, PassError, Program
 from ...ir.plan import Prefilled, Whole
+from ...ir.rewrite.cleanup import sweep
 from ..engine.base import Contract, Effect, Outcome, Pass, register
-from ..fusing.dce import sweep
 
 G = torch.ops.graftwork
 

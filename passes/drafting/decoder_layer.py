@@ -30,7 +30,7 @@ from ...ir import (
     derive,
     type_of,
 )
-from ..engine.subgraph import fresh_name
+from ...ir.rewrite.subgraph import fresh_name
 from .grafts import Graft
 
 A, G = torch.ops.aten, torch.ops.graftwork

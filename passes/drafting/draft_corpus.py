@@ -26,10 +26,10 @@ from typing import Any, ClassVar
 import torch
 
 from ...ir import InputError, PassError, Program
-from ...ir.files import LARGE, read_json, read_text
 from ...ir.plan import CorpusDraft
 from ...ir.plan.bounds import Levels, Nodes
-from ...ir.tokenizer import encode, read_tokenizer
+from ...ir.support.files import LARGE, read_json, read_text
+from ...ir.support.tokenizer import encode, read_tokenizer
 from ...ir.weights import Weight
 from ..engine.base import Contract, Effect, Outcome, Pass, register
 from .plan_edits import with_draft

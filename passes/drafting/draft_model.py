@@ -38,7 +38,7 @@ import torch
 from ...ir import ParseError, PassError, Program, Role
 from ...ir.plan import CachedDraft, StagedDraft
 from ...ir.plan.bounds import Levels, Nodes
-from ...ir.record_text import parse_record
+from ...ir.text.record_text import parse_record
 from ..engine.base import Contract, Effect, Outcome, Pass, register
 from ..stepping.pick_logits import pick_after
 from .grafts import candidates

@@ -33,8 +33,8 @@ from pydantic import Field
 from ...ir import Function, PassError, Program, cone, type_of
 from ...ir.plan import CachedDraft
 from ...ir.plan.bounds import Aim, Levels, Nodes, Rollout
+from ...ir.rewrite.subgraph import tables_of
 from ..engine.base import STATES, Contract, Effect, Outcome, Pass, register
-from ..engine.subgraph import tables_of
 from .decoder_layer import next_layer
 from .grafts import Graft
 from .trained import TrainedWeights

@@ -40,8 +40,8 @@ import torch
 from ...ir import Function, PassError, Program, type_of
 from ...ir.plan import CachedDraft, ParallelDraft
 from ...ir.plan.bounds import Aim, Levels, Part, Place, Share
+from ...ir.rewrite.subgraph import tables_of
 from ..engine.base import STATES, Contract, Effect, Outcome, register
-from ..engine.subgraph import tables_of
 from .draft_pass import TrainedPass
 from .grafts import Graft
 from .plan_edits import with_plan

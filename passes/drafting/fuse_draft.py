@@ -38,8 +38,8 @@ import torch.fx
 
 from ...ir import Function, PassError, Program, type_of
 from ...ir.plan import Fused, FusedDraft, UnrolledDraft, Whole
+from ...ir.rewrite.subgraph import inlined
 from ..engine.base import Contract, Effect, Outcome, Pass, register
-from ..engine.subgraph import inlined
 from .plan_edits import fitting, with_plan
 
 A, G = torch.ops.aten, torch.ops.graftwork

@@ -31,8 +31,8 @@ from ...ir import (
 )
 from ...ir.ops.parallel import part_of
 from ...ir.plan import DraftRecord
+from ...ir.rewrite.cleanup import sweep
 from ..engine.functions import token_look_ups
-from ..fusing.dce import sweep
 from ..numerics.values import values_of
 from ..stepping.pick_logits import pick_after
 from .plan_edits import with_draft

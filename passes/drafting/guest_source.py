@@ -25,7 +25,7 @@ import torch.fx
 
 from ...ir import Function, PassError, Program, Weight, arguments, type_of
 from ...ir.plan import Encoded
-from ..fusing.cse import merge_equal
+from ...ir.rewrite.cleanup import merge_equal
 
 G = torch.ops.graftwork
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ...ir import Function, PassError, Program, Role, type_of
-from ...ir.tokenizer import read_tokenizer
+from ...ir.support.tokenizer import read_tokenizer
 from .decoder_layer import free_layer
 from .guest_source import check_source, renumber_sources, with_encoder_of
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...ir import InputError, PassError, Program
-from ...ir.legality import misfit
+from ...ir.check.legality import misfit
 from ...ir.plan import DraftRecord, Record
 
 

@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 import torch
 
 from ...ir import InputError, PassError, Program, TensorType, Weight
-from ...ir.files import read_json
-from ...ir.fingerprint import fingerprint
+from ...ir.support.files import read_json
 from ...ir.weights import from_safetensors, open_safetensors
 from ..engine.base import Effect, all_passes
+from .fingerprint import fingerprint
 
 FILE = "heads.safetensors"
 FILES = (

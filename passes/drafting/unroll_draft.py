@@ -38,10 +38,10 @@ import torch.fx
 from ...ir import Function, PassError, Program, type_of
 from ...ir.plan import CachedDraft, DraftRecord, UnrolledDraft
 from ...ir.plan.bounds import Rollout
-from ...ir.protocol import ANCESTORS
+from ...ir.plan.inputs import ANCESTORS
+from ...ir.rewrite.cleanup import sweep
+from ...ir.rewrite.subgraph import inlined
 from ..engine.base import Contract, Effect, Outcome, Pass, register
-from ..engine.subgraph import inlined
-from ..fusing.dce import sweep
 from ..fusing.products import Merger
 from .plan_edits import with_plan
 

@@ -10,8 +10,8 @@ from typing import ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from ...ir import InputError, PassError, Program
-from ...ir.contract import Contract
-from ...ir.discovery import import_all, import_brought
+from ...ir.plan.contract import Contract
+from ...ir.support.discovery import import_all, import_brought
 from .evidence import Evidence, TextSample
 from .facts import Predicate
 from .reopening import Reopened

@@ -28,9 +28,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...ir import Function, Program, Weight, WeightStore, run
-from ...ir.printer import function_lines
-from ...ir.protocol import chain_inputs
-from ...ir.scratch import replacing_file
+from ...ir.plan.inputs import chain_inputs
+from ...ir.support.scratch import replacing_file
+from ...ir.text.printer import function_lines
 from ...ir.weights import from_safetensors
 from .blocks import Block, blocks_of, expert_weights
 from .evidence import Evidence, TextSample

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ...ir import InputError, Program
-from ...ir.scratch import Scratch
+from ...ir.support.scratch import Scratch
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 
 from ...ir import InputError, Program
 from ...ir.plan import SampledTree
-from ...ir.protocol import ANCESTORS
+from ...ir.plan.inputs import ANCESTORS
 
 Predicate = Callable[[Program], str]
 """Why something does not hold for a program; "" if it does."""

@@ -6,7 +6,7 @@ import torch
 
 from ...ir import LOG, SOURCE, Program, run, type_of
 from ...ir.plan import Encoded
-from ...ir.protocol import chain_inputs
+from ...ir.plan.inputs import chain_inputs
 
 SOURCE_ROWS = 24
 """Rows of the source that texts are written from in the interpreter, at most."""

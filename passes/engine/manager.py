@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import networkx as nx
 
 from ...ir import PassError, PassRecord, Program, VerifyError
-from ...ir.legality import idle, unmet
-from ...ir.threads import traces
-from ...ir.verify import verify
+from ...ir.check.legality import idle, unmet
+from ...ir.check.verify import verify
+from ...ir.support.threads import traces
 from .base import Contract, Effect, Evidence, Outcome, Pass, all_passes
 from .facts import PREDICATES, broken, shown
 from .reopening import Reopened, stored_names

@@ -37,8 +37,8 @@ from ...ir import (
     site_of,
     type_of,
 )
-from ...ir.numerics import dequantize
-from .subgraph import fresh_name
+from ...ir.ops.numerics import dequantize
+from ...ir.rewrite.subgraph import fresh_name
 
 A, G = torch.ops.aten, torch.ops.graftwork
 

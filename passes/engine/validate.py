@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ...ir import LOG, SOURCE, PassError, Program, run, type_of
-from ...ir.protocol import chain_inputs
+from ...ir.plan.inputs import chain_inputs
 from .base import Contract
 from .feed import encoded
 

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ...ir import Function, Program
+from ...ir import Program
+from ...ir.rewrite.cleanup import sweep
 from ..engine.base import Outcome, Pass, register
 from ..engine.functions import edit_each
 
@@ -35,13 +36,3 @@ class Dce(Pass):
     def run(self, program: Program) -> Outcome:
         """Sweep every function. See the module docstring."""
         return edit_each(program, lambda fn: sweep(fn) or "every call feeds an output")
-
-
-def sweep(fn: Function) -> int:
-    """Remove what no output needs, in place (hand in a copy); returns how many nodes went."""
-    removed = 0
-    for node in reversed(list(fn.graph.nodes)):
-        if node.op in ("call_function", "get_attr") and not node.users:
-            fn.graph.erase_node(node)
-            removed += 1
-    return removed

@@ -28,11 +28,11 @@ import torch.fx
 from torch.fx.node import map_aggregate
 
 from ...ir import Function, Program, Sym, TensorType, Weight, WeightStore, cone
-from ...ir.derived import evaluated_piece
+from ...ir.rewrite.cleanup import sweep
+from ...ir.rewrite.derived import evaluated_piece
+from ...ir.rewrite.subgraph import fresh_name
 from ..engine.base import Outcome, Pass, register
 from ..engine.functions import edit_with_weights
-from ..engine.subgraph import fresh_name
-from .dce import sweep
 
 
 @register

@@ -13,8 +13,8 @@ import torch.fx
 from torch.fx.node import map_aggregate
 
 from ...ir import Function, Sym, TensorType, cone, type_of
+from ...ir.rewrite.subgraph import decided_by
 from ...ir.types import Dim, make_dim
-from ..engine.subgraph import decided_by
 
 A = torch.ops.aten
 

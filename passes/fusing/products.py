@@ -26,10 +26,10 @@ from ...ir import (
     type_of,
 )
 from ...ir.ops import Product, op_of
+from ...ir.rewrite.cleanup import sweep
+from ...ir.rewrite.subgraph import fresh_name
 from ..engine.base import Outcome
 from ..engine.functions import TARGET, edit_with_weights
-from ..engine.subgraph import fresh_name
-from .dce import sweep
 
 A, G = torch.ops.aten, torch.ops.graftwork
 

@@ -28,12 +28,11 @@ import torch
 import torch.fx
 
 from ...ir import Function, Program, TensorType, Weight, WeightStore, cone, site_of, type_of
-from ...ir.derived import tabulated_piece
+from ...ir.rewrite.cleanup import merge_equal, sweep
+from ...ir.rewrite.derived import tabulated_piece
+from ...ir.rewrite.subgraph import fresh_name
 from ..engine.base import Outcome, Pass, register
 from ..engine.functions import edit_with_weights
-from ..engine.subgraph import fresh_name
-from .cse import merge_equal
-from .dce import sweep
 from .per_token import PerToken, axis_of
 
 A = torch.ops.aten

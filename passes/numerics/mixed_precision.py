@@ -28,7 +28,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
 from ...ir import Function, PassError, Program, Weight, derivation, derive
-from ...ir.numerics import Numeric
+from ...ir.ops.numerics import Numeric
 from ..engine.base import Contract, Effect, Outcome, Pass, register
 from ..engine.evidence import Evidence, TextSample
 from ..engine.reopening import Reopened, reopened

@@ -38,10 +38,10 @@ from torch import Tensor
 
 from ...ir import Function, PassError, Program, Weight, arguments, run, site_of, type_of
 from ...ir.ops.rounded_state import LARGEST, RECURRENCES
+from ...ir.rewrite.cleanup import sweep
 from ..caching.contents import LearnedContents
 from ..engine.base import Effect, Evidence, Outcome, register
 from ..engine.feed import empty_inputs
-from ..fusing.dce import sweep
 from .clusters import clustered
 
 A = torch.ops.aten

@@ -17,9 +17,10 @@ After, with 4 bits for layers and 8 for the embedding, in groups of 32::
       group=32, down_group=32)
 
 Activations are rounded by row (see `ir.ops.quantized`), so a token's result is the same whatever
-shares its step, and speculation on a quantized model stays lossless with respect to that model. How
-the bits lie, `ir.numerics` says. Functions that only draft follow the same options; `role` gives
-them their own. A recipe may have the pass several times: each takes what is still float.
+shares its step, and speculation on a quantized model stays lossless with respect to that model. The
+bit layout is documented in `ir.ops.numerics`. Functions that only draft follow the same options;
+`role` gives them their own. A recipe may have the pass several times: each takes what is still
+float.
 
 How values are chosen, and in which form (`stored`), a method says (`methods`). One that reads text
 sees the target's step run over it (`engine.calibrate`), with products in float: activations that
@@ -64,16 +65,16 @@ from ...ir import (
     derivation,
     derive,
 )
-from ...ir.mixtures import Stack, store_experts
-from ...ir.numerics import WIDTHS, Numeric
+from ...ir.ops.numerics import WIDTHS, Numeric
+from ...ir.rewrite.cleanup import sweep
+from ...ir.rewrite.mixtures import Stack, store_experts
+from ...ir.rewrite.subgraph import fresh_name
 from ..engine.base import STATES, Contract, Effect, Evidence, Outcome, Pass, TextSample, register
 from ..engine.blocks import STACKS
 from ..engine.calibrate import calibrate
 from ..engine.functions import EVERY, edit_with_weights
 from ..engine.reopening import Reopened, float_name, reopened, stored_names
 from ..engine.sources import code_of
-from ..engine.subgraph import fresh_name
-from ..fusing.dce import sweep
 from .layer_products import LayerProducts
 from .methods.base import Method, method_of
 from .methods.rtn import RoundToNearest

@@ -38,11 +38,11 @@ from torch import Tensor
 
 from ...ir import Function, PassError, Program, Weight, WeightStore, derivation, derive, type_of
 from ...ir.ops.quantized_cache import hadamard
+from ...ir.rewrite.cleanup import sweep
+from ...ir.rewrite.subgraph import fresh_name
 from ..engine.base import Effect, Outcome, Pass, register
 from ..engine.functions import TARGET, edit_with_weights, token_look_ups
 from ..engine.reopening import Reopened, reopened
-from ..engine.subgraph import fresh_name
-from ..fusing.dce import sweep
 
 A, G = torch.ops.aten, torch.ops.graftwork
 SCALED = (

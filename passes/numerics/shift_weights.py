@@ -37,12 +37,12 @@ from ...ir import (
     derive,
     site_of,
 )
-from ...ir.numerics import Numeric, pack, unpack
+from ...ir.ops.numerics import Numeric, pack, unpack
 from ...ir.program import Program
+from ...ir.rewrite.cleanup import sweep
+from ...ir.rewrite.subgraph import fresh_name
 from ..engine.base import Contract, Effect, Outcome, Pass, register
 from ..engine.functions import edit_with_weights
-from ..engine.subgraph import fresh_name
-from ..fusing.dce import sweep
 
 G = torch.ops.graftwork
 ONE = (("weight", "scale", "group"),)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...ir import TensorType
-from ...ir.numerics import Numeric, Quantized
+from ...ir.ops.numerics import Numeric, Quantized
 
 SUFFIXES = {"weight": "", "scale": ".scale", "offset": ".offset", "codebook": ".codebook"}
 I64 = torch.int64

@@ -13,7 +13,7 @@ from ...ir import (
     derivation,
     derive,
 )
-from ...ir.numerics import dequantize
+from ...ir.ops.numerics import dequantize
 
 G = torch.ops.graftwork
 STORED = ("weight", "scale", "offset", "codebook")

@@ -33,13 +33,13 @@ from pydantic import Field
 from torch import Tensor
 
 from ...ir import Function, PassError, Program, WeightStore, site_of, type_of
+from ...ir.rewrite.cleanup import sweep
+from ...ir.rewrite.subgraph import fresh_name
 from ..engine.base import STATES, Contract, Effect, Evidence, Outcome, Pass, TextSample, register
 from ..engine.blocks import weight_of
 from ..engine.calibrate import Seen, calibrate
 from ..engine.functions import TARGET, edit_with_weights
 from ..engine.reopening import Reopened, reopened
-from ..engine.subgraph import fresh_name
-from ..fusing.dce import sweep
 from ..fusing.products import source_product
 
 A = torch.ops.aten

@@ -55,11 +55,11 @@ from ...ir import (
     type_of,
 )
 from ...ir.ops.parallel import started
+from ...ir.rewrite.cleanup import sweep
+from ...ir.rewrite.subgraph import fresh_name
 from ...ir.weights import piece
 from ..engine.base import Effect, Outcome, Pass, register
 from ..engine.functions import TARGET, edit_with_weights
-from ..engine.subgraph import fresh_name
-from ..fusing.dce import sweep
 from .spread import NotSpread, Region, region_of
 
 A, G = torch.ops.aten, torch.ops.graftwork

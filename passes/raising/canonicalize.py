@@ -28,10 +28,9 @@ import torch
 import torch.fx
 
 from ...ir import Function, Program, TensorType, site_of, type_of
+from ...ir.rewrite.cleanup import merge_equal, sweep
 from ..engine.base import Outcome, Pass, register
 from ..engine.functions import edit_each
-from ..fusing.cse import merge_equal
-from ..fusing.dce import sweep
 
 A = torch.ops.aten
 

@@ -23,8 +23,8 @@ import torch.fx
 from torch import Tensor
 
 from ...ir import Function, Program
-from ...ir.match import Match
-from ...ir.rewrite import Builder, Rule, apply_rules
+from ...ir.rewrite.match import Match
+from ...ir.rewrite.rules import Builder, Rule, apply_rules
 from ..engine.base import Outcome, Pass, register
 from ..engine.functions import edit_each
 

@@ -23,9 +23,9 @@ import torch
 import torch.fx
 
 from ...ir import Function, Program, site_of, type_of
+from ...ir.rewrite.cleanup import sweep
 from ..engine.base import Outcome, Pass, register
 from ..engine.functions import edit_each
-from ..fusing.dce import sweep
 
 A, G = torch.ops.aten, torch.ops.graftwork
 NAMES: dict[Any, str] = {

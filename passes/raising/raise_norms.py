@@ -31,13 +31,13 @@ import torch.fx
 from torch import Tensor
 
 from ...ir import Function, Program, TensorType, Weight, WeightStore, arguments, site_of, type_of
-from ...ir.match import Match
-from ...ir.rewrite import Builder, Rule, apply_rules
+from ...ir.rewrite.cleanup import sweep
+from ...ir.rewrite.match import Match
+from ...ir.rewrite.rules import Builder, Rule, apply_rules
+from ...ir.rewrite.subgraph import constants
 from ...ir.types import DTYPE_NAMES
 from ..engine.base import Outcome, Pass, register
 from ..engine.functions import edit_with_weights
-from ..engine.subgraph import constants
-from ..fusing.dce import sweep
 from .norm_absorber import Absorber
 
 A, G = torch.ops.aten, torch.ops.graftwork

@@ -35,10 +35,10 @@ import torch
 import torch.fx
 
 from ...ir import Function, Program, Sym, TensorType, site_of, type_of
+from ...ir.rewrite.cleanup import sweep
+from ...ir.rewrite.subgraph import decided_by
 from ..engine.base import Outcome, Pass, register
 from ..engine.functions import edit_each
-from ..engine.subgraph import decided_by
-from ..fusing.dce import sweep
 from .rotary_probe import Piece, Reading, cut, probe
 
 A, G = torch.ops.aten, torch.ops.graftwork

@@ -23,7 +23,7 @@ from typing import ClassVar
 import torch
 
 from ...ir import Function, Program, arguments
-from ...ir.protocol import ANCESTORS, INPUTS
+from ...ir.plan.inputs import ANCESTORS, INPUTS
 from ..engine.base import Effect, Outcome, Pass, register
 from ..engine.functions import edit_each
 

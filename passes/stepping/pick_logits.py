@@ -28,7 +28,7 @@ from torch.fx.node import map_aggregate
 
 from ...ir import Function, Program, VerifyError, cone, site_of
 from ...ir.ops.rounded_state import STEPS
-from ...ir.protocol import INPUTS
+from ...ir.plan.inputs import INPUTS
 from ...ir.types import Sym
 from ..engine.base import Effect, Outcome, Pass, register
 from ..engine.functions import TARGET, edit_each

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from ...ir import Defaults, InputError, ModelInfo, TensorType
-from ...ir.defaults import NEUTRAL
+from ...ir.plan.defaults import NEUTRAL
 
 MOST_SEED = 2**64 - 1
 """The largest that torch takes."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from ...ir import SOURCE, Program
-from ...ir.executable import Executable
+from ...ir.execution.executable import Executable
 from ..asking.text import Text
 from ..memo import Memo, Resumes
 from .base import CachePolicy

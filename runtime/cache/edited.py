@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...ir.executable import Executable
+from ...ir.execution.executable import Executable
 from ...ir.plan import KeepEdited
 from .base import CACHES
 from .keep_all import KeepAllPolicy

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...ir.executable import Executable
+from ...ir.execution.executable import Executable
 from ...ir.plan import Evict
 from ..asking.text import Text
 from .base import CACHES

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ...ir.executable import Executable
+from ...ir.execution.executable import Executable
 from ...ir.plan import KeepShared
 from ..asking.text import Text
 from .base import CACHES

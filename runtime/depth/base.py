@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...ir.executable import Executable
+from ...ir.execution.executable import Executable
 from ..asking.text import Text
 from ..feeding.feed import Feeder
 from ..feeding.outputs import Outputs

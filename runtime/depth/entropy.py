@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ...ir.executable import Executable
+from ...ir.execution.executable import Executable
 from ...ir.plan import EntropyDepth
 from ..asking.text import Text
 from ..feeding.feed import Feeder

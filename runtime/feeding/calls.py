@@ -7,7 +7,7 @@ from operator import is_not
 
 import torch
 
-from ...ir.executable import Executable, HeldCall
+from ...ir.execution.executable import Executable, HeldCall
 from .outputs import Outputs
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...ir import SOURCE
-from ...ir.executable import Executable
+from ...ir.execution.executable import Executable
 from ...ir.plan import Pictures
 from ..asking.pictures import PlacedRows
 from ..asking.sources import Sources

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 
 from ...ir import LOG, InputError, Program, UnsupportedError
-from ...ir.executable import Executable
+from ...ir.execution.executable import Executable
 from ...ir.plan import Pictures
 from ...ir.plan.held import Latest
-from ...ir.protocol import INPUTS, OPTIONAL
+from ...ir.plan.inputs import INPUTS, OPTIONAL
 from ..speculate.draft import Draft
 from .calls import run_in_turn
 from .gather import joined, widened

@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from ...ir import InputError, Program
-from ...ir.executable import Executable
+from ...ir.execution.executable import Executable
 from ...ir.plan import Pictures
 from ..asking.request import Request
 from ..cache.base import CACHES

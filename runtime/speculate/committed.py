@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from ...ir.executable import Executable
+from ...ir.execution.executable import Executable
 from ..feeding.gather import rows_of
 from ..memo import Memo
 from .draft_cache import DraftCache, Flags, Ids

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 
 from ...ir import UnsupportedError, type_of
-from ...ir.executable import Executable
-from ...ir.protocol import ANCESTORS, INPUTS, OPTIONAL
+from ...ir.execution.executable import Executable
+from ...ir.plan.inputs import ANCESTORS, INPUTS, OPTIONAL
 from ..feeding.calls import Calls
 from ..feeding.feed import CHUNK
 from ..feeding.gather import gathered, written

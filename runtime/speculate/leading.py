@@ -12,7 +12,7 @@ from time import perf_counter
 
 import torch
 
-from ...ir.executable import Executable, HeldCall
+from ...ir.execution.executable import Executable, HeldCall
 from ..feeding.calls import Calls
 from ..feeding.feed import Feeder
 from ..feeding.outputs import Outputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...ir.executable import Executable
+from ...ir.execution.executable import Executable
 from ..asking.options import GenerationOptions
 from ..asking.text import Text
 from .lengths.base import LengthPolicy

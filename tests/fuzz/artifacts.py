@@ -38,7 +38,7 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.demo import demo_folder
 from graftwork.ir import GraftworkError, Program, Sym, Weight, run
-from graftwork.ir.executable import Executable
+from graftwork.ir.execution.executable import Executable
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_hydra import DraftHydra
 from graftwork.passes.drafting.draft_medusa import DraftMedusa

@@ -19,7 +19,7 @@ from graftwork.backends.target import Target
 from graftwork.demo import demo_folder
 from graftwork.frontends import import_model
 from graftwork.ir import Program
-from graftwork.ir.tokenizer import decode, encode, read_tokenizer
+from graftwork.ir.support.tokenizer import decode, encode, read_tokenizer
 from graftwork.model import Model
 from graftwork.passes.engine.manager import run_passes
 from graftwork.prompts import read_prompts

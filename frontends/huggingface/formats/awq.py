@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 
 from ....ir import TensorType, UnsupportedError, derivation, derive
-from ....ir.numerics import Numeric, pack, unpack
+from ....ir.ops.numerics import Numeric, pack, unpack
 from ...stored_weights import StoredWeight
 from .base import Format, Module, Settings, register, settings
 from .moves import FLOATS, INT, offsets, sizes, transposed

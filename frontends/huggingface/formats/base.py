@@ -20,7 +20,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ....ir import InputError, UnsupportedError, Weight
-from ....ir.numerics import Numeric
+from ....ir.ops.numerics import Numeric
 from ....ir.weights import from_safetensors, open_safetensors
 from ...stored_weights import StoredWeight
 

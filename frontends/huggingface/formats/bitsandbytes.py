@@ -25,7 +25,7 @@ import torch
 from pydantic import Field, ValidationError
 
 from ....ir import TensorType, UnsupportedError, Weight, derivation, derive
-from ....ir.numerics import Numeric
+from ....ir.ops.numerics import Numeric
 from ...stored_weights import StoredWeight
 from .base import Format, Module, Settings, register, settings
 from .moves import sizes

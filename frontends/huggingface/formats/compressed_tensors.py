@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 
 from ....ir import GraftworkWarning, TensorType, UnsupportedError, Weight, derivation, derive
-from ....ir.numerics import WIDTHS, Numeric, unpack
+from ....ir.ops.numerics import WIDTHS, Numeric, unpack
 from ....ir.weights import open_safetensors
 from ...stored_weights import StoredWeight
 from .base import Format, Module, Settings, register, settings

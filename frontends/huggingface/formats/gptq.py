@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 
 from ....ir import InputError, TensorType, UnsupportedError, Weight, derivation, derive
-from ....ir.numerics import Numeric, pack
+from ....ir.ops.numerics import Numeric, pack
 from ...stored_weights import StoredWeight
 from .base import Format, Module, Settings, register, settings
 from .moves import FLOATS, INT, fits, offsets, sizes, transposed, unpacked

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ....ir import TensorType, Weight, derivation, derive
-from ....ir.numerics import unpack
+from ....ir.ops.numerics import unpack
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 """What scales come in."""

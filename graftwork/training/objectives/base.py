@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ...ir import UnsupportedError
-from ...ir.discovery import import_all
 from ...ir.plan import DraftRecord, NoDraft, Record
 from ...ir.plan.bounds import Aim
+from ...ir.support.discovery import import_all
 
 
 @dataclass(frozen=True)

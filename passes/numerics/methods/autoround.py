@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ....ir.numerics import Numeric, Quantized, pack
+from ....ir.ops.numerics import Numeric, Quantized, pack
 from ...engine.moments import Moments
 from .base import Method, method
 

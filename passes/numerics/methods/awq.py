@@ -19,7 +19,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ....ir.numerics import Numeric, Quantized
+from ....ir.ops.numerics import Numeric, Quantized
 from ...engine.blocks import source_of, weight_of
 from ...engine.calibrate import Seen
 from ...engine.moments import Moments, loss

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from ....ir import InputError
-from ....ir.discovery import import_all
-from ....ir.numerics import Numeric, Quantized
+from ....ir.ops.numerics import Numeric, Quantized
+from ....ir.support.discovery import import_all
 from ...engine.calibrate import Seen
 from ...engine.moments import Moments
 from ..stored import Form, Stored

@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ....ir.numerics import Numeric, Quantized, levels
+from ....ir.ops.numerics import Numeric, Quantized, levels
 from ...engine.moments import Moments, loss
 from .base import Method, method
 from .feedback import Factor, inverse_factor, round_with_feedback

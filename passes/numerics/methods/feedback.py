@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ....ir import PassError
-from ....ir.numerics import Numeric, Quantized, nearest, pack
+from ....ir.ops.numerics import Numeric, Quantized, nearest, pack
 from ...engine.moments import Moments
 
 BLOCK = 128

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from torch import Tensor
 
-from ....ir.numerics import Numeric, Quantized
+from ....ir.ops.numerics import Numeric, Quantized
 from ...engine.moments import Moments
 from .base import Method, method
 from .feedback import Factor, inverse_factor, round_with_feedback

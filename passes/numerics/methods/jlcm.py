@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ....ir import InputError
-from ....ir.numerics import LOOKED_UP, Numeric, Quantized, nearest, pack
+from ....ir.ops.numerics import LOOKED_UP, Numeric, Quantized, nearest, pack
 from ...engine.moments import Moments, loss
 from ..stored import Form, Stored
 from .base import Method, method

@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ....ir import InputError
-from ....ir.numerics import LOOKED_UP, Numeric, Quantized, mark, pack
+from ....ir.ops.numerics import LOOKED_UP, Numeric, Quantized, mark, pack
 from ..stored import Form
 from .base import Method, method
 

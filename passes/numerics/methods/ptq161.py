@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ....ir import InputError
-from ....ir.numerics import Numeric, Quantized, pack
+from ....ir.ops.numerics import Numeric, Quantized, pack
 from ...engine.moments import Moments, loss
 from ..stored import Form, Stored
 from .base import Method, method

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ....ir.numerics import Numeric, Quantized
+from ....ir.ops.numerics import Numeric, Quantized
 from .base import Method, method
 
 

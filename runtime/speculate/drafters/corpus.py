@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ....ir.executable import Executable
+from ....ir.execution.executable import Executable
 from ....ir.plan import CorpusDraft
 from ...feeding.step_inputs import strange_ids
 from ..setting import Setting

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ....ir.executable import Executable
+from ....ir.execution.executable import Executable
 from ....ir.plan import AcceptanceLength
 from ..last_state import LastState
 from .base import LENGTHS

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ....ir.executable import Executable
+from ....ir.execution.executable import Executable
 from ...registry import Registry
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ....ir.executable import Executable
+from ....ir.execution.executable import Executable
 from ....ir.plan import DraftAcceptanceLength
 from .base import LENGTHS, Flags, LengthPolicy
 

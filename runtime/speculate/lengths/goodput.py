@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ....ir.executable import Executable
+from ....ir.execution.executable import Executable
 from ....ir.plan import GoodputLength
 from ...memo import learnt
 from .base import LENGTHS, LengthPolicy

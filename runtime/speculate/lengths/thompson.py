@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ....ir.executable import Executable
+from ....ir.execution.executable import Executable
 from ....ir.plan import ThompsonLength
 from .base import LENGTHS
 from .depths import SequenceDepths

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....ir.executable import HeldCall
+from ....ir.execution.executable import HeldCall
 from ...feeding.step_inputs import strange_ids
 from ..drafters.base import VerifiedStep
 from ..last_state import LastState

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ....ir.executable import HeldCall
+from ....ir.execution.executable import HeldCall
 from ....ir.plan import ExitDraft
 from ..draft_cache import CHOSEN
 from ..drafters.base import VerifiedStep

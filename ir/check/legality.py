@@ -1,0 +1,245 @@
+"""Whether the parts of a decode plan fit each other and the program: asked once all passes ran.
+
+What a part needs and does is declared by its record (`plan.DraftRecord`, `plan.TreeRecord`, ...);
+nothing here knows a record by name. `unmet` finds what would fail while decoding, `idle` what would
+never do anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ..plan import DecodePlan, DepthRecord, DraftRecord, TreeRecord
+from ..plan.inputs import ANCESTORS
+from ..program import Program
+
+DEFAULT = DecodePlan()
+APART = "holds rows that texts share apart"
+
+
+def unmet(program: Program) -> tuple[str, str] | None:
+    """What the plan needs and does not have, and the fact whose passes provide it, or ""; None if
+    it can be carried out."""
+    return next(_unmet(program), None)
+
+
+def misfit(plan: DecodePlan) -> str | None:
+    """The part of a plan that another part contradicts, and how; None if none does."""
+    return next(_misfits(plan), None)
+
+
+def idle(plan: DecodePlan) -> str | None:
+    """The part of a plan that can never act, and why; None if all can."""
+    return next(_idle(plan), None)
+
+
+def _unmet(program: Program) -> Iterator[tuple[str, str]]:
+    plan, step = program.plan, program.step
+    leaves, cached = plan.draft.leaves, step.has_input("past")
+    ways = [(step.name,), (plan.step.read(argmax=False)[0],), plan.step.parts]
+    for names in dict.fromkeys(way for way in ways if way):
+        returned = {output for name in names for output in program.function(name).outputs}
+        for leaf in leaves:
+            for output in leaf.reads:
+                if output not in returned:
+                    run = f"{names[0]} does" if len(names) == 1 else f"{', '.join(names)} do"
+                    yield f"draft={leaf.brief} reads {output!r}, which {run} not return", output
+    if plan.depth.stops and plan.depth.parted and not plan.step.in_parts:
+        yield f"depth={plan.depth.brief} needs a step that is cut into segments", "segments"
+    elif plan.depth.stops:
+        head = program.function(plan.depth.ending(plan)).outputs
+        for leaf in leaves:
+            if missing := [output for output in leaf.reads if output not in head]:
+                fault = (
+                    f"draft={leaf.brief} reads {missing[0]!r}, which deeper layers make, and depth="
+                    f"{plan.depth.brief} leaves some out: leave one of the two out"
+                )
+                yield fault, ""
+    exiting: tuple[DraftRecord | DepthRecord, ...] = (*leaves, plan.depth)
+    for part in exiting:
+        yield from _uncut(plan, part)
+    for leaf in leaves:
+        if leaf.in_parts and not plan.step.in_parts:
+            yield f"draft={leaf.brief} needs a step that is cut into segments", "segments"
+    records: tuple[TreeRecord | DraftRecord, ...] = (plan.tree, *leaves, plan.draft)
+    for record in records:
+        if record.branches and not step.has_input(ANCESTORS):
+            yield f"{record.slot}={record.brief} needs a step that takes ancestors", "trees"
+    for leaf in leaves:
+        for name in leaf.cached:
+            function = program.functions.get(name)
+            if function is not None and cached and not function.has_input("past"):
+                what = f"draft={leaf.brief}: its function {name} has no KV cache"
+                yield f"{what}: it has no attention that insert_kv_cache could give one", ""
+        for name in leaf.mutual:
+            if cached and not program.function(name).has_input(ANCESTORS):
+                yield f"draft={leaf.brief} needs a function {name} that takes ancestors", "trees"
+    yield from ((fault, "") for fault in _misfits(plan))
+
+
+def _uncut(plan: DecodePlan, part: DraftRecord | DepthRecord) -> Iterator[tuple[str, str]]:
+    """Exits that a part needs and the step has not."""
+    for exit in part.exits:
+        if exit not in plan.step.cuts:
+            there = ", ".join(map(str, plan.step.cuts)) or "nowhere"
+            fault = (
+                f"{part.slot}={part.brief} needs a step that is cut after {exit} layers; it is cut "
+                f"after {there}: set cut_depth.exits"
+            )
+            yield fault, "" if plan.step.in_parts else "segments"
+
+
+def _misfits(plan: DecodePlan) -> Iterator[str]:
+    """Parts of a plan that contradict each other."""
+    draft, tree, length, verify = plan.draft, plan.tree, plan.length, plan.verify
+    for leaf in draft.leaves:
+        what = f"draft={leaf.brief}"
+        if leaf.helper is not None and not leaf.helper.foresees:
+            yield (
+                f"{what}: {leaf.helper.brief} cannot draft for another drafter: it knows only what "
+                f"follows committed text; drafters that copy can, such as suffix"
+            )
+        if leaf.narrow and tree.breadth > 1:
+            yield (
+                f"{what} predicts what follows one node a level, and tree={tree.brief} asks for up "
+                f"to {tree.breadth}: draw a chain, or leave its own drafter out"
+            )
+        if leaf.chains and not tree.chain:
+            yield f"{what} makes chains of best tokens, and the plan has tree={tree.brief}"
+        if leaf.chains and length.by_level:
+            yield (
+                f"{what} makes all levels of a draft at once, and length={length.brief} looks at "
+                f"each of them before the next is made"
+            )
+    if plan.depth.stops:
+        yield from _undecided(plan)
+    moves = plan.cache.settles or not plan.cache.aligned
+    if plan.depth.stops and not plan.depth.parted and moves:
+        does = "moves rows after steps" if plan.cache.settles else APART
+        yield (
+            f"cache={plan.cache.brief} {does}, and depth={plan.depth.brief} makes "
+            f"some of them later: leave one of the two out"
+        )
+    if plan.step.in_parts and plan.cache.settles:
+        yield (
+            f"cache={plan.cache.brief} moves rows after steps, and step={plan.step.brief} hands "
+            f"rows on from call to call: leave one of the two out"
+        )
+    if any(leaf.in_step for leaf in draft.leaves):
+        yield from _unchained(plan)
+    if plan.step.ahead:
+        yield from _unread(plan)
+    for leaf in draft.leaves:
+        if not plan.cache.aligned and leaf.cached and not leaf.in_step:
+            keeps = f"keeps {plan.cache.most} rows at most"
+            if plan.cache.most is None:
+                keeps = APART
+            yield (
+                f"draft={leaf.brief} has a cache with a row for every token of the text, and "
+                f"cache={plan.cache.brief} {keeps}: draft inside the "
+                f"step (unroll_draft, fuse_draft), or with a drafter without a cache"
+            )
+    if verify.told and not _is_told(plan):
+        yield (
+            f"verify={verify.brief}: draft={draft.brief} under tree={tree.brief} has no "
+            f"distributions to weigh against: draft by one pass that predicts, such as draft_model "
+            f"or draft_hydra, and draw the tree by tree_sampled"
+        )
+
+
+def _unread(plan: DecodePlan) -> Iterator[str]:
+    """Parts that read more of prompts than the rows which a function leaves of them."""
+    for leaf in plan.draft.leaves:
+        if leaf.reads or leaf.cached:
+            yield (
+                f"draft={leaf.brief} reads what a step returns of every token, and step="
+                f"{plan.step.brief} runs prompts through {plan.step.ahead}, which returns nothing: "
+                f"draft by copying, such as suffix does"
+            )
+    if plan.cache.settles or not plan.cache.aligned:
+        yield (
+            f"cache={plan.cache.brief} moves rows, or holds them apart, and step="
+            f"{plan.step.brief} writes those of prompts by another function: leave one of the two "
+            f"out"
+        )
+
+
+def _undecided(plan: DecodePlan) -> Iterator[str]:
+    """Parts that rely on rows which a depth policy may leave out, and layers that it halves."""
+    if plan.step.in_parts and plan.step.halves and not plan.depth.halves:
+        yield (
+            f"depth={plan.depth.brief} runs whole layers, and step={plan.step.brief} is cut inside "
+            f"some: leave cut_depth.sublayers out"
+        )
+    if plan.step.in_parts and plan.depth.halves and not plan.step.halves:
+        yield (
+            f"depth={plan.depth.brief} runs attention without MLPs, and step={plan.step.brief} is "
+            f"not cut between them: set cut_depth.sublayers"
+        )
+    for leaf in plan.draft.leaves:
+        if leaf.in_parts:
+            yield (
+                f"draft={leaf.brief} verifies by all layers, and depth={plan.depth.brief} leaves "
+                f"some out: leave one of the two out"
+            )
+
+
+def _unchained(plan: DecodePlan) -> Iterator[str]:
+    """What a step that drafts cannot do: it verifies chains, and drafts in any case."""
+    records: tuple[TreeRecord | DraftRecord, ...] = (plan.draft, *plan.draft.leaves, plan.tree)
+    for record in records:
+        if record.branches:
+            yield (
+                f"the step drafts and takes every draft for a chain, but "
+                f"{record.slot}={record.brief} makes trees: leave fuse_draft out"
+            )
+    if plan.length.gives_up:
+        yield (
+            f"length={plan.length.brief} gives up drafts that do not pay, and a step that drafts "
+            f"makes them all the same: leave one of the two out"
+        )
+
+
+def _is_told(plan: DecodePlan) -> bool:
+    """Whether every draft says what its tokens were sampled from."""
+    return plan.draft.tells and plan.tree.tells
+
+
+def _idle(plan: DecodePlan) -> Iterator[str]:
+    draft, tree, length, verify = plan.draft, plan.tree, plan.length, plan.verify
+    who = f"draft={draft.brief}"
+    if not plan.speculates:
+        for record in (tree, length, verify):
+            if record != getattr(DEFAULT, record.slot):
+                yield f"{record.slot}={record.brief} is never asked: nothing drafts"
+    growing = [leaf for leaf in draft.leaves if leaf.grows]
+    if tree != DEFAULT.tree and not growing:
+        yield f"tree={tree.brief} is never followed: {who} says itself what its drafts look like"
+    if length.by_level and not growing:
+        yield f"length={length.brief} is never asked: {who} predicts nothing level by level"
+    if verify.siblings and (not tree.samples or tree.chain):
+        yield (
+            f"verify={verify.brief} never does anything: no draft of tree={tree.brief} has "
+            f"siblings that were sampled independently"
+        )
+    yield from _never_asked(draft, tree.sure)
+
+
+def _never_asked(draft: DraftRecord, sure: bool) -> Iterator[str]:
+    """Drafters that come after one that always drafts, or that are there twice."""
+    parts: Sequence[DraftRecord] = draft.parts
+    for index, part in enumerate(parts):
+        yield from _never_asked(part, sure)
+        if part in parts[:index]:
+            yield f"draft={part.brief} is there twice: the second one never has another draft"
+        before = [other for other in parts[:index] if _always(other, sure)]
+        if before and draft.in_turn:
+            yield (
+                f"draft={part.brief} is never asked: draft={before[0].brief} comes before it and "
+                f"has a draft in every step; put the one that may have none first, or let both "
+                f"draft (draft_merged)"
+            )
+
+
+def _always(draft: DraftRecord, sure: bool) -> bool:
+    return draft.always and (sure or not any(leaf.grows for leaf in draft.leaves))

@@ -1,0 +1,1 @@
+"""How functions run: the reference interpreter, what executables offer, when values die."""

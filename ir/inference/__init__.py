@@ -1,0 +1,1 @@
+"""Result types of calls, from the types of their arguments."""

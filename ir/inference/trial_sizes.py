@@ -1,0 +1,162 @@
+"""Result types found by trying sizes: what type inference asks first.
+
+An op is run on meta tensors, once for each of a few choices of sizes for its symbols, and a dim of
+a result is what fits all of them: a number, a dim of an argument, or the sum or product of two. The
+choices are ones and large primes in both orders: no comparison (``T >= 5``, ``T <= C``) holds in
+all of them, and no two polynomials of low degree agree there. What fits none, and what any choice
+refuses, is left to torch's symbolic shapes (`infer.py`), which say why. They load what compiles
+(55 MB); a process that only reads a program and runs it goes without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import combinations_with_replacement
+from typing import Any
+
+import torch
+
+from ..types import Dim, Sym, TensorType, ValueType, make_dim
+
+_PRIMES = (7919, 7927, 7933, 7937, 7949, 7951)
+_ORDERS = (
+    lambda _, __: 1,
+    lambda place, _: _PRIMES[place],
+    lambda place, n: _PRIMES[n - place],
+)
+Sizes = dict[str, int]
+
+
+def sampled(target: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> ValueType | None:
+    """The type of a call whose arguments have types in the places of tensors; None where trying
+    sizes does not say."""
+    dims = list(dict.fromkeys(_dims((args, kwargs))))
+    names = sorted({name for dim in dims for name in dim.symbols})
+    if len(names) >= len(_PRIMES):
+        return None
+    if not _on_meta(args):
+        if not _makes_tensors(target):
+            return None
+        kwargs = {**kwargs, "device": "meta"}
+    if torch.Tag.pointwise in getattr(target, "tags", ()):
+        return _pointwise(target, args, kwargs)
+    choices = [{n: order(i, len(names)) for i, n in enumerate(names)} for order in _ORDERS]
+    choices = choices if names else choices[:1]
+    try:
+        with torch.no_grad():
+            results = [target(*_at(args, s), **_at(kwargs, s)) for s in choices]
+    except Exception:  # whatever a kernel raises: symbolic inference asks again, and says it
+        return None
+    return _type(results, dims, choices)
+
+
+def _pointwise(target: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> TensorType | None:
+    """The type of an op on elements: what one element gives, of the shape that operands broadcast
+    to. (On meta tensors such ops load what compiles them.)"""
+    operands = [value for value in (*args, *kwargs.values()) if isinstance(value, TensorType)]
+    dims: list[Dim] = []
+    for place in range(max((len(operand.dims) for operand in operands), default=0)):
+        found = {x.dims[-1 - place] for x in operands if place < len(x.dims)} - {1}
+        if len(found) > 1:
+            return None
+        dims.insert(0, found.pop() if found else 1)
+    try:
+        with torch.no_grad():
+            result = target(*_one(args), **_one(kwargs))
+    except Exception:  # as in `sampled`
+        return None
+    fits = isinstance(result, torch.Tensor) and result.dim() == len(dims)
+    return TensorType(result.dtype, tuple(dims)) if fits else None
+
+
+def _one(value: Any) -> Any:
+    """Arguments of one element."""
+    if isinstance(value, TensorType):
+        return torch.ones([1] * len(value.dims), dtype=value.dtype)
+    if isinstance(value, dict):
+        return {name: _one(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_one, value))
+    if isinstance(value, Sym):
+        return 1
+    return value
+
+
+def _type(results: list[Any], dims: list[Sym], choices: list[Sizes]) -> ValueType | None:
+    """The type that fits results, one for each choice."""
+    first = results[0]
+    if isinstance(first, (tuple, list)):
+        if len({len(each) for each in results}) > 1:
+            return None
+        parts = [_type(list(each), dims, choices) for each in zip(*results, strict=True)]
+        fit = [part for part in parts if isinstance(part, TensorType)]
+        return tuple(fit) if len(fit) == len(parts) else None
+    if not isinstance(first, torch.Tensor) or len({x.dim() for x in results}) > 1:
+        return None
+    found = [
+        _dim(list(sizes), dims, choices) for sizes in zip(*(x.shape for x in results), strict=True)
+    ]
+    whole = [dim for dim in found if dim is not None]
+    return TensorType(first.dtype, tuple(whole)) if len(whole) == len(found) else None
+
+
+def _dim(sizes: list[int], dims: list[Sym], choices: list[Sizes]) -> Dim | None:
+    """The dim that has these sizes."""
+    if len(set(sizes)) == 1:
+        return sizes[0]
+    for base in _likely(dims):
+        tried = [base.evaluate(choice.__getitem__) for choice in choices]
+        apart = {size - value for size, value in zip(sizes, tried, strict=True)}
+        if len(apart) == 1:
+            return make_dim(f"{base} + ({apart.pop()})")
+        times = {size / value if value else 0.0 for size, value in zip(sizes, tried, strict=True)}
+        if len(times) == 1 and (factor := times.pop()).is_integer():
+            return make_dim(f"({base}) * {int(factor)}")
+    return None
+
+
+def _likely(dims: list[Sym]) -> Iterator[Sym]:
+    """What dims of results are made of."""
+    yield from dims
+    for one, other in combinations_with_replacement(dims, 2):
+        made = (one * other, one + other, one - other)
+        yield from (dim for dim in made if isinstance(dim, Sym))
+
+
+def _dims(value: Any) -> Iterator[Sym]:
+    """The symbolic sizes in arguments."""
+    if isinstance(value, Sym):
+        yield value
+    elif isinstance(value, TensorType):
+        yield from (dim for dim in value.dims if isinstance(dim, Sym))
+    elif isinstance(value, dict):
+        yield from _dims(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _dims(item)
+
+
+def _on_meta(value: Any) -> bool:
+    """Whether a call has a tensor, so that its results are on meta, too."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_on_meta, value))
+    return isinstance(value, TensorType)
+
+
+def _makes_tensors(target: Callable[..., Any]) -> bool:
+    """Whether an op makes a tensor out of sizes, where it is told to."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(given.name == "device" for given in schema.arguments)
+
+
+def _at(value: Any, sizes: Sizes) -> Any:
+    """Arguments at some sizes, tensors without memory for types."""
+    if isinstance(value, TensorType):
+        return torch.empty(_at(list(value.dims), sizes), dtype=value.dtype, device="meta")
+    if isinstance(value, Sym):
+        return value.evaluate(sizes.__getitem__)
+    if isinstance(value, dict):
+        return {name: _at(item, sizes) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_at(item, sizes) for item in value)
+    return value

@@ -1,0 +1,326 @@
+"""How quantized weights are stored: the one place that knows the bits.
+
+A row of K values is a dense little-endian bitstream of K unsigned integers of `bits` bits; each
+`group` of them shares a scale. Bits 1, 2, 3, 4, 6 and 8 fill whole bytes. Read as int32, it is the
+layout of compressed-tensors' `pack_to_int32`, so weights come and go without moving a bit.
+
+What values stand for may stand in codebooks, of which each serves a run of outputs: f32[L], or
+f32[S,L] with S of them for N/S outputs each. L is 2^bits, or twice that where values stand in pairs
+(2k, 2k+1): beside a value that is `mark(bits)`, which says that its own place is given up, one is
+looked up in the second half (Guo et al., "OliVe" (2023)).
+
+    >>> packed = pack(torch.tensor([[1, 2, 3, 4, 5, 6, 7, 0]]), 3)
+    >>> packed.tolist(), unpack(packed, 3).tolist()
+    ([[209, 88, 31]], [[1, 2, 3, 4, 5, 6, 7, 0]])
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from ..support.errors import InputError
+from ..types import DTYPE_NAMES, TensorType
+
+WIDTHS = (1, 2, 3, 4, 6, 8)
+"""Bits that a stored value may have."""
+
+SCALES = (torch.float32, torch.float16)
+"""What scales and offsets may be stored as."""
+
+LOOKED_UP = 4
+"""The most bits of values that stand in pairs, or have several codebooks."""
+
+Kind = Literal["symmetric", "affine", "codebook", "pairs"]
+
+
+AT_ONCE = 1 << 18
+"""Values that are rounded at a time on the CPU, so that what lies between stays in its caches."""
+
+
+class Quantized(NamedTuple):
+    """A weight [N,K] as it is stored: weight u8[N,K*bits/8]; scale and offset [N,K/group], offset
+    for affine weights only; codebook f32[L] or f32[S,L] for those that have one of their own."""
+
+    weight: Tensor
+    scale: Tensor
+    offset: Tensor | None = None
+    codebook: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Numeric:
+    """The format of a weight [N,K].
+
+    bits: of a stored value q in 0..2^bits-1. group: values along K that share a scale. kind: what q
+    stands for: scale * (q - 2^(bits-1)) if symmetric, scale * q + offset if affine,
+    scale * codebook[q] with a codebook, or pairs of values. scale: the dtype of scales and offsets.
+    books: codebooks, of as many runs of outputs.
+    Errors: `InputError` for numbers that are none of these.
+    """
+
+    bits: int
+    group: int
+    kind: Kind = "symmetric"
+    scale: torch.dtype = torch.float32
+    books: int = 1
+
+    def __post_init__(self) -> None:
+        check_bits(self.bits)
+        if self.group < 1:
+            raise InputError(f"group: expected at least 1 value, got {self.group}")
+        if self.kind not in get_args(Kind):
+            raise InputError(f"kind: expected one of {', '.join(get_args(Kind))}, got {self.kind}")
+        if self.scale not in SCALES:
+            raise InputError(f"scale: expected torch.float32 or torch.float16, got {self.scale}")
+        if self.kind == "symmetric" and self.bits == 1:
+            raise InputError("1 bit has no middle: store it as affine")
+        if self.kind == "pairs" and (self.bits != LOOKED_UP or self.group % 2):
+            raise InputError(
+                f"pairs: expected {LOOKED_UP} bits and groups of pairs, got {self.bits} bits and a "
+                f"group of {self.group}"
+            )
+        if self.books < 1 or (self.books > 1 and not (self._looks_up and self.bits <= LOOKED_UP)):
+            raise InputError(
+                f"books: expected 1, or with a codebook of at most {LOOKED_UP} bits more, got "
+                f"{self.books} for {self.bits} bits, {self.kind}"
+            )
+
+    @property
+    def _looks_up(self) -> bool:
+        return self.kind in ("codebook", "pairs")
+
+    @property
+    def entries(self) -> int:
+        """L: of a codebook; 0 without one."""
+        several = 2 if self.kind == "pairs" else 1
+        return several * 2**self.bits if self._looks_up else 0
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The fields of `Quantized` that a weight of its own codebooks has."""
+        more = {"affine": ("offset",), "symmetric": ()}.get(self.kind, ("codebook",))
+        return ("weight", "scale", *more)
+
+    @property
+    def brief(self) -> str:
+        """For people.
+
+        >>> Numeric(4, 32, "affine", torch.float16).brief
+        '4 bits, affine, f16 scales of 32'
+        """
+        return f"{self.bits} bits, {self.kind}, {DTYPE_NAMES[self.scale]} scales of {self.group}"
+
+    def refusal(self, columns: int) -> str:
+        """Why rows of so many columns cannot be stored like this; "" if they can."""
+        if columns % self.group:
+            fitting = [g for g in (128, 64, 32, 16) if columns % g == 0 and g != self.group]
+            how = f"a group of {fitting[0]}" if fitting else f"one group a row ({columns})"
+            return (
+                f"its {columns} columns are no multiple of the group of {self.group}: choose "
+                f"{how}, or exclude the weight"
+            )
+        if columns * self.bits % 8:
+            return (
+                f"{columns} columns of {self.bits} bits fill no whole bytes: choose 8 bits, or "
+                f"exclude the weight"
+            )
+        return ""
+
+    def types(self, rows: int, columns: int) -> tuple[TensorType, TensorType]:
+        """Types of the stored weight and of its scales (and offsets).
+
+        Errors: `InputError` for columns that do not fit.
+        """
+        if why := self.refusal(columns):
+            raise InputError(f"a weight of {rows} rows: {why}")
+        packed = TensorType(torch.uint8, (rows, columns * self.bits // 8))
+        return packed, TensorType(self.scale, (rows, columns // self.group))
+
+    def nbytes(self, rows: int, columns: int) -> int:
+        """Bytes of a stored weight with all that belongs to it.
+
+        >>> Numeric(4, 32, "affine", torch.float16).nbytes(1024, 1024) * 8 / 1024**2
+        5.0
+        """
+        packed, scale = self.types(rows, columns)
+        scales = 2 if self.kind == "affine" else 1
+        book = 4 * self.entries * self.books
+        return packed.nbytes + scales * scale.nbytes + book
+
+    def quantize(self, weight: Tensor, codebook: Tensor | None = None) -> Quantized:
+        """A floating weight [N,K] in this format, each value rounded to the nearest, half to even.
+
+        Symmetric: the largest of a group becomes 2^(bits-1) - 1 steps. Affine: a group's smallest
+        and largest become 0 and 2^bits - 1. Codebook f32[2^bits]: the largest becomes the
+        codebook's largest. Scales are rounded to their dtype before they are used.
+        Errors: `InputError` for columns that do not fit, or scales that their dtype cannot hold.
+        """
+        self.types(*weight.shape)
+        pieces = weight.split(max(1, AT_ONCE // weight.shape[1])) if weight.is_cpu else (weight,)
+        found = [self._quantized(piece, codebook) for piece in pieces]
+        offsets = [part.offset for part in found if part.offset is not None]
+        return Quantized(
+            torch.cat([part.weight for part in found]),
+            torch.cat([part.scale for part in found]),
+            torch.cat(offsets) if offsets else None,
+        )
+
+    def _quantized(self, weight: Tensor, codebook: Tensor | None) -> Quantized:
+        rows, columns = weight.shape
+        grouped = weight.float().reshape(rows, columns // self.group, self.group)
+        if codebook is not None:
+            scale = self._scale(grouped.abs().amax(-1) / codebook.abs().max())
+            places = nearest(grouped / _last(scale), codebook).to(torch.uint8)
+            return Quantized(pack(places.reshape(rows, columns), self.bits), scale)
+        scale, offset = self.scales(grouped)
+        steps = self.steps(grouped, _last(scale), None if offset is None else _last(offset))
+        return Quantized(
+            pack(steps.reshape(rows, columns).to(torch.uint8), self.bits), scale, offset
+        )
+
+    def scales(self, grouped: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The scales and offsets [...] of groups of values f32[...,group] that `quantize` takes,
+        unless there is a codebook."""
+        if self.kind == "affine":
+            low, high = grouped.amin(-1), grouped.amax(-1)
+            offset = self.stored(low)
+            return self._scale((high - offset.float()) / (2**self.bits - 1)), offset
+        return self._scale(grouped.abs().amax(-1) / (2 ** (self.bits - 1) - 1)), None
+
+    def steps(self, values: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+        """The stored values nearest to some, as float32: whole numbers in 0..2^bits-1."""
+        moved = values if offset is None else values - offset.float()
+        steps: Tensor = torch.round(moved / scale.float())
+        middle = 2 ** (self.bits - 1) if offset is None else 0
+        return (steps + middle).clamp(0, 2**self.bits - 1)
+
+    def values(self, steps: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+        """What stored values stand for, unless there is a codebook; the reverse of `steps`."""
+        middle = 2 ** (self.bits - 1) if offset is None else 0
+        found: Tensor = (steps - middle) * scale.float()
+        return found if offset is None else found + offset.float()
+
+    def _scale(self, scale: Tensor) -> Tensor:
+        """Scales as they are stored; 1 for a group that needs none."""
+        stored = self.stored(scale)
+        return torch.where(stored > 0, stored, torch.ones_like(stored))
+
+    def stored(self, values: Tensor) -> Tensor:
+        """Scales or offsets as they are stored. Errors: `InputError` for what is too large."""
+        stored = values.to(self.scale)
+        if torch.isinf(stored).any():
+            raise InputError(
+                f"{DTYPE_NAMES[self.scale]} cannot hold the scale or offset {values.abs().max()}: "
+                f"store them as f32"
+            )
+        return stored
+
+    def dequantize(self, stored: Quantized, codebook: Tensor | None = None) -> Tensor:
+        """The values f32[N,K] that a stored weight stands for."""
+        book = stored.codebook if codebook is None else codebook
+        return dequantize(*stored[:3], book, bits=self.bits)
+
+
+def check_bits(bits: int) -> None:
+    """Errors: `InputError` for a width that is not stored."""
+    if bits not in WIDTHS:
+        raise InputError(f"bits: expected one of {', '.join(map(str, WIDTHS))}, got {bits}")
+
+
+def dequantize(
+    weight: Tensor,
+    scale: Tensor,
+    offset: Tensor | None = None,
+    codebook: Tensor | None = None,
+    *,
+    bits: int,
+) -> Tensor:
+    """The values f32[...,K] that stored ones stand for: weight u8[...,K*bits/8], scale and offset
+    [...,K/group], codebook f32[L] or f32[S,L]."""
+    values = levels(weight, offset, codebook, bits=bits)
+    grouped = values.reshape(*scale.shape, -1) * _last(scale.float())
+    grouped = grouped if offset is None else grouped + _last(offset.float())
+    return grouped.reshape(values.shape)
+
+
+def levels(weight: Tensor, offset: Tensor | None, codebook: Tensor | None, *, bits: int) -> Tensor:
+    """What the scales of stored values multiply, f32[...,K]: the codebook's entries, q itself where
+    there is an offset, or q - 2^(bits-1)."""
+    values = unpack(weight, bits)
+    if codebook is not None:
+        return looked_up(values, codebook, bits)
+    return (values if offset is not None else values - 2 ** (bits - 1)).float()
+
+
+def mark(bits: int) -> int:
+    """What a value says beside which another stands alone: the code of a zero with a sign."""
+    return int(2 ** (bits - 1))
+
+
+def looked_up(values: Tensor, codebook: Tensor, bits: int) -> Tensor:
+    """What values i32[...,K] stand for by codebooks, f32: of several each serves a run of the rows
+    of values [N,K]."""
+    places = values.long()
+    if codebook.shape[-1] == 2 * 2**bits:
+        beside = places.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        places = places + 2**bits * (beside == mark(bits))
+    if codebook.dim() == 1:
+        return codebook.float()[places]
+    runs = places.unflatten(0, (len(codebook), -1)).flatten(1)
+    return codebook.float().gather(1, runs).view(places.shape)
+
+
+def nearest(values: Tensor, codebook: Tensor) -> Tensor:
+    """Places of the entries nearest to values, as float32; of two as near, the smaller one's."""
+    order = codebook.argsort(stable=True)
+    known = codebook[order].float()
+    bounds = (known[1:] + known[:-1]) / 2
+    return order[torch.bucketize(values, bounds)].float()
+
+
+def pack(values: Tensor, bits: int) -> Tensor:
+    """Integers [...,K] in 0..2^bits-1 as a bitstream u8[...,K*bits/8].
+
+    Errors: `InputError` if K values do not fill whole bytes.
+    """
+    several, size = _unit(bits)
+    if values.shape[-1] * bits % 8:
+        raise InputError(f"{values.shape[-1]} values of {bits} bits fill no whole bytes")
+    if several == size:
+        return values.to(torch.uint8)
+    units = values.to(torch.uint8 if size == 1 else torch.int32).unflatten(-1, (-1, several))
+    word: Tensor = units[..., 0]
+    for place in range(1, several):
+        word = word + units[..., place] * 2 ** (bits * place)
+    if size == 1:
+        return word
+    made = [word // 256**place % 256 for place in range(size)]
+    return torch.stack(made, -1).to(torch.uint8).flatten(-2)
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """The integers i32[...,K] of a bitstream u8[...,K*bits/8]."""
+    several, size = _unit(bits)
+    if several == size:
+        return packed.to(torch.int32)
+    units = packed.to(torch.int32).unflatten(-1, (-1, size))
+    word = units[..., 0]
+    for place in range(1, size):
+        word = word + units[..., place] * 256**place
+    found = [word // 2 ** (bits * place) % 2**bits for place in range(several)]
+    return torch.stack(found, -1).flatten(-2)
+
+
+def _unit(bits: int) -> tuple[int, int]:
+    """The fewest values that fill whole bytes, and those bytes: at most 24 bits."""
+    common = math.gcd(bits, 8)
+    return 8 // common, bits // common
+
+
+def _last(tensor: Tensor) -> Tensor:
+    return tensor.unsqueeze(-1)

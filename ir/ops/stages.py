@@ -1,0 +1,165 @@
+"""Stages of a program and the ops that each allows: one table, which backends extend.
+
+``traced`` comes from a frontend, ``canonical`` has norms, rotary embeddings and gated MLPs as
+single ops, ``cached`` reads and writes states, ``lowered:<backend>`` is what a backend takes.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ..support.errors import GraftworkError
+from . import all_ops
+from .decompositions import is_kept
+
+# Core ATen ops whose result depends on data or memory layout in ways that types cannot say.
+_EXCLUDED = frozenset(
+    {
+        "aten._local_scalar_dense.default",
+        "aten.as_strided.default",
+        "aten.masked_select.default",
+        "aten.nonzero.default",
+    }
+)
+# Inner halves of other ops, which trust their callers with sizes and indices; these ones check.
+_CHECKED_HALVES = frozenset({"_log_softmax", "_softmax", "_to_copy", "native_layer_norm"})
+# Allowed beside core ATen: the frontends' normal form has them, or passes write them for clarity.
+_EXTRA = frozenset(
+    {
+        "aten.masked_fill.Scalar",
+        "aten.reshape.default",
+        "aten.scaled_dot_product_attention.default",
+        "aten.softmax.int",
+        "aten.softplus.default",
+        "aten.transpose.int",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of the legality table.
+
+    only: the graftwork ops that may appear (None: all). without: those that may not. states:
+    whether functions may read and write states. accepts: a backend's own test of an op, instead of
+    the common rule for ATen ops.
+    """
+
+    name: str
+    only: frozenset[str] | None = None
+    without: frozenset[str] = frozenset()
+    states: bool = False
+    accepts: Callable[[Any], bool] | None = None
+
+
+# What raising passes make on the way from traced to canonical; frontends give none of it.
+_RAISED = frozenset({"rms_norm", "layer_norm", "rotary", "glu"})
+# What sources that hold weights of a few bits are read as.
+_STORED = frozenset({"quantized_linear", "quantized_embedding", "quantized_moe"})
+# What lets tokens of a sequence meet, before and after there are states.
+_MIXERS = frozenset({"attention", "causal_conv", "linear_attention", "source_attention"})
+_CACHE_OPS = frozenset(
+    {
+        *("attend", "cache_write", "step_mask", "alibi", "distance_bias"),
+        *("causal_conv_step", "linear_attention_step", "linear_attention_step_int8"),
+    }
+)
+
+_STAGES = {
+    stage.name: stage
+    for stage in (
+        Stage("traced", only=_MIXERS | frozenset({"hidden", "moe"}) | _RAISED | _STORED),
+        Stage("canonical", without=_CACHE_OPS),
+        Stage("cached", without=_MIXERS, states=True),
+    )
+}
+
+
+def register_lowered(backend: str, accepts: Callable[[Any], bool] | None = None) -> None:
+    """Declare the stage ``lowered:<backend>``.
+
+    accepts: which ops the backend takes, as a test of a node's target; None: core ATen and every
+    graftwork op but markers and cacheless attention.
+    """
+    without = _MIXERS | {"hidden"} if accepts is None else frozenset()
+    name = f"lowered:{backend}"
+    _STAGES[name] = Stage(name, without=without, states=True, accepts=accepts)
+
+
+def stage_of(name: str) -> Stage:
+    """The row of a stage. Errors: `GraftworkError` listing the stages there are."""
+    if name not in _STAGES:
+        raise GraftworkError(f"unknown stage {name!r}; expected one of {list(_STAGES)}")
+    return _STAGES[name]
+
+
+@lru_cache(maxsize=4096)
+def is_core(target: Any) -> bool:
+    """Whether a target is an ATen op that programs may hold at any stage."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return False
+    name, schema = str(target), target._schema
+    if schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    if any(not isinstance(r.type, (torch.TensorType, torch.ListType)) for r in schema.returns):
+        return False
+    if not _is_safe(schema.name.partition("::")[2]):
+        return False
+    core = torch.Tag.core in target.tags or is_kept(target) or name in _EXTRA
+    return core and name not in _EXCLUDED
+
+
+def _is_safe(name: str) -> bool:
+    """Whether an op of this name gives values that its arguments determine, whatever they are.
+
+    Programs come from files. Backward ops take what their forward ops saved at its word and write
+    where it says, and "empty" ones give what was in memory before.
+    """
+    half = name.startswith(("_", "native_")) and name not in _CHECKED_HALVES
+    return not half and "backward" not in name and not re.search(r"(^|_)empty(_|$)", name)
+
+
+def why_illegal(stage_name: str, target: Any) -> str | None:
+    """What speaks against an op at a stage; None if it is legal."""
+    stage = stage_of(stage_name)
+    if target is operator.getitem:
+        return None
+    if stage.accepts is not None:
+        return None if stage.accepts(target) else f"{stage.name} does not take {target}"
+    if getattr(target, "namespace", None) != "graftwork":
+        return None if is_core(target) else f"{target} is neither core ATen nor a graftwork op"
+    name = target._schema.name.partition("::")[2]
+    if name in stage.without or (stage.only is not None and name not in stage.only):
+        return f"graftwork.{name} is not legal at stage {stage.name}"
+    return None
+
+
+def find_op(name: str) -> Any:
+    """The op that a text names, ``aten.add.Tensor`` or ``graftwork.glu``; None if there is none.
+
+    Looks nowhere but at core ATen and the graftwork op set.
+    """
+    namespace, _, rest = name.partition(".")
+    packet_name, _, overload = rest.partition(".")
+    if namespace == "graftwork":
+        known = all_ops().get(packet_name)
+        return known.overload if known is not None and overload in ("", "default") else None
+    packet = getattr(torch.ops.aten, packet_name, None) if packet_name.isidentifier() else None
+    if namespace != "aten" or not isinstance(packet, torch._ops.OpOverloadPacket):
+        return None
+    if (overload or "default") not in packet.overloads():
+        return None
+    found = getattr(packet, overload or "default")
+    return found if is_core(found) else None
+
+
+def op_name(target: Any) -> str:
+    """The text of an op: ``aten.linear`` for default overloads, else ``aten.add.Tensor``."""
+    return str(target).removesuffix(".default")

@@ -1,0 +1,75 @@
+"""What the decode loop feeds to functions: the inputs that have a meaning, said once.
+
+A function takes those of `INPUTS` that it needs, and states. The verifier holds the target's
+functions to the types, the feeder and the draft cache fill the inputs by these names, and passes
+that add one take its type from here. In a step of a batch of B sequences each is fed T tokens
+behind its `past` rows; S of them are chosen, and only their logits are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from ..types import TensorType
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of a function. form: its type as text; "" for states of the model's own type, f
+    [B,T,H]. meaning: what it says. optional: an executable may leave it out."""
+
+    form: str
+    meaning: str
+    optional: bool = False
+
+    @property
+    def type(self) -> TensorType:
+        """The type that `form` says. Errors: `InputError` where it says none."""
+        return TensorType.parse(self.form)
+
+
+INPUTS: Mapping[str, Input] = MappingProxyType(
+    {
+        "tokens": Input("i64[B,T]", "the tokens: ids of the vocabulary"),
+        "positions": Input("i64[B,T]", "where in its text each token stands; the first is 0"),
+        "features": Input("", "a source that is no text, f[B,...]"),
+        "lengths": Input("i64[B]", "rows of the source that each sequence is written from"),
+        "past": Input("i64[B]", "rows of its states that each sequence holds before the step"),
+        "shift": Input("i64[B]", "positions by which rows from `past` on are to be moved on"),
+        "certain": Input(
+            "i64[B]", "how many of a step's first tokens will not be taken back, for recurrences"
+        ),
+        "select": Input("i64[B,S]", "the columns whose logits are wanted"),
+        "hidden": Input("", "the target's state beside each token, for functions that draft"),
+        "ancestors": Input(
+            "bool[B,T,T]",
+            "whether a token (row) continues another (column), itself included; without it the "
+            "tokens are a chain",
+            optional=True,
+        ),
+    }
+)
+
+ANCESTORS = "ancestors"
+OPTIONAL = frozenset(name for name, given in INPUTS.items() if given.optional)
+REQUIRED = ("tokens", "positions")
+"""What every step takes; with states it takes ``past``, too."""
+
+
+def chain_inputs(tokens: torch.Tensor, past: int = 0) -> dict[str, torch.Tensor]:
+    """The inputs by name that feed `tokens` i64[B,T] as chains behind `past` rows, all chosen,
+    none to be taken back."""
+    batch, width = tokens.shape
+    steps = torch.arange(width)
+    return {
+        "tokens": tokens,
+        "positions": (steps + past).expand(batch, width),
+        "past": torch.full((batch,), past),
+        "certain": torch.full((batch,), width),
+        "select": steps.expand(batch, width),
+        ANCESTORS: torch.ones(width, width, dtype=torch.bool).tril().expand(batch, width, width),
+    }

@@ -1,0 +1,1 @@
+"""Edits of functions: patterns and rules, expansion, pieces, and cleaning up."""

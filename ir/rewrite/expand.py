@@ -1,0 +1,183 @@
+"""Calls replaced by what they mean, in ops that are nearer to what a backend has.
+
+The meaning is traced once for each op and argument types: a graftwork op's torch code, which may
+call other graftwork ops, or another op's decomposition. Sizes stay symbolic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx.node import map_aggregate
+
+from ..function import Function, site_of
+from ..inference.infer import _freeze, _shapes, _thaw, forget_guesses
+from ..ops import op_of
+from ..support.errors import UnsupportedError
+from ..support.threads import traces
+
+Table = Callable[[], Mapping[Any, Callable[..., Any]]]
+"""Decompositions of ops that are not graftwork's."""
+
+
+def expand(function: Function, node: torch.fx.Node, table: Table | None = None) -> None:
+    """Replace a call by its meaning, in place, one level deep.
+
+    table: for ops that are not graftwork's. Errors: `UnsupportedError` for an op without a meaning,
+    or one that cannot be traced.
+    """
+    template = _template(node.target, _freeze(node.args), _freeze(dict(node.kwargs)), table)
+    leaves = _tensors(node)
+    values: dict[torch.fx.Node, Any] = {}
+    waiting = iter(leaves)
+    result: Any = None
+    with function.graph.inserting_before(node):
+        for step in template.nodes:
+            if step.op == "placeholder":
+                values[step] = next(waiting, None)
+            elif step.op == "output":
+                result = map_aggregate(step.args[0], lambda a: _argument(a, values))
+            elif "size" not in step.meta:
+                args = map_aggregate(step.args, lambda a: _argument(a, values))
+                kwargs = map_aggregate(step.kwargs, lambda a: _argument(a, values))
+                made = function.call(step.target, *args, site=site_of(node), granted=True, **kwargs)
+                made.meta["origin"] = origin_of(node) or short_name(node)
+                values[step] = made
+    _rewire(function, node, result)
+
+
+def origin_of(node: torch.fx.Node) -> str:
+    """The op whose meaning a call is part of, by its short name; "" if it stands for itself."""
+    return str(node.meta.get("origin", ""))
+
+
+def short_name(node: torch.fx.Node) -> str:
+    """The name of the op that a call is of, without its library and overload."""
+    return str(node.target.name()).partition("::")[2].partition(".")[0]  # type: ignore[union-attr]
+
+
+def _argument(arg: Any, values: dict[torch.fx.Node, Any]) -> Any:
+    if not isinstance(arg, torch.fx.Node):
+        return arg
+    return arg.meta["size"] if "size" in arg.meta else values[arg]
+
+
+def _rewire(function: Function, node: torch.fx.Node, result: Any) -> None:
+    if isinstance(result, torch.fx.Node):
+        node.replace_all_uses_with(result)
+    else:
+        for user in list(node.users):
+            user.replace_all_uses_with(result[user.args[1]])
+            function.graph.erase_node(user)
+    function.graph.erase_node(node)
+
+
+def _tensors(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The node's tensor arguments in order, repeats included."""
+    found: list[torch.fx.Node] = []
+    map_aggregate(
+        (node.args, dict(node.kwargs)),
+        lambda a: found.append(a) if isinstance(a, torch.fx.Node) else None,
+    )
+    return found
+
+
+@lru_cache(maxsize=4096)
+@traces
+def _template(target: Any, args: Any, kwargs: Any, table: Table | None) -> torch.fx.Graph:
+    """The decomposition as a graph of tensor placeholders; size nodes carry ``meta["size"]``.
+
+    Sizes are compared as the op asks for them (C >= rows in `keep_top`): granted to its steps, and
+    to nothing else.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    shapes = _shapes()
+    known = len(shapes.env.guards)
+    definition = op_of(target)
+    call = definition.meaning if definition is not None else target
+    with shapes.active():
+        everything = (_thaw(args, shapes), _thaw(kwargs, shapes))
+        fakes: list[torch.Tensor] = []
+        _visit(everything, fakes, torch.Tensor)
+
+        # Tracing knows sizes by the tensors that have them; these stand behind the real arguments.
+        carriers = [torch.empty(size) for size in _sizes(everything)]
+
+        def flat(*tensors: torch.Tensor) -> Any:
+            waiting = iter(tensors)
+            positional, named = _substitute(everything, waiting)
+            return call(*positional, **named)
+
+        known_ones = None if definition is not None or table is None else table()
+        try:
+            graph = make_fx(flat, decomposition_table=known_ones)(*fakes, *carriers).graph
+            fixed = shapes.fixed()
+        except Exception as error:  # tracing raises whatever the code does
+            raise UnsupportedError(f"cannot decompose {target}: {error}") from error
+        finally:
+            forget_guesses(shapes, known)
+    if fixed := fixed or _hints_in(graph, everything, shapes):
+        raise UnsupportedError(
+            f"what {target} means was traced for one size only: it would hold only where {fixed}"
+        )
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    if definition is None and [n.target for n in calls] == [target]:
+        raise UnsupportedError(f"{target} has no row here, and torch no decomposition of it")
+    for step in graph.nodes:
+        value = step.meta.get("val")
+        if step.op == "call_function" and isinstance(value, (int, torch.SymInt)):
+            step.meta["size"] = shapes.dim(value)
+        step.args = map_aggregate(step.args, lambda a: _size(a, shapes))
+        if step.op == "get_attr":
+            raise UnsupportedError(f"the meaning of {target} makes a constant tensor")
+    return graph
+
+
+def _hints_in(graph: torch.fx.Graph, given: Any, shapes: Any) -> str:
+    """Which sizes steps have as the numbers that stand for them, though the arguments given have no
+    such number: as `_Shapes.fixed` says it."""
+    own: list[int] = []
+    found: list[int] = []
+    tensors: list[torch.Tensor] = []
+    _visit(given, own, int)
+    _visit(given, tensors, torch.Tensor)
+    _visit([tuple(tensor.shape) for tensor in tensors], own, int)
+    _visit([(step.args, step.kwargs) for step in graph.nodes], found, int)
+    strange = sorted(set(found) & set(shapes.hints) - set(own))
+    return " and ".join(f"{shapes.hints[number]} = {number}" for number in strange)
+
+
+def _size(arg: Any, shapes: Any) -> Any:
+    return shapes.dim(arg) if isinstance(arg, torch.SymInt) else arg
+
+
+def _sizes(everything: Any) -> list[torch.SymInt]:
+    found: list[torch.SymInt] = []
+    _visit(everything, found, torch.SymInt)
+    return found
+
+
+def _visit(tree: Any, found: list[Any], kind: type) -> None:
+    if isinstance(tree, kind):
+        found.append(tree)
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            _visit(item, found, kind)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            _visit(item, found, kind)
+
+
+def _substitute(tree: Any, waiting: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return next(waiting)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_substitute(item, waiting) for item in tree)
+    if isinstance(tree, dict):
+        return {k: _substitute(v, waiting) for k, v in tree.items()}
+    return tree

@@ -1,0 +1,51 @@
+"""A mixture of experts whose weights are stored in few bits, in the place of a float one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.fx
+
+from ..function import Function, arguments, site_of
+from ..weights import Weight
+
+G = torch.ops.graftwork
+
+
+class Stack(NamedTuple):
+    """The weights of all experts of one projection, as `graftwork.quantized_moe` takes them:
+    weight u8[E,R,K*bits/8], scale and offset f32|f16[E,R,K/group]."""
+
+    weight: Weight
+    scale: Weight
+    offset: Weight | None
+    group: int
+
+
+def store_experts(
+    fn: Function, node: torch.fx.Node, gate_up: Stack, down: Stack, *, bits: int, rounded: bool
+) -> None:
+    """Replace a call of `graftwork.moe` by one of `graftwork.quantized_moe`, in place.
+
+    rounded: activations are rounded to int8 by row. Errors: those of type inference, for stacks
+    that do not fit.
+    """
+    given = arguments(node)
+    options = {name: given[name] for name in ("activation", "limit", "alpha")}
+    options |= {"bits": bits, "group": gate_up.group, "down_group": down.group}
+    if not rounded:
+        options["rounded"] = False
+    biases = [given[name] for name in ("gate_up_bias", "down_bias")]
+    with fn.graph.inserting_before(node):
+        stored = [part and fn.weight(part) for stack in (gate_up, down) for part in stack[:3]]
+        new = fn.call(
+            G.quantized_moe.default,
+            *(given[name] for name in ("x", "experts", "weights")),
+            *stored,
+            *([] if biases == [None, None] else biases),
+            site=site_of(node),
+            **{name: value for name, value in options.items() if value is not None},
+        )
+    node.replace_all_uses_with(new)
+    fn.graph.erase_node(node)

@@ -1,0 +1,116 @@
+"""What passes share: who depends on what, cutting a piece out of a function, running the piece,
+and putting one function's body into another."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx.node import map_aggregate
+
+from ..execution.interpret import run
+from ..function import Function, cone, site_of
+from ..program import ModelInfo, Program
+from ..types import Sym
+from ..weights import Weight, WeightStore
+
+
+def constants(fn: Function) -> set[torch.fx.Node]:
+    """Weights, and nodes computed from weights and numbers alone."""
+    return _classify(fn, ())[0]
+
+
+def decided_by(fn: Function, inputs: Collection[str]) -> set[torch.fx.Node]:
+    """Nodes computed from these inputs and from nothing else but weights and numbers.
+
+    The inputs themselves are included; what needs none of them (weights, constants) is not.
+    """
+    return _classify(fn, inputs)[1]
+
+
+def tables_of(fn: Function) -> set[str]:
+    """Weights that nothing but positions meets: angles, and what else a place has."""
+    places = decided_by(fn, ("positions",))
+    return {
+        str(node.target)
+        for node in fn
+        if node.op == "get_attr" and node.users and places.issuperset(node.users)
+    }
+
+
+def _classify(
+    fn: Function, inputs: Collection[str]
+) -> tuple[set[torch.fx.Node], set[torch.fx.Node]]:
+    constant: set[torch.fx.Node] = set()
+    decided: set[torch.fx.Node] = set()
+    for node in fn:
+        if node.op == "placeholder":
+            if node.target in inputs:
+                decided.add(node)
+        elif node.op != "output":
+            args = set(node.all_input_nodes)
+            if args <= constant:
+                constant.add(node)
+            elif all(arg in constant or arg in decided for arg in args):
+                decided.add(node)
+    return constant, decided
+
+
+def extract(fn: Function, outputs: Mapping[str, torch.fx.Node]) -> Function:
+    """A function of its own that computes `outputs` and takes only the inputs that these need."""
+    members = sorted(cone(outputs.values()))  # fx nodes compare by their place in the graph
+    graph = torch.fx.Graph()
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in members:
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+    piece = Function("piece", graph)
+    piece.set_outputs({name: copies[node] for name, node in outputs.items()})
+    return piece
+
+
+def evaluate(
+    piece: Function, weights: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Run an extracted piece on concrete tensors with the reference interpreter."""
+    store = WeightStore({name: Weight.of(name, tensor) for name, tensor in weights.items()})
+    info = ModelInfo("piece", vocab_size=0, context=0)
+    return run(Program("piece", {piece.name: piece}, store, info), piece.name, inputs)
+
+
+def fresh_name(taken: Collection[str], wanted: str) -> str:
+    """`wanted`, or `wanted.1`, `wanted.2`, ... if it is taken."""
+    name, count = wanted, 0
+    while name in taken:
+        count += 1
+        name = f"{wanted}.{count}"
+    return name
+
+
+def inlined(
+    fn: Function,
+    body: Function,
+    given: Mapping[torch.fx.Node, torch.fx.Node | None],
+    sizes: Mapping[str, int],
+) -> dict[str, torch.fx.Node]:
+    """The outputs of another function's body, computed at the insertion point of `fn`.
+
+    given: what stands for each of the body's inputs. sizes: symbols that are numbers here. Types
+    are inferred anew. Errors: `VerifyError` if the body does not run on what is given.
+    """
+    values: dict[Any, Any] = dict(given)
+
+    def value(arg: Any) -> Any:
+        if isinstance(arg, torch.fx.Node):
+            return values[arg]
+        return arg.bind(sizes) if isinstance(arg, Sym) else arg
+
+    for node in body:
+        if node.op == "get_attr":
+            values[node] = fn.graph.node_copy(node)
+        elif node.op == "call_function":
+            target: Any = node.target
+            args, kwargs = map_aggregate(node.args, value), map_aggregate(node.kwargs, value)
+            values[node] = fn.call(target, *args, site=site_of(node), **kwargs)  # type: ignore[arg-type]
+    return {name: values[node] for name, node in body.outputs.items()}

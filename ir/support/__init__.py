@@ -1,0 +1,1 @@
+"""What is no part of the representation: errors, files, names, caches, threads, discovery."""
