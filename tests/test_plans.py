@@ -175,7 +175,7 @@ def test_a_chain_is_a_chain_whatever_draws_it() -> None:
     """One node a level, the likeliest: a chain that one call makes serves all of these."""
     for chain in ("static chain", "sampled chain"):
         program, _ = planned("eagle", chain, *TREES, "unroll_draft")
-        assert program.plan.draft.chains and program.plan.draft.levels == 3
+        assert program.plan.draft.unrolled and program.plan.draft.levels == 3
         assert same_as_plain(program, True)
 
 

@@ -64,8 +64,9 @@ def called(program: Program) -> tuple[str, ...]:
 def led(program: Program) -> tuple[str, ...]:
     """The first parts of a step, through which its draft has led tokens already."""
     plan = program.plan
-    exits = plan.draft.exits if isinstance(plan.draft, ExitDraft) else ()
-    return plan.step.parts[: sum(cut <= exit for exit in exits for cut in plan.step.cuts)]
+    if not isinstance(plan.draft, ExitDraft):
+        return ()
+    return plan.step.parts[: sum(cut <= plan.draft.exit for cut in plan.step.cuts)]
 
 
 def full(g: GraphBuilder, record: FullDepth, steps: Steps, fed: Fed, values: Values) -> Values:

@@ -78,38 +78,26 @@ def _unmet(program: Program) -> Iterator[tuple[str, str]]:
 
 
 def _uncut(plan: DecodePlan, part: DraftRecord | DepthRecord) -> Iterator[tuple[str, str]]:
-    """Exits that a part needs and the step has not."""
-    for exit in part.exits:
-        if exit not in plan.step.cuts:
-            there = ", ".join(map(str, plan.step.cuts)) or "nowhere"
-            fault = (
-                f"{part.slot}={part.brief} needs a step that is cut after {exit} layers; it is cut "
-                f"after {there}: set cut_depth.exits"
-            )
-            yield fault, "" if plan.step.in_parts else "segments"
+    """A cut that a part needs and the step has not."""
+    exit: int | None = getattr(part, "exit", None)
+    if exit is not None and exit not in plan.step.cuts:
+        there = ", ".join(map(str, plan.step.cuts)) or "nowhere"
+        fault = (
+            f"{part.slot}={part.brief} needs a step that is cut after {exit} layers; it is cut "
+            f"after {there}: set cut_depth.exits"
+        )
+        yield fault, "" if plan.step.in_parts else "segments"
 
 
 def _misfits(plan: DecodePlan) -> Iterator[str]:
     """Parts of a plan that contradict each other."""
-    draft, tree, length, verify = plan.draft, plan.tree, plan.length, plan.verify
+    draft, tree = plan.draft, plan.tree
     for leaf in draft.leaves:
-        what = f"draft={leaf.brief}"
-        if leaf.helper is not None and not leaf.helper.foresees:
-            yield (
-                f"{what}: {leaf.helper.brief} cannot draft for another drafter: it knows only what "
-                f"follows committed text; drafters that copy can, such as suffix"
-            )
+        yield from leaf.misfits(plan)
         if leaf.narrow and tree.breadth > 1:
             yield (
-                f"{what} predicts what follows one node a level, and tree={tree.brief} asks for up "
-                f"to {tree.breadth}: draw a chain, or leave its own drafter out"
-            )
-        if leaf.chains and not tree.chain:
-            yield f"{what} makes chains of best tokens, and the plan has tree={tree.brief}"
-        if leaf.chains and length.by_level:
-            yield (
-                f"{what} makes all levels of a draft at once, and length={length.brief} looks at "
-                f"each of them before the next is made"
+                f"draft={leaf.brief} predicts what follows one node a level, and tree={tree.brief} "
+                f"asks for up to {tree.breadth}: draw a chain, or leave its own drafter out"
             )
     if plan.depth.stops:
         yield from _undecided(plan)
@@ -125,8 +113,6 @@ def _misfits(plan: DecodePlan) -> Iterator[str]:
             f"cache={plan.cache.brief} moves rows after steps, and step={plan.step.brief} hands "
             f"rows on from call to call: leave one of the two out"
         )
-    if any(leaf.in_step for leaf in draft.leaves):
-        yield from _unchained(plan)
     if plan.step.ahead:
         yield from _unread(plan)
     for leaf in draft.leaves:
@@ -139,12 +125,8 @@ def _misfits(plan: DecodePlan) -> Iterator[str]:
                 f"cache={plan.cache.brief} {keeps}: draft inside the "
                 f"step (unroll_draft, fuse_draft), or with a drafter without a cache"
             )
-    if verify.told and not _is_told(plan):
-        yield (
-            f"verify={verify.brief}: draft={draft.brief} under tree={tree.brief} has no "
-            f"distributions to weigh against: draft by one pass that predicts, such as draft_model "
-            f"or draft_hydra, and draw the tree by tree_sampled"
-        )
+    for part in (tree, plan.length, plan.verify, plan.depth, plan.cache):
+        yield from part.misfits(plan)
 
 
 def _unread(plan: DecodePlan) -> Iterator[str]:
@@ -182,27 +164,6 @@ def _undecided(plan: DecodePlan) -> Iterator[str]:
                 f"draft={leaf.brief} verifies by all layers, and depth={plan.depth.brief} leaves "
                 f"some out: leave one of the two out"
             )
-
-
-def _unchained(plan: DecodePlan) -> Iterator[str]:
-    """What a step that drafts cannot do: it verifies chains, and drafts in any case."""
-    records: tuple[TreeRecord | DraftRecord, ...] = (plan.draft, *plan.draft.leaves, plan.tree)
-    for record in records:
-        if record.branches:
-            yield (
-                f"the step drafts and takes every draft for a chain, but "
-                f"{record.slot}={record.brief} makes trees: leave fuse_draft out"
-            )
-    if plan.length.gives_up:
-        yield (
-            f"length={plan.length.brief} gives up drafts that do not pay, and a step that drafts "
-            f"makes them all the same: leave one of the two out"
-        )
-
-
-def _is_told(plan: DecodePlan) -> bool:
-    """Whether every draft says what its tokens were sampled from."""
-    return plan.draft.tells and plan.tree.tells
 
 
 def _idle(plan: DecodePlan) -> Iterator[str]:

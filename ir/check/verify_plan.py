@@ -37,6 +37,7 @@ READ_WINDOWS = (
 def verify_plan(program: Program) -> None:
     """Check plan and facts of a program whose functions are valid. Errors: `VerifyError`."""
     _check_info(program)
+    leaves = program.plan.draft.leaves
     for slot in fields(program.plan):
         record = getattr(program.plan, slot.name)
         if record.slot != slot.name:
@@ -45,13 +46,12 @@ def verify_plan(program: Program) -> None:
             raise VerifyError(
                 f"plan: {slot.name} has {len(record.every)} parts; {MOST_PARTS} are allowed"
             )
-        # A draft model's own drafter reads what that model returns, not the step.
-        helpers = [part.helper for part in record.every if isinstance(part, DraftRecord)]
-        inner = {id(deep) for helper in helpers if helper is not None for deep in helper.every}
         for part in record.every:
             _check_names(program, part)
+            # A draft model's own drafter reads what that model returns, not the step.
+            inner = isinstance(part, DraftRecord) and not any(part is leaf for leaf in leaves)
             for function, returned in _calls(program, part):
-                if function != program.step.name or id(part) not in inner:
+                if function != program.step.name or not inner:
                     _check_returns(program, part, function, returned)
             for name, ids, sizes in part.looks_up():
                 _check_weight(program, part, name, ids, sizes)

@@ -27,7 +27,9 @@ class Record:
     """Base of all plan records. `kind` is the name in the text form; `slot` the plan's field.
 
     A field may hold plain values, tuples of them, and further records of the same slot. Annotations
-    bound them. Errors: `InputError` naming the field that is out of bounds.
+    bound them. Fields of these names mean the same in all records: `weight` names a weight of the
+    program; `exit` is a number of layers after which the step must be cut; `trained`: whether its
+    weights know anything. Errors: `InputError` naming the field that is out of bounds.
 
     What the pass that puts it into plans declares, it declares here (see `policy`). contract: what
     holds of the output, next to decoding without it. requires, provides: facts about programs, such
@@ -71,6 +73,10 @@ class Record:
             raise InputError(f"the plan has a {self.noun} already: {held.brief}")
         changed: dict[str, Any] = {self.slot: self}
         return replace(plan, **changed)
+
+    def misfits(self, plan: DecodePlan) -> Iterator[str]:
+        """What contradicts it in the rest of a plan: a sentence each."""
+        yield from ()
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         """The functions that the runtime calls for it, and what it reads of each. Errors:

@@ -21,12 +21,13 @@ _OWN = re.compile(r"C\.[0-9]+", re.ASCII)
 
 @dataclass(frozen=True)
 class CacheRecord(Record):
-    """Base of cache records."""
+    """Base of cache records. settles: states are changed between steps."""
 
     slot: ClassVar[str] = "cache"
     noun: ClassVar[str] = "cache policy"
     contract: ClassVar[Contract] = Contract.APPROXIMATE
     requires: ClassVar[frozenset[str]] = frozenset({"cached"})
+    settles: ClassVar[bool] = True
 
     @property
     def most(self) -> int | None:
@@ -60,11 +61,6 @@ class CacheRecord(Record):
         return self.most is None
 
     @property
-    def settles(self) -> bool:
-        """Whether something must happen to the states between steps."""
-        return True
-
-    @property
     def widths(self) -> tuple[int, ...]:
         """Columns that pieces of prompts often have."""
         return ()
@@ -76,11 +72,7 @@ class KeepAll(CacheRecord):
     """The cache keeps every committed token's rows."""
 
     kind: ClassVar[str] = "all"
-
-    @property
-    def settles(self) -> bool:
-        """See `CacheRecord.settles`."""
-        return False
+    settles: ClassVar[bool] = False
 
 
 @record
@@ -97,6 +89,8 @@ class KeepShared(CacheRecord):
     kind: ClassVar[str] = "shared"
     contract: ClassVar[Contract] = Contract.EXACT
     part: ClassVar[str] = "shared"
+    aligned: ClassVar[bool] = False
+    settles: ClassVar[bool] = False
 
     def check(self) -> None:
         """See `Record.check`."""
@@ -107,16 +101,6 @@ class KeepShared(CacheRecord):
     def held(self) -> Mapping[str, Held]:
         """See `CacheRecord.held`."""
         return {self.capacity: Together()}
-
-    @property
-    def aligned(self) -> bool:
-        """See `CacheRecord.aligned`: a text's own rows begin behind the shared ones."""
-        return False
-
-    @property
-    def settles(self) -> bool:
-        """See `CacheRecord.settles`."""
-        return False
 
 
 @record

@@ -13,6 +13,7 @@ from .draft import CachedDraft, DraftRecord, NoDraft
 
 if TYPE_CHECKING:
     from .decode import DecodePlan
+    from .tree import TreeRecord
 
 
 @record
@@ -28,20 +29,7 @@ class MergedDraft(DraftRecord):
     nodes: Nodes | None = None
     kind: ClassVar[str] = "merged"
     branches: ClassVar[bool] = True
-
-    @property
-    def tells(self) -> bool:
-        """The union of several drafts is sampled from none of them."""
-        return False
-
-    @property
-    def most(self) -> int | None:
-        """`nodes`, or those of all parts; None if one follows the plan's tree."""
-        sizes = [draft.most for draft in self.of]
-        if self.nodes is not None:
-            return self.nodes
-        known = [size for size in sizes if size is not None]
-        return sum(known) if len(known) == len(sizes) else None
+    tells: ClassVar[bool] = False
 
     def at_most(self, tree: int | None) -> int:
         """`nodes`, or those of all parts."""
@@ -59,30 +47,30 @@ class StagedDraft(CachedDraft):
     drafter: DraftRecord = field(default_factory=NoDraft)
     kind: ClassVar[str] = "staged"
     narrow: ClassVar[bool] = True
+    unrolls: ClassVar[None] = None
 
     @property
     def reads(self) -> tuple[str, ...]:
         """What `drafter` reads, too."""
         return (*super().reads, *self.drafter.reads)
 
-    @property
-    def unrolls(self) -> None:
-        """Its levels wait for the answers of its model."""
-        return None
-
-    @property
-    def helper(self) -> DraftRecord:
-        """`drafter`."""
-        return self.drafter
+    def misfits(self, plan: DecodePlan) -> Iterator[str]:
+        """See `Record.misfits`: a `drafter` that knows only what follows committed text."""
+        if not self.drafter.foresees:
+            yield (
+                f"draft={self.brief}: {self.drafter.brief} cannot draft for another drafter: it "
+                f"knows only what follows committed text; drafters that copy can, such as suffix"
+            )
 
 
 @dataclass(frozen=True)
 class WrappingDraft(DraftRecord):
-    """Base of records that make the chains of another drafter, which they hold, in another way."""
+    """Base of records that make the chains of another drafter, which they hold, in another way: a
+    whole chain of best tokens at once, without their probabilities."""
 
     draft: DraftRecord = field(default_factory=CachedDraft)
     grows: ClassVar[bool] = True
-    chains: ClassVar[bool] = True
+    tells: ClassVar[bool] = False
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -100,11 +88,6 @@ class WrappingDraft(DraftRecord):
         return self.draft.always
 
     @property
-    def tells(self) -> bool:
-        """Chains of best tokens are sampled from nothing."""
-        return False
-
-    @property
     def levels(self) -> int:
         """Those of `draft`."""
         return self.draft.levels
@@ -113,6 +96,17 @@ class WrappingDraft(DraftRecord):
     def trains(self) -> tuple[Record, ...]:
         """`draft`, if that is trained."""
         return self.draft.trains
+
+    def misfits(self, plan: DecodePlan) -> Iterator[str]:
+        """See `Record.misfits`: a tree that is no chain, a length that looks at each level."""
+        what = f"draft={self.brief}"
+        if not plan.tree.chain:
+            yield f"{what} makes chains of best tokens, and the plan has tree={plan.tree.brief}"
+        if plan.length.by_level:
+            yield (
+                f"{what} makes all levels of a draft at once, and length={plan.length.brief} looks "
+                f"at each of them before the next is made"
+            )
 
 
 @record
@@ -172,3 +166,19 @@ class FusedDraft(WrappingDraft):
     def unrolled(self) -> UnrolledDraft:
         """`draft`."""
         return self.draft
+
+    def misfits(self, plan: DecodePlan) -> Iterator[str]:
+        """See `Record.misfits`: records that make trees, a length that may ask for no draft."""
+        yield from super().misfits(plan)
+        records: tuple[TreeRecord | DraftRecord, ...] = (plan.draft, *plan.draft.leaves, plan.tree)
+        for part in records:
+            if part.branches:
+                yield (
+                    f"the step drafts and takes every draft for a chain, but "
+                    f"{part.slot}={part.brief} makes trees: leave fuse_draft out"
+                )
+        if plan.length.gives_up:
+            yield (
+                f"length={plan.length.brief} gives up drafts that do not pay, and a step that "
+                f"drafts makes them all the same: leave one of the two out"
+            )

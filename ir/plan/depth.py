@@ -36,11 +36,6 @@ class DepthRecord(Record):
     halves: ClassVar[bool] = False
 
     @property
-    def exits(self) -> tuple[int, ...]:
-        """Numbers of layers after which it needs the step to be cut."""
-        return ()
-
-    @property
     def widths(self) -> tuple[int, ...]:
         """Columns that calls of deeper layers often have, besides those of steps."""
         return ()
@@ -164,11 +159,6 @@ class DeferredDepth(ThresholdDepth):
     def fixed(self, threshold: float, tokens: int) -> Self:
         """See `ThresholdDepth.fixed`: nothing is learnt."""
         return replace(super().fixed(threshold, tokens), posterior=0.0)
-
-    @property
-    def exits(self) -> tuple[int, ...]:
-        """`exit`."""
-        return (self.exit,)
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -20,16 +20,18 @@ if TYPE_CHECKING:
 class DraftRecord(Record):
     """Base of draft records.
 
-    What a drafter needs of the rest of a plan, and what it can do, is declared here; `ir/legality`
-    draws the conclusions. grows: it predicts level by level, so the plan's tree draws its drafts
-    and the plan's length policy is asked after each level. branches: its drafts are trees, or have
-    riders, whatever the plan's tree. chains: it makes a whole chain of best tokens at once, without
-    their probabilities. in_step: the step makes it, and takes every draft for a chain. narrow: it
-    predicts what follows one node a level. foresees: it can draft for another drafter, because it
-    knows what may follow text that is not committed. in_turn: of its parts a later one is asked
-    where the earlier ones have no draft. goes_on: it can predict from the states that another
-    drafter makes; whole_path: from all that led to a node, not only from the last.
-    in_parts: it runs parts of the step, which must be cut.
+    What a drafter can do and what it needs of the rest of a plan is declared here; `ir/legality`
+    reads it. Fields: `of` holds the drafters that it is made of; `tokens` or `nodes` bounds a
+    draft.
+
+    grows: predicts level by level, so the plan's tree draws its drafts and the length policy is
+    asked after each level. branches: its drafts are trees, or have riders, whatever the plan's
+    tree. in_step: the step makes the draft, and takes every draft for a chain. narrow: predicts
+    what follows one node a level. foresees: knows what may follow text that is not committed, so it
+    can draft for another drafter. in_turn: a later part is asked where the earlier ones have no
+    draft. goes_on: predicts from the states that another drafter makes. whole_path: from the states
+    of all nodes on the path, not only of the last. in_parts: runs parts of the step, which must be
+    cut.
     """
 
     slot: ClassVar[str] = "draft"
@@ -38,7 +40,6 @@ class DraftRecord(Record):
     provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
     grows: ClassVar[bool] = False
     branches: ClassVar[bool] = False
-    chains: ClassVar[bool] = False
     in_step: ClassVar[bool] = False
     narrow: ClassVar[bool] = False
     foresees: ClassVar[bool] = False
@@ -61,11 +62,6 @@ class DraftRecord(Record):
     def mutual(self) -> tuple[str, ...]:
         """Its functions in whose calls a token may see tokens behind it."""
         return tuple(name for part in self.parts for name in part.mutual)
-
-    @property
-    def exits(self) -> tuple[int, ...]:
-        """Numbers of layers after which it needs the step to be cut."""
-        return ()
 
     @property
     def always(self) -> bool:
@@ -110,25 +106,21 @@ class DraftRecord(Record):
         return None
 
     @property
-    def helper(self) -> DraftRecord | None:
-        """Another drafter, which drafts for this one."""
-        return None
-
-    @property
     def levels(self) -> int:
         """Tokens that it predicts one after the other, at most."""
         return 0
 
     @property
     def most(self) -> int | None:
-        """Draft tokens a step at most; None: as many as the plan's tree has nodes."""
-        return None
+        """Tokens of a draft at most, `tokens` or `nodes`; None: as many as the plan's tree has."""
+        own: int | None = getattr(self, "tokens", getattr(self, "nodes", None))
+        return own
 
     def at_most(self, tree: int | None) -> int:
-        """Draft tokens a step at most under a tree of so many nodes; None: it does not say."""
+        """Tokens of a draft at most. tree: nodes of the plan's tree; None: a chain of no given
+        depth, which has a token a level."""
         if self.most is not None:
             return self.most
-        # A chain of no given depth has a token a level.
         return self.levels if tree is None else tree
 
     def sizes(self, tree: int | None) -> frozenset[int]:
@@ -142,10 +134,6 @@ class DraftRecord(Record):
         """Tokens that are fed along behind a draft of so many nodes (`Draft.riders`), at most."""
         return sum(part.riders(nodes) for part in self.parts)
 
-    def before(self, later: DraftRecord) -> DraftRecord:
-        """This drafter, and a later one that has its turn where this one has no draft."""
-        return FirstDraft((self, later))
-
     def lacking(self, step: Mapping[str, ValueType]) -> str | None:
         """See `Record.lacking`: outputs that it reads."""
         missing = [name for name in self.reads if name not in step]
@@ -153,7 +141,10 @@ class DraftRecord(Record):
 
     def into(self, plan: DecodePlan) -> DecodePlan:
         """The plan with one drafter more: where the earlier ones have no draft, it has its turn."""
-        return replace(plan, draft=plan.draft.before(self))
+        if not plan.speculates:
+            return replace(plan, draft=self)
+        earlier = plan.draft.parts if plan.draft.in_turn else (plan.draft,)
+        return replace(plan, draft=FirstDraft((*earlier, self)))
 
 
 @dataclass(frozen=True)
@@ -181,15 +172,7 @@ class NoDraft(DraftRecord):
     """Plain decoding: every step verifies an empty draft and yields one token."""
 
     kind: ClassVar[str] = "none"
-
-    def before(self, later: DraftRecord) -> DraftRecord:
-        """`later` alone."""
-        return later
-
-    @property
-    def most(self) -> int:
-        """0."""
-        return 0
+    most: ClassVar[int] = 0
 
 
 @policy
@@ -213,11 +196,6 @@ class SuffixDraft(DraftRecord):
         """See `Record.check`."""
         if self.shortest > self.longest:
             raise InputError(f"shortest={self.shortest} is more than longest={self.longest}")
-
-    @property
-    def most(self) -> int:
-        """`tokens`."""
-        return self.tokens
 
 
 RATES = (
@@ -253,11 +231,7 @@ class RecyclingDraft(DraftRecord):
     repeatable: ClassVar[bool] = True
     branches: ClassVar[bool] = True
     foresees: ClassVar[bool] = True
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """What the target held for likely after each token."""
-        return ("top_tokens",)
+    reads: ClassVar[tuple[str, ...]] = ("top_tokens",)
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         """See `Record.calls`."""
@@ -273,11 +247,6 @@ class RecyclingDraft(DraftRecord):
                 f"add_top_tokens.count"
             )
         return super().lacking(step)
-
-    @property
-    def most(self) -> int:
-        """`nodes`."""
-        return self.nodes
 
 
 @record
@@ -298,20 +267,12 @@ class HeadsDraft(LearningDraft):
     kind: ClassVar[str] = "heads"
     grows: ClassVar[bool] = True
     goes_on: ClassVar[bool] = True
+    reads: ClassVar[tuple[str, ...]] = ("hidden",)
+    always: ClassVar[bool] = True
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         """See `Record.calls`."""
         yield self.function, candidates(self.levels)
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """The target's last hidden states."""
-        return ("hidden",)
-
-    @property
-    def always(self) -> bool:
-        """True."""
-        return True
 
 
 @record
@@ -335,6 +296,8 @@ class RecurrentDraft(LearningDraft):
     kind: ClassVar[str] = "recurrent"
     grows: ClassVar[bool] = True
     goes_on: ClassVar[bool] = True
+    reads: ClassVar[tuple[str, ...]] = ("hidden",)
+    always: ClassVar[bool] = True
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         """See `Record.calls`."""
@@ -346,19 +309,9 @@ class RecurrentDraft(LearningDraft):
             yield self.entry, {"hidden": ("", "", "")}
 
     @property
-    def reads(self) -> tuple[str, ...]:
-        """The target's last hidden states."""
-        return ("hidden",)
-
-    @property
     def cached(self) -> tuple[str, ...]:
         """`entry`."""
         return () if self.entry is None else (self.entry,)
-
-    @property
-    def always(self) -> bool:
-        """True."""
-        return True
 
 
 @record
@@ -433,17 +386,6 @@ class FirstDraft(DraftRecord):
     of: tuple[DraftRecord, ...] = ()
     kind: ClassVar[str] = "first"
     in_turn: ClassVar[bool] = True
-
-    def before(self, later: DraftRecord) -> DraftRecord:
-        """The same with a last one more."""
-        return FirstDraft((*self.of, later))
-
-    @property
-    def most(self) -> int | None:
-        """The most of all; None if one follows the plan's tree."""
-        sizes = [draft.most for draft in self.of]
-        known = [size for size in sizes if size is not None]
-        return max(known, default=0) if len(known) == len(sizes) else None
 
     def at_most(self, tree: int | None) -> int:
         """The most of all."""

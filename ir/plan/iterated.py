@@ -18,19 +18,12 @@ if TYPE_CHECKING:
 class GuessDraft(DraftRecord):
     """Base of drafts that the step's ``argmax`` (pass add_argmax) corrects at every place."""
 
+    reads: ClassVar[tuple[str, ...]] = ("argmax",)
+    always: ClassVar[bool] = True
+
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         """See `Record.calls`."""
         yield plan.step.plain, {"argmax": ("", "")}
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """What the target says after each guess."""
-        return ("argmax",)
-
-    @property
-    def always(self) -> bool:
-        """True."""
-        return True
 
 
 @policy
@@ -45,11 +38,6 @@ class JacobiDraft(GuessDraft):
     tokens: Nodes = 10
     kind: ClassVar[str] = "jacobi"
     requires: ClassVar[frozenset[str]] = frozenset({"argmax", "cached"})
-
-    @property
-    def most(self) -> int:
-        """`tokens`."""
-        return self.tokens
 
 
 @policy
@@ -95,11 +83,6 @@ class InputDraft(DraftRecord):
     brings: ClassVar[str] = "an input text"
     repeatable: ClassVar[bool] = True
 
-    @property
-    def most(self) -> int:
-        """`tokens`."""
-        return self.tokens
-
 
 @record
 @dataclass(frozen=True)
@@ -119,8 +102,3 @@ class CorpusDraft(DraftRecord):
     def looks_up(self) -> Iterator[tuple[str, bool, tuple[Size, ...]]]:
         """See `Record.looks_up`."""
         yield self.weight, True, ("",)
-
-    @property
-    def most(self) -> int:
-        """`tokens`."""
-        return self.tokens

@@ -35,6 +35,7 @@ class PromptDraft(LearningDraft):
     kind: ClassVar[str] = "prompts"
     grows: ClassVar[bool] = True
     branches: ClassVar[bool] = True
+    reads: ClassVar[tuple[str, ...]] = ("draft_tokens", "draft_scores")
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         """See `Record.calls`."""
@@ -43,11 +44,6 @@ class PromptDraft(LearningDraft):
     def looks_up(self) -> Iterator[tuple[str, bool, tuple[Size, ...]]]:
         """See `Record.looks_up`."""
         yield self.weight, False, (self.prompts, "")
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """What the target says after the prompt tokens."""
-        return ("draft_tokens", "draft_scores")
 
     @property
     def levels(self) -> int:
@@ -80,6 +76,7 @@ class MaskedSkippingDraft(LearningDraft):
     requires: ClassVar[frozenset[str]] = frozenset({"segments"})
     grows: ClassVar[bool] = True
     in_parts: ClassVar[bool] = True
+    always: ClassVar[bool] = True
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         """See `Record.calls`."""
@@ -95,11 +92,6 @@ class MaskedSkippingDraft(LearningDraft):
         """A token for each mask token, and one for the last token of the text."""
         return self.prompts + 1
 
-    @property
-    def always(self) -> bool:
-        """True."""
-        return True
-
 
 @dataclass(frozen=True)
 class OneCallDraft(CachedDraft):
@@ -112,16 +104,12 @@ class OneCallDraft(CachedDraft):
     token: Place = 0
     weight: str | None = None
     stepwise: ClassVar[bool] = False
+    unrolls: ClassVar[None] = None
 
     def looks_up(self) -> Iterator[tuple[str, bool, tuple[Size, ...]]]:
         """See `Record.looks_up`."""
         if self.weight:
             yield self.weight, False, (1, "")
-
-    @property
-    def unrolls(self) -> None:
-        """Its levels are one call already."""
-        return None
 
 
 @record

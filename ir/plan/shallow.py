@@ -35,6 +35,7 @@ class ExitDraft(LearningDraft):
     grows: ClassVar[bool] = True
     narrow: ClassVar[bool] = True
     in_parts: ClassVar[bool] = True
+    always: ClassVar[bool] = True
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         """See `Record.calls`."""
@@ -44,16 +45,6 @@ class ExitDraft(LearningDraft):
     def reads(self) -> tuple[str, ...]:
         """`output`."""
         return (self.output,)
-
-    @property
-    def exits(self) -> tuple[int, ...]:
-        """`exit`."""
-        return (self.exit,)
-
-    @property
-    def always(self) -> bool:
-        """True."""
-        return True
 
 
 @record

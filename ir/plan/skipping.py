@@ -31,6 +31,7 @@ class SkippingDraft(DraftRecord):
     grows: ClassVar[bool] = True
     narrow: ClassVar[bool] = True
     in_parts: ClassVar[bool] = True
+    always: ClassVar[bool] = True
 
     def count(self, step: StepRecord) -> int:
         """Segments that are left out of a step."""
@@ -44,11 +45,6 @@ class SkippingDraft(DraftRecord):
                 f"layer, and step={plan.step.brief} has none: set cut_depth.every=1"
             )
         yield from ()
-
-    @property
-    def always(self) -> bool:
-        """True."""
-        return True
 
 
 @policy

@@ -95,6 +95,7 @@ class Chain(TreeRecord):
     kind: ClassVar[str] = "chain"
     requires: ClassVar[frozenset[str]] = frozenset({"cached"})
     branches: ClassVar[bool] = False
+    chain: ClassVar[bool] = True
 
     @classmethod
     def maker(cls) -> Callable[..., Chain]:
@@ -105,11 +106,6 @@ class Chain(TreeRecord):
     def of_depth(cls, depth: Levels = 5) -> Chain:
         """A chain of `depth` tokens at most."""
         return cls(depth)
-
-    @property
-    def chain(self) -> bool:
-        """True."""
-        return True
 
     @property
     def most(self) -> int | None:

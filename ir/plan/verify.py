@@ -19,15 +19,14 @@ if TYPE_CHECKING:
 class VerifyRecord(Record):
     """Base of verification records.
 
-    told: it must know of every draft token what distribution it comes from. siblings: it differs
-    from `Lossless` only on siblings that were sampled independently of each other.
+    siblings: it differs from `Lossless` only on siblings that were sampled independently of each
+    other.
     """
 
     slot: ClassVar[str] = "verify"
     noun: ClassVar[str] = "verifier"
     contract: ClassVar[Contract] = Contract.APPROXIMATE
     requires: ClassVar[frozenset[str]] = frozenset({"drafts"})
-    told: ClassVar[bool] = False
     siblings: ClassVar[bool] = False
 
 
@@ -106,12 +105,20 @@ class Contrastive(VerifyRecord):
     beta: Amount = 0.5
     plausible: Share = 0.1
     kind: ClassVar[str] = "contrastive"
-    told: ClassVar[bool] = True
     requires: ClassVar[frozenset[str]] = frozenset({"drafts", "sampled trees"})
 
     def into(self, plan: DecodePlan) -> DecodePlan:
         """See `Record.into`; the tree then tells what its tokens were sampled from."""
         return super().into(replace(plan, tree=plan.tree.telling()))
+
+    def misfits(self, plan: DecodePlan) -> Iterator[str]:
+        """See `Record.misfits`: a draft token whose distribution is not known."""
+        if not (plan.draft.tells and plan.tree.tells):
+            yield (
+                f"verify={self.brief}: draft={plan.draft.brief} under tree={plan.tree.brief} has "
+                f"no distributions to weigh against: draft by one pass that predicts, such as "
+                f"draft_model or draft_hydra, and draw the tree by tree_sampled"
+            )
 
 
 @record

@@ -95,8 +95,8 @@ def _drafts(program: Program) -> str:
 @fact("unrolled")
 def _unrolled(program: Program) -> str:
     draft = program.plan.draft
-    chains = any(leaf.chains for leaf in draft.leaves)
-    return "" if chains else f"draft={draft.brief} makes no chain in one call"
+    unrolled = any(leaf.unrolled is not None for leaf in draft.leaves)
+    return "" if unrolled else f"draft={draft.brief} makes no chain in one call"
 
 
 @fact("sampled trees")
