@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..support.errors import InputError
 from .base import Returned, record
-from .bounds import Factor
+from .bounds import Factor, Filled
 from .continued import TwofoldDraft
 from .draft import DraftRecord, HeadsDraft
 
@@ -29,10 +29,10 @@ class AheadDraft(TwofoldDraft):
     anything.
     """
 
-    then: DraftRecord = field(default_factory=partial(HeadsDraft, levels=1))
+    then: Filled[DraftRecord] = field(default_factory=partial(HeadsDraft, levels=1))
     later: Factor = 0.5
     noise: bool = True
-    trained: bool = False
+    trained: Filled[bool] = False
     kind: ClassVar[str] = "ahead"
 
     def check(self) -> None:

@@ -7,9 +7,14 @@ values are many times what pays off anywhere: a step of 4,096 columns is a long 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 from pydantic import Field
+
+T = TypeVar("T")
+FILLED = "filled"
+Filled: TypeAlias = Annotated[T, FILLED]
+"""A field that is no option: the pass that makes the record's functions or weights fills it."""
 
 MOST_NODES = 4096
 MOST_LEVELS = 256

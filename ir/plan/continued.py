@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ..support.errors import InputError
 from .base import record
-from .bounds import Amount, Factor
+from .bounds import Amount, Factor, Filled
 from .draft import CachedDraft, DraftRecord, HeadsDraft, LearningDraft
 
 
@@ -19,8 +19,8 @@ class TwofoldDraft(LearningDraft):
     first: takes an output of the step. then: what predicts the rest.
     """
 
-    first: CachedDraft = field(default_factory=CachedDraft)
-    then: DraftRecord = field(default_factory=HeadsDraft)
+    first: Filled[CachedDraft] = field(default_factory=CachedDraft)
+    then: Filled[DraftRecord] = field(default_factory=HeadsDraft)
     grows: ClassVar[bool] = True
 
     def check(self) -> None:
@@ -67,9 +67,9 @@ class ContinuedDraft(TwofoldDraft):
 
     token: Factor = 1.0
     feature: Amount = 0.0
-    near: str | None = None
+    near: Filled[str | None] = None
     later: Factor = 0.8
     decay: Factor = 0.8
     noise: bool = False
-    trained: bool = False
+    trained: Filled[bool] = False
     kind: ClassVar[str] = "continued"

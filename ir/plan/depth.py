@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from ..support.errors import InputError
 from .base import Record, Returned, policy, record
-from .bounds import Amount, Context, Levels, Nodes, Part, Place, Rollout, Share
+from .bounds import Amount, Context, Filled, Levels, Nodes, Part, Place, Rollout, Share
 from .contract import Contract
 
 if TYPE_CHECKING:
@@ -177,8 +177,8 @@ class ConfidentDepth(ThresholdDepth):
     the second, by the target's own head. A batch leaves together, or goes on together.
     """
 
-    functions: tuple[str, ...] = ("step.1.fill",)
-    score: str = ""
+    functions: Filled[tuple[str, ...]] = ("step.1.fill",)
+    score: Filled[str] = ""
     kind: ClassVar[str] = "confident"
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
@@ -205,9 +205,9 @@ class HeadsDepth(ConfidentDepth):
     Model Inference with Self-Supervised Early Exits" (2024).
     """
 
-    heads: tuple[str, ...] = ("step.0.exit",)
-    outputs: tuple[str, ...] = ("hidden.0",)
-    trained: bool = False
+    heads: Filled[tuple[str, ...]] = ("step.0.exit",)
+    outputs: Filled[tuple[str, ...]] = ("hidden.0",)
+    trained: Filled[bool] = False
     kind: ClassVar[str] = "heads"
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
@@ -235,13 +235,14 @@ class EntropyDepth(DepthRecord):
     Simonds, "Entropy Adaptive Decoding" (2025).
     """
 
-    function: str = "small"
+    function: Filled[str] = "small"
     threshold: Amount = 1.0
     window: Nodes = 8
     least: Nodes = 4
     pending: Nodes = 31
-    context: Context | None = None
+    context: Filled[Context | None] = None
     kind: ClassVar[str] = "entropy"
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     parted: ClassVar[bool] = False
 
     @property
@@ -273,13 +274,13 @@ class MixtureDepth(DepthRecord):
     Sources: Raposo et al., "Mixture-of-Depths" (2024); Zhang et al., "p-MoD" (2024).
     """
 
-    functions: tuple[str, ...] = ("step.1.fill",)
-    routers: tuple[str, ...] = ("step.0",)
-    routed: tuple[Place, ...] = (1,)
-    shares: tuple[Share, ...] = (0.5,)
+    functions: Filled[tuple[str, ...]] = ("step.1.fill",)
+    routers: Filled[tuple[str, ...]] = ("step.0",)
+    routed: Filled[tuple[Place, ...]] = (1,)
+    shares: Filled[tuple[Share, ...]] = (0.5,)
     threshold: Share = 0.5
-    score: str = "route"
-    trained: bool = False
+    score: Filled[str] = "route"
+    trained: Filled[bool] = False
     kind: ClassVar[str] = "mixture"
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
@@ -313,7 +314,7 @@ class MlpDepth(DepthRecord):
     first: Rollout = 2
     last: Rollout = 2
     warm: Rollout = 8
-    score: str = "sure"
+    score: Filled[str] = "sure"
     kind: ClassVar[str] = "mlp"
     halves: ClassVar[bool] = True
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ..support.errors import InputError
 from ..types import TensorType, ValueType
 from .base import Record, Returned, policy, record
-from .bounds import Aim, Context, Factor, Levels, Nodes, Rates, Rollout
+from .bounds import Aim, Context, Factor, Filled, Levels, Nodes, Rates, Rollout
 
 if TYPE_CHECKING:
     from .combined import UnrolledDraft
@@ -260,10 +260,10 @@ class HeadsDraft(LearningDraft):
     weights know anything.
     """
 
-    function: str = "heads"
+    function: Filled[str] = "heads"
     levels: Levels = 4
     decay: Factor = 0.8
-    trained: bool = False
+    trained: Filled[bool] = False
     kind: ClassVar[str] = "heads"
     grows: ClassVar[bool] = True
     goes_on: ClassVar[bool] = True
@@ -288,11 +288,11 @@ class RecurrentDraft(LearningDraft):
     trained: as in `HeadsDraft`.
     """
 
-    functions: tuple[str, ...] = ()
+    functions: Filled[tuple[str, ...]] = ()
     levels: Levels = 4
     decay: Factor = 0.8
-    trained: bool = False
-    entry: str | None = None
+    trained: Filled[bool] = False
+    entry: Filled[str | None] = None
     kind: ClassVar[str] = "recurrent"
     grows: ClassVar[bool] = True
     goes_on: ClassVar[bool] = True
@@ -331,12 +331,12 @@ class CachedDraft(LearningDraft):
     stepwise: whether it is fed each token that it drafts before it predicts the next.
     """
 
-    function: str = "draft"
-    output: str | None = None
+    function: Filled[str] = "draft"
+    output: Filled[str | None] = None
     levels: Levels = 5
-    context: Context | None = None
-    trained: bool = False
-    entry: str | None = None
+    context: Filled[Context | None] = None
+    trained: Filled[bool] = False
+    entry: Filled[str | None] = None
     rollout: Rollout = 0
     decay: Factor = 0.8
     kind: ClassVar[str] = "cached"

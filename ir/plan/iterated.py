@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from .base import Returned, Size, policy, record
-from .bounds import Levels, Ngram, Nodes, Place
+from .bounds import Filled, Levels, Ngram, Nodes, Place
 from .draft import DraftRecord
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class CorpusDraft(DraftRecord):
     most. shortest: tokens that must match.
     """
 
-    weight: str = "corpus"
+    weight: Filled[str] = "corpus"
     tokens: Nodes = 16
     shortest: Levels = 2
     kind: ClassVar[str] = "corpus"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from .base import Record, Returned, policy, record
-from .bounds import Factor, Inside, Levels, Part, Seed, Share
+from .bounds import Factor, Filled, Inside, Levels, Part, Seed, Share
 from .draft import CachedDraft
 
 if TYPE_CHECKING:
@@ -86,12 +86,13 @@ class AcceptanceLength(LengthRecord):
     head knows anything.
     """
 
-    function: str = "acceptance"
-    output: str = "hidden.normed"
+    function: Filled[str] = "acceptance"
+    output: Filled[str] = "hidden.normed"
     levels: Levels = 8
     threshold: Inside = 0.7
-    trained: bool = False
+    trained: Filled[bool] = False
     kind: ClassVar[str] = "acceptance"
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         """See `Record.calls`."""
@@ -110,9 +111,10 @@ class DraftAcceptanceLength(LengthRecord):
     """
 
     threshold: Inside = 0.7
-    learned: tuple[str, ...] = ()
-    trained: bool = False
+    learned: Filled[tuple[str, ...]] = ()
+    trained: Filled[bool] = False
     kind: ClassVar[str] = "draft_acceptance"
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical", "drafts"})
     by_level: ClassVar[bool] = True
     judges: ClassVar[bool] = True
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from .base import Returned, Size, record
-from .bounds import Factor, Levels, Nodes, Part, Place, Share
+from .bounds import Factor, Filled, Levels, Nodes, Part, Place, Share
 from .draft import CachedDraft, LearningDraft
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ class PromptDraft(LearningDraft):
     anything.
     """
 
-    weight: str = "ppd.prompts"
+    weight: Filled[str] = "ppd.prompts"
     prompts: Levels = 3
     after: Nodes = 8
     decay: Factor = 0.8
-    trained: bool = False
+    trained: Filled[bool] = False
     kind: ClassVar[str] = "prompts"
     grows: ClassVar[bool] = True
     branches: ClassVar[bool] = True
@@ -67,11 +67,11 @@ class MaskedSkippingDraft(LearningDraft):
     decay^d. trained: whether the weights know anything.
     """
 
-    functions: tuple[str, ...] = ("step.0", "step.2", "step.head")
-    weight: str = "s3d.masks"
+    functions: Filled[tuple[str, ...]] = ("step.0", "step.2", "step.head")
+    weight: Filled[str] = "s3d.masks"
     prompts: Levels = 3
     decay: Factor = 0.8
-    trained: bool = False
+    trained: Filled[bool] = False
     kind: ClassVar[str] = "masked_skipping"
     requires: ClassVar[frozenset[str]] = frozenset({"segments"})
     grows: ClassVar[bool] = True
@@ -102,7 +102,7 @@ class OneCallDraft(CachedDraft):
     """
 
     token: Place = 0
-    weight: str | None = None
+    weight: Filled[str | None] = None
     stepwise: ClassVar[bool] = False
     unrolls: ClassVar[None] = None
 
@@ -127,6 +127,8 @@ class ParallelDraft(OneCallDraft):
     keep: Part = 0.7
     least: Share = 0.2
     kind: ClassVar[str] = "parallel"
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical", "drafts"})
+    provides: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def masks(self) -> int:
@@ -145,7 +147,7 @@ class BlockDraft(OneCallDraft):
     anchors: in training, the part of a text's places at which a block begins.
     """
 
-    blank: Place = 0
+    blank: Filled[Place] = 0
     anchors: Part = 0.2
     kind: ClassVar[str] = "block"
 

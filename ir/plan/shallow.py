@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from .base import Returned, record
-from .bounds import Levels
+from .bounds import Filled, Levels
 from .draft import LearningDraft, candidates
 
 if TYPE_CHECKING:
@@ -26,11 +26,11 @@ class ExitDraft(LearningDraft):
     head knows anything.
     """
 
-    function: str = "exit_head"
-    output: str = "hidden.2"
+    function: Filled[str] = "exit_head"
+    output: Filled[str] = "hidden.2"
     exit: Levels = 3
     levels: Levels = 4
-    trained: bool = False
+    trained: Filled[bool] = False
     kind: ClassVar[str] = "exit"
     grows: ClassVar[bool] = True
     narrow: ClassVar[bool] = True
@@ -56,7 +56,7 @@ class AdaptedExitDraft(ExitDraft):
     ``past``, ``select`` [B,S] and its states; returns what an exit head returns, of chosen tokens.
     """
 
-    function: str = "adapter"
+    function: Filled[str] = "adapter"
     kind: ClassVar[str] = "adapted_exit"
 
     @property

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..support.errors import InputError
 from .base import Record, Returned, policy, record
-from .bounds import Amount, Nodes, Part, Share
+from .bounds import Amount, Filled, Nodes, Part, Share
 from .contract import Contract
 
 if TYPE_CHECKING:
@@ -131,11 +131,12 @@ class Judge(VerifyRecord):
     1 nothing is kept that is not the target's own. trained: whether the head knows anything.
     """
 
-    function: str = "judge"
-    output: str = "hidden.normed"
+    function: Filled[str] = "judge"
+    output: Filled[str] = "hidden.normed"
     threshold: Share = 0.5
-    trained: bool = False
+    trained: Filled[bool] = False
     kind: ClassVar[str] = "judge"
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         """See `Record.calls`."""

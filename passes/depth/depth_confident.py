@@ -40,32 +40,25 @@ from pydantic import Field
 
 from ...ir import Function, PassError, Program, Weight, WeightStore, site_of, type_of
 from ...ir.plan import ConfidentDepth
-from ...ir.plan.bounds import Amount, Place, Share
 from ...ir.rewrite.cleanup import sweep
 from ..drafting.plan_edits import with_record
-from ..engine.base import Contract, Effect, Evidence, Outcome, Pass, TextSample, register
+from ..engine.base import Effect, Evidence, Outcome, TextSample
+from ..policies import RecordPass, builds
 from .probes import Probe, fitted_probes
 
 A, G = torch.ops.aten, torch.ops.graftwork
 SCORE = "sure"
 
 
-@register
-class DepthConfident(Pass):
-    """measure: of confidence: margin, saturation or probe. threshold: tokens leave above it; decay:
-    how fast it falls along a text; tokens: of a text that may leave, 0: all. windows, length: of
-    the text that probes are fitted on."""
+@builds(ConfidentDepth)
+class DepthConfident(RecordPass):
+    """measure: of confidence: margin, saturation or probe. windows, length: of the text that probes
+    are fitted on. The rest: see the record."""
 
     measure: Literal["margin", "saturation", "probe"] = "margin"
-    threshold: Share = 0.9
-    decay: Amount = 0.0
-    tokens: Place = 0
     windows: int = Field(default=16, ge=1, le=4096)
     length: int = Field(default=128, ge=2, le=4096)
 
-    name: ClassVar[str] = "depth_confident"
-    contract: ClassVar[Contract] = Contract.APPROXIMATE
-    requires: ClassVar[frozenset[str]] = frozenset({"segments"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.SEGMENTS, Effect.DECODE_PLAN})
 
     @property
@@ -97,7 +90,7 @@ class DepthConfident(Pass):
         functions |= {fill.name: fill for fill in fills}
         score = "" if self.measure == "margin" else SCORE
         names = tuple(fill.name for fill in fills)
-        record = ConfidentDepth(self.threshold, self.decay, self.tokens, names, score)
+        record = self.made(functions=names, score=score)
         made = program.replace(functions=functions, weights=weights)
         return Outcome(with_record(made, self.name, record), len(fills))
 

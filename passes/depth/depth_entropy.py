@@ -26,31 +26,21 @@ from typing import ClassVar
 
 from ...ir import Program, Role
 from ...ir.plan import EntropyDepth
-from ...ir.plan.bounds import Amount, Nodes
 from ..drafting.guest_step import guest_of, untold, with_step_of
 from ..drafting.plan_edits import with_record
-from ..engine.base import Contract, Effect, Outcome, Pass, register
+from ..engine.base import Effect, Outcome
+from ..policies import RecordPass, builds
 
 NAME = "small"
 
 
-@register
-class DepthEntropy(Pass):
-    """model: folder of the smaller model's checkpoint. threshold: of the mean entropy, in bits;
-    window: tokens that it is a mean of. least: tokens that a model writes before the other may.
-    pending: tokens that one may lack before it reads them all."""
+@builds(EntropyDepth)
+class DepthEntropy(RecordPass):
+    """model: folder of the smaller model's checkpoint. The rest: see the record."""
 
     model: str = ""
-    threshold: Amount = 1.0
-    window: Nodes = 8
-    least: Nodes = 4
-    pending: Nodes = 31
 
-    name: ClassVar[str] = "depth_entropy"
-    contract: ClassVar[Contract] = Contract.APPROXIMATE
-    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
-
     brings: ClassVar[str] = "a smaller model"
 
     @property
@@ -63,13 +53,6 @@ class DepthEntropy(Pass):
         guest = guest_of(program, self.model, self.name, NAME)
         made = with_step_of(program, guest, self.model, NAME, Role.TARGET)
         short = guest.info.context < program.info.context
-        record = EntropyDepth(
-            NAME,
-            self.threshold,
-            self.window,
-            self.least,
-            self.pending,
-            guest.info.context if short else None,
-        )
+        record = self.made(function=NAME, context=guest.info.context if short else None)
         remarks = untold(program, guest)
         return Outcome(with_record(made, self.name, record), 1, remarks=remarks)

@@ -39,32 +39,25 @@ from pydantic import Field
 
 from ...ir import Function, PassError, Program, Weight, WeightStore, type_of
 from ...ir.plan import HeadsDepth
-from ...ir.plan.bounds import Amount, Place, Share
 from ..drafting.draft_pass import TrainedPass
 from ..drafting.plan_edits import with_record
 from ..drafting.trained import TrainedWeights
-from ..engine.base import Contract, Effect, Outcome, register
+from ..engine.base import Effect, Outcome
+from ..policies import builds
 from .depth_confident import check_whole_layers, filling
 
 A, G = torch.ops.aten, torch.ops.graftwork
 NAME = "exits"
 
 
-@register
+@builds(HeadsDepth)
 class DepthHeads(TrainedPass):
-    """threshold: tokens leave above it; decay: how fast it falls along a text; tokens: of a text
-    that may leave, 0: all. layers: blocks of each head. weights: a file of trained ones, or the
-    folder that training wrote."""
+    """layers: blocks of each head. The rest: see `TrainedPass` and the record."""
 
-    threshold: Share = 0.9
-    decay: Amount = 0.0
-    tokens: Place = 0
     layers: int = Field(default=1, ge=1, le=16)
 
-    name: ClassVar[str] = "depth_heads"
-    contract: ClassVar[Contract] = Contract.APPROXIMATE
-    requires: ClassVar[frozenset[str]] = frozenset({"segments"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.SEGMENTS, Effect.DECODE_PLAN})
+    reads: ClassVar[frozenset[Effect]] = frozenset()
 
     def insert(self, program: Program) -> Outcome:
         """Add the heads and the policy. See the module docstring."""
@@ -81,10 +74,7 @@ class DepthHeads(TrainedPass):
         functions |= {fill.name: fill for fill in fills}
         taught = _tapped(program.step, [int(cut) - 1 for cut in plan.cuts], self.name)
         functions[taught.name] = taught
-        record = HeadsDepth(
-            threshold=self.threshold,
-            decay=self.decay,
-            tokens=self.tokens,
+        record = self.made(
             functions=tuple(fill.name for fill in fills),
             heads=tuple(heads),
             outputs=tuple(f"hidden.{int(cut) - 1}" for cut in plan.cuts),

@@ -43,28 +43,25 @@ from ...ir.plan.bounds import Share
 from ..drafting.draft_pass import TrainedPass
 from ..drafting.plan_edits import with_record
 from ..drafting.trained import TrainedWeights
-from ..engine.base import Contract, Effect, Outcome, register
+from ..engine.base import Effect, Outcome
+from ..policies import builds
 from .depth_confident import check_whole_layers, filling, scored
 
 G = torch.ops.graftwork
 NAME, SCORE = "routers", "route"
 
 
-@register
+@builds(MixtureDepth)
 class DepthMixture(TrainedPass):
-    """every: layers from one router to the next. shift, least: of the schedule. threshold: a token
-    runs through a layer above it. weights: a file of trained ones, or the folder that training
-    wrote."""
+    """every: layers from one router to the next. shift, least: of the schedule. The rest: see
+    `TrainedPass` and the record."""
 
     every: int = Field(default=2, ge=2, le=64)
     shift: float = Field(default=0.5, ge=0, le=1)
     least: Share = 0.15
-    threshold: Share = 0.5
 
-    name: ClassVar[str] = "depth_mixture"
-    contract: ClassVar[Contract] = Contract.APPROXIMATE
-    requires: ClassVar[frozenset[str]] = frozenset({"segments"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.SEGMENTS, Effect.DECODE_PLAN})
+    reads: ClassVar[frozenset[Effect]] = frozenset()
 
     def insert(self, program: Program) -> Outcome:
         """Add routers, functions and the policy. See the module docstring."""
@@ -90,12 +87,11 @@ class DepthMixture(TrainedPass):
         for place in routed:
             before = segments[place - 1]
             functions[before], weights = _routing(program.function(before), place, weights, trained)
-        record = MixtureDepth(
+        record = self.made(
             functions=tuple(fill.name for fill in fills),
             routers=tuple(segments[place - 1] for place in routed),
             routed=routed,
             shares=tuple(schedule(place, layers, self.shift, self.least) for place in routed),
-            threshold=self.threshold,
             trained=bool(self.weights),
         )
         made = program.replace(functions=functions, weights=weights)

@@ -27,26 +27,16 @@ from typing import ClassVar
 
 from ...ir import InputError, PassError, Program
 from ...ir.plan import MlpDepth
-from ...ir.plan.bounds import Rollout, Share
 from ..drafting.plan_edits import with_record
-from ..engine.base import Contract, Effect, Outcome, Pass, register
+from ..engine.base import Effect, Outcome
+from ..policies import RecordPass, builds
 from .depth_confident import SCORE, saturating
 
 
-@register
-class DepthMlp(Pass):
-    """similarity: of the states before and behind an MLP from which on the following ones are left
-    out. first, last: layers whose MLPs always run. warm: tokens behind the prompt that run through
-    all."""
+@builds(MlpDepth)
+class DepthMlp(RecordPass):
+    """See the record."""
 
-    similarity: Share = 0.98
-    first: Rollout = 2
-    last: Rollout = 2
-    warm: Rollout = 8
-
-    name: ClassVar[str] = "depth_mlp"
-    contract: ClassVar[Contract] = Contract.APPROXIMATE
-    requires: ClassVar[frozenset[str]] = frozenset({"segments"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.SEGMENTS, Effect.DECODE_PLAN})
 
     def run(self, program: Program) -> Outcome:
@@ -57,7 +47,7 @@ class DepthMlp(Pass):
                 f"{self.name}: expected a step that is cut behind each layer and its attention, "
                 f"got step={plan.step.brief}: set cut_depth.every=1 and cut_depth.sublayers"
             )
-        record = MlpDepth(self.similarity, self.first, self.last, self.warm, SCORE)
+        record: MlpDepth = self.made(score=SCORE)
         try:
             names = [name for name, _ in record.calls(plan)]
         except InputError as error:

@@ -37,40 +37,30 @@ import torch.fx
 
 from ...ir import Program
 from ...ir.plan import AdaptedExitDraft
-from ...ir.plan.bounds import Aim, Levels, Nodes
-from ..engine.base import STATES, Contract, Effect, Outcome, register
+from ..engine.base import Outcome
+from ..policies import builds
 from .copied_layer import copied_layer, copied_norm
 from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
-from .draft_pass import TrainedPass
+from .draft_pass import DraftPass
 from .grafts import Graft
 
 NAME = "adapter"
 
 
-@register
-class DraftAdapter(TrainedPass):
-    """exit: layers that draft, counted from the first. levels: tokens drafted at most. copied:
-    whether the adapter is a whole layer that starts as the target's last one. candidates: best
-    tokens that it returns. aim: see `DraftPass`. weights: a file of trained ones, or the folder
-    that training wrote."""
+@builds(AdaptedExitDraft, exit=2, levels=6, aim="distribution")
+class DraftAdapter(DraftPass):
+    """copied: whether the adapter is a whole layer that starts as the target's last one. The rest:
+    see `DraftPass` and the record."""
 
-    exit: Levels = 2
-    levels: Levels = 6
     copied: bool = False
-    candidates: Nodes = 10
-    aim: Aim = "distribution"
 
     name: ClassVar[str] = "draft_adapter"
-    contract: ClassVar[Contract] = Contract.LOSSLESS
-    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
-    provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
-    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
-    reads: ClassVar[frozenset[Effect]] = STATES
 
     def insert(self, program: Program) -> Outcome:
         """Graft the adapter on. See the module docstring."""
         graft = Graft(program, self.name, NAME, self.weights)
-        output = graft.tap(self.exit - 1)
+        draft: AdaptedExitDraft = self.made(function=NAME, trained=bool(self.weights))
+        output = graft.tap(draft.exit - 1)
         positions = graft.input("positions", dtype=torch.int64)
         hidden = graft.input("hidden", graft.hidden)
         continued = copied_layer if self.copied else _attended
@@ -78,10 +68,7 @@ class DraftAdapter(TrainedPass):
         logits = graft.head(copied_norm(graft, x, f"{NAME}.norm"))
         outputs = dict(graft.picked(x, graft.candidates(logits, self.candidates)))
         del outputs["hidden"]  # a drafted token's own state comes from the target's layers
-        draft = AdaptedExitDraft(
-            NAME, output, self.exit, self.levels, bool(self.weights), aim=self.aim
-        )
-        return Outcome(graft.drafted(outputs, draft), 1)
+        return Outcome(graft.drafted(outputs, replace(draft, output=output)), 1)
 
 
 def _attended(

@@ -32,8 +32,9 @@ import torch.fx
 from pydantic import Field
 
 from ...ir import Program, Sym
-from ...ir.plan import CachedDraft, HeadsDraft
-from ..engine.base import Outcome, register
+from ...ir.plan import CachedDraft, ContinuedDraft, HeadsDraft
+from ..engine.base import Outcome
+from ..policies import builds
 from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
 from .draft_pass import DraftPass
 from .grafts import Graft
@@ -42,9 +43,9 @@ A = torch.ops.aten
 B, T = Sym("B"), Sym("T")
 
 
-@register
+@builds(ContinuedDraft, "token", "feature", "later", "noise")
 class DraftAmphista(DraftPass):
-    """heads: tokens predicted at once after the first. The rest: see `DraftPass`."""
+    """heads: tokens predicted at once after the first. The rest: see `DraftPass` and the record."""
 
     heads: int = Field(default=3, ge=2)
 
@@ -56,7 +57,7 @@ class DraftAmphista(DraftPass):
         program, output = self._adapted(program)
         program = self._parallel(program, shape)
         first = CachedDraft("amphista", output, 1)
-        then = HeadsDraft("amphista_heads", self.heads, self.decay)
+        then = HeadsDraft("amphista_heads", self.heads)
         return Outcome(self.continued(program, first, then), 1 + self.heads)
 
     def _adapted(self, program: Program) -> tuple[Program, str]:

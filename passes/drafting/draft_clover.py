@@ -36,9 +36,9 @@ import torch.fx
 from pydantic import Field
 
 from ...ir import Program, Sym
-from ...ir.plan import CachedDraft, RecurrentDraft
-from ...ir.plan.bounds import Aim, Factor
-from ..engine.base import Outcome, register
+from ...ir.plan import CachedDraft, ContinuedDraft, RecurrentDraft
+from ..engine.base import Outcome
+from ..policies import builds
 from .copied_layer import copied_layer, copied_norm
 from .decoder_layer import LayerShape
 from .draft_pass import DraftPass
@@ -50,14 +50,13 @@ LEAST = 1e-6
 """Keeps the cosine of nothing finite."""
 
 
-@register
+@builds(ContinuedDraft, "token", "feature", "later", "noise", decay=0.7, aim="distribution")
 class DraftClover(DraftPass):
-    """heads: tokens predicted. layers: augmenting ones. The rest: see `DraftPass`."""
+    """heads: tokens predicted. layers: augmenting ones. The rest: see `DraftPass` and
+    the record."""
 
     heads: int = Field(default=5, ge=2)
     layers: int = Field(default=2, ge=1)
-    decay: Factor = 0.7
-    aim: Aim = "distribution"
 
     name: ClassVar[str] = "draft_clover"
 
@@ -65,9 +64,10 @@ class DraftClover(DraftPass):
         """Graft layers and heads on. See the module docstring."""
         program, first = self._first(program)
         program = self._later(program)
-        then = RecurrentDraft(("clover_later",), self.heads - 1, self.decay)
+        then = RecurrentDraft(("clover_later",), self.heads - 1)
+        later: float = self.made().decay
         program = self.continued(
-            program, first, then, feature=10.0, near="hidden.normed", later=self.decay
+            program, first, then, feature=10.0, near="hidden.normed", later=later
         )
         return Outcome(program, self.heads)
 

@@ -27,31 +27,23 @@ import torch
 
 from ...ir import InputError, PassError, Program
 from ...ir.plan import CorpusDraft
-from ...ir.plan.bounds import Levels, Nodes
 from ...ir.support.files import LARGE, read_json, read_text
 from ...ir.support.tokenizer import encode, read_tokenizer
 from ...ir.weights import Weight
-from ..engine.base import Contract, Effect, Outcome, Pass, register
+from ..engine.base import Outcome
+from ..policies import RecordPass, builds
 from .plan_edits import with_draft
 
 WEIGHT = "corpus"
 
 
-@register
-class DraftCorpus(Pass):
-    """path: the corpus, a text file or a .json file of token ids. tokens: drafted a step at most.
-    shortest: tokens that must match."""
+@builds(CorpusDraft)
+class DraftCorpus(RecordPass):
+    """path: the corpus, a text file or a .json file of token ids. The rest: see the record."""
 
     path: str = ""
-    tokens: Nodes = 16
-    shortest: Levels = 2
 
-    name: ClassVar[str] = "draft_corpus"
     brings: ClassVar[str] = "a corpus file"
-    contract: ClassVar[Contract] = Contract.LOSSLESS
-    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
-    provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
-    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN})
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -70,7 +62,7 @@ class DraftCorpus(Pass):
         tokens = self._tokens(program)
         weight = Weight.of(WEIGHT, torch.tensor(tokens, dtype=torch.int64))
         added = program.replace(weights=program.weights.adding(weight))
-        return Outcome(with_draft(added, CorpusDraft(WEIGHT, self.tokens, self.shortest)), 1)
+        return Outcome(with_draft(added, self.made(weight=WEIGHT)), 1)
 
     def _tokens(self, program: Program) -> list[int]:
         """The corpus, with -1 after each document."""

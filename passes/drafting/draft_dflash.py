@@ -39,8 +39,9 @@ import torch
 
 from ...ir import PassError, Program
 from ...ir.plan import BlockDraft
-from ...ir.plan.bounds import Factor, Levels, Part, Place
-from ..engine.base import Outcome, register
+from ...ir.plan.bounds import Levels, Place
+from ..engine.base import Outcome
+from ..policies import builds
 from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
 from .draft_pass import DraftPass
 from .grafts import Graft
@@ -49,20 +50,18 @@ A = torch.ops.aten
 NAME, ENTRY, MASK = "dflash", "dflash_entry", "dflash.mask"
 
 
-@register
+@builds(BlockDraft, "levels", "rollout", "token", decay=0.7788)
 class DraftDflash(DraftPass):
     """masks: tokens drafted, a block's but for its first. depth: draft layers. layers: of the
     target, whose outputs are read; none given: as many as `depth`, evenly spread from the second to
-    the third last. token: the id that is a mask; none: a new one beyond the vocabulary. anchors: in
-    training, the part of a text's places at which a block begins. decay: exp(-1 / 4), as the paper
-    has it for blocks of eight. The rest: see `DraftPass`."""
+    the third last. token: the id that is a mask; none: a new one beyond the vocabulary. decay:
+    exp(-1 / 4), as the paper has it for blocks of eight. The rest: see `DraftPass` and the
+    record."""
 
     masks: Levels = 7
     depth: Levels = 5
     layers: tuple[int, ...] = ()
     token: Place | None = None
-    anchors: Part = 0.2
-    decay: Factor = 0.7788
 
     name: ClassVar[str] = "draft_dflash"
 
@@ -97,18 +96,15 @@ class DraftDflash(DraftPass):
             )
         logits = graft.head(graft.rms_norm(x, f"{NAME}.norm", shape.eps))
         outputs = graft.picked(x, graft.candidates(logits, self.candidates))
-        draft = BlockDraft(
-            NAME,
-            output,
-            self.masks,
+        draft = self.made(
+            function=NAME,
+            output=output,
+            levels=self.masks,
             trained=bool(self.weights),
             entry=ENTRY,
-            decay=self.decay,
             token=graft.vocab if self.token is None else self.token,
             blank=graft.vocab + 1,
             weight=MASK if self.token is None else None,
-            anchors=self.anchors,
-            aim=self.aim,
         )
         return Outcome(graft.drafted(outputs, draft), 1)
 

@@ -32,32 +32,22 @@ from pydantic import Field
 
 from ...ir import Program
 from ...ir.plan import CachedDraft
-from ...ir.plan.bounds import Aim, Levels, Nodes
-from ..engine.base import STATES, Contract, Effect, Outcome, register
+from ..engine.base import Outcome
+from ..policies import builds
 from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
-from .draft_pass import TrainedPass
+from .draft_pass import DraftPass
 from .grafts import Graft
 
 
-@register
-class DraftEagle(TrainedPass):
-    """levels: tokens predicted ahead at most. candidates: best tokens that the draft returns. bias:
-    whether the linear layer has one. inner: channels of the layer's MLP, 0 for none; as many as the
-    target's layers have unless said. aim: see `DraftPass`. weights: a file of trained ones, or the
-    folder that training wrote."""
+@builds(CachedDraft, "rollout", "decay", aim="distribution")
+class DraftEagle(DraftPass):
+    """bias: whether the linear layer has one. inner: channels of the layer's MLP, 0 for none; as
+    many as the target's layers have unless said. The rest: see `DraftPass` and the record."""
 
-    levels: Levels = 5
-    candidates: Nodes = 10
     bias: bool = True
     inner: int | None = Field(default=None, ge=0)
-    aim: Aim = "distribution"
 
     name: ClassVar[str] = "draft_eagle"
-    contract: ClassVar[Contract] = Contract.LOSSLESS
-    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
-    provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
-    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
-    reads: ClassVar[frozenset[Effect]] = STATES
     unread: ClassVar[tuple[str, ...]] = ("embed_tokens.weight",)
 
     def insert(self, program: Program) -> Outcome:
@@ -75,5 +65,5 @@ class DraftEagle(TrainedPass):
         angles = angles_at(graft, positions, shape.dim)
         x = decoder_layer(graft, x, angles, "eagle.layers.0", next_layer(graft), shape)
         outputs = graft.picked(x, graft.candidates(graft.head(x), self.candidates))
-        draft = CachedDraft("eagle", output, self.levels, trained=bool(self.weights), aim=self.aim)
+        draft = self.made(function="eagle", output=output, trained=bool(self.weights))
         return Outcome(graft.drafted(outputs, draft), 1)

@@ -34,8 +34,9 @@ from pydantic import Field
 
 from ...ir import PassError, Program
 from ...ir.plan import CachedDraft
-from ...ir.plan.bounds import Aim, Levels
-from ..engine.base import Outcome, register
+from ...ir.plan.bounds import Levels
+from ..engine.base import Outcome
+from ..policies import builds
 from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
 from .draft_corpus import read_tokens
 from .draft_pass import DraftPass
@@ -44,22 +45,20 @@ from .grafts import Graft
 from .trained import as_published
 
 
-@register
+@builds(CachedDraft, "rollout", aim="distribution")
 class DraftEagle3(DraftPass):
-    """levels: tokens predicted ahead at most. layers: whose inputs are read (the number of layers:
+    """layers: whose inputs are read (the number of layers:
     the last one's output); none given: 2, L / 2, L - 3, as far as there are so many.
     norm_before_residual: whether the layer adds to normed states. vocabulary: tokens of the draft
     vocabulary, the most frequent ones of `corpus`, a JSON file of token ids; 0: all of the
     target's, or those that `weights` are for. rollout: levels on its own states in training; each
-    costs more than the one before (the paper has 7). The rest: see `DraftPass`."""
+    costs more than the one before (the paper has 7). The rest: see `DraftPass` and the record."""
 
-    levels: Levels = 5
     layers: tuple[int, ...] = ()
     norm_before_residual: bool = False
     vocabulary: int = Field(default=0, ge=0)
     corpus: str = ""
     rollout: Levels = 3
-    aim: Aim = "distribution"
 
     name: ClassVar[str] = "draft_eagle3"
     # They repeat the target's, or each other.
@@ -107,15 +106,12 @@ class DraftEagle3(DraftPass):
             else known.candidates(graft, logits, self.candidates)
         )
         outputs = graft.picked(x, best)
-        draft = CachedDraft(
-            "eagle3",
-            output,
-            self.levels,
+        draft = self.made(
+            function="eagle3",
+            output=output,
             trained=bool(self.weights),
             entry="eagle3_entry",
             rollout=self.rollout,
-            decay=self.decay,
-            aim=self.aim,
         )
         return Outcome(graft.drafted(outputs, draft), 1)
 

@@ -25,40 +25,27 @@ head, or with a function of that name.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import replace
 
 from pydantic import Field
 
 from ...ir import Program
 from ...ir.plan import ExitDraft
-from ...ir.plan.bounds import Aim, Levels, Nodes
-from ..engine.base import STATES, Contract, Effect, Outcome, register
-from .draft_pass import TrainedPass
+from ..engine.base import Outcome
+from ..policies import builds
+from .draft_pass import DraftPass
 from .grafts import Graft
 
 NAME = "exit_head"
 
 
-@register
-class DraftExit(TrainedPass):
-    """exit: layers that draft, counted from the first. levels: tokens drafted at most. own_head: a
-    trained head instead of the target's own. layers: blocks of that head. candidates: best tokens
-    that it returns. aim: see `DraftPass`. weights: a file of trained ones, or the folder that
-    training wrote."""
+@builds(ExitDraft)
+class DraftExit(DraftPass):
+    """own_head: a trained head instead of the target's own. layers: blocks of that head. The rest:
+    see `DraftPass` and the record."""
 
-    exit: Levels = 3
-    levels: Levels = 4
     own_head: bool = True
     layers: int = Field(default=1, ge=0, le=16)
-    candidates: Nodes = 10
-    aim: Aim = "text"
-
-    name: ClassVar[str] = "draft_exit"
-    contract: ClassVar[Contract] = Contract.LOSSLESS
-    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
-    provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
-    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
-    reads: ClassVar[frozenset[Effect]] = STATES
 
     def run(self, program: Program) -> Outcome:
         """Graft the head on. See the module docstring."""
@@ -69,7 +56,8 @@ class DraftExit(TrainedPass):
     def insert(self, program: Program) -> Outcome:
         """Graft the head on, with the trained weights if there are some."""
         graft = Graft(program, self.name, NAME, self.weights)
-        output = graft.tap(self.exit - 1)
+        draft: ExitDraft = self.made(function=NAME)
+        output = graft.tap(draft.exit - 1)
         x = graft.input("hidden", graft.hidden)
         if self.own_head:
             x = graft.rms_norm(x, f"{NAME}.norm")
@@ -80,5 +68,5 @@ class DraftExit(TrainedPass):
             logits = graft.head(graft.norm(x))
         outputs = graft.candidates(logits, self.candidates)
         trained = bool(self.weights) or not self.own_head
-        draft = ExitDraft(NAME, output, self.exit, self.levels, trained, aim=self.aim)
+        draft = replace(draft, output=output, trained=trained)
         return Outcome(graft.drafted(outputs, draft), 1)

@@ -35,9 +35,10 @@ import torch.fx
 from pydantic import Field
 
 from ...ir import Program
-from ...ir.plan import CachedDraft, JoinedHeadsDraft
-from ...ir.plan.bounds import Aim, Levels
-from ..engine.base import Outcome, register
+from ...ir.plan import CachedDraft, ContinuedDraft, JoinedHeadsDraft
+from ...ir.plan.bounds import Levels
+from ..engine.base import Outcome
+from ..policies import builds
 from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
 from .draft_pass import DraftPass
 from .grafts import Graft
@@ -45,18 +46,17 @@ from .grafts import Graft
 A = torch.ops.aten
 
 
-@register
+@builds(ContinuedDraft, "token", "feature", "later", "noise", aim="distribution")
 class DraftGumiho(DraftPass):
     """serial: tokens predicted one after the other. layers: decoder layers for them. heads: tokens
     predicted at once after those. blocks: of a head, after its first. bias: whether the linear
-    layer has one. The rest: see `DraftPass`."""
+    layer has one. The rest: see `DraftPass` and the record."""
 
     serial: Levels = 2
     layers: int = Field(default=2, ge=1)
     heads: Levels = 5
     blocks: int = Field(default=5, ge=0, le=64)
     bias: bool = True
-    aim: Aim = "distribution"
 
     name: ClassVar[str] = "draft_gumiho"
     unread: ClassVar[tuple[str, ...]] = ("embed_tokens.weight",)
@@ -66,9 +66,10 @@ class DraftGumiho(DraftPass):
         program, output = self._serial(program)
         program = self._parallel(program)
         first = CachedDraft("gumiho", output, self.serial)
-        then = JoinedHeadsDraft("gumiho_heads", self.heads, self.decay)
+        then = JoinedHeadsDraft("gumiho_heads", self.heads)
+        later: float = self.made().decay / 9
         program = self.continued(
-            program, first, then, token=0.1, feature=1.0, later=self.decay / 9, noise=True
+            program, first, then, token=0.1, feature=1.0, later=later, noise=True
         )
         return Outcome(program, 1 + self.heads)
 

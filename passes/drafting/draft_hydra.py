@@ -39,8 +39,9 @@ from pydantic import Field
 
 from ...ir import Program
 from ...ir.plan import RecurrentDraft
-from ...ir.plan.bounds import Factor, Levels
-from ..engine.base import Outcome, register
+from ...ir.plan.bounds import Levels
+from ..engine.base import Outcome
+from ..policies import builds
 from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
 from .draft_pass import DraftPass
 from .grafts import Graft
@@ -49,18 +50,17 @@ from .plan_edits import with_draft
 A = torch.ops.aten
 
 
-@register
+@builds(RecurrentDraft, "levels", decay=1.0)
 class DraftHydra(DraftPass):
     """heads: tokens predicted. layers: blocks a head after the first. own_head: a language-model
     head each. prefix: a decoder layer before the heads. bias: biases in the linear skip and the
-    heads too. The rest: see `DraftPass`."""
+    heads too. The rest: see `DraftPass` and the record."""
 
     heads: Levels = 4
     layers: int = Field(default=1, ge=0)
     own_head: bool = True
     prefix: bool = False
     bias: bool = False
-    decay: Factor = 1.0
 
     name: ClassVar[str] = "draft_hydra"
     unread: ClassVar[tuple[str, ...]] = ("prefix_embeding_layer.embed_tokens.weight",)
@@ -73,9 +73,8 @@ class DraftHydra(DraftPass):
             program = self._head(program, number)
         functions = tuple(f"hydra_{number}" for number in range(self.heads))
         entry = "hydra_prefix" if self.prefix else None
-        draft = RecurrentDraft(
-            functions, self.heads, self.decay, bool(self.weights), entry, aim=self.aim
-        )
+        trained = bool(self.weights)
+        draft = self.made(functions=functions, levels=self.heads, trained=trained, entry=entry)
         return Outcome(with_draft(program, draft), self.heads)
 
     def published(self, name: str) -> tuple[str, ...]:

@@ -37,8 +37,9 @@ from pydantic import Field
 
 from ...ir import Program
 from ...ir.plan import AheadDraft, CachedDraft, HeadsDraft
-from ...ir.plan.bounds import Aim, Levels
-from ..engine.base import Outcome, register
+from ...ir.plan.bounds import Factor, Levels
+from ..engine.base import Outcome
+from ..policies import builds
 from .decoder_layer import LayerShape, angles_at, decoder_layer, gated_mlp, next_layer
 from .draft_pass import DraftPass
 from .grafts import Graft
@@ -47,16 +48,16 @@ from .plan_edits import with_draft
 A = torch.ops.aten
 
 
-@register
+@builds(AheadDraft, "later", "noise", aim="distribution")
 class DraftJakiro(DraftPass):
     """levels: tokens predicted ahead at most, the last one by the call of the one before it. inner:
-    channels of an expert; None: the model's. bias: whether the linear layer has one. The rest: see
-    `DraftPass`; decay is not used."""
+    channels of an expert; None: the model's. bias: whether the linear layer has one. decay: not
+    used. The rest: see `DraftPass` and the record."""
 
     levels: Levels = Field(default=6, ge=2)
     inner: int | None = Field(default=None, ge=1)
     bias: bool = True
-    aim: Aim = "distribution"
+    decay: Factor = 0.8
 
     name: ClassVar[str] = "draft_jakiro"
     unread: ClassVar[tuple[str, ...]] = ("embed_tokens.weight",)
@@ -84,7 +85,7 @@ class DraftJakiro(DraftPass):
         trained = bool(self.weights)
         first = CachedDraft("jakiro", output, self.levels - 1, trained=trained)
         then = HeadsDraft("jakiro_ahead", 1, trained=trained)
-        draft = AheadDraft(first, then, trained=trained, aim=self.aim)
+        draft = self.made(first=first, then=then, trained=trained)
         return Outcome(with_draft(program, draft), 2)
 
     def _experts(

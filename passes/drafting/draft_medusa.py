@@ -30,17 +30,18 @@ from pydantic import Field
 from ...ir import Program
 from ...ir.plan import HeadsDraft
 from ...ir.plan.bounds import Levels
-from ..engine.base import Outcome, register
+from ..engine.base import Outcome
+from ..policies import builds
 from .draft_pass import DraftPass
 from .grafts import Graft
 
 A = torch.ops.aten
 
 
-@register
+@builds(HeadsDraft, "levels")
 class DraftMedusa(DraftPass):
     """heads: tokens predicted. layers: blocks a head. own_head: a language-model head each. The
-    rest: see `DraftPass`."""
+    rest: see `DraftPass` and the record."""
 
     heads: Levels = 4
     layers: int = Field(default=1, ge=1)
@@ -56,7 +57,7 @@ class DraftMedusa(DraftPass):
         logits = [self._head(graft, normed, number) for number in range(self.heads)]
         every = graft.call(A.cat.default, logits, 2)
         outputs = graft.candidates(every, self.candidates)
-        draft = HeadsDraft("medusa", self.heads, self.decay, bool(self.weights), aim=self.aim)
+        draft = self.made(function="medusa", levels=self.heads, trained=bool(self.weights))
         return Outcome(graft.drafted(outputs, draft), self.heads)
 
     def _head(self, graft: Graft, x: torch.fx.Node, number: int) -> torch.fx.Node:

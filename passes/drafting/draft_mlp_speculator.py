@@ -34,8 +34,8 @@ from pydantic import Field
 
 from ...ir import Program
 from ...ir.plan import RecurrentDraft
-from ...ir.plan.bounds import Factor, Levels
-from ..engine.base import Outcome, register
+from ..engine.base import Outcome
+from ..policies import builds
 from .draft_pass import DraftPass
 from .grafts import Graft
 from .plan_edits import with_draft
@@ -46,24 +46,23 @@ THEIRS = {"embedding": "emb", "project": "proj", "norm": "ln", "head": "head"}
 """What published weights call the parts of a level."""
 
 
-@register
+@builds(RecurrentDraft, levels=3, decay=1.0)
 class DraftMlpSpeculator(DraftPass):
-    """levels: tokens drafted. inner: width of the state; None: the model's own. The rest: see
-    `DraftPass`."""
+    """inner: width of the state; None: the model's own. The rest: see `DraftPass` and the
+    record."""
 
-    levels: Levels = 3
     inner: int | None = Field(default=None, ge=1)
-    decay: Factor = 1.0
 
     name: ClassVar[str] = "draft_mlp_speculator"
 
     def insert(self, program: Program) -> Outcome:
         """Graft the levels on. See the module docstring."""
-        for level in range(self.levels):
-            program = self._level(program, level)
-        functions = tuple(f"speculator_{level}" for level in range(self.levels))
-        draft = RecurrentDraft(functions, self.levels, self.decay, bool(self.weights), aim=self.aim)
-        return Outcome(with_draft(program, draft), self.levels)
+        levels: int = self.made().levels
+        for level in range(levels):
+            program = self._level(program, level, levels)
+        functions = tuple(f"speculator_{level}" for level in range(levels))
+        draft = self.made(functions=functions, trained=bool(self.weights))
+        return Outcome(with_draft(program, draft), levels)
 
     def published(self, name: str) -> tuple[str, ...]:
         """Modules are listed by kind, and then by level."""
@@ -72,12 +71,12 @@ class DraftMlpSpeculator(DraftPass):
         theirs = f"{THEIRS[kind]}.{level}.{leaf or 'weight'}"
         return theirs, f"speculator.{theirs}"
 
-    def _level(self, program: Program, level: int) -> Program:
+    def _level(self, program: Program, level: int, levels: int) -> Program:
         name = f"speculator_{level}"
         graft = Graft(program, self.name, name, self.weights, self.published)
         inner = self.inner or graft.hidden
         graft.trained.check_config(
-            n_predict=self.levels,
+            n_predict=levels,
             emb_dim=graft.hidden,
             vocab_size=graft.vocab,
             tie_weights=False,
@@ -90,7 +89,7 @@ class DraftMlpSpeculator(DraftPass):
         table = graft.parameter(f"{name}.embedding", graft.vocab, inner)
         heard = graft.call(A.embedding.default, table, tokens)
         # a P z + b E x with a^2 = 0.5^(1/n), b^2 = (1 - a^2) I / 2; the norm takes a out again.
-        weight = ((2 ** (1 / self.levels) - 1) * inner / 2) ** 0.5
+        weight = ((2 ** (1 / levels) - 1) * inner / 2) ** 0.5
         told = graft.call(A.mul.Tensor, heard, weight)
         kept = graft.linear(state, f"{name}.project", inner, bias=False)
         total = graft.call(A.add.Tensor, kept, told)

@@ -37,9 +37,10 @@ import torch
 
 from ...ir import ParseError, PassError, Program, Role
 from ...ir.plan import CachedDraft, StagedDraft
-from ...ir.plan.bounds import Levels, Nodes
+from ...ir.plan.bounds import Nodes
 from ...ir.text.record_text import parse_record
-from ..engine.base import Contract, Effect, Outcome, Pass, register
+from ..engine.base import Effect, Outcome
+from ..policies import RecordPass, builds
 from ..stepping.pick_logits import pick_after
 from .grafts import candidates
 from .guest_step import guest_of, untold, with_step_of
@@ -49,21 +50,17 @@ G = torch.ops.graftwork
 NAME = "draft"
 
 
-@register
-class DraftModel(Pass):
-    """model: folder of the draft's checkpoint. levels: tokens drafted ahead at most. candidates:
-    best tokens that the draft returns. drafter: who drafts for the draft: a draft record, or a
-    recipe's name or path."""
+@builds(CachedDraft, "rollout", "decay", "aim")
+class DraftModel(RecordPass):
+    """model: folder of the draft's checkpoint. candidates: best tokens that the draft returns.
+    drafter: who drafts for the draft: a draft record, or a recipe's name or path. The rest: see the
+    record."""
 
     model: str = ""
     drafter: str = ""
-    levels: Levels = 5
     candidates: Nodes = 10
 
     name: ClassVar[str] = "draft_model"
-    contract: ClassVar[Contract] = Contract.LOSSLESS
-    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
-    provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
 
     @property
@@ -86,14 +83,8 @@ class DraftModel(Pass):
         guest = self._drafting(guest_of(program, self.model, self.name, NAME))
         merged = with_step_of(program, guest, self.model, NAME, Role.DRAFT)
         short = guest.info.context < program.info.context
-        draft = CachedDraft(
-            NAME,
-            None,
-            self.levels,
-            guest.info.context if short else None,
-            trained=True,
-            aim="distribution",
-        )
+        context = guest.info.context if short else None
+        draft = self.made(function=NAME, context=context, trained=True, aim="distribution")
         if self.drafter:
             merged, draft = self._staged(merged, guest, draft)
         return Outcome(with_draft(merged, draft), 1, remarks=untold(program, guest))

@@ -32,9 +32,10 @@ from pydantic import Field
 
 from ...ir import Function, PassError, Program, cone, type_of
 from ...ir.plan import CachedDraft
-from ...ir.plan.bounds import Aim, Levels, Nodes, Rollout
+from ...ir.plan.bounds import Nodes
 from ...ir.rewrite.subgraph import tables_of
-from ..engine.base import STATES, Contract, Effect, Outcome, Pass, register
+from ..engine.base import STATES, Effect, Outcome
+from ..policies import RecordPass, builds
 from .decoder_layer import next_layer
 from .grafts import Graft
 from .trained import TrainedWeights
@@ -44,24 +45,17 @@ NAME = "mtp"
 _LAYERED = (G.attention.default, G.linear_attention.default, G.causal_conv.default)
 
 
-@register
-class DraftMtp(Pass):
-    """layer: which one of the checkpoint's, counted from 0. levels: tokens predicted ahead at most.
-    candidates: best tokens that the draft returns. rollout: levels that it is trained on, if it is
-    trained further, each on its own states. aim: see `DraftPass`. weights: a file of such weights,
-    or the folder that training wrote; empty: the checkpoint's."""
+@builds(CachedDraft, "decay", levels=3, rollout=3)
+class DraftMtp(RecordPass):
+    """layer: which one of the checkpoint's, counted from 0. candidates: best tokens that the draft
+    returns. weights: a file of such weights, or the folder that training wrote; empty: the
+    checkpoint's. The rest: see the record."""
 
     layer: int = Field(default=0, ge=0)
-    levels: Levels = 3
     candidates: Nodes = 10
-    rollout: Rollout = 3
-    aim: Aim = "text"
     weights: str = ""
 
     name: ClassVar[str] = "draft_mtp"
-    contract: ClassVar[Contract] = Contract.LOSSLESS
-    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
-    provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
     reads: ClassVar[frozenset[Effect]] = STATES
     brings: ClassVar[str] = "a checkpoint with an MTP layer"
@@ -96,10 +90,7 @@ class DraftMtp(Pass):
         state = _grafted(graft, guest, given)
         best = graft.candidates(graft.head(state), self.candidates)
         outputs = graft.picked(state, best)
-        draft = CachedDraft(
-            NAME, output, self.levels, trained=True, rollout=self.rollout, aim=self.aim
-        )
-        made = graft.drafted(outputs, draft)
+        made = graft.drafted(outputs, self.made(function=NAME, output=output, trained=True))
         if self.weights:
             file = TrainedWeights(self.weights, self.name, program)
             file.check_all_used(set(made.weights) - set(program.weights))

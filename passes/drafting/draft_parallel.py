@@ -39,9 +39,10 @@ import torch
 
 from ...ir import Function, PassError, Program, type_of
 from ...ir.plan import CachedDraft, ParallelDraft
-from ...ir.plan.bounds import Aim, Levels, Part, Place, Share
+from ...ir.plan.bounds import Levels, Place
 from ...ir.rewrite.subgraph import tables_of
-from ..engine.base import STATES, Contract, Effect, Outcome, register
+from ..engine.base import Outcome
+from ..policies import builds
 from .draft_pass import TrainedPass
 from .grafts import Graft
 from .plan_edits import with_plan
@@ -52,26 +53,17 @@ A = torch.ops.aten
 NAME, MASK, STATE = "parallel", "parallel.mask", "parallel.state"
 
 
-@register
+@builds(ParallelDraft, "levels", "rollout", "decay", "token")
 class DraftParallel(TrainedPass):
     """masks: mask tokens behind the last one; one token more is drafted. token: the id of the token
-    that the drafter reads as a mask already; none: a new one beyond the vocabulary. keep: in
-    training, the part of a level's places that the next one has, too. least: the part of all places
-    that every level has. aim: see `DraftPass`. weights: a file of trained weights, the drafter's
-    among them, or the folder that training wrote; empty: the drafter's own, and an untrained
-    mask."""
+    that the drafter reads as a mask already; none: a new one beyond the vocabulary. weights: a file
+    of trained weights, the drafter's among them, or the folder that training wrote; empty: the
+    drafter's own, and an untrained mask. The rest: see the record."""
 
     masks: Levels = 4
     token: Place | None = None
-    keep: Part = 0.7
-    least: Share = 0.2
-    aim: Aim = "text"
 
     name: ClassVar[str] = "draft_parallel"
-    contract: ClassVar[Contract] = Contract.LOSSLESS
-    requires: ClassVar[frozenset[str]] = frozenset({"canonical", "drafts"})
-    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
-    reads: ClassVar[frozenset[Effect]] = STATES
 
     def run(self, program: Program) -> Outcome:
         """See `TrainedPass.run`; a model that reads a token of its own as a mask has learned it."""
@@ -93,12 +85,12 @@ class DraftParallel(TrainedPass):
             mask = reading_prompts(fn, program, MASK, 1, self.name, self.weights)
             program = program.replace(weights=program.weights.adding(mask))
         made = self._tuned(self._with_state(program, fn))
-        given = {f.name: getattr(draft, f.name) for f in fields(draft)}
+        kept = [f.name for f in fields(draft) if f.name not in self.taken]
+        given = {name: getattr(draft, name) for name in kept}
         given |= {"levels": 1 + self.masks, "trained": self._knows(draft)}
-        given |= {"keep": self.keep, "least": self.least, "aim": self.aim}
         own = {"token": self.token, "weight": None}
         new = {"token": vocabulary, "weight": MASK}
-        parallel = ParallelDraft(**given | (new if self.token is None else own))
+        parallel = self.made(**given | (new if self.token is None else own))
         plan = made.plan.draft.with_leaves(lambda leaf: parallel if leaf == draft else leaf)
         return Outcome(with_plan(made, draft=plan), 1)
 

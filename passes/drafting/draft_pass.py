@@ -7,13 +7,14 @@ from typing import Any, ClassVar
 
 from ...ir import Program
 from ...ir.plan import CachedDraft, ContinuedDraft, LearningDraft
-from ...ir.plan.bounds import Aim, Factor, Nodes
-from ..engine.base import STATES, Contract, Effect, Outcome, Pass, PassDefinitionError
+from ...ir.plan.bounds import Nodes
+from ..engine.base import STATES, Effect, Outcome, PassDefinitionError
+from ..policies import RecordPass
 from .plan_edits import with_draft
 from .trained import TrainedWeights, as_published
 
 
-class TrainedPass(Pass):
+class TrainedPass(RecordPass):
     """Base of passes that insert weights which somebody trains. `insert` does it; a file of weights
     is used whole or refused, and weights that nobody trained are remarked.
 
@@ -24,6 +25,8 @@ class TrainedPass(Pass):
     weights: str = ""
 
     unread: ClassVar[tuple[str, ...]] = ()
+    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
+    reads: ClassVar[frozenset[Effect]] = STATES
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -60,27 +63,17 @@ class DraftPass(TrainedPass):
     """Base of passes that insert trained drafters. They work on the canonical program, so that
     caches, fusions and quantization come to their functions as they come to the step.
 
-    weights: see `TrainedPass`. candidates: best tokens that a draft function returns. decay: in
-    training, a level's loss weighs decay to the power of its depth. aim: in training, what is asked
-    of drafts: the text's tokens, the target's distribution, or both (see `Aim`); as in the paper
-    unless said.
+    weights: see `TrainedPass`. candidates: best tokens that a draft function returns.
     """
 
     candidates: Nodes = 10
-    decay: Factor = 0.8
-    aim: Aim = "text"
-
-    contract: ClassVar[Contract] = Contract.LOSSLESS
-    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
-    provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
-    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
-    reads: ClassVar[frozenset[Effect]] = STATES
 
     def continued(
         self, program: Program, first: CachedDraft, then: LearningDraft, **training: Any
     ) -> Program:
-        """The program with a drafter of two parts, of which `then` goes on where `first` stops.
-        training: what `ContinuedDraft` says of it."""
-        given: dict[str, Any] = {"decay": self.decay, "trained": bool(self.weights), **training}
-        first, then = replace(first, aim=self.aim), replace(then, aim=self.aim)
-        return with_draft(program, ContinuedDraft(first, then, aim=self.aim, **given))
+        """The program with a `ContinuedDraft` of two parts, of which `then` goes on where `first`
+        stops. training: fields of it that are no options."""
+        draft: ContinuedDraft = self.made(trained=bool(self.weights), **training)
+        decay: dict[str, Any] = {"decay": draft.decay}
+        first, then = replace(first, aim=draft.aim), replace(then, aim=draft.aim, **decay)
+        return with_draft(program, replace(draft, first=first, then=then))

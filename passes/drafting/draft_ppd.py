@@ -32,8 +32,8 @@ from typing import ClassVar
 
 from ...ir import PassError, Program
 from ...ir.plan import PromptDraft
-from ...ir.plan.bounds import Aim, Levels, Nodes
-from ..engine.base import Outcome, register
+from ..engine.base import Outcome
+from ..policies import builds
 from .draft_pass import DraftPass
 from .grafts import candidates
 from .plan_edits import with_draft
@@ -42,14 +42,9 @@ from .prompt_tokens import reading_prompts
 WEIGHT = "ppd.prompts"
 
 
-@register
+@builds(PromptDraft, aim="distribution")
 class DraftPpd(DraftPass):
-    """prompts: in a row, and so the tokens predicted. after: nodes of a draft that get some, the
-    last committed token counted. The rest: see `DraftPass`."""
-
-    prompts: Levels = 3
-    after: Nodes = 8
-    aim: Aim = "distribution"
+    """See `DraftPass` and the record."""
 
     name: ClassVar[str] = "draft_ppd"
 
@@ -58,15 +53,13 @@ class DraftPpd(DraftPass):
         fn = program.step.copy()
         if "draft_tokens" in fn.outputs:
             raise PassError(f"{self.name}: the step drafts already")
-        weight = reading_prompts(fn, program, WEIGHT, self.prompts, self.name, self.weights)
+        draft: PromptDraft = self.made(weight=WEIGHT, trained=bool(self.weights))
+        weight = reading_prompts(fn, program, WEIGHT, draft.prompts, self.name, self.weights)
         with fn.graph.inserting_before(fn.output_node):
             best = candidates(
                 fn, fn.outputs["logits"], min(self.candidates, program.info.vocab_size)
             )
         del best["draft_logits"]
         fn.set_outputs({**fn.outputs, **best})
-        draft = PromptDraft(
-            WEIGHT, self.prompts, self.after, self.decay, bool(self.weights), aim=self.aim
-        )
         program = program.with_function(fn, weights=program.weights.adding(weight))
         return Outcome(with_draft(program, draft), 1)

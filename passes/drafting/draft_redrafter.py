@@ -30,8 +30,8 @@ from pydantic import Field
 
 from ...ir import Program
 from ...ir.plan import RecurrentDraft
-from ...ir.plan.bounds import Factor, Levels
-from ..engine.base import Outcome, register
+from ..engine.base import Outcome
+from ..policies import builds
 from .draft_pass import DraftPass
 from .grafts import Graft
 from .plan_edits import with_draft
@@ -39,15 +39,13 @@ from .plan_edits import with_draft
 A = torch.ops.aten
 
 
-@register
+@builds(RecurrentDraft, levels=5, decay=1.0)
 class DraftRedrafter(DraftPass):
-    """levels: tokens drafted at most. layers: blocks after the recurrence. own_head: a
-    language-model head of its own. The rest: see `DraftPass`."""
+    """layers: blocks after the recurrence. own_head: a language-model head of its own. The rest:
+    see `DraftPass` and the record."""
 
-    levels: Levels = 5
     layers: int = Field(default=2, ge=0)
     own_head: bool = True
-    decay: Factor = 1.0
 
     name: ClassVar[str] = "draft_redrafter"
 
@@ -56,7 +54,7 @@ class DraftRedrafter(DraftPass):
         functions = ("redrafter_0", "redrafter")
         for first, name in zip((True, False), functions, strict=True):
             program = self._function(program, name, first)
-        draft = RecurrentDraft(functions, self.levels, self.decay, bool(self.weights), aim=self.aim)
+        draft = self.made(functions=functions, trained=bool(self.weights))
         return Outcome(with_draft(program, draft), 1)
 
     def _function(self, program: Program, name: str, first: bool) -> Program:

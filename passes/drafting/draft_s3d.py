@@ -31,8 +31,9 @@ from typing import ClassVar
 
 from ...ir import PassError, Program
 from ...ir.plan import MaskedSkippingDraft
-from ...ir.plan.bounds import Aim, Factor, Levels
-from ..engine.base import Contract, Effect, Outcome, register
+from ...ir.plan.bounds import Levels
+from ..engine.base import Effect, Outcome
+from ..policies import builds
 from .draft_pass import TrainedPass
 from .plan_edits import with_draft
 from .prompt_tokens import reading_prompts
@@ -40,21 +41,16 @@ from .prompt_tokens import reading_prompts
 WEIGHT = "s3d.masks"
 
 
-@register
+@builds(MaskedSkippingDraft, "prompts")
 class DraftS3d(TrainedPass):
-    """masks: mask tokens behind the last one; one token more is drafted. decay: in training, a
-    level's loss weighs decay to the power of its depth. aim: see `DraftPass`. weights: see
-    `TrainedPass`."""
+    """masks: mask tokens behind the last one; one token more is drafted. The rest: see
+    `TrainedPass` and the record."""
 
     masks: Levels = 3
-    decay: Factor = 0.8
-    aim: Aim = "text"
 
     name: ClassVar[str] = "draft_s3d"
-    contract: ClassVar[Contract] = Contract.LOSSLESS
-    requires: ClassVar[frozenset[str]] = frozenset({"segments"})
-    provides: ClassVar[frozenset[str]] = frozenset({"drafts"})
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.SEGMENTS, Effect.DECODE_PLAN})
+    reads: ClassVar[frozenset[Effect]] = frozenset()
 
     def insert(self, program: Program) -> Outcome:
         """Let the first segment read mask tokens. See the module docstring."""
@@ -66,9 +62,11 @@ class DraftS3d(TrainedPass):
             )
         first = program.function(plan.parts[0]).copy()
         weight = reading_prompts(first, program, WEIGHT, self.masks, self.name, self.weights)
-        functions = (plan.parts[0], *plan.parts[-2:])
-        draft = MaskedSkippingDraft(
-            functions, WEIGHT, self.masks, self.decay, bool(self.weights), aim=self.aim
+        draft = self.made(
+            functions=(plan.parts[0], *plan.parts[-2:]),
+            weight=WEIGHT,
+            prompts=self.masks,
+            trained=bool(self.weights),
         )
         program = program.with_function(first, weights=program.weights.adding(weight))
         return Outcome(with_draft(program, draft), 1)

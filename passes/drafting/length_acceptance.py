@@ -20,14 +20,12 @@ drafter gets right. Untrained it says even odds. Refuses a plan that has a lengt
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from pydantic import Field
 
 from ...ir import Program
 from ...ir.plan import AcceptanceLength
-from ...ir.plan.bounds import Inside, Levels
-from ..engine.base import STATES, Contract, Effect, Outcome, register
+from ..engine.base import Outcome
+from ..policies import builds
 from .draft_pass import TrainedPass
 from .grafts import Graft
 from .plan_edits import with_record
@@ -35,21 +33,11 @@ from .plan_edits import with_record
 NAME = "acceptance"
 
 
-@register
+@builds(AcceptanceLength)
 class LengthAcceptance(TrainedPass):
-    """levels: drafted at most. threshold: chance of a rejection that ends a draft. layers: blocks
-    of the head. weights: a file of trained weights, or the folder that training wrote; empty:
-    untrained ones."""
+    """layers: blocks of the head. The rest: see `TrainedPass` and the record."""
 
-    levels: Levels = 8
-    threshold: Inside = 0.7
     layers: int = Field(default=1, ge=0)
-
-    name: ClassVar[str] = "length_acceptance"
-    contract: ClassVar[Contract] = AcceptanceLength.contract
-    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
-    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
-    reads: ClassVar[frozenset[Effect]] = STATES
 
     def insert(self, program: Program) -> Outcome:
         """Graft the head on and put the policy into the plan. See the module docstring."""
@@ -58,7 +46,9 @@ class LengthAcceptance(TrainedPass):
         x = graft.input("hidden", graft.hidden)
         for layer in range(self.layers):
             x = graft.res_block(x, f"{NAME}.{layer}.linear")
-        odds = graft.linear(x, f"{NAME}.head", self.levels, init="zeros")
+        length: AcceptanceLength = self.made(
+            function=NAME, output=output, trained=bool(self.weights)
+        )
+        odds = graft.linear(x, f"{NAME}.head", length.levels, init="zeros")
         made = graft.done({"accepted": odds})
-        length = AcceptanceLength(NAME, output, self.levels, self.threshold, bool(self.weights))
         return Outcome(with_record(made, self.name, length), 1)

@@ -26,16 +26,14 @@ Refuses a plan that has a length policy, and one in which no other model drafts.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 import torch.fx
 from pydantic import Field
 
 from ...ir import Function, PassError, Program, cone
 from ...ir.plan import CachedDraft, DraftAcceptanceLength
-from ...ir.plan.bounds import Inside
-from ..engine.base import STATES, Contract, Effect, Outcome, register
+from ..engine.base import Outcome
+from ..policies import builds
 from .draft_pass import TrainedPass
 from .grafts import Graft
 from .plan_edits import with_record
@@ -44,19 +42,11 @@ A, G = torch.ops.aten, torch.ops.graftwork
 NAME = "acceptance"
 
 
-@register
+@builds(DraftAcceptanceLength)
 class LengthDraftAcceptance(TrainedPass):
-    """threshold: chance of a rejection that ends a draft. layers: blocks of the head. weights: a
-    file of trained weights, or the folder that training wrote; empty: untrained ones."""
+    """layers: blocks of the head. The rest: see `TrainedPass` and the record."""
 
-    threshold: Inside = 0.7
     layers: int = Field(default=3, ge=0)
-
-    name: ClassVar[str] = "length_draft_acceptance"
-    contract: ClassVar[Contract] = DraftAcceptanceLength.contract
-    requires: ClassVar[frozenset[str]] = frozenset({"canonical", "drafts"})
-    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
-    reads: ClassVar[frozenset[Effect]] = STATES
 
     def insert(self, program: Program) -> Outcome:
         """Grow the head into the draft's function. See the module docstring."""
@@ -72,7 +62,7 @@ class LengthDraftAcceptance(TrainedPass):
             )
         made = self._grown(program, models[0])
         head = tuple(sorted(set(made.weights) - set(program.weights)))
-        length = DraftAcceptanceLength(self.threshold, head, bool(self.weights))
+        length = self.made(learned=head, trained=bool(self.weights))
         return Outcome(with_record(made, self.name, length), 1)
 
     def _grown(self, program: Program, draft: CachedDraft) -> Program:

@@ -19,12 +19,10 @@ threshold=1 it is the target's own. Refuses a plan with a verifier other than th
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from ...ir import Program
 from ...ir.plan import Judge
-from ...ir.plan.bounds import Share
-from ..engine.base import STATES, Contract, Effect, Outcome, register
+from ..engine.base import Outcome
+from ..policies import builds
 from .draft_pass import TrainedPass
 from .grafts import Graft
 from .plan_edits import with_record
@@ -32,18 +30,9 @@ from .plan_edits import with_record
 NAME = "judge"
 
 
-@register
+@builds(Judge)
 class VerifyJudge(TrainedPass):
-    """threshold: how probable it must be that a token is acceptable. weights: a file of trained
-    weights, or the folder that training wrote; empty: untrained ones."""
-
-    threshold: Share = 0.5
-
-    name: ClassVar[str] = "verify_judge"
-    contract: ClassVar[Contract] = Judge.contract
-    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
-    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
-    reads: ClassVar[frozenset[Effect]] = STATES
+    """See `TrainedPass` and the record."""
 
     def insert(self, program: Program) -> Outcome:
         """Graft the head on and put the verifier into the plan. See the module docstring."""
@@ -51,5 +40,5 @@ class VerifyJudge(TrainedPass):
         output = graft.tap_normed()
         hidden = graft.input("hidden", graft.hidden)
         judged = graft.linear(hidden, NAME, 1, init="zeros")
-        verify = Judge(NAME, output, self.threshold, bool(self.weights))
+        verify = self.made(function=NAME, output=output, trained=bool(self.weights))
         return Outcome(with_record(graft.done({"judged": judged}), self.name, verify), 1)
