@@ -14,7 +14,7 @@ from test_cli import CPU, TEXT, checkpoint  # noqa: F401  (a fixture)
 
 import graftwork as gw
 from graftwork.ir import InputError
-from graftwork.ir.support.discovery import import_brought
+from graftwork.ir.support.discovery import import_methods, import_passes
 from graftwork.passes import all_passes
 from graftwork.recipe import Recipe
 
@@ -151,13 +151,19 @@ def test_its_recipe_runs_and_its_artifact_loads(
         gw.load(tmp_path / "out")
 
 
+def forget() -> None:
+    """What is installed is looked for again."""
+    import_methods.cache_clear()
+    import_passes.cache_clear()
+
+
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder whose packages are installed in this process."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    import_brought.cache_clear()
+    forget()
     yield tmp_path
-    import_brought.cache_clear()
+    forget()
 
 
 def test_a_recipe_of_a_taken_name_is_refused_with_both_owners(site: Path) -> None:

@@ -1,32 +1,59 @@
-"""Finding what registers itself: the files of a package, and what other packages bring."""
+"""Finding what registers itself: files of a package, folders of methods, what packages bring."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
 from types import ModuleType
 
 from .errors import InputError
 
+PASSES, OBJECTIVE = "graftwork.passes", "objective"
+"""The package of passes, which is also the entry point group of those that packages bring; and the
+file of a method's folder that training alone imports."""
+
 
 @cache
 def import_all(package: str) -> None:
-    """Import every module of a package and of the packages in it: importing registers what each
-    defines, so that a new file needs no other edit."""
-    folder = importlib.import_module(package)
-    for module in pkgutil.walk_packages(folder.__path__, f"{package}."):
-        importlib.import_module(module.name)
+    """Import every module of a package and of the packages in it, but those called `OBJECTIVE`:
+    importing registers what each defines, so that a new file needs no other edit."""
+    for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+        if module.name.rpartition(".")[2] != OBJECTIVE:
+            importlib.import_module(module.name)
 
 
 @cache
-def import_brought(group: str) -> None:
-    """Import the modules that installed packages name under an entry point group, once. Errors: see
-    `brought`."""
-    for _ in brought(group):
-        pass
+def import_passes() -> None:
+    """Import every pass: graftwork's, and those of the modules and packages that other packages
+    name. Errors: see `brought`."""
+    import_all(PASSES)
+    for _, module in brought(PASSES):
+        if hasattr(module, "__path__"):
+            import_all(module.__name__)
+
+
+@cache
+def import_methods(part: str = "") -> None:
+    """Import the folders of methods: a record each, and the class that carries it out. They are the
+    folders in those of `PASSES`, and in the packages that other packages name.
+
+    part: a file of theirs that is imported, too, where there is one. Errors: see `brought`.
+    """
+    families = [*_folders(importlib.import_module(PASSES)), *(m for _, m in brought(PASSES))]
+    for method in (folder for family in families for folder in _folders(family)):
+        if part and find_spec(f"{method.__name__}.{part}"):
+            importlib.import_module(f"{method.__name__}.{part}")
+
+
+def _folders(package: ModuleType) -> list[ModuleType]:
+    """The packages in a package; none in a module."""
+    paths: Sequence[str] = getattr(package, "__path__", ())
+    found = pkgutil.iter_modules(paths, f"{package.__name__}.")
+    return [importlib.import_module(module.name) for module in found if module.ispkg]
 
 
 def brought(group: str) -> Iterator[tuple[str, ModuleType]]:

@@ -15,7 +15,7 @@ from ..ops.stages import op_name
 from ..plan import RECORDS, DecodePlan, Record
 from ..plan.defaults import Defaults
 from ..program import ModelInfo, PassRecord, Program, State
-from ..support.discovery import import_brought
+from ..support.discovery import import_methods
 from ..support.errors import InputError
 from ..support.names import check_name, check_program_name
 from ..types import TensorType
@@ -230,16 +230,17 @@ class Parser:
 
     def plan_record(self, slot: str) -> Record:
         start = self.cursor.here
-        kinds = sorted(kind for known, kind in RECORDS if known == slot)
 
         def build(kind: str, values: dict[str, Any], at: Token) -> Record:
             if (slot, kind) not in RECORDS:
-                import_brought("graftwork.passes")  # a package's passes come with its records
+                import_methods()
             if (slot, kind) not in RECORDS:
-                self.cursor.fail(f"one of {', '.join(kinds)}", at)
+                self.cursor.fail(_kinds(slot), at)
             return self.build(RECORDS[slot, kind], values, at)
 
-        return build(*self.record(f"one of {', '.join(kinds)}", build), start)
+        if start.kind != "name":
+            self.cursor.fail(_kinds(slot))
+        return build(*self.record("a record", build), start)
 
     def record(self, what: str, build: Build | None = None) -> tuple[str, dict[str, Any]]:
         """``name(key=literal, ...)``, which ends where its bracket closes."""
@@ -312,6 +313,12 @@ class Parser:
         if closing == ")":
             cursor.expect(")")
         return found
+
+
+def _kinds(slot: str) -> str:
+    """What may stand in a slot."""
+    import_methods()
+    return f"one of {', '.join(sorted(kind for known, kind in RECORDS if known == slot))}"
 
 
 def _no_data(name: str) -> Callable[[], Any]:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ...ir import InputError, PassError, Program
 from ...ir.plan.contract import Contract
-from ...ir.support.discovery import import_all, import_brought
+from ...ir.support.discovery import import_passes
 from .evidence import Evidence, TextSample
 from .facts import Predicate
 from .reopening import Reopened
@@ -200,8 +200,7 @@ def all_passes() -> dict[str, type[Pass]]:
     """Every pass by name: graftwork's, and those of installed packages that name a module under the
     entry point group ``graftwork.passes``. Importing a file registers its passes, and the records
     that passes are derived from."""
-    import_all("graftwork.passes")
-    import_brought("graftwork.passes")
+    import_passes()
     for source in _DERIVED:
         for cls in source():
             register(cls)

@@ -14,7 +14,7 @@ import torch
 from ...ir import UnsupportedError
 from ...ir.plan import DraftRecord, NoDraft, Record
 from ...ir.plan.bounds import Aim
-from ...ir.support.discovery import import_all
+from ...ir.support.discovery import OBJECTIVE, import_all, import_methods
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,8 @@ def objective(record: type[Record]) -> Callable[[Objective], Objective]:
 
 def objective_of(record: Record) -> Objective:
     """The objective of a drafter or policy. Errors: `UnsupportedError` if there is none."""
-    import_all(__name__.rpartition(".")[0])
+    import_all(__package__)
+    import_methods(OBJECTIVE)
     if type(record) not in OBJECTIVES:
         known = sorted(kind.kind for kind in OBJECTIVES)
         raise UnsupportedError(

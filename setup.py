@@ -1,0 +1,22 @@
+"""The packages of pyproject.toml's package-dir table: every folder in those that has an __init__.py."""
+
+import tomllib
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).parent
+
+
+def packages() -> list[str]:
+    """Their names, such as graftwork.passes.drafting."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    found = []
+    for package, folder in project["tool"]["setuptools"]["package-dir"].items():
+        for file in sorted((ROOT / folder).rglob("__init__.py")):
+            found.append(".".join([package, *file.parent.relative_to(ROOT / folder).parts]))
+    return found
+
+
+if __name__ == "__main__":
+    setup(packages=packages())
