@@ -1,4 +1,4 @@
-"""The packages of pyproject.toml's package-dir table: every folder in those that has an __init__.py."""
+"""Finds the packages: every folder with an __init__.py in those of pyproject.toml's package-dir."""
 
 import tomllib
 from pathlib import Path
