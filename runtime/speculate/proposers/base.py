@@ -88,4 +88,35 @@ class Proposer(Resumes, ABC):
         return drafts
 
 
+def repeated(level: Level, parents: Ids) -> Level:
+    """The same candidates after every node of a level."""
+    shape, logits = parents.shape, level.logits
+    # Views: a level's distributions over the vocabulary are too large to be written once a node.
+    return Level(
+        np.broadcast_to(level.tokens, (*shape, level.tokens.shape[-1])),
+        np.broadcast_to(level.scores, (*shape, level.scores.shape[-1])),
+        None if logits is None else np.broadcast_to(logits, (*shape, logits.shape[-1])),
+    )
+
+
+class ByDepth(Proposer):
+    """Predicts by depth alone: level `place` is the same for all nodes."""
+
+    place = 0
+
+    def root(self, count: int) -> Level:
+        """The first level."""
+        self.place = 0
+        return self.level(count)
+
+    def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
+        """The next level, the same for all nodes."""
+        self.place += 1
+        return repeated(self.level(count), parents)
+
+    @abstractmethod
+    def level(self, count: int) -> Level:
+        """The candidates of `place`."""
+
+
 PROPOSERS: Registry[Proposer] = Registry(__package__)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from ....ir.plan import HeadsDraft
-from .base import PROPOSERS, Ids, Level
-from .hidden import HiddenProposer, level_of, repeated, taken_at
+from .base import PROPOSERS, Ids, Level, repeated
+from .hidden import HiddenProposer, level_of, taken_at
 
 
 @PROPOSERS.register(HeadsDraft)

@@ -75,17 +75,6 @@ def level_of(outputs: Mapping[str, torch.Tensor], count: int, place: int | None 
     )
 
 
-def repeated(level: Level, parents: Ids) -> Level:
-    """The same candidates after every node of a level."""
-    shape, logits = parents.shape, level.logits
-    # Views: a level's distributions over the vocabulary are too large to be written once a node.
-    return Level(
-        np.broadcast_to(level.tokens, (*shape, level.tokens.shape[-1])),
-        np.broadcast_to(level.scores, (*shape, level.scores.shape[-1])),
-        None if logits is None else np.broadcast_to(logits, (*shape, logits.shape[-1])),
-    )
-
-
 def taken_at(level: Level, places: Ids) -> Level:
     """The candidates at places i64[B,N] of a level."""
     index = places[..., None]

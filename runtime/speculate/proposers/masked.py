@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from ....ir.plan import MaskedSkippingDraft
 from ..drafters.base import VerifiedStep
 from ..setting import Setting
-from .base import PROPOSERS, Level
-from .prompts import ByDepth
+from .base import PROPOSERS, ByDepth, Level
 
 FETCH = ("logits",)
 

@@ -12,10 +12,9 @@ from abc import abstractmethod
 import numpy as np
 
 from ....ir.plan import BlockDraft, ParallelDraft
-from .base import PROPOSERS, Ids, Level
+from .base import PROPOSERS, ByDepth, Ids, Level
 from .cached import CachedProposer
 from .hidden import level_of
-from .prompts import ByDepth
 
 
 class OneCallProposer(ByDepth, CachedProposer):

@@ -13,7 +13,6 @@ probabilities tell.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,31 +21,10 @@ from ....ir import type_of
 from ....ir.plan import PromptDraft
 from ..drafters.base import Draft, VerifiedStep
 from ..setting import Setting
-from .base import PROPOSERS, Ids, Level, Proposer, Scores
-from .hidden import repeated
+from .base import PROPOSERS, ByDepth, Ids, Level, Scores
 
 UNLIKELY = -30.0
 """Log probability of what is no candidate."""
-
-
-class ByDepth(Proposer):
-    """Predicts by depth alone: level `place` is the same for all nodes."""
-
-    place = 0
-
-    def root(self, count: int) -> Level:
-        """The first level."""
-        self.place = 0
-        return self.level(count)
-
-    def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
-        """The next level, the same for all nodes."""
-        self.place += 1
-        return repeated(self.level(count), parents)
-
-    @abstractmethod
-    def level(self, count: int) -> Level:
-        """The candidates of `place`."""
 
 
 @PROPOSERS.register(PromptDraft)
