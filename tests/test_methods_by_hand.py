@@ -15,16 +15,16 @@ from safetensors.torch import save_file
 from tiny import drafting_llama, named, tiny_llama
 
 from graftwork.ir import PassError, Program, run
-from graftwork.ir.plan import AheadDraft
-from graftwork.passes.drafting.draft_jakiro import DraftJakiro
 from graftwork.passes.drafting.draft_mlp_speculator import DraftMlpSpeculator
 from graftwork.passes.drafting.draft_redrafter import DraftRedrafter
+from graftwork.passes.drafting.jakiro import AheadDraft
+from graftwork.passes.drafting.jakiro.graph import DraftJakiro
+from graftwork.passes.drafting.jakiro.objective import ahead_loss
 from graftwork.passes.engine.base import Pass
 from graftwork.recipe import Recipe
 from graftwork.report import render
 from graftwork.tables import recipe_markdown, recipe_panel
 from graftwork.training.net import Net, trainable
-from graftwork.training.objectives.ahead import ahead_loss
 from graftwork.training.objectives.base import Batch
 
 H, V = 32, 32

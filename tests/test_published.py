@@ -20,7 +20,7 @@ from graftwork.model import Model
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_eagle3 import DraftEagle3
 from graftwork.passes.drafting.draft_hydra import DraftHydra
-from graftwork.passes.drafting.draft_jakiro import DraftJakiro
+from graftwork.passes.drafting.jakiro.graph import DraftJakiro
 from graftwork.passes.engine.manager import Step, run_passes
 
 HIDDEN, HEADS, GROUPS, DIM, INNER, VOCAB = 32, 4, 2, 8, 64, 32

@@ -26,12 +26,12 @@ from graftwork.passes.drafting.copied_layer import copied_layer
 from graftwork.passes.drafting.draft_amphista import DraftAmphista
 from graftwork.passes.drafting.draft_clover import DraftClover
 from graftwork.passes.drafting.draft_gumiho import DraftGumiho
-from graftwork.passes.drafting.draft_jakiro import DraftJakiro
 from graftwork.passes.drafting.grafts import Graft
+from graftwork.passes.drafting.jakiro import AheadProposer
+from graftwork.passes.drafting.jakiro.graph import DraftJakiro
 from graftwork.passes.engine.base import Pass
 from graftwork.runtime.generate import generate
 from graftwork.runtime.speculate.drafters import grown
-from graftwork.runtime.speculate.proposers.ahead import AheadProposer
 from graftwork.runtime.speculate.proposers.continued import ContinuedProposer
 from graftwork.training import FitState, fit
 from graftwork.training.fit import accepted_per_step

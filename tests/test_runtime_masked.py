@@ -21,7 +21,7 @@ from graftwork.model import Model
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.depth.cut_depth import CutDepth
-from graftwork.passes.drafting.draft_s3d import DraftS3d
+from graftwork.passes.drafting.s3d.graph import DraftS3d
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax

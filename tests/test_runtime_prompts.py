@@ -18,7 +18,8 @@ from graftwork.ir.execution.executable import Executable
 from graftwork.model import Model
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.draft_merged import DraftMerged
-from graftwork.passes.drafting.draft_ppd import WEIGHT, DraftPpd
+from graftwork.passes.drafting.ppd import PromptProposer
+from graftwork.passes.drafting.ppd.graph import WEIGHT, DraftPpd
 from graftwork.passes.engine.base import Pass
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights
@@ -28,7 +29,6 @@ from graftwork.runtime.generate import generate
 from graftwork.runtime.speculate.draft import Draft
 from graftwork.runtime.speculate.drafters import grown
 from graftwork.runtime.speculate.drafters.merged import merged
-from graftwork.runtime.speculate.proposers.prompts import PromptProposer
 from graftwork.training import fit
 from graftwork.training.fit import accepted_per_step
 

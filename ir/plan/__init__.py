@@ -13,7 +13,6 @@ holds them to the files of this folder.
 from __future__ import annotations
 
 from ..support.discovery import import_all
-from .ahead import *
 from .base import *
 from .cache import *
 from .combined import *

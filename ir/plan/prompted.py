@@ -6,91 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from .base import Returned, Size, record
-from .bounds import Factor, Filled, Levels, Nodes, Part, Place, Share
-from .draft import CachedDraft, LearningDraft
+from .base import Size, record
+from .bounds import Filled, Part, Place, Share
+from .draft import CachedDraft
 
 if TYPE_CHECKING:
-    from .decode import DecodePlan
-
-
-@record
-@dataclass(frozen=True)
-class PromptDraft(LearningDraft):
-    """Prompt tokens behind the nodes of a draft, which predict the places ahead (PPD).
-
-    The step takes the ids vocabulary + 0, 1, ... for them, and returns the best ``draft_tokens``
-    and ``draft_scores`` (log probabilities) [B,S,K] after every token. weight: f[prompts,H], their
-    trained embeddings. prompts: in a row behind a node, and so the places that are predicted.
-    after: nodes that get some, the root counted: those where verification will likeliest end.
-    decay: in training, the weight of level d's loss is decay^d. trained: whether the weights know
-    anything.
-    """
-
-    weight: Filled[str] = "ppd.prompts"
-    prompts: Levels = 3
-    after: Nodes = 8
-    decay: Factor = 0.8
-    trained: Filled[bool] = False
-    kind: ClassVar[str] = "prompts"
-    grows: ClassVar[bool] = True
-    branches: ClassVar[bool] = True
-    reads: ClassVar[tuple[str, ...]] = ("draft_tokens", "draft_scores")
-
-    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
-        yield plan.step.plain, {"draft_tokens": ("", "", "K"), "draft_scores": ("", "", "K")}
-
-    def looks_up(self) -> Iterator[tuple[str, bool, tuple[Size, ...]]]:
-        """See `Record.looks_up`."""
-        yield self.weight, False, (self.prompts, "")
-
-    @property
-    def levels(self) -> int:
-        """Places predicted."""
-        return self.prompts
-
-    def riders(self, nodes: int) -> int:
-        """`prompts` for each node that gets some."""
-        return self.prompts * min(self.after, nodes + 1)
-
-
-@record
-@dataclass(frozen=True)
-class MaskedSkippingDraft(LearningDraft):
-    """The target's first and last layers, and mask tokens behind the last one (S3D).
-
-    functions: of a step that is cut, the segments that draft, and the head. The first takes the ids
-    vocabulary + 0, 1, ... for mask tokens; a draft is one call, on the last token and all of them,
-    and verification writes its rows anew. weight: f[prompts,H], their trained embeddings. prompts:
-    how many; one token more is drafted. decay: in training, the weight of level d's loss is
-    decay^d. trained: whether the weights know anything.
-    """
-
-    functions: Filled[tuple[str, ...]] = ("step.0", "step.2", "step.head")
-    weight: Filled[str] = "s3d.masks"
-    prompts: Levels = 3
-    decay: Factor = 0.8
-    trained: Filled[bool] = False
-    kind: ClassVar[str] = "masked_skipping"
-    requires: ClassVar[frozenset[str]] = frozenset({"segments"})
-    grows: ClassVar[bool] = True
-    in_parts: ClassVar[bool] = True
-    always: ClassVar[bool] = True
-
-    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
-        yield from ((name, {}) for name in self.functions[:-1])
-        yield self.functions[-1], {"logits": ("", "", "V")}
-
-    def looks_up(self) -> Iterator[tuple[str, bool, tuple[Size, ...]]]:
-        """See `Record.looks_up`."""
-        yield self.weight, False, (self.prompts, "")
-
-    @property
-    def levels(self) -> int:
-        """A token for each mask token, and one for the last token of the text."""
-        return self.prompts + 1
+    pass
 
 
 @dataclass(frozen=True)

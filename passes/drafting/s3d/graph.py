@@ -29,14 +29,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ...ir import PassError, Program
-from ...ir.plan import MaskedSkippingDraft
-from ...ir.plan.bounds import Levels
-from ..engine.base import Effect, Outcome
-from ..policies import builds
-from .draft_pass import TrainedPass
-from .plan_edits import with_draft
-from .prompt_tokens import reading_prompts
+from ....ir import PassError, Program
+from ....ir.plan.bounds import Levels
+from ...engine.base import Effect, Outcome
+from ...policies import builds
+from ..draft_pass import TrainedPass
+from ..plan_edits import with_draft
+from ..prompt_tokens import reading_prompts
+from . import MaskedSkippingDraft
 
 WEIGHT = "s3d.masks"
 

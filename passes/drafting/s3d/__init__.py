@@ -7,12 +7,54 @@ the layers between, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
-from ....ir.plan import MaskedSkippingDraft
-from ..drafters.base import VerifiedStep
-from ..setting import Setting
-from .base import PROPOSERS, ByDepth, Level
+from ....ir.plan import DecodePlan, LearningDraft, Returned, Size, record
+from ....ir.plan.bounds import Factor, Filled, Levels
+from ....runtime.speculate.drafters.base import VerifiedStep
+from ....runtime.speculate.proposers.base import PROPOSERS, ByDepth, Level
+from ....runtime.speculate.setting import Setting
+
+
+@record
+@dataclass(frozen=True)
+class MaskedSkippingDraft(LearningDraft):
+    """The target's first and last layers, and mask tokens behind the last one (S3D).
+
+    functions: of a step that is cut, the segments that draft, and the head. The first takes the ids
+    vocabulary + 0, 1, ... for mask tokens; a draft is one call, on the last token and all of them,
+    and verification writes its rows anew. weight: f[prompts,H], their trained embeddings. prompts:
+    how many; one token more is drafted. decay: in training, the weight of level d's loss is
+    decay^d. trained: whether the weights know anything.
+    """
+
+    functions: Filled[tuple[str, ...]] = ("step.0", "step.2", "step.head")
+    weight: Filled[str] = "s3d.masks"
+    prompts: Levels = 3
+    decay: Factor = 0.8
+    trained: Filled[bool] = False
+    kind: ClassVar[str] = "masked_skipping"
+    requires: ClassVar[frozenset[str]] = frozenset({"segments"})
+    grows: ClassVar[bool] = True
+    in_parts: ClassVar[bool] = True
+    always: ClassVar[bool] = True
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`."""
+        yield from ((name, {}) for name in self.functions[:-1])
+        yield self.functions[-1], {"logits": ("", "", "V")}
+
+    def looks_up(self) -> Iterator[tuple[str, bool, tuple[Size, ...]]]:
+        """See `Record.looks_up`."""
+        yield self.weight, False, (self.prompts, "")
+
+    @property
+    def levels(self) -> int:
+        """A token for each mask token, and one for the last token of the text."""
+        return self.prompts + 1
+
 
 FETCH = ("logits",)
 

@@ -13,15 +13,60 @@ probabilities tell.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from ....ir import type_of
-from ....ir.plan import PromptDraft
-from ..drafters.base import Draft, VerifiedStep
-from ..setting import Setting
-from .base import PROPOSERS, ByDepth, Ids, Level, Scores
+from ....ir.plan import DecodePlan, LearningDraft, Returned, Size, record
+from ....ir.plan.bounds import Factor, Filled, Levels, Nodes
+from ....runtime.speculate.drafters.base import Draft, VerifiedStep
+from ....runtime.speculate.proposers.base import PROPOSERS, ByDepth, Ids, Level, Scores
+from ....runtime.speculate.setting import Setting
+
+
+@record
+@dataclass(frozen=True)
+class PromptDraft(LearningDraft):
+    """Prompt tokens behind the nodes of a draft, which predict the places ahead (PPD).
+
+    The step takes the ids vocabulary + 0, 1, ... for them, and returns the best ``draft_tokens``
+    and ``draft_scores`` (log probabilities) [B,S,K] after every token. weight: f[prompts,H], their
+    trained embeddings. prompts: in a row behind a node, and so the places that are predicted.
+    after: nodes that get some, the root counted: those where verification will likeliest end.
+    decay: in training, the weight of level d's loss is decay^d. trained: whether the weights know
+    anything.
+    """
+
+    weight: Filled[str] = "ppd.prompts"
+    prompts: Levels = 3
+    after: Nodes = 8
+    decay: Factor = 0.8
+    trained: Filled[bool] = False
+    kind: ClassVar[str] = "prompts"
+    grows: ClassVar[bool] = True
+    branches: ClassVar[bool] = True
+    reads: ClassVar[tuple[str, ...]] = ("draft_tokens", "draft_scores")
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`."""
+        yield plan.step.plain, {"draft_tokens": ("", "", "K"), "draft_scores": ("", "", "K")}
+
+    def looks_up(self) -> Iterator[tuple[str, bool, tuple[Size, ...]]]:
+        """See `Record.looks_up`."""
+        yield self.weight, False, (self.prompts, "")
+
+    @property
+    def levels(self) -> int:
+        """Places predicted."""
+        return self.prompts
+
+    def riders(self, nodes: int) -> int:
+        """`prompts` for each node that gets some."""
+        return self.prompts * min(self.after, nodes + 1)
+
 
 UNLIKELY = -30.0
 """Log probability of what is no candidate."""

@@ -30,14 +30,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ...ir import PassError, Program
-from ...ir.plan import PromptDraft
-from ..engine.base import Outcome
-from ..policies import builds
-from .draft_pass import DraftPass
-from .grafts import candidates
-from .plan_edits import with_draft
-from .prompt_tokens import reading_prompts
+from ....ir import PassError, Program
+from ...engine.base import Outcome
+from ...policies import builds
+from ..draft_pass import DraftPass
+from ..grafts import candidates
+from ..plan_edits import with_draft
+from ..prompt_tokens import reading_prompts
+from . import PromptDraft
 
 WEIGHT = "ppd.prompts"
 

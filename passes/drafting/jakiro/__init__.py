@@ -1,20 +1,23 @@
-"""The draft record of a drafter with a cache that predicts two levels at once in the end."""
+"""A drafter with a cache whose last call predicts two levels.
+
+Source: Huang et al., "Jakiro: Boosting Speculative Decoding with Decoupled Multi-Head via MoE"
+(2025).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from ..support.errors import InputError
-from .base import Returned, record
-from .bounds import Factor, Filled
-from .continued import TwofoldDraft
-from .draft import DraftRecord, HeadsDraft
+import torch
 
-if TYPE_CHECKING:
-    from .decode import DecodePlan
+from ....ir.plan import DecodePlan, DraftRecord, HeadsDraft, Returned, TwofoldDraft, record
+from ....ir.plan.bounds import Factor, Filled
+from ....ir.support.errors import InputError
+from ....runtime.speculate.proposers.base import PROPOSERS
+from ....runtime.speculate.proposers.continued import ContinuedProposer
 
 
 @record
@@ -47,3 +50,16 @@ class AheadDraft(TwofoldDraft):
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
         """See `Record.calls`."""
         yield self.first.function, {"ahead": ("", "", "")}
+
+
+@PROPOSERS.register(AheadDraft)
+class AheadProposer(ContinuedProposer):
+    """What follows a node of the last level is what its parent's call said two places on, so
+    siblings share it."""
+
+    record: AheadDraft
+
+    @property
+    def states(self) -> torch.Tensor:
+        """See `ContinuedProposer.states`."""
+        return self.first.made["ahead"]

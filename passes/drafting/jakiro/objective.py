@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from ...ir.plan import AheadDraft, HeadsDraft
-from .base import Batch, Loss, Run, distilled, hit_rate, objective
-from .eagle import TOKEN_SHARE, noisy
+from ....ir.plan import HeadsDraft
+from ....training.objectives.base import Batch, Loss, Run, distilled, hit_rate, objective
+from ....training.objectives.eagle import TOKEN_SHARE, noisy
+from . import AheadDraft
 
 
 @objective(AheadDraft)

@@ -10,23 +10,18 @@ from __future__ import annotations
 
 import torch
 
-from ...ir.plan import MaskedSkippingDraft, PromptDraft
-from .base import Batch, Loss, Run, distilled, hit_rate, objective
+from ....training.objectives.base import Batch, Loss, Run, distilled, hit_rate, objective
+from ..s3d import MaskedSkippingDraft
+from . import PromptDraft
 
 
 @objective(PromptDraft)
 def prompts_loss(record: PromptDraft, run: Run, batch: Batch) -> Loss:
     """See the module docstring."""
-    return _loss(record, run, batch, None)
+    return places_loss(record, run, batch, None)
 
 
-@objective(MaskedSkippingDraft)
-def masks_loss(record: MaskedSkippingDraft, run: Run, batch: Batch) -> Loss:
-    """The same of tokens that run through the segments that draft alone."""
-    return _loss(record, run, batch, record.functions)
-
-
-def _loss(
+def places_loss(
     record: PromptDraft | MaskedSkippingDraft,
     run: Run,
     batch: Batch,
