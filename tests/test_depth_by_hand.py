@@ -16,7 +16,8 @@ from graftwork.ir import Program, run
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.depth.cut_depth import CutDepth
-from graftwork.passes.drafting.draft_adapter import DraftAdapter
+from graftwork.passes.drafting.adapter.graph import DraftAdapter
+from graftwork.passes.drafting.clasp import LikestSkippingProposer
 from graftwork.passes.drafting.s3d import MaskedProposer
 from graftwork.passes.drafting.s3d.graph import DraftS3d
 from graftwork.passes.engine.manager import Step, run_passes
@@ -24,7 +25,6 @@ from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import generate
-from graftwork.runtime.speculate.proposers.likest import LikestSkippingProposer
 
 HEADS, GROUPS, DIM = 4, 2, 8
 LAYERS = 6

@@ -30,12 +30,9 @@ from graftwork.ir import (
 from graftwork.ir.plan import (
     RECORDS,
     CachedDraft,
-    CorpusDraft,
     DecodePlan,
     FirstDraft,
     HeadsDraft,
-    JacobiDraft,
-    LookaheadDraft,
     MergedDraft,
     Record,
     RecurrentDraft,
@@ -46,8 +43,11 @@ from graftwork.ir.plan import (
     WidenedChain,
 )
 from graftwork.ir.support.tokenizer import encode, read_tokenizer
+from graftwork.passes.drafting.corpus import CorpusDraft
 from graftwork.passes.drafting.draft_hydra import DraftHydra
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
+from graftwork.passes.drafting.jacobi import JacobiDraft
+from graftwork.passes.drafting.lookahead import LookaheadDraft
 from graftwork.runtime.generate import generate
 from graftwork.training.fit import FitOptions
 

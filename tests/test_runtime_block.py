@@ -23,21 +23,20 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import PassError, Program
 from graftwork.ir.execution.executable import Executable
-from graftwork.ir.plan import BlockDraft
 from graftwork.model import Model
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
-from graftwork.passes.drafting.draft_dflash import DraftDflash, spread
+from graftwork.passes.drafting.dflash import BlockDraft, BlockProposer
+from graftwork.passes.drafting.dflash.graph import DraftDflash, spread
+from graftwork.passes.drafting.dflash.objective import anchors, block_loss, seen
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import generate
 from graftwork.runtime.speculate.committed import block_sees
-from graftwork.runtime.speculate.proposers.parallel import BlockProposer
 from graftwork.training import fit
 from graftwork.training.objectives.base import Batch
-from graftwork.training.objectives.block import anchors, block_loss, seen
 
 ASKED: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": []}
 LAYERS, MASKS, DEPTH = 6, 3, 2

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from runtime_models import TableExecutable, markov, plain, program, setting
 
 from graftwork.ir import PassError
-from graftwork.ir.plan import CorpusDraft, FirstDraft, NoDraft
+from graftwork.ir.plan import FirstDraft, NoDraft
 from graftwork.ir.weights import Weight, WeightStore
-from graftwork.passes.drafting.draft_corpus import DraftCorpus
+from graftwork.passes.drafting.corpus import CorpusDraft, CorpusDrafter, SuffixAutomaton
+from graftwork.passes.drafting.corpus.graph import DraftCorpus
 from graftwork.runtime import generate
-from graftwork.runtime.speculate.drafters.corpus import CorpusDrafter, SuffixAutomaton
 
 VOCAB = 12
 TOKENS = st.lists(st.integers(0, 2), max_size=24)

@@ -20,7 +20,7 @@ from graftwork.ir.execution.executable import Executable, HeldCall, Widths
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.depth.cut_depth import CutDepth
-from graftwork.passes.drafting.draft_adapter import DraftAdapter
+from graftwork.passes.drafting.adapter.graph import DraftAdapter
 from graftwork.passes.drafting.draft_exit import DraftExit
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights

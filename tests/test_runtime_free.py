@@ -10,12 +10,12 @@ from tiny import PROMPTS as BATCH
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
-from graftwork.ir.plan import InputDraft, JacobiDraft, LookaheadDraft, MergedDraft, StaticTree
+from graftwork.ir.plan import MergedDraft, StaticTree
+from graftwork.passes.drafting.input import InputDraft, InputPlace
+from graftwork.passes.drafting.jacobi import JacobiDraft, JacobiDrafter
+from graftwork.passes.drafting.lookahead import LookaheadDraft, LookaheadDrafter, Pool
 from graftwork.runtime import generate
 from graftwork.runtime.speculate.drafters.base import VerifiedStep
-from graftwork.runtime.speculate.drafters.input import Place
-from graftwork.runtime.speculate.drafters.jacobi import JacobiDrafter
-from graftwork.runtime.speculate.drafters.lookahead import LookaheadDrafter, Pool
 
 VOCAB = 12
 LOOKAHEAD = LookaheadDraft(window=4, ngram=4, pool=3)
@@ -198,7 +198,7 @@ def test_editing_copies_the_input():
 
 
 def test_a_place_is_found_again_at_or_after_the_old_one():
-    place = Place([1, 2, 3, 1, 2, 4], start=3, longest=2)
+    place = InputPlace([1, 2, 3, 1, 2, 4], start=3, longest=2)
     place.move([9, 1, 2])
     assert place.at == 5
     place.move([11])

@@ -18,14 +18,15 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import PassError, Program
 from graftwork.ir.execution.executable import Executable
-from graftwork.ir.plan import ParallelDraft
 from graftwork.model import Model
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_eagle3 import DraftEagle3
 from graftwork.passes.drafting.draft_model import DraftModel
-from graftwork.passes.drafting.draft_parallel import DraftParallel
+from graftwork.passes.drafting.parallel import ParallelDraft
+from graftwork.passes.drafting.parallel.graph import DraftParallel
+from graftwork.passes.drafting.parallel.objective import columns, parallel_loss, seen
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
@@ -33,7 +34,6 @@ from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import generate
 from graftwork.training import fit
 from graftwork.training.objectives.base import Batch
-from graftwork.training.objectives.parallel import columns, parallel_loss, seen
 
 ASKED: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": []}
 MODEL = (DraftModel(model="other"), DraftParallel(masks=3))

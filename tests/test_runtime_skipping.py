@@ -14,18 +14,17 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import PassError, Program, Weight, WeightStore
 from graftwork.ir.execution.executable import Executable
-from graftwork.ir.plan import SearchedSkippingDraft
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.depth.cut_depth import CutDepth
+from graftwork.passes.drafting.clasp import likest
+from graftwork.passes.drafting.swift import Search, SearchedSkippingDraft, promise
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import generate
 from graftwork.runtime.memo import learnt
-from graftwork.runtime.speculate.proposers.likest import likest
-from graftwork.runtime.speculate.proposers.searched import Search, promise
 
 ASKED: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": []}
 EACH, HALVES = CutDepth(every=1), CutDepth(every=1, sublayers=True)

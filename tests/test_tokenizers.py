@@ -16,7 +16,7 @@ from graftwork.demo import demo_folder
 from graftwork.ir import InputError, PassError, Program
 from graftwork.ir.support.tokenizer import decode, encode, read_tokenizer
 from graftwork.model import Model
-from graftwork.passes.drafting.draft_corpus import DraftCorpus
+from graftwork.passes.drafting.corpus.graph import DraftCorpus
 from graftwork.prompts import read_prompts
 
 TEXT = "def f(x):\n    return x + 1\n\n\ndef g(y):\n    return f(y) * 2\n"

@@ -23,7 +23,6 @@ from .draft import *
 from .iterated import *
 from .joined import *
 from .length import *
-from .prompted import *
 from .shallow import *
 from .skipping import *
 from .source import *

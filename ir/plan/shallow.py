@@ -45,21 +45,3 @@ class ExitDraft(LearningDraft):
     def reads(self) -> tuple[str, ...]:
         """`output`."""
         return (self.output,)
-
-
-@record
-@dataclass(frozen=True)
-class AdaptedExitDraft(ExitDraft):
-    """As `ExitDraft`, through a layer with a cache of its own on that state (Kangaroo).
-
-    function: takes the state of each token of the text as ``hidden``, with ``positions`` [B,T],
-    ``past``, ``select`` [B,S] and its states; returns what an exit head returns, of chosen tokens.
-    """
-
-    function: Filled[str] = "adapter"
-    kind: ClassVar[str] = "adapted_exit"
-
-    @property
-    def cached(self) -> tuple[str, ...]:
-        """`function`."""
-        return (self.function,)

@@ -37,8 +37,8 @@ from ...ir.plan import CachedDraft
 from ...ir.plan.bounds import Levels
 from ..engine.base import Outcome
 from ..policies import builds
+from .corpus.graph import read_tokens
 from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
-from .draft_corpus import read_tokens
 from .draft_pass import DraftPass
 from .draft_vocabulary import DraftVocabulary, most_frequent
 from .grafts import Graft

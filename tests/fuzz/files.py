@@ -45,7 +45,7 @@ from graftwork.backends.target import Target
 from graftwork.export_plan import export_onnx_plan, seal
 from graftwork.ir import GraftworkError, Program, program_text
 from graftwork.model import Model
-from graftwork.passes.drafting.draft_corpus import read_tokens
+from graftwork.passes.drafting.corpus.graph import read_tokens
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.drafting.trained import trained_on
 from graftwork.passes.engine.manager import run_passes

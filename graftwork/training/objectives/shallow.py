@@ -7,23 +7,18 @@ text before a token; Liu et al., "Kangaroo" (2024), whose adapter learns the tar
 
 from __future__ import annotations
 
-from ...ir.plan import AdaptedExitDraft, ExitDraft
+from ...ir.plan import ExitDraft
 from .base import Batch, Loss, Run, distilled, hit_rate, mean_loss, objective
 
 
 @objective(ExitDraft)
 def exit_loss(record: ExitDraft, run: Run, batch: Batch) -> Loss:
     """See the module docstring."""
-    return mean_loss((one, _window_loss(record, run, one)) for one in batch.alone())
+    return mean_loss((one, window_loss(record, run, one)) for one in batch.alone())
 
 
-@objective(AdaptedExitDraft)
-def adapter_loss(record: AdaptedExitDraft, run: Run, batch: Batch) -> Loss:
-    """See the module docstring."""
-    return _window_loss(record, run, batch)
-
-
-def _window_loss(record: ExitDraft, run: Run, batch: Batch) -> Loss:
+def window_loss(record: ExitDraft, run: Run, batch: Batch) -> Loss:
+    """The loss of windows that the function is run on whole."""
     student = run(record.function, hidden=batch.hidden[record.output])["draft_logits"]
     total = distilled(student, batch.target(record.aim), 0)
     return Loss(total, [hit_rate(student, batch.best, 0)])

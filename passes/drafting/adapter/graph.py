@@ -35,14 +35,14 @@ from typing import ClassVar
 import torch
 import torch.fx
 
-from ...ir import Program
-from ...ir.plan import AdaptedExitDraft
-from ..engine.base import Outcome
-from ..policies import builds
-from .copied_layer import copied_layer, copied_norm
-from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
-from .draft_pass import DraftPass
-from .grafts import Graft
+from ....ir import Program
+from ...engine.base import Outcome
+from ...policies import builds
+from ..copied_layer import copied_layer, copied_norm
+from ..decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
+from ..draft_pass import DraftPass
+from ..grafts import Graft
+from . import AdaptedExitDraft
 
 NAME = "adapter"
 

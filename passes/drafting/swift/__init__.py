@@ -9,14 +9,41 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from ....ir.plan.skipping import SearchedSkippingDraft
-from ...memo import learnt
-from ..setting import Setting
-from .base import PROPOSERS
-from .skipping import FETCH, SkippingProposer
+from ....ir.plan import SkippingDraft, policy
+from ....ir.plan.bounds import Levels, Nodes, Seed, Share
+from ....runtime.memo import learnt
+from ....runtime.speculate.proposers.base import PROPOSERS
+from ....runtime.speculate.proposers.skipping import FETCH, SkippingProposer
+from ....runtime.speculate.setting import Setting
+
+
+@policy
+@dataclass(frozen=True)
+class SearchedSkippingDraft(SkippingDraft):
+    """The target's layers without those that are found by search not to matter (SWIFT, Xia 2024).
+
+    While decoding, other choices of segments are tried on the text's own last tokens: one that
+    predicts more of them than the choice in use takes its place. Most are drawn by chance, and
+    every `guided`-th where a Gaussian process over the earlier ones expects most. share: of the
+    segments that hold nothing of the first nor the last layer, how many are left out. levels:
+    tokens drafted at most. window: tokens that a choice is tried on. period: steps from one try to
+    the next. tries: before the search ends; enough: the share of tokens predicted that ends it,
+    too. What was found is kept as long as the model is. A batch leaves out the same ones.
+    """
+
+    window: Nodes = 32
+    period: Levels = 1
+    tries: Nodes = 100
+    guided: Levels = 25
+    enough: Share = 0.95
+    seed: Seed = 0
+    kind: ClassVar[str] = "searched_skipping"
+
 
 POOL = 64
 """Choices among which a suggestion is looked for."""

@@ -8,17 +8,38 @@ The layer's rows of committed text are made once it is committed, from the state
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from ....ir.plan import AdaptedExitDraft
-from ..committed import CommittedRows
-from ..leading import CachedLeader
-from ..setting import Setting
-from .base import PROPOSERS, Ids, Level
-from .committing import CommittingProposer
-from .hidden import level_of
-from .shallow import ExitProposer
+from ....ir.plan import ExitDraft, record
+from ....ir.plan.bounds import Filled
+from ....runtime.speculate.committed import CommittedRows
+from ....runtime.speculate.leading import CachedLeader
+from ....runtime.speculate.proposers.base import PROPOSERS, Ids, Level
+from ....runtime.speculate.proposers.committing import CommittingProposer
+from ....runtime.speculate.proposers.hidden import level_of
+from ....runtime.speculate.proposers.shallow import ExitProposer
+from ....runtime.speculate.setting import Setting
+
+
+@record
+@dataclass(frozen=True)
+class AdaptedExitDraft(ExitDraft):
+    """As `ExitDraft`, through a layer with a cache of its own on that state (Kangaroo).
+
+    function: takes the state of each token of the text as ``hidden``, with ``positions`` [B,T],
+    ``past``, ``select`` [B,S] and its states; returns what an exit head returns, of chosen tokens.
+    """
+
+    function: Filled[str] = "adapter"
+    kind: ClassVar[str] = "adapted_exit"
+
+    @property
+    def cached(self) -> tuple[str, ...]:
+        """`function`."""
+        return (self.function,)
 
 
 @PROPOSERS.register(AdaptedExitDraft)

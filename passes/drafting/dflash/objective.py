@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from ...ir.plan import BlockDraft
-from .base import Batch, Loss, Run, distilled, hit_rate, objective
+from ....training.objectives.base import Batch, Loss, Run, distilled, hit_rate, objective
+from . import BlockDraft
 
 
 @objective(BlockDraft)

@@ -37,17 +37,18 @@ from typing import ClassVar
 
 import torch
 
-from ...ir import Function, PassError, Program, type_of
-from ...ir.plan import CachedDraft, ParallelDraft
-from ...ir.plan.bounds import Levels, Place
-from ...ir.rewrite.subgraph import tables_of
-from ..engine.base import Outcome
-from ..policies import builds
-from .draft_pass import TrainedPass
-from .grafts import Graft
-from .plan_edits import with_plan
-from .prompt_tokens import reading_prompts
-from .trained import TrainedWeights
+from ....ir import Function, PassError, Program, type_of
+from ....ir.plan import CachedDraft
+from ....ir.plan.bounds import Levels, Place
+from ....ir.rewrite.subgraph import tables_of
+from ...engine.base import Outcome
+from ...policies import builds
+from ..draft_pass import TrainedPass
+from ..grafts import Graft
+from ..plan_edits import with_plan
+from ..prompt_tokens import reading_prompts
+from ..trained import TrainedWeights
+from . import ParallelDraft
 
 A = torch.ops.aten
 NAME, MASK, STATE = "parallel", "parallel.mask", "parallel.state"

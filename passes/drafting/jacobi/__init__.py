@@ -11,9 +11,26 @@ at most as many steps as it has tokens all of it is at its fixed point, which is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
-from ....ir.plan import JacobiDraft
-from .base import DRAFTERS, NO_DRAFT, Draft, Drafter, VerifiedStep
+from ....ir.plan import GuessDraft, policy
+from ....ir.plan.bounds import Nodes
+from ....runtime.speculate.drafters.base import DRAFTERS, NO_DRAFT, Draft, Drafter, VerifiedStep
+
+
+@policy
+@dataclass(frozen=True)
+class JacobiDraft(GuessDraft):
+    """A block of guesses that every step replaces by what the target says after each of them.
+
+    Jacobi decoding (Santilli et al. 2023). tokens: of the block. Needs the step's ``argmax`` (pass
+    add_argmax), which is the next guess.
+    """
+
+    tokens: Nodes = 10
+    kind: ClassVar[str] = "jacobi"
+    requires: ClassVar[frozenset[str]] = frozenset({"argmax", "cached"})
 
 
 @DRAFTERS.register(JacobiDraft)

@@ -11,14 +11,34 @@ each other. Column 0 leaves nothing out, so h(i) needs no step of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from ....ir.plan.skipping import LikestSkippingDraft
-from ..draft import NO_DRAFT
-from ..setting import Setting
-from .base import PROPOSERS
-from .skipping import SkippingProposer
+from ....ir.plan import SkippingDraft, policy
+from ....ir.plan.bounds import Levels
+from ....runtime.speculate.draft import NO_DRAFT
+from ....runtime.speculate.proposers.base import PROPOSERS
+from ....runtime.speculate.proposers.skipping import SkippingProposer
+from ....runtime.speculate.setting import Setting
+
+
+@policy
+@dataclass(frozen=True)
+class LikestSkippingDraft(SkippingDraft):
+    """The target's layers without those that change its states least (CLaSp, Chen et al. 2025).
+
+    Before a draft, but every `period` steps only, the segments to leave out follow from the last
+    token that went through all of them: of all ways to leave j of the first i out, the one is kept
+    whose state is most like the whole one's, by cosine, and goes on through segment i + 1, or past
+    it (a dynamic program). share: of the segments that hold nothing of the first nor the last
+    layer, how many are left out. levels: tokens drafted at most. A batch leaves out the same ones.
+    """
+
+    period: Levels = 1
+    kind: ClassVar[str] = "likest_skipping"
+    requires: ClassVar[frozenset[str]] = frozenset({"segments", "trees"})
 
 
 @PROPOSERS.register(LikestSkippingDraft)

@@ -37,14 +37,14 @@ from typing import ClassVar
 
 import torch
 
-from ...ir import PassError, Program
-from ...ir.plan import BlockDraft
-from ...ir.plan.bounds import Levels, Place
-from ..engine.base import Outcome
-from ..policies import builds
-from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
-from .draft_pass import DraftPass
-from .grafts import Graft
+from ....ir import PassError, Program
+from ....ir.plan.bounds import Levels, Place
+from ...engine.base import Outcome
+from ...policies import builds
+from ..decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
+from ..draft_pass import DraftPass
+from ..grafts import Graft
+from . import BlockDraft
 
 A = torch.ops.aten
 NAME, ENTRY, MASK = "dflash", "dflash_entry", "dflash.mask"

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import torch
 
-from ...ir.plan import ParallelDraft
-from .base import Batch, Loss, Run, distilled, hit_rate, objective
-from .eagle import sayable
+from ....training.objectives.base import Batch, Loss, Run, distilled, hit_rate, objective
+from ....training.objectives.eagle import sayable
+from . import ParallelDraft
 
 
 @objective(ParallelDraft)

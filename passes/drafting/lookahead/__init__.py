@@ -26,12 +26,41 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
 
-from ....ir.plan import LookaheadDraft
-from ..draft import NO_DRAFT, Draft
-from ..trie import Trie
-from .base import DRAFTERS, Drafter, VerifiedStep
+from ....ir.plan import GuessDraft, policy
+from ....ir.plan.bounds import Ngram, Nodes
+from ....runtime.speculate.draft import NO_DRAFT, Draft
+from ....runtime.speculate.drafters.base import DRAFTERS, Drafter, VerifiedStep
+from ....runtime.speculate.trie import Trie
+
+
+@policy
+@dataclass(frozen=True)
+class LookaheadDraft(GuessDraft):
+    """N-grams that the target itself came up with in a window of guesses ahead.
+
+    Lookahead decoding (Fu et al. 2024): guesses and n-grams to verify share a step as branches of
+    one tree. window: places ahead that are guessed. ngram: tokens of an n-gram, the one it is found
+    by included. pool: n-grams kept and verified for each first token. Needs the step's ``argmax``
+    (pass add_argmax).
+    """
+
+    window: Nodes = 7
+    ngram: Ngram = 5
+    pool: Nodes = 7
+    kind: ClassVar[str] = "lookahead"
+    requires: ClassVar[frozenset[str]] = frozenset({"argmax", "cached", "trees"})
+    branches: ClassVar[bool] = True
+
+    @property
+    def most(self) -> int:
+        """Nodes of the n-grams verified and of the window, or of a window that is being filled."""
+        levels = self.ngram - 1
+        filling = [(1 + row) * (self.window + levels - 1 - row) - 1 for row in range(levels - 1)]
+        return max((self.pool + self.window) * levels - 1, *filling, 0)
+
 
 Gram: TypeAlias = tuple[int, ...]
 

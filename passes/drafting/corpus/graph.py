@@ -25,14 +25,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...ir import InputError, PassError, Program
-from ...ir.plan import CorpusDraft
-from ...ir.support.files import LARGE, read_json, read_text
-from ...ir.support.tokenizer import encode, read_tokenizer
-from ...ir.weights import Weight
-from ..engine.base import Outcome
-from ..policies import RecordPass, builds
-from .plan_edits import with_draft
+from ....ir import InputError, PassError, Program
+from ....ir.support.files import LARGE, read_json, read_text
+from ....ir.support.tokenizer import encode, read_tokenizer
+from ....ir.weights import Weight
+from ...engine.base import Outcome
+from ...policies import RecordPass, builds
+from ..plan_edits import with_draft
+from . import CorpusDraft
 
 WEIGHT = "corpus"
 

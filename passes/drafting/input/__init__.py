@@ -12,15 +12,36 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
-from ....ir.plan import InputDraft
-from .base import DRAFTERS, ChainDrafter
+from ....ir.plan import DraftRecord, policy
+from ....ir.plan.bounds import Levels, Nodes, Place
+from ....runtime.speculate.drafters.base import DRAFTERS, ChainDrafter
 
 
-class Place:
+@policy
+@dataclass(frozen=True)
+class InputDraft(DraftRecord):
+    """Copy the prompt from where the text stands in it: for editing.
+
+    Aggressive decoding (Ge et al. 2022). tokens: draft tokens a step at most. start: the prompt's
+    token that the text is expected to begin with. longest: tokens that must agree, at best, to find
+    the place again after an edit.
+    """
+
+    tokens: Nodes = 20
+    start: Place = 0
+    longest: Levels = 4
+    kind: ClassVar[str] = "input"
+    brings: ClassVar[str] = "an input text"
+    repeatable: ClassVar[bool] = True
+
+
+class InputPlace:
     """Where a text stands in its input: `at` is the input's next token.
 
-    >>> place = Place([1, 2, 3, 4, 5, 3, 9], start=0, longest=2)
+    >>> place = InputPlace([1, 2, 3, 4, 5, 3, 9], start=0, longest=2)
     >>> place.move([1, 2]); place.at
     2
     >>> place.move([7, 4]); place.at
@@ -68,7 +89,7 @@ class InputDrafter(ChainDrafter):
         self.levels = record.tokens
         self.places = []
         for source, prompt in zip(self.sources(len(prompts)), prompts, strict=True):
-            self.places.append(Place(source or prompt, record.start, record.longest))
+            self.places.append(InputPlace(source or prompt, record.start, record.longest))
             if source and len(prompt) > 1:  # the first token only begins the text
                 self.places[-1].move(prompt[1:])
 

@@ -8,13 +8,60 @@ Block Diffusion for Flash Speculative Decoding" (2026).
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from ....ir.plan import BlockDraft, ParallelDraft
-from .base import PROPOSERS, ByDepth, Ids, Level
-from .cached import CachedProposer
-from .hidden import level_of
+from ....ir.plan import CachedDraft, Size, record
+from ....ir.plan.bounds import Filled, Part, Place, Share
+from ....runtime.speculate.proposers.base import PROPOSERS, ByDepth, Ids, Level
+from ....runtime.speculate.proposers.cached import CachedProposer
+from ....runtime.speculate.proposers.hidden import level_of
+
+
+@dataclass(frozen=True)
+class OneCallDraft(CachedDraft):
+    """Base of drafters with a cache that predict all `levels` in one call, by mask tokens.
+
+    token: the id of a mask. weight: f[1,H], the trained embedding of the id, which then is the
+    vocabulary's size; None: the id is a token that the function knows anyway.
+    """
+
+    token: Place = 0
+    weight: Filled[str | None] = None
+    stepwise: ClassVar[bool] = False
+    unrolls: ClassVar[None] = None
+
+    def looks_up(self) -> Iterator[tuple[str, bool, tuple[Size, ...]]]:
+        """See `Record.looks_up`."""
+        if self.weight:
+            yield self.weight, False, (1, "")
+
+
+@record
+@dataclass(frozen=True)
+class ParallelDraft(OneCallDraft):
+    """A drafter that reads mask tokens as it reads text (PARD, P-EAGLE).
+
+    Behind the text's last token the function is fed the id `token` levels - 1 times, for tokens
+    that nobody knows yet: what it says after the k-th of them is about the place k further on.
+    Their rows are forgotten; where it takes ``hidden``, it looks past what stands beside them.
+    keep: in training, the part of a level's places that the next one has, too. least: the part of
+    all places that every level has.
+    """
+
+    keep: Part = 0.7
+    least: Share = 0.2
+    kind: ClassVar[str] = "parallel"
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical", "drafts"})
+    provides: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def masks(self) -> int:
+        """Tokens behind the last one."""
+        return self.levels - 1
 
 
 class OneCallProposer(ByDepth, CachedProposer):
@@ -67,27 +114,3 @@ class ParallelProposer(OneCallProposer):
         """Mask tokens."""
         batch = len(self.committed.texts)
         return np.full((batch, self.record.masks), self.record.token, dtype=np.int64)
-
-
-@PROPOSERS.register(BlockDraft)
-class BlockProposer(OneCallProposer):
-    """Feeds the text's last token, whose features the target has yet to make, and mask tokens.
-    Level d's candidates are what was said of mask token d."""
-
-    record: BlockDraft
-    mutual = True
-
-    @property
-    def blank(self) -> int:
-        """The record's."""
-        return self.record.blank
-
-    @property
-    def ahead(self) -> int:
-        """The rows of a block."""
-        return 1 + self.record.levels
-
-    def riders(self) -> Ids:
-        """A block for each text."""
-        last = np.array([text[-1:] for text in self.committed.texts], dtype=np.int64)
-        return np.pad(last, ((0, 0), (0, self.record.levels)), constant_values=self.record.token)

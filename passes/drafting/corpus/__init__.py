@@ -10,14 +10,38 @@ long the text does, for it is nearer to what comes next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 from ....ir.execution.executable import Executable
-from ....ir.plan import CorpusDraft
-from ...feeding.step_inputs import strange_ids
-from ..setting import Setting
-from .base import DRAFTERS, ChainDrafter
-from .suffix import SuffixIndex
+from ....ir.plan import DraftRecord, Size, record
+from ....ir.plan.bounds import Filled, Levels, Nodes
+from ....runtime.feeding.step_inputs import strange_ids
+from ....runtime.speculate.drafters.base import DRAFTERS, ChainDrafter
+from ....runtime.speculate.drafters.suffix import SuffixIndex
+from ....runtime.speculate.setting import Setting
+
+
+@record
+@dataclass(frozen=True)
+class CorpusDraft(DraftRecord):
+    """Copy what followed the longest match of the text in a corpus or in the text itself (SAM).
+
+    weight: i64[N] of the program, the corpus; -1 ends a document. tokens: draft tokens a step at
+    most. shortest: tokens that must match.
+    """
+
+    weight: Filled[str] = "corpus"
+    tokens: Nodes = 16
+    shortest: Levels = 2
+    kind: ClassVar[str] = "corpus"
+    foresees: ClassVar[bool] = True
+
+    def looks_up(self) -> Iterator[tuple[str, bool, tuple[Size, ...]]]:
+        """See `Record.looks_up`."""
+        yield self.weight, True, ("",)
+
 
 END = -1
 """Token that ends a document of a corpus: no match and no draft goes past it."""

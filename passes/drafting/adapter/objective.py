@@ -1,0 +1,17 @@
+"""A layer that stands in for the target's others: it learns what they say of the first's states.
+
+Sources: Liu et al., "EESD" (2024), cross entropy on text that the target wrote; Liu et al.,
+"Kangaroo" (2024), the target's distribution.
+"""
+
+from __future__ import annotations
+
+from ....training.objectives.base import Batch, Loss, Run, objective
+from ....training.objectives.shallow import window_loss
+from . import AdaptedExitDraft
+
+
+@objective(AdaptedExitDraft)
+def adapter_loss(record: AdaptedExitDraft, run: Run, batch: Batch) -> Loss:
+    """See the module docstring."""
+    return window_loss(record, run, batch)
