@@ -26,10 +26,10 @@ import torch
 from systems import optimized_model
 
 import graftwork as gw
+from graftwork.passes.depth.deferred import DeferredPolicy
 from graftwork.recipe import Recipe
 from graftwork.runtime.asking.text import Text
 from graftwork.runtime.depth.base import DEPTHS, StepFeed
-from graftwork.runtime.depth.deferred import DeferredPolicy
 from graftwork.runtime.feeding.feed import Feeder
 
 FETCH = ("argmax",)

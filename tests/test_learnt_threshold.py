@@ -12,15 +12,14 @@ from tiny import PROMPTS, named, tiny_llama
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import Program
-from graftwork.ir.plan import DeferredDepth
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.depth.cut_depth import CutDepth
+from graftwork.passes.depth.deferred import DeferredDepth, DeferredPolicy, Learnt
+from graftwork.passes.depth.deferred.alignment import LEAST, fitted, threshold
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import generate
-from graftwork.runtime.depth.alignment import LEAST, fitted, threshold
-from graftwork.runtime.depth.deferred import DeferredPolicy, Learnt
 from graftwork.runtime.memo import learnt as kept_of
 
 

@@ -23,7 +23,6 @@ from graftwork.ir import GraftworkError, InputError, PassError, Program
 from graftwork.ir.check.legality import idle, misfit, unmet
 from graftwork.ir.plan import (
     DecodePlan,
-    DeferredDepth,
     FirstDraft,
     GoodputLength,
     MergedDraft,
@@ -33,6 +32,7 @@ from graftwork.ir.plan import (
 )
 from graftwork.ir.plan.sizes import sizes_up_to
 from graftwork.passes import Contract, Pass, all_passes
+from graftwork.passes.depth.deferred import DeferredDepth
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.recipe import Recipe
 from graftwork.runtime import generate

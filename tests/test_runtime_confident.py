@@ -18,8 +18,8 @@ from graftwork.ir.execution.executable import Executable
 from graftwork.ir.plan.inputs import chain_inputs
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.depth.confident.graph import DepthConfident
 from graftwork.passes.depth.cut_depth import CutDepth
-from graftwork.passes.depth.depth_confident import DepthConfident
 from graftwork.passes.depth.probes import fitted
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.fusing.fuse_qkv import FuseQkv

@@ -15,10 +15,10 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import PassError, Program
 from graftwork.ir.execution.executable import Executable
-from graftwork.ir.plan import DecayBudget, LinearBudget
 from graftwork.ir.plan.inputs import chain_inputs
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
+from graftwork.passes.depth.budget import DecayBudget, LinearBudget
 from graftwork.passes.depth.cut_depth import CutDepth
 from graftwork.passes.drafting.draft_exit import DraftExit
 from graftwork.passes.drafting.draft_medusa import DraftMedusa

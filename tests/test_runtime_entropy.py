@@ -16,7 +16,7 @@ from graftwork.ir import PassError, Program, run
 from graftwork.ir.execution.executable import Executable
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
-from graftwork.passes.depth.depth_entropy import DepthEntropy
+from graftwork.passes.depth.entropy.graph import DepthEntropy
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits

@@ -15,18 +15,18 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError, PassError, Program, Weight
 from graftwork.ir.execution.executable import Executable
-from graftwork.ir.plan import MixtureDepth
 from graftwork.model import Model
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.depth.cut_depth import CutDepth
-from graftwork.passes.depth.depth_mixture import DepthMixture
+from graftwork.passes.depth.mixture import MixtureDepth
+from graftwork.passes.depth.mixture.graph import DepthMixture
+from graftwork.passes.depth.mixture.objective import chosen
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import generate
 from graftwork.training import fit
-from graftwork.training.objectives.routers import chosen
 
 ASKED: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": []}
 EACH, LAYERS = CutDepth(every=1), 6

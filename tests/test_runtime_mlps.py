@@ -18,7 +18,7 @@ from graftwork.ir.plan.inputs import chain_inputs
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.depth.cut_depth import CutDepth
-from graftwork.passes.depth.depth_mlp import DepthMlp
+from graftwork.passes.depth.mlp.graph import DepthMlp
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits

@@ -24,12 +24,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ...ir import Program, Role
-from ...ir.plan import EntropyDepth
-from ..drafting.guest_step import guest_of, untold, with_step_of
-from ..drafting.plan_edits import with_record
-from ..engine.base import Effect, Outcome
-from ..policies import RecordPass, builds
+from ....ir import Program, Role
+from ...drafting.guest_step import guest_of, untold, with_step_of
+from ...drafting.plan_edits import with_record
+from ...engine.base import Effect, Outcome
+from ...policies import RecordPass, builds
+from . import EntropyDepth
 
 NAME = "small"
 

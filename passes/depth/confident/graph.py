@@ -38,13 +38,13 @@ import torch
 import torch.fx
 from pydantic import Field
 
-from ...ir import Function, PassError, Program, Weight, WeightStore, site_of, type_of
-from ...ir.plan import ConfidentDepth
-from ...ir.rewrite.cleanup import sweep
-from ..drafting.plan_edits import with_record
-from ..engine.base import Effect, Evidence, Outcome, TextSample
-from ..policies import RecordPass, builds
-from .probes import Probe, fitted_probes
+from ....ir import Function, PassError, Program, Weight, WeightStore, site_of, type_of
+from ....ir.rewrite.cleanup import sweep
+from ...drafting.plan_edits import with_record
+from ...engine.base import Effect, Evidence, Outcome, TextSample
+from ...policies import RecordPass, builds
+from ..probes import Probe, fitted_probes
+from . import ConfidentDepth
 
 A, G = torch.ops.aten, torch.ops.graftwork
 SCORE = "sure"

@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ...ir.plan import MixtureDepth
-from ...passes.depth.cut_depth import STREAM
-from .base import Batch, Loss, Run, distilled, hit_rate, objective
+from ....training.objectives.base import Batch, Loss, Run, distilled, hit_rate, objective
+from ..cut_depth import STREAM
+from . import MixtureDepth
 
 
 @objective(MixtureDepth)

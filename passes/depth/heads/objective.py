@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from ...ir.plan import HeadsDepth
-from .base import Batch, Loss, Run, distilled, hit_rate, mean_loss, objective
+from ....training.objectives.base import Batch, Loss, Run, distilled, hit_rate, mean_loss, objective
+from . import HeadsDepth
 
 
 @objective(HeadsDepth)

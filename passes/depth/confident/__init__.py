@@ -6,10 +6,44 @@ Large Language Model Inference with Self-Supervised Early Exits" (2024), for hea
 
 from __future__ import annotations
 
-from ...ir.plan import ConfidentDepth, HeadsDepth
-from ..feeding.outputs import Outputs
-from .base import DEPTHS, DepthPolicy, StepFeed
-from .sure import all_sure, margins, may_leave
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ....ir.plan import DecodePlan, Returned, ThresholdDepth, record
+from ....ir.plan.bounds import Filled
+from ....ir.support.errors import InputError
+from ....runtime.depth.base import DEPTHS, DepthPolicy, StepFeed
+from ....runtime.depth.sure import all_sure, margins, may_leave
+from ....runtime.feeding.outputs import Outputs
+
+
+@record
+@dataclass(frozen=True)
+class ConfidentDepth(ThresholdDepth):
+    """Leave at the first exit that is sure; deeper layers' rows are made of its state (CALM).
+
+    functions: for each segment but the first one that makes its cache rows of the state that a
+    token left with, as if its layers had not changed that. score: what each segment but the last
+    returns of how sure it is, [B,T]; "": by how much the likeliest successor is more probable than
+    the second, by the target's own head. A batch leaves together, or goes on together.
+    """
+
+    functions: Filled[tuple[str, ...]] = ("step.1.fill",)
+    score: Filled[str] = ""
+    kind: ClassVar[str] = "confident"
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`. Errors: `InputError` unless there is a function for each segment."""
+        *segments, _ = plan.step.parts or ("", "")
+        if len(self.functions) != len(segments) - 1:
+            raise InputError(
+                f"{self.brief} fills {len(self.functions)} segments, and step={plan.step.brief} "
+                f"has {len(segments) - 1} behind the first"
+            )
+        yield from ((function, {}) for function in self.functions)
+        if self.score:
+            yield from ((segment, {self.score: ("", "")}) for segment in segments[:-1])
 
 
 @DEPTHS.register(ConfidentDepth)
@@ -46,14 +80,3 @@ class ConfidentPolicy(DepthPolicy):
 
     def _wide_apart(self, outputs: Outputs, live: list[int]) -> bool:
         return all_sure(self.record, self.texts, live, margins(outputs, live))
-
-
-@DEPTHS.register(HeadsDepth)
-class HeadsPolicy(ConfidentPolicy):
-    """The same, asking each exit's own head."""
-
-    record: HeadsDepth
-
-    def head_at(self, exit: int) -> str:
-        """See `ConfidentPolicy.head_at`."""
-        return self.record.heads[exit]

@@ -37,14 +37,14 @@ import torch
 import torch.fx
 from pydantic import Field
 
-from ...ir import Function, PassError, Program, Weight, WeightStore, type_of
-from ...ir.plan import HeadsDepth
-from ..drafting.draft_pass import TrainedPass
-from ..drafting.plan_edits import with_record
-from ..drafting.trained import TrainedWeights
-from ..engine.base import Effect, Outcome
-from ..policies import builds
-from .depth_confident import check_whole_layers, filling
+from ....ir import Function, PassError, Program, Weight, WeightStore, type_of
+from ...drafting.draft_pass import TrainedPass
+from ...drafting.plan_edits import with_record
+from ...drafting.trained import TrainedWeights
+from ...engine.base import Effect, Outcome
+from ...policies import builds
+from ..confident.graph import check_whole_layers, filling
+from . import HeadsDepth
 
 A, G = torch.ops.aten, torch.ops.graftwork
 NAME = "exits"

@@ -25,12 +25,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ...ir import InputError, PassError, Program
-from ...ir.plan import MlpDepth
-from ..drafting.plan_edits import with_record
-from ..engine.base import Effect, Outcome
-from ..policies import RecordPass, builds
-from .depth_confident import SCORE, saturating
+from ....ir import InputError, PassError, Program
+from ...drafting.plan_edits import with_record
+from ...engine.base import Effect, Outcome
+from ...policies import RecordPass, builds
+from ..confident.graph import SCORE, saturating
+from . import MlpDepth
 
 
 @builds(MlpDepth)

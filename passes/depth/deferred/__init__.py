@@ -8,17 +8,54 @@ Adaptive Language Modeling" (CALM, 2022).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self, TypeAlias
 
-from ...ir.plan import DeferredDepth
-from ..asking.text import Text
-from ..feeding.feed import Feeder
-from ..feeding.outputs import Outputs
-from ..memo import learnt
+from ....ir.plan import ThresholdDepth, policy
+from ....ir.plan.bounds import Context, Levels, Nodes, Share
+from ....runtime.asking.text import Text
+from ....runtime.depth.base import DEPTHS, DepthPolicy, StepFeed
+from ....runtime.depth.sure import all_sure, margins, may_leave
+from ....runtime.feeding.feed import Feeder
+from ....runtime.feeding.outputs import Outputs
+from ....runtime.memo import learnt
 from .alignment import threshold
-from .base import DEPTHS, DepthPolicy, StepFeed
-from .sure import all_sure, margins, may_leave
+
+
+@policy
+@dataclass(frozen=True)
+class DeferredDepth(ThresholdDepth):
+    """Leave after the first layers where they are sure, and make up for it later (FREE).
+
+    A token whose likeliest successor, by the target's own head on the state after `exit` layers, is
+    more probable than the second by more than the threshold is continued from there. The rows that
+    it lacks in the deeper layers' caches are made with the next token that goes deep, in one call
+    (synchronised parallel decoding; Bae et al. 2023). A batch leaves together, or goes on together.
+    threshold: of that difference, at the first place; at place t of N it is 0.9 threshold + 0.1
+    threshold exp(-decay t / N), so with decay=0 the same everywhere.
+    tokens: N, and so many new tokens may leave; 0: all may, and N is what a call asks for. pending:
+    tokens that may lack rows before all go deep. posterior: where it is not 0, the threshold is
+    learnt: of the first `compared` predictions of the first layers it is seen whether the whole
+    model's are the same, and before each text the threshold becomes the least of ten confidences
+    from 0.3 to 0.9 that makes that so probable, by a Beta distribution for each of the two kinds.
+    What was learnt is kept as long as the model is.
+    """
+
+    exit: Levels = 3
+    pending: Nodes = 7
+    posterior: Share = 0.0
+    compared: Context = 1024
+    kind: ClassVar[str] = "deferred"
+
+    def fixed(self, threshold: float, tokens: int) -> Self:
+        """See `ThresholdDepth.fixed`: nothing is learnt."""
+        return replace(super().fixed(threshold, tokens), posterior=0.0)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """All pending tokens and one more."""
+        return (self.pending + 1,)
+
 
 Said: TypeAlias = tuple[float, int]
 """How sure the first layers were of a prediction, and the token."""

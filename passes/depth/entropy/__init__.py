@@ -9,20 +9,60 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
 
-from ...ir.execution.executable import Executable
-from ...ir.plan import EntropyDepth
-from ..asking.text import Text
-from ..feeding.feed import Feeder
-from ..feeding.gather import gathered
-from ..feeding.outputs import Outputs
-from ..speculate.drafters.base import UnverifiedStep
-from .base import DEPTHS, DepthPolicy, StepFeed
+from ....ir.execution.executable import Executable
+from ....ir.plan import DecodePlan, DepthRecord, Returned, record
+from ....ir.plan.bounds import Amount, Context, Filled, Nodes
+from ....runtime.asking.text import Text
+from ....runtime.depth.base import DEPTHS, DepthPolicy, StepFeed
+from ....runtime.feeding.feed import Feeder
+from ....runtime.feeding.gather import gathered
+from ....runtime.feeding.outputs import Outputs
+from ....runtime.speculate.drafters.base import UnverifiedStep
+
+
+@record
+@dataclass(frozen=True)
+class EntropyDepth(DepthRecord):
+    """A smaller model writes where it is sure, the target where it is not (Entropy Adaptive
+    Decoding).
+
+    function: the smaller model's step, with a cache of its own. threshold: the target writes where
+    the mean entropy of the distributions that the latest `window` tokens were chosen from, by
+    whichever model, exceeds it, in bits. least: tokens that a model writes before the other may.
+    pending: tokens that one of them may lack before it reads them. context: the smaller model's
+    positions, where those are fewer. A batch changes together: one unsure text suffices. Source:
+    Simonds, "Entropy Adaptive Decoding" (2025).
+    """
+
+    function: Filled[str] = "small"
+    threshold: Amount = 1.0
+    window: Nodes = 8
+    least: Nodes = 4
+    pending: Nodes = 31
+    context: Filled[Context | None] = None
+    kind: ClassVar[str] = "entropy"
+    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
+    parted: ClassVar[bool] = False
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """All pending tokens and one more."""
+        return (self.pending + 1,)
+
+    def ending(self, plan: DecodePlan) -> str:
+        """`function`."""
+        return self.function
+
+    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
+        """See `Record.calls`."""
+        yield self.function, {"logits": ("", "", "V")}
 
 
 class Writer:

@@ -1,0 +1,92 @@
+"""Layers by a token's place: later ones run through fewer.
+
+A budget only falls, so what a token left out no later one reads. Sources: Del Corro et al.,
+"SkipDecode" (2023); Fan et al., "Position-Aware Depth Decay Decoding" (2025).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ....ir.plan import DepthRecord, policy
+from ....ir.plan.bounds import Levels, Nodes, Part, Rollout
+from ....ir.support.errors import InputError
+from ....runtime.depth.base import DEPTHS, DepthPolicy, StepFeed
+from ....runtime.feeding.outputs import Outputs
+
+
+@policy
+@dataclass(frozen=True)
+class LinearBudget(DepthRecord):
+    """Layers fall linearly with a token's place behind the prompt (SkipDecode, Del Corro 2023).
+
+    The first segment runs for every token, and of the others the last ones, as many as the budget
+    allows: the middle is left out. A batch shares one budget, that of its shallowest place. Prompts
+    run through all layers. most, least: layers of the first token and of those from `tokens` on;
+    most=0: all there are.
+    """
+
+    most: Rollout = 0
+    least: Levels = 2
+    tokens: Nodes = 256
+    kind: ClassVar[str] = "linear"
+    gaps: ClassVar[bool] = True
+
+    def check(self) -> None:
+        """See `Record.check`."""
+        if self.most and self.most < self.least:
+            raise InputError(f"least={self.least} is more than most={self.most}")
+
+    def layers(self, place: int, total: int) -> int:
+        """Layers of the token at a place, of `total`."""
+        most, along = self.most or total, min(place / self.tokens, 1.0)
+        return int(most - (most - self.least) * along)
+
+
+@policy
+@dataclass(frozen=True)
+class DecayBudget(DepthRecord):
+    """Of L layers floor(L alpha^i) for the i-th token behind the prompt (D3, Fan et al. 2025).
+
+    alpha: at most 1. least: layers that always run. Which ones, and what batches and prompts do: as
+    in `LinearBudget`.
+    """
+
+    alpha: Part = 0.998
+    least: Levels = 2
+    kind: ClassVar[str] = "decay"
+    gaps: ClassVar[bool] = True
+
+    def layers(self, place: int, total: int) -> int:
+        """Layers of the token at a place, of `total`."""
+        return max(int(total * self.alpha**place), self.least)
+
+
+@DEPTHS.register(LinearBudget)
+@DEPTHS.register(DecayBudget)
+class BudgetPolicy(DepthPolicy):
+    """The first segment, and as many of the last ones as the budget allows."""
+
+    record: LinearBudget | DecayBudget
+
+    def feed(self, step: StepFeed) -> Outputs:
+        """See `DepthPolicy.feed`."""
+        # The shallowest place of the batch: a deeper one would read rows that it has not.
+        place = max(text.generated - 1 for text in self.texts if not text.done)
+        chosen = self.chosen(self.record.layers(place, self.total))
+        self.ran = sum(self.sizes[index] for index in chosen)
+        parts = (*(self.parts[index] for index in chosen), self.head)
+        return self.feeder.run_parts(
+            parts, step.rows, step.past, step.starts, step.width, step.fetch, step.trees
+        )
+
+    def chosen(self, budget: int) -> list[int]:
+        """The segments that run, by their places."""
+        kept, left = [0], budget - self.sizes[0]
+        for index in range(len(self.parts) - 1, 0, -1):
+            if self.sizes[index] > left:
+                break
+            kept.append(index)
+            left -= self.sizes[index]
+        return sorted(kept)
