@@ -1,8 +1,15 @@
-"""Imports point one way: ir <- frontends; ir <- passes <- backends; ir <- runtime."""
+"""Imports point one way: ir <- frontends; ir <- passes <- backends; ir <- runtime.
+
+The folder of a method (passes/drafting/NAME, passes/depth/NAME) stands above those: what a plan and
+the runtime look for, its record and class, sees ir, runtime and other methods' records and classes;
+``graph.py``, its pass, sees what passes see; ``objective.py`` sees training, too. No other file of
+these rooms imports an objective.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +24,7 @@ ALLOWED = {
     "runtime": {"runtime", "ir"},
     "recipes": {"recipes"},
 }
+METHOD = re.compile(r"passes/(drafting|depth)/\w+/(\w+)\.py")
 FILES = [path for part in ALLOWED for path in sorted((ROOT / part).rglob("*.py"))]
 
 
@@ -38,20 +46,41 @@ def imported(source: str, module: list[str]) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{prefix}.{alias.name}") for alias in node.names)
 
 
-def violations(source: str, module: list[str], allowed: set[str]) -> list[str]:
+def allowed(path: Path) -> set[str]:
+    """Rooms that a file may import from."""
+    method = METHOD.fullmatch(path.relative_to(ROOT).as_posix())
+    kind = method[2] if method else ""
+    if kind == "objective":
+        return {"passes", "ir", "training"}
+    light = method and kind != "graph"
+    return {"runtime", "ir", "a method"} if light else ALLOWED[path.relative_to(ROOT).parts[0]]
+
+
+def room(name: str) -> str:
+    """The room of an imported name; "a method" for a method's record and class."""
+    _, room, *inner = [*name.split("."), ""]
+    if room != "passes":
+        return room
+    if "objective" in inner:
+        return "an objective"
+    folder = len(inner) > 2 and (ROOT / "passes" / inner[0] / inner[1]).is_dir()
+    return "a method" if folder and inner[2] != "graph" else "passes"
+
+
+def violations(source: str, module: list[str], rooms: set[str]) -> list[str]:
     """Imports of graftwork's parts that are not allowed."""
-    found = []
-    for line, name in imported(source, module):
-        parts = name.split(".")
-        if parts[0] == "graftwork" and (len(parts) < 2 or parts[1] not in allowed):
-            found.append(f"line {line}: {name}")
-    return found
+    more = {"a method"} if "passes" in rooms else set()
+    more |= {"an objective"} if "training" in rooms else set()
+    return [
+        f"line {line}: {name}"
+        for line, name in imported(source, module)
+        if name.split(".")[0] == "graftwork" and room(name) not in rooms | more
+    ]
 
 
 @pytest.mark.parametrize("path", FILES, ids=[str(p.relative_to(ROOT)) for p in FILES])
 def test_direction(path: Path) -> None:
-    part = path.relative_to(ROOT).parts[0]
-    assert violations(path.read_text(), module_of(path), ALLOWED[part]) == []
+    assert violations(path.read_text(), module_of(path), allowed(path)) == []
 
 
 def test_the_check_sees_violations() -> None:
@@ -62,6 +91,16 @@ def test_the_check_sees_violations() -> None:
         "graftwork.backends",
         "graftwork.runtime",
     ]
+
+
+def test_a_method_is_light_where_the_runtime_looks_for_it() -> None:
+    source = "from .graph import DraftPpd\nfrom ..grafts import Graft\nfrom ..s3d import M\n"
+    folder, package = ROOT / "passes" / "drafting" / "ppd", ["graftwork", "passes", "drafting"]
+    found = violations(source, [*package, "ppd", "__init__"], allowed(folder / "__init__.py"))
+    assert [f.split(": ")[1].split(".")[-1] for f in found] == ["DraftPpd", "Graft"]
+    assert violations(source, [*package, "ppd", "graph"], allowed(folder / "graph.py")) == []
+    other = violations("from .ppd.objective import a\n", [*package, "x"], ALLOWED["passes"])
+    assert len(other) == 1
 
 
 def test_private_torch_is_confined() -> None:

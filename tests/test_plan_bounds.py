@@ -42,6 +42,7 @@ from graftwork.ir.plan import (
     SuffixDraft,
     WidenedChain,
 )
+from graftwork.ir.support.discovery import import_methods
 from graftwork.ir.support.tokenizer import encode, read_tokenizer
 from graftwork.passes.drafting.corpus import CorpusDraft
 from graftwork.passes.drafting.draft_hydra import DraftHydra
@@ -51,6 +52,7 @@ from graftwork.passes.drafting.lookahead import LookaheadDraft
 from graftwork.runtime.generate import generate
 from graftwork.training.fit import FitOptions
 
+import_methods()
 KINDS = sorted(RECORDS)
 NUMBERS = [
     (slot, kind, field.name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -29,6 +28,7 @@ from graftwork.ir.plan import (
 )
 from graftwork.ir.plan.base import POLICIES, record
 from graftwork.ir.plan.length import LengthRecord
+from graftwork.ir.support.discovery import import_methods
 from graftwork.ir.text.printer import record_text
 from graftwork.ir.text.record_text import parse_record
 from graftwork.passes import all_passes
@@ -41,20 +41,7 @@ from graftwork.runtime.feeding.feed import Feeder
 from graftwork.training.net import _marked
 
 CASES = Path(__file__).parent / "cases"
-PLAN = Path(__file__).parents[1] / "ir" / "plan"
-
-
-def test_every_record_can_be_imported_from_the_package() -> None:
-    """For type checkers too, which see the lines of the package and not what is registered."""
-    lines = ast.parse((PLAN / "__init__.py").read_text()).body
-    listed = {n.module for n in lines if isinstance(n, ast.ImportFrom) and n.names[0].name == "*"}
-    own = [cls for cls in RECORDS.values() if cls.__module__.startswith(plan_package.__name__)]
-    assert len(own) > 30
-    assert {cls.__module__.rpartition(".")[2] for cls in own} <= listed, (
-        "add a line to ir/plan/__init__.py"
-    )
-    for cls in own:
-        assert getattr(plan_package, cls.__name__) is cls
+import_methods()
 
 
 def test_two_records_of_one_kind_are_refused_by_name() -> None:
