@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -15,14 +15,11 @@ from ..ir.plan.inputs import OPTIONAL
 from ..ir.rewrite.subgraph import tables_of
 from ..passes.stepping.accept_trees import branched
 
-TRAINED = ("draft", "length", "verify", "depth")
-"""Slots of a plan whose records may have weights of their own."""
-
 
 def trained_parts(plan: DecodePlan) -> list[Record]:
     """What of a plan has weights of its own: drafters, and policies that ask a head. A model that
     drafts is not trained beside a policy that judges it."""
-    parts = [record for slot in TRAINED for record in getattr(plan, slot).trains]
+    parts = [record for slot in fields(plan) for record in getattr(plan, slot.name).trains]
     return [part for part in parts if not (plan.length.judges and _another_model(part))]
 
 
@@ -30,14 +27,15 @@ def _another_model(record: Record) -> bool:
     return isinstance(record, CachedDraft) and record.output is None
 
 
-def functions_of(draft: Record) -> list[str]:
-    """The program's functions that a drafter or another policy runs."""
-    names = [getattr(draft, name, None) for name in ("entry", "function")]
-    for field in ("functions", "heads", "routers"):
-        names += getattr(draft, field, ())
-    for part in (getattr(draft, name, None) for name in ("first", "then")):
-        names += [] if part is None else functions_of(part)
-    return list(dict.fromkeys(name for name in names if name))
+def functions_of(program: Program, draft: Record) -> list[str]:
+    """The functions of a program that a drafter or another policy names, an entry first."""
+    values = [
+        getattr(draft, f.name) for f in sorted(fields(draft), key=lambda f: f.name != "entry")
+    ]
+    flat = [name for value in values for name in (value if isinstance(value, tuple) else (value,))]
+    names = [name for name in flat if isinstance(name, str) and name in program.functions]
+    names += [name for part in draft.inside for name in functions_of(program, part)]
+    return list(dict.fromkeys(names))
 
 
 def trainable(program: Program, draft: Record) -> list[str]:
@@ -45,7 +43,7 @@ def trainable(program: Program, draft: Record) -> list[str]:
     record names: they are its own even if the step reads them."""
     frozen = program.step.weights - draft.weights
     used = sorted(draft.weights)
-    functions = [program.function(name) for name in functions_of(draft)]
+    functions = [program.function(name) for name in functions_of(program, draft)]
     used += [w for fn in functions for w in sorted(fn.weights)]
     floating = [w for w in used if program.weights[w].type.dtype.is_floating_point]
     tables = {w for fn in functions for w in tables_of(fn)}
@@ -55,7 +53,7 @@ def trainable(program: Program, draft: Record) -> list[str]:
 def chosen(program: Program, draft: Record) -> list[str]:
     """Weights that a drafter's functions look up and nobody trains, but that trained ones need:
     which tokens a draft vocabulary has."""
-    used = {w for name in functions_of(draft) for w in program.function(name).weights}
+    used = {w for name in functions_of(program, draft) for w in program.function(name).weights}
     return sorted(name for name in used if name.endswith(".d2t"))
 
 
@@ -172,7 +170,9 @@ class Net:
             tensor = self.tensors[name].detach().to("cpu", dtype, copy=True)
             weights = weights.replacing(Weight.of(name, tensor))
         plan = self.program.plan
-        marked: dict[str, Any] = {slot: _marked(getattr(plan, slot), drafts) for slot in TRAINED}
+        marked: dict[str, Any] = {
+            slot.name: _marked(getattr(plan, slot.name), drafts) for slot in fields(plan)
+        }
         plan = replace(plan, **marked)
         return self.program.replace(weights=weights, plan=plan)
 
