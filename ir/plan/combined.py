@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..support.errors import InputError
 from .base import Record, Returned, record
-from .bounds import Nodes
+from .bounds import Filled, Nodes
 from .draft import CachedDraft, DraftRecord, NoDraft
 
 if TYPE_CHECKING:
@@ -25,9 +25,11 @@ class MergedDraft(DraftRecord):
     nodes: of the merged tree at most; None: all.
     """
 
-    of: tuple[DraftRecord, ...] = ()
+    of: Filled[tuple[DraftRecord, ...]] = ()
     nodes: Nodes | None = None
     kind: ClassVar[str] = "merged"
+    requires: ClassVar[frozenset[str]] = frozenset({"drafts", "trees"})
+    provides: ClassVar[frozenset[str]] = frozenset()
     branches: ClassVar[bool] = True
     tells: ClassVar[bool] = False
 

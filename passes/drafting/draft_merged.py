@@ -17,29 +17,20 @@ that takes trees (pass accept_trees). Matches nothing in a plan with fewer than 
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from ...ir import Program
 from ...ir.plan import MergedDraft
-from ...ir.plan.bounds import Nodes
-from ..engine.base import Contract, Effect, Outcome, Pass, register
+from ..engine.base import Outcome
+from ..policies import RecordPass, builds
 from .plan_edits import with_plan
 
 
-@register
-class DraftMerged(Pass):
-    """nodes: of the merged tree at most; None: all."""
-
-    nodes: Nodes | None = None
-
-    name: ClassVar[str] = "draft_merged"
-    contract: ClassVar[Contract] = Contract.LOSSLESS
-    requires: ClassVar[frozenset[str]] = frozenset({"drafts", "trees"})
-    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN})
+@builds(MergedDraft)
+class DraftMerged(RecordPass):
+    """See the record."""
 
     def run(self, program: Program) -> Outcome:
         """Merge the plan's drafters. See the module docstring."""
         draft = program.plan.draft
         if not draft.in_turn:
             return Outcome(program, 0, f"no drafters one after the other: draft={draft.kind}")
-        return Outcome(with_plan(program, draft=MergedDraft(draft.parts, self.nodes)), 1)
+        return Outcome(with_plan(program, draft=self.made(of=draft.parts)), 1)

@@ -41,7 +41,7 @@ class AheadDraft(TwofoldDraft):
     def check(self) -> None:
         """See `Record.check`."""
         super().check()
-        if self.then.levels != 1 or self.then.kind != "heads":
+        if self.then.levels != 1 or type(self.then) is not HeadsDraft:
             raise InputError(
                 f"draft=ahead: expected heads of one level then, got {self.then.kind} of "
                 f"{self.then.levels}"
