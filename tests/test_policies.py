@@ -32,8 +32,9 @@ from graftwork.ir.support.discovery import import_methods
 from graftwork.ir.text.printer import record_text
 from graftwork.ir.text.record_text import parse_record
 from graftwork.passes import all_passes
+from graftwork.passes.drafting.ppd import PromptDraft
 from graftwork.passes.engine.base import PassDefinitionError
-from graftwork.passes.policies import derived
+from graftwork.passes.policies import RecordPass, builds, derived
 from graftwork.recipe import Recipe
 from graftwork.runtime.cache import CACHES
 from graftwork.runtime.depth import DEPTHS
@@ -132,3 +133,14 @@ def test_every_trained_record_is_found_and_marked_in_its_place() -> None:
     assert draft.trains == (heads, eagle)
     marked = _marked(draft, [eagle])
     assert marked == FirstDraft((heads, FusedDraft(UnrolledDraft(replace(eagle, trained=True)))))
+
+
+def test_options_of_a_pass_that_builds_are_the_records_fields() -> None:
+    """But those that it fills, with its own defaults; a field that is none is refused."""
+    options = all_passes()["draft_ppd"].model_fields
+    assert set(options) == {"weights", "candidates", "prompts", "after", "decay", "aim"}
+    assert options["aim"].default == "distribution" != PromptDraft().aim
+    with pytest.raises(InputError, match="less than or equal to 256"):
+        Recipe.load({"passes": [{"draft_ppd": {"prompts": 300}}]})
+    with pytest.raises(PassDefinitionError, match="'weight' is no option that PromptDraft gives it; those are"):
+        builds(PromptDraft, weight="x")(RecordPass)
