@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..support.errors import InputError
 from .base import Record, Returned, record
-from .bounds import Budgets, Context, Nodes
+from .bounds import Budgets, Context, Filled, Nodes
 from .contract import Contract
 from .held import First, Groups, Held, Latest, Together
 
@@ -112,7 +112,7 @@ class KeepEdited(CacheRecord):
     they come to stand. least: tokens of a run that is found again.
     """
 
-    function: str = "shift"
+    function: Filled[str] = "shift"
     least: Nodes = 32
     kind: ClassVar[str] = "edited"
 

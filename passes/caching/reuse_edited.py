@@ -31,15 +31,15 @@ that weighs rows by their distance; drafts with a cache of their own; recurrence
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from pydantic import Field
 
 from ...ir import Function, Program, Role
 from ...ir.plan import KeepEdited
 from ...ir.plan.inputs import INPUTS
-from ..engine.base import Effect, Outcome, register
+from ..engine.base import Effect, Outcome
+from ..policies import RecordPass, builds
 from .cached_rows import Written, reach_of, written
 from .contents import CacheContents
 from .rotation import Rotation
@@ -47,11 +47,9 @@ from .rotation import Rotation
 G = torch.ops.graftwork
 
 
-@register
-class ReuseEdited(CacheContents):
-    """least: tokens that a run behind an edit must have to be found again; fewer are fed."""
-
-    least: Annotated[int, Field(ge=1, le=4096)] = 32
+@builds(KeepEdited)
+class ReuseEdited(CacheContents, RecordPass):
+    """See the record."""
 
     name: ClassVar[str] = "reuse_edited"
     reads: ClassVar[frozenset[Effect]] = CacheContents.reads | {Effect.DECODE_PLAN}
@@ -78,7 +76,7 @@ class ReuseEdited(CacheContents):
             inner = rotation.interleaved
             moved[state] = fn.call(G.shift_rows.default, *given, interleaved=inner)
         fn.set_outputs(moved)
-        plan = replace(program.plan, cache=KeepEdited(name, self.least))
+        plan = replace(program.plan, cache=self.made(function=name))
         made = program.replace(functions={**program.functions, name: fn}, plan=plan)
         return Outcome(made, len(writes))
 
