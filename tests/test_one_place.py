@@ -199,6 +199,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a package declares is gone after a test."""
     all_passes()
     import_methods(OBJECTIVE)
+    import_all("graftwork.training.objectives")
     tables: list[dict[Any, Any]] = [RECORDS, pass_base._PASSES, OBJECTIVES]
     for registry in (PROPOSERS, DEPTHS):
         import_all(registry.package)
