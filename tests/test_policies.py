@@ -142,5 +142,7 @@ def test_options_of_a_pass_that_builds_are_the_records_fields() -> None:
     assert options["aim"].default == "distribution" != PromptDraft().aim
     with pytest.raises(InputError, match="less than or equal to 256"):
         Recipe.load({"passes": [{"draft_ppd": {"prompts": 300}}]})
-    with pytest.raises(PassDefinitionError, match="'weight' is no option that PromptDraft gives it; those are"):
+    with pytest.raises(
+        PassDefinitionError, match="'weight' is no option that PromptDraft gives it; those are"
+    ):
         builds(PromptDraft, weight="x")(RecordPass)

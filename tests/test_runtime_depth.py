@@ -20,8 +20,8 @@ from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.depth.budget import DecayBudget, LinearBudget
 from graftwork.passes.depth.cut_depth import CutDepth
-from graftwork.passes.drafting.draft_exit import DraftExit
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
+from graftwork.passes.drafting.exit.graph import DraftExit
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits

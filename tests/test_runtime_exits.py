@@ -21,7 +21,7 @@ from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.depth.cut_depth import CutDepth
 from graftwork.passes.drafting.adapter.graph import DraftAdapter
-from graftwork.passes.drafting.draft_exit import DraftExit
+from graftwork.passes.drafting.exit.graph import DraftExit
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights
 from graftwork.passes.stepping.accept_trees import AcceptTrees

@@ -13,7 +13,8 @@ from typing import Any
 import onnx_ir as oir
 
 from ...ir import Program
-from ...ir.plan import DraftRecord, ExitDraft, FusedDraft, HeadsDraft, NoDraft, SuffixDraft
+from ...ir.plan import DraftRecord, FusedDraft, HeadsDraft, NoDraft, SuffixDraft
+from ...passes.drafting.exit import ExitDraft
 from .depths_in_graph import led
 from .emit import DTYPES
 from .graph_builder import BOOL, I64, GraphBuilder

@@ -14,12 +14,13 @@ import onnx_ir as oir
 import torch
 
 from ...ir import Program, UnsupportedError, type_of
-from ...ir.plan import DepthRecord, ExitDraft, FullDepth, Prefilled, Segments
+from ...ir.plan import DepthRecord, FullDepth, Prefilled, Segments
 from ...ir.plan.depth import ThresholdDepth
 from ...passes.depth.budget import DecayBudget, LinearBudget
 from ...passes.depth.confident import ConfidentDepth
 from ...passes.depth.deferred import DeferredDepth
 from ...passes.depth.mlp import MlpDepth
+from ...passes.drafting.exit import ExitDraft
 from .attention import SEQLENS, TOTAL
 from .emit import DTYPES
 from .graph_builder import BOOL, F32, F64, I64, GraphBuilder

@@ -23,7 +23,6 @@ from .draft import *
 from .iterated import *
 from .joined import *
 from .length import *
-from .shallow import *
 from .skipping import *
 from .source import *
 from .step import *

@@ -15,7 +15,7 @@ from ..speculate.draft import NO_DRAFT, Draft
 from ..speculate.drafters.base import VerifiedStep
 from ..speculate.drafters.grown import GrownDrafter
 from ..speculate.proposers.hidden import level_of
-from ..speculate.proposers.shallow import ExitProposer
+from ..speculate.proposers.shallow import LeadingProposer
 from ..speculate.sampling import bad_logits
 from .base import Decoding, Round
 from .plain import FETCH, REST
@@ -28,7 +28,7 @@ class LedRound(Round):
         super().__init__(decoding)
         drafter, plan = decoding.drafter, decoding.program.plan
         assert isinstance(drafter, GrownDrafter)
-        assert isinstance(drafter.proposer, ExitProposer)
+        assert isinstance(drafter.proposer, LeadingProposer)
         self.proposer, self.length = drafter.proposer, decoding.length
         self.deep = decoding.feeder.parts[self.proposer.parts :]
         self.levels = plan.most
@@ -39,7 +39,7 @@ class LedRound(Round):
     def fits(cls, decoding: Decoding) -> bool:
         """Where first layers draft a chain and nobody but the argmax has a say in it."""
         drafter, plan = decoding.drafter, decoding.program.plan
-        led = isinstance(drafter, GrownDrafter) and isinstance(drafter.proposer, ExitProposer)
+        led = isinstance(drafter, GrownDrafter) and isinstance(drafter.proposer, LeadingProposer)
         decided = decoding.argmax_decides and decoding.verifier.fetch == FETCH
         # Whose rows are dropped, or whose outputs somebody else reads, takes general steps.
         alone = plan.cache.most is None and not decoding.length.wants

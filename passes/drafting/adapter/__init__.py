@@ -13,15 +13,16 @@ from typing import ClassVar
 
 import numpy as np
 
-from ....ir.plan import ExitDraft, record
+from ....ir.plan import record
 from ....ir.plan.bounds import Filled
 from ....runtime.speculate.committed import CommittedRows
 from ....runtime.speculate.leading import CachedLeader
 from ....runtime.speculate.proposers.base import PROPOSERS, Ids, Level
 from ....runtime.speculate.proposers.committing import CommittingProposer
 from ....runtime.speculate.proposers.hidden import level_of
-from ....runtime.speculate.proposers.shallow import ExitProposer
+from ....runtime.speculate.proposers.shallow import LeadingProposer
 from ....runtime.speculate.setting import Setting
+from ..exit import ExitDraft
 
 
 @record
@@ -43,7 +44,7 @@ class AdaptedExitDraft(ExitDraft):
 
 
 @PROPOSERS.register(AdaptedExitDraft)
-class AdaptedExitProposer(CommittingProposer, ExitProposer):
+class AdaptedExitProposer(CommittingProposer, LeadingProposer):
     """Puts the layer's rows behind those of the text."""
 
     record: AdaptedExitDraft
@@ -56,19 +57,19 @@ class AdaptedExitProposer(CommittingProposer, ExitProposer):
         self.committed = CommittedRows(self.executable, record.function, record.output, limit=limit)
 
     def settle(self) -> None:
-        """See `ExitProposer.settle`."""
+        """See `LeadingProposer.settle`."""
         self.committed.settle()
 
     def places(self, level: int) -> list[int]:
-        """See `ExitProposer.places`."""
+        """See `LeadingProposer.places`."""
         return [rows + level for rows in self.committed.rows]
 
     def advance(self, counts: Sequence[int]) -> None:
-        """See `ExitProposer.advance`. A drafted token's state is the text's, and so is its row."""
+        """See `LeadingProposer.advance`. A drafted token's row is the text's."""
         self.committed.advance(counts)
 
     def settled(self, tokens: Sequence[Sequence[int]]) -> None:
-        """See `ExitProposer.settled`."""
+        """See `LeadingProposer.settled`."""
         self.committed.settled(tokens)
 
     def root(self, count: int) -> Level:
@@ -82,7 +83,7 @@ class AdaptedExitProposer(CommittingProposer, ExitProposer):
         return super().grow(tokens, parents, count)
 
     def level(self, count: int) -> Level:
-        """See `ExitProposer.level`."""
+        """See `LeadingProposer.level`."""
         committed = self.committed
         if not self.below:
             level = level_of(committed.look_ahead(self.state), count)

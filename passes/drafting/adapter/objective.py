@@ -7,7 +7,7 @@ Sources: Liu et al., "EESD" (2024), cross entropy on text that the target wrote;
 from __future__ import annotations
 
 from ....training.objectives.base import Batch, Loss, Run, objective
-from ....training.objectives.shallow import window_loss
+from ..exit.objective import window_loss
 from . import AdaptedExitDraft
 
 

@@ -8,27 +8,26 @@ that verification needs; `Feeder.lead` makes them and `Feeder.run` goes on from 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ....ir.execution.executable import HeldCall
-from ....ir.plan import ExitDraft
 from ..draft_cache import CHOSEN
 from ..drafters.base import VerifiedStep
 from ..leading import Leader
 from ..setting import Setting
-from .base import PROPOSERS, Ids, Level, Proposer
+from .base import Ids, Level, Proposer
 from .hidden import level_of
 
 
-@PROPOSERS.register(ExitDraft)
-class ExitProposer(Proposer):
+class LeadingProposer(Proposer):
     """Feeds a chain token by token through the first segments of the step."""
 
-    record: ExitDraft
+    record: Any
     leads: type[Leader] = Leader
 
-    def __init__(self, record: ExitDraft, setting: Setting) -> None:
+    def __init__(self, record: Any, setting: Setting) -> None:
         super().__init__(record, setting)
         assert setting.feeder is not None, "whoever drafts with the target's layers is told of them"
         program = self.executable.program

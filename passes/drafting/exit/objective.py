@@ -7,8 +7,8 @@ text before a token; Liu et al., "Kangaroo" (2024), whose adapter learns the tar
 
 from __future__ import annotations
 
-from ...ir.plan import ExitDraft
-from .base import Batch, Loss, Run, distilled, hit_rate, mean_loss, objective
+from ....training.objectives.base import Batch, Loss, Run, distilled, hit_rate, mean_loss, objective
+from . import ExitDraft
 
 
 @objective(ExitDraft)

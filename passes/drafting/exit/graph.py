@@ -29,12 +29,12 @@ from dataclasses import replace
 
 from pydantic import Field
 
-from ...ir import Program
-from ...ir.plan import ExitDraft
-from ..engine.base import Outcome
-from ..policies import builds
-from .draft_pass import DraftPass
-from .grafts import Graft
+from ....ir import Program
+from ...engine.base import Outcome
+from ...policies import builds
+from ..draft_pass import DraftPass
+from ..grafts import Graft
+from . import ExitDraft
 
 NAME = "exit_head"
 

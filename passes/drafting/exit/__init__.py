@@ -1,17 +1,19 @@
-"""Draft records of the target's own first layers."""
+"""The target's first layers and a head on their state draft; verification goes on from there.
+
+Source: Elhoushi et al., "LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding"
+(2024).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from .base import Returned, record
-from .bounds import Filled, Levels
-from .draft import LearningDraft, candidates
-
-if TYPE_CHECKING:
-    from .decode import DecodePlan
+from ....ir.plan import DecodePlan, LearningDraft, Returned, candidates, record
+from ....ir.plan.bounds import Filled, Levels
+from ....runtime.speculate.proposers.base import PROPOSERS
+from ....runtime.speculate.proposers.shallow import LeadingProposer
 
 
 @record
@@ -45,3 +47,8 @@ class ExitDraft(LearningDraft):
     def reads(self) -> tuple[str, ...]:
         """`output`."""
         return (self.output,)
+
+
+@PROPOSERS.register(ExitDraft)
+class ExitProposer(LeadingProposer):
+    """Feeds a chain token by token through the first segments of the step."""
