@@ -35,7 +35,8 @@ from .export_folder import (
     write_json,
 )
 from .ir import InputError, ModelInfo, Program, UnsupportedError
-from .ir.plan import NoDraft, SuffixDraft
+from .ir.plan import NoDraft
+from .passes.drafting.suffix import SuffixDraft
 from .runtime.asking.options import SAMPLING
 
 MODEL, DATA, CONFIG = MARKS["onnx"], "model.onnx.data", "genai_config.json"

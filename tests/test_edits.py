@@ -19,12 +19,12 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import PassError, Program
 from graftwork.ir.ops.rotary import rotary, shift_rows
-from graftwork.ir.plan import SuffixDraft
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.quantize_cache import QuantizeCache
 from graftwork.passes.caching.read_sparse import ReadSparse
 from graftwork.passes.caching.reuse_edited import ReuseEdited
 from graftwork.passes.drafting.plan_edits import with_plan
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.runtime import generate
 from graftwork.runtime.cache.conversations import Conversations, read_text
 from graftwork.runtime.edits import Run, runs

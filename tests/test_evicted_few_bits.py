@@ -9,7 +9,9 @@ from test_eviction import LAYERS, TEXT, Reference, asked, evicting, executable_o
 import graftwork as gw
 from graftwork.demo import demo_folder
 from graftwork.ir import PassError
-from graftwork.ir.plan import DraftRecord, RecyclingDraft, SuffixDraft
+from graftwork.ir.plan import DraftRecord
+from graftwork.passes.drafting.recycling import RecyclingDraft
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.runtime import generate
 
 CASES = [("keydiff", 8), ("h2o", 8), ("expected", 4), ("pyramid", 8)]

@@ -33,7 +33,7 @@ from graftwork.ir import (
     verify,
 )
 from graftwork.ir.ops.quantized_cache import hadamard, stored_values
-from graftwork.ir.plan import DraftRecord, GoodputLength, NoDraft, RecyclingDraft, SuffixDraft
+from graftwork.ir.plan import DraftRecord, GoodputLength, NoDraft
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.caching.layer_budgets import pyramid
@@ -42,6 +42,8 @@ from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_model import DraftModel
 from graftwork.passes.drafting.fuse_draft import FuseDraft
 from graftwork.passes.drafting.plan_edits import with_plan
+from graftwork.passes.drafting.recycling import RecyclingDraft
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.drafting.unroll_draft import UnrollDraft
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.add_argmax import AddArgmax

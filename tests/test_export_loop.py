@@ -31,11 +31,10 @@ from graftwork.backends.onnxruntime.store import WeightFile, store
 from graftwork.export_folder import Ops
 from graftwork.export_loop import export_onnx_loop
 from graftwork.ir import InputError, Program, UnsupportedError
-from graftwork.ir.plan import SuffixDraft
 from graftwork.model import Model
+from graftwork.passes.drafting.suffix import SuffixDraft, SuffixIndex
 from graftwork.passes.engine.manager import run_passes
 from graftwork.recipe import Recipe
-from graftwork.runtime.speculate.drafters.suffix import SuffixIndex
 
 PROMPTS = ([1, 2, 3, 4], [5, 6, 7, 5, 6, 7, 5, 6], [9])
 IN_INT8 = {"quantize_weights": {"bits": 8, "group": 0, "symmetric": True, "scales": "f32"}}

@@ -36,7 +36,8 @@ from graftwork.ir import (
     run,
     verify,
 )
-from graftwork.ir.plan import Chain, DecodePlan, SuffixDraft
+from graftwork.ir.plan import Chain, DecodePlan
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.engine.manager import run_passes
 
 A, G = torch.ops.aten, torch.ops.graftwork

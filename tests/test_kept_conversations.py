@@ -22,7 +22,7 @@ from tiny import named, tiny_llama
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import Program
-from graftwork.ir.plan import FixedLength, RecyclingDraft, SuffixDraft
+from graftwork.ir.plan import FixedLength
 from graftwork.model import Model
 from graftwork.passes import Pass
 from graftwork.passes.caching.evict_cache import EvictCache
@@ -33,6 +33,8 @@ from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_model import DraftModel
 from graftwork.passes.drafting.fuse_draft import FuseDraft
 from graftwork.passes.drafting.plan_edits import with_plan
+from graftwork.passes.drafting.recycling import RecyclingDraft
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.drafting.unroll_draft import UnrollDraft
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.accept_trees import AcceptTrees

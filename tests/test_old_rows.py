@@ -30,7 +30,7 @@ from graftwork.ir import (
     verify,
 )
 from graftwork.ir.ops.grouped_cache import group_values, join_rows, quantize_groups, store_rows
-from graftwork.ir.plan import DraftRecord, NoDraft, RecyclingDraft, SuffixDraft
+from graftwork.ir.plan import DraftRecord, NoDraft
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.caching.quantize_cache import QuantizeCache
@@ -38,6 +38,8 @@ from graftwork.passes.caching.quantize_old_rows import QuantizeOldRows
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.fuse_draft import FuseDraft
 from graftwork.passes.drafting.plan_edits import with_plan
+from graftwork.passes.drafting.recycling import RecyclingDraft
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.drafting.unroll_draft import UnrollDraft
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.add_argmax import AddArgmax

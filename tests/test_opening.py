@@ -21,9 +21,11 @@ from test_eviction import (
 from test_runtime_cached import padded
 
 from graftwork.ir import PassError, Program, verify
-from graftwork.ir.plan import DraftRecord, NoDraft, RecyclingDraft, SuffixDraft
+from graftwork.ir.plan import DraftRecord, NoDraft
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.drafting.plan_edits import with_plan
+from graftwork.passes.drafting.recycling import RecyclingDraft
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.stepping.add_top_tokens import AddTopTokens
 from graftwork.runtime import forget, generate
 

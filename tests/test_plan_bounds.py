@@ -36,10 +36,8 @@ from graftwork.ir.plan import (
     MergedDraft,
     Record,
     RecurrentDraft,
-    RecyclingDraft,
     SampledTree,
     StaticTree,
-    SuffixDraft,
     WidenedChain,
 )
 from graftwork.ir.support.discovery import import_methods
@@ -49,6 +47,8 @@ from graftwork.passes.drafting.draft_hydra import DraftHydra
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.drafting.jacobi import JacobiDraft
 from graftwork.passes.drafting.lookahead import LookaheadDraft
+from graftwork.passes.drafting.recycling import RecyclingDraft
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.runtime.generate import generate
 from graftwork.training.fit import FitOptions
 

@@ -21,18 +21,12 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import GraftworkError, InputError, PassError, Program
 from graftwork.ir.check.legality import idle, misfit, unmet
-from graftwork.ir.plan import (
-    DecodePlan,
-    FirstDraft,
-    GoodputLength,
-    MergedDraft,
-    RecyclingDraft,
-    StaticTree,
-    SuffixDraft,
-)
+from graftwork.ir.plan import DecodePlan, FirstDraft, GoodputLength, MergedDraft, StaticTree
 from graftwork.ir.plan.sizes import sizes_up_to
 from graftwork.passes import Contract, Pass, all_passes
 from graftwork.passes.depth.deferred import DeferredDepth
+from graftwork.passes.drafting.recycling import RecyclingDraft
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.recipe import Recipe
 from graftwork.runtime import generate

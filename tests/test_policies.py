@@ -22,7 +22,6 @@ from graftwork.ir.plan import (
     FusedDraft,
     HeadsDraft,
     KeepAll,
-    SuffixDraft,
     UnrolledDraft,
     untrained,
 )
@@ -33,6 +32,7 @@ from graftwork.ir.text.printer import record_text
 from graftwork.ir.text.record_text import parse_record
 from graftwork.passes import all_passes
 from graftwork.passes.drafting.ppd import PromptDraft
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.engine.base import PassDefinitionError
 from graftwork.passes.policies import RecordPass, builds, derived
 from graftwork.recipe import Recipe

@@ -17,13 +17,15 @@ from graftwork.backends.onnxruntime.portable import refuse_ahead
 from graftwork.ir import PassError, Program, UnsupportedError, Weight, run
 from graftwork.ir.check.legality import misfit
 from graftwork.ir.ops.quantized_cache import stored_rows
-from graftwork.ir.plan import Evict, RecyclingDraft, SuffixDraft
+from graftwork.ir.plan import Evict
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.caching.least_squares import solved
 from graftwork.passes.caching.predict_cache import PredictCache
 from graftwork.passes.caching.quantize_cache import QuantizeCache
 from graftwork.passes.drafting.plan_edits import with_plan
+from graftwork.passes.drafting.recycling import RecyclingDraft
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.engine.feed import empty_inputs
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.accept_trees import AcceptTrees

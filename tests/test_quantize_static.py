@@ -16,12 +16,14 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError, PassError, Program, run, verify
 from graftwork.ir.ops.quantized_cache import hadamard, static_codes
-from graftwork.ir.plan import DraftRecord, NoDraft, RecyclingDraft, SuffixDraft
+from graftwork.ir.plan import DraftRecord, NoDraft
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.quantize_cache import QuantizeCache
 from graftwork.passes.caching.quantize_static import QuantizeStatic
 from graftwork.passes.caching.read_sparse import ReadSparse
 from graftwork.passes.drafting.plan_edits import with_plan
+from graftwork.passes.drafting.recycling import RecyclingDraft
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.engine.base import Outcome
 from graftwork.passes.engine.feed import empty_inputs
 from graftwork.passes.stepping.add_top_tokens import AddTopTokens

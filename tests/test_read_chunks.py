@@ -18,11 +18,13 @@ from graftwork.backends.onnxruntime.portable import portable
 from graftwork.backends.target import Target
 from graftwork.ir import PassError, Program, UnsupportedError, verify
 from graftwork.ir.ops.sparse import chunk_means, chunk_rows
-from graftwork.ir.plan import DraftRecord, NoDraft, RecyclingDraft, SuffixDraft
+from graftwork.ir.plan import DraftRecord, NoDraft
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.quantize_cache import QuantizeCache
 from graftwork.passes.caching.read_chunks import ReadChunks
 from graftwork.passes.drafting.plan_edits import with_plan
+from graftwork.passes.drafting.recycling import RecyclingDraft
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.stepping.add_top_tokens import AddTopTokens
 from graftwork.runtime.cache.conversations import read_text
 

@@ -22,12 +22,13 @@ from graftwork.backends.torch import cpu
 from graftwork.ir import InputError, PassError, Program, arguments, run, verify
 from graftwork.ir.ops.quantized_cache import quantize_rows, stored_values
 from graftwork.ir.ops.sparse import attend_rows, take_channels, top_rows
-from graftwork.ir.plan import RecyclingDraft, SuffixDraft
 from graftwork.passes.caching.cached_rows import written
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.quantize_cache import QuantizeCache
 from graftwork.passes.caching.read_sparse import ReadSparse, label_weights
 from graftwork.passes.drafting.plan_edits import with_plan
+from graftwork.passes.drafting.recycling import RecyclingDraft
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.engine.feed import empty_inputs
 from graftwork.passes.engine.validate import reference_logits
 from graftwork.passes.stepping.add_top_tokens import AddTopTokens

@@ -17,17 +17,10 @@ from handmade import Shape, cached_llama
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError, Program, Sym, TensorType, parse_program, program_text, verify
-from graftwork.ir.plan import (
-    CacheRecord,
-    DecodePlan,
-    DraftRecord,
-    GoodputLength,
-    NoDraft,
-    RecyclingDraft,
-    SuffixDraft,
-    record,
-)
+from graftwork.ir.plan import CacheRecord, DecodePlan, DraftRecord, GoodputLength, NoDraft, record
 from graftwork.ir.program import State
+from graftwork.passes.drafting.recycling import RecyclingDraft
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.stepping.add_top_tokens import AddTopTokens
 from graftwork.runtime import generate
 from graftwork.runtime.asking.text import Text

@@ -15,11 +15,12 @@ from tiny import named, tiny_llama
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError, Program
-from graftwork.ir.plan import DraftRecord, FirstDraft, GoodputLength, NoDraft, SuffixDraft, Typical
+from graftwork.ir.plan import DraftRecord, FirstDraft, GoodputLength, NoDraft, Typical
 from graftwork.ir.weights import Weight, WeightStore
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.corpus import CorpusDraft
 from graftwork.passes.drafting.input import InputDraft
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.drafting.verify_judge import VerifyJudge
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.accept_trees import AcceptTrees

@@ -19,7 +19,7 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError, Program, parse_program, program_text, run
 from graftwork.ir.execution.executable import Executable
-from graftwork.ir.plan import HeadsDraft, SuffixDraft
+from graftwork.ir.plan import HeadsDraft
 from graftwork.ir.plan.continued import TwofoldDraft
 from graftwork.model import Model
 from graftwork.passes.drafting.copied_layer import copied_layer
@@ -29,6 +29,7 @@ from graftwork.passes.drafting.draft_gumiho import DraftGumiho
 from graftwork.passes.drafting.grafts import Graft
 from graftwork.passes.drafting.jakiro import AheadProposer
 from graftwork.passes.drafting.jakiro.graph import DraftJakiro
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.engine.base import Pass
 from graftwork.runtime.generate import generate
 from graftwork.runtime.speculate.drafters import grown

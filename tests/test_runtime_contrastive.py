@@ -12,7 +12,8 @@ from runtime_models import TableExecutable, markov, plain, program
 from test_runtime_sampling import assert_distributed
 
 from graftwork.ir import InputError, UnsupportedError
-from graftwork.ir.plan import Contrastive, SampledTree, SuffixDraft
+from graftwork.ir.plan import Contrastive, SampledTree
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.runtime import generate
 from graftwork.runtime.speculate.verifiers.contrastive import contrasted
 

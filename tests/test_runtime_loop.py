@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from runtime_models import TableExecutable, markov, plain, program, whole
 
 from graftwork.ir import UnsupportedError
-from graftwork.ir.plan import SuffixDraft
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.runtime import generate
 
 VOCAB = 11

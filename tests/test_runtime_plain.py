@@ -15,7 +15,7 @@ from runtime_models import Recorder, TableExecutable, plain, program, whole
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError
-from graftwork.ir.plan import SuffixDraft
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.planned import Planned
 from graftwork.runtime import generate
 from graftwork.runtime.rounds.chained import ChainedRound

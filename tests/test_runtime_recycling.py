@@ -6,11 +6,12 @@ import pytest
 import torch
 from runtime_models import TableExecutable, markov, plain, program, setting, whole
 
-from graftwork.ir.plan import FirstDraft, MergedDraft, RecyclingDraft, StaticTree, SuffixDraft
+from graftwork.ir.plan import FirstDraft, MergedDraft, StaticTree
+from graftwork.passes.drafting.recycling import RecyclingDraft, RecyclingDrafter
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.runtime import generate
 from graftwork.runtime.speculate.draft import Draft
 from graftwork.runtime.speculate.drafters.merged import merged
-from graftwork.runtime.speculate.drafters.recycling import RecyclingDrafter
 
 VOCAB = 12
 TREES = StaticTree()

@@ -18,7 +18,6 @@ from tiny import named, tiny_llama
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir.execution.executable import Executable
-from graftwork.ir.plan import SuffixDraft
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.draft_eagle import DraftEagle
@@ -26,6 +25,7 @@ from graftwork.passes.drafting.draft_hydra import DraftHydra
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.drafting.draft_merged import DraftMerged
 from graftwork.passes.drafting.ppd.graph import DraftPpd
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.drafting.unroll_draft import UnrollDraft
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.accept_trees import AcceptTrees

@@ -15,7 +15,8 @@ from runtime_models import TableExecutable, markov, program
 from transformers.generation import logits_process as theirs
 
 from graftwork.ir import InputError
-from graftwork.ir.plan import DraftRecord, Lossless, SuffixDraft
+from graftwork.ir.plan import DraftRecord, Lossless
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.runtime import generate
 from graftwork.runtime.asking.options import read_options
 from graftwork.runtime.asking.text import Text

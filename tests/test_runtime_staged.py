@@ -13,17 +13,17 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.guests import with_guests
 from graftwork.ir import PassError, Program, parse_program, program_text
-from graftwork.ir.plan import StagedDraft, SuffixDraft
+from graftwork.ir.plan import StagedDraft
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.draft_model import DraftModel
+from graftwork.passes.drafting.suffix import SuffixDraft, SuffixIndex
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.add_top_tokens import AddTopTokens
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.recipe import Recipe
-from graftwork.runtime.speculate.drafters.suffix import SuffixIndex
 from graftwork.runtime.speculate.lengths.base import LengthPolicy
 
 COPYING = "suffix(tokens=4, longest=16, shortest=1)"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from runtime_models import Recorder, TableExecutable, program, whole
 
-from graftwork.ir.plan import SuffixDraft
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.runtime import generate
 
 DRAFTS = [None, SuffixDraft(tokens=4, shortest=1)]

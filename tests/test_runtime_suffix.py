@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_models import setting
 
-from graftwork.ir.plan import SuffixDraft
+from graftwork.passes.drafting.suffix import SuffixDraft, SuffixDrafter, SuffixIndex
 from graftwork.runtime.speculate.drafters import NO_DRAFT
 from graftwork.runtime.speculate.drafters.base import VerifiedStep
-from graftwork.runtime.speculate.drafters.suffix import SuffixDrafter, SuffixIndex
 
 
 def brute(tokens: list[int], longest: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from runtime_models import TableExecutable, program
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation import StoppingCriteria
 
-from graftwork.ir.plan import SuffixDraft
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.runtime import generate
 from graftwork.runtime.speculate.sampling import Chances
 

@@ -15,15 +15,8 @@ from tiny import cached_llama
 
 from graftwork.backends import Target, compile
 from graftwork.ir import UnsupportedError
-from graftwork.ir.plan import (
-    Chain,
-    DraftRecord,
-    FirstDraft,
-    SampledTree,
-    StaticTree,
-    SuffixDraft,
-    TreeRecord,
-)
+from graftwork.ir.plan import Chain, DraftRecord, FirstDraft, SampledTree, StaticTree, TreeRecord
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.runtime import generate
 from graftwork.runtime.speculate.draft import Draft
 

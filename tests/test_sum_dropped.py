@@ -17,13 +17,14 @@ from tiny import tiny_llama
 from graftwork.backends import Target, compile
 from graftwork.ir import Program, run
 from graftwork.ir.ops.dropped import add_dropped, positive_features, read_dropped
-from graftwork.ir.plan import NoDraft, SuffixDraft
+from graftwork.ir.plan import NoDraft
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.caching.sum_dropped import SumDropped
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.fuse_draft import FuseDraft
 from graftwork.passes.drafting.plan_edits import with_plan
+from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.drafting.unroll_draft import UnrollDraft
 from graftwork.passes.engine.feed import empty_inputs
 from graftwork.passes.engine.manager import Step, run_passes

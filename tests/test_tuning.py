@@ -185,7 +185,7 @@ def test_a_recipe_s_own_tree_makes_room():
 
 
 def test_drafters_without_predictions_are_refused(model):
-    from graftwork.ir.plan import SuffixDraft
+    from graftwork.passes.drafting.suffix import SuffixDraft
 
     plan = replace(model.program.plan, draft=SuffixDraft())
     copying = replace(model, program=model.program.replace(plan=plan))

@@ -13,8 +13,9 @@ from typing import Any
 import onnx_ir as oir
 
 from ...ir import Program
-from ...ir.plan import DraftRecord, FusedDraft, HeadsDraft, NoDraft, SuffixDraft
+from ...ir.plan import DraftRecord, FusedDraft, HeadsDraft, NoDraft
 from ...passes.drafting.exit import ExitDraft
+from ...passes.drafting.suffix import SuffixDraft
 from .depths_in_graph import led
 from .emit import DTYPES
 from .graph_builder import BOOL, I64, GraphBuilder
@@ -55,7 +56,7 @@ def copied(
     g: GraphBuilder, record: SuffixDraft, program: Program, step: Stepped
 ) -> tuple[oir.Value, Values]:
     """What followed the most recent of the longest earlier matches of the text's end, see
-    `runtime.speculate.drafters.suffix`: all lengths at once, at places of the last token alone."""
+    `passes.drafting.suffix`: all lengths at once, at places of the last token alone."""
     text, zero, one = step.text, g.const(0), g.const(1)
     if step.source is not None:
         text = g.op("Concat", step.source, text, axis=0)

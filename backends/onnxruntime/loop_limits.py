@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from ...ir import Program, UnsupportedError
-from ...ir.plan import DecodePlan, NoDraft, SuffixDraft
+from ...ir.plan import DecodePlan, NoDraft
+from ...passes.drafting.suffix import SuffixDraft
 from .chains_in_graph import CHAINS
 from .depths_in_graph import DEPTHS
 from .portable import refuse_ahead

@@ -5,8 +5,8 @@ carries one out, the text form prints ``kind(field=value)``. Every record of eve
 imported from this package and is known to the text form: the lines below tell type checkers, a test
 holds them to the files of this folder.
 
-    >>> str(DecodePlan(draft=SuffixDraft(tokens=6)).draft)
-    'suffix(tokens=6, longest=16, shortest=2)'
+    >>> str(DecodePlan(tree=Chain(depth=6)).tree)
+    'chain(depth=6)'
 """
 
 # ruff: noqa: F403

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from ..support.errors import InputError
-from ..types import TensorType, ValueType
-from .base import Record, Returned, policy, record
-from .bounds import Aim, Context, Factor, Filled, Levels, Nodes, Rates, Rollout
+from ..types import ValueType
+from .base import Record, Returned, record
+from .bounds import Aim, Context, Factor, Filled, Levels, Rollout
 
 if TYPE_CHECKING:
     from .combined import UnrolledDraft
@@ -173,80 +173,6 @@ class NoDraft(DraftRecord):
 
     kind: ClassVar[str] = "none"
     most: ClassVar[int] = 0
-
-
-@policy
-@dataclass(frozen=True)
-class SuffixDraft(DraftRecord):
-    """Copy what followed the longest earlier occurrence of the text's suffix.
-
-    CopySpec (Dumitru et al. 2025); prompt lookup decoding (Saxena 2023). Where there is no repeated
-    suffix, the plan's next drafter has its turn. tokens: draft tokens a step at most. longest,
-    shortest: lengths of suffix that count, in tokens.
-    """
-
-    tokens: Nodes = 10
-    longest: Levels = 16
-    shortest: Levels = 2
-    kind: ClassVar[str] = "suffix"
-    repeatable: ClassVar[bool] = True
-    foresees: ClassVar[bool] = True
-
-    def check(self) -> None:
-        """See `Record.check`."""
-        if self.shortest > self.longest:
-            raise InputError(f"shortest={self.shortest} is more than longest={self.longest}")
-
-
-RATES = (
-    (0.29, 0.09, 0.033, 0.03, 0.022, 0.02, 0.017, 0.015),
-    (0.55, 0.12, 0.05, 0.028, 0.022, 0.015, 0.011, 0.01),
-    (0.83, 0.076, 0.018, 0.011, 0.007, 0.005, 0.004, 0.003),
-)
-"""Acceptance by tokens of known context and by rank: from 2,048 tokens of source code, rounded."""
-
-
-@policy
-@dataclass(frozen=True)
-class RecyclingDraft(DraftRecord):
-    """Tables of the tokens that followed each context most likely when it was last seen.
-
-    Drafts are the `nodes` likeliest nodes, at most `depth` deep. successors: candidates kept a
-    context. context: tokens of the longest context that has a row; 1: the last token only (Token
-    Recycling, Luo et al. 2024). rates: rates[c][r] is how often the candidate of rank r is accepted
-    where the longest known context has c + 1 tokens.
-
-    The paper draws 80 nodes. On a CPU a node costs time, and the first few bring the most: a step
-    of eight columns costs little more than one of one, a step of 61 several times as much. Where
-    wide steps are cheap, set `nodes` to 60; the pass length_goodput finds out while decoding.
-    """
-
-    nodes: Nodes = 7
-    depth: Levels = 16
-    successors: Nodes = 8
-    context: Levels = 3
-    rates: Rates = RATES
-    kind: ClassVar[str] = "recycling"
-    requires: ClassVar[frozenset[str]] = frozenset({"cached", "top_tokens", "trees"})
-    repeatable: ClassVar[bool] = True
-    branches: ClassVar[bool] = True
-    foresees: ClassVar[bool] = True
-    reads: ClassVar[tuple[str, ...]] = ("top_tokens",)
-
-    def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
-        yield plan.step.plain, {"top_tokens": ("", "", "K")}
-
-    def lacking(self, step: Mapping[str, ValueType]) -> str | None:
-        """See `Record.lacking`: `successors` of them, if the step says how many it returns."""
-        top = step.get("top_tokens")
-        given = top.dims[-1] if isinstance(top, TensorType) else None
-        if isinstance(given, int) and self.successors > given:
-            return (
-                f"successors={self.successors}, but step returns {given} top_tokens: raise "
-                f"add_top_tokens.count"
-            )
-        return super().lacking(step)
 
 
 @record

@@ -10,8 +10,9 @@ from .base import Record
 def untrained(records: Iterable[Record]) -> list[Record]:
     """The records, and parts of them, whose own weights know nothing.
 
-    >>> from graftwork.ir.plan import FirstDraft, HeadsDraft, SuffixDraft
-    >>> [record.kind for record in untrained([FirstDraft((SuffixDraft(), HeadsDraft()))])]
+    >>> from graftwork.ir.plan import CachedDraft, FirstDraft, HeadsDraft
+    >>> draft = FirstDraft((CachedDraft(trained=True), HeadsDraft()))
+    >>> [record.kind for record in untrained([draft])]
     ['heads']
     """
     parts = [part for record in records for part in record.trains]

@@ -19,8 +19,8 @@ from ....ir.plan import DraftRecord, Size, record
 from ....ir.plan.bounds import Filled, Levels, Nodes
 from ....runtime.feeding.step_inputs import strange_ids
 from ....runtime.speculate.drafters.base import DRAFTERS, ChainDrafter
-from ....runtime.speculate.drafters.suffix import SuffixIndex
 from ....runtime.speculate.setting import Setting
+from ..suffix import SuffixIndex
 
 
 @record

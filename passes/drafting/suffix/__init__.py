@@ -24,10 +24,37 @@ Nothing is ever rescanned.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
 
-from ....ir.plan import SuffixDraft
-from .base import DRAFTERS, ChainDrafter
+from ....ir.plan import DraftRecord, policy
+from ....ir.plan.bounds import Levels, Nodes
+from ....ir.support.errors import InputError
+from ....runtime.speculate.drafters.base import DRAFTERS, ChainDrafter
+
+
+@policy
+@dataclass(frozen=True)
+class SuffixDraft(DraftRecord):
+    """Copy what followed the longest earlier occurrence of the text's suffix.
+
+    CopySpec (Dumitru et al. 2025); prompt lookup decoding (Saxena 2023). Where there is no repeated
+    suffix, the plan's next drafter has its turn. tokens: draft tokens a step at most. longest,
+    shortest: lengths of suffix that count, in tokens.
+    """
+
+    tokens: Nodes = 10
+    longest: Levels = 16
+    shortest: Levels = 2
+    kind: ClassVar[str] = "suffix"
+    repeatable: ClassVar[bool] = True
+    foresees: ClassVar[bool] = True
+
+    def check(self) -> None:
+        """See `Record.check`."""
+        if self.shortest > self.longest:
+            raise InputError(f"shortest={self.shortest} is more than longest={self.longest}")
+
 
 _Entries: TypeAlias = dict[int, list[Any]]
 
