@@ -20,7 +20,7 @@ from graftwork.backends.target import Target
 from graftwork.ir import PassError, Program, run
 from graftwork.ir.plan import ContinuedDraft
 from graftwork.passes.drafting.draft_clover import DraftClover
-from graftwork.passes.drafting.draft_gumiho import DraftGumiho
+from graftwork.passes.drafting.gumiho.graph import DraftGumiho
 from graftwork.passes.engine.base import Pass
 from graftwork.runtime.generate import generate
 from graftwork.runtime.rounds.general import GeneralRound

@@ -25,8 +25,8 @@ from graftwork.model import Model
 from graftwork.passes.drafting.copied_layer import copied_layer
 from graftwork.passes.drafting.draft_amphista import DraftAmphista
 from graftwork.passes.drafting.draft_clover import DraftClover
-from graftwork.passes.drafting.draft_gumiho import DraftGumiho
 from graftwork.passes.drafting.grafts import Graft
+from graftwork.passes.drafting.gumiho.graph import DraftGumiho
 from graftwork.passes.drafting.jakiro import AheadProposer
 from graftwork.passes.drafting.jakiro.graph import DraftJakiro
 from graftwork.passes.drafting.suffix import SuffixDraft

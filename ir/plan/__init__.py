@@ -21,7 +21,6 @@ from .decode import *
 from .depth import *
 from .draft import *
 from .iterated import *
-from .joined import *
 from .length import *
 from .skipping import *
 from .source import *

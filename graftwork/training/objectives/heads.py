@@ -7,23 +7,18 @@ from __future__ import annotations
 
 import torch
 
-from ...ir.plan import HeadsDraft, JoinedHeadsDraft
+from ...ir.plan import HeadsDraft
 from .base import Batch, Loss, Run, distilled, hit_rate, mean_loss, objective
 
 
 @objective(HeadsDraft)
 def heads_loss(record: HeadsDraft, run: Run, batch: Batch) -> Loss:
     """See the module docstring."""
-    return mean_loss((one, _window_loss(record, run, one)) for one in batch.alone())
+    return mean_loss((one, window_loss(record, run, one)) for one in batch.alone())
 
 
-@objective(JoinedHeadsDraft)
-def joined_loss(record: JoinedHeadsDraft, run: Run, batch: Batch) -> Loss:
-    """The same of heads that take the paths i64[N,P,S], too, that stand in the tokens' place."""
-    return _window_loss(record, run, batch, tokens=batch.tokens)
-
-
-def _window_loss(record: HeadsDraft, run: Run, batch: Batch, **more: torch.Tensor) -> Loss:
+def window_loss(record: HeadsDraft, run: Run, batch: Batch, **more: torch.Tensor) -> Loss:
+    """The loss of windows that the function is run on whole. more: its further inputs."""
     logits = run(record.function, hidden=batch.hidden["hidden"], **more)["draft_logits"]
     total, hits = torch.zeros(()), []
     for level, student in enumerate(logits.unbind(2)):

@@ -34,14 +34,15 @@ import torch
 import torch.fx
 from pydantic import Field
 
-from ...ir import Program
-from ...ir.plan import CachedDraft, ContinuedDraft, JoinedHeadsDraft
-from ...ir.plan.bounds import Levels
-from ..engine.base import Outcome
-from ..policies import builds
-from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
-from .draft_pass import DraftPass
-from .grafts import Graft
+from ....ir import Program
+from ....ir.plan import CachedDraft, ContinuedDraft
+from ....ir.plan.bounds import Levels
+from ...engine.base import Outcome
+from ...policies import builds
+from ..decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
+from ..draft_pass import DraftPass
+from ..grafts import Graft
+from . import JoinedHeadsDraft
 
 A = torch.ops.aten
 

@@ -1,0 +1,42 @@
+"""Parallel heads below a drafted path, which see all of its tokens and states.
+
+Source: Li et al., "Gumiho: A Hybrid Architecture to Prioritize Early Tokens in Speculative
+Decoding" (2025).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ....ir.plan import HeadsDraft, record
+from ....runtime.speculate.proposers.base import PROPOSERS, Level
+from ....runtime.speculate.proposers.heads import HeadsProposer
+
+
+@record
+@dataclass(frozen=True)
+class JoinedHeadsDraft(HeadsDraft):
+    """Heads that go on below a node, from all steps that led there (Gumiho).
+
+    function: takes ``tokens`` i64[B,T,S], the last S tokens of the path down to each node, its own
+    last, and ``hidden`` [B,T,S,H], the state that each of them was chosen from; returns what
+    `HeadsDraft` says. Part of a `ContinuedDraft` whose first drafter makes S levels.
+    """
+
+    function: str = "heads"
+    kind: ClassVar[str] = "joined_heads"
+    whole_path: ClassVar[bool] = True
+
+
+@PROPOSERS.register(JoinedHeadsDraft)
+class JoinedHeadsProposer(HeadsProposer):
+    """Head d's candidates follow every node d levels below the one that the heads started from."""
+
+    record: JoinedHeadsDraft
+
+    def start(self, tokens: torch.Tensor, states: torch.Tensor, count: int) -> Level:
+        """Run the heads below nodes whose last tokens are i64[B,M,S], chosen from [B,M,S,H]."""
+        return self.begun(count, tokens=tokens, hidden=states)
