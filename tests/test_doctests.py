@@ -6,15 +6,13 @@ import doctest
 import importlib
 import linecache
 import pkgutil
-import tomllib
+import runpy
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
-    "packages"
-]
+PACKAGES: list[str] = runpy.run_path(str(ROOT / "setup.py"))["packages"]()
 
 
 def modules() -> list[str]:
