@@ -88,23 +88,23 @@ show(text)
 assert str(parse_program(text)) == text
 
 # ---------------------------------------------------------------------------------------------
-section("4. One op is one block: schema, documentation, meaning, samples")
+section("4. One op is one block: declaration, documentation, meaning, samples")
 
-from graftwork.ir.ops import Sample, define  # noqa: E402
+from graftwork.ir.ops import Sample, op  # noqa: E402
 
 
 def _samples() -> Iterator[Sample]:
     yield (torch.randn(2, 3, 4),), {"at": 1.0}
 
 
-@define("tour_clip(Tensor x, *, float at) -> Tensor", samples=_samples)
+@op("x: ...H -> x", samples=_samples)
 def tour_clip(x: torch.Tensor, *, at: float) -> torch.Tensor:
     """x limited to -at .. at."""
     return x.clamp(-at, at)
 
 
-# The meaning is the reference semantics, the shape rule and what backends inline. The printer, the
-# parser, type inference and the interpreter know the op already:
+# The meaning is the reference semantics and what backends inline; schema, checks and result types
+# follow from the declaration. The printer, the parser, type inference and the interpreter know it:
 clipped = fn.copy()
 with clipped.graph.inserting_before(clipped.output_node):
     node = clipped.call(gw_ops.tour_clip.default, clipped.outputs["y"], at=0.5)
