@@ -144,10 +144,7 @@ def _constants(
     for name, weight in trace.weights.items():
         if name in given:
             continue
-        call, inputs = weight.made or (None, ())
-        if not isinstance(call, Call):
-            return None, []
-        operands = [node_of(part) for part in inputs]
+        call, operands = weight.made, [node_of(part) for part in weight.inputs]
         args, kwargs = _filled((call.args, dict(call.kwargs)), operands)
         nodes[name] = fn.call(call.target, *args, **kwargs)
         made.append(name)

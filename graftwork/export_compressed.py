@@ -41,7 +41,7 @@ from .ir import (
 )
 from .ir.support.files import LARGE, read_bytes, read_json
 from .ir.support.scratch import replacing
-from .ir.weights import piece
+from .ir.weights import Call, piece
 from .passes.numerics.solver import scaled_name
 from .passes.numerics.values import are_constant, values_of
 from .shards import SHARD_BYTES, plan_shards, write_weights
@@ -136,7 +136,7 @@ class _Loaded:
                 del self.held[next(iter(self.held))]
             return self.held[stack.name][place.expert, place.start : place.stop].clone()
 
-        return Weight(name, TensorType(stack.type.dtype, dims), load)
+        return Weight(name, TensorType(stack.type.dtype, dims), Call(load))
 
 
 @dataclass(frozen=True)
@@ -429,6 +429,5 @@ def _pieces(node: torch.fx.Node) -> Iterator[tuple[str, _Rows]]:
 def _reachable(weights: Mapping[str, Weight]) -> Iterator[tuple[str, Weight]]:
     """The program's weights by name, after those that they were made from."""
     for weight in weights.values():
-        if weight.made is not None:
-            yield from _reachable({part.name: part for part in weight.made[1]})
+        yield from _reachable({part.name: part for part in weight.inputs})
     yield from weights.items()

@@ -17,7 +17,7 @@ from .backends.target import Target
 from .calibration import check_data, evidence_for, evidence_of, read_documents
 from .frontends.generation import Known, nobody
 from .guests import check_guests, with_guests
-from .ir import GraftworkError, GraftworkWarning, InputError, Program, Weight, WeightStore
+from .ir import GraftworkError, GraftworkWarning, InputError, Program, Weight, WeightStore, derive
 from .ir.execution.executable import KernelUse, Memory
 from .ir.support.files import plain_path
 from .ir.support.threads import traces
@@ -36,7 +36,7 @@ from .prompts import (
 from .recipe import Recipe
 from .report import Report, megabytes, pass_lines, weight_bytes
 from .runtime.asking.options import check_defaults
-from .shards import check_finite
+from .shards import finite
 from .traced import Source, Traced
 
 if TYPE_CHECKING:
@@ -492,7 +492,7 @@ def _checked(program: Program) -> Program:
 
 
 def _guard(weight: Weight) -> Weight:
-    return Weight(weight.name, weight.type, lambda: check_finite(weight, weight.load()))
+    return derive(weight.name, weight.type, finite, weight, name=weight.name)
 
 
 __all__ = ["GraftworkError", "Model", "Source", "load", "optimize"]

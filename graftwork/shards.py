@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .ir import InputError, Weight
+from .ir import InputError, TensorType, Weight, derivation
 
 DTYPES = {
     torch.float64: "F64",
@@ -44,12 +44,13 @@ class Written:
     sha256: str
 
 
-def check_finite(weight: Weight, tensor: torch.Tensor) -> torch.Tensor:
+@derivation
+def finite(tensor: torch.Tensor, *, name: str) -> torch.Tensor:
     """The tensor. Errors: `InputError` naming the weight if it holds a NaN (infinity is fine)."""
     if tensor.dtype.is_floating_point and bool(torch.isnan(tensor).any()):
         count = int(torch.isnan(tensor).sum())
         raise InputError(
-            f"weight {weight.name} {weight.type} holds {count} NaN values of {tensor.numel()}: "
+            f"weight {name} {TensorType.of(tensor)} holds {count} NaN values of {tensor.numel()}: "
             f"the checkpoint is broken, or a pass overflowed its dtype"
         )
     return tensor
@@ -101,7 +102,7 @@ def _write_shard(path: Path, weights: Sequence[Weight], progress: Callable[[str]
         file.write(header)
         for weight in ordered:
             progress(weight.name)
-            tensor = check_finite(weight, weight.load())
+            tensor = finite(weight.load(), name=weight.name)
             flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
             data = memoryview(flat)
             file.write(data)

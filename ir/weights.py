@@ -8,14 +8,15 @@ ones without touching data (`derive`), and a backend or the artifact writer load
     >>> t.load().shape
     torch.Size([3, 2])
 
-How a weight comes from others is data, a `Call` of an op or of a function that `derivation` names:
-two weights that come from the same ones by equal calls are equal, and a call has a text form.
+What gives a weight its tensor is data: a `Call` of an op or of a function that `derivation` names,
+on other weights, or on what it is read from (a file and a tensor's name). Two weights that come
+from the same ones by equal calls are equal, and a call has a text form (see `weights_text`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, KeysView, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from io import BufferedReader
 from pathlib import Path
@@ -31,26 +32,25 @@ from .types import TensorType
 P = ParamSpec("P")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Weight:
-    """One named constant. `source()` gives its tensor; nothing is kept after the call.
-
-    made: the call that a derived weight comes from, and the weights that it is called on.
+    """One named constant. `made`, called on the tensors of `inputs`, gives its tensor; nothing is
+    kept after the call.
     """
 
     name: str
     type: TensorType
-    source: Callable[[], torch.Tensor]
-    made: tuple[Call, tuple[Weight, ...]] | None = None
+    made: Call
+    inputs: tuple[Weight, ...] = ()
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> Weight:
         """A weight held in memory."""
-        return cls(name, TensorType.of(tensor), lambda: tensor)
+        return cls(name, TensorType.of(tensor), Call(Held(tensor)))
 
     def load(self) -> torch.Tensor:
         """The tensor, contiguous, on the CPU. Errors: `InputError` if `type` is not its type."""
-        tensor = self.source().detach().contiguous()
+        tensor = self.made(*(w.load() for w in self.inputs)).detach().cpu().contiguous()
         if TensorType.of(tensor) != self.type:
             raise InputError(
                 f"weight {self.name}: expected {self.type}, its source gave {TensorType.of(tensor)}"
@@ -65,7 +65,8 @@ class Weight:
         """The weight in another floating dtype; integers stay as they are."""
         if self.type.dtype == dtype or not self.type.dtype.is_floating_point:
             return self
-        return Weight(self.name, self.type.with_dtype(dtype), lambda: self.source().to(dtype))
+        type = self.type.with_dtype(dtype)
+        return derive(self.name, type, torch.ops.aten._to_copy.default, self, dtype=dtype)
 
 
 _DERIVATIONS: dict[str, Callable[..., torch.Tensor]] = {}
@@ -103,7 +104,7 @@ def computed(name: str, type: TensorType, call: Call, *inputs: Weight) -> Weight
         known = _DERIVATIONS.get(getattr(call.target, "__name__", ""))
         if known is not call.target:
             raise InputError(f"{name}: {call.target} derives no weights (see `derivation`)")
-    return Weight(name, type, lambda: call(*(w.load() for w in inputs)), (call, inputs))
+    return Weight(name, type, call, inputs)
 
 
 @dataclass(frozen=True)
@@ -115,14 +116,14 @@ class Operand:
 
 @dataclass(frozen=True)
 class Call:
-    """How a weight comes from others, as data: a call of one op.
+    """What gives a weight its tensor, as data: a call of one op.
 
     args, kwargs: the op's, with `Operand`s for the weights that it is called on.
     """
 
     target: Callable[..., torch.Tensor]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
         """The result for the inputs' tensors."""
@@ -135,6 +136,16 @@ class Call:
         return self.target(*args, **kwargs)
 
 
+@dataclass(frozen=True, eq=False)
+class Held:
+    """Gives a tensor that lies in memory."""
+
+    tensor: torch.Tensor
+
+    def __call__(self) -> torch.Tensor:
+        return self.tensor
+
+
 @derivation
 def piece(tensor: torch.Tensor, *, axis: int, start: int, end: int) -> torch.Tensor:
     """Elements start..end of an axis, and not a view that keeps all."""
@@ -145,12 +156,9 @@ def _renewed(weight: Weight, given: Mapping[str, Weight]) -> Weight:
     """The weight, with `given` ones in the place of those of their names that it is made from."""
     if weight.name in given:
         return given[weight.name]
-    if weight.made is None:
-        return weight
-    call, inputs = weight.made
-    new = tuple(_renewed(part, given) for part in inputs)
-    changed = any(a is not b for a, b in zip(new, inputs, strict=True))
-    return computed(weight.name, weight.type, call, *new) if changed else weight
+    new = tuple(_renewed(part, given) for part in weight.inputs)
+    changed = any(a is not b for a, b in zip(new, weight.inputs, strict=True))
+    return replace(weight, inputs=new) if changed else weight
 
 
 class SafetensorsFile:
@@ -242,7 +250,13 @@ def from_safetensors(path: Path | SafetensorsFile, key: str, name: str | None = 
     file = path if isinstance(path, SafetensorsFile) else open_safetensors(path)
     if key not in file.keys():  # noqa: SIM118  (the file is not a mapping)
         raise InputError(f"{file.path} holds no tensor {key!r}")
-    return Weight(name or key, file.type_of(key), lambda: file.tensor(key))
+    return derive(name or key, file.type_of(key), stored_tensor, file=file, key=key)
+
+
+@derivation
+def stored_tensor(*, file: SafetensorsFile, key: str) -> torch.Tensor:
+    """A tensor of a file."""
+    return file.tensor(key)
 
 
 _SAFETENSORS_DTYPES = {
@@ -285,15 +299,9 @@ class WeightStore(Mapping[str, Weight]):
 
     def alike(self, weight: Weight) -> Weight:
         """The weight that is made of the same ones in the same way already, else this one."""
-        if weight.made is None:
-            return weight
-        call, inputs = weight.made
-        for known in self._weights.values():
-            if known.made is None or known.made[0] != call or known.type != weight.type:
-                continue
-            if list(map(id, known.made[1])) == list(map(id, inputs)):
-                return known
-        return weight
+        same = (w for w in self._weights.values() if w.inputs == weight.inputs)
+        alike = (w for w in same if w.made == weight.made and w.type == weight.type)
+        return next(alike, weight)
 
     def adding(self, *weights: Weight) -> WeightStore:
         """This store and some more. Errors: `InputError` if a name is taken by another weight."""

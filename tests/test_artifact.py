@@ -25,6 +25,7 @@ from graftwork.backends.target import Target
 from graftwork.ir import InputError, Program, TensorType, Weight, WeightStore
 from graftwork.ir.support import scratch
 from graftwork.ir.support.files import read_bytes
+from graftwork.ir.weights import Call
 from graftwork.passes.engine.validate import reference_logits
 from graftwork.shards import plan_shards
 
@@ -148,7 +149,7 @@ def test_saving_holds_one_weight_at_a_time(program: Program, tmp_path: Path) -> 
             most = max(most, sum(ref() is not None for ref in alive))
             return tensor
 
-        return Weight(weight.name, weight.type, source)
+        return Weight(weight.name, weight.type, Call(source))
 
     lazy = {name: counted(weight) for name, weight in program.weights.items()}
     keep(program.replace(weights=WeightStore(lazy)), tmp_path / "out")

@@ -20,7 +20,7 @@ from graftwork.ir import (
     derive,
     from_safetensors,
 )
-from graftwork.ir.weights import piece
+from graftwork.ir.weights import Call, piece
 
 MIB = 2**20
 
@@ -86,7 +86,7 @@ def test_derivations_are_data() -> None:
     one, same, other = (derive("p", type, piece, w, axis=0, start=s, end=s + 2) for s in (0, 0, 2))
     store = WeightStore({"w": w, "p": one})
     assert store.alike(same) is one and store.alike(other) is other
-    assert one.made is not None and one.made[0].kwargs == {"axis": 0, "start": 0, "end": 2}
+    assert one.made.kwargs == {"axis": 0, "start": 0, "end": 2}
     with pytest.raises(InputError, match="derives no weights"):
         derive("p", type, lambda t: t[:2], w)
     with pytest.raises(InputError, match="two functions that derive weights are called piece"):
@@ -101,7 +101,7 @@ def _named_piece() -> Callable[..., torch.Tensor]:
 
 
 def test_loading_checks_the_type() -> None:
-    liar = Weight("w", TensorType.parse("f32[3]"), lambda: torch.ones(4))
+    liar = Weight("w", TensorType.parse("f32[3]"), Call(lambda: torch.ones(4)))
     with pytest.raises(InputError, match=r"weight w: expected f32\[3\], its source gave f32\[4\]"):
         liar.load()
     turned = Weight.of("w", torch.randn(3, 4).T)

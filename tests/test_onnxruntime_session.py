@@ -17,6 +17,7 @@ from graftwork.backends.onnxruntime import session as sessions
 from graftwork.backends.onnxruntime.executable import OnnxExecutable
 from graftwork.backends.onnxruntime.store import LARGE, WeightFile
 from graftwork.ir import InputError, Program, Weight, WeightStore
+from graftwork.ir.weights import Call
 
 
 def option(made: OnnxExecutable, name: str) -> Any:
@@ -51,7 +52,7 @@ def watched(program: Program) -> tuple[Program, list[int]]:
 
         return load
 
-    weights = {n: Weight(n, w.type, source(w)) for n, w in program.weights.items()}
+    weights = {n: Weight(n, w.type, Call(source(w))) for n, w in program.weights.items()}
     return program.replace(weights=WeightStore(weights)), counts
 
 

@@ -27,6 +27,7 @@ from graftwork.ir import (
     type_of,
     verify,
 )
+from graftwork.ir.weights import Call
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.engine.base import Contract, Outcome, Pass
 from graftwork.passes.fusing.cse import Cse
@@ -125,7 +126,7 @@ def test_folding_is_lazy() -> None:
         loaded.append(1)
         return torch.full((4,), 3.0)
 
-    gain = Weight("gain", TensorType.parse("f32[4]"), source)
+    gain = Weight("gain", TensorType.parse("f32[4]"), Call(source))
 
     def build(fn: Function, x: Any) -> list[Any]:
         shifted = fn.call(A.add.Tensor, fn.weight(gain), 1.0)
@@ -218,7 +219,7 @@ def test_no_pass_loads_weights() -> None:
     def absent() -> torch.Tensor:
         raise InputError("a pass loaded a weight")
 
-    store = {name: Weight(name, w.type, absent) for name, w in program.weights.items()}
+    store = {name: Weight(name, w.type, Call(absent)) for name, w in program.weights.items()}
     program = program.replace(weights=WeightStore(store))
     few = QuantizeWeights(group=0, select=("*.down.weight",))
     fusing = (FuseQkv(), FuseGateUp(), FuseResidualNorm(), few, in_int8())

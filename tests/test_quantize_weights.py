@@ -59,7 +59,7 @@ def with_rounded_weights(program: Program, quantized: Program) -> Program:
     for name, weight in program.weights.items():
         stored = [w for n, w in quantized.weights.items() if n.startswith(f"{name}.q")]
         if stored:
-            numeric = stored[0].made[0].kwargs["form"].numerics[0]
+            numeric = stored[0].made.kwargs["form"].numerics[0]
             assert isinstance(numeric, Numeric)
             values = numeric.dequantize(numeric.quantize(weight.load()))
             changed[name] = Weight.of(name, values)

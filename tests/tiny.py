@@ -19,6 +19,7 @@ from graftwork.ir import (
     Weight,
     WeightStore,
 )
+from graftwork.ir.weights import Held
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.engine.base import Pass, all_passes
 from graftwork.passes.engine.manager import Step, run_passes
@@ -46,7 +47,9 @@ def once(make: Callable[P, Program]) -> Callable[P, Program]:
     @wraps(make)
     def handed_out(*args: P.args, **kwargs: P.kwargs) -> Program:
         program = kept(*args, **kwargs)
-        held = [weight for weight in program.weights.values() if weight.made is None]
+        held = [
+            weight for weight in program.weights.values() if isinstance(weight.made.target, Held)
+        ]
         changed = [weight.name for weight in held if weight.load()._version]
         assert not changed, f"an earlier test has written to {changed}"
         functions = {name: function.copy() for name, function in program.functions.items()}

@@ -115,8 +115,9 @@ def _tensors(
             continue
         name = _renamed(file, entry.name)
         count = heads.get(name.split(".")[-2]) if known.interleaved else None
-        order = None if count is None else _halves_first(file, entry, count)
-        weight = _weight(file, entry, name, order, others)
+        if count is not None:
+            _check_halves(file, entry, count)
+        weight = _weight(file, entry, name, count, others)
         if isinstance(weight, StoredWeight):
             kept[name] = weight
             weight = weight.values(name)
@@ -148,31 +149,30 @@ def _renamed(file: GgufFile, name: str) -> str:
     )
 
 
-def _halves_first(file: GgufFile, entry: Entry, heads: int) -> torch.Tensor:
-    """Where each row of a head's halves stands among its pairs, i64[N]."""
+def _check_halves(file: GgufFile, entry: Entry, heads: int) -> None:
+    """Errors: `InputError` for rows that are no pairs in each head."""
     rows = entry.dims[0]
     if heads < 1 or rows % (2 * heads):
         raise InputError(
             f"{file.path}: tensor {entry.name} has {rows} rows, which are no pairs in {heads} heads"
         )
-    return torch.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).flatten()
 
 
 def _weight(
-    file: GgufFile, entry: Entry, name: str, order: torch.Tensor | None, others: list[str]
+    file: GgufFile, entry: Entry, name: str, heads: int | None, others: list[str]
 ) -> StoredWeight | Weight:
-    """A tensor as a weight, its rows in this order. others: gets those of unknown types."""
+    """A tensor as a weight. heads: see `block_rows`. others: gets those of unknown types."""
     if entry.kind in FLOATS:
-        return _floats(file, entry, name, order)
+        return _floats(file, entry, name, heads)
     kind = TYPES.get(entry.kind)
     if kind is None:
         others.append(f"{entry.name} (type {entry.kind})")
-        return _dequantized(file, entry, name, order)
+        return _dequantized(file, entry, name, heads)
     if len(entry.dims) != 2:
         raise InputError(
             f"{file.path}: tensor {entry.name} has the size {list(entry.dims)}; blocks are in rows"
         )
-    return _stored(file, entry, kind, _rows(file, entry, order))
+    return _stored(file, entry, kind, _rows(file, entry, heads))
 
 
 def _check_places(file: GgufFile) -> None:
@@ -228,22 +228,29 @@ def _block(file: GgufFile, entry: Entry) -> tuple[int, int]:
     return int(values), int(size)
 
 
-def _rows(file: GgufFile, entry: Entry, order: torch.Tensor | None) -> Weight:
-    """The bytes of a tensor's rows u8[R,W], in this order; a vector's rows are its values."""
+def _rows(file: GgufFile, entry: Entry, heads: int | None) -> Weight:
+    """The bytes of a tensor's rows u8[R,W]; a vector's rows are its values."""
     held = entry
     if len(entry.dims) == 1 and entry.kind in FLOATS:
         held = Entry(entry.name, (*entry.dims, 1), entry.kind, entry.start)
     width = _width(file, held)
-
-    def read() -> torch.Tensor:
-        rows = file.rows(held, width)
-        return rows if order is None else rows[order]
-
-    return Weight(entry.name, TensorType(torch.uint8, (prod(held.dims[:-1]), width)), read)
+    type = TensorType(torch.uint8, (prod(held.dims[:-1]), width))
+    options: dict[str, Any] = {"file": file, "entry": held, "width": width, "heads": heads}
+    return derive(entry.name, type, block_rows, **options)
 
 
-def _floats(file: GgufFile, entry: Entry, name: str, order: torch.Tensor | None) -> Weight:
-    dtype, raw = FLOATS[entry.kind], _rows(file, entry, order)
+@derivation
+def block_rows(*, file: GgufFile, entry: Entry, width: int, heads: int | None) -> torch.Tensor:
+    """The bytes u8[R,width] of a tensor's rows. heads: each one's rows are pairs of which the first
+    ones go before the second ones; None: rows stay in order."""
+    rows = file.rows(entry, width)
+    if heads is None:
+        return rows
+    return rows.reshape(heads, -1, 2, width).swapaxes(1, 2).reshape(-1, width)
+
+
+def _floats(file: GgufFile, entry: Entry, name: str, heads: int | None) -> Weight:
+    dtype, raw = FLOATS[entry.kind], _rows(file, entry, heads)
     type = TensorType(dtype, entry.dims)
     return derive(name, type, bytes_as, raw, dtype=dtype, dims=entry.dims)
 
@@ -285,9 +292,9 @@ def block_part(blocks: torch.Tensor, *, kind: int, rows: int, part: str) -> torc
     return pack(found, type.bits) if part == "codes" else found
 
 
-def _dequantized(file: GgufFile, entry: Entry, name: str, order: torch.Tensor | None) -> Weight:
+def _dequantized(file: GgufFile, entry: Entry, name: str, heads: int | None) -> Weight:
     """A tensor of another type as floats, which the package makes."""
-    raw, type = _rows(file, entry, order), TensorType(torch.float32, entry.dims)
+    raw, type = _rows(file, entry, heads), TensorType(torch.float32, entry.dims)
     return derive(name, type, dequantized_blocks, raw, kind=entry.kind, dims=entry.dims)
 
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from ...ir import GraftworkWarning, InputError, TensorType, UnsupportedError, Weight
 from ...ir.support.files import read_json
-from ...ir.weights import from_safetensors, open_safetensors
+from ...ir.weights import Call, from_safetensors, open_safetensors
 from ..stored_weights import StoredWeight, warn_of_dequantized
 from .computed import computed
 
@@ -242,7 +242,8 @@ class Checkpoint:
                     f"configuration asks for {expected}"
                 )
             return held.renamed(name).cast(expected.dtype)
-        return Weight(name, expected, lambda: self._convert(recipe, name).to(expected.dtype))
+        made = Call(partial(self._convert, recipe, name, expected.dtype))
+        return Weight(name, expected, made)
 
     def stored(self) -> dict[str, StoredWeight]:
         """Parameters that the checkpoint holds in few bits.
@@ -290,7 +291,7 @@ class Checkpoint:
             fakes = [torch.empty(part.type.shape, device="meta") for part in single]
             if not self._gives(recipe, name, fakes, made):
                 return None
-            stacked = partial(self._stacked, recipe, name, single)
+            stacked = Call(partial(self._stacked, recipe, name, single))
             parts[field_] = Weight(f"{name}.{field_}", made, stacked)
         weight, scales = parts["weight"], parts["scale"]
         assert weight is not None and scales is not None
@@ -315,9 +316,9 @@ class Checkpoint:
                 f"expected a Linear or an Embedding"
             )
 
-    def _convert(self, recipe: _Recipe, name: str) -> torch.Tensor:
+    def _convert(self, recipe: _Recipe, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Load the parts of a converted parameter and let transformers put them together."""
-        return self._converted(recipe, name, (weight.load() for _, weight in recipe.parts))
+        return self._converted(recipe, name, (w.load() for _, w in recipe.parts)).to(dtype)
 
     def _converted(
         self, recipe: _Recipe, name: str, tensors: Iterable[torch.Tensor]

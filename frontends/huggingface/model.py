@@ -148,8 +148,7 @@ def import_object(model: PreTrainedModel, dtype: torch.dtype | None = None) -> P
     def weight_of(name: str) -> Weight:
         name = first[name]
         tensor = held[name].detach()
-        weight = Weight(name, TensorType.of(tensor), lambda: tensor.cpu())
-        return weight.cast(wanted.get(name, tensor.dtype))
+        return Weight.of(name, tensor).cast(wanted.get(name, tensor.dtype))
 
     return traced(twin, mode, weight_of, getattr(model, "generation_config", None), {})
 

@@ -25,6 +25,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...ir import InputError, Program, TensorType, UnsupportedError, Weight
+from ...ir.weights import Call
 from ..importer import INPUTS
 from ..stored_weights import StoredWeight, keep_stored
 from ..trace import fake_mode, first_names, twin_of
@@ -87,7 +88,7 @@ def import_mtp(folder: Path, layer: int, dtype: torch.dtype | None = None) -> Pr
             return checkpoint.weight(name)
         if name in buffers:
             return Weight.of(name, buffers[name].clone())
-        return Weight(name, TensorType.of(parameters[name]), _absent)
+        return Weight(name, TensorType.of(parameters[name]), Call(_absent))
 
     program = traced(twin, found.mode, weight_of, None, {}, _Ahead)
     return keep_stored(program, checkpoint.stored())

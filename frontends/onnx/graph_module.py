@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...ir import TensorType, UnsupportedError, Weight
 from ...ir.support.names import shown
+from ...ir.weights import Call
 from ..stored_weights import StoredWeight
 from . import ops_attention, ops_math, ops_quantized, ops_shape
 from .ops_shape import known
@@ -134,7 +135,7 @@ class GraphModule(nn.Module):
         type = TensorType(dtype, shape[::-1] if turned else shape)
         # One of few bits has another meaning: the floats that `store` makes are called like it.
         name = str(value.name) if floats else f"{value.name}.data"
-        return self._parameter(Weight(name, type, _reader(data, dtype, turned)), turned)
+        return self._parameter(Weight(name, type, Call(_reader(data, dtype, turned))), turned)
 
     def _parameter(self, weight: Weight, turned: bool = False) -> Parameter:
         """A new parameter. A trace sees what is asked of the module, see `_there`."""
@@ -154,7 +155,8 @@ class GraphModule(nn.Module):
         if name not in self.kept:
             self.made[name] = cache(make)
             values = partial(_values, self.made[name], name, self.dtype)
-            self.kept[name] = self._parameter(Weight(name, TensorType(self.dtype, sizes), values))
+            type = TensorType(self.dtype, sizes)
+            self.kept[name] = self._parameter(Weight(name, type, Call(values)))
         made = self._there(self.kept[name])
         assert isinstance(made, Parameter)
         return made

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from ...ir import ModelInfo, Program, TensorType, UnsupportedError, Weight
+from ...ir import ModelInfo, Program, UnsupportedError, Weight
 from ..importer import INPUTS, import_exported
 from ..program import build_program
 from ..trace import export, fake_mode, first_names, twin_of
@@ -52,8 +52,7 @@ def import_module(module: nn.Module, dtype: torch.dtype | None = None) -> Progra
     def weight_of(key: str) -> Weight:
         key = first[key]
         tensor = held[key].detach()
-        weight = Weight(key, TensorType.of(tensor), lambda: tensor.cpu())
-        return weight.cast(wanted.get(key, tensor.dtype))
+        return Weight.of(key, tensor).cast(wanted.get(key, tensor.dtype))
 
     info = ModelInfo(
         model_type=name,

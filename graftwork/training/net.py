@@ -63,7 +63,7 @@ def check_chains(program: Program) -> None:
     for unrolled in filter(None, (leaf.unrolled for leaf in program.plan.draft.leaves)):
         known = program.function(unrolled.draft.function).weights | program.step.weights
         for name in sorted(program.function(unrolled.chain).weights - known):
-            if program.weights[name].made is None:
+            if not program.weights[name].inputs:
                 raise InputError(
                     f"{program.name}: {unrolled.chain} was saved with {name}, which is not made "
                     f"from the weights that are trained; train the recipe on the model it was made "

@@ -20,7 +20,7 @@ from ..support.errors import InputError
 from ..text.parser import parse_function
 from ..text.printer import function_text
 from ..types import TensorType
-from ..weights import Weight, WeightStore, derivation, derive
+from ..weights import Call, Weight, WeightStore, derivation, derive
 
 
 def evaluated_piece(name: str, node: torch.fx.Node, weights: Mapping[str, Weight]) -> Weight:
@@ -90,7 +90,7 @@ def _portable(node: torch.fx.Node, inputs: Mapping[str, TensorType]) -> tuple[st
             copies[part] = given[str(part.target)]
         elif part.op == "get_attr":
             names.append(str(part.target))
-            copies[part] = fn.weight(Weight(f"w{len(names) - 1}", type_of(part), _none))
+            copies[part] = fn.weight(Weight(f"w{len(names) - 1}", type_of(part), Call(_none)))
         else:
             args: Any = map_aggregate(part.args, copied)
             kwargs: Any = map_aggregate(part.kwargs, copied)

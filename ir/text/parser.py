@@ -19,7 +19,7 @@ from ..support.discovery import import_methods
 from ..support.errors import InputError
 from ..support.names import check_name, check_program_name
 from ..types import TensorType
-from ..weights import Weight, WeightStore
+from ..weights import Call, Weight, WeightStore
 from .body import Body
 from .expressions import Build, Expression
 from .lexer import Cursor, Source, Token
@@ -201,7 +201,7 @@ class Parser:
 
     def find_weight(self, name: str, weight_type: TensorType, start: Token) -> Weight:
         if self.store is None:
-            return Weight(name, weight_type, _no_data(name))
+            return Weight(name, weight_type, Call(_no_data(name)))
         if name not in self.store:
             self.cursor.fail("a weight that the given store holds", start)
         if self.store[name].type != weight_type:

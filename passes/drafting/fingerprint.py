@@ -32,6 +32,4 @@ def fingerprint(program: Program) -> str:
 
 def _whole(weight: Weight) -> Weight:
     """The weight that this one is a piece of, else itself."""
-    if weight.made is None or weight.made[0].target is not piece:
-        return weight
-    return _whole(weight.made[1][0])
+    return _whole(weight.inputs[0]) if weight.made.target is piece else weight

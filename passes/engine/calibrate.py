@@ -27,16 +27,23 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...ir import Function, Program, Weight, WeightStore, run
+from ...ir import Function, Program, Weight, WeightStore, derivation, derive, run
 from ...ir.plan.inputs import chain_inputs
 from ...ir.support.scratch import replacing_file
 from ...ir.text.printer import function_lines
 from ...ir.weights import from_safetensors
 from .blocks import Block, blocks_of, expert_weights
-from .evidence import Evidence, TextSample
+from .evidence import Evidence, TextSample, WorkFolder
 from .moments import Moments, Sums
 from .routed import Mixture
 from .sources import code_of
+
+
+@derivation
+def calibrated(tensor: Tensor, *, work: WorkFolder) -> Tensor:
+    """What a calibration has written into a folder, which stays while this is known."""
+    return tensor
+
 
 CHUNK_TOKENS = 512
 """Tokens that run through a block at once."""
@@ -187,12 +194,8 @@ class _Replay:
 
     def _weight(self, path: Path, name: str) -> Weight:
         weight, work = from_safetensors(path, name), self.evidence.work
-
-        def load() -> Tensor:
-            assert work is not None  # a folder of its own is there while this function is
-            return weight.load()
-
-        return Weight(name, weight.type, load)
+        assert work is not None  # a folder of its own is there while it is held
+        return derive(name, weight.type, calibrated, weight, work=work)
 
     def _seen(
         self,

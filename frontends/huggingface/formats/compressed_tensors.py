@@ -27,7 +27,7 @@ import torch
 
 from ....ir import GraftworkWarning, TensorType, UnsupportedError, Weight, derivation, derive
 from ....ir.ops.numerics import WIDTHS, Numeric, unpack
-from ....ir.weights import open_safetensors
+from ....ir.weights import SafetensorsFile, open_safetensors
 from ...stored_weights import StoredWeight
 from .base import Format, Module, Settings, register, settings
 from .moves import FLOATS, INT, offsets, sizes
@@ -190,7 +190,7 @@ class CompressedTensors(Format):
             raise module.error("weight_scale", f"expected one a row or block, got {scale.type}")
 
         type = TensorType(torch.float32, (rows, columns))
-        wide = Weight(f"{key}.wide", type, lambda: file.tensor(key).float())
+        wide = derive(f"{key}.wide", type, wide_tensor, file=file, key=key)
         return derive(key, type, scaled_blocks, wide, scale, blocks=shape)
 
     def _scale(self, module: Module, rows: int, columns: int) -> Weight:
@@ -245,6 +245,12 @@ class CompressedTensors(Format):
             f"config.json that says so, got "
             f"{'; '.join(str(g.weights) for g in self.settings.config_groups.values())}",
         )
+
+
+@derivation
+def wide_tensor(*, file: SafetensorsFile, key: str) -> torch.Tensor:
+    """A tensor of a file as f32."""
+    return file.tensor(key).float()
 
 
 @derivation
