@@ -24,6 +24,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..ir import TensorType
+from ..ir.support.discovery import sources_of, versions_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 _TORCH = (torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout)
@@ -62,8 +63,8 @@ def trace_key(wrapper: nn.Module, *asked: object) -> str | None:
 
 
 def _parts(wrapper: nn.Module, asked: tuple[object, ...]) -> Iterator[str]:
-    yield _sources()
-    yield repr((sys.version_info[:3], torch.__version__, _version("transformers")))
+    yield sources_of(Path(inspect.getfile(TensorType)).parent, Path(__file__).parent)
+    yield versions_of("torch", "transformers")
     yield repr(asked)
     shown = _Shown({id(module): path for path, module in wrapper.named_modules()})
     for path, module in wrapper.named_modules(remove_duplicate=False):
@@ -169,23 +170,3 @@ class _Shown:
         if not hasattr(item, "__dict__"):
             raise _Unknown(f"{item!r}")
         return f"{self.name(type(item))} {self.value(vars(item))}"
-
-
-@functools.cache
-def _version(package: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
-@functools.cache
-def _sources() -> str:
-    """A hash of the files of this package that a trace depends on."""
-    digest = hashlib.sha256()
-    for folder in (Path(inspect.getfile(TensorType)).parent, Path(__file__).parent):
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()

@@ -15,12 +15,13 @@ from the same ones by equal calls are equal, and a call has a text form (see `we
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, KeysView, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.fx.node import map_aggregate
@@ -30,6 +31,7 @@ from .support.files import open_regular
 from .types import TensorType
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,17 +71,41 @@ class Weight:
         return derive(self.name, type, torch.ops.aten._to_copy.default, self, dtype=dtype)
 
 
-_DERIVATIONS: dict[str, Callable[..., torch.Tensor]] = {}
+DERIVATIONS: dict[str, Callable[..., torch.Tensor]] = {}
+"""Functions that weights are derived by, by name."""
+
+OPTIONS: dict[str, type] = {}
+"""Classes whose instances are options of derivations, by name."""
 
 
 def derivation(function: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
     """Let weights be derived by a function, known by its name: of tensors, and of plain values as
     keywords. Errors: `InputError` if the name is taken."""
     name = function.__name__
-    if name in _DERIVATIONS:
+    if name in DERIVATIONS:
         raise InputError(f"two functions that derive weights are called {name}")
-    _DERIVATIONS[name] = function
+    DERIVATIONS[name] = function
     return function
+
+
+def option(kind: type[T]) -> type[T]:
+    """Let instances of a class be options of derivations. Their text is ``Name(field=value, ...)``,
+    of the fields of a dataclass or pydantic model, or of what its method `text_fields` returns and
+    `from_text` takes. Errors: `InputError` if the name is taken."""
+    if OPTIONS.setdefault(kind.__name__, kind) is not kind:
+        raise InputError(f"two classes of options of derivations are called {kind.__name__}")
+    return kind
+
+
+def option_fields(value: Any) -> dict[str, Any] | None:
+    """The fields of an instance of a class that `option` knows, by name; None for other values."""
+    if OPTIONS.get(type(value).__name__) is not type(value):
+        return None
+    if hasattr(value, "text_fields"):
+        return dict(value.text_fields())
+    if is_dataclass(value):
+        return {f.name: getattr(value, f.name) for f in fields(value)}
+    return dict(value)
 
 
 def derive(
@@ -101,7 +127,7 @@ def derive(
 def computed(name: str, type: TensorType, call: Call, *inputs: Weight) -> Weight:
     """A weight that a call gives. Errors: `InputError` for a function that has no name."""
     if not isinstance(call.target, torch._ops.OpOverload):
-        known = _DERIVATIONS.get(getattr(call.target, "__name__", ""))
+        known = DERIVATIONS.get(getattr(call.target, "__name__", ""))
         if known is not call.target:
             raise InputError(f"{name}: {call.target} derives no weights (see `derivation`)")
     return Weight(name, type, call, inputs)
@@ -161,6 +187,7 @@ def _renewed(weight: Weight, given: Mapping[str, Weight]) -> Weight:
     return replace(weight, inputs=new) if changed else weight
 
 
+@option
 class SafetensorsFile:
     """A safetensors file as it was when it was opened, even if another takes its place.
 
@@ -172,11 +199,24 @@ class SafetensorsFile:
     def __init__(self, path: Path, opened: BufferedReader | None = None) -> None:
         self.path = path
         self._file = open_regular(path) if opened is None else opened
+        self.stamp = stamp_of(os.fstat(self._file.fileno()))
         # On Linux what is open has a name of its own.
         own = Path(f"/proc/self/fd/{self._file.fileno()}")
         self._where = str(own if own.exists() else path)
         self._handle = _mapped(self._where)
         self._names = dict.fromkeys(self._handle.keys())
+
+    def text_fields(self) -> dict[str, Any]:
+        """What tells it from other files, and from itself after a change."""
+        return {"path": os.path.abspath(self.path), "stamp": self.stamp}
+
+    @classmethod
+    def from_text(cls, path: str, stamp: tuple[int, ...]) -> SafetensorsFile:
+        """The file of this stamp. Errors: `InputError` if it is another by now."""
+        file = open_safetensors(Path(path))
+        if file.stamp != stamp:
+            raise InputError(f"{path} has changed")
+        return file
 
     def keys(self) -> KeysView[str]:
         """Names of its tensors."""
@@ -220,6 +260,11 @@ def _mapped(path: str) -> Any:
     return safe_open(path, framework="pt")
 
 
+def stamp_of(stat: os.stat_result) -> tuple[int, ...]:
+    """What changes whenever a file does, or another takes its place."""
+    return stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size
+
+
 @lru_cache(maxsize=64)
 def _open(path: str, stamp: tuple[int, ...]) -> SafetensorsFile:
     return SafetensorsFile(Path(path))
@@ -234,8 +279,7 @@ def open_safetensors(path: Path, opened: BufferedReader | None = None) -> Safete
     try:
         if opened is not None:
             return SafetensorsFile(path, opened)
-        stat = path.stat()
-        return _open(str(path), (stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size))
+        return _open(str(path), stamp_of(path.stat()))
     except Exception as error:  # the library's error type is not public
         raise InputError(
             f"cannot read weights from {path}: {error}; if it is damaged, fetch it again"

@@ -20,6 +20,7 @@ from graftwork.frontends.huggingface import tracing
 from graftwork.frontends.huggingface.model import Traced
 from graftwork.frontends.trace_key import trace_key
 from graftwork.ir import Program, TensorType, Weight
+from graftwork.ir.text import kept_files
 
 FEW = ("llama", "falcon", "gpt_oss", "t5")
 
@@ -205,11 +206,11 @@ def test_a_file_of_other_weights_counts_as_none(folder: Path) -> None:
 
 def test_the_folder_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was not used for longest goes."""
-    monkeypatch.setattr(kept_traces, "MOST", 250)
+    monkeypatch.setattr(kept_files, "MOST", 250)
     for age, name in enumerate(("new", "used", "old", "older")):
         (tmp_path / name).write_bytes(bytes(100))
         os.utime(tmp_path / name, (1000 - age, 1000 - age))
-    kept_traces._make_room(tmp_path)
+    kept_files.make_room(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"new", "used"}
 
 

@@ -15,8 +15,10 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +26,7 @@ import torch
 from ...ir import InputError
 from ...ir.support.files import open_regular
 from ...ir.support.names import shown
+from ...ir.weights import option, stamp_of
 
 MAGIC, VERSIONS = 0x46554747, (2, 3)
 _STRING, _ARRAY = 8, 9
@@ -45,6 +48,7 @@ class Passed:
 Value = int | float | bool | str | tuple[int | float, ...] | Passed
 
 
+@option
 @dataclass(frozen=True)
 class Entry:
     """A tensor of a file. dims: as torch has them. kind: the number of its block type. start: the
@@ -56,6 +60,7 @@ class Entry:
     start: int
 
 
+@option
 @dataclass(frozen=True)
 class GgufFile:
     """A file's metadata and tensors. alignment: of what every tensor's first byte is a multiple."""
@@ -65,19 +70,34 @@ class GgufFile:
     tensors: dict[str, Entry]
     size: int
     alignment: int
+    stamp: tuple[int, ...] = ()
 
     @classmethod
     def open(cls, path: Path) -> GgufFile:
         """Errors: `InputError` for what is no GGUF file, or a damaged one."""
         try:
             with open_regular(path) as file:
-                size = os.fstat(file.fileno()).st_size
-                if size == 0:
+                stat = os.fstat(file.fileno())
+                if stat.st_size == 0:
                     raise InputError(f"{path} is empty; expected a GGUF file")
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                    return _Header(path, mapped, size).read()
+                    read = _Header(path, mapped, stat.st_size).read()
+                    return replace(read, stamp=stamp_of(stat))
         except (OSError, struct.error, UnicodeDecodeError) as error:
             raise InputError(f"cannot read {path}: {error}; fetch it again") from error
+
+    def text_fields(self) -> dict[str, Any]:
+        """What tells it from other files, and from itself after a change."""
+        return {"path": os.path.abspath(self.path), "stamp": self.stamp}
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def from_text(cls, path: str, stamp: tuple[int, ...]) -> GgufFile:
+        """The file of this stamp. Errors: `InputError` if it is another by now."""
+        file = cls.open(Path(path))
+        if file.stamp != stamp:
+            raise InputError(f"{path} has changed")
+        return file
 
     def rows(self, entry: Entry, width: int) -> torch.Tensor:
         """A tensor's bytes u8[R,width], a row of its values each. Errors: `InputError` if the file

@@ -22,7 +22,7 @@ from torch import nn
 
 from ...ir import GraftworkWarning, InputError, TensorType, UnsupportedError, Weight
 from ...ir.support.files import read_json
-from ...ir.weights import Call, from_safetensors, open_safetensors
+from ...ir.weights import Call, derivation, derive, from_safetensors, open_safetensors
 from ..stored_weights import StoredWeight, warn_of_dequantized
 from .computed import computed
 
@@ -243,7 +243,7 @@ class Checkpoint:
                 )
             return held.renamed(name).cast(expected.dtype)
         made = Call(partial(self._convert, recipe, name, expected.dtype))
-        return Weight(name, expected, made)
+        return _joined(recipe, name, expected) or Weight(name, expected, made)
 
     def stored(self) -> dict[str, StoredWeight]:
         """Parameters that the checkpoint holds in few bits.
@@ -340,6 +340,49 @@ class Checkpoint:
             for _, weight in recipe.parts:
                 if weight.type.dtype.is_floating_point:
                     yield weight.type.dtype
+
+
+@derivation
+def stacked(*tensors: torch.Tensor, dim: int) -> torch.Tensor:
+    """Tensors of one shape along a new axis."""
+    return torch.stack(tensors, dim)
+
+
+@derivation
+def concatenated(*tensors: torch.Tensor, dim: int) -> torch.Tensor:
+    """Tensors one after the other along an axis."""
+    return torch.cat(tensors, dim)
+
+
+_JOINS: dict[str, Callable[..., torch.Tensor]] = {
+    "MergeModulelist": stacked,
+    "Concatenate": concatenated,
+}
+
+
+def _joined(recipe: _Recipe, name: str, expected: TensorType) -> Weight | None:
+    """A parameter whose rule only stacks and concatenates tensors; None for other rules."""
+    rule = recipe.rule
+    joins = [(_JOINS.get(type(step).__name__), getattr(step, "dim", 0)) for step in rule.operations]
+    given = ([w for p, w in recipe.parts if p == pattern] for pattern in rule.source_patterns)
+    lists = [weights for weights in given if weights]
+    for join, dim in joins:
+        if join is None or len(rule.target_patterns) > 1:
+            return None
+        if join is concatenated:
+            lists = [[weight for weights in lists for weight in weights]]
+        metas = [
+            [torch.empty(w.type.shape, dtype=w.type.dtype, device="meta") for w in weights]
+            for weights in lists
+        ]
+        try:
+            types = [TensorType.of(join(*meta, dim=dim)) for meta in metas]
+        except (RuntimeError, IndexError):
+            return None
+        lists = [[derive(name, t, join, *w, dim=dim)] for t, w in zip(types, lists, strict=True)]
+    whole = lists[0][0]
+    fits = len(lists) == 1 and whole.type.dims == expected.dims
+    return whole.cast(expected.dtype) if fits else None
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

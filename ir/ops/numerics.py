@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..support.errors import InputError
 from ..types import DTYPE_NAMES, TensorType
+from ..weights import option
 
 WIDTHS = (1, 2, 3, 4, 6, 8)
 """Bits that a stored value may have."""
@@ -52,6 +53,7 @@ class Quantized(NamedTuple):
     codebook: Tensor | None = None
 
 
+@option
 @dataclass(frozen=True)
 class Numeric:
     """The format of a weight [N,K].

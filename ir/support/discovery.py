@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import pkgutil
+import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 from .errors import InputError
@@ -72,3 +75,28 @@ def brought(group: str) -> Iterator[tuple[str, ModuleType]]:
                 f"{type(error).__name__}: {error}; mend or uninstall {owner}"
             ) from error
         yield owner, module
+
+
+@cache
+def sources_of(*folders: Path) -> str:
+    """A hash of the Python files in folders."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.relative_to(folder).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def versions_of(*packages: str) -> str:
+    """Versions of Python and of packages, "" for those that are not installed."""
+    found = {point.metadata["Name"]: point.version for point in map(_installed, packages) if point}
+    return repr((sys.version_info[:3], found))
+
+
+def _installed(package: str) -> metadata.Distribution | None:
+    try:
+        return metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return None

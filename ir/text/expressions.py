@@ -133,10 +133,10 @@ class Expression:
                 return -operand
         if isinstance(node, (ast.UnaryOp, ast.BinOp)) and self.lookup is not None:
             return self._size(node)
-        if isinstance(node, ast.Call) and self.lookup is not None:
-            return self._device(node)
         if isinstance(node, ast.Call) and self.build is not None:
             return self._built(node, self.build)
+        if isinstance(node, ast.Call) and self.lookup is not None:
+            return self._device(node)
         return self.fail(node, "a literal, a dtype, a size, a %value or a @weight")
 
     def _whole(self, node: ast.Constant) -> None:

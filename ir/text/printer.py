@@ -37,6 +37,7 @@ from ..ops.stages import op_name
 from ..plan import Record
 from ..support.errors import GraftworkError
 from ..types import DTYPE_NAMES, DTYPES, Sym, type_text
+from ..weights import Operand, option_fields
 
 WIDTH = 100
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.]*[A-Za-z0-9_])?")
@@ -133,8 +134,10 @@ def literal(value: Any) -> str:
     raise GraftworkError(f"{value!r} ({type(value).__name__}) has no text form; use plain values")
 
 
-def argument_text(value: Any, names: Mapping[torch.fx.Node, str]) -> str:
-    """One argument of a call."""
+def argument_text(value: Any, names: Mapping[Any, str]) -> str:
+    """One argument of a call. names: of the nodes, or of the operands of a weight."""
+    if isinstance(value, Operand):
+        return names[value]
     if isinstance(value, torch.fx.Node):
         return names.get(value, f"%<{value.name} of another graph>")
     if isinstance(value, Sym):
@@ -149,6 +152,9 @@ def argument_text(value: Any, names: Mapping[torch.fx.Node, str]) -> str:
         return "[" + ", ".join(argument_text(v, names) for v in value) + "]"
     if isinstance(value, tuple):
         return _tuple([argument_text(v, names) for v in value])
+    if (given := option_fields(value)) is not None:
+        parts = [f"{name}={argument_text(part, names)}" for name, part in given.items()]
+        return f"{type(value).__name__}({', '.join(parts)})"
     return literal(value)
 
 

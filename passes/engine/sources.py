@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from functools import cache
 from pathlib import Path
 
 import torch
+
+from ...ir.support.discovery import sources_of
 
 PASSES = Path(__file__).parents[1]
 
@@ -15,7 +16,7 @@ PASSES = Path(__file__).parents[1]
 def code_of(*kinds: type) -> str:
     """A digest of torch's version, every pass and what these classes' modules say: whatever may
     change the bits of what they work out."""
-    digest = hashlib.sha256(f"{torch.__version__} {_passes()}".encode())
+    digest = hashlib.sha256(f"{torch.__version__} {sources_of(PASSES)}".encode())
     for path in filter(None, map(_source, kinds)):
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -28,12 +29,3 @@ def _source(kind: type) -> Path | None:
     except TypeError:
         return None
     return Path(path) if path else None
-
-
-@cache
-def _passes() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(PASSES.rglob("*.py")):
-        digest.update(path.relative_to(PASSES).as_posix().encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...ir import TensorType
 from ...ir.ops.numerics import Numeric, Quantized
+from ...ir.weights import option
 
 SUFFIXES = {"weight": "", "scale": ".scale", "offset": ".offset", "codebook": ".codebook"}
 I64 = torch.int64
@@ -37,6 +38,7 @@ class Stored(NamedTuple):
     outputs: Tensor | None = None
 
 
+@option
 @dataclass(frozen=True)
 class Form:
     """How a weight [N,K] is stored. numerics: a format a term, of different bits. columns: how many

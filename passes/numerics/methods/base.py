@@ -15,6 +15,7 @@ from torch import Tensor
 from ....ir import InputError
 from ....ir.ops.numerics import Numeric, Quantized
 from ....ir.support.discovery import import_all
+from ....ir.weights import option
 from ...engine.calibrate import Seen
 from ...engine.moments import Moments
 from ..stored import Form, Stored
@@ -76,7 +77,7 @@ M = TypeVar("M", bound=type[Method])
 def method(cls: M) -> M:
     """Class decorator: make a method known under its name."""
     _METHODS[cls.name] = cls
-    return cls
+    return option(cls)
 
 
 def known_methods() -> dict[str, type[Method]]:
