@@ -64,7 +64,7 @@ def trace_key(wrapper: nn.Module, *asked: object) -> str | None:
 
 def _parts(wrapper: nn.Module, asked: tuple[object, ...]) -> Iterator[str]:
     yield sources_of(Path(inspect.getfile(TensorType)).parent, Path(__file__).parent)
-    yield versions_of("torch", "transformers")
+    yield repr((sys.version_info[:3], torch.__version__, versions_of("transformers")))
     yield repr(asked)
     shown = _Shown({id(module): path for path, module in wrapper.named_modules()})
     for path, module in wrapper.named_modules(remove_duplicate=False):

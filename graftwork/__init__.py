@@ -42,7 +42,7 @@ __all__ = [
 
 # Loaded on first use: `import graftwork` and `graftwork --help` then cost milliseconds, not torch.
 _HOMES = {
-    "GraftworkError": ".ir.errors",
+    "GraftworkError": ".ir.support.errors",
     "Model": ".model",
     "Recipe": ".recipe",
     "Target": ".backends.target",

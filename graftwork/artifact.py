@@ -19,7 +19,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +39,7 @@ from .ir import (
 )
 from .ir.check.legality import unmet
 from .ir.check.verify import verify
+from .ir.support.discovery import versions_of
 from .ir.support.files import (
     LARGE,
     SealedPath,
@@ -236,7 +236,7 @@ def _write_files(
             raise InputError(f"an artifact cannot hold a model file called {name!r}")
         data = read_bytes(source, LARGE)
         files[name] = _write(folder / name, data, "asset")
-    files[PROGRAM] = _write(folder / PROGRAM, program_text(program).encode(), "program")
+    files[PROGRAM] = _write(folder / PROGRAM, program_text(program, made=True).encode(), "program")
     weights = list(program.weights.values())
     for done in write_weights(folder, weights, shard_bytes, progress):
         files[done.name] = FileEntry(role="weights", bytes=done.bytes, sha256=done.sha256)
@@ -284,13 +284,7 @@ def _manifest(
 
 def tool_versions() -> dict[str, str]:
     """Versions of the installed packages that a result depends on."""
-    versions = {}
-    for name in TOOLS:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    return versions_of(*TOOLS)
 
 
 # -- reading

@@ -22,6 +22,7 @@ from .ir.execution.executable import KernelUse, Memory
 from .ir.support.files import plain_path
 from .ir.support.threads import traces
 from .ir.support.tokenizer import read_tokenizer
+from .kept_programs import Making, program_key, read_program, write_program
 from .passes.engine.evidence import Evidence, WorkFolder
 from .passes.engine.manager import arrange, facts_of, run_passes
 from .passes.engine.validate import Validator
@@ -66,8 +67,6 @@ def transform(
     result, reports = run_passes(
         start, recipe.steps, validator=validator, progress=progress, evidence=evidence
     )
-    check_kernels(result, target)
-    check_columns(result, target)
     report = Report(
         source=traced.source,
         model_type=program.info.model_type,
@@ -80,7 +79,14 @@ def transform(
         passes=pass_lines(reports),
         generates=str(program.info.defaults),
     )
-    return Model(result, target, recipe.as_dict(), report)
+    return _runnable(result, target, recipe, report)
+
+
+def _runnable(program: Program, target: Target, recipe: Recipe, report: Report) -> Model:
+    """A program as a model. Errors: as of what the target runs."""
+    check_kernels(program, target)
+    check_columns(program, target)
+    return Model(program, target, recipe.as_dict(), report)
 
 
 def optimize(
@@ -122,13 +128,22 @@ def optimize(
         WorkFolder(plain_path("work", work))
     _remark(where)
     progress("trace")
-    traced = Traced.of(model, where.dtype, known)
+    key = None if validate else program_key(model, chosen, where.dtype)
+    if key is not None and (kept := read_program(key, model, known)) is not None:
+        program, report = kept
+        changed = {"source": str(model), "recipe": chosen.name, "target": str(where)}
+        return _runnable(program, where, chosen, report.model_copy(update=changed))
+    making = Making()
+    traced = Traced.of(model, where.dtype, making.telling(known))
     evidence = None
     if chosen.reads_text and data is not None:
         data = read_documents(data, traced.program)
         evidence = evidence_of(data, work, progress)
     prompts = _validation_prompts(traced.program, data, seed) if validate else None
-    return transform(traced, chosen, where, prompts=prompts, evidence=evidence, progress=progress)
+    made = transform(traced, chosen, where, prompts=prompts, evidence=evidence, progress=progress)
+    if key is not None and made.report is not None:
+        write_program(key, model, made.program, made.report, making)
+    return made
 
 
 def trace(

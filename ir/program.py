@@ -15,7 +15,15 @@ from .plan.defaults import Defaults
 from .support.errors import GraftworkError, InputError
 from .support.fields import check_fields
 from .support.names import check_name, check_program_name
-from .text.printer import call_text, fields_of, function_lines, literal, name_text, record_text
+from .text.printer import (
+    call_text,
+    fields_of,
+    function_lines,
+    literal,
+    made_of,
+    name_text,
+    record_text,
+)
 from .types import Sym, TensorType
 from .weights import WeightStore
 
@@ -177,9 +185,9 @@ class Program:
         return program_text(self)
 
 
-def program_text(program: Program) -> str:
+def program_text(program: Program, *, made: bool = False) -> str:
     """The program as text (see `printer`); reading it back gives an equal program (but for the
-    weights' data)."""
+    weights' data). made: comments tell what weights were made of."""
     lines = [f"program {json.dumps(program.name, ensure_ascii=False)} stage={program.stage} {{"]
     info = fields_of(program.info)
     lines.append("  " + call_text("info", info | info.pop("defaults").said))
@@ -188,7 +196,8 @@ def program_text(program: Program) -> str:
         attributes = f"layer={state.layer} part={literal(state.part)}"
         lines.append(f"  state {name_text(state.name)}: {state.type} {attributes}")
     for weight in program.weights.values():
-        lines.append(f"  weight {name_text(weight.name)}: {weight.type}")
+        comment = f"  # {made_of(weight)}" if made and weight.inputs else ""
+        lines.append(f"  weight {name_text(weight.name)}: {weight.type}{comment}")
     for function in program.functions.values():
         lines.append("")
         lines += ["  " + line.text for line in function_lines(function)]

@@ -103,9 +103,8 @@ def option_fields(value: Any) -> dict[str, Any] | None:
         return None
     if hasattr(value, "text_fields"):
         return dict(value.text_fields())
-    if is_dataclass(value):
-        return {f.name: getattr(value, f.name) for f in fields(value)}
-    return dict(value)
+    names = [f.name for f in fields(value)] if is_dataclass(value) else type(value).model_fields
+    return {name: getattr(value, name) for name in names}
 
 
 def derive(

@@ -194,10 +194,8 @@ def test_what_other_code_made_is_not_used(tmp_path: Path, monkeypatch: pytest.Mo
     changed.mkdir()
     (changed / "gptq.py").write_text("another rule")
     monkeypatch.setattr(sources, "PASSES", changed)
-    sources._passes.cache_clear()
     gptq(program, evidence_for(program, work=tmp_path))
     monkeypatch.undo()
-    sources._passes.cache_clear()
     gptq(program, evidence_for(program, work=tmp_path))
     made = {path.parent for path in tmp_path.rglob("block-0000.safetensors")}
     assert len(made) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf_files
 import pytest
@@ -18,8 +19,9 @@ from graftwork.ir.weights import Call, piece
 SMALL = 4096
 """Bytes of all tensors that lie beside a text: tables of positions, no weights."""
 
-RECIPES = {
-    "llama": ("baseline", "int8", "int4", "medusa"),
+INT4 = {"extends": "int4", "passes": [{"quantize_weights": {"group": 16}}]}
+RECIPES: dict[str, tuple[Any, ...]] = {
+    "llama": ("baseline", "int8", INT4, "medusa"),
     "mixtral": ("int8",),
 }
 
@@ -50,9 +52,19 @@ def test_programs_after_recipes_are_text(tmp_path: Path) -> None:
 
 def test_blocks_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    gguf_files.write(path, {"": "Q4_0", "embed_tokens.weight": "F32"})
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    gguf_files.write(path, {"": "Q4_0", "embed_tokens.weight": "F32"}, **sizes)
     program = gw.optimize(path, "baseline", target="eager:cpu:float32").program
     assert "GgufFile(path=" in check_round_trip(program.weights)
+
+
+def test_artifacts_tell_what_weights_were_made_of(tmp_path: Path) -> None:
+    build(ARCHS["llama"]).save_pretrained(tmp_path / "model")
+    made = gw.optimize(tmp_path / "model", "int8", target="eager:cpu:float32")
+    text = (made.save(tmp_path / "saved") / "program.gw").read_text()
+    q, k, v = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")
+    assert f"# quantized(joined({q}, {k}, {v}))\n" in text
+    assert str(gw.load(tmp_path / "saved").program) == str(made.program)
 
 
 def test_weights_that_a_reader_has() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import pkgutil
-import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import metadata
@@ -88,15 +88,10 @@ def sources_of(*folders: Path) -> str:
     return digest.hexdigest()
 
 
-@cache
-def versions_of(*packages: str) -> str:
-    """Versions of Python and of packages, "" for those that are not installed."""
-    found = {point.metadata["Name"]: point.version for point in map(_installed, packages) if point}
-    return repr((sys.version_info[:3], found))
-
-
-def _installed(package: str) -> metadata.Distribution | None:
-    try:
-        return metadata.distribution(package)
-    except metadata.PackageNotFoundError:
-        return None
+def versions_of(*packages: str) -> dict[str, str]:
+    """Versions of those packages that are installed."""
+    versions = {}
+    for name in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions

@@ -5,6 +5,8 @@ Messages say what was expected, what came, where, and what to do.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class GraftworkError(Exception):
     """Base class of every error graftwork raises on purpose."""
@@ -44,4 +46,13 @@ def execution_error(function: str, error: Exception) -> ExecutionError:
 
 
 class GraftworkWarning(UserWarning):
-    """Something that is legal, and yet most likely not what the user wants; says what to do."""
+    """Something that is legal, and yet most likely not what the user wants; says what to do.
+
+    count: of those that were made, shown or not.
+    """
+
+    count: ClassVar[int] = 0
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        GraftworkWarning.count += 1

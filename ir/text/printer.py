@@ -37,7 +37,7 @@ from ..ops.stages import op_name
 from ..plan import Record
 from ..support.errors import GraftworkError
 from ..types import DTYPE_NAMES, DTYPES, Sym, type_text
-from ..weights import Operand, option_fields
+from ..weights import Operand, Weight, option_fields
 
 WIDTH = 100
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.]*[A-Za-z0-9_])?")
@@ -156,6 +156,16 @@ def argument_text(value: Any, names: Mapping[Any, str]) -> str:
         parts = [f"{name}={argument_text(part, names)}" for name, part in given.items()]
         return f"{type(value).__name__}({', '.join(parts)})"
     return literal(value)
+
+
+def made_of(weight: Weight) -> str:
+    """What a weight was made of, in short: functions, and names of weights without inputs."""
+    if not weight.inputs:
+        return name_text(weight.name)
+    target: Any = weight.made.target
+    name = op_name(target) if isinstance(target, torch._ops.OpOverload) else target.__name__
+    text = f"{name}({', '.join(map(made_of, weight.inputs))})"
+    return text if len(text) <= 2 * WIDTH else f"{text[: 2 * WIDTH]} ..."
 
 
 def site_text(site: Site) -> str:

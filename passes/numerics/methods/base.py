@@ -77,7 +77,8 @@ M = TypeVar("M", bound=type[Method])
 def method(cls: M) -> M:
     """Class decorator: make a method known under its name."""
     _METHODS[cls.name] = cls
-    return option(cls)
+    option(cls)
+    return cls
 
 
 def known_methods() -> dict[str, type[Method]]:

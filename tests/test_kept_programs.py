@@ -1,0 +1,125 @@
+"""Programs after their passes are kept: read, they are what was made, and nothing is traced."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from archs import ARCHS, build
+
+import graftwork as gw
+from graftwork import kept_programs, model
+from graftwork.ir import GraftworkWarning
+from graftwork.kept_programs import program_key
+from graftwork.recipe import Recipe
+
+TARGET = "eager:cpu:float32"
+INT4 = {"extends": "int4", "passes": [{"quantize_weights": {"group": 16}}]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint, and a cache of its own; as in a process that has not imported transformers."""
+    monkeypatch.setenv("GRAFTWORK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(kept_programs, "_others_have_a_say", lambda: False)
+    build(ARCHS["llama"]).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def kept(folder: Path) -> list[Path]:
+    """The programs that are kept."""
+    return sorted(folder.parent.glob("cache/programs/*"))
+
+
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise AssertionError("traced again")
+
+    monkeypatch.setattr(model.Traced, "of", refuse)
+
+
+def test_a_kept_program_is_the_one_that_was_made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[list[Any]] = [[], []]
+    recipes = ("baseline", "int8_copyspec", INT4)
+    told = [lambda *told, to=to: to.append(told) for to in heard]
+    made = [gw.optimize(folder, name, target=TARGET, known=told[0]) for name in recipes]
+    assert len(kept(folder)) == len(recipes)
+    untraced(monkeypatch)
+    read = [gw.optimize(folder, name, target=TARGET, known=told[1]) for name in recipes]
+    assert heard[0] == heard[1] != []
+    for one, other in zip(made, read, strict=True):
+        assert str(one.program) == str(other.program)
+        assert one.program.assets == other.program.assets and one.recipe == other.recipe
+        assert one.report is not None and other.report is not None
+        seconds = {"trace_seconds": one.report.trace_seconds}
+        assert other.report.model_copy(update=seconds) == one.report
+        for name, weight in one.program.weights.items():
+            assert torch.equal(weight.load(), other.program.weights[name].load()), name
+        tokens = [m.generate([[5, 6, 7, 8]], max_new_tokens=8) for m in (one, other)]
+        assert torch.equal(*tokens)
+
+
+def test_reading_imports_no_transformers(folder: Path) -> None:
+    gw.optimize(folder, "int8", target=TARGET)
+    code = (
+        "import sys, graftwork as gw\n"
+        f"gw.optimize({str(folder)!r}, 'int8', target={TARGET!r})\n"
+        "print('transformers' in sys.modules)"
+    )
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
+
+
+def test_a_key_says_all_that_a_program_depends_on(folder: Path) -> None:
+    def key(recipe: str | dict[str, Any] = "int8", dtype: torch.dtype = torch.float32) -> str:
+        found = program_key(folder, Recipe.load(recipe), dtype)
+        assert found is not None
+        return found
+
+    keys = [key(), key(), key("int4"), key(INT4), key(dtype=torch.bfloat16)]
+    config = folder / "config.json"
+    os.utime(config, (1, 1))
+    keys.append(key())
+    (folder / "tokenizer.json").write_text("{}")
+    keys.append(key())
+    assert keys[0] == keys[1] and len(set(keys)) == len(keys) - 1
+
+
+def test_what_has_no_key(folder: Path) -> None:
+    llama = build(ARCHS["llama"])
+    assert program_key(llama, Recipe.load("baseline"), torch.float32) is None
+    assert program_key(folder / "config.json", Recipe.load("baseline"), torch.float32) is None
+    for recipe in ("gptq", "draft_model"):
+        assert program_key(folder, Recipe.load(recipe), torch.float32) is None, recipe
+
+
+def test_damage_changes_and_warnings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged file counts as none; a program that the user is warned of is made each time."""
+    first = gw.optimize(folder, target=TARGET)
+    (path,) = kept(folder)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    again = gw.optimize(folder, target=TARGET)
+    assert [r.name for r in again.program.provenance] == [r.name for r in first.program.provenance]
+    assert kept_programs.read_kept(path) is not None
+    path.unlink()
+    traced = model.Traced.of
+
+    def warning(*args: Any) -> Any:
+        warnings.warn("careful", GraftworkWarning, stacklevel=2)
+        return traced(*args)
+
+    monkeypatch.setattr(model.Traced, "of", warning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gw.optimize(folder, target=TARGET)
+    assert not kept(folder)
