@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch.fx.node import map_aggregate
@@ -186,8 +186,32 @@ def _renewed(weight: Weight, given: Mapping[str, Weight]) -> Weight:
     return replace(weight, inputs=new) if changed else weight
 
 
+class SourceFile:
+    """A file that weights are read from. stamp: of the file as it was opened, see `stamp_of`."""
+
+    path: Path
+    stamp: tuple[int, ...]
+
+    def text_fields(self) -> dict[str, Any]:
+        """What tells it from other files, and from itself after a change."""
+        return {"path": os.path.abspath(self.path), "stamp": self.stamp}
+
+    @classmethod
+    def from_text(cls, path: str, stamp: tuple[int, ...]) -> Self:
+        """The file of this stamp. Errors: `InputError` if it is another by now."""
+        file = cls.open(Path(path))
+        if file.stamp != stamp:
+            raise InputError(f"{path} has changed")
+        return file
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """The file as it is now. Errors: `InputError`."""
+        raise NotImplementedError
+
+
 @option
-class SafetensorsFile:
+class SafetensorsFile(SourceFile):
     """A safetensors file as it was when it was opened, even if another takes its place.
 
     opened: the file, if it is open already; it stays open as long as this lives. A tensor is mapped
@@ -205,17 +229,10 @@ class SafetensorsFile:
         self._handle = _mapped(self._where)
         self._names = dict.fromkeys(self._handle.keys())
 
-    def text_fields(self) -> dict[str, Any]:
-        """What tells it from other files, and from itself after a change."""
-        return {"path": os.path.abspath(self.path), "stamp": self.stamp}
-
     @classmethod
-    def from_text(cls, path: str, stamp: tuple[int, ...]) -> SafetensorsFile:
-        """The file of this stamp. Errors: `InputError` if it is another by now."""
-        file = open_safetensors(Path(path))
-        if file.stamp != stamp:
-            raise InputError(f"{path} has changed")
-        return file
+    def open(cls, path: Path) -> SafetensorsFile:
+        """See `open_safetensors`."""
+        return open_safetensors(path)
 
     def keys(self) -> KeysView[str]:
         """Names of its tensors."""

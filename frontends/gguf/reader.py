@@ -16,9 +16,7 @@ import mmap
 import os
 import struct
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +24,7 @@ import torch
 from ...ir import InputError
 from ...ir.support.files import open_regular
 from ...ir.support.names import shown
-from ...ir.weights import option, stamp_of
+from ...ir.weights import SourceFile, option, stamp_of
 
 MAGIC, VERSIONS = 0x46554747, (2, 3)
 _STRING, _ARRAY = 8, 9
@@ -62,7 +60,7 @@ class Entry:
 
 @option
 @dataclass(frozen=True)
-class GgufFile:
+class GgufFile(SourceFile):
     """A file's metadata and tensors. alignment: of what every tensor's first byte is a multiple."""
 
     path: Path
@@ -85,19 +83,6 @@ class GgufFile:
                     return replace(read, stamp=stamp_of(stat))
         except (OSError, struct.error, UnicodeDecodeError) as error:
             raise InputError(f"cannot read {path}: {error}; fetch it again") from error
-
-    def text_fields(self) -> dict[str, Any]:
-        """What tells it from other files, and from itself after a change."""
-        return {"path": os.path.abspath(self.path), "stamp": self.stamp}
-
-    @classmethod
-    @lru_cache(maxsize=64)
-    def from_text(cls, path: str, stamp: tuple[int, ...]) -> GgufFile:
-        """The file of this stamp. Errors: `InputError` if it is another by now."""
-        file = cls.open(Path(path))
-        if file.stamp != stamp:
-            raise InputError(f"{path} has changed")
-        return file
 
     def rows(self, entry: Entry, width: int) -> torch.Tensor:
         """A tensor's bytes u8[R,width], a row of its values each. Errors: `InputError` if the file

@@ -10,7 +10,9 @@ refuses, is left to torch's symbolic shapes (`infer.py`), which say why. They lo
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
+from functools import reduce
 from itertools import combinations_with_replacement
 from typing import Any
 
@@ -40,6 +42,8 @@ def sampled(target: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Va
         kwargs = {**kwargs, "device": "meta"}
     if torch.Tag.pointwise in getattr(target, "tags", ()):
         return _pointwise(target, args, kwargs)
+    if target is torch.ops.aten.cat.default:
+        return _concatenated(*args, **kwargs)
     choices = [{n: order(i, len(names)) for i, n in enumerate(names)} for order in _ORDERS]
     choices = choices if names else choices[:1]
     try:
@@ -67,6 +71,18 @@ def _pointwise(target: Callable[..., Any], args: Any, kwargs: dict[str, Any]) ->
         return None
     fits = isinstance(result, torch.Tensor) and result.dim() == len(dims)
     return TensorType(result.dtype, tuple(dims)) if fits else None
+
+
+def _concatenated(tensors: list[TensorType], dim: int = 0) -> TensorType | None:
+    """The type of tensors one after the other. (On meta tensors that loads what compiles, too.)"""
+    first, rank = tensors[0], len(tensors[0].dims)
+    if not -rank <= dim < rank or len({(x.dtype, len(x.dims)) for x in tensors}) > 1:
+        return None
+    place = dim % rank
+    if len({(*x.dims[:place], *x.dims[place + 1 :]) for x in tensors}) > 1:
+        return None
+    size = reduce(operator.add, (x.dims[place] for x in tensors))
+    return TensorType(first.dtype, (*first.dims[:place], size, *first.dims[place + 1 :]))
 
 
 def _one(value: Any) -> Any:

@@ -158,13 +158,17 @@ def argument_text(value: Any, names: Mapping[Any, str]) -> str:
     return literal(value)
 
 
+def target_name(target: Any) -> str:
+    """The name of an op, or of a function that derives weights; "" for other callables."""
+    is_op = isinstance(target, torch._ops.OpOverload)
+    return op_name(target) if is_op else getattr(target, "__name__", "")
+
+
 def made_of(weight: Weight) -> str:
     """What a weight was made of, in short: functions, and names of weights without inputs."""
     if not weight.inputs:
         return name_text(weight.name)
-    target: Any = weight.made.target
-    name = op_name(target) if isinstance(target, torch._ops.OpOverload) else target.__name__
-    text = f"{name}({', '.join(map(made_of, weight.inputs))})"
+    text = f"{target_name(weight.made.target)}({', '.join(map(made_of, weight.inputs))})"
     return text if len(text) <= 2 * WIDTH else f"{text[: 2 * WIDTH]} ..."
 
 

@@ -13,19 +13,17 @@ written as calls of the class.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx.node import map_aggregate
 
-from ..ops.stages import op_name
 from ..support.errors import GraftworkError
-from ..types import TensorType
 from ..weights import DERIVATIONS, OPTIONS, Call, Held, Operand, Weight
 from .expressions import Expression
 from .lexer import Cursor, Source, Token
-from .printer import argument_text, literal
+from .printer import argument_text, literal, target_name
 
 
 def weights_text(
@@ -36,18 +34,16 @@ def weights_text(
     given: keys of weights that the reader has, by name. Errors: `GraftworkError` for a weight that
     is made by something without a text form.
     """
-    lines: list[str] = []
+    lines, labels = list[str](), dict[int, str]()
     tensors: dict[str, torch.Tensor] = {}
-    labels: dict[int, str] = {}
 
     def made(weight: Weight) -> str:
         if weight.name in given and weights.get(weight.name, weight) is weight:
             return f"given({literal(given[weight.name])})"
         if isinstance(weight.made.target, Held):
-            tensors[key := str(len(tensors))] = weight.load()
-            return f"held({literal(key)})"
-        names = {Operand(place): label(part) for place, part in enumerate(weight.inputs)}
-        return _call_text(weight, names)
+            tensors[str(len(tensors))] = weight.load()
+            return f"held({literal(str(len(tensors) - 1))})"
+        return _call_text(weight, [label(part) for part in weight.inputs])
 
     def label(weight: Weight) -> str:
         if id(weight) not in labels:
@@ -60,12 +56,10 @@ def weights_text(
     return "\n".join([*lines, f"return {', '.join(order)}", ""]), tensors
 
 
-def _call_text(weight: Weight, names: Mapping[Any, str]) -> str:
-    call = weight.made
-    target = getattr(call.target, "__name__", "")
-    if isinstance(call.target, torch._ops.OpOverload):
-        target = op_name(call.target)
-    elif DERIVATIONS.get(target) is not call.target:
+def _call_text(weight: Weight, inputs: Sequence[str]) -> str:
+    call, names = weight.made, {Operand(place): label for place, label in enumerate(inputs)}
+    target = target_name(call.target)
+    if "." not in target and DERIVATIONS.get(target) is not call.target:
         raise GraftworkError(f"weight {weight.name}: {call.target} has no text form")
     args = [argument_text(arg, names) for arg in call.args]
     args += [f"{key}={argument_text(arg, names)}" for key, arg in call.kwargs.items()]
@@ -80,88 +74,70 @@ def parse_weights(
     Errors: `ParseError`, and what `given` and the classes of options raise.
     """
     reader = _Reader(Cursor(Source(text)), tensors, given)
-    cursor = reader.cursor
+    cursor, weights = reader.cursor, dict[str, Weight]()
     cursor.skip_lines()
     while not cursor.accept("return"):
         reader.line()
         cursor.skip_lines()
-    weights: dict[str, Weight] = {}
     while cursor.here.kind == "value":
         start = cursor.next()
-        weight = reader.lookup(start)
-        assert isinstance(weight, Operand)
-        found = reader.weights[weight.place]
-        cursor.declare(weights, found.name, found, start)
+        weight = reader.weight(start)
+        cursor.declare(weights, weight.name, weight, start)
         cursor.accept(",")
     cursor.end_line()
     return weights
 
 
+@dataclass
 class _Reader:
-    """Reads lines; an `Operand` stands for each weight above, by its number."""
+    """Reads lines. used: what the line's call is on."""
 
-    def __init__(
-        self,
-        cursor: Cursor,
-        tensors: Mapping[str, torch.Tensor],
-        given: Callable[[str], Weight],
-    ) -> None:
-        self.cursor, self.tensors, self.given = cursor, tensors, given
-        self.labels: dict[str, Operand] = {}
-        self.weights: list[Weight] = []
+    cursor: Cursor
+    tensors: Mapping[str, torch.Tensor]
+    given: Callable[[str], Weight]
+    weights: dict[str, Weight] = field(default_factory=dict)
+    used: list[Weight] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
 
     def line(self) -> None:
-        cursor = self.cursor
+        cursor, self.used = self.cursor, []
         label = cursor.take("value", "a weight, as in %0, or return")
         name = cursor.unquote(cursor.take("string", "the weight's name in quotes"))
         cursor.expect(":")
         type = cursor.tensor_type()
         cursor.expect("=")
-        expression = Expression(cursor, cursor.span(frozenset()), self.lookup, self.option)
+        expression = Expression(cursor, cursor.span(frozenset()), self.operand, self.option)
         node, target = expression.call()
         args, kwargs = expression.arguments(node)
-        weight = self.weight(name, type, target, args, kwargs, label)
+        if target == "given":
+            weight = self.given(*args)
+        elif target == "held":
+            weight = Weight.of(name, self.tensors[args[0]])
+        elif (function := DERIVATIONS.get(target) or _op(target)) is not None:
+            weight = Weight(name, type, Call(function, tuple(args), kwargs), tuple(self.used))
+        else:
+            cursor.fail(f"an op or a function that derives weights (not {target})", label)
         if weight.name != name or weight.type != type:
             cursor.fail(f"{weight.name} {weight.type}, which was given", label)
-        cursor.declare(self.labels, label.text, Operand(len(self.weights)), label)
-        self.weights.append(weight)
+        cursor.declare(self.weights, label.text, weight, label)
         cursor.end_line()
 
-    def weight(
-        self,
-        name: str,
-        type: TensorType,
-        target: str,
-        args: list[Any],
-        kwargs: dict[str, Any],
-        at: Token,
-    ) -> Weight:
-        if target == "given":
-            return self.given(*args)
-        if target == "held":
-            return Weight.of(name, self.tensors[args[0]])
-        function = DERIVATIONS.get(target) or _op(target)
-        if function is None:
-            self.cursor.fail(f"an op or a function that derives weights (not {target})", at)
-        used: dict[Operand, Operand] = {}
-
-        def placed(arg: Any) -> Any:
-            return used.setdefault(arg, Operand(len(used))) if isinstance(arg, Operand) else arg
-
-        placed_args: Any = map_aggregate(tuple(args), placed)
-        placed_kwargs: Any = map_aggregate(kwargs, placed)
-        inputs = tuple(self.weights[operand.place] for operand in used)
-        return Weight(name, type, Call(function, placed_args, dict(placed_kwargs)), inputs)
-
-    def lookup(self, token: Token) -> Operand:
-        if token.text not in self.labels:
+    def weight(self, token: Token) -> Weight:
+        if token.text not in self.weights:
             self.cursor.fail("a weight defined above", token)
-        return self.labels[token.text]
+        return self.weights[token.text]
+
+    def operand(self, token: Token) -> Operand:
+        self.used.append(self.weight(token))
+        return Operand(len(self.used) - 1)
 
     def option(self, kind: str, values: dict[str, Any], at: Token) -> Any:
         if kind not in OPTIONS:
             self.cursor.fail(f"one of {', '.join(sorted(OPTIONS))}", at)
-        return getattr(OPTIONS[kind], "from_text", OPTIONS[kind])(**values)
+        key = f"{kind} {values}"  # a file is opened once
+        if key not in self.options:
+            self.options[key] = getattr(OPTIONS[kind], "from_text", OPTIONS[kind])(**values)
+        return self.options[key]
 
 
 def _op(name: str) -> Any:
