@@ -103,7 +103,8 @@ def option_fields(value: Any) -> dict[str, Any] | None:
         return None
     if hasattr(value, "text_fields"):
         return dict(value.text_fields())
-    names = [f.name for f in fields(value)] if is_dataclass(value) else type(value).model_fields
+    kind: Any = type(value)
+    names = [f.name for f in fields(kind)] if is_dataclass(kind) else kind.model_fields
     return {name: getattr(value, name) for name in names}
 
 
