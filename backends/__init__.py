@@ -13,7 +13,7 @@ from .faults import (
     check_memory,
     check_processes,
 )
-from .pictures import with_pictures
+from .picture_step import with_pictures
 from .target import BACKENDS, Target
 
 __all__ = ["BACKENDS", "Target", "check_columns", "check_kernels", "compile"]

@@ -10,7 +10,8 @@ import torch
 import torch.fx
 
 from ..ir import InputError, Program, UnsupportedError, Weight, site_of, type_of
-from ..ir.ops.parallel import join, part_of
+from ..ir.execution.analysis import part_of
+from ..ir.ops.parallel import join
 from .cuda_blocks import runs_on_cuda
 from .target import Target
 

@@ -40,10 +40,10 @@ from graftwork.recipe import Recipe
 from graftwork.runtime.asking.options import BEST
 from graftwork.runtime.asking.request import read_request
 from graftwork.runtime.asking.text import Text
+from graftwork.runtime.feeding.draft import Draft
 from graftwork.runtime.generate import forget
 from graftwork.runtime.loop import run
 from graftwork.runtime.rounds import Decoding
-from graftwork.runtime.speculate.draft import Draft
 from graftwork.runtime.speculate.verifiers.base import Verdict, Verifier
 
 matplotlib.use("Agg")

@@ -14,6 +14,8 @@ from ..ir.support.packages import installing
 from ..ir.support.threads import traces
 from .generation import Known, nobody
 
+# Late imports: a source loads the packages of its own format alone.
+
 __all__ = ["import_model", "import_part"]
 
 

@@ -13,19 +13,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ._clone import install as _install
+from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .backends.target import Target
-    from .exits import calibrate_exits
     from .ir.support.errors import GraftworkError
+    from .measuring.exit_thresholds import calibrate_exits
+    from .measuring.tuning import tune
     from .model import Model, load, optimize
     from .recipe import Recipe, recipes
     from .training import fit, train_exits
-    from .tuning import tune
 
 _install()
 
-__version__ = "0.1.0"
 __all__ = [
     "GraftworkError",
     "Model",
@@ -46,13 +46,13 @@ _HOMES = {
     "Model": ".model",
     "Recipe": ".recipe",
     "Target": ".backends.target",
-    "calibrate_exits": ".exits",
+    "calibrate_exits": ".measuring.exit_thresholds",
     "fit": ".training",
     "load": ".model",
     "optimize": ".model",
     "recipes": ".recipe",
     "train_exits": ".training",
-    "tune": ".tuning",
+    "tune": ".measuring.tuning",
 }
 
 

@@ -12,38 +12,38 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from .artifact import saved
+from .artifact.shards import checked
 from .backends import check_columns, check_kernels
+from .backends import compile as compile_for
 from .backends.target import Target
-from .calibration import check_data, evidence_for, evidence_of, read_documents
+from .data.calibration import check_data, evidence_for, evidence_of, read_documents
+from .data.prompts import Prompts, as_ids, check_seed, sample_prompts, validation_batch
+from .exporting.exports import Exports
 from .frontends.generation import Known, nobody
-from .guests import check_guests, with_guests
-from .ir import GraftworkError, GraftworkWarning, InputError, Program, Weight, WeightStore, derive
-from .ir.execution.executable import KernelUse, Memory
+from .ir import GraftworkError, GraftworkWarning, InputError, Program
+from .ir.execution.executable import Executable, KernelUse, Memory
 from .ir.support.files import plain_path
 from .ir.support.threads import traces
 from .ir.support.tokenizer import read_tokenizer
-from .kept_programs import Making, program_key, read_program, write_program
 from .passes.engine.evidence import Evidence, WorkFolder
 from .passes.engine.manager import arrange, facts_of, run_passes
 from .passes.engine.validate import Validator
-from .places import check_folder
-from .prompts import (
-    Prompts,
-    as_ids,
-    check_seed,
-    sample_prompts,
-    validation_batch,
-)
 from .recipe import Recipe
 from .report import Report, megabytes, pass_lines, weight_bytes
+from .runtime.asking.input_ids import check_ids
 from .runtime.asking.options import check_defaults
-from .shards import finite
-from .traced import Source, Traced
+from .runtime.asking.sources import FEATURES, TOKENS, takes_features
+from .runtime.cache.conversations import Conversations
+from .runtime.generate import check_request, forget, generate
+from .runtime.prefix import load_prefix, save_prefix
+from .runtime.scoring import score
+from .tracing.draft_models import check_guests, with_guests
+from .tracing.kept_programs import Making, program_key, read_program, write_program
+from .tracing.traced import Source, Traced
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-    from .ir.execution.executable import Executable
 
 _COMPILED = "compiled"
 T = TypeVar("T")
@@ -101,13 +101,13 @@ def optimize(
     progress: Callable[[str], None] = lambda stage: None,
     known: Known = nobody,
 ) -> Model:
-    """Trace a model, run a recipe's passes over it, and give something that generates.
+    """Trace a model, run a recipe's passes, and return a `Model`.
 
     recipe: a name (`recipes()` lists them), a .yaml path, a dict or a `Recipe`. target:
     ``backend[:device[:dtype]]``; by default onnxruntime:cpu:float32 without a GPU and
     torch:cuda:bfloat16 with one. data: prompts (texts, lists of token ids, or a .txt / .jsonl path)
     to validate on; for recipes that calibrate, text (a file, a folder of them, texts or token ids,
-    see `training.corpus.read_corpus`), of which prompts to validate on are taken, too. validate:
+    see `data.corpus.read_corpus`), of which prompts to validate on are taken, too. validate:
     run the program before and after every pass on prompts and check its contract. seed: of the
     random prompts that stand in for `data`. work: a folder where calibration keeps what it has
     worked out, so that a run that was killed goes on there; remove it when the result is saved.
@@ -189,23 +189,21 @@ def load(
     `shift_weights`). Errors: `InputError` naming the file that is missing or damaged, or the dtype
     that differs; `PassError` where no weight has more bits.
     """
-    from .artifact import load as load_artifact
-
-    saved = load_artifact(folder)
-    check_defaults(saved.program.info)
-    made_for = Target.parse(saved.manifest.target)
+    found = saved.load(folder)
+    check_defaults(found.program.info)
+    made_for = Target.parse(found.manifest.target)
     where = made_for if target is None else as_target(target, made_for.dtype)
     if where.dtype != made_for.dtype:
         raise InputError(
             f"{folder} was made for {made_for}; its dtype cannot become {where}. "
             f"Optimize the model again for that target"
         )
-    made = Model(saved.program, where, saved.manifest.recipe, saved.manifest.report)
+    made = Model(found.program, where, found.manifest.recipe, found.manifest.report)
     return made if bits is None else _shifted(made, bits)
 
 
 def _shifted(model: Model, bits: int) -> Model:
-    """A model with its weights read as fewer bits."""
+    """The model with its weights shifted to fewer bits."""
     shift = {"pass": "shift_weights", "options": {"bits": bits}}
     (step,) = Recipe.load({"name": "load", "passes": [shift]}).steps
     program, _ = run_passes(model.program, [step])
@@ -214,7 +212,7 @@ def _shifted(model: Model, bits: int) -> Model:
 
 
 @dataclass(frozen=True)
-class Model:
+class Model(Exports):
     """A transformed model, bound to a target.
 
     program: prints as text. recipe: what made it, as plain data. report: what the passes did (None
@@ -241,8 +239,6 @@ class Model:
         made: Executable | None = self.__dict__.get(_COMPILED)
         if made is None:
             return Memory(weight_bytes(self.program), 0, 0)
-        from .runtime.cache.conversations import Conversations
-
         memory = made.memory()
         return memory._replace(caches=memory.caches + Conversations.of(made).nbytes)
 
@@ -259,10 +255,8 @@ class Model:
     @traces
     def _compiled(self) -> Executable:
         """Compile, unless another thread has done it meanwhile."""
-        from .backends import compile
-
         if _COMPILED not in self.__dict__:
-            self.__dict__[_COMPILED] = compile(_checked(self.program), self.target)
+            self.__dict__[_COMPILED] = compile_for(checked(self.program), self.target)
         made: Executable = self.__dict__[_COMPILED]
         return made
 
@@ -290,9 +284,6 @@ class Model:
         this very model gets an `InputError`, and one that waits for another thread's call of it
         waits for ever.
         """
-        from .runtime.asking.sources import FEATURES, TOKENS, takes_features
-        from .runtime.generate import check_request, generate
-
         wanted = FEATURES if takes_features(self.program) else TOKENS
         named = options.pop(wanted, None)
         if (input_ids is None) == (named is None):
@@ -318,9 +309,6 @@ class Model:
         read them and tokens run through as many layers as the recipe says. prompt: of so many first
         tokens as of a prompt. Threads take turns. Errors: as `graftwork.runtime.scoring.score`.
         """
-        from .runtime.asking.prompts import check_ids
-        from .runtime.scoring import score
-
         ids = as_ids(input_ids)
         check_ids(ids, self.program.info)  # compiling takes a while
         return score(self.executable, ids, prompt)
@@ -337,8 +325,6 @@ class Model:
         default, and a prompt that begins with one of them feeds only the rest. learnt: drop what
         texts have taught drafters and policies, too (recycling's tables, searches, thresholds).
         """
-        from .runtime.generate import forget
-
         if _COMPILED in self.__dict__:
             forget(self.executable, learnt=learnt)
 
@@ -348,8 +334,6 @@ class Model:
 
         Errors: `InputError` for less than nothing.
         """
-        from .runtime.cache.conversations import Conversations
-
         if not 0 <= megabytes < float("inf"):
             raise InputError(f"keep: expected megabytes, 0 or more, got {megabytes!r}")
         executable = self.executable
@@ -361,16 +345,12 @@ class Model:
     ) -> int:
         """Run a text i64[1,S] and write what the caches hold of it to a file (safetensors); its
         length in tokens. Errors: as `graftwork.runtime.prefix.save_prefix`."""
-        from .runtime.prefix import save_prefix
-
         return save_prefix(self.executable, as_ids(input_ids), plain_path("save_prefix", path))
 
     def load_prefix(self, path: str | Path) -> torch.Tensor:
         """Hold what `save_prefix` wrote, until `forget`: prompts that begin with its text, which is
         returned, i64[1,S], feed only the rest. Errors: `InputError` for a file that is damaged,
         or that another program wrote."""
-        from .runtime.prefix import load_prefix
-
         return load_prefix(self.executable, plain_path("load_prefix", path))
 
     def save(
@@ -381,9 +361,7 @@ class Model:
         An artifact that is there is replaced in one step. Errors: `InputError` if the folder holds
         something else, or a weight holds NaN.
         """
-        from .artifact import save
-
-        return save(
+        return saved.save(
             self.program,
             folder,
             target=self.target,
@@ -391,66 +369,6 @@ class Model:
             report=self.report,
             progress=progress,
         )
-
-    def export_onnx(self, folder: str | Path, **options: Any) -> Path:
-        """Write ``model.onnx`` with its weights and tokenizer, for ONNX Runtime.
-
-        Options (``plain``, ``qdq``, ``ops``, ``opset``) and errors: as
-        `graftwork.export.export_onnx`, and `InputError` if a weight holds NaN.
-        """
-        from .export import export_onnx
-
-        return export_onnx(_checked(self.program), _place("onnx", folder), **options)
-
-    def export_genai(self, folder: str | Path, *, plain: bool = False) -> Path:
-        """Write a folder that onnxruntime-genai runs: the graph and ``genai_config.json``.
-
-        plain: as in `export_onnx`. Errors: as `graftwork.export.export_genai`, and `InputError` if
-        a weight holds NaN.
-        """
-        from .export import export_genai
-
-        return export_genai(_checked(self.program), _place("genai", folder), plain=plain)
-
-    def export_onnx_plan(self, folder: str | Path) -> Path:
-        """Write every function as ONNX files over one file of weights, and what the plan says of
-        them, with runners. Errors: as `graftwork.export_plan.export_onnx_plan`."""
-        from .export_plan import export_onnx_plan
-
-        return export_onnx_plan(_checked(self.program), _place("onnx-plan", folder))
-
-    def export_onnx_loop(self, folder: str | Path, **options: Any) -> Path:
-        """Write ``generate.onnx``: prompts in, tokens out. Options (``sample``, ``plain``,
-        ``ops``) and errors: as `graftwork.export_loop.export_onnx_loop`."""
-        from .export_loop import export_onnx_loop
-
-        return export_onnx_loop(_checked(self.program), _place("onnx-loop", folder), **options)
-
-    def export_vllm_medusa(self, folder: str | Path) -> Path:
-        """Write trained Medusa heads as vLLM reads them. Errors: as `export_heads` states."""
-        from .export_heads import export_vllm_medusa
-
-        return export_vllm_medusa(self.program, _place("vllm-medusa", folder))
-
-    def export_speculators(self, folder: str | Path, target: str = "") -> Path:
-        """Write a trained EAGLE-3 draft as vLLM reads it. target: the model's name or path there.
-
-        Errors: as `graftwork.export_speculators.export_speculators`.
-        """
-        from .export_speculators import export_speculators
-
-        return export_speculators(self.program, _place("speculators", folder), target)
-
-    def export_compressed_tensors(self, folder: str | Path) -> Path:
-        """Write a checkpoint of compressed-tensors, which transformers and vLLM load, of the
-        weights of few bits as they are. What the recipe drafts with is left out.
-
-        Errors: as `graftwork.export_compressed.export_compressed_tensors`, and `InputError` if a
-        weight holds NaN.
-        """
-        from .export_compressed import export_compressed_tensors
-
-        return export_compressed_tensors(self.program, _place("compressed-tensors", folder))
 
     def __str__(self) -> str:
         size = megabytes(weight_bytes(self.program))
@@ -463,7 +381,7 @@ def _measured(measure: weakref.WeakMethod[Callable[[], T]]) -> T | None:
 
 
 def as_target(target: Target | str | None, dtype: torch.dtype | None = None) -> Target:
-    """What `target=` means. Errors: `InputError`."""
+    """Parse a target. Errors: `InputError`."""
     if isinstance(target, Target):
         return target
     if target is not None and not isinstance(target, str):
@@ -477,7 +395,7 @@ def as_target(target: Target | str | None, dtype: torch.dtype | None = None) -> 
 
 
 def _remark(target: Target) -> None:
-    """Warn of a device that is not here: a model may be made for another machine."""
+    """Warn if the device is missing: a model may be made for another machine."""
     try:
         target.require_device()
     except InputError as error:
@@ -492,22 +410,6 @@ def _validation_prompts(program: Program, data: Prompts | None, seed: int) -> to
     if data is None:
         return sample_prompts(program.info, seed)
     return validation_batch(data, program)
-
-
-def _place(format_: str, folder: str | Path) -> Path:
-    """Where an export may be written. Errors: `InputError`, before anything is converted."""
-    from .export_folder import MARKS
-
-    return check_folder(folder, MARKS[format_])
-
-
-def _checked(program: Program) -> Program:
-    """The program with weights that refuse to load with NaN in them, checked as they are loaded."""
-    return program.replace(weights=WeightStore({n: _guard(w) for n, w in program.weights.items()}))
-
-
-def _guard(weight: Weight) -> Weight:
-    return derive(weight.name, weight.type, finite, weight, name=weight.name)
 
 
 __all__ = ["GraftworkError", "Model", "Source", "load", "optimize"]

@@ -31,8 +31,8 @@ from ..ir import InputError, Program
 from ..ir.plan import DecodePlan, Record
 from ..ir.plan.base import POLICIES
 from ..ir.plan.bounds import FILLED
-from .drafting.plan_edits import with_record
 from .engine.base import Effect, Outcome, Pass, PassDefinitionError, derives, register
+from .engine.plan_edits import with_record
 
 
 class RecordPass(Pass):

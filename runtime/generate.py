@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from ..ir import GraftworkWarning, Program
+from ..ir.execution.analysis import part_of
 from ..ir.execution.executable import Executable
-from ..ir.ops.parallel import agreed_seed, part_of
+from ..ir.ops.parallel import agreed_seed
 from ..ir.plan import DecodePlan, Encoded, untrained
 from ..ir.plan.depth import ThresholdDepth
 from .asking.request import Request, read_request

@@ -16,13 +16,13 @@ import torch
 from ..ir import InputError, UnsupportedError
 from ..ir.execution.executable import Executable
 from ..ir.plan.inputs import chain_inputs
-from .asking.prompts import check_ids
+from .asking.input_ids import check_ids
 from .asking.text import Text
 from .cache.base import CACHES
 from .cache.conversations import Conversations
 from .depth.base import DEPTHS, StepFeed
+from .feeding.draft import UnverifiedStep
 from .feeding.feed import Feeder
-from .speculate.drafters.base import UnverifiedStep
 
 LOGITS = ("logits",)
 

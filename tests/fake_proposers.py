@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from graftwork.ir.plan import DecodePlan, DraftRecord
-from graftwork.runtime.speculate.draft import Draft
-from graftwork.runtime.speculate.drafters.base import VerifiedStep
-from graftwork.runtime.speculate.proposers.base import Level, Proposer
+from graftwork.runtime.feeding.draft import Draft, VerifiedStep
+from graftwork.runtime.speculate.level import Level
+from graftwork.runtime.speculate.proposers.base import Proposer
 
 
 @dataclass(frozen=True)

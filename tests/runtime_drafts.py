@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import torch
 
 from graftwork.ir.plan import DraftRecord
-from graftwork.runtime.speculate.drafters.base import VerifiedStep
-from graftwork.runtime.speculate.proposers.base import PROPOSERS, Level, Proposer
+from graftwork.runtime.feeding.draft import VerifiedStep
+from graftwork.runtime.speculate.level import Level
+from graftwork.runtime.speculate.proposers.base import PROPOSERS, Proposer
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import torch
 from test_front_door import run
 
 import graftwork as gw
+from graftwork.artifact.destinations import check_file
 from graftwork.frontends.huggingface import model as huggingface
 from graftwork.ir import GraftworkWarning, InputError
-from graftwork.places import check_file
 
 DEMO = Path(gw.__file__).parent / "demo_model"
 CPU = "eager:cpu:float32"
@@ -117,8 +117,8 @@ def test_exports_refuse_a_place_before_they_convert(
     model = gw.optimize(DEMO, target=CPU)
     (tmp_path / "thesis.tex").write_text("years of work")
     names = {name for name in dir(model) if name.startswith("export_")}
-    for module in ("", "_plan", "_loop", "_heads", "_speculators", "_compressed"):
-        found = importlib.import_module(f"{gw.__name__}.export{module}")
+    for module in ("onnx_folder", "plan", "loop", "heads", "speculators", "compressed"):
+        found = importlib.import_module(f"{gw.__name__}.exporting.{module}")
         for name in names & vars(found).keys():
             monkeypatch.setattr(found, name, lambda *args, **more: pytest.fail("converted"))
     assert len(names) == 7

@@ -19,15 +19,15 @@ import torch
 from safetensors.torch import load_file
 from tiny import cached_llama
 
-from graftwork import artifact
-from graftwork.artifact import is_artifact, is_saved, load, save
+from graftwork.artifact import saved as artifact
+from graftwork.artifact.saved import is_artifact, is_saved, load, save
+from graftwork.artifact.shards import plan_shards
 from graftwork.backends.target import Target
 from graftwork.ir import InputError, Program, TensorType, Weight, WeightStore
 from graftwork.ir.support import scratch
 from graftwork.ir.support.files import read_bytes
 from graftwork.ir.weights import Call
 from graftwork.passes.engine.validate import reference_logits
-from graftwork.shards import plan_shards
 
 RECIPE = {"name": "test", "contract": "exact", "passes": []}
 

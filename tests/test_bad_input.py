@@ -13,11 +13,11 @@ from archs import REFUSED, build
 from tiny import cached_llama, tiny_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from graftwork import frontends
 from graftwork.backends.target import Target
 from graftwork.cli import main
 from graftwork.ir import Program, Weight, WeightStore
 from graftwork.model import Model
+from graftwork.tracing import traced
 
 CPU = "eager:cpu:float32"
 PLAIN = {"name": "test", "contract": "exact"}
@@ -105,7 +105,7 @@ def test_recipes(
     text: str,
     parts: list[str],
 ) -> None:
-    monkeypatch.setattr(frontends, "import_model", lambda model, dtype, **_: tiny_llama())
+    monkeypatch.setattr(traced, "import_model", lambda model, dtype, **_: tiny_llama())
     recipe = tmp_path / "r.yaml"
     recipe.write_text(text)
     options = ("--recipe", recipe, "--target", CPU, "--out", tmp_path / "out")
@@ -121,7 +121,7 @@ def test_weights_with_nan(
     monkeypatch: pytest.MonkeyPatch,
     command: str,
 ) -> None:
-    monkeypatch.setattr(frontends, "import_model", lambda model, dtype, **_: poisoned(tiny_llama()))
+    monkeypatch.setattr(traced, "import_model", lambda model, dtype, **_: poisoned(tiny_llama()))
     args = [command, "anything"] if command == "optimize" else ["export", "anything", "--format"]
     args += [] if command == "optimize" else [command]
     message = refused(capfd, *args, "--out", tmp_path / "out")

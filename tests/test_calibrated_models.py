@@ -10,11 +10,12 @@ from evidence import tokens
 from tiny import tiny_llama
 
 import graftwork as gw
-from graftwork.calibration import TimeLeft
 from graftwork.cli import main
+from graftwork.data.calibration import TimeLeft
 from graftwork.ir import InputError, PassError
 from graftwork.model import trace
 from graftwork.recipe import Recipe
+from graftwork.tracing import traced
 
 CPU = "eager:cpu:float32"
 SETTINGS = [f"quantize_weights.{o}" for o in ("group=16", "windows=4", "length=32")]
@@ -23,9 +24,8 @@ SETTINGS = [f"quantize_weights.{o}" for o in ("group=16", "windows=4", "length=3
 @pytest.fixture(autouse=True)
 def source(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every checkpoint is the handmade program."""
-    from graftwork import frontends
 
-    monkeypatch.setattr(frontends, "import_model", lambda model, dtype, **_: tiny_llama())
+    monkeypatch.setattr(traced, "import_model", lambda model, dtype, **_: tiny_llama())
 
 
 @pytest.fixture
@@ -64,9 +64,8 @@ def test_a_calibrated_model_generates_is_validated_and_comes_back(
 def test_data_that_is_missing_or_nowhere_is_refused_before_anything_is_traced(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from graftwork import frontends
 
-    monkeypatch.setattr(frontends, "import_model", None)
+    monkeypatch.setattr(traced, "import_model", None)
     with pytest.raises(InputError, match=r"recipe 'gptq' needs data=.*like those that the model"):
         gw.optimize("tiny", recipe(), target=CPU)
     with pytest.raises(InputError, match=r"data: there is no .*nowhere"):

@@ -61,7 +61,7 @@ from pydantic import ValidationError
 from tiny import layer_ahead
 
 from graftwork.ir import GraftworkError, Program, parse_program, program_text, run, verify
-from graftwork.ir.ops.parallel import part_of
+from graftwork.ir.execution.analysis import part_of
 from graftwork.passes.engine.base import Contract, Pass, all_passes
 
 FOLDER = Path(__file__).parent / "cases"

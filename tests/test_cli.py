@@ -14,7 +14,7 @@ from source_models import made, written
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import graftwork as gw
-from graftwork.artifact import is_artifact, load
+from graftwork.artifact.saved import is_artifact, load
 from graftwork.cli import main
 
 TEXT = ["def add(a, b):\n    return a + b\n", "for item in items:\n    print(item)\n"]

@@ -14,7 +14,7 @@ import typer
 from test_front_door import ROOT, run
 
 import graftwork as gw
-from graftwork.cli import app
+from graftwork.cli.commands import app
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]

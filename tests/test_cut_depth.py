@@ -11,7 +11,7 @@ import torch
 from selection import one_in
 from tiny import MASK, PROMPTS, in_int8, named, tiny_llama
 
-from graftwork.artifact import load, save
+from graftwork.artifact.saved import load, save
 from graftwork.backends import compile
 from graftwork.backends.onnxruntime.executable import OnnxExecutable
 from graftwork.backends.target import Target

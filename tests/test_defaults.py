@@ -25,7 +25,7 @@ from transformers import (
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
 import graftwork as gw
-from graftwork.export import export_genai, export_onnx
+from graftwork.exporting.onnx_folder import export_genai, export_onnx
 from graftwork.ir import Defaults, InputError, ParseError, UnsupportedError, parse_program
 from graftwork.ir.plan.defaults import NEUTRAL, WITHOUT_EFFECT
 from graftwork.runtime.asking.options import BEST, GenerationOptions, read_options

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from tiny import tiny_llama
 
-from graftwork import frontends
 from graftwork.backends.target import Target
-from graftwork.compare import _optimized, _recipes
-from graftwork.demo import RECIPES, SETTINGS, SKIP, TARGETS, demo_folder
+from graftwork.cli.demo import RECIPES, SETTINGS, SKIP, TARGETS, demo_folder
+from graftwork.measuring.compare import _optimized, _recipes
+from graftwork.tracing import traced
 
 
 def test_contestants_are_all_pairs_but_those_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frontends, "import_model", lambda model, dtype, **_: tiny_llama())
+    monkeypatch.setattr(traced, "import_model", lambda model, dtype, **_: tiny_llama())
     targets = [Target.parse(target) for target in TARGETS]
     made = _optimized("tiny", _recipes(RECIPES, SETTINGS), targets, SKIP, None, lambda what: None)
     pairs = [(contestant.name, contestant.target) for contestant in made]

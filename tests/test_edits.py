@@ -23,8 +23,8 @@ from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.quantize_cache import QuantizeCache
 from graftwork.passes.caching.read_sparse import ReadSparse
 from graftwork.passes.caching.reuse_edited import ReuseEdited
-from graftwork.passes.drafting.plan_edits import with_plan
 from graftwork.passes.drafting.suffix import SuffixDraft
+from graftwork.passes.engine.plan_edits import with_plan
 from graftwork.runtime import generate
 from graftwork.runtime.cache.conversations import Conversations, read_text
 from graftwork.runtime.edits import Run, runs

@@ -7,7 +7,7 @@ import torch
 from test_eviction import LAYERS, TEXT, Reference, asked, evicting, executable_of
 
 import graftwork as gw
-from graftwork.demo import demo_folder
+from graftwork.cli.demo import demo_folder
 from graftwork.ir import PassError
 from graftwork.ir.plan import DraftRecord
 from graftwork.passes.drafting.recycling import RecyclingDraft

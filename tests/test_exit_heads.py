@@ -16,9 +16,9 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import GraftworkWarning, Program
 from graftwork.ir.execution.executable import Executable
+from graftwork.measuring.planned import Planned
 from graftwork.model import Model
 from graftwork.passes.engine.manager import run_passes
-from graftwork.planned import Planned
 from graftwork.recipe import Recipe
 from graftwork.runtime import generate
 from graftwork.training import Fitted, fit

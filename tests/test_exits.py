@@ -11,8 +11,15 @@ import pytest
 from tiny import tiny_llama
 
 from graftwork.backends.target import Target
-from graftwork.exits import Tried, calibrate_exits, lacking, least_texts, lowest, p_value
 from graftwork.ir import GraftworkWarning, InputError, Weight, WeightStore
+from graftwork.measuring.exit_thresholds import (
+    Tried,
+    calibrate_exits,
+    lacking,
+    least_texts,
+    lowest,
+    p_value,
+)
 from graftwork.model import Model
 from graftwork.passes.engine.manager import run_passes
 from graftwork.recipe import Recipe

@@ -24,7 +24,7 @@ from selection import mostly_long
 from typer.testing import CliRunner
 
 import graftwork as gw
-from graftwork.cli import app
+from graftwork.cli.commands import app
 from graftwork.frontends import import_model
 from graftwork.ir import GraftworkWarning, InputError, Program, UnsupportedError, arguments
 from graftwork.ir.ops.numerics import unpack

@@ -28,8 +28,8 @@ from graftwork.backends.onnxruntime.generation import generation
 from graftwork.backends.onnxruntime.graph_builder import I64, GraphBuilder
 from graftwork.backends.onnxruntime.steps_in_graph import Functions
 from graftwork.backends.onnxruntime.store import WeightFile, store
-from graftwork.export_folder import Ops
-from graftwork.export_loop import export_onnx_loop
+from graftwork.exporting.folder import Ops
+from graftwork.exporting.loop import export_onnx_loop
 from graftwork.ir import InputError, Program, UnsupportedError
 from graftwork.model import Model
 from graftwork.passes.drafting.suffix import SuffixDraft, SuffixIndex

@@ -14,8 +14,8 @@ from archs import ARCHS, build
 from tiny import tiny_llama
 
 import graftwork as gw
-from graftwork.export_loop import export_onnx_loop
-from graftwork.export_plan import export_onnx_plan
+from graftwork.exporting.loop import export_onnx_loop
+from graftwork.exporting.plan import export_onnx_plan
 from graftwork.frontends import import_model
 from graftwork.ir import Program
 from graftwork.passes.engine.manager import run_passes

@@ -17,13 +17,13 @@ import pytest
 from onnxruntime_helpers import module_at, needs_node
 from tiny import cached_llama, tiny_llama
 
-from graftwork import export_plan
 from graftwork.backends import Target
-from graftwork.export_plan import export_onnx_plan
+from graftwork.exporting import plan as export_plan
+from graftwork.exporting.plan import export_onnx_plan
+from graftwork.exporting.plan_format import PlanFile
 from graftwork.ir import InputError, UnsupportedError
 from graftwork.model import Model
 from graftwork.passes.engine.manager import run_passes
-from graftwork.plan_format import PlanFile
 from graftwork.recipe import Recipe
 
 PROMPTS = ([1, 2, 3, 4], [5, 6, 7, 5, 6, 7, 5, 6], [9])

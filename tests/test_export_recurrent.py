@@ -20,7 +20,7 @@ from test_export_loop import asked, opened, texts
 from test_recurrent import imported
 
 import graftwork as gw
-from graftwork.plan_format import PlanFile
+from graftwork.exporting.plan_format import PlanFile
 
 MOST = 24
 CHAIN = {"extends": "baseline", "passes": ["draft_medusa", {"tree_chain": {"depth": 3}}]}

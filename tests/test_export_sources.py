@@ -19,8 +19,8 @@ from source_models import TYPES, made, model, sources, written
 from test_export_loop import opened
 
 import graftwork as gw
+from graftwork.exporting.plan_format import PlanFile
 from graftwork.ir import UnsupportedError
-from graftwork.plan_format import PlanFile
 
 RECIPES = ("baseline", "copyspec", "int8", "int8_copyspec")
 MOST = 20

@@ -15,8 +15,8 @@ from test_onnxruntime_export import Loop, tokens_of
 from typer.testing import CliRunner
 
 import graftwork as gw
-from graftwork.cli import app
-from graftwork.export import export_genai, export_onnx
+from graftwork.cli.commands import app
+from graftwork.exporting.onnx_folder import export_genai, export_onnx
 from graftwork.ir import run
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights
 

@@ -14,10 +14,10 @@ import torch
 from tiny import cached_llama
 
 import graftwork as gw
-from graftwork import artifact
-from graftwork.artifact import is_artifact, is_saved
+from graftwork.artifact import saved as artifact
+from graftwork.artifact.saved import is_artifact, is_saved
 from graftwork.backends.target import Target
-from graftwork.demo import demo_folder
+from graftwork.cli.demo import demo_folder
 from graftwork.ir import GraftworkError, InputError
 from graftwork.ir.support.files import (
     LARGE,
@@ -28,7 +28,7 @@ from graftwork.ir.support.files import (
     read_text,
 )
 from graftwork.model import transform
-from graftwork.traced import Traced
+from graftwork.tracing.traced import Traced
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
 

@@ -13,7 +13,7 @@ from tiny import PROMPTS
 import graftwork as gw
 from graftwork.backends import compile
 from graftwork.backends.target import Target
-from graftwork.demo import demo_folder
+from graftwork.cli.demo import demo_folder
 from graftwork.ir import InputError, Role
 from graftwork.ir.execution.executable import Widths
 from graftwork.runtime import generate

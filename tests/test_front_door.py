@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import graftwork as gw
-from graftwork import backends, frontends
 from graftwork.cli import main
 from graftwork.ir import InputError
 from graftwork.ir.support.packages import installing
@@ -85,7 +84,7 @@ def test_nothing_is_compiled_for_a_bad_request(monkeypatch: pytest.MonkeyPatch) 
     def compiled(*args: Any) -> None:
         raise AssertionError("compiled")
 
-    monkeypatch.setattr(backends, "compile", compiled)
+    monkeypatch.setattr("graftwork.model.compile_for", compiled)
     model = gw.Model(cached_llama(), gw.Target("eager"), {"name": "t"})
     for ids, options in ((IDS, {"top_p": 3}), (IDS, {"max_new_tokens": 999}), (IDS + 99, {})):
         with pytest.raises(InputError):
@@ -114,7 +113,7 @@ def test_options_of_generate_are_checked_before_a_model_is_read(
     def traced(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("traced")
 
-    monkeypatch.setattr(frontends, "import_model", traced)
+    monkeypatch.setattr("graftwork.tracing.traced.import_model", traced)
     assert run("generate", ROOT / "graftwork" / "demo_model", "--prompt", "x", option, value) == 2
     assert message in capsys.readouterr().err
 

@@ -28,10 +28,10 @@ from graftwork.ir.plan.inputs import chain_inputs
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.head_budgets import chosen
 from graftwork.passes.caching.split_heads import SplitHeads
-from graftwork.passes.drafting.plan_edits import with_plan
 from graftwork.passes.drafting.recycling import RecyclingDraft
 from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.engine.plan_edits import with_plan
 from graftwork.passes.stepping.add_top_tokens import AddTopTokens
 from graftwork.runtime import generate
 

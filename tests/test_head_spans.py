@@ -18,9 +18,9 @@ from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.head_budgets import Read
 from graftwork.passes.caching.head_spans import _costs, beyond, cheapest
 from graftwork.passes.caching.split_heads import SplitHeads
-from graftwork.passes.drafting.plan_edits import with_plan
 from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.engine.plan_edits import with_plan
 from graftwork.runtime import generate
 
 OPTIONS = {"method": "window", "layers": "spans", "budget": 48, "block": BLOCK, "sinks": 4}

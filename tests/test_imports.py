@@ -1,4 +1,4 @@
-"""Imports point one way: ir <- frontends; ir <- passes <- backends; ir <- runtime.
+"""Imports point one way: ir <- frontends, passes, backends, runtime; all <- graftwork.
 
 The folder of a method (passes/drafting/NAME, passes/depth/NAME) stands above those: what a plan and
 the runtime look for, its record and class, sees ir, runtime and other methods' records and classes;
@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -20,12 +21,17 @@ ALLOWED = {
     "ir": {"ir"},
     "frontends": {"frontends", "ir"},
     "passes": {"passes", "ir"},
-    "backends": {"backends", "passes", "ir"},
+    "backends": {"backends", "ir", "a method"},
     "runtime": {"runtime", "ir"},
     "recipes": {"recipes"},
 }
 METHOD = re.compile(r"passes/(drafting|depth)/\w+/(\w+)\.py")
 FILES = [path for part in ALLOWED for path in sorted((ROOT / part).rglob("*.py"))]
+FRONT = (
+    *("__main__", "cli", "training", "measuring", "model", "exporting", "data", "tracing"),
+    *("recipe", "artifact", "report", "_version"),
+)
+"""Files and folders of graftwork/, each above all that it imports."""
 
 
 def module_of(path: Path) -> list[str]:
@@ -65,6 +71,28 @@ def room(name: str) -> str:
         return "an objective"
     folder = len(inner) > 2 and (ROOT / "passes" / inner[0] / inner[1]).is_dir()
     return "a method" if folder and inner[2] != "graph" else "passes"
+
+
+def explained(source: str) -> set[ast.AST]:
+    """What stands in ``if TYPE_CHECKING:  # why``: imports for annotations, with their reason."""
+    lines, tree = source.splitlines(), ast.parse(source)
+    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "#" in lines[n.lineno - 1]]
+    return {node for b in blocks if ast.unparse(b.test) == "TYPE_CHECKING" for node in ast.walk(b)}
+
+
+def circles(sources: dict[str, str]) -> list[list[str]]:
+    """Modules that import each other in a loop. sources: by name."""
+    graph = nx.DiGraph()
+    for module, source in sources.items():
+        packaged = module.split(".") + ["__init__"] * any(
+            m.startswith(f"{module}.") for m in sources
+        )
+        lines = {node.lineno for node in explained(source) if isinstance(node, ast.ImportFrom)}
+        for line, name in imported(source, packaged):
+            found = name if name in sources else name.rpartition(".")[0]
+            if line not in lines and found != module:
+                graph.add_edge(module, found)
+    return [sorted(part) for part in nx.strongly_connected_components(graph) if len(part) > 1]
 
 
 def violations(source: str, module: list[str], rooms: set[str]) -> list[str]:
@@ -114,22 +142,51 @@ def test_private_torch_is_confined() -> None:
     assert set(users) <= {"infer.py", "pattern.py", "expand.py"}, users
 
 
+def test_the_rooms_of_graftwork_have_an_order() -> None:
+    folder = ROOT / "graftwork"
+    rooms = {path.relative_to(folder).parts[0].removesuffix(".py") for path in folder.rglob("*.py")}
+    assert rooms - {"__init__", "_clone", "demo_model"} == set(FRONT)
+    for place, room in enumerate(FRONT):
+        below = {*FRONT[place:], *ALLOWED}
+        for path in sorted((folder / room).rglob("*.py")) or [folder / f"{room}.py"]:
+            assert not violations(path.read_text(), module_of(path), below), path
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """But for annotations, with the reason in a comment: ``if TYPE_CHECKING:  # why``."""
+    parts = ("graftwork", *ALLOWED)
+    files = [path for part in parts for path in sorted((ROOT / part).rglob("*.py"))]
+    names = {".".join(module_of(path)).removesuffix(".__init__"): path for path in files}
+    assert circles({name: path.read_text() for name, path in names.items()}) == []
+
+
+def test_circles_are_seen() -> None:
+    back = "if TYPE_CHECKING:{}\n    from .a import A\n"
+    known = {"graftwork.p": "", "graftwork.p.a": "from .b import B\n"}
+    assert circles({**known, "graftwork.p.b": back.format("")}) == [
+        ["graftwork.p.a", "graftwork.p.b"]
+    ]
+    assert circles({**known, "graftwork.p.b": back.format("  # b knows a")}) == []
+
+
 def late_imports(source: str) -> list[int]:
-    """Lines in functions that import files of this package."""
+    """Lines in functions that import files of this package; none where a comment says why."""
+    if "\n# Late imports: " in source:
+        return []
     functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
     inside = {node for fn in functions for node in ast.walk(fn)}
     return sorted(n.lineno for n in inside if isinstance(n, ast.ImportFrom) and n.level)
 
 
-@pytest.mark.parametrize("part", ["ir", "passes", "backends", "runtime"])
+@pytest.mark.parametrize("part", [*ALLOWED, "graftwork"])
 def test_no_file_needs_a_late_import(part: str) -> None:
     """Files that import each other are one file, or one too many: none waits for another's end.
-    Other packages may be imported late, because they take a while."""
+    What is imported late because it takes a while has a comment: ``# Late imports: why``."""
     late = {str(p): late_imports(p.read_text()) for p in sorted((ROOT / part).rglob("*.py"))}
     assert not {path: lines for path, lines in late.items() if lines}
 
 
 def test_late_imports_are_seen() -> None:
-    assert late_imports("from .a import b\ndef f():\n    from .c import d\n    import torch\n") == [
-        3
-    ]
+    source = "from .a import b\ndef f():\n    from .c import d\n    import torch\n"
+    assert late_imports(source) == [3]
+    assert late_imports(f"{source}\n# Late imports: c takes seconds.\n") == []

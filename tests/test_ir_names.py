@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny import cached_llama, drafting_llama, tiny_llama
 
-from graftwork import artifact
+from graftwork.artifact import saved as artifact
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import (

@@ -14,10 +14,11 @@ import torch
 from archs import ARCHS, build
 
 import graftwork as gw
-from graftwork import kept_programs, model
+from graftwork import model
 from graftwork.ir import GraftworkWarning
-from graftwork.kept_programs import program_key
 from graftwork.recipe import Recipe
+from graftwork.tracing import kept_programs
+from graftwork.tracing.kept_programs import program_key
 
 TARGET = "eager:cpu:float32"
 INT4 = {"extends": "int4", "passes": [{"quantize_weights": {"group": 16}}]}

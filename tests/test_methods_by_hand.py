@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from tiny import drafting_llama, named, tiny_llama
 
 from graftwork.ir import PassError, Program, run
+from graftwork.measuring.tables import recipe_markdown, recipe_panel
 from graftwork.passes.drafting.draft_mlp_speculator import DraftMlpSpeculator
 from graftwork.passes.drafting.draft_redrafter import DraftRedrafter
 from graftwork.passes.drafting.jakiro import AheadDraft
@@ -23,7 +24,6 @@ from graftwork.passes.drafting.jakiro.objective import ahead_loss
 from graftwork.passes.engine.base import Pass
 from graftwork.recipe import Recipe
 from graftwork.report import render
-from graftwork.tables import recipe_markdown, recipe_panel
 from graftwork.training.net import Net, trainable
 from graftwork.training.objectives.base import Batch
 

@@ -12,11 +12,12 @@ from tiny import cached_llama, tiny_llama
 import graftwork as gw
 from graftwork import model as front
 from graftwork.backends.target import Target
+from graftwork.data.prompts import as_ids, read_prompts, sample_prompts, validation_batch
 from graftwork.ir import InputError, Weight, WeightStore
 from graftwork.model import Model
-from graftwork.prompts import as_ids, read_prompts, sample_prompts, validation_batch
 from graftwork.recipe import Recipe
 from graftwork.report import render
+from graftwork.tracing import traced
 
 EAGER = Target("eager", "cpu")
 RECIPE = {"name": "test", "contract": "exact"}
@@ -26,9 +27,8 @@ PASSES = {"passes": ["insert_kv_cache", "pick_logits", "add_argmax"]}
 @pytest.fixture
 def source(monkeypatch: pytest.MonkeyPatch) -> str:
     """A source that the frontend turns into the handmade program."""
-    from graftwork import frontends
 
-    monkeypatch.setattr(frontends, "import_model", lambda model, dtype, **_: tiny_llama())
+    monkeypatch.setattr(traced, "import_model", lambda model, dtype, **_: tiny_llama())
     return "tiny"
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny import MASK, PROMPTS, cached_llama, tiny_llama
 
-from graftwork.artifact import load, save
+from graftwork.artifact.saved import load, save
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError, PassError, Program, parse_program, program_text, verify

@@ -19,7 +19,7 @@ from tiny import named, tiny_llama
 import graftwork as gw
 from graftwork.backends import compile
 from graftwork.backends.target import Target
-from graftwork.demo import demo_folder
+from graftwork.cli.demo import demo_folder
 from graftwork.ir import (
     GraftworkError,
     PassError,
@@ -37,11 +37,11 @@ from graftwork.passes.caching.quantize_cache import QuantizeCache
 from graftwork.passes.caching.quantize_old_rows import QuantizeOldRows
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.fuse_draft import FuseDraft
-from graftwork.passes.drafting.plan_edits import with_plan
 from graftwork.passes.drafting.recycling import RecyclingDraft
 from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.drafting.unroll_draft import UnrollDraft
 from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.engine.plan_edits import with_plan
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.add_top_tokens import AddTopTokens
 from graftwork.passes.stepping.pick_logits import PickLogits

@@ -165,7 +165,7 @@ class AlternatePolicy(DepthPolicy):
 from typing import ClassVar
 
 from graftwork.passes.depth.confident.graph import filling
-from graftwork.passes.drafting.plan_edits import with_record
+from graftwork.passes.engine.plan_edits import with_record
 from graftwork.passes.engine.base import Effect, Outcome
 from graftwork.passes.policies import RecordPass, builds
 

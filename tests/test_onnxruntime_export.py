@@ -21,7 +21,7 @@ from graftwork.backends import Target, compile
 from graftwork.backends.onnxruntime.emit import emit
 from graftwork.backends.onnxruntime.portable import portable
 from graftwork.backends.onnxruntime.store import WeightFile, store
-from graftwork.export import export_genai, export_onnx
+from graftwork.exporting.onnx_folder import export_genai, export_onnx
 from graftwork.ir import InputError, Program, State, TensorType, UnsupportedError, run
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.draft_eagle import DraftEagle
@@ -451,7 +451,7 @@ def test_a_failed_export_keeps_the_older_one(
     def full(*args: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("graftwork.export.store", full)
+    monkeypatch.setattr("graftwork.exporting.onnx_folder.store", full)
     with pytest.raises(InputError, match=f"cannot write {folder}: no space"):
         export_onnx(cached_llama(Shape(layers=1)), folder)
     assert (folder / "model.onnx").read_bytes() == before

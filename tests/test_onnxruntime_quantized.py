@@ -22,7 +22,7 @@ from graftwork.backends.onnxruntime.emit import emit
 from graftwork.backends.onnxruntime.probe import rows_of_few_bits_are_exact
 from graftwork.backends.target import Target
 from graftwork.backends.tiles import kernel_name
-from graftwork.export import export_onnx
+from graftwork.exporting.onnx_folder import export_onnx
 from graftwork.ir import Function, Program, TensorType, UnsupportedError, Weight, WeightStore
 from graftwork.ir.ops.numerics import WIDTHS, Numeric
 from graftwork.ir.ops.quantized import quantized_linear

@@ -10,11 +10,11 @@ from test_cli import CPU, checkpoint, run  # noqa: F401  (a fixture)
 from test_training import FEW, TEXT, drafted
 
 import graftwork as gw
-from graftwork.agreement import OwnText
+from graftwork.measuring.agreement import OwnText
+from graftwork.measuring.tuning import tune
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.report import render
 from graftwork.training import fit
-from graftwork.tuning import tune
 
 # An untrained judge says even odds: more than this, so it keeps whatever is drafted.
 LAX = "verify_judge.threshold=0.4"

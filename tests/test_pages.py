@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnxruntime_helpers import module_at
 
-from graftwork import runners
 from graftwork.backends import pages
 from graftwork.backends.onnxruntime import session
 from graftwork.backends.pages import HUGE, added, huge_pages
 from graftwork.backends.target import Target
+from graftwork.exporting import runners
 
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

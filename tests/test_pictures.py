@@ -11,7 +11,7 @@ from selection import mostly_long
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import graftwork as gw
-from graftwork.backends.pictures import with_pictures
+from graftwork.backends.picture_step import with_pictures
 from graftwork.ir import InputError, program_text, verify
 
 TOKEN = 101

@@ -15,7 +15,7 @@ from tiny import cached_llama, drafting_llama
 from graftwork import optimize
 from graftwork.backends import compile
 from graftwork.backends.target import Target
-from graftwork.demo import demo_folder
+from graftwork.cli.demo import demo_folder
 from graftwork.ir import (
     InputError,
     ModelInfo,

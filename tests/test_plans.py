@@ -16,7 +16,7 @@ from every_recipe import NAMES, program_of
 from selection import one_in
 from tiny import MASK, PROMPTS, cached_llama, tiny_llama
 
-from graftwork.artifact import load, save
+from graftwork.artifact.saved import load, save
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import GraftworkError, InputError, PassError, Program

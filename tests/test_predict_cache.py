@@ -23,11 +23,11 @@ from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.caching.least_squares import solved
 from graftwork.passes.caching.predict_cache import PredictCache
 from graftwork.passes.caching.quantize_cache import QuantizeCache
-from graftwork.passes.drafting.plan_edits import with_plan
 from graftwork.passes.drafting.recycling import RecyclingDraft
 from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.engine.feed import empty_inputs
 from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.engine.plan_edits import with_plan
 from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits

@@ -18,7 +18,7 @@ import graftwork as gw
 from graftwork.backends import Target, compile
 from graftwork.backends.onnxruntime.ops import ort_attend_quantized
 from graftwork.backends.torch import cpu
-from graftwork.demo import demo_folder
+from graftwork.cli.demo import demo_folder
 from graftwork.ir import PassError, Program
 from graftwork.ir.ops.quantized_cache import (
     attend_quantized,

@@ -21,11 +21,11 @@ from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.quantize_cache import QuantizeCache
 from graftwork.passes.caching.quantize_static import QuantizeStatic
 from graftwork.passes.caching.read_sparse import ReadSparse
-from graftwork.passes.drafting.plan_edits import with_plan
 from graftwork.passes.drafting.recycling import RecyclingDraft
 from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.engine.base import Outcome
 from graftwork.passes.engine.feed import empty_inputs
+from graftwork.passes.engine.plan_edits import with_plan
 from graftwork.passes.stepping.add_top_tokens import AddTopTokens
 
 G = torch.ops.graftwork

@@ -22,9 +22,9 @@ from graftwork.ir.plan import DraftRecord, NoDraft
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.quantize_cache import QuantizeCache
 from graftwork.passes.caching.read_chunks import ReadChunks
-from graftwork.passes.drafting.plan_edits import with_plan
 from graftwork.passes.drafting.recycling import RecyclingDraft
 from graftwork.passes.drafting.suffix import SuffixDraft
+from graftwork.passes.engine.plan_edits import with_plan
 from graftwork.passes.stepping.add_top_tokens import AddTopTokens
 from graftwork.runtime.cache.conversations import read_text
 

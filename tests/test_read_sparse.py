@@ -26,10 +26,10 @@ from graftwork.passes.caching.cached_rows import written
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.quantize_cache import QuantizeCache
 from graftwork.passes.caching.read_sparse import ReadSparse, label_weights
-from graftwork.passes.drafting.plan_edits import with_plan
 from graftwork.passes.drafting.recycling import RecyclingDraft
 from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.engine.feed import empty_inputs
+from graftwork.passes.engine.plan_edits import with_plan
 from graftwork.passes.engine.validate import reference_logits
 from graftwork.passes.stepping.add_top_tokens import AddTopTokens
 from graftwork.runtime import generate

@@ -16,9 +16,9 @@ from archs import ARCHS, build
 from gguf_files import write
 
 import graftwork as gw
-from graftwork.bench import Transformers
 from graftwork.frontends import import_model
 from graftwork.ir import UnsupportedError
+from graftwork.measuring.bench import Transformers
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = """

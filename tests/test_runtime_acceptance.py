@@ -15,6 +15,7 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import PassError, Program, UnsupportedError, Weight
 from graftwork.ir.plan import CachedDraft, NoDraft, UnrolledDraft
+from graftwork.measuring.planned import Planned
 from graftwork.model import Model
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.draft_hydra import DraftHydra
@@ -24,7 +25,6 @@ from graftwork.passes.engine.base import Pass
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
-from graftwork.planned import Planned
 from graftwork.runtime import generate
 from graftwork.training import fit
 from graftwork.training.objectives.acceptance import agreements

@@ -18,16 +18,16 @@ from graftwork.backends.torch import TorchExecutable
 from graftwork.ir import PassError, Program, UnsupportedError
 from graftwork.ir.execution.executable import Widths
 from graftwork.ir.plan import CachedDraft, NoDraft
+from graftwork.measuring.planned import Planned
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_model import DraftModel
-from graftwork.passes.drafting.plan_edits import with_plan
 from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.engine.plan_edits import with_plan
 from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
-from graftwork.planned import Planned
 from graftwork.runtime import generate
 from graftwork.runtime.speculate.proposers.cached import CachedProposer
 

@@ -17,6 +17,7 @@ from graftwork.backends.target import Target
 from graftwork.ir import InputError, Program
 from graftwork.ir.plan import DraftRecord, FirstDraft, GoodputLength, NoDraft, Typical
 from graftwork.ir.weights import Weight, WeightStore
+from graftwork.measuring.planned import Planned
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.corpus import CorpusDraft
 from graftwork.passes.drafting.input import InputDraft
@@ -26,7 +27,6 @@ from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
-from graftwork.planned import Planned
 from graftwork.runtime import generate
 from graftwork.runtime.rounds.base import SOON
 from graftwork.runtime.rounds.chained import ChainedRound

@@ -25,7 +25,7 @@ from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import generate
 from graftwork.runtime.speculate.lengths.draft_acceptance import DraftAcceptancePolicy
-from graftwork.runtime.speculate.proposers.base import Level
+from graftwork.runtime.speculate.level import Level
 from graftwork.training import fit
 from graftwork.training.net import Net
 from graftwork.training.objectives.base import Batch

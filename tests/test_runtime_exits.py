@@ -29,7 +29,7 @@ from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import generate
 from graftwork.runtime.rounds import Decoding
-from graftwork.runtime.rounds.led import LedRound
+from graftwork.runtime.rounds.shallow import ShallowRound
 from graftwork.runtime.speculate.lengths.goodput import GoodputPolicy
 from graftwork.runtime.speculate.lengths.thompson import ThompsonPolicy
 from graftwork.training.net import Net, trainable
@@ -107,7 +107,7 @@ def test_a_draft_that_ends_early_is_verified_in_as_few_columns(
 ) -> None:
     """Of static widths the next is taken, and not that of a whole draft."""
     if not led:
-        monkeypatch.setattr(LedRound, "fits", classmethod(lambda cls, decoding: False))
+        monkeypatch.setattr(ShallowRound, "fits", classmethod(lambda cls, decoding: False))
     fast = Between(compiled("eager", "unsure adapter").program, Target("eager", "cpu"))
     fast.fed = []
     for rows in (slice(0, 4), slice(2, 3)):
@@ -124,12 +124,12 @@ def test_a_round_of_its_own_drafts_what_general_steps_draft(
     which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[int] = []
-    steps = LedRound._steps
-    monkeypatch.setattr(LedRound, "_steps", lambda *args: ran.append(n := steps(*args)) or n)
+    steps = ShallowRound._steps
+    monkeypatch.setattr(ShallowRound, "_steps", lambda *args: ran.append(n := steps(*args)) or n)
     counts = []
     for fits in (True, False):
         if not fits:
-            monkeypatch.setattr(LedRound, "fits", classmethod(lambda cls, decoding: False))
+            monkeypatch.setattr(ShallowRound, "fits", classmethod(lambda cls, decoding: False))
         made = [
             generate(
                 compiled("eager", which),

@@ -15,7 +15,7 @@ from graftwork.passes.drafting.input import InputDraft, InputPlace
 from graftwork.passes.drafting.jacobi import JacobiDraft, JacobiDrafter
 from graftwork.passes.drafting.lookahead import LookaheadDraft, LookaheadDrafter, Pool
 from graftwork.runtime import generate
-from graftwork.runtime.speculate.drafters.base import VerifiedStep
+from graftwork.runtime.feeding.draft import VerifiedStep
 
 VOCAB = 12
 LOOKAHEAD = LookaheadDraft(window=4, ngram=4, pool=3)

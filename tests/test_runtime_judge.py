@@ -16,20 +16,20 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError, PassError, Program, Weight
 from graftwork.ir.plan import Chain, Judge, NoDraft
+from graftwork.measuring.planned import Planned
 from graftwork.model import Model
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
-from graftwork.passes.drafting.plan_edits import with_plan
 from graftwork.passes.drafting.verify_judge import VerifyJudge
 from graftwork.passes.engine.manager import Step, run_passes
+from graftwork.passes.engine.plan_edits import with_plan
 from graftwork.passes.stepping.accept_trees import AcceptTrees
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
-from graftwork.planned import Planned
 from graftwork.runtime import generate
 from graftwork.runtime.asking.options import read_options
 from graftwork.runtime.asking.text import Text
-from graftwork.runtime.speculate.draft import Draft
+from graftwork.runtime.feeding.draft import Draft
 from graftwork.runtime.speculate.verifiers.base import GREEDY, SAMPLING, VERIFIERS
 from graftwork.training import fit
 

@@ -19,13 +19,13 @@ from graftwork.ir.plan import (
     SvipLength,
     ThompsonLength,
 )
-from graftwork.runtime.speculate.draft import NO_DRAFT, Draft
+from graftwork.runtime.feeding.draft import NO_DRAFT, Draft
 from graftwork.runtime.speculate.lengths.confidence import ConfidencePolicy
 from graftwork.runtime.speculate.lengths.costs import Costs
 from graftwork.runtime.speculate.lengths.goodput import GoodputPolicy
 from graftwork.runtime.speculate.lengths.svip import SvipPolicy, entropy
 from graftwork.runtime.speculate.lengths.thompson import ThompsonPolicy
-from graftwork.runtime.speculate.proposers.base import Level
+from graftwork.runtime.speculate.level import Level
 
 
 class Executable:

@@ -15,8 +15,8 @@ from runtime_models import Recorder, TableExecutable, plain, program, whole
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError
+from graftwork.measuring.planned import Planned
 from graftwork.passes.drafting.suffix import SuffixDraft
-from graftwork.planned import Planned
 from graftwork.runtime import generate
 from graftwork.runtime.rounds.chained import ChainedRound
 from graftwork.runtime.rounds.general import GeneralRound

@@ -10,7 +10,7 @@ from graftwork.ir.plan import FirstDraft, MergedDraft, StaticTree
 from graftwork.passes.drafting.recycling import RecyclingDraft, RecyclingDrafter
 from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.runtime import generate
-from graftwork.runtime.speculate.draft import Draft
+from graftwork.runtime.feeding.draft import Draft
 from graftwork.runtime.speculate.drafters.merged import merged
 
 VOCAB = 12

@@ -20,9 +20,9 @@ from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.runtime import generate
 from graftwork.runtime.asking.options import read_options
 from graftwork.runtime.asking.text import Text
+from graftwork.runtime.feeding.draft import NO_DRAFT, Draft, VerifiedStep
 from graftwork.runtime.speculate import sampling
-from graftwork.runtime.speculate.draft import NO_DRAFT, Draft
-from graftwork.runtime.speculate.drafters.base import DRAFTERS, Drafter, VerifiedStep
+from graftwork.runtime.speculate.drafters.base import DRAFTERS, Drafter
 from graftwork.runtime.speculate.verifiers.rejection import RejectionVerifier
 
 ROWS = torch.randn(6, 40, generator=torch.Generator().manual_seed(3)) * 3

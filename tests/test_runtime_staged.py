@@ -11,7 +11,6 @@ from tiny import named, tiny_llama
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
-from graftwork.guests import with_guests
 from graftwork.ir import PassError, Program, parse_program, program_text
 from graftwork.ir.plan import StagedDraft
 from graftwork.passes import Pass
@@ -25,6 +24,8 @@ from graftwork.passes.stepping.add_top_tokens import AddTopTokens
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.recipe import Recipe
 from graftwork.runtime.speculate.lengths.base import LengthPolicy
+from graftwork.tracing import draft_models
+from graftwork.tracing.draft_models import with_guests
 
 COPYING = "suffix(tokens=4, longest=16, shortest=1)"
 SMALL = [[1, 2, 3, 1, 2, 5, 4]]
@@ -98,7 +99,7 @@ def test_sampled_drafts_say_what_they_were_sampled_from() -> None:
 
 def test_a_recipe_names_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever brings the model runs the recipe on it; the pass takes the drafter from there."""
-    monkeypatch.setattr("graftwork.frontends.import_model", lambda path, dtype, **_: tiny_llama())
+    monkeypatch.setattr(draft_models, "import_model", lambda path, dtype, **_: tiny_llama())
     settings = ["draft_model.model=other", "draft_model.drafter=copyspec"]
     recipe = Recipe.load("draft_model").with_options(settings)
     program = with_guests(tiny_llama(), recipe, torch.float32)

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from runtime_models import setting
 
 from graftwork.passes.drafting.suffix import SuffixDraft, SuffixDrafter, SuffixIndex
-from graftwork.runtime.speculate.drafters import NO_DRAFT
-from graftwork.runtime.speculate.drafters.base import VerifiedStep
+from graftwork.runtime.feeding.draft import NO_DRAFT, VerifiedStep
 
 
 def brute(tokens: list[int], longest: int) -> tuple[int, int]:

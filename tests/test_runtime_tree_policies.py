@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graftwork.ir.plan import BestFirst, Chain, FixedLength, StaticTree
-from graftwork.runtime.speculate.draft import Draft, Topology
+from graftwork.runtime.feeding.draft import Draft, Topology
 from graftwork.runtime.speculate.lengths.fixed import FixedLengthPolicy
 from graftwork.runtime.speculate.trees.best_first import BestFirstPolicy
 from graftwork.runtime.speculate.trees.chain import ChainPolicy

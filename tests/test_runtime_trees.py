@@ -18,7 +18,7 @@ from graftwork.ir import UnsupportedError
 from graftwork.ir.plan import Chain, DraftRecord, FirstDraft, SampledTree, StaticTree, TreeRecord
 from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.runtime import generate
-from graftwork.runtime.speculate.draft import Draft
+from graftwork.runtime.feeding.draft import Draft
 
 VOCAB = 11
 WIDE = StaticTree.of([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1), (1, 1, 0), (0, 1, 2)])

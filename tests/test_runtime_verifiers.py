@@ -38,7 +38,7 @@ from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import generate
 from graftwork.runtime.asking.options import read_options
 from graftwork.runtime.asking.text import Text
-from graftwork.runtime.speculate.draft import Draft
+from graftwork.runtime.feeding.draft import Draft
 from graftwork.runtime.speculate.trees.sampled import _distinct, _independent
 from graftwork.runtime.speculate.verifiers import spectr
 from graftwork.runtime.speculate.verifiers.base import GREEDY, SAMPLING, VERIFIERS, Verdict

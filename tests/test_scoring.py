@@ -15,15 +15,15 @@ from test_pairs import ASKED
 from tiny import MASK, PROMPTS, cached_llama, drafting_llama, tiny_llama
 
 import graftwork as gw
-from graftwork.agreement import plain_plan
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import GraftworkWarning, InputError, Program, UnsupportedError, run
 from graftwork.ir.plan import FullDepth
+from graftwork.measuring.agreement import plain_plan
+from graftwork.measuring.planned import Planned
 from graftwork.model import Model
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights
-from graftwork.planned import Planned
 from graftwork.runtime.generate import generate
 from graftwork.runtime.scoring import score
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny import cached_llama
 
-from graftwork import artifact
+from graftwork.artifact import saved as artifact
 from graftwork.backends.target import Target
 from graftwork.ir.support import scratch
 from graftwork.ir.support.scratch import Scratch, exchange, replacing, sweep
@@ -22,7 +22,7 @@ from graftwork.ir.support.scratch import Scratch, exchange, replacing, sweep
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from graftwork.ir.scratch import Scratch, replacing
+from graftwork.ir.support.scratch import Scratch, replacing
 kept = Scratch(Path(sys.argv[1]))
 (kept.path / "weights.data").write_text("x")
 with replacing(Path(sys.argv[1]) / "out") as new:

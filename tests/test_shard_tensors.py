@@ -19,7 +19,7 @@ from together import together
 import graftwork as gw
 from graftwork.backends import Target, compile
 from graftwork.ir import InputError, PassError, Program, UnsupportedError, run
-from graftwork.ir.ops.parallel import part_of
+from graftwork.ir.execution.analysis import part_of
 from graftwork.passes.drafting.trained import trained_on
 from graftwork.passes.engine.base import Outcome
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights

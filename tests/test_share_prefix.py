@@ -28,8 +28,8 @@ from graftwork.model import Model
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.quantize_cache import QuantizeCache
 from graftwork.passes.caching.share_prefix import SharePrefix
-from graftwork.passes.drafting.plan_edits import with_plan
 from graftwork.passes.engine.manager import run_passes
+from graftwork.passes.engine.plan_edits import with_plan
 from graftwork.recipe import Recipe
 from graftwork.runtime import generate
 from graftwork.runtime.cache.conversations import Conversations

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import MASK, PROMPTS, in_int8, named, tiny_llama
 
-from graftwork.artifact import load, save
+from graftwork.artifact.saved import load, save
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import PassError, Program, Weight, WeightStore

@@ -12,12 +12,12 @@ from tiny import cached_llama
 from tokenizers import Tokenizer
 
 from graftwork.backends.target import Target
-from graftwork.demo import demo_folder
+from graftwork.cli.demo import demo_folder
+from graftwork.data.prompts import read_prompts
 from graftwork.ir import InputError, PassError, Program
 from graftwork.ir.support.tokenizer import decode, encode, read_tokenizer
 from graftwork.model import Model
 from graftwork.passes.drafting.corpus.graph import DraftCorpus
-from graftwork.prompts import read_prompts
 
 TEXT = "def f(x):\n    return x + 1\n\n\ndef g(y):\n    return f(y) * 2\n"
 FILE = demo_folder() / "tokenizer.json"

@@ -70,7 +70,7 @@ def test_the_last_line_names_every_option_to_set(
 
 def test_without_a_terminal_lines_come_now_and_then() -> None:
     """Also while nothing is reported, as in a long step."""
-    from graftwork.progress import EVERY, training_progress
+    from graftwork.cli.progress import EVERY, training_progress
 
     assert EVERY <= 30
     said = io.StringIO()

@@ -17,7 +17,7 @@ import graftwork as gw
 from graftwork.ir import InputError
 from graftwork.model import trace
 from graftwork.recipe import Recipe
-from graftwork.traced import Traced
+from graftwork.tracing.traced import Traced
 from graftwork.training.layerskip import ExitTrainer, LayerSkip
 
 TEXT = [[(i * i + j) % 30 + 1 for i in range(60)] for j in range(20)]

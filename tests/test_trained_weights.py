@@ -33,6 +33,7 @@ from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.runtime import generate
+from graftwork.tracing import traced
 from graftwork.training import fit
 from graftwork.training.net import trainable, trained_parts
 
@@ -135,7 +136,7 @@ def test_untrained_weights_are_remarked(name: str) -> None:
 def test_the_report_shows_remarks_and_an_artifact_keeps_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("graftwork.frontends.import_model", lambda model, dtype, **_: tiny_llama())
+    monkeypatch.setattr(traced, "import_model", lambda model, dtype, **_: tiny_llama())
     model = gw.optimize("tiny", "medusa", target=EAGER)
     assert "note: draft_medusa: its weights are untrained" in str(model.report)
     assert gw.load(model.save(tmp_path / "out")).report == model.report

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from tiny import named, tiny_llama
 
 from graftwork.backends.target import Target
+from graftwork.data.corpus import Windows, read_corpus, split
 from graftwork.ir import GraftworkError, InputError, PassError, UnsupportedError, Weight
 from graftwork.ir.plan import Chain
 from graftwork.model import Model
@@ -30,7 +31,6 @@ from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.add_argmax import AddArgmax
 from graftwork.passes.stepping.pick_logits import PickLogits
 from graftwork.training import FitState, fit
-from graftwork.training.corpus import Windows, read_corpus, split
 from graftwork.training.fit import Fitted, accepted_per_step
 from graftwork.training.objectives.base import distilled
 

@@ -10,16 +10,17 @@ import pytest
 import torch
 from tiny import cached_llama
 
-import graftwork.tuning as tuning
+import graftwork.measuring.tuning as tuning
 from graftwork.backends import Target
 from graftwork.ir import InputError
 from graftwork.ir.plan import DraftRecord, StaticTree
 from graftwork.ir.plan.shapes import expected
+from graftwork.measuring.planned import Planned
+from graftwork.measuring.tuning import evaluate, tune, with_tree
 from graftwork.model import Model
-from graftwork.planned import Planned
 from graftwork.recipe import Recipe
-from graftwork.runtime.speculate.proposers.base import PROPOSERS, Level, Proposer
-from graftwork.tuning import evaluate, tune, with_tree
+from graftwork.runtime.speculate.level import Level
+from graftwork.runtime.speculate.proposers.base import PROPOSERS, Proposer
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from ...ir import Function, Program, WeightStore, arguments, site_of, type_of
 from ...ir.execution.executable import KernelUse
 from ...ir.rewrite.cleanup import sweep
 from ...ir.rewrite.expand import expand
-from ...passes.engine.functions import edit_with_weights
 from .. import tiles
 from ..kernel_uses import decomposed, uses
 from . import native_quantized
@@ -54,7 +53,14 @@ def with_tiles(program: Program) -> Program:
     Errors: `InputError` for sizes that kernels do not take, and when weights are loaded, for a
     codebook that is not of whole numbers.
     """
-    return edit_with_weights(program, _lay_out).program
+    functions, weights = dict[str, Function](), program.weights
+    for name, function in program.functions.items():
+        fn = function.copy()
+        count, weights = _lay_out(fn, weights)
+        functions[name] = fn if count else function
+    if functions == program.functions:
+        return program
+    return program.replace(functions=functions, weights=weights).pruned()
 
 
 def kernels_of(program: Program) -> tuple[KernelUse, ...]:

@@ -31,12 +31,12 @@ from .checkpoint import Checkpoint, Tensors, opened, tensors_of
 from .experts import prepare_experts
 from .formats import format_of
 from .formats import read as read_quantized
+from .image_tokens import pictures_of
 from .lengths import context_of, frozen_ropes, warn_of_change
-from .pictures import pictures_of
 from .recurrences import check
 from .registry import NAME, register
 from .sequences import traced_pair
-from .spoken import spoken
+from .speech_prompts import spoken
 from .tracing import import_traced
 
 if TYPE_CHECKING:

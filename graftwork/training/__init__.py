@@ -1,6 +1,6 @@
 """Training what was grafted onto a program (`fit`), or the model itself (`train_exits`)."""
 
-from .exits import ExitsTrained, train_exits
+from .early_exit import ExitsTrained, train_exits
 from .fit import FitOptions, FitState, Fitted, Report, fit
 from .layerskip import LayerSkip
 

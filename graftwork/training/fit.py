@@ -3,7 +3,7 @@
 Self-distillation: the target says what it makes of windows of text, and steps move the inserted
 weights towards it. The text is the user's, continued by the target itself, or the target's own
 altogether, because drafts are judged on text that the target writes. Each window is used a few
-times, and the target's side of it is worked out once (`lessons`).
+times, and the target's side of it is worked out once (`teacher_cache`).
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from ..agreement import OwnText, is_approximate
-from ..agreement import own_text as own_text_kept
+from ..data.corpus import Windows, own_text, read_corpus, split
+from ..data.prompts import Prompts, check_seed, refuse_sources
 from ..ir import InputError
 from ..ir.plan import Chain, FixedLength, NoDraft
 from ..ir.support.files import plain_path
+from ..measuring.agreement import OwnText, is_approximate
+from ..measuring.agreement import own_text as own_text_kept
+from ..measuring.planned import Planned
 from ..passes.drafting.trained import trained_on
-from ..planned import Planned
-from ..prompts import Prompts, check_seed, refuse_sources
 from ..runtime.asking.options import BEST
 from ..runtime.generate import Generated, generate
-from . import checkpoint, lessons
-from .corpus import Windows, own_text, read_corpus, split
+from . import checkpoint
 from .net import Net, check_chains, chosen, trainable, trained_parts
 from .objectives.base import Batch, Loss, objective_of
 from .processes import Processes
+from .teacher_cache import CachedWindows, Teacher, TeacherCache
 
 if TYPE_CHECKING:
     from ..model import Model
@@ -201,7 +202,7 @@ class _Fit:
             own = own_text_kept(trained.executable, prompts, _room(trained, prompts[0]))
         return Fitted(trained, state.step, last, tuple(state.hits), accepted, own)
 
-    def _leave_nothing(self, pool: lessons.Lessons) -> NoReturn:
+    def _leave_nothing(self, pool: TeacherCache) -> NoReturn:
         """Nothing was trained: weights that know nothing are not written."""
         pool.remove()
         with suppress(OSError):  # others' files, or no folder
@@ -227,12 +228,12 @@ class _Fit:
         plan = replace(self.model.program.plan, draft=NoDraft(), tree=Chain(), length=FixedLength())
         return generate(Planned(self.model.executable, plan), prompts, **options)
 
-    def _prepared(self, net: Net, state: checkpoint.Progress) -> lessons.Lessons:
+    def _prepared(self, net: Net, state: checkpoint.Progress) -> TeacherCache:
         """Windows and what the target makes of them, within their share of the budget."""
         options = self.options
         decisive = {name: getattr(options, name) for name in ("window", "own", "temperature")}
         mark = {**decisive, "target": state.target}
-        pool = lessons.Lessons(self.out, lessons.Teacher(net), mark, options.seed)
+        pool = TeacherCache(self.out, Teacher(net), mark, options.seed)
         wanted, limit = math.inf, math.inf
         if options.steps is not None:
             wanted = math.ceil(options.steps * options.batch / (options.passes * SAMPLED))
@@ -249,7 +250,7 @@ class _Fit:
             self.progress(FitState("preparing", max(count / wanted, min(1.0, spent / limit))))
         return pool
 
-    def _windows(self, number: int) -> lessons.Windows:
+    def _windows(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Windows i64[16,T], of which the target continues its share, and where it begins to."""
         windows, options = self.windows(number, SAMPLED), self.options
         firsts = torch.zeros(len(windows), dtype=torch.int64)
@@ -270,12 +271,12 @@ class _Fit:
         self,
         net: Net,
         optimizer: torch.optim.Optimizer,
-        pool: lessons.Lessons,
+        pool: TeacherCache,
         state: checkpoint.Progress,
     ) -> None:
         start = time.perf_counter()
-        lesson = pool.batch(state.step, self.options.batch)
-        tokens = lesson.tokens
+        windows = pool.batch(state.step, self.options.batch)
+        tokens = windows.tokens
         rate = self.options.rate * self._schedule(state)
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -285,8 +286,8 @@ class _Fit:
         for first in range(0, len(tokens), piece):
             part = slice(first, first + piece)
             share = len(tokens[part]) / len(tokens)
-            states = {name: value[part].to(net.device) for name, value in lesson.states.items()}
-            given = lessons.Lesson(tokens[part].to(net.device), lesson.firsts[part], states)
+            states = {name: value[part].to(net.device) for name, value in windows.states.items()}
+            given = CachedWindows(tokens[part].to(net.device), windows.firsts[part], states)
             result = self._loss(net, pool.teacher, given)
             (result.total * share).backward()
             loss += float(result.total.detach()) * share
@@ -311,12 +312,12 @@ class _Fit:
         logits = tokens.shape[1] * self.model.program.info.vocab_size * 4
         return max(1, min(len(tokens), TEACHER_BYTES // logits))
 
-    def _loss(self, net: Net, teacher: lessons.Teacher, lesson: lessons.Lesson) -> Loss:
+    def _loss(self, net: Net, teacher: Teacher, windows: CachedWindows) -> Loss:
         """All drafters' losses on some windows, whose states at the target are known."""
-        taps = {name: lesson.states[name] for name in teacher.taps}
-        logits, plan = teacher.logits(lesson.states), self.model.program.plan
-        firsts, parts = lesson.firsts.tolist(), plan.step.parts
-        batch = Batch(lesson.tokens, taps, logits, plan.draft, firsts, parts)
+        taps = {name: windows.states[name] for name in teacher.taps}
+        logits, plan = teacher.logits(windows.states), self.model.program.plan
+        firsts, parts = windows.firsts.tolist(), plan.step.parts
+        batch = Batch(windows.tokens, taps, logits, plan.draft, firsts, parts)
         losses = [
             objective(draft, net.run, batch)
             for draft, objective in zip(self.drafts, self.objectives, strict=True)

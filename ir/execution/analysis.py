@@ -9,6 +9,7 @@ from typing import Any
 import torch.fx
 
 from ..function import Function
+from ..program import Program
 from ..support.errors import GraftworkError, UnsupportedError
 from ..types import TensorType
 
@@ -18,6 +19,15 @@ def is_repeatable(function: Function) -> bool:
     are taken up and put back changed, as the stream's are between parts of a cut step."""
     reads = function.calls(torch.ops.graftwork.cache_read.default)
     return not any(str(node.all_input_nodes[0].target) in function.outputs for node in reads)
+
+
+def part_of(program: Program) -> tuple[int, int]:
+    """Which part of how many a program is; (0, 1) for a whole one."""
+    ops = torch.ops.graftwork.all_reduce.default, torch.ops.graftwork.all_gather.default
+    for function in program.functions.values():
+        for node in function.calls(*ops):
+            return int(str(node.kwargs["part"])), int(str(node.kwargs["parts"]))
+    return 0, 1
 
 
 def last_uses(function: Function) -> dict[torch.fx.Node, torch.fx.Node]:

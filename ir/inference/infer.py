@@ -1,8 +1,8 @@
 """Type inference: an op's result types from its argument types, by running its fake kernel.
 
 Types come only from here. The result is memoised by (op, argument types), so the layers of a deep
-model cost as much as one. Sizes are tried first (`sampled.py`). Where these do not say, symbolic
-shapes do, which are torch's: each named symbol (`B`, `T`, `C`, ...) is one symbol of a `ShapeEnv`
+model cost as much as one. Sizes are tried first (`trial_sizes.py`). Where these do not say,
+torch's symbolic shapes do: each named symbol (`B`, `T`, `C`, ...) is one symbol of a `ShapeEnv`
 that lives as long as the process.
 
 A type must hold for every size of at least 1. An op whose result depends on how a symbol compares

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,9 +16,6 @@ from torch import Tensor
 from ..support.errors import InputError
 from . import Sample, op
 from .operands import Operands
-
-if TYPE_CHECKING:
-    from ..program import Program
 
 
 def started() -> tuple[int, int] | None:
@@ -32,15 +28,6 @@ def started() -> tuple[int, int] | None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return None
-
-
-def part_of(program: Program) -> tuple[int, int]:
-    """Which part of how many a program is; (0, 1) for a whole one."""
-    ops = torch.ops.graftwork.all_reduce.default, torch.ops.graftwork.all_gather.default
-    for function in program.functions.values():
-        for node in function.calls(*ops):
-            return int(str(node.kwargs["part"])), int(str(node.kwargs["parts"]))
-    return 0, 1
 
 
 def join(part: int, parts: int, device: str) -> None:

@@ -11,7 +11,7 @@ from ..support.fields import check_fields
 from ..types import ValueType
 from .contract import Contract
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a plan holds records, and their methods take plans
     from .decode import DecodePlan
 
 

@@ -13,7 +13,7 @@ from .bounds import Budgets, Context, Filled, Nodes
 from .contract import Contract
 from .held import First, Groups, Held, Latest, Together
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a plan holds records, and their methods take plans
     from .decode import DecodePlan
 
 _OWN = re.compile(r"C\.[0-9]+", re.ASCII)

@@ -11,7 +11,7 @@ from .base import Record, Returned, record
 from .bounds import Filled, Nodes
 from .draft import CachedDraft, DraftRecord, NoDraft
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a plan holds records, and their methods take plans
     from .decode import DecodePlan
     from .tree import TreeRecord
 

@@ -10,7 +10,7 @@ from .base import Record, record
 from .bounds import Amount, Place, Share
 from .contract import Contract
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a plan holds records, and their methods take plans
     from .decode import DecodePlan
 
 

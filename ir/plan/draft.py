@@ -11,7 +11,7 @@ from ..types import ValueType
 from .base import Record, Returned, record
 from .bounds import Aim, Context, Factor, Filled, Levels, Rollout
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a plan holds records, and their methods take plans
     from .combined import UnrolledDraft
     from .decode import DecodePlan
 

@@ -10,7 +10,7 @@ from .base import Record, Returned, policy, record
 from .bounds import Factor, Filled, Inside, Levels, Part, Seed, Share
 from .draft import CachedDraft
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a plan holds records, and their methods take plans
     from .decode import DecodePlan
 
 

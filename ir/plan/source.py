@@ -10,7 +10,7 @@ from ..support.errors import InputError
 from .base import Record, Returned, record
 from .bounds import Axes, Context, Following, Nodes, Opening, Place, Width, Words
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a plan holds records, and their methods take plans
     from .decode import DecodePlan
 
 HEARD = -1

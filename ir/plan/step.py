@@ -11,7 +11,7 @@ from ..support.errors import InputError
 from .base import Record, Returned, record
 from .bounds import Place, Rollout
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a plan holds records, and their methods take plans
     from .decode import DecodePlan
 
 

@@ -11,7 +11,7 @@ from .base import Record, Returned, policy, record
 from .bounds import Amount, Filled, Nodes, Part, Share
 from .contract import Contract
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a plan holds records, and their methods take plans
     from .decode import DecodePlan
 
 

@@ -16,7 +16,7 @@ from .head_spans import spans
 from .layer_budgets import pyramid
 from .row_scores import RowScores
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # settings are made from the options of the pass, which holds none itself
     from .evict_cache import EvictCache
 
 

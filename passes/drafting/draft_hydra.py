@@ -41,11 +41,11 @@ from ...ir import Program
 from ...ir.plan import RecurrentDraft
 from ...ir.plan.bounds import Levels
 from ..engine.base import Outcome
+from ..engine.plan_edits import with_draft
 from ..policies import builds
 from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
 from .draft_pass import DraftPass
 from .grafts import Graft
-from .plan_edits import with_draft
 
 A = torch.ops.aten
 

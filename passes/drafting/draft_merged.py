@@ -20,8 +20,8 @@ from __future__ import annotations
 from ...ir import Program
 from ...ir.plan import MergedDraft
 from ..engine.base import Outcome
+from ..engine.plan_edits import with_plan
 from ..policies import RecordPass, builds
-from .plan_edits import with_plan
 
 
 @builds(MergedDraft)

@@ -40,11 +40,11 @@ from ...ir.plan import CachedDraft, StagedDraft
 from ...ir.plan.bounds import Nodes
 from ...ir.text.record_text import parse_record
 from ..engine.base import Effect, Outcome
+from ..engine.plan_edits import with_draft
 from ..policies import RecordPass, builds
 from ..stepping.pick_logits import pick_after
 from .grafts import candidates
 from .guest_step import guest_of, untold, with_step_of
-from .plan_edits import with_draft
 
 G = torch.ops.graftwork
 NAME = "draft"

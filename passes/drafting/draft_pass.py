@@ -9,8 +9,8 @@ from ...ir import Program
 from ...ir.plan import CachedDraft, ContinuedDraft, LearningDraft
 from ...ir.plan.bounds import Nodes
 from ..engine.base import STATES, Effect, Outcome, PassDefinitionError
+from ..engine.plan_edits import with_draft
 from ..policies import RecordPass
-from .plan_edits import with_draft
 from .trained import TrainedWeights, as_published
 
 

@@ -31,10 +31,10 @@ from pydantic import Field
 from ...ir import Program
 from ...ir.plan import RecurrentDraft
 from ..engine.base import Outcome
+from ..engine.plan_edits import with_draft
 from ..policies import builds
 from .draft_pass import DraftPass
 from .grafts import Graft
-from .plan_edits import with_draft
 
 A = torch.ops.aten
 

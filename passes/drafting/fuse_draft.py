@@ -40,7 +40,7 @@ from ...ir import Function, PassError, Program, type_of
 from ...ir.plan import Fused, FusedDraft, UnrolledDraft, Whole
 from ...ir.rewrite.subgraph import inlined
 from ..engine.base import Contract, Effect, Outcome, Pass, register
-from .plan_edits import fitting, with_plan
+from ..engine.plan_edits import fitting, with_plan
 
 A, G = torch.ops.aten, torch.ops.graftwork
 

@@ -29,13 +29,13 @@ from ...ir import (
     site_of,
     type_of,
 )
-from ...ir.ops.parallel import part_of
+from ...ir.execution.analysis import part_of
 from ...ir.plan import DraftRecord
 from ...ir.rewrite.cleanup import sweep
 from ..engine.functions import token_look_ups
+from ..engine.plan_edits import with_draft
 from ..numerics.values import values_of
 from ..stepping.pick_logits import pick_after
-from .plan_edits import with_draft
 from .trained import Published, TrainedWeights, as_published
 
 A, G = torch.ops.aten, torch.ops.graftwork

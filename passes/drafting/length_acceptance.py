@@ -25,10 +25,10 @@ from pydantic import Field
 from ...ir import Program
 from ...ir.plan import AcceptanceLength
 from ..engine.base import Outcome
+from ..engine.plan_edits import with_record
 from ..policies import builds
 from .draft_pass import TrainedPass
 from .grafts import Graft
-from .plan_edits import with_record
 
 NAME = "acceptance"
 

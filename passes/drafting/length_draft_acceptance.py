@@ -33,10 +33,10 @@ from pydantic import Field
 from ...ir import Function, PassError, Program, cone
 from ...ir.plan import CachedDraft, DraftAcceptanceLength
 from ..engine.base import Outcome
+from ..engine.plan_edits import with_record
 from ..policies import builds
 from .draft_pass import TrainedPass
 from .grafts import Graft
-from .plan_edits import with_record
 
 A, G = torch.ops.aten, torch.ops.graftwork
 NAME = "acceptance"

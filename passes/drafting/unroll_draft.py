@@ -42,8 +42,8 @@ from ...ir.plan.inputs import ANCESTORS
 from ...ir.rewrite.cleanup import sweep
 from ...ir.rewrite.subgraph import inlined
 from ..engine.base import Contract, Effect, Outcome, Pass, register
+from ..engine.plan_edits import with_plan
 from ..fusing.products import Merger
-from .plan_edits import with_plan
 
 A, G = torch.ops.aten, torch.ops.graftwork
 

@@ -22,10 +22,10 @@ from __future__ import annotations
 from ...ir import Program
 from ...ir.plan import Judge
 from ..engine.base import Outcome
+from ..engine.plan_edits import with_record
 from ..policies import builds
 from .draft_pass import TrainedPass
 from .grafts import Graft
-from .plan_edits import with_record
 
 NAME = "judge"
 

@@ -13,7 +13,7 @@ from ..engine.reopening import Wants, names_of
 from ..fusing.products import product_of, source_product
 from .stored import Form
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # of the pass, whose options are read
     from .quantize_weights import QuantizeWeights
 
 A = torch.ops.aten

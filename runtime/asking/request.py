@@ -10,9 +10,9 @@ import torch
 
 from ...ir import InputError, Program
 from ...ir.plan import Encoded
+from .image_embeds import PlacedRows, read_pictures
+from .input_ids import read_prompts
 from .options import GenerationOptions, read_options
-from .pictures import PlacedRows, read_pictures
-from .prompts import read_prompts
 from .sources import Sources, read_sources, takes_features
 from .speech import openings
 from .stopping import Stopping

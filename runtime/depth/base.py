@@ -10,12 +10,11 @@ import torch
 
 from ...ir.execution.executable import Executable
 from ..asking.text import Text
+from ..feeding.draft import Draft, UnverifiedStep
 from ..feeding.feed import Feeder
 from ..feeding.outputs import Outputs
 from ..memo import Resumes
 from ..registry import Registry
-from ..speculate.draft import Draft
-from ..speculate.drafters.base import UnverifiedStep
 
 G = torch.ops.graftwork
 

@@ -9,7 +9,7 @@ import torch
 from ...ir import SOURCE
 from ...ir.execution.executable import Executable
 from ...ir.plan import Pictures
-from ..asking.pictures import PlacedRows
+from ..asking.image_embeds import PlacedRows
 from ..asking.sources import Sources
 
 LEAST = 16

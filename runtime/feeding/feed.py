@@ -15,8 +15,8 @@ from ...ir.execution.executable import Executable
 from ...ir.plan import Pictures
 from ...ir.plan.held import Latest
 from ...ir.plan.inputs import INPUTS, OPTIONAL
-from ..speculate.draft import Draft
 from .calls import run_in_turn
+from .draft import Draft
 from .gather import joined, widened
 from .outputs import Outputs
 from .step_inputs import StepInputs

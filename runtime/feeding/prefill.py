@@ -9,7 +9,7 @@ import torch
 from ...ir import InputError
 from ..asking.text import Text
 from ..cache.base import CachePolicy
-from ..speculate.drafters.base import UnverifiedStep
+from .draft import UnverifiedStep
 from .feed import Feeder
 
 

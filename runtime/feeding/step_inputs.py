@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from ...ir import InputError
-from ..speculate.draft import Draft, Topology
 from .calls import Calls
+from .draft import Draft, Topology
 
 
 def memory(tensor: torch.Tensor) -> memoryview:

@@ -3,8 +3,8 @@
 from .base import Decoding, Round
 from .chained import ChainedRound
 from .general import GeneralRound
-from .led import LedRound
 from .plain import PlainRound, RestingRound
+from .shallow import ShallowRound
 from .staged import StagedRound
 
 ROUNDS: tuple[type[Round], ...] = (
@@ -12,7 +12,7 @@ ROUNDS: tuple[type[Round], ...] = (
     PlainRound,
     ChainedRound,
     RestingRound,
-    LedRound,
+    ShallowRound,
     GeneralRound,
 )
 """Those that touch least come first: of the rounds that fit a generation, the first that wants to

@@ -17,11 +17,10 @@ from ..asking.request import Request
 from ..cache.base import CACHES
 from ..cache.conversations import Conversations, Start, memo_of
 from ..depth.base import DEPTHS
+from ..feeding.draft import NO_DRAFT, Draft, UnverifiedStep, VerifiedStep
 from ..feeding.encode import encode, place
 from ..feeding.feed import Feeder
 from ..feeding.prefill import prefill
-from ..speculate.draft import NO_DRAFT, Draft
-from ..speculate.drafters.base import UnverifiedStep, VerifiedStep
 from ..speculate.drafters.grown import drafter_for
 from ..speculate.lengths.base import LENGTHS
 from ..speculate.setting import Setting

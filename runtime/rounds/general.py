@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..depth.base import StepFeed
-from ..speculate.draft import Draft
-from ..speculate.drafters.base import UnverifiedStep, VerifiedStep
+from ..feeding.draft import Draft, UnverifiedStep, VerifiedStep
 from .base import Decoding, Round
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from ..asking.text import Text
+from ..feeding.draft import Draft, UnverifiedStep, VerifiedStep
 from ..feeding.gather import piece
 from ..feeding.outputs import Outputs
-from ..speculate.draft import Draft
-from ..speculate.drafters.base import Drafter, UnverifiedStep, VerifiedStep
+from ..speculate.drafters.base import Drafter
 
 
 class MissedSteps:

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from ...ir.execution.executable import Executable
+from ..feeding.draft import UnverifiedStep, VerifiedStep
 from ..feeding.gather import rows_of
 from ..memo import Memo
 from .draft_cache import DraftCache, Flags, Ids
-from .drafters.base import UnverifiedStep, VerifiedStep
 
 
 class CommittedRows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .drafters.base import VerifiedStep
+from ..feeding.draft import VerifiedStep
 
 
 class LastState:

@@ -18,7 +18,7 @@ import torch
 from ...ir import InputError, ModelInfo
 from ..asking.options import GenerationOptions
 from ..asking.text import Text
-from .draft import Draft
+from ..feeding.draft import Draft
 
 NOTHING = float("-inf")
 Array: TypeAlias = npt.NDArray[Any]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ...ir.execution.executable import Executable
 from ..asking.options import GenerationOptions
 from ..asking.text import Text
+from ..feeding.feed import Feeder
 from .lengths.base import LengthPolicy
-
-if TYPE_CHECKING:
-    from ..feeding.feed import Feeder
 
 
 class Setting(NamedTuple):

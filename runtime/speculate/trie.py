@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .draft import NO_DRAFT, Draft
+from ..feeding.draft import NO_DRAFT, Draft
 
 
 class Trie:

@@ -33,10 +33,10 @@ import torch
 from mutations import mutate
 from tiny import cached_llama, drafting_llama, in_int8, named
 
-from graftwork import artifact
+from graftwork.artifact import saved as artifact
 from graftwork.backends import compile
 from graftwork.backends.target import Target
-from graftwork.demo import demo_folder
+from graftwork.cli.demo import demo_folder
 from graftwork.ir import GraftworkError, Program, Sym, Weight, run
 from graftwork.ir.execution.executable import Executable
 from graftwork.passes.drafting.draft_eagle import DraftEagle

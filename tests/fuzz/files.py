@@ -40,19 +40,19 @@ from mutations import JUNK, character, in_manifest, token
 from safetensors.torch import save_file
 from tiny import drafting_llama, named, tiny_llama
 
-from graftwork import artifact
+from graftwork.artifact import saved as artifact
 from graftwork.backends.target import Target
-from graftwork.export_plan import export_onnx_plan, seal
+from graftwork.data.corpus import read_corpus
+from graftwork.data.prompts import read_prompts
+from graftwork.exporting.plan import export_onnx_plan, seal
 from graftwork.ir import GraftworkError, Program, program_text
 from graftwork.model import Model
 from graftwork.passes.drafting.corpus.graph import read_tokens
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.drafting.trained import trained_on
 from graftwork.passes.engine.manager import run_passes
-from graftwork.prompts import read_prompts
 from graftwork.recipe import Recipe
 from graftwork.training import checkpoint
-from graftwork.training.corpus import read_corpus
 
 TEXT = torch.randint(1, 12, (1, 24), generator=torch.Generator().manual_seed(0))
 EAGER = Target("eager", threads=1)

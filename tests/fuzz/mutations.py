@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from graftwork.artifact import MANIFEST, PROGRAM
+from graftwork.artifact.saved import MANIFEST, PROGRAM
 
 WEIGHTS = "weights.safetensors"
 NUMBERS = (

@@ -16,13 +16,13 @@ import torch
 from tiny import cached_llama, tiny_llama
 
 from graftwork.backends.target import Target
-from graftwork.demo import demo_folder
+from graftwork.cli.demo import demo_folder
+from graftwork.data.prompts import read_prompts
 from graftwork.frontends import import_model
 from graftwork.ir import Program
 from graftwork.ir.support.tokenizer import decode, encode, read_tokenizer
 from graftwork.model import Model
 from graftwork.passes.engine.manager import run_passes
-from graftwork.prompts import read_prompts
 from graftwork.recipe import Recipe
 
 IDS = [1, 5, 9, 30, 7, 3]

@@ -40,8 +40,8 @@ from pydantic import Field
 
 from ....ir import Function, PassError, Program, Weight, WeightStore, site_of, type_of
 from ....ir.rewrite.cleanup import sweep
-from ...drafting.plan_edits import with_record
 from ...engine.base import Effect, Evidence, Outcome, TextSample
+from ...engine.plan_edits import with_record
 from ...policies import RecordPass, builds
 from ..probes import Probe, fitted_probes
 from . import ConfidentDepth

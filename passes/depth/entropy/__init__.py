@@ -21,10 +21,10 @@ from ....ir.plan import DecodePlan, DepthRecord, Returned, record
 from ....ir.plan.bounds import Amount, Context, Filled, Nodes
 from ....runtime.asking.text import Text
 from ....runtime.depth.base import DEPTHS, DepthPolicy, StepFeed
+from ....runtime.feeding.draft import UnverifiedStep
 from ....runtime.feeding.feed import Feeder
 from ....runtime.feeding.gather import gathered
 from ....runtime.feeding.outputs import Outputs
-from ....runtime.speculate.drafters.base import UnverifiedStep
 
 
 @record

@@ -26,8 +26,8 @@ from typing import ClassVar
 
 from ....ir import Program, Role
 from ...drafting.guest_step import guest_of, untold, with_step_of
-from ...drafting.plan_edits import with_record
 from ...engine.base import Effect, Outcome
+from ...engine.plan_edits import with_record
 from ...policies import RecordPass, builds
 from . import EntropyDepth
 

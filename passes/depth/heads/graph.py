@@ -39,9 +39,9 @@ from pydantic import Field
 
 from ....ir import Function, PassError, Program, Weight, WeightStore, type_of
 from ...drafting.draft_pass import TrainedPass
-from ...drafting.plan_edits import with_record
 from ...drafting.trained import TrainedWeights
 from ...engine.base import Effect, Outcome
+from ...engine.plan_edits import with_record
 from ...policies import builds
 from ..confident.graph import check_whole_layers, filling
 from . import HeadsDepth

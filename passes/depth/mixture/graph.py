@@ -40,9 +40,9 @@ from pydantic import Field
 from ....ir import Function, PassError, Program, Weight, WeightStore, type_of
 from ....ir.plan.bounds import Share
 from ...drafting.draft_pass import TrainedPass
-from ...drafting.plan_edits import with_record
 from ...drafting.trained import TrainedWeights
 from ...engine.base import Effect, Outcome
+from ...engine.plan_edits import with_record
 from ...policies import builds
 from ..confident.graph import check_whole_layers, filling, scored
 from . import MixtureDepth

@@ -26,8 +26,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ....ir import InputError, PassError, Program
-from ...drafting.plan_edits import with_record
 from ...engine.base import Effect, Outcome
+from ...engine.plan_edits import with_record
 from ...policies import RecordPass, builds
 from ..confident.graph import SCORE, saturating
 from . import MlpDepth

@@ -17,7 +17,8 @@ from ....ir.plan import record
 from ....ir.plan.bounds import Filled
 from ....runtime.speculate.committed import CommittedRows
 from ....runtime.speculate.leading import CachedLeader
-from ....runtime.speculate.proposers.base import PROPOSERS, Ids, Level
+from ....runtime.speculate.level import Ids, Level
+from ....runtime.speculate.proposers.base import PROPOSERS
 from ....runtime.speculate.proposers.committing import CommittingProposer
 from ....runtime.speculate.proposers.hidden import level_of
 from ....runtime.speculate.proposers.shallow import LeadingProposer

@@ -18,7 +18,7 @@ import torch
 
 from ....ir.plan import SkippingDraft, policy
 from ....ir.plan.bounds import Levels
-from ....runtime.speculate.draft import NO_DRAFT
+from ....runtime.feeding.draft import NO_DRAFT
 from ....runtime.speculate.proposers.base import PROPOSERS
 from ....runtime.speculate.proposers.skipping import SkippingProposer
 from ....runtime.speculate.setting import Setting

@@ -30,8 +30,8 @@ from ....ir.support.files import LARGE, read_json, read_text
 from ....ir.support.tokenizer import encode, read_tokenizer
 from ....ir.weights import Weight
 from ...engine.base import Outcome
+from ...engine.plan_edits import with_draft
 from ...policies import RecordPass, builds
-from ..plan_edits import with_draft
 from . import CorpusDraft
 
 WEIGHT = "corpus"

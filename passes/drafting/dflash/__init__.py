@@ -12,7 +12,8 @@ import numpy as np
 
 from ....ir.plan import record
 from ....ir.plan.bounds import Filled, Part, Place
-from ....runtime.speculate.proposers.base import PROPOSERS, Ids
+from ....runtime.speculate.level import Ids
+from ....runtime.speculate.proposers.base import PROPOSERS
 from ..parallel import OneCallDraft, OneCallProposer
 
 

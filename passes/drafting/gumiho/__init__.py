@@ -12,7 +12,8 @@ from typing import ClassVar
 import torch
 
 from ....ir.plan import HeadsDraft, record
-from ....runtime.speculate.proposers.base import PROPOSERS, Level
+from ....runtime.speculate.level import Level
+from ....runtime.speculate.proposers.base import PROPOSERS
 from ....runtime.speculate.proposers.heads import HeadsProposer
 
 

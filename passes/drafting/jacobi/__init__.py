@@ -16,7 +16,8 @@ from typing import ClassVar
 
 from ....ir.plan import GuessDraft, policy
 from ....ir.plan.bounds import Nodes
-from ....runtime.speculate.drafters.base import DRAFTERS, NO_DRAFT, Draft, Drafter, VerifiedStep
+from ....runtime.feeding.draft import NO_DRAFT, Draft, VerifiedStep
+from ....runtime.speculate.drafters.base import DRAFTERS, Drafter
 
 
 @policy

@@ -39,11 +39,11 @@ from ....ir import Program
 from ....ir.plan import CachedDraft, HeadsDraft
 from ....ir.plan.bounds import Factor, Levels
 from ...engine.base import Outcome
+from ...engine.plan_edits import with_draft
 from ...policies import builds
 from ..decoder_layer import LayerShape, angles_at, decoder_layer, gated_mlp, next_layer
 from ..draft_pass import DraftPass
 from ..grafts import Graft
-from ..plan_edits import with_draft
 from . import AheadDraft
 
 A = torch.ops.aten

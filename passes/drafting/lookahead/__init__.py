@@ -31,8 +31,8 @@ from typing import ClassVar, TypeAlias
 
 from ....ir.plan import GuessDraft, policy
 from ....ir.plan.bounds import Ngram, Nodes
-from ....runtime.speculate.draft import NO_DRAFT, Draft
-from ....runtime.speculate.drafters.base import DRAFTERS, Drafter, VerifiedStep
+from ....runtime.feeding.draft import NO_DRAFT, Draft, VerifiedStep
+from ....runtime.speculate.drafters.base import DRAFTERS, Drafter
 from ....runtime.speculate.trie import Trie
 
 

@@ -16,7 +16,8 @@ import numpy as np
 
 from ....ir.plan import CachedDraft, Size, record
 from ....ir.plan.bounds import Filled, Part, Place, Share
-from ....runtime.speculate.proposers.base import PROPOSERS, ByDepth, Ids, Level
+from ....runtime.speculate.level import Ids, Level
+from ....runtime.speculate.proposers.base import PROPOSERS, ByDepth
 from ....runtime.speculate.proposers.cached import CachedProposer
 from ....runtime.speculate.proposers.hidden import level_of
 

@@ -42,10 +42,10 @@ from ....ir.plan import CachedDraft
 from ....ir.plan.bounds import Levels, Place
 from ....ir.rewrite.subgraph import tables_of
 from ...engine.base import Outcome
+from ...engine.plan_edits import with_plan
 from ...policies import builds
 from ..draft_pass import TrainedPass
 from ..grafts import Graft
-from ..plan_edits import with_plan
 from ..prompt_tokens import reading_prompts
 from ..trained import TrainedWeights
 from . import ParallelDraft

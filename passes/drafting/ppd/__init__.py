@@ -22,8 +22,9 @@ import numpy as np
 from ....ir import type_of
 from ....ir.plan import DecodePlan, LearningDraft, Returned, Size, record
 from ....ir.plan.bounds import Factor, Filled, Levels, Nodes
-from ....runtime.speculate.drafters.base import Draft, VerifiedStep
-from ....runtime.speculate.proposers.base import PROPOSERS, ByDepth, Ids, Level, Scores
+from ....runtime.feeding.draft import Draft, VerifiedStep
+from ....runtime.speculate.level import Ids, Level, Scores
+from ....runtime.speculate.proposers.base import PROPOSERS, ByDepth
 from ....runtime.speculate.setting import Setting
 
 

@@ -32,10 +32,10 @@ from typing import ClassVar
 
 from ....ir import PassError, Program
 from ...engine.base import Outcome
+from ...engine.plan_edits import with_draft
 from ...policies import builds
 from ..draft_pass import DraftPass
 from ..grafts import candidates
-from ..plan_edits import with_draft
 from ..prompt_tokens import reading_prompts
 from . import PromptDraft
 

@@ -29,9 +29,9 @@ from typing import ClassVar, TypeAlias
 from ....ir.plan import DecodePlan, DraftRecord, Returned, policy
 from ....ir.plan.bounds import Levels, Nodes, Rates
 from ....ir.types import TensorType, ValueType
+from ....runtime.feeding.draft import NO_DRAFT, Draft, VerifiedStep
 from ....runtime.memo import learnt
-from ....runtime.speculate.draft import NO_DRAFT, Draft
-from ....runtime.speculate.drafters.base import DRAFTERS, Drafter, VerifiedStep
+from ....runtime.speculate.drafters.base import DRAFTERS, Drafter
 from ....runtime.speculate.setting import Setting
 
 RATES = (

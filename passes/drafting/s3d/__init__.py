@@ -13,8 +13,9 @@ from typing import ClassVar
 
 from ....ir.plan import DecodePlan, LearningDraft, Returned, Size, record
 from ....ir.plan.bounds import Factor, Filled, Levels
-from ....runtime.speculate.drafters.base import VerifiedStep
-from ....runtime.speculate.proposers.base import PROPOSERS, ByDepth, Level
+from ....runtime.feeding.draft import VerifiedStep
+from ....runtime.speculate.level import Level
+from ....runtime.speculate.proposers.base import PROPOSERS, ByDepth
 from ....runtime.speculate.setting import Setting
 
 

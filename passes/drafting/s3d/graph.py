@@ -32,9 +32,9 @@ from typing import ClassVar
 from ....ir import PassError, Program
 from ....ir.plan.bounds import Levels
 from ...engine.base import Effect, Outcome
+from ...engine.plan_edits import with_draft
 from ...policies import builds
 from ..draft_pass import TrainedPass
-from ..plan_edits import with_draft
 from ..prompt_tokens import reading_prompts
 from . import MaskedSkippingDraft
 

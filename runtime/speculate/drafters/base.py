@@ -3,56 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
-
-import torch
+from collections.abc import Sequence
+from typing import Any
 
 from ....ir import UnsupportedError
+from ...feeding.draft import NO_DRAFT, Draft, UnverifiedStep, VerifiedStep
 from ...feeding.outputs import integers
 from ...memo import Memo, Resumes
 from ...registry import Registry
-from ..draft import NO_DRAFT, Draft
 from ..setting import Setting
-
-__all__ = [
-    "DRAFTERS",
-    "NO_DRAFT",
-    "ChainDrafter",
-    "Draft",
-    "Drafter",
-    "UnverifiedStep",
-    "VerifiedStep",
-]
-
-
-class UnverifiedStep(NamedTuple):
-    """A step that ran, before anything was verified: a piece of the prompts, or a draft.
-
-    rows: the tokens fed to each sequence; starts: tokens of its text before them. outputs: what the
-    drafter `wants`, valid during the call only: values a token fed (dim T) as they are; values a
-    token chosen (dim S) hold the columns that the step selected.
-    """
-
-    rows: Sequence[Sequence[int]]
-    starts: Sequence[int]
-    outputs: Mapping[str, torch.Tensor]
-
-
-class VerifiedStep(NamedTuple):
-    """What came of a step, for each sequence.
-
-    drafts: as they were fed. paths: the draft nodes that were accepted, from the root down. tokens:
-    what the sequence gained: the accepted tokens and one more; [] if it was finished. columns:
-    where the values of the token before those are in outputs with a column a token fed: 0, but in
-    the last piece of a prompt. outputs: as `UnverifiedStep.outputs`.
-    """
-
-    drafts: Sequence[Draft]
-    paths: Sequence[Sequence[int]]
-    tokens: Sequence[Sequence[int]]
-    columns: Sequence[int]
-    outputs: Mapping[str, torch.Tensor]
 
 
 class Drafter(Resumes, ABC):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....ir.plan import FirstDraft, MergedDraft
+from ...feeding.draft import UnverifiedStep, VerifiedStep
 from ...memo import Memo
 from ..setting import Setting
-from .base import Drafter, UnverifiedStep, VerifiedStep
+from .base import Drafter
 from .grown import drafter_for
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....ir.plan import FirstDraft
-from .base import DRAFTERS, NO_DRAFT, Draft
+from ...feeding.draft import NO_DRAFT, Draft
+from .base import DRAFTERS
 from .combining import CombiningDrafter
 
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from ....ir.plan import FusedDraft
+from ...feeding.draft import Draft, UnverifiedStep, VerifiedStep
 from ...feeding.outputs import integers
 from ...memo import Memo
 from ..setting import Setting
-from .base import DRAFTERS, ChainDrafter, Draft, UnverifiedStep, VerifiedStep
+from .base import DRAFTERS, ChainDrafter
 from .grown import GrownDrafter
 
 

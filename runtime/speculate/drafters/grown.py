@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....ir.plan import DraftRecord
+from ...feeding.draft import NO_DRAFT, Draft, UnverifiedStep, VerifiedStep
 from ...memo import Memo
 from ..proposers.base import PROPOSERS
 from ..setting import Setting
 from ..trees.base import TREES
-from .base import DRAFTERS, NO_DRAFT, Draft, Drafter, UnverifiedStep, VerifiedStep
+from .base import DRAFTERS, Drafter
 
 
 class GrownDrafter(Drafter):

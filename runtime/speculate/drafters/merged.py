@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ....ir.plan import MergedDraft
+from ...feeding.draft import NO_DRAFT, Draft
 from ..trie import Trie
-from .base import DRAFTERS, NO_DRAFT, Draft
+from .base import DRAFTERS
 from .combining import CombiningDrafter
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....ir.plan import NoDraft
-from .base import DRAFTERS, NO_DRAFT, Draft, Drafter, VerifiedStep
+from ...feeding.draft import NO_DRAFT, Draft, VerifiedStep
+from .base import DRAFTERS, Drafter
 
 
 @DRAFTERS.register(NoDraft)

@@ -7,18 +7,14 @@ that it works with any drafter and costs one small product.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from ....ir.execution.executable import Executable
 from ....ir.plan import AcceptanceLength
+from ...feeding.draft import VerifiedStep
 from ..last_state import LastState
 from .base import LENGTHS
 from .depths import SequenceDepths
-
-if TYPE_CHECKING:
-    from ..drafters.base import VerifiedStep
 
 
 @LENGTHS.register(AcceptanceLength)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ....ir.execution.executable import Executable
+from ...feeding.draft import VerifiedStep
 from ...registry import Registry
-
-if TYPE_CHECKING:
-    from ..drafters.base import VerifiedStep
-    from ..proposers.base import Level
+from ..level import Level
 
 Flags: TypeAlias = npt.NDArray[np.bool_]
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from ....ir.plan import ConfidenceLength
+from ..level import Level
 from .base import LENGTHS, Flags, LengthPolicy
-
-if TYPE_CHECKING:
-    from ..proposers.base import Level
 
 
 @LENGTHS.register(ConfidenceLength)

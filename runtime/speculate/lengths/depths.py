@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ....ir.execution.executable import Executable
 from ....ir.plan import LengthRecord
+from ..level import Level
 from .base import Flags, LengthPolicy
-
-if TYPE_CHECKING:
-    from ..proposers.base import Level
 
 
 class SequenceDepths(LengthPolicy):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
 
 from ....ir.execution.executable import Executable
 from ....ir.plan import DraftAcceptanceLength
+from ..level import Level
 from .base import LENGTHS, Flags, LengthPolicy
-
-if TYPE_CHECKING:
-    from ..proposers.base import Level
 
 
 @LENGTHS.register(DraftAcceptanceLength)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ....ir.execution.executable import Executable
 from ....ir.plan import GoodputLength
+from ...feeding.draft import VerifiedStep
 from ...memo import learnt
 from .base import LENGTHS, LengthPolicy
 from .costs import Costs
-
-if TYPE_CHECKING:
-    from ..drafters.base import VerifiedStep
 
 HORIZON = 128
 """Tokens of a generation over which no more than the record's `loss` may be lost."""

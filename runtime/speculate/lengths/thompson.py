@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ....ir.execution.executable import Executable
 from ....ir.plan import ThompsonLength
+from ...feeding.draft import VerifiedStep
 from .base import LENGTHS
 from .depths import SequenceDepths
-
-if TYPE_CHECKING:
-    from ..drafters.base import VerifiedStep
 
 
 @LENGTHS.register(ThompsonLength)

@@ -1,5 +1,5 @@
 """Proposers: predictions of the next tokens, level by level. `base.PROPOSERS` finds them."""
 
-from .base import PROPOSERS, Level, Proposer
+from .base import PROPOSERS, Proposer
 
-__all__ = ["PROPOSERS", "Level", "Proposer"]
+__all__ = ["PROPOSERS", "Proposer"]

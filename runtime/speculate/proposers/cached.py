@@ -24,8 +24,9 @@ from ....ir.plan import CachedDraft
 from ...feeding.gather import gathered
 from ..committed import CommittedRows
 from ..draft_cache import Flags
+from ..level import Ids, Level
 from ..setting import Setting
-from .base import PROPOSERS, Ids, Level
+from .base import PROPOSERS
 from .committing import CommittingProposer
 from .hidden import level_of
 

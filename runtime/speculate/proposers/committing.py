@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...feeding.draft import UnverifiedStep, VerifiedStep
 from ...memo import Memo
 from ..committed import CommittedRows
-from ..drafters.base import UnverifiedStep, VerifiedStep
 from .base import Proposer
 
 

@@ -18,11 +18,12 @@ import torch
 from ....ir import UnsupportedError
 from ....ir.plan import ContinuedDraft
 from ....ir.plan.continued import TwofoldDraft
+from ...feeding.draft import UnverifiedStep, VerifiedStep
 from ...feeding.gather import gathered
 from ...memo import Memo
-from ..drafters.base import UnverifiedStep, VerifiedStep
+from ..level import Ids, Level
 from ..setting import Setting
-from .base import PROPOSERS, Ids, Level, Proposer
+from .base import PROPOSERS, Proposer
 from .cached import CachedProposer
 from .hidden import HiddenProposer
 

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from ....ir.plan import HeadsDraft
-from .base import PROPOSERS, Ids, Level, repeated
+from ..level import Ids, Level, repeated
+from .base import PROPOSERS
 from .hidden import HiddenProposer, level_of, taken_at
 
 

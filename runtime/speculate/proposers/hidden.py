@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from ....ir.execution.executable import HeldCall
+from ...feeding.draft import VerifiedStep
 from ...feeding.step_inputs import strange_ids
-from ..drafters.base import VerifiedStep
 from ..last_state import LastState
+from ..level import Ids, Level
 from ..setting import Setting
-from .base import Ids, Level, Proposer
+from .base import Proposer
 
 
 class HiddenProposer(Proposer):

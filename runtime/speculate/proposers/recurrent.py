@@ -14,12 +14,13 @@ from collections.abc import Sequence
 import torch
 
 from ....ir.plan import RecurrentDraft
+from ...feeding.draft import UnverifiedStep, VerifiedStep
 from ...feeding.gather import gathered
 from ...memo import Memo
 from ..committed import CommittedRows
-from ..drafters.base import UnverifiedStep, VerifiedStep
+from ..level import Ids, Level
 from ..setting import Setting
-from .base import PROPOSERS, Ids, Level
+from .base import PROPOSERS
 from .hidden import HiddenProposer, level_of
 
 

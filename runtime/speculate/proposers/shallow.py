@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from ....ir.execution.executable import HeldCall
+from ...feeding.draft import VerifiedStep
 from ..draft_cache import CHOSEN
-from ..drafters.base import VerifiedStep
 from ..leading import Leader
+from ..level import Ids, Level
 from ..setting import Setting
-from .base import Ids, Level, Proposer
+from .base import Proposer
 from .hidden import level_of
 
 
@@ -44,7 +45,7 @@ class LeadingProposer(Proposer):
     def observe(self, taken: VerifiedStep) -> None:
         """See `begin`."""
 
-    # -- for rounds that lead tokens themselves, and tell of it afterwards (see `led`)
+    # -- for rounds that lead tokens themselves, and tell of it afterwards (see `rounds.shallow`)
 
     def leader(self, scores: bool) -> Leader:
         """What drafts a token at a time. scores: whether more is wanted than the best token."""

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from ....ir.plan.skipping import SkippingDraft
-from ..drafters.base import VerifiedStep
+from ...feeding.draft import VerifiedStep
+from ..level import Ids, Level
 from ..setting import Setting
-from .base import Ids, Level, Proposer
+from .base import Proposer
 
 FETCH = ("logits",)
 

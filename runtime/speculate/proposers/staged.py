@@ -22,12 +22,13 @@ import torch
 
 from ....ir import UnsupportedError
 from ....ir.plan import StagedDraft
+from ...feeding.draft import UnverifiedStep, VerifiedStep
 from ...memo import Memo
 from ..draft_cache import DraftCache
-from ..drafters.base import UnverifiedStep, VerifiedStep
 from ..drafters.grown import drafter_for
+from ..level import Ids, Level
 from ..setting import Setting
-from .base import PROPOSERS, Ids, Level, Proposer
+from .base import PROPOSERS, Proposer
 from .hidden import level_of
 
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 import numpy as np
 
 from ....ir.plan import UnrolledDraft
+from ..level import Ids, Level
 from ..setting import Setting
-from .base import PROPOSERS, Ids, Level
+from .base import PROPOSERS
 from .cached import CachedProposer
 
 

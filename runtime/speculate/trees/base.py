@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...asking.options import GenerationOptions
+from ...feeding.draft import Draft
 from ...registry import Registry
-from ..draft import Draft
 from ..lengths.base import LengthPolicy
-from ..proposers.base import Level, Proposer
+from ..level import Level
+from ..proposers.base import Proposer
 
 PLAIN = GenerationOptions()
 """Options of a call that asks for nothing."""

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from ....ir.plan import BestFirst
-from ..draft import NO_DRAFT, Draft
+from ...feeding.draft import NO_DRAFT, Draft
 from ..lengths.base import LengthPolicy
-from ..proposers.base import Ids, Level, Proposer, Scores
+from ..level import Ids, Level, Scores
+from ..proposers.base import Proposer
 from .base import TREES, TreePolicy, goes_deeper
 
 NEVER = np.float32(-np.inf)

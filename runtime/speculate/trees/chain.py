@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from ....ir.plan import Chain
-from ..draft import NO_DRAFT, Draft
+from ...feeding.draft import NO_DRAFT, Draft
 from ..lengths.base import LengthPolicy
-from ..proposers.base import Ids, Proposer
+from ..level import Ids
+from ..proposers.base import Proposer
 from .base import TREES, TreePolicy, goes_deeper
 from .drawn import candidates, reaching
 

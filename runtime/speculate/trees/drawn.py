@@ -18,7 +18,7 @@ import torch
 
 from ...asking.options import GenerationOptions
 from ..lengths.base import Flags
-from ..proposers.base import Ids, Level
+from ..level import Ids, Level
 from ..sampling import warp, whole
 from .sampled import _distinct
 

@@ -21,9 +21,10 @@ import torch
 from ....ir import UnsupportedError
 from ....ir.plan import SampledTree
 from ...asking.options import GenerationOptions
-from ..draft import NO_DRAFT, Draft
+from ...feeding.draft import NO_DRAFT, Draft
 from ..lengths.base import Flags, LengthPolicy
-from ..proposers.base import Ids, Level, Proposer
+from ..level import Ids, Level
+from ..proposers.base import Proposer
 from ..sampling import Chances, warp, whole
 from .base import PLAIN, TREES, TreePolicy, goes_deeper
 

@@ -9,9 +9,10 @@ import numpy as np
 from ....ir.plan import StaticTree
 from ....ir.plan.shapes import Path
 from ...asking.options import GenerationOptions
-from ..draft import NO_DRAFT, Draft
+from ...feeding.draft import NO_DRAFT, Draft
 from ..lengths.base import LengthPolicy
-from ..proposers.base import Ids, Level, Proposer
+from ..level import Ids, Level
+from ..proposers.base import Proposer
 from .base import PLAIN, TREES, TreePolicy, chosen, goes_deeper
 
 

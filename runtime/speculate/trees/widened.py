@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from ....ir.plan import WidenedChain
-from ..draft import NO_DRAFT, Draft
+from ...feeding.draft import NO_DRAFT, Draft
 from ..lengths.base import LengthPolicy
-from ..proposers.base import Ids, Level, Proposer
+from ..level import Ids, Level
+from ..proposers.base import Proposer
 from .base import TREES, TreePolicy, goes_deeper
 from .drawn import candidates, reaching
 

@@ -11,8 +11,8 @@ import torch
 from ....ir import Program
 from ...asking.options import GenerationOptions
 from ...asking.text import Text
+from ...feeding.draft import Draft
 from ...registry import Registry
-from ..draft import Draft
 from ..sampling import Scorer
 
 GREEDY, SAMPLING = "greedy", "sampling"

@@ -23,7 +23,7 @@ import torch
 from ....ir import UnsupportedError
 from ....ir.plan import Contrastive
 from ...asking.text import Text
-from ..draft import Draft
+from ...feeding.draft import Draft
 from ..sampling import Array, Chances, bad_logits, best
 from .base import GREEDY, SAMPLING, VERIFIERS, Verdict
 from .greedy import GreedyVerifier

@@ -11,8 +11,8 @@ from ....ir import Program
 from ....ir.plan import Lossless, Record
 from ...asking.options import GenerationOptions
 from ...asking.text import Text
+from ...feeding.draft import Draft
 from ...feeding.outputs import integers
-from ..draft import Draft
 from ..sampling import bad_logits, best
 from .base import GREEDY, NOTHING_GAINED, VERIFIERS, Verdict, Verifier
 

@@ -16,7 +16,7 @@ from ....ir import Program, Weight, WeightStore, run, type_of
 from ....ir.plan import Judge
 from ...asking.options import GenerationOptions
 from ...asking.text import Text
-from ..draft import Draft
+from ...feeding.draft import Draft
 from .base import GREEDY, NOTHING_GAINED, SAMPLING, VERIFIERS, Verdict, Verifier
 from .greedy import GreedyVerifier
 from .rejection import RejectionVerifier

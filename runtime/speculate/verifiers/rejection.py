@@ -9,7 +9,7 @@ import torch
 
 from ....ir.plan import Lossless
 from ...asking.text import Text
-from ..draft import Draft
+from ...feeding.draft import Draft
 from ..sampling import Array, Chances
 from .base import NOTHING_GAINED, SAMPLING, VERIFIERS, Verdict, Verifier
 

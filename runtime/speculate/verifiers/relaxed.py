@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ...asking.text import Text
-from ..draft import Draft
+from ...feeding.draft import Draft
 from ..sampling import Array, Chances, bad_logits, best
 from .base import NOTHING_GAINED, Verdict, Verifier
 

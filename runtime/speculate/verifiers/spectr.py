@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ....ir.plan import SpecTr
-from ..draft import Draft
+from ...feeding.draft import Draft
 from ..sampling import Array, Chances
 from .base import GREEDY, SAMPLING, VERIFIERS
 from .greedy import GreedyVerifier

@@ -1,0 +1,1 @@
+"""Saved programs, and where results may be written."""

@@ -1,0 +1,55 @@
+"""The command that finds how sure an exit must be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .console import out, progress
+from .options import TO_WRITE, ModelArg, RecipeOption, SetOption, TargetOption, TextOption
+
+# Late imports: torch takes seconds, and `--help` goes without.
+
+
+def calibrate(
+    model: ModelArg,
+    data: Annotated[Path, typer.Option(help="Prompts like those to serve: .txt or .jsonl.")],
+    recipe: RecipeOption = "calm",
+    set_: SetOption = [],  # noqa: B006  (typer copies it)
+    target: TargetOption = None,
+    text: TextOption = None,
+    tolerance: Annotated[
+        float, typer.Option(help="Mean share of the model's own text that may be missing.")
+    ] = 0.1,
+    confidence: Annotated[float, typer.Option(help="That it holds.")] = 0.95,
+    tokens: Annotated[
+        int, typer.Option(min=2, help="New tokens a prompt: those behind them run all layers.")
+    ] = 64,
+    file: Annotated[
+        Path | None,
+        typer.Option("--out", **TO_WRITE, help="Write the recipe with the threshold here (.yaml)."),
+    ] = None,
+) -> None:
+    """Find the threshold at which tokens may leave early for a promise about the text to hold."""
+    from ..artifact.destinations import check_file
+    from ..data.calibration import check_text
+    from ..data.prompts import check_file as check_prompts
+    from ..measuring.exit_thresholds import calibrate_exits
+    from ..model import as_target, optimize
+    from .open_model import with_settings
+
+    chosen = with_settings(recipe, set_)
+    check_text([chosen], text)
+    check_prompts(data)
+    check_file(file, "--out")
+    as_target(target).require_device()
+    with progress() as show:
+        made = optimize(model, chosen, target=target, data=text, progress=show)
+        found = calibrate_exits(
+            made, data, tolerance=tolerance, confidence=confidence, tokens=tokens, progress=show
+        )
+    out.print(found.table())
+    if file is not None:
+        out.print(f"written to {found.save(file)}", markup=False)

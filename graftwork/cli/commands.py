@@ -1,0 +1,336 @@
+"""The command line. Every command is a thin layer over `optimize`, `load` and `Bench`.
+
+Errors are one message and exit status 2; ``--debug`` shows the traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from .._version import __version__
+from .calibrate import calibrate
+from .console import err, out, progress
+from .export import export
+from .generate import generate
+from .options import (
+    TO_WRITE,
+    AnyModel,
+    DataOption,
+    MaybeRecipe,
+    ModelArg,
+    RecipeOption,
+    SetOption,
+    TargetOption,
+    TextOption,
+)
+from .train import train
+
+# Late imports: torch takes seconds, and `--help` goes without.
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line and exit. Errors that graftwork raises on purpose are one message."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    arguments = list(sys.argv[1:] if args is None else args)
+    warnings.showwarning = partial(_show_warning, warnings.showwarning)
+    try:
+        app(args=arguments)
+    except BrokenPipeError:
+        # Whoever read our output has left; leave too, without a second error at shutdown.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        if "--debug" in arguments or not _is_expected(error):
+            raise
+        err.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+        sys.exit(2)
+
+
+def _show_warning(show: Any, message: Any, category: Any, *where: Any) -> None:
+    """Ours are one line, as errors are; others are shown as ever."""
+    from ..ir import GraftworkWarning
+
+    if not issubclass(category, GraftworkWarning):
+        show(message, category, *where)
+        return
+    err.print(Text.assemble(("warning: ", "bold yellow"), str(message)), soft_wrap=True)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"graftwork {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Make language models generate faster: rewrite their graphs, keep their outputs."""
+
+
+@app.command()
+def optimize(
+    model: ModelArg,
+    recipe: RecipeOption = "baseline",
+    set_: SetOption = [],  # noqa: B006  (typer copies it)
+    target: TargetOption = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Prompts to validate on: .txt (one a line) or .jsonl (ids or text). For recipes "
+            "that calibrate: a text file, a folder of them, .jsonl or .npy of token ids."
+        ),
+    ] = None,
+    work: Annotated[
+        Path | None,
+        typer.Option(help="Keep what calibration works out here, so that a killed run goes on."),
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--out", **TO_WRITE, help="Where to save the result.")
+    ] = None,
+    validate: Annotated[bool, typer.Option(help="Check every pass's contract.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Report only; save nothing.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the prompts that validate without --data.")] = 0,
+    json_: Annotated[bool, typer.Option("--json", help="The report as JSON.")] = False,
+) -> None:
+    """Trace a model, run a recipe's passes over it, and save the result."""
+    if (folder is None) != dry_run:
+        raise _bad("give either --out DIR or --dry-run")
+    from ..artifact.saved import check_destination
+    from ..model import optimize as optimize_model
+    from .open_model import with_settings
+
+    if folder is not None:
+        check_destination(folder)
+    with progress() as show:
+        result = optimize_model(
+            model,
+            with_settings(recipe, set_),
+            target=target,
+            data=data,
+            validate=validate,
+            seed=seed,
+            work=work,
+            progress=show,
+        )
+        if folder is not None:
+            result.save(folder, progress=lambda name: show(f"save {name}"))
+    if result.report is not None and json_:
+        out.print(result.report.model_dump_json(indent=1), markup=False, soft_wrap=True)
+    elif result.report is not None:
+        out.print(result.report)
+    if folder is not None and not json_:
+        out.print(f"saved in {folder}", markup=False)
+
+
+app.command()(generate)
+app.command()(train)
+app.command()(export)
+app.command()(calibrate)
+
+
+@app.command()
+def bench(
+    model: ModelArg,
+    names: Annotated[str, typer.Option("--recipes", help="Recipes, comma-separated.")],
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="transformers, onnxruntime-genai, both, or nothing "
+            "(default: transformers, where it reads the model)."
+        ),
+    ] = None,
+    set_: SetOption = [],  # noqa: B006  (typer copies it)
+    target: Annotated[
+        list[str], typer.Option("--target", help="Where recipes run; repeat for several.")
+    ] = [],  # noqa: B006  (typer copies it)
+    data: Annotated[Path | None, typer.Option(help="Prompts: .txt or .jsonl.")] = None,
+    text: TextOption = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Use so many of them.")] = 8,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens a prompt.")] = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 3,
+    json_: Annotated[
+        Path | None, typer.Option("--json", **TO_WRITE, help="Write the figures here.")
+    ] = None,
+) -> None:
+    """Measure recipes against each other and against other systems, in one run."""
+    from ..artifact.destinations import check_file
+    from ..measuring.compare import compare
+
+    check_file(json_, "--json")
+    with progress() as show:
+        table, figures = compare(
+            model,
+            _split(names),
+            None if against is None else _split(against),
+            settings=set_,
+            targets=target,
+            data=data,
+            text=text,
+            prompts=prompts,
+            tokens=tokens,
+            repeats=repeats,
+            progress=show,
+        )
+    out.print(table)
+    if json_ is not None:
+        from ..ir.support.scratch import write_text
+
+        write_text(json_, json.dumps(figures, indent=1))
+
+
+@app.command()
+def tune(
+    model: AnyModel,
+    data: Annotated[Path, typer.Option(help="Prompts like those to serve: .txt or .jsonl.")],
+    recipe: MaybeRecipe = None,
+    set_: SetOption = [],  # noqa: B006  (typer copies it)
+    target: TargetOption = None,
+    text: TextOption = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Use so many of them.")] = 8,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens a prompt.")] = 64,
+    nodes: Annotated[int | None, typer.Option(help="The tree is to have so many.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--out", **TO_WRITE, help="Write the tuned recipe here (.yaml).")
+    ] = None,
+) -> None:
+    """Measure a drafter and the target's steps, and choose the fastest draft tree."""
+    from ..artifact.destinations import check_file
+    from ..measuring.tuning import tune as tune_tree
+    from .open_model import with_settings
+
+    check_file(file, "--out")
+    with progress() as show:
+        tuned = tune_tree(
+            model,
+            None if recipe is None else with_settings(recipe, set_),
+            data=data,
+            target=target,
+            text=text,
+            prompts=prompts,
+            tokens=tokens,
+            nodes=nodes,
+            progress=show,
+        )
+    out.print(tuned.table())
+    if file is not None:
+        out.print(f"written to {tuned.save(file)}", markup=False)
+
+
+@app.command()
+def inspect(
+    model: AnyModel,
+    recipe: MaybeRecipe = None,
+    set_: SetOption = [],  # noqa: B006  (typer copies it)
+    after: Annotated[str | None, typer.Option(help="Stop after this pass.")] = None,
+    target: TargetOption = None,
+    data: DataOption = None,
+    summary: Annotated[bool, typer.Option(help="Counts instead of the program.")] = False,
+) -> None:
+    """Print a program: as traced, after a recipe, or after one of its passes."""
+    from ..artifact.saved import is_saved
+    from ..model import load, trace
+    from .open_model import with_settings
+
+    if after is not None and recipe is None:
+        raise _bad("--after needs --recipe")
+    with progress() as show:
+        if is_saved(Path(model)) and recipe is None:
+            program = load(model).program
+        else:
+            chosen = None if recipe is None else with_settings(recipe, set_)
+            program = trace(model, chosen, target=target, after=after, data=data, progress=show)
+    if not summary:
+        sys.stdout.write(str(program))
+        return
+    ops = Counter(str(node.target) for fn in program.functions.values() for node in fn.calls())
+    out.print(f"{program.name}: {program.info}, stage {program.stage}", markup=False)
+    out.print(f"{len(program.weights)} weights, {len(program.states)} states")
+    for name, count in ops.most_common():
+        out.print(f"{count:6} {name}", markup=False)
+
+
+@app.command()
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Show this one.")] = None,
+    markdown: Annotated[bool, typer.Option(help="As a table for documents.")] = False,
+) -> None:
+    """List the recipes, or show one."""
+    from ..measuring.tables import recipe_markdown, recipe_panel, recipe_table
+    from ..recipe import Recipe
+    from ..recipe import recipes as all_recipes
+
+    if name is not None:
+        out.print(recipe_panel(Recipe.load(name)))
+    elif markdown:
+        print(recipe_markdown(all_recipes()))
+    else:
+        out.print(recipe_table(all_recipes()))
+
+
+@app.command()
+def demo(
+    json_: Annotated[
+        Path | None, typer.Option("--json", **TO_WRITE, help="Write the figures here.")
+    ] = None,
+    quick: Annotated[bool, typer.Option(help="Fewer prompts and one round.")] = False,
+) -> None:
+    """Run the bundled model with a few recipes on both backends, next to transformers."""
+    from ..artifact.destinations import check_file
+    from .demo import run_demo
+
+    check_file(json_, "--json")
+    with progress() as show:
+        table, figures = run_demo(progress=show, quick=quick)
+    out.print(table)
+    if json_ is not None:
+        from ..ir.support.scratch import write_text
+
+        write_text(json_, json.dumps(figures, indent=1))
+
+
+# -- helpers
+
+
+def _is_expected(error: Exception) -> bool:
+    from ..ir.support.errors import GraftworkError
+
+    # What the system refuses (a folder, a full disk) it says in a line that names the file.
+    return isinstance(error, (GraftworkError, OSError))
+
+
+def _bad(message: str) -> Exception:
+    from ..ir.support.errors import InputError
+
+    return InputError(message)
+
+
+def _split(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The command that writes models for others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from .console import out, progress
+from .options import TO_WRITE, AnyModel, DataOption, MaybeRecipe, SetOption, TargetOption
+
+# Late imports: torch takes seconds, and `--help` goes without.
+
+Format = Literal[
+    "onnx", "onnx-loop", "onnx-plan", "genai", "compressed-tensors", "vllm-medusa", "speculators"
+]
+
+TAKES: dict[str, tuple[str, ...]] = {
+    "plain": ("onnx", "onnx-loop", "genai"),
+    "qdq": ("onnx",),
+    "ops": ("onnx", "onnx-loop"),
+    "opset": ("onnx",),
+    "dtype": ("onnx", "onnx-loop", "onnx-plan", "genai"),
+    "sample": ("onnx-loop",),
+}
+"""Which formats an option is for."""
+
+
+def export(
+    model: AnyModel,
+    format_: Annotated[Format, typer.Option("--format", help="For whom.")],
+    folder: Annotated[Path, typer.Option("--out", **TO_WRITE, help="Where to write.")],
+    recipe: MaybeRecipe = None,
+    set_: SetOption = [],  # noqa: B006  (typer copies it)
+    target: TargetOption = None,
+    data: DataOption = None,
+    dtype: Annotated[
+        Literal["float32", "float16", "int8", "int4"] | None,
+        typer.Option(help="Of the weights: floats, or as the recipes int8 and int4 store them."),
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Leave out what the recipe drafts with.")
+    ] = False,
+    qdq: Annotated[
+        bool, typer.Option("--qdq", help="onnx: DequantizeLinear for few bits, not MatMulNBits.")
+    ] = False,
+    ops: Annotated[
+        Literal["contrib", "standard"] | None,
+        typer.Option(help="With ONNX Runtime's own ops, too (the default), or ONNX's alone."),
+    ] = None,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="onnx-loop: with the inputs that sampling needs.")
+    ] = False,
+    opset: Annotated[int | None, typer.Option(help="onnx: the version of ONNX's ops.")] = None,
+) -> None:
+    """Write a model for ONNX Runtime, onnxruntime-genai or transformers, or drafts for vLLM."""
+    from ..artifact.destinations import MARKS, check_folder
+    from ..exporting.onnx_folder import check_opset
+    from ..ir.support.errors import InputError
+    from .open_model import open_model, stored_as
+
+    given: dict[str, Any] = {"plain": plain, "qdq": qdq, "ops": ops, "opset": opset}
+    given["sample"] = sample
+    asked = {name: value for name, value in given.items() if value not in (None, False)}
+    for name in [*asked, *(["dtype"] if dtype else [])]:
+        if format_ not in TAKES[name]:
+            raise InputError(f"--{name} is for {_listed(TAKES[name])}")
+    if dtype is not None and target is not None:
+        raise InputError("give --dtype or --target, not both: a target says its dtype, too")
+    check_folder(folder, MARKS[format_])
+    if opset is not None:
+        check_opset(ops or "contrib", opset)
+    with progress() as show:
+        opened = open_model(model, *stored_as(dtype, recipe, set_, target), show, data=data)
+        show(f"export {format_}")
+        getattr(opened, "export_" + format_.replace("-", "_"))(folder, **asked)
+    out.print(f"written to {folder}", markup=False)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

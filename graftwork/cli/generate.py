@@ -1,0 +1,149 @@
+"""The command that continues a text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .console import err, progress
+from .options import AnyModel, DataOption, MaybeRecipe, SetOption, TargetOption
+
+# Late imports: torch takes seconds, and `--help` goes without.
+
+if TYPE_CHECKING:
+    from ..ir import ModelInfo
+
+_GREEDY = {"do_sample": False}
+_NEED_TEMPERATURE = "--top-k and --top-p need --temperature above 0"
+
+
+def generate(
+    model: AnyModel,
+    prompt: Annotated[
+        str | None,
+        typer.Option(help="The text to continue, or to write from; - reads standard input."),
+    ] = None,
+    file: Annotated[Path | None, typer.Option("--file", help="Read the text from here.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="At most this many (default: the checkpoint's, else 128).")
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="0 takes the likeliest token; above, samples (default: the checkpoint's)."
+        ),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample among so many.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample within this probability.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    recipe: MaybeRecipe = None,
+    set_: SetOption = [],  # noqa: B006  (typer copies it)
+    target: TargetOption = None,
+    data: DataOption = None,
+    json_: Annotated[bool, typer.Option("--json", help="Text, ids and statistics.")] = False,
+) -> None:
+    """Continue a text."""
+    from ..data.prompts import as_ids
+    from ..ir.support.tokenizer import encode
+    from ..runtime.asking.options import check_keywords
+    from ..runtime.generate import check_request
+    from .open_model import open_model
+
+    options = {"top_k": top_k, "top_p": top_p, "seed": seed, "max_new_tokens": max_new_tokens}
+    keywords = {name: value for name, value in options.items() if value is not None}
+    if temperature is not None:
+        keywords |= {"do_sample": True, "temperature": temperature} if temperature else _GREEDY
+    shapes = bool(top_k) or top_p is not None
+    _require(not shapes or temperature != 0, _NEED_TEMPERATURE)
+    check_keywords(keywords)
+    text = _text(prompt, file)
+
+    def known(info: ModelInfo, assets: Mapping[str, Path], room: bool) -> None:
+        """What a model's files say before it is traced."""
+        sampled = keywords.get("do_sample", info.defaults.do_sample)
+        _require(not shapes or bool(sampled), _NEED_TEMPERATURE)
+        if room and "tokenizer.json" in assets:
+            _check_room(text, keywords, info, assets["tokenizer.json"])
+
+    with progress() as show:
+        opened = open_model(model, recipe, set_, target, show, data=data, known=known, runs=True)
+        ids, info = encode(opened.tokenizer, text), opened.program.info
+        begun = opened.program.plan.source.beginning(ids)
+        _require(bool(ids), "--prompt: expected some text; the tokenizer makes no tokens of this")
+        known(info, {}, False)
+        if info.defaults.supported.keys().isdisjoint(("max_new_tokens", "max_length")):
+            keywords.setdefault("max_new_tokens", max(1, min(128, info.context - len(begun))))
+        keywords["return_dict_in_generate"] = True
+        check_request(as_ids([ids]), keywords, opened.program)
+        show("compile")
+        _ = opened.executable
+    _write(opened, ids, len(begun), keywords, json_)
+
+
+def _write(opened: Any, ids: list[int], begun: int, keywords: dict[str, Any], json_: bool) -> None:
+    """Generate and show; begun: tokens that the result begins with."""
+    from ..ir.support.tokenizer import decode
+    from ..runtime.stats import Stats
+    from .text_printer import TextPrinter
+
+    printer = None if json_ else TextPrinter(opened.tokenizer)
+    result = opened.generate([ids], streamer=printer, **keywords)
+    stats: Stats = result.stats
+    approximate = opened.recipe.get("contract") == "approximate"
+    if not json_:
+        err.print(
+            f"{stats.new_tokens} tokens in {stats.steps + 1} steps, "
+            f"{stats.accepted_per_step:.2f} a step, {stats.tokens_per_second:.0f} tokens/s"
+            f"{'; approximate: not all of it need be what the target says' if approximate else ''}"
+        )
+        return
+    new = result.sequences[0, begun:].tolist()
+    text = decode(opened.tokenizer, new)
+    print(json.dumps({"text": text, "ids": new, "stats": stats.to_dict()}))
+
+
+def _text(prompt: str | None, file: Path | None) -> str:
+    """What is to be continued. Errors: `InputError` for none, two, or what is no text."""
+    from ..ir.support.errors import InputError
+    from ..ir.support.files import LARGE, read_bytes
+
+    _require(
+        (prompt is None) != (file is None),
+        "expected some text: give either --prompt TEXT or --file FILE",
+    )
+    if prompt not in (None, "-"):
+        _require(bool(prompt), "--prompt: expected some text")
+        return str(prompt)
+    where = "--prompt -" if file is None else f"--file {file}"
+    try:
+        read = sys.stdin.buffer.read(LARGE + 1) if file is None else read_bytes(file, LARGE)
+        text = read.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{where}: cannot read text in UTF-8: {error}") from error
+    _require(len(read) <= LARGE, f"{where}: more than {LARGE >> 20} MB")
+    text = text.removesuffix("\n")  # of the file, not of the text
+    _require(bool(text), f"{where}: expected some text, and there is none")
+    return text
+
+
+def _check_room(text: str, keywords: Mapping[str, Any], info: ModelInfo, tokenizer: Path) -> None:
+    """That the prompt and what is asked for fit the context. Errors: `InputError`."""
+    from ..ir.support.tokenizer import encode, read_tokenizer
+    from ..runtime.asking.options import read_options
+
+    count = len(encode(read_tokenizer(tokenizer), text))
+    anything = replace(info, vocab_size=info.vocab_size or 1 << 62)  # a graph need not say
+    read_options(keywords, anything).new_tokens(count, count, info)
+
+
+def _require(holds: bool, message: str) -> None:
+    from ..ir.support.errors import InputError
+
+    if not holds:
+        raise InputError(message)

@@ -1,0 +1,76 @@
+"""Open the model that MODEL, --recipe and --set of the command line name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ..artifact.saved import is_saved
+from ..ir import InputError, ModelInfo
+from ..model import Model, as_target, load, optimize
+from ..passes.engine.base import Effect
+from ..recipe import Recipe
+
+
+def with_settings(recipe: str, settings: Sequence[str]) -> Recipe:
+    """Load a recipe by name or path and apply --set options."""
+    return Recipe.load(recipe).with_options(settings)
+
+
+def open_model(
+    source: str,
+    recipe: str | Recipe | None,
+    settings: Sequence[str],
+    target: str | None,
+    show: Callable[[str], None],
+    *,
+    data: Path | None = None,
+    known: Callable[[ModelInfo, Mapping[str, Path], bool], None] = lambda info, assets, room: None,
+    runs: bool = False,
+) -> Model:
+    """Load a saved artifact, or optimize a checkpoint (recipe baseline by default).
+
+    data: calibration text. known: called before tracing with the model's facts, its files, and
+    whether texts must fit its context. runs: whether the model will run here.
+    """
+    if is_saved(Path(source)):
+        if recipe is not None or settings or data is not None:
+            raise InputError(f"{source} is a saved artifact; its recipe cannot be changed any more")
+        show("check and read")
+        return load(source, target=target)
+    if not isinstance(recipe, Recipe):
+        recipe = with_settings(recipe or "baseline", settings)
+    if runs:
+        as_target(target).require_device()
+    drops = any(Effect.CACHE_CONTENTS in step.pass_.effects for step in recipe.steps)
+    return optimize(
+        *(source, recipe),
+        target=target,
+        data=data,
+        progress=show,
+        known=lambda info, assets: known(info, assets, not drops),
+    )
+
+
+def stored_as(
+    dtype: str | None, recipe: str | None, settings: Sequence[str], target: str | None
+) -> tuple[str | Recipe | None, Sequence[str], str | None]:
+    """What `open_model` takes so that weights have a dtype: float32 and float16 are the target's,
+    int8 and int4 what the recipes of these names do to weights, after everything else of `recipe`.
+
+    Errors: `InputError` for a recipe that quantizes weights itself.
+    """
+    if dtype is None:
+        return recipe, settings, target or "onnxruntime"
+    if dtype.startswith("float"):
+        return recipe, settings, f"onnxruntime:cpu:{dtype}"
+    chosen, model = with_settings(recipe or "baseline", settings), Recipe.load(dtype)
+    base = {use.name for use in Recipe.load(model.extends).passes}
+    added = tuple(use for use in model.passes if use.name not in base)
+    if taken := {use.name for use in added} & {use.name for use in chosen.passes}:
+        raise InputError(
+            f"--dtype {dtype}: recipe {chosen.name!r} quantizes weights itself ({', '.join(taken)})"
+            f"; leave --dtype out, or set the pass's options"
+        )
+    return replace(chosen, passes=(*chosen.passes, *added)), (), None

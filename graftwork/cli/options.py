@@ -1,0 +1,51 @@
+"""Arguments and options that several commands take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+# Late imports: torch takes seconds, and `--help` goes without.
+
+ModelArg = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A checkpoint folder, .gguf or .onnx file.")
+]
+
+
+def written(text: str) -> Path:
+    """A path to write to, as the command line has it. Errors: `InputError` for an empty one."""
+    from ..ir.support.files import plain_path
+
+    return plain_path("where to write", text)
+
+
+TO_WRITE: dict[str, Any] = {"parser": written, "metavar": "PATH"}
+"""What all options have that say where to write."""
+
+AnyModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL_OR_DIR", help="A checkpoint, .gguf or .onnx file, or saved artifact."
+    ),
+]
+RecipeOption = Annotated[str, typer.Option("--recipe", help="A recipe's name, or a .yaml path.")]
+MaybeRecipe = Annotated[
+    str | None, typer.Option("--recipe", help="A recipe's name, or a .yaml path.")
+]
+SetOption = Annotated[
+    list[str], typer.Option("--set", metavar="PASS.OPTION=VALUE", help="Override an option.")
+]
+TargetOption = Annotated[
+    str | None, typer.Option("--target", metavar="BACKEND[:DEVICE[:DTYPE]]", help="Where it runs.")
+]
+DataOption = Annotated[
+    Path | None, typer.Option(help="For recipes that calibrate, as of optimize.")
+]
+TextOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="For recipes that calibrate: a text file, a folder of them, .jsonl or .npy of ids."
+    ),
+]

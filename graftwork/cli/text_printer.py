@@ -1,0 +1,40 @@
+"""Streaming of generated text to standard output."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ..ir.support.tokenizer import decode
+
+
+class TextPrinter:
+    """Streamer that prints generated text; the prompt is not printed."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self.shown = ""
+        self.prompt_seen = False
+
+    def put(self, value: Any) -> None:
+        """New token ids; the first call brings the prompt, as in transformers."""
+        if not self.prompt_seen:
+            self.prompt_seen = True
+            return
+        self.ids += [int(token) for token in value.reshape(-1)]
+        text = decode(self.tokenizer, self.ids)
+        # A trailing replacement character is half of a character whose rest is still to come.
+        if not text.endswith("\ufffd"):
+            self._show(text)
+
+    def end(self) -> None:
+        """Generation is over."""
+        self._show(decode(self.tokenizer, self.ids))
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+    def _show(self, text: str) -> None:
+        sys.stdout.write(text[len(self.shown) :])
+        sys.stdout.flush()
+        self.shown = text

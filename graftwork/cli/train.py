@@ -1,0 +1,110 @@
+"""The command that trains draft heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .console import err, out
+from .options import TO_WRITE, ModelArg, RecipeOption, SetOption, TargetOption
+
+# Late imports: torch takes seconds, and `--help` goes without.
+
+if TYPE_CHECKING:
+    from ..model import Model
+
+
+def train(
+    model: ModelArg,
+    folder: Annotated[
+        Path, typer.Option("--out", **TO_WRITE, help="For checkpoints and the trained heads.")
+    ],
+    recipe: RecipeOption = "medusa",
+    set_: SetOption = [],  # noqa: B006  (typer copies it)
+    target: TargetOption = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Text file, folder of them, .jsonl or .npy of token ids.")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Train this long; preparing text comes before.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Stop after so many optimizer steps.")] = None,
+    batch: Annotated[int, typer.Option(help="Windows a step.")] = 4,
+    window: Annotated[int, typer.Option(help="Tokens a window.")] = 512,
+    passes: Annotated[int, typer.Option(help="Uses of a window, where --steps is given.")] = 4,
+    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    own: Annotated[float, typer.Option(help="Share of windows the model writes itself.")] = 0.75,
+    seed: Annotated[int, typer.Option(help="Decides every window and sample.")] = 0,
+    resume: Annotated[bool, typer.Option(help="Go on from the checkpoint in --out.")] = False,
+) -> None:
+    """Train a recipe's draft heads on what the model itself predicts."""
+    from ..artifact.destinations import check_above
+    from ..data.calibration import check_documents
+    from ..model import as_target
+    from ..model import optimize as optimize_model
+    from ..training import FitState, fit
+    from .open_model import with_settings
+    from .progress import training_progress
+
+    chosen = with_settings(recipe, set_)
+    as_target(target).require_device()
+    check_above(folder / "heads")
+    if data is not None:
+        check_documents(data)
+    with training_progress(err) as update:
+        made = optimize_model(
+            model,
+            chosen,
+            target=target,
+            data=data if chosen.reads_text else None,
+            progress=lambda what: update(FitState(what, 0.0)),
+        )
+        try:
+            fitted = fit(
+                made,
+                data,
+                out=folder,
+                resume=resume,
+                progress=update,
+                minutes=minutes,
+                steps=steps,
+                batch=batch,
+                window=window,
+                passes=passes,
+                rate=rate,
+                own=own,
+                seed=seed,
+            )
+        except KeyboardInterrupt:
+            err.print(_interrupted(folder), markup=False, soft_wrap=True)
+            raise typer.Exit(130) from None
+    hits = ", ".join(f"{hit:.2f}" for hit in fitted.hits)
+    kept = "" if fitted.own_text is None else f", {fitted.own_text}"
+    out.print(
+        f"{fitted.steps} steps, loss {fitted.loss:.3f}, accuracy by depth {hits}; "
+        f"{fitted.accepted_per_step:.2f} tokens a step on held-out text{kept}\n"
+        f"weights in {folder}: use them with {_weights_settings(made, folder)}",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _weights_settings(model: Model, folder: Path) -> str:
+    """What to say so that a recipe reads the weights that were trained for it, all of them."""
+    from ..passes.engine.base import all_passes
+
+    known = all_passes()
+    names = [record.name for record in model.program.provenance]
+    names = [name for name in names if "weights" in known[name].model_fields]
+    return " ".join(f"--set {name}.weights={folder}" for name in names)
+
+
+def _interrupted(folder: Path) -> str:
+    """What to do after training was stopped by hand."""
+    from ..training.checkpoint import STATE
+
+    if (folder / STATE).is_file():
+        return f"interrupted; {folder} holds a checkpoint: go on from it with --resume"
+    return f"interrupted before the first checkpoint; {folder} holds no weights yet"

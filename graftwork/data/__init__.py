@@ -1,0 +1,1 @@
+"""The user's text: prompts, and documents to calibrate and train on."""

@@ -1,0 +1,428 @@
+"""Writes a program's weights as a checkpoint of compressed-tensors, for transformers and vLLM.
+
+    config.json          the model's own, with a quantization_config
+    model.safetensors    <module>.weight_packed, .weight_scale, .weight_shape, ... of layers in few
+                         bits, and the other parameters under their names
+    tokenizer.json, ...  files that came with the model
+
+Codes, scales and integer zero points are written unchanged, so readers get the same weights bit for
+bit (layout: `frontends.huggingface.formats.compressed_tensors`). Merged products are split by the
+module that each row came from. Stacks of experts are written as single experts. All names are those
+of the model's checkpoints. `config.json` records which products round their activations.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+
+from ..artifact.shards import SHARD_BYTES, plan_shards, write_weights
+from ..frontends.huggingface import CheckpointNames, without_data
+from ..frontends.huggingface.names import Piece
+from ..ir import (
+    GraftworkWarning,
+    InputError,
+    Program,
+    TensorType,
+    UnsupportedError,
+    Weight,
+    arguments,
+    cone,
+    derive,
+    site_of,
+    type_of,
+)
+from ..ir.support.files import LARGE, read_bytes, read_json
+from ..ir.support.scratch import replacing
+from ..ir.weights import Call, piece
+from ..passes.numerics.solver import scaled_name
+from ..passes.numerics.values import are_constant, values_of
+from .compressed_layout import stored
+
+A, G = torch.ops.aten, torch.ops.graftwork
+PRODUCTS = (A.linear.default, G.quantized_linear.default)
+MIXTURES = (G.moe.default, G.quantized_moe.default)
+STACKS = {"gate_up_proj": "gate_up", "down_proj": "down"}
+"""Names of expert stacks: in modules, and in `graftwork.moe`."""
+TABLES = (A.embedding.default, G.quantized_embedding.default)
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+PACKED, BYTES = "pack-quantized", "int-quantized"
+
+
+def export_compressed_tensors(program: Program, folder: Path) -> Path:
+    """Write the folder, which must not exist or be empty; returns it.
+
+    Drafters are left out. Errors: `UnsupportedError` for weights that the format cannot represent
+    (codebooks, offsets that are no multiple of the scale, permuted channels), `InputError` for a
+    program without config.json or without quantized weights.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder} exists and is not an empty folder")
+    if CONFIG not in program.assets:
+        raise InputError(
+            f"{program.name} came without a config.json, which the export needs: optimize the "
+            f"folder of a checkpoint instead of a model in memory"
+        )
+    hidden = type_of(program.step.calls(G.hidden.default)[0]).dtype
+    twin = without_data(program.assets[CONFIG].parent, hidden)
+    writer = _Checkpoint(program, twin, CheckpointNames(twin))
+    weights = writer.weights()
+    config = {**read_json(program.assets[CONFIG]), **writer.config(hidden)}
+    with replacing(folder) as new:
+        (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        _write(new, weights)
+        for name, source in program.assets.items():
+            if name != CONFIG:
+                (new / name).write_bytes(read_bytes(source, LARGE))
+    return folder
+
+
+def _write(folder: Path, weights: list[Weight]) -> None:
+    files = write_weights(folder, weights, stem="model")
+    if len(files) == 1:
+        return
+    shards = zip(files, plan_shards(weights, SHARD_BYTES), strict=True)
+    where = {weight.name: file.name for file, shard in shards for weight in shard}
+    index = {"metadata": {"total_size": sum(w.type.nbytes for w in weights)}, "weight_map": where}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A module's part of a product, or its table: rows `start` to `stop` of the node's weight."""
+
+    node: torch.fx.Node
+    start: int
+    stop: int
+
+    def of(self, weight: Weight, name: str) -> Weight:
+        """These rows of a weight."""
+        dims = (self.stop - self.start, *weight.type.dims[1:])
+        if dims == weight.type.dims:
+            return weight.renamed(name)
+        type = TensorType(weight.type.dtype, dims)
+        return derive(name, type, piece, weight, axis=0, start=self.start, end=self.stop)
+
+
+class _Loaded:
+    """The stacks of experts that were loaded last: their experts are written one after another, and
+    computing a stack may be slow."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.held: dict[str, torch.Tensor] = {}
+
+    def piece(self, stack: Weight, place: Piece, name: str) -> Weight:
+        """An expert's part of a stack [E,R,...]."""
+        dims = (place.stop - place.start, *stack.type.dims[2:])
+
+        def load() -> torch.Tensor:
+            tensor = self.held.pop(stack.name, None)
+            self.held[stack.name] = stack.load() if tensor is None else tensor
+            while len(self.held) > self.count:
+                del self.held[next(iter(self.held))]
+            return self.held[stack.name][place.expert, place.start : place.stop].clone()
+
+        return Weight(name, TensorType(stack.type.dtype, dims), Call(load))
+
+
+@dataclass(frozen=True)
+class _Scheme:
+    """A quantization scheme of the format. group: group size, 0 for one scale a channel. format: of
+    the codes. rounded: activations are rounded to int8 by token."""
+
+    bits: int
+    group: int
+    symmetric: bool
+    rounded: bool
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether a row has one scale."""
+        return self.group == 0
+
+    @property
+    def format(self) -> str:
+        return BYTES if self.bits == 8 and self.rounded and self.by_channel else PACKED
+
+    def described(self, targets: list[str]) -> dict[str, Any]:
+        """The scheme as one of `config_groups`."""
+        weights: dict[str, Any] = {"num_bits": self.bits, "type": "int", "dynamic": False}
+        weights["symmetric"] = self.symmetric
+        weights["strategy"] = "channel" if self.by_channel else "group"
+        weights["group_size"] = None if self.by_channel else self.group
+        token = {"num_bits": 8, "type": "int", "dynamic": True, "symmetric": True}
+        inputs = {**token, "strategy": "token"} if self.rounded else None
+        return {
+            "targets": targets,
+            "weights": weights,
+            "input_activations": inputs,
+            "output_activations": None,
+            "format": self.format,
+        }
+
+
+@dataclass
+class _Checkpoint:
+    """Finds a model's parameters in a program. twin: the model, without data. names: what its
+    checkpoints call them."""
+
+    program: Program
+    twin: nn.Module
+    names: CheckpointNames
+    schemes: dict[str, _Scheme] = field(default_factory=dict)
+    floats: list[str] = field(default_factory=list)
+    plain: list[str] = field(default_factory=list)
+    """Modules with products in floats."""
+
+    def __post_init__(self) -> None:
+        self.held = dict(_modules(self.program))
+        self.mixtures = dict(_mixtures(self.program))
+        self.known = dict(_reachable(self.program.weights))
+        self.loaded = _Loaded(4)  # weight, scale and offset, and one for what is next
+
+    def weights(self) -> list[Weight]:
+        """All tensors of the checkpoint. Errors: see `export_compressed_tensors`."""
+        found: list[Weight] = []
+        done: set[int] = set()
+        parameters = self.twin.state_dict(keep_vars=True)
+        for name, tensor in parameters.items():
+            owner, _, part = name.rpartition(".")
+            if id(tensor) in done and owner not in self.held:
+                continue  # tied to one that is there
+            made = list(self._parameter(owner, part, name, TensorType.of(tensor)))
+            found += made
+            done.add(id(tensor))
+        if not self.schemes:
+            raise InputError(
+                f"{self.program.name} has no layer of few bits, which the format is for; choose a "
+                f"recipe that quantizes (int4 with quantize_weights.symmetric=true)"
+            )
+        if self.floats:
+            warnings.warn(
+                f"the format has no tables in few bits: {', '.join(self.floats)} become floats",
+                GraftworkWarning,
+                stacklevel=3,
+            )
+        return found
+
+    def config(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Entries that are added to the model's config.json."""
+        groups: dict[_Scheme, list[str]] = {}
+        for module, scheme in self.schemes.items():
+            groups.setdefault(scheme, []).append(module)
+        linear = [n for n, module in self.twin.named_modules() if isinstance(module, nn.Linear)]
+        ignored = [name for name in linear if name not in self.schemes]
+        ignored += [name for name in self.plain if name not in ignored]
+        if len(groups) == 1:
+            groups = {scheme: ["Linear"] for scheme in groups}
+        formats = {scheme.format for scheme in groups}
+        said = {
+            "quant_method": "compressed-tensors",
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "config_groups": {
+                f"group_{i}": scheme.described(names)
+                for i, (scheme, names) in enumerate(groups.items())
+            },
+            "ignore": ignored,
+        }
+        tied = {"tie_word_embeddings": False} if self._head_differs() else {}
+        return {"quantization_config": said, "dtype": str(dtype).removeprefix("torch."), **tied}
+
+    def _head_differs(self) -> bool:
+        """Whether a head that the model ties to its table is stored in few bits."""
+        head = self.twin.get_output_embeddings()  # type: ignore[operator]
+        names = {id(module): name for name, module in self.twin.named_modules()}
+        return names.get(id(head)) in self.schemes
+
+    def _parameter(self, owner: str, part: str, name: str, type: TensorType) -> Iterator[Weight]:
+        rows = self.held.get(owner)
+        if owner in self.mixtures and part in STACKS:
+            yield from self._experts(self.mixtures[owner], name, STACKS[part], type)
+        elif rows is not None and part == "bias":
+            yield self._bias(rows, name)
+        elif rows is not None and part == "weight" and rows.node.target in TABLES:
+            yield self._table(rows, name, type)
+        elif rows is not None and part == "weight":
+            yield from self._product(rows, owner, type)
+        else:
+            yield self._plain(name, type)
+
+    def _plain(self, name: str, type: TensorType) -> Weight:
+        current = name
+        while scaled_name(current) in self.known:  # it took over factors of others (AWQ)
+            current = scaled_name(current)
+        weight = self.known.get(current)
+        if weight is None or weight.type.dims != type.dims:
+            got = "nothing of that name" if weight is None else str(weight.type)
+            raise UnsupportedError(
+                f"the parameter {name} {type} cannot be found in the program ({got}): a pass has "
+                f"made it part of another weight; export a recipe without that pass"
+            )
+        return weight.renamed(self.names.of(name))
+
+    def _bias(self, rows: _Rows, name: str) -> Weight:
+        bias = arguments(rows.node)["bias"]
+        if bias is None or bias.op != "get_attr":
+            raise UnsupportedError(f"the bias {name} cannot be found in the program")
+        return rows.of(self.program.weights[str(bias.target)], self.names.of(name))
+
+    def _table(self, rows: _Rows, name: str, type: TensorType) -> Weight:
+        if rows.node.target is A.embedding.default:
+            return self._plain(name, type)
+        self.floats.append(name)
+        values = values_of(rows.node, self.program.weights).cast(type.dtype)
+        return values.renamed(self.names.of(name))
+
+    def _product(self, rows: _Rows, owner: str, type: TensorType) -> Iterator[Weight]:
+        given = arguments(rows.node)
+        if rows.node.target is A.linear.default:
+            name = self.names.of(f"{owner}.weight")
+            weight = rows.of(self.program.weights[str(given["weight"].target)], name)
+            if weight.type.dims != type.dims:
+                raise UnsupportedError(f"{owner}.weight: expected {type}, got {weight.type}")
+            self.plain.append(name.removesuffix(".weight"))
+            yield weight
+            return
+        self._check(rows, owner, type)
+        parts = [
+            None if part is None else rows.of(part, f"{owner}.part")
+            for part in self._parts(rows.node, "")
+        ]
+        group = 0 if given["group"] == type.dims[1] else given["group"]
+        scheme = _Scheme(given["bits"], group, parts[2] is None, bool(given["rounded"]))
+        self.schemes[owner] = scheme
+        name = self.names.of(f"{owner}.weight").removesuffix(".weight")
+        yield from stored(name, parts, scheme.bits, scheme.format == BYTES, type.shape)
+
+    def _parts(self, node: torch.fx.Node, stack: str) -> list[Weight | None]:
+        """Weight, scale and offset of a product of few bits, or of a stack of a mixture's."""
+        given = arguments(node)
+        named = (stack, f"{stack}_scale", f"{stack}_offset")
+        operands = [given[name] for name in (named if stack else ("weight", "scale", "offset"))]
+        return [o if o is None else self.program.weights[str(o.target)] for o in operands]
+
+    def _experts(
+        self, node: torch.fx.Node, name: str, stack: str, type: TensorType
+    ) -> Iterator[Weight]:
+        """The weights of a parameter [E,R,K] that holds all experts', one by one."""
+        given = arguments(node)
+        experts, rows, columns = self._laid(node, name, stack, type)
+        pieces = self.names.pieces(name, experts, rows)
+        if node.target is G.moe.default:
+            whole = self.program.weights[str(given[stack].target)]
+            for piece in pieces:
+                self.plain.append(piece.name.removesuffix(".weight"))
+                yield self.loaded.piece(whole, piece, piece.name)
+            return
+        group = given["group" if stack == "gate_up" else "down_group"]
+        stacked = self._parts(node, stack)
+        by_channel = 0 if group == columns else group
+        scheme = _Scheme(given["bits"], by_channel, stacked[2] is None, bool(given["rounded"]))
+        for piece in pieces:
+            module = piece.name.removesuffix(".weight")
+            self.schemes[module] = scheme
+            parts = [
+                None if part is None else self.loaded.piece(part, piece, f"{module}.part")
+                for part in stacked
+            ]
+            shape = piece.stop - piece.start, columns
+            yield from stored(module, parts, scheme.bits, scheme.format == BYTES, shape)
+
+    def _laid(
+        self, node: torch.fx.Node, name: str, stack: str, type: TensorType
+    ) -> tuple[int, int, int]:
+        """Experts, rows and columns of a stack. Errors: `UnsupportedError` for one that is laid in
+        another way in the model, or that the program computes."""
+        module: Any = self.twin.get_submodule(name.rpartition(".")[0])
+        plain = node.target is G.moe.default
+        named = (stack,) if plain else (stack, f"{stack}_scale", f"{stack}_offset")
+        operands = [arguments(node)[one] for one in named]
+        reason = ""
+        if any(one is not None and one.op != "get_attr" for one in operands):
+            reason = "the program computes it"
+        elif module.is_transposed or not module.is_concatenated:
+            reason = "the model has its rows or columns in another order than the program"
+        elif not plain and operands[1].meta["type"].dims[:2] != type.dims[:2]:
+            reason = f"it is {operands[1].meta['type']} of scales, and the model has {type}"
+        if reason:
+            raise UnsupportedError(
+                f"{name} cannot be said in compressed-tensors: {reason}; exclude the experts "
+                f"(quantize_weights.exclude), or export another recipe"
+            )
+        experts, rows, columns = type.shape
+        return experts, rows, columns
+
+    def _check(self, rows: _Rows, owner: str, type: TensorType) -> None:
+        """Errors: `UnsupportedError` for what the format cannot represent."""
+        node, given = rows.node, arguments(rows.node)
+        module = self.twin.get_submodule(owner)
+        have = (rows.stop - rows.start, int(str(given["scale"].meta["type"].dims[1])))
+        have = (have[0], have[1] * given["group"])
+        source = given["x"]
+        reason = ""
+        if not isinstance(module, nn.Linear):
+            kind = module.__class__.__name__
+            every = ".".join("*" if part.isdigit() else part for part in owner.split("."))
+            reason = f"it is of a {kind}, no Linear (quantize_weights.exclude=['{every}.weight'])"
+        elif have != type.dims:
+            reason = f"it is [{have[0]},{have[1]}], and its {module.__class__.__name__} {type}"
+        elif not are_constant(node):
+            reason = "the program computes it"
+        elif given["codebook"] is not None:
+            reason = "it has a codebook"
+        elif source.target is A.index_select.default and source.args[2].op == "get_attr":
+            reason = "its input channels are in the order of their groups (GPTQ's activation order)"
+        if reason:
+            raise UnsupportedError(
+                f"{owner}.weight cannot be said in compressed-tensors: {reason}; export another "
+                f"recipe, or quantize the original"
+            )
+
+
+def _mixtures(program: Program) -> Iterator[tuple[str, torch.fx.Node]]:
+    """The mixtures of experts that the logits depend on, by module."""
+    for node in sorted(cone([program.step.outputs["logits"]])):
+        if node.target in MIXTURES:
+            yield site_of(node).module, node
+
+
+def _modules(program: Program) -> Iterator[tuple[str, _Rows]]:
+    """Rows of the products and tables that the logits depend on, by module."""
+    logits = program.step.outputs["logits"]
+    for node in sorted(cone([logits])):
+        if node.target in TABLES:
+            count = int(str(arguments(node)["weight"].meta["type"].dims[0]))
+            yield site_of(node).module, _Rows(node, 0, count)
+        elif node.target in PRODUCTS:
+            yield from _pieces(node)
+
+
+def _pieces(node: torch.fx.Node) -> Iterator[tuple[str, _Rows]]:
+    """A product's rows, or those of the modules whose products were merged into it."""
+    count = int(str(type_of(node).dims[-1]))
+    splits = [user for user in node.users if user.target is A.split_with_sizes.default]
+    if len(splits) != 1 or len(node.users) != 1:
+        yield site_of(node).module, _Rows(node, 0, count)
+        return
+    sizes: Any = splits[0].args[1]
+    for part in splits[0].users:
+        index: Any = part.args[1]
+        start = sum(sizes[:index])
+        yield site_of(part).module, _Rows(node, start, start + sizes[index])
+
+
+def _reachable(weights: Mapping[str, Weight]) -> Iterator[tuple[str, Weight]]:
+    """The program's weights by name, and those that they are derived from."""
+    for weight in weights.values():
+        yield from _reachable({part.name: part for part in weight.inputs})
+    yield from weights.items()

@@ -1,0 +1,82 @@
+"""The exports of a model, one method each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..artifact.destinations import MARKS, check_folder
+from ..artifact.shards import checked
+from ..ir import Program
+
+# Late imports: exports load onnx, which models that run on torch do not need.
+
+
+class Exports:
+    """Base of `Model`. All methods return the folder that they wrote. Errors, besides those of each
+    format: `InputError` for a folder that cannot be written, before anything is converted."""
+
+    program: Program
+
+    def export_onnx(self, folder: str | Path, **options: Any) -> Path:
+        """Write ``model.onnx`` with its weights and tokenizer, for ONNX Runtime.
+
+        Options (``plain``, ``qdq``, ``ops``, ``opset``) and errors: as `onnx_folder.export_onnx`,
+        and `InputError` if a weight holds NaN.
+        """
+        from .onnx_folder import export_onnx
+
+        return export_onnx(checked(self.program), _place("onnx", folder), **options)
+
+    def export_genai(self, folder: str | Path, *, plain: bool = False) -> Path:
+        """Write a folder that onnxruntime-genai runs: the graph and ``genai_config.json``.
+
+        plain: as in `export_onnx`. Errors: as `onnx_folder.export_genai`, and `InputError` if a
+        weight holds NaN.
+        """
+        from .onnx_folder import export_genai
+
+        return export_genai(checked(self.program), _place("genai", folder), plain=plain)
+
+    def export_onnx_plan(self, folder: str | Path) -> Path:
+        """Write every function as ONNX files with shared weights, the decode plan, and runners.
+        Errors: as `plan.export_onnx_plan`."""
+        from .plan import export_onnx_plan
+
+        return export_onnx_plan(checked(self.program), _place("onnx-plan", folder))
+
+    def export_onnx_loop(self, folder: str | Path, **options: Any) -> Path:
+        """Write ``generate.onnx``: prompts in, tokens out. Options (``sample``, ``plain``,
+        ``ops``) and errors: as `loop.export_onnx_loop`."""
+        from .loop import export_onnx_loop
+
+        return export_onnx_loop(checked(self.program), _place("onnx-loop", folder), **options)
+
+    def export_vllm_medusa(self, folder: str | Path) -> Path:
+        """Write trained Medusa heads as vLLM reads them. Errors: as `export_heads` states."""
+        from .heads import export_vllm_medusa
+
+        return export_vllm_medusa(self.program, _place("vllm-medusa", folder))
+
+    def export_speculators(self, folder: str | Path, target: str = "") -> Path:
+        """Write a trained EAGLE-3 draft as vLLM reads it. target: the model's name or path there.
+
+        Errors: as `speculators.export_speculators`.
+        """
+        from .speculators import export_speculators
+
+        return export_speculators(self.program, _place("speculators", folder), target)
+
+    def export_compressed_tensors(self, folder: str | Path) -> Path:
+        """Write the quantized weights as a compressed-tensors checkpoint, which transformers and
+        vLLM load. Drafters are left out.
+
+        Errors: as `compressed.export_compressed_tensors`, and `InputError` if a weight holds NaN.
+        """
+        from .compressed import export_compressed_tensors
+
+        return export_compressed_tensors(self.program, _place("compressed-tensors", folder))
+
+
+def _place(format_: str, folder: str | Path) -> Path:
+    return check_folder(folder, MARKS[format_])

@@ -1,0 +1,1 @@
+"""Measurements: speed, agreement with the target, and settings chosen by measuring."""

@@ -1,0 +1,1 @@
+"""Models as programs, before a recipe changes them."""
