@@ -35,12 +35,11 @@ from ..ir import (
     Weight,
     WeightStore,
     arguments,
-    derivation,
     derive,
     site_of,
     type_of,
 )
-from ..ir.ops.numerics import Numeric, dequantize
+from ..ir.ops.numerics import Numeric, stored_floats
 from ..ir.rewrite.mixtures import Stack, store_experts
 
 A, G = torch.ops.aten, torch.ops.graftwork
@@ -74,23 +73,8 @@ class StoredWeight:
     def values(self, name: str) -> Weight:
         """The same as a float weight f32[N,K], its columns in order, worked out when loaded."""
         parts = (self.weight, self.scale, self.offset, self.codebook, self.order)
-        given = {part: w for part, w in zip(_PARTS, parts, strict=True) if w is not None}
-        options = {"names": tuple(given), "bits": self.numeric.bits}
         type = TensorType(torch.float32, self.dims)
-        return derive(name, type, stored_values, *given.values(), **options)
-
-
-_PARTS = ("weight", "scale", "offset", "codebook", "order")
-
-
-@derivation
-def stored_values(*tensors: torch.Tensor, names: tuple[str, ...], bits: int) -> torch.Tensor:
-    """The values f32[N,K] of a stored weight by its parts, its columns in order."""
-    given = dict(zip(names, tensors, strict=True))
-    weight, scale, offset, codebook, order = map(given.get, _PARTS)
-    assert weight is not None and scale is not None
-    values = dequantize(weight, scale, offset, codebook, bits=bits)
-    return values if order is None else values[:, order.argsort()]
+        return derive(name, type, stored_floats, *parts, bits=self.numeric.bits)
 
 
 def keep_stored(program: Program, stored: Mapping[str, StoredWeight]) -> Program:

@@ -113,15 +113,18 @@ def derive(
     type: TensorType,
     function: Callable[..., torch.Tensor],
     /,
-    *inputs: Weight,
+    *inputs: Weight | None,
     **options: Any,
 ) -> Weight:
     """A weight computed from others when it is loaded (concatenated, folded, quantized).
 
-    function: an op, or one that `derivation` knows. options: plain values for it.
+    function: an op, or one that `derivation` knows, which gets None in the place of None. options:
+    plain values for it.
     """
-    args = tuple(Operand(place) for place in range(len(inputs)))
-    return computed(name, type, Call(function, args, options), *inputs)
+    given = [weight for weight in inputs if weight is not None]
+    places = map(Operand, range(len(given)))
+    args = tuple(None if weight is None else next(places) for weight in inputs)
+    return computed(name, type, Call(function, args, options), *given)
 
 
 def computed(name: str, type: TensorType, call: Call, *inputs: Weight) -> Weight:

@@ -16,7 +16,7 @@ import torch.fx
 
 from ...ir import TensorType, Weight, arguments, derivation, derive
 from ...ir import type_of as ir_type
-from ...ir.ops.numerics import dequantize
+from ...ir.ops.numerics import stored_floats
 from .. import tiles
 from .byte_experts import Gate, Stack, byte_experts
 from .emit import Emitter, native_parts, row, type_of, weight_of
@@ -155,15 +155,7 @@ def _values(stack: tuple[oir.Value | None, ...], bits: int) -> Weight:
     dims = (experts, rows, stored * 8 // bits)
 
     type = TensorType(torch.float32, dims)
-    return derive(f"{weight.name}.values", type, stack_values, *parts, bits=bits)
-
-
-@derivation
-def stack_values(
-    weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None = None, *, bits: int
-) -> torch.Tensor:
-    """What a stored stack stands for, f32[E,R,K]."""
-    return dequantize(weight, scale, offset, bits=bits)
+    return derive(f"{weight.name}.values", type, stored_floats, *parts, bits=bits)
 
 
 @row(G.quantized_experts.default, when=_has_kernels, native=True)

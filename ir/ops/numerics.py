@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..support.errors import InputError
 from ..types import DTYPE_NAMES, TensorType
-from ..weights import option
+from ..weights import derivation, option
 
 WIDTHS = (1, 2, 3, 4, 6, 8)
 """Bits that a stored value may have."""
@@ -248,6 +248,22 @@ def dequantize(
     grouped = values.reshape(*scale.shape, -1) * _last(scale.float())
     grouped = grouped if offset is None else grouped + _last(offset.float())
     return grouped.reshape(values.shape)
+
+
+@derivation
+def stored_floats(
+    weight: Tensor,
+    scale: Tensor,
+    offset: Tensor | None = None,
+    codebook: Tensor | None = None,
+    order: Tensor | None = None,
+    *,
+    bits: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """As `dequantize`, in a dtype. order: i64[K], the place that each stored column belongs to."""
+    values = dequantize(weight, scale, offset, codebook, bits=bits).to(dtype)
+    return values if order is None else values[..., order.argsort()]
 
 
 def levels(weight: Tensor, offset: Tensor | None, codebook: Tensor | None, *, bits: int) -> Tensor:

@@ -32,12 +32,11 @@ from ...ir import (
     Weight,
     WeightStore,
     arguments,
-    derivation,
     derive,
     site_of,
     type_of,
 )
-from ...ir.ops.numerics import dequantize
+from ...ir.ops.numerics import stored_floats
 from ...ir.rewrite.subgraph import fresh_name
 
 A, G = torch.ops.aten, torch.ops.graftwork
@@ -165,15 +164,14 @@ class _Opener:
         return (self._weight([*parts, order], bits, dtype),)
 
     def _weight(self, parts: list[torch.fx.Node | None], bits: int, dtype: torch.dtype) -> Weight:
-        named = {n: part for n, part in zip(_PARTS, parts, strict=True) if part is not None}
-        inputs = [self.weights[str(part.target)] for part in named.values()]
-        packed, key = inputs[0], f"{inputs[0].name} {dtype}"
-        if key not in self.made:
+        inputs = [part and self.weights[str(part.target)] for part in parts]
+        packed = inputs[0]
+        assert packed is not None
+        if (key := f"{packed.name} {dtype}") not in self.made:
             sizes = (*packed.type.shape[:-1], packed.type.shape[-1] * 8 // bits)
             name = fresh_name(self.weights, float_name(packed.name, bits))
-            options = {"names": tuple(named), "bits": bits, "dtype": dtype}
             type = TensorType(dtype, sizes)
-            self.made[key] = derive(name, type, floats_of, *inputs, **options)
+            self.made[key] = derive(name, type, stored_floats, *inputs, bits=bits, dtype=dtype)
         return self.made[key]
 
     def open(self, fn: Function, call: torch.fx.Node, floats: tuple[Weight, ...]) -> None:
@@ -201,21 +199,6 @@ class _Opener:
                 new = fn.call(A.linear.default, x, *stacks, *bias, site=site)
         call.replace_all_uses_with(new)
         fn.graph.erase_node(call)
-
-
-_PARTS = ("weight", "scale", "offset", "codebook", "order")
-
-
-@derivation
-def floats_of(
-    *tensors: torch.Tensor, names: tuple[str, ...], bits: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """The values [...,N,K] of stored weights by their parts, columns in order."""
-    given = dict(zip(names, tensors, strict=True))
-    weight, scale, offset, codebook, order = map(given.get, _PARTS)
-    assert weight is not None and scale is not None
-    values = dequantize(weight, scale, offset, codebook, bits=bits).to(dtype)
-    return values if order is None else values[..., order.argsort()]
 
 
 def _gathered(x: torch.fx.Node) -> tuple[torch.fx.Node, torch.fx.Node | None]:

@@ -5,15 +5,8 @@ from __future__ import annotations
 import torch
 import torch.fx
 
-from ...ir import (
-    TensorType,
-    Weight,
-    WeightStore,
-    arguments,
-    derivation,
-    derive,
-)
-from ...ir.ops.numerics import dequantize
+from ...ir import TensorType, Weight, WeightStore, arguments, derive
+from ...ir.ops.numerics import stored_floats
 
 G = torch.ops.graftwork
 STORED = ("weight", "scale", "offset", "codebook")
@@ -30,19 +23,8 @@ def values_of(node: torch.fx.Node, weights: WeightStore) -> Weight:
     when they are loaded."""
     given = arguments(node)
     parts = [None if given[name] is None else weights[str(given[name].target)] for name in STORED]
-    there = [part for part in parts if part is not None]
-    rows, groups = (int(str(dim)) for dim in there[1].type.dims)
-
-    type = TensorType(torch.float32, (rows, groups * given["group"]))
-    names = tuple(name for name, part in zip(STORED, parts, strict=True) if part is not None)
-    return derive(f"{there[0].name}.values", type, values, *there, names=names, bits=given["bits"])
-
-
-@derivation
-def values(*tensors: torch.Tensor, names: tuple[str, ...], bits: int) -> torch.Tensor:
-    """The floats f32[N,K] that the parts of a weight of few bits stand for; names: which they are,
-    of `STORED`."""
-    given = dict(zip(names, tensors, strict=True))
-    weight, scale, offset, codebook = map(given.get, STORED)
+    weight, scale = parts[:2]
     assert weight is not None and scale is not None
-    return dequantize(weight, scale, offset, codebook, bits=bits)
+    rows, groups = (int(str(dim)) for dim in scale.type.dims)
+    type = TensorType(torch.float32, (rows, groups * given["group"]))
+    return derive(f"{weight.name}.values", type, stored_floats, *parts, bits=given["bits"])
