@@ -75,20 +75,13 @@ class _Stored:
         """Whether values are bytes around 128 with one scale a row, and no more."""
         return self.bits == 8 and self.groups == 1 and self.offset is None and self.codebook is None
 
-    @property
-    def parts(self) -> list[Weight]:
-        given = (self.weight, self.scale, self.offset, self.codebook)
-        return [part for part in given if part is not None]
-
     def derived(
         self, name: str, dims: Sequence[Dim], dtype: torch.dtype, make: Any, /, **options: Any
     ) -> Weight:
-        """A weight that `make` makes of the parts, whose names it is told."""
-        given = zip(PARTS, (self.weight, self.scale, self.offset, self.codebook), strict=True)
-        names = tuple(part for part, there in given if there is not None)
+        """A weight that `make` makes of the parts."""
+        parts = self.weight, self.scale, self.offset, self.codebook
         type = TensorType(dtype, tuple(dims))
-        options |= {"names": names, "bits": self.bits}
-        return derive(f"{self.weight.name}.{name}", type, make, *self.parts, **options)
+        return derive(f"{self.weight.name}.{name}", type, make, *parts, bits=self.bits, **options)
 
     def values(self) -> Weight:
         """The weight's values f32[K,N]."""
@@ -153,27 +146,27 @@ class _Stored:
         return derive(name, type, shifts_across, self.scale, self.offset, middle=middle)
 
 
-PARTS = ("weight", "scale", "offset", "codebook")
-"""Of a stored weight, in the order of operands."""
-
-
 @derivation
-def values_across(*tensors: torch.Tensor, names: tuple[str, ...], bits: int) -> torch.Tensor:
+def values_across(*parts: torch.Tensor, bits: int) -> torch.Tensor:
     """The values f32[K,N] of a weight by its parts."""
-    weight, scale, offset, codebook = map(dict(zip(names, tensors, strict=True)).get, PARTS)
-    assert weight is not None and scale is not None
-    return dequantize(weight, scale, offset, codebook, bits=bits).T
+    return dequantize(*parts, bits=bits).T
 
 
 @derivation
 def block_values(
-    *tensors: torch.Tensor, names: tuple[str, ...], bits: int, to: int, dims: tuple[int, ...]
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    codebook: torch.Tensor | None,
+    *,
+    bits: int,
+    to: int,
+    dims: tuple[int, ...],
 ) -> torch.Tensor:
     """The stored values of a weight by its parts, in `to` bits around the middle."""
-    given = dict(zip(names, tensors, strict=True))
-    values = unpack(given["weight"], bits)
-    if "codebook" in given:
-        return pack(looked_up(values, given["codebook"], bits).int() + ZERO, to).reshape(dims)
+    values = unpack(weight, bits)
+    if codebook is not None:
+        return pack(looked_up(values, codebook, bits).int() + ZERO, to).reshape(dims)
     return pack(values + (2 ** (to - 1) - 2 ** (bits - 1)), to).reshape(dims)
 
 

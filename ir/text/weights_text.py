@@ -3,7 +3,7 @@
     %0 "q": bf16[6,4] = stored_tensor(file=SafetensorsFile(path="m", stamp=(1, 2)), key="q")
     %1 "q": f32[6,4] = aten._to_copy(%0, dtype=f32)
     %2 "k": f32[3,4] = given("model.k")
-    %3 "qk": f32[9,4] = joined(%1, %2, sizes=(6, 3), there=(True, True))
+    %3 "qk": f32[9,4] = joined(%1, %2, sizes=(6, 3))
     return %3
 
 ``given(key)`` is a weight that the reader has, ``held(key)`` a tensor that is kept beside the text.

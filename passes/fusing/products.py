@@ -134,19 +134,18 @@ class Merger:
 
         type = TensorType(head.dtype, (sum(sizes), *head.dims[1:]))
         name = fresh_name(self.weights, _joined_name([w.name for w in sources]))
-        there = tuple(weight is not None for weight in given)
-        made = derive(name, type, joined, *sources, sizes=tuple(sizes), there=there)
+        made = derive(name, type, joined, *given, sizes=tuple(sizes))
         weight = self.weights.alike(made)
         self.weights = self.weights.adding(weight)
         return self.fn.weight(weight)
 
 
 @derivation
-def joined(*tensors: torch.Tensor, sizes: tuple[int, ...], there: tuple[bool, ...]) -> torch.Tensor:
-    """Tensors one after the other along their first axis; zeros of its size for one not there."""
-    rest, dtype = iter(tensors), tensors[0].dtype
-    parts = zip(sizes, there, strict=True)
-    return torch.cat([next(rest) if given else torch.zeros(n, dtype=dtype) for n, given in parts])
+def joined(*tensors: torch.Tensor | None, sizes: tuple[int, ...]) -> torch.Tensor:
+    """Tensors one after the other along their first axis; zeros of its size for None."""
+    dtype = next(tensor.dtype for tensor in tensors if tensor is not None)
+    parts = zip(tensors, sizes, strict=True)
+    return torch.cat([torch.zeros(n, dtype=dtype) if t is None else t for t, n in parts])
 
 
 def _joined_name(names: Sequence[str]) -> str:
