@@ -95,8 +95,13 @@ Dim: TypeAlias = int | Sym
 
 def make_dim(expr: Any) -> Dim:
     """A `Dim` from a sympy expression (or its text): an int when it is constant."""
-    expr = _to_sympy(str(expr))
-    return int(expr) if expr.is_Integer else Sym(str(expr))
+    return _dim(str(expr))
+
+
+@lru_cache(maxsize=4096)
+def _dim(text: str) -> Dim:
+    expr = _to_sympy(text)
+    return int(expr) if expr.is_Integer else Sym(text)
 
 
 # Bounds on what a text may ask for; artifacts are read from untrusted files.
