@@ -75,6 +75,7 @@ SAID: dict[str, tuple[Any, list[Any]]] = {
     "f32[B,T,64]": (A.add.Tensor, [t("f32[B,T,64]"), t("bf16[64]")]),
     "bool[B,T]": (A.ge.Scalar, [t("i64[B,T]"), 3]),
     "f32[B,C+T,8]": (A.cat.default, [[t("f32[B,C,8]"), t("f32[B,T,8]")], 1]),
+    "f32[B+C+T]": (A.cat.default, [[t("f32[B]"), t("f32[C]"), t("f32[T]")]]),
     "f32[B,T+3]": (A.constant_pad_nd.default, [t("f32[B,T]"), [0, 3]]),
     "f32[B*T,64]": (A.view.default, [t("f32[B,T,64]"), [-1, 64]]),
     "f32[64*B*T]": (A.view.default, [t("f32[B,T,64]"), [-1]]),
