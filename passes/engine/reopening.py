@@ -164,7 +164,7 @@ class _Opener:
         return (self._weight([*parts, order], bits, dtype),)
 
     def _weight(self, parts: list[torch.fx.Node | None], bits: int, dtype: torch.dtype) -> Weight:
-        inputs = [part and self.weights[str(part.target)] for part in parts]
+        inputs = [None if part is None else self.weights[str(part.target)] for part in parts]
         packed = inputs[0]
         assert packed is not None
         if (key := f"{packed.name} {dtype}") not in self.made:
