@@ -8,7 +8,7 @@
 #
 # Each prepares .venv by itself, from constraints.txt; it needs Python 3.11-3.13 and make, no more.
 # PYTHON=/path/to/python chooses the interpreter; ARGS="..." goes to pytest or to the demo; WORKERS=0
-# runs the tests in one process, with output as it comes.
+# runs the tests in one process, with output as it comes. SHARE=N/6 adds a sixth of the long tests.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
   $$p -c 'import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
@@ -21,8 +21,9 @@ PYTHON_FILES := $(wildcard $(PACKAGES) tests examples benchmarks docs .ci)
 # Test files are shared out among processes of one thread each: most of the time is Python's. A file
 # stays whole, because its tests share what is slow to make.
 WORKERS := 2
-EVERYDAY := -m "not long and not sweep"
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile
+EVERYDAY := $(if $(SHARE),-m "not sweep" --share $(SHARE),-m "not long and not sweep")
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile \
+  --no-loadscope-reorder
 
 .PHONY: demo test long sweep gpu check format types totals clean
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import zlib
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from selection import DEAREST, mostly_long
 
 settings.register_profile(
     "graftwork",
@@ -33,6 +35,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update", action="store_true", help="rewrite the expectations in tests/cases/*.test"
     )
+    parser.addoption(
+        "--share", metavar="N/OF", help="of the tests marked long, run part N (from 0) of OF parts"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Files that take longest come first, so that workers end together; see `--share`."""
+    place = {name: index for index, name in enumerate(DEAREST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+    if config.option.share is None:
+        return
+    number, parts = map(int, config.option.share.split("/"))
+    left = [i for i in items if i.get_closest_marker("long") and part_of(i.nodeid, parts) != number]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in set(left)]
+
+
+def part_of(test: str, parts: int) -> int:
+    """The part in which a test runs: always the same, whatever other tests there are."""
+    return zlib.crc32(test.encode()) % parts
 
 
 @pytest.fixture
@@ -65,7 +87,7 @@ def flags_for(processor: str) -> tuple[str, ...]:
     return tuple(others.get(flag, flag) for flag in cached_library.FLAGS)
 
 
-@pytest.fixture(params=PROCESSORS)
+@pytest.fixture(params=mostly_long(PROCESSORS, keep=PROCESSORS[:2]))
 def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Kernels for a processor."""
     from graftwork.backends import cached_library

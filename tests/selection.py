@@ -7,6 +7,15 @@ from typing import Any
 
 import pytest
 
+DEAREST = (
+    *("test_torch_backend.py", "test_cuda_provider.py", "test_source_drafts.py"),
+    *("test_pictures.py", "test_pairs.py", "test_onnxruntime_executable.py"),
+    *("test_frontends_modules.py", "test_gpu_products.py", "test_ops_wrong.py"),
+    *("test_cut_depth.py", "test_few_bits.py", "test_runtime_plain.py", "test_eviction.py"),
+    *("test_scoring.py", "test_torch_replay.py", "test_fuzz_folders.py", "test_commands.py"),
+)
+"""Files with few tests that take long: by their number of tests they would be the last."""
+
 
 def mostly_long(cases: Iterable[str], keep: Collection[str]) -> list[Any]:
     """All cases as parameters, those that are not to be kept with the mark `long`."""

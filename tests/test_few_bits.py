@@ -8,7 +8,7 @@ import pytest
 import torch
 from archs import ARCHS, build
 from handmade import Shape, llama
-from selection import rarely
+from selection import mostly_long, rarely
 from tiny import MASK, PROMPTS, named, tiny_llama
 
 from graftwork.backends import compile, tiles
@@ -51,6 +51,7 @@ def step_model(program: Program) -> Emitted:
     return emit(lowered.function(program.step.name), lowered.weights, native=True)
 
 
+@pytest.mark.parametrize("backend", mostly_long(("onnxruntime", "torch"), ["onnxruntime"]))
 @pytest.mark.parametrize(
     "options",
     [
@@ -59,11 +60,9 @@ def step_model(program: Program) -> Emitted:
         pytest.param({"bits": 8, "scales": "f32", "embedding": True}, marks=pytest.mark.long),
     ],
 )
-def test_backends_generate_what_the_meaning_says(options: dict[str, Any]) -> None:
+def test_backends_generate_what_the_meaning_says(options: dict[str, Any], backend: str) -> None:
     program = quantized(**options)
-    wanted = text(program, "eager")
-    assert torch.equal(text(program, "torch"), wanted)
-    assert torch.equal(text(program, "onnxruntime"), wanted)
+    assert torch.equal(text(program, backend), text(program, "eager"))
 
 
 @pytest.mark.long

@@ -13,6 +13,7 @@ import source_models
 import torch
 from archs import ARCHS, build
 from recurrent_archs import RECURRENT
+from selection import mostly_long
 from torch import nn
 
 from graftwork.frontends import import_model, kept_traces
@@ -69,10 +70,11 @@ def check_kept(name: str, traces: list[str]) -> Program:
     return first
 
 
-def test_a_kept_trace_gives_the_program_of_the_trace(folder: Path, traces: list[str]) -> None:
-    for name in FEW:
-        traces.clear()
-        check_kept(name, traces)
+@pytest.mark.parametrize("name", mostly_long(FEW, keep=["llama", "t5"]))
+def test_a_kept_trace_gives_the_program_of_the_trace(
+    name: str, folder: Path, traces: list[str]
+) -> None:
+    check_kept(name, traces)
 
 
 @pytest.mark.sweep

@@ -116,12 +116,19 @@ def test_float_rows_are_multiplied_with_the_values(processor, w, count):
 
 @pytest.mark.parametrize("kind", quantized.KINDS)
 @pytest.mark.parametrize("bits", quantized.BITS)
-def test_float_rows_have_the_same_bits_among_others_with_threads_and_everywhere(bits, kind):
+@pytest.mark.parametrize(
+    "processors",
+    [PROCESSORS[:2], pytest.param(PROCESSORS, marks=pytest.mark.long)],
+    ids=["two", "all"],
+)
+def test_float_rows_have_the_same_bits_among_others_with_threads_and_everywhere(
+    processors, bits, kind
+):
     """Of groups that fill blocks, and of some that do not."""
     threads, before = torch.get_num_threads(), cached_library.FLAGS
     found = []
     try:
-        for flags in [flags_for(processor) for processor in PROCESSORS]:
+        for flags in [flags_for(processor) for processor in processors]:
             cached_library.FLAGS = flags
             cached_library.library.cache_clear()
             for group in (32, 20):

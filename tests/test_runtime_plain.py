@@ -11,6 +11,7 @@ from handmade import Shape, cached_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_models import Recorder, TableExecutable, plain, program, whole
+from selection import mostly_long
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
@@ -171,7 +172,7 @@ def test_seconds_add_up() -> None:
     assert (stats.steps, stats.new_tokens, stats.accepted_per_step) == (8, 9, 1.0)
 
 
-@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
+@pytest.mark.parametrize("backend", mostly_long(("onnxruntime", "torch"), ["onnxruntime"]))
 def test_what_is_done_once_counts_apart(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts of a call's time are disjoint, whatever is compiled within it."""
     executable = compile(cached_llama(Shape()), Target(backend, "cpu", threads=1))

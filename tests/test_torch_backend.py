@@ -148,7 +148,7 @@ def test_growing_caches_compiles_nothing():
     assert counters["stats"]["unique_graphs"] == compiled
 
 
-@pytest.mark.parametrize("first", [40, 64])
+@pytest.mark.parametrize("first", [40, pytest.param(64, marks=pytest.mark.long)])
 def test_prompts_of_any_length_share_what_is_compiled(first):
     """No column is fed for nothing. 64: a prompt as long as the caches, whose sizes are alike then,
     is not to make them one."""
@@ -193,7 +193,13 @@ def test_other_threads_are_compiled_for():
 FEW_BITS = QuantizeWeights(bits=4, group=8, embedding=True)
 
 
-@pytest.mark.parametrize("pass_", [in_int8(), FEW_BITS], ids=["int8", "int4"])
+@pytest.mark.parametrize(
+    "pass_",
+    [
+        pytest.param(in_int8(), id="int8"),
+        pytest.param(FEW_BITS, id="int4", marks=pytest.mark.long),
+    ],
+)
 def test_quantized_weights_stay_bytes_and_give_the_same_logits(pass_):
     program = pass_.run(cached_llama(layers=1, context=1024)).program
     quantized = {name for name in program.weights if name.endswith((".q8", ".q4"))}

@@ -73,6 +73,7 @@ def test_steps_are_replayed_through_growth_new_generations_and_other_threads(pro
     assert [step for step, done in enumerate(replayed) if not done] == [0, 1, 64, 160, 161]
 
 
+@pytest.mark.long
 def test_a_step_that_returns_its_best_tokens_is_replayed(program):
     """A tree's step, too: what drafts are made of is a kernel like the others."""
     passes = (AddTopTokens(), AcceptTrees())
