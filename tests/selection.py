@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 DEAREST = (
     *("test_torch_backend.py", "test_cuda_provider.py", "test_source_drafts.py"),
@@ -65,6 +66,43 @@ def on_backends(
         for name in names
         for backend in backends
     ]
+
+
+Check = Callable[..., None]
+
+
+def in_turn(cases: Callable[[], Iterable[Any]]) -> Callable[[Check], Check]:
+    """One test that runs a check of all cases, each from the same random state, and names those
+    that fail; called with a case, it is the check. cases: gives arguments of the check, or
+    `pytest.param`s of them."""
+
+    def test_of(check: Check) -> Check:
+        def test(*one: Any) -> None:
+            if one:
+                return check(*one)
+            wrong: dict[str, Exception] = {}
+            given = [c if hasattr(c, "values") else pytest.param(c, id=str(c)) for c in cases()]
+            assert given, "no cases"
+            for case in given:
+                torch.manual_seed(0)
+                try:
+                    check(*case.values)
+                except Exception as error:
+                    wrong[str(case.id)] = error
+            if wrong:
+                told = "\n".join(f"{name}: {error!r}" for name, error in wrong.items())
+                raise AssertionError(f"{len(wrong)} of {len(given)} cases:\n{told}") from next(
+                    iter(wrong.values())
+                )
+
+        test.__name__, test.__doc__, test.__module__ = (
+            check.__name__,
+            check.__doc__,
+            check.__module__,
+        )
+        return test
+
+    return test_of
 
 
 def _check(chosen: Collection[str], names: Collection[str]) -> None:

@@ -9,7 +9,7 @@ import pkgutil
 import runpy
 from pathlib import Path
 
-import pytest
+from selection import in_turn
 
 ROOT = Path(__file__).parents[1]
 PACKAGES: list[str] = runpy.run_path(str(ROOT / "setup.py"))["packages"]()
@@ -24,7 +24,7 @@ def modules() -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("name", modules())
+@in_turn(modules)
 def test_examples(name: str) -> None:
     # Every docstring that is run looks for each file that Python remembers lines of: traces by
     # earlier tests leave hundreds.

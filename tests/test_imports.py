@@ -15,6 +15,7 @@ from pathlib import Path
 
 import networkx as nx
 import pytest
+from selection import in_turn
 
 ROOT = Path(__file__).parents[1]
 ALLOWED = {
@@ -106,7 +107,7 @@ def violations(source: str, module: list[str], rooms: set[str]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", FILES, ids=[str(p.relative_to(ROOT)) for p in FILES])
+@in_turn(lambda: FILES)
 def test_direction(path: Path) -> None:
     assert violations(path.read_text(), module_of(path), allowed(path)) == []
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import in_turn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graftwork.ir import Function, ModelInfo, Program, TensorType, WeightStore, ops, verify
@@ -26,6 +27,10 @@ def sampled() -> Iterator[Any]:
     for name, op in all_ops().items():
         for i, sample in enumerate(op.samples()):
             yield pytest.param(op, sample, id=f"{name}-{i}")
+
+
+def every_op() -> Iterator[Any]:
+    yield from (pytest.param(op, id=name) for name, op in all_ops().items())
 
 
 def results(value: Any) -> tuple[torch.Tensor, ...]:
@@ -56,7 +61,7 @@ def as_function(op: OpDef, sample: Sample) -> Function:
     return fn
 
 
-@pytest.mark.parametrize(("op", "sample"), sampled())
+@in_turn(sampled)
 def test_overload_runs_the_meaning(op: OpDef, sample: Sample) -> None:
     args, kwargs = sample
     called, meant = results(op.overload(*args, **kwargs)), results(op.meaning(*args, **kwargs))
@@ -64,7 +69,7 @@ def test_overload_runs_the_meaning(op: OpDef, sample: Sample) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(("op", "sample"), sampled())
+@in_turn(sampled)
 def test_fake_kernel_agrees(op: OpDef, sample: Sample) -> None:
     real = results(op.overload(*sample[0], **sample[1]))
     with FakeTensorMode() as mode:
@@ -77,14 +82,14 @@ def test_fake_kernel_agrees(op: OpDef, sample: Sample) -> None:
     assert [(t.shape, t.dtype) for t in guessed] == [(t.shape, t.dtype) for t in real]
 
 
-@pytest.mark.parametrize(("op", "sample"), sampled())
+@in_turn(sampled)
 def test_inference_agrees(op: OpDef, sample: Sample) -> None:
     fn = as_function(op, sample)
     real = results(op.overload(*sample[0], **sample[1]))
     assert [n.meta["type"] for n in fn.outputs.values()] == [TensorType.of(t) for t in real]
 
 
-@pytest.mark.parametrize(("op", "sample"), sampled())
+@in_turn(sampled)
 def test_results_alias_nothing_and_arguments_stay(op: OpDef, sample: Sample) -> None:
     given = tensors(sample)
     before = [t.clone() for t in given]
@@ -95,13 +100,13 @@ def test_results_alias_nothing_and_arguments_stay(op: OpDef, sample: Sample) -> 
         torch.testing.assert_close(now, kept, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(("op", "sample"), sampled())
+@in_turn(sampled)
 def test_a_call_prints_and_parses(op: OpDef, sample: Sample) -> None:
     text = function_text(as_function(op, sample))
     assert function_text(parse_function(text, WeightStore())) == text
 
 
-@pytest.mark.parametrize("op", list(all_ops().values()), ids=list(all_ops()))
+@in_turn(every_op)
 def test_documentation_shows_a_call(op: OpDef) -> None:
     match = re.search(r"``(%[^`]+)``", op.doc)
     assert match, f"{op.name}: the docstring has no example ``%y: type = graftwork.{op.name}(...)``"
@@ -122,7 +127,7 @@ def test_documentation_shows_a_call(op: OpDef) -> None:
         assert str(TensorType.parse(part)) == part
 
 
-@pytest.mark.parametrize("op", list(all_ops().values()), ids=list(all_ops()))
+@in_turn(every_op)
 def test_documentation_says_what_shapes(op: OpDef) -> None:
     prose = re.sub(r"``[^`]+``", "", op.doc)
     tensor_arguments = [a.name for a in op.overload._schema.arguments if "Tensor" in str(a.type)]
