@@ -25,10 +25,12 @@ import numpy as np
 import torch
 from onnx import helper
 
-from graftwork.backends.torch import native_attention
+from graftwork.backends.torch import native
 from graftwork.ir.ops.quantized_cache import quantize_rows
 
 Way = Callable[[], Any]
+FLOATS = 32
+"""Bits of rows that are stored as they are."""
 
 
 def ways(args: argparse.Namespace, rows: int, width: int) -> dict[str, Way]:
@@ -50,12 +52,12 @@ def ways(args: argparse.Namespace, rows: int, width: int) -> dict[str, Way]:
 
 
 def _way(query: Any, mask: Any, caches: list[Any], bits: int, scale: float) -> Way:
-    if bits == native_attention.FLOATS:
-        kernel = native_attention.attend
+    if bits == FLOATS:
+        kernel = native.OPS["attend"]
         return lambda: [kernel(query, *own, mask, None, None, scale, 0.0) for own in caches]
     how = {"bits": bits, "turned": True}
     stored = [tuple(x for rows in own for x in quantize_rows(rows, **how)) for own in caches]
-    few = native_attention.attend_quantized
+    few = native.OPS["attend_quantized"]
     return lambda: [few(query, *own, mask, None, None, bits, True, scale, 0.0) for own in stored]
 
 
@@ -64,7 +66,7 @@ def _runtime(args: argparse.Namespace, rows: int, width: int, bits: int) -> Way:
     import onnxruntime as ort
 
     heads, groups, dim = args.heads, args.groups, args.dim
-    few = bits != native_attention.FLOATS
+    few = bits != FLOATS
     stored = np.uint8 if bits == 4 else np.int8 if few else np.float32
     random = np.random.default_rng(0)
 

@@ -19,12 +19,15 @@ from graftwork.backends import Target, cached_library, compile
 from graftwork.backends.onnxruntime import probe
 from graftwork.backends.onnxruntime.emit import IR_VERSION, OWN
 from graftwork.backends.onnxruntime.ops import ort_attend
+from graftwork.backends.onnxruntime.own_ops import node_name
 from graftwork.backends.onnxruntime.session import register_own_ops
+from graftwork.backends.own_kernels import own_ops, zero_of
 from graftwork.backends.torch import cpu
 from graftwork.ir.ops.attention import SPANS, alibi, cache_write, step_mask
 from graftwork.ir.ops.rotary import rotary
 from graftwork.ir.support.errors import GraftworkWarning
 
+OWN_OPS = {node_name(op): op for op in own_ops()}
 PLACES = {
     "CachedAttention": (
         *("query", "past_key", "past_value", "past", "key", "value"),
@@ -34,26 +37,21 @@ PLACES = {
         *("query", "past_key", "past_value", "past_key_steps", "past_value_steps", "past"),
         *("key", "value", "positions", "cos", "sin", "ancestors", "sinks", "slopes"),
     ),
-    "MaskedAttention": ("q", "k", "v", "mask", "bias", "sinks"),
-    "PartialAttention": ("q", "k", "v", "mask", "bias", "sinks"),
-    "PickedAttention": ("q", "k", "v", "rows", "sinks"),
+    **{name: op.declared.names[: -len(zero_of(op)) or None] for name, op in OWN_OPS.items()},
 }
 F32, U8 = oir.DataType.FLOAT, oir.DataType.UINT8
 OUTPUTS = {
     "CachedAttention": [F32, F32, F32],
     "CachedQuantizedAttention": [F32, U8, U8, F32, F32],
-    "MaskedAttention": [F32],
-    "PartialAttention": [F32, F32],
-    "PickedAttention": [F32],
+    **{name: [F32] * len(op.declared.results) for name, op in OWN_OPS.items()},
+    "LinearAttentionStepInt8": [F32, oir.DataType.INT8, F32, F32, F32, F32],
 }
 SIZES: dict[str, dict[str, Any]] = {
     "CachedAttention": {
         **{"heads": 4, "groups": 2, "scale": 0.25, "softcap": 0.0, "window": 0, "chunk": 0},
         **{"interleaved": 0, "threads": 2},
     },
-    "MaskedAttention": {"scale": 0.25, "softcap": 0.0, "threads": 2},
-    "PartialAttention": {"scale": 0.25, "softcap": 0.0, "threads": 2},
-    "PickedAttention": {"scale": 0.25, "softcap": 0.0, "threads": 2},
+    **{name: {"threads": 2} | dict.fromkeys(zero_of(op), 0.25) for name, op in OWN_OPS.items()},
 }
 SIZES["CachedQuantizedAttention"] = SIZES["CachedAttention"]
 
@@ -160,7 +158,7 @@ def as_torch(of: dict[str, torch.Tensor | None], options: dict[str, Any]) -> lis
     slopes = of.get("slopes")
     bias = None if slopes is None else alibi(slopes, past, positions, rows)
     how = {"scale": options["scale"], "softcap": options.get("softcap")}
-    out = cpu.attend(q, keys, values, mask, bias, of.get("sinks"), **how)
+    out = cpu.OWN["attend"](q, keys, values, mask, bias, of.get("sinks"), **how)
     return [out.transpose(1, 2).flatten(2), keys, values]
 
 
@@ -234,8 +232,8 @@ def test_attention_over_a_mask_has_torchs_bits(shape):
     sinks = torch.randn(4, generator=random) if "sinks" in kind else None
     softcap = 3.0 if "cap" in kind else None
     of = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "sinks": sinks}
-    got = node("MaskedAttention", of, softcap=softcap or 0.0)[0]
-    want = cpu.attend(q, k, v, mask, bias, sinks, scale=0.25, softcap=softcap)
+    got = node("Attend", of, softcap=softcap or 0.0)[0]
+    want = cpu.OWN["attend"](q, k, v, mask, bias, sinks, scale=0.25, softcap=softcap)
     assert torch.equal(got, want)
 
 
@@ -293,8 +291,8 @@ def test_a_step_that_does_not_fit_is_refused(changes, sizes, says):
         ({"q": torch.zeros(2, 3, 5, 16)}, "multiple of G"),
         ({"q": torch.zeros(4, 5, 16)}, "q must be"),
         ({"k": torch.zeros(2, 2, 20, 8)}, "k must be"),
-        ({"k": torch.zeros(2, 0, 20, 16)}, "multiple of G"),
-        ({"k": torch.zeros(2, 2, 0, 16)}, "there must be a row"),
+        ({"k": torch.zeros(2, 0, 20, 16)}, "v must be"),
+        ({"k": torch.zeros(2, 2, 0, 16)}, "v must be"),
         ({"v": torch.zeros(2, 2, 19, 16)}, "v must be"),
         ({"mask": torch.ones(2, 1, 1, 20, dtype=torch.bool)}, "mask must be"),
         ({"bias": torch.zeros(2, 1, 5, 20)}, "bias must be"),
@@ -307,7 +305,7 @@ def test_attention_over_a_mask_that_does_not_fit_is_refused(changes, says):
         **{"v": torch.zeros(2, 2, 20, 16), "mask": torch.ones(2, 1, 5, 20, dtype=torch.bool)},
     }
     with pytest.raises(Exception, match=says):
-        node("MaskedAttention", of | changes)
+        node("Attend", of | changes)
 
 
 def logits(program: Any, tokens: torch.Tensor, widths: list[int], own: bool) -> torch.Tensor:

@@ -17,13 +17,14 @@ from tiny import named
 import graftwork as gw
 from graftwork.backends import Target, compile
 from graftwork.backends.onnxruntime import rows_recurrent
-from graftwork.backends.torch.cpu import step_int8
+from graftwork.backends.torch.cpu import OWN
 from graftwork.ir import InputError, Program, UnsupportedError
 from graftwork.ir.ops.rounded_state import linear_attention_step_int8 as meaning
 from graftwork.ir.ops.rounded_state import rounded
 from graftwork.passes.engine.manager import run_passes
 
 I8 = torch.int8
+step_int8 = OWN["linear_attention_step_int8"]
 
 
 def _held(operands: list[Any]) -> list[Any]:

@@ -123,12 +123,12 @@ def picked_step(seed: int, width: int, count: int, picks: int = 4) -> tuple[torc
 def test_kernels_read_picked_rows_as_the_op_says(seed, width, count, picks, softcap):
     of = picked_step(seed, width, count, picks)
     sinks = None if softcap is None else torch.randn(4)
-    got = cpu.attend_rows(*of, sinks, scale=0.25, softcap=softcap)
+    got = cpu.OWN["attend_rows"](*of, sinks, scale=0.25, softcap=softcap)
     want = attend_rows(*of, sinks, scale=0.25, softcap=softcap)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     names = dict(zip("qkv", of[:3], strict=True)) | {"rows": of[3], "sinks": sinks}
-    assert torch.equal(node("PickedAttention", names, softcap=softcap or 0.0)[0], got)
-    alone = cpu.attend_rows(*(x[1:] for x in of), sinks, scale=0.25, softcap=softcap)
+    assert torch.equal(node("AttendRows", names, softcap=softcap or 0.0)[0], got)
+    alone = cpu.OWN["attend_rows"](*(x[1:] for x in of), sinks, scale=0.25, softcap=softcap)
     assert torch.equal(alone, got[1:])
 
 
@@ -147,9 +147,9 @@ def test_kernels_read_picked_rows_as_the_op_says(seed, width, count, picks, soft
 def test_rows_that_do_not_fit_are_refused(changes, says):
     of = dict(zip(("q", "k", "v", "rows"), picked_step(0, 3, 4), strict=True)) | changes
     with pytest.raises(Exception, match=says):
-        node("PickedAttention", of)
+        node("AttendRows", of)
     with pytest.raises(InputError):
-        cpu.attend_rows(**of, scale=0.25)
+        cpu.OWN["attend_rows"](**of, scale=0.25)
 
 
 def test_without_own_kernels_the_ops_meaning_runs(monkeypatch):

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from graftwork.backends.torch.cpu import conv_step, step
+from graftwork.backends.torch.cpu import OWN
 from graftwork.ir import InputError
 from graftwork.ir.ops.causal_conv import causal_conv_step
 from graftwork.ir.ops.recurrent import linear_attention_step as meaning
+
+step, conv_step = OWN["linear_attention_step"], OWN["causal_conv_step"]
 
 SHAPES = [
     pytest.param((1, 4, 2, 8, 16, 12, 1), id="gated delta net"),

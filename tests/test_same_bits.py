@@ -200,17 +200,17 @@ def test_attention_depends_on_the_rows_that_are_seen_and_not_on_where_they_lie(s
     k_apart, v_apart = (rows_apart(places, x, seen + 40) for x in (k, v))
     sinks = torch.randn(heads, generator=random_) if seed % 2 else None
     how = {"scale": dim**-0.5, "softcap": 5.0 if seed % 3 else None}
-    alone = cpu.attend(q, k, v, whole, None, sinks, **how)
-    assert torch.equal(cpu.attend(q, k_apart, v_apart, mask, None, sinks, **how), alone)
+    alone = cpu.OWN["attend"](q, k, v, whole, None, sinks, **how)
+    assert torch.equal(cpu.OWN["attend"](q, k_apart, v_apart, mask, None, sinks, **how), alone)
     parts = [
-        cpu.attend_part(q, *rows, seen_, None, sinks, **how)
+        cpu.OWN["attend_part"](q, *rows, seen_, None, sinks, **how)
         for rows, seen_ in (((k, v), whole), ((k_apart, v_apart), mask))
     ]
     assert all(map(torch.equal, *parts))
     for bits in (4, 8):
-        stored = [cpu.quantize_rows(x, bits=bits, turned=False) for x in (k, v)]
+        stored = [cpu.OWN["quantize_rows"](x, bits=bits, turned=False) for x in (k, v)]
         flat = [part for pair in stored for part in pair]
         apart = [rows_apart(places, part, seen + 40) for part in flat]
         few = {**how, "bits": bits, "turned": False}
-        alone = cpu.attend_quantized(q, *flat, whole, None, sinks, **few)
-        assert torch.equal(cpu.attend_quantized(q, *apart, mask, None, sinks, **few), alone)
+        alone = cpu.OWN["attend_quantized"](q, *flat, whole, None, sinks, **few)
+        assert torch.equal(cpu.OWN["attend_quantized"](q, *apart, mask, None, sinks, **few), alone)

@@ -57,11 +57,11 @@ def parts_of(seed: int, width: int, rows: int, kind: str) -> dict[str, Any]:
 )
 def test_kernels_give_a_part_and_its_weight_as_the_op_says(seed, width, rows, kind):
     of, softcap = parts_of(seed, width, rows, kind), 3.0 if "cap" in kind else None
-    got = cpu.attend_part(*of.values(), scale=0.25, softcap=softcap)
+    got = cpu.OWN["attend_part"](*of.values(), scale=0.25, softcap=softcap)
     want = attend_part(*of.values(), scale=0.25, softcap=softcap)
     for mine, meant in zip(got, want, strict=True):
         torch.testing.assert_close(mine, meant, rtol=1e-4, atol=1e-4)
-    for one, other in zip(node("PartialAttention", of, softcap=softcap or 0.0), got, strict=True):
+    for one, other in zip(node("AttendPart", of, softcap=softcap or 0.0), got, strict=True):
         assert torch.equal(one, other)
 
 

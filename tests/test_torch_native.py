@@ -85,16 +85,16 @@ def test_attention_is_attention(width, dim, wide, processor):
     for bias, sinks, softcap in product(biases, (None, torch.randn(4)), (None, 5.0)):
         how = {"scale": 0.3, "softcap": softcap}
         want = attend_meaning(q, k, v, mask, bias, sinks, **how)
-        result = cpu.attend(q, k, v, mask, bias, sinks, **how)
+        result = cpu.OWN["attend"](q, k, v, mask, bias, sinks, **how)
         torch.testing.assert_close(result, want, atol=1e-5, rtol=1e-5)
 
 
 def test_attention_does_not_read_rows_that_no_token_sees(processor):
     q, k, v, mask = attention_case(3, 16, 16)
-    want = cpu.attend(q, k, v, mask, scale=0.3)
+    want = cpu.OWN["attend"](q, k, v, mask, scale=0.3)
     for rows in (k, v):
         rows[0, :, 6:] = float("nan")
-    assert torch.equal(cpu.attend(q, k, v, mask, scale=0.3), want)
+    assert torch.equal(cpu.OWN["attend"](q, k, v, mask, scale=0.3), want)
 
 
 @pytest.mark.parametrize("columns", [8, 100])
@@ -127,7 +127,7 @@ def test_a_tokens_bits_do_not_depend_on_the_others(width, columns, processor):
     on_rows(lambda x: cpu.layer_norm(x, other, other, eps=1e-5), width, x)
     q, k, v, mask = attention_case(width, columns, columns)
     on_rows(
-        lambda q, mask: cpu.attend(
+        lambda q, mask: cpu.OWN["attend"](
             q.transpose(1, 2), k, v, mask.transpose(1, 2), scale=0.1
         ).transpose(1, 2),
         width,
@@ -156,7 +156,7 @@ def test_threads_do_not_change_bits():
                 (
                     cpu.linear(x, weight),
                     cpu.linear(x.repeat(1, 20, 1), weight),
-                    cpu.attend(q, k, v, mask, scale=0.3),
+                    cpu.OWN["attend"](q, k, v, mask, scale=0.3),
                     cpu.rms_norm(x, x[0, 0], eps=1e-5),
                 )
             )

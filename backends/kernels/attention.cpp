@@ -4,12 +4,81 @@
 #include <cstring>
 #include <vector>
 
+#include "door.h"
 #include "query_rows.h"
 #include "stored_rows.h"
 
 using namespace graftwork;
 
 namespace {
+
+// `graftwork.attend`, `attend_part` and `attend_quantized`: q [B,H,T,D], k [B,G,C,D], v [B,G,C,E],
+// mask [B,1,T,C] and, unless they are null, steps of k and v, bias [B,H,T,C], sinks [H]; out
+// [B,H,T,E] and, unless it is null, weight [B,H,T]. A softcap of 0 is none.
+struct Sizes {
+    int64_t B, H, G, T, C, D, E;
+};
+struct Masked : Sizes {
+    const float* q;
+    const void *k, *v;
+    const float *k_steps, *v_steps;
+    const uint8_t* mask;
+    const float *bias, *sinks;
+    float *out, *weight;
+    float scale, softcap;
+    Stored stored;
+};
+
+struct Attend {
+    const float *q, *k, *v;
+    const uint8_t* mask;
+    const float *bias, *sinks;
+    float* out;
+    Sizes sizes;
+    Number scale, softcap;
+};
+
+struct AttendPart {
+    const float *q, *k, *v;
+    const uint8_t* mask;
+    const float *bias, *sinks;
+    float *out, *weight;
+    Sizes sizes;
+    Number scale, softcap;
+};
+
+struct AttendQuantized {
+    const float* q;
+    const uint8_t* k;
+    const float* k_steps;
+    const uint8_t* v;
+    const float* v_steps;
+    const uint8_t* mask;
+    const float *bias, *sinks;
+    float* out;
+    Sizes sizes;
+    int64_t bits, turned;
+    Number scale, softcap;
+};
+
+// `graftwork.attend_rows`: q [B,H,T,D], k [B,G,C,D], v [B,G,C,E], rows [B,R,T,K] and, unless it is
+// null, sinks [H]; out [B,H,T,E]. A softcap of 0 is none.
+struct Picked {
+    const float *q, *k, *v;
+    const int64_t* rows;
+    const float* sinks;
+    float* out;
+    int64_t B, H, G, R, T, C, D, E, K;
+    Number scale, softcap;
+};
+
+// `graftwork.quantize_rows`: x [B,G,T,D] as codes and steps.
+struct Rounded {
+    const float* x;
+    uint8_t* codes;
+    float* steps;
+    int64_t B, G, T, D, bits, turned;
+};
 
 // Query rows of every group in parts: `attend(group, first, last)`.
 template <class Attend>
@@ -168,18 +237,7 @@ struct Tokens {
     }
 };
 
-}  // namespace
-
-void graftwork::store_rows(
-    const float* x, int64_t count, int64_t width, const Stored& stored, uint8_t* codes, float* steps) {
-    std::vector<float> row(width);
-    for (int64_t i = 0; i < count; i++) {
-        std::copy(x + i * width, x + (i + 1) * width, row.data());
-        put(stored, row.data(), width, codes + i * row_bytes(stored, width), steps + i * 2);
-    }
-}
-
-void graftwork::attend(const Masked& of, const Team& team) {
+void attend_masked(const Masked& of, const Team& team) {
     const int64_t each = of.H / of.G, rows = each * of.T;
     const int64_t bytes = of.C * (row_bytes(of.stored, of.D) + row_bytes(of.stored, of.E));
     in_parts(team, of.B * of.G, rows, bytes, [&](int64_t group, int64_t first, int64_t last) {
@@ -213,7 +271,39 @@ void graftwork::attend(const Masked& of, const Team& team) {
     });
 }
 
-void graftwork::attend(const Picked& of, const Team& team) {
+}  // namespace
+
+KERNEL(attend, Attend) {
+    const Masked of = {given.sizes, given.q, given.k, given.v, nullptr, nullptr, given.mask, given.bias,
+                       given.sinks, given.out, nullptr, given.scale, given.softcap, {32, false}};
+    attend_masked(of, team);
+}
+
+KERNEL(attend_part, AttendPart) {
+    const Masked of = {given.sizes, given.q, given.k, given.v, nullptr, nullptr, given.mask, given.bias,
+                       given.sinks, given.out, given.weight, given.scale, given.softcap, {32, false}};
+    attend_masked(of, team);
+}
+
+KERNEL(attend_quantized, AttendQuantized) {
+    const Masked of = {given.sizes, given.q, given.k, given.v, given.k_steps, given.v_steps, given.mask,
+                       given.bias, given.sinks, given.out, nullptr, given.scale, given.softcap,
+                       {given.bits, given.turned != 0}};
+    attend_masked(of, team);
+}
+
+KERNEL(quantize_rows, Rounded) {
+    const Stored stored = {given.bits, given.turned != 0};
+    std::vector<float> row(given.D);
+    for (int64_t i = 0; i < given.B * given.G * given.T; i++) {
+        std::copy(given.x + i * given.D, given.x + (i + 1) * given.D, row.data());
+        uint8_t* const codes = given.codes + i * row_bytes(stored, given.D);
+        put(stored, row.data(), given.D, codes, given.steps + i * 2);
+    }
+}
+
+KERNEL(attend_rows, Picked) {
+    const Picked& of = given;
     const int64_t each = of.H / of.R, bytes = of.K * (of.D + of.E) * int64_t(sizeof(float));
     const Stored floats = {32, false};
     for (int64_t i = 0; i < of.B * of.R * of.T * of.K; i++)

@@ -1,13 +1,24 @@
-// Causal convolutions, a few channels at a time through all tokens of a step.
-
-#include "conv.h"
+// A step of a causal convolution, a few channels at a time through all its tokens. A token's result
+// has the same bits alone and among others.
 
 #include <algorithm>
 #include <vector>
 
-namespace graftwork {
+#include "door.h"
 
 namespace {
+
+// `graftwork.causal_conv_step`: history [B,N-1,D]; log rows [B,W,D]; folded, past, certain [B];
+// ancestors [B,T,T], or null for a chain; x, y [B,T,D]; weight [D,N]; bias [D] or null. What is new
+// may lie where the old is.
+struct Convolution {
+    const float *history, *rows;
+    const int64_t *folded, *past, *certain;
+    const uint8_t* ancestors;
+    const float *x, *weight, *bias;
+    float *y, *new_history, *new_rows;
+    int64_t B, T, D, N, W;
+};
 
 constexpr int64_t CHANNELS = 128;  // that are worked on at once
 
@@ -97,9 +108,8 @@ struct Block {
 
 }  // namespace
 
-void step(const Convolution& given, const Team& team) {
+KERNEL(causal_conv_step, Convolution) {
+    graftwork::want(given.N >= 2, "weight must span at least 2 tokens");
     const int64_t bytes = 8 * CHANNELS * (given.T + given.W + 3 * given.N);
     team.each(given.B * Block::blocks(given), bytes, [&](int64_t i) { Block(given, i).run(); });
 }
-
-}  // namespace graftwork

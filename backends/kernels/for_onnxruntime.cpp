@@ -5,13 +5,12 @@
 //   FloatLinear(x, packed, scale, offset?, codebook?, bias?; bits, group, N) -> y
 //   QuantizedExperts(x, experts, packed, scale, offset?, bias?; bits, group, N, E, rounded) -> y
 //   QuantizedEmbedding(ids, weight, scale, offset?, codebook?; bits, group) -> y
-//   CachedAttention, CachedQuantizedAttention, MaskedAttention, PartialAttention, PickedAttention:
-//   see ort_attention.h
-//   LinearAttentionStep, LinearAttentionStepInt8, CausalConvStep: see ort_recurrent.h
+//   CachedAttention, CachedQuantizedAttention: see ort_attention.h
 //   ReadRows: see ort_rows.h
+//   and those of ort_declared.h
 
 #include "ort_attention.h"
-#include "ort_recurrent.h"
+#include "ort_declared.h"
 #include "ort_op.h"
 #include "ort_rows.h"
 #include "quantized.h"
@@ -230,39 +229,34 @@ struct Embedding : Node {
 
 }  // namespace
 
+// Makes an op known, unless one of its name is; before the first session asks for ops.
+extern "C" void declare_op(const char* name, const char* text, const Kernel* kernel) {
+    for (const DeclaredOp& op : declared_ops())
+        if (op.of.name == name) return;
+    declared_ops().emplace_back(Declared(name, text, kernel));
+}
+
+template <class Node>
+static const ort::CustomOp* op_of() {
+    static const Op<Node> op;
+    return &op;
+}
+
+template <class... Nodes>
+static void add_ops(const ort::Api& api, ort::Domain* domain) {
+    (api.add_op(domain, op_of<Nodes>()), ...);
+}
+
 // What the runtime calls when the library is registered with a session's options.
 extern "C" ort::Status* RegisterCustomOps(ort::Options* options, const ort::ApiBase* base) {
     const ort::Api* const api = base->get(ort::VERSION);
     if (!api) return nullptr;  // older than all that are served: its sessions find no such op
     return ort::guarded(*api, [&] {
-        static const Op<Linear> linear;
-        static const Op<FloatLinear> float_linear;
-        static const Op<Experts> experts;
-        static const Op<Embedding> embedding;
-        static const Op<CachedNode<false>> cached;
-        static const Op<CachedNode<true>> cached_quantized;
-        static const Op<MaskedNode<false>> masked;
-        static const Op<MaskedNode<true>> partial;
-        static const Op<PickedAttention> picked;
-        static const Op<LinearAttentionStep<false>> recurrence;
-        static const Op<LinearAttentionStep<true>> recurrence_int8;
-        static const Op<CausalConvStep> convolution;
-        static const Op<ReadRows> rows;
         static ort::Domain* const domain = [&] {  // sessions use it as long as they live
             ort::Domain* const made = api->create_domain("graftwork");
-            api->add_op(made, &linear);
-            api->add_op(made, &float_linear);
-            api->add_op(made, &experts);
-            api->add_op(made, &embedding);
-            api->add_op(made, &cached);
-            api->add_op(made, &cached_quantized);
-            api->add_op(made, &masked);
-            api->add_op(made, &partial);
-            api->add_op(made, &picked);
-            api->add_op(made, &recurrence);
-            api->add_op(made, &recurrence_int8);
-            api->add_op(made, &convolution);
-            api->add_op(made, &rows);
+            add_ops<Linear, FloatLinear, Experts, Embedding, CachedNode<false>, CachedNode<true>,
+                    ReadRows>(*api, made);
+            for (const DeclaredOp& op : declared_ops()) api->add_op(made, &op);
             return made;
         }();
         api->add_domain(options, domain);

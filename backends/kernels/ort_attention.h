@@ -5,13 +5,10 @@
 //     -> (out, key, value)
 //   CachedQuantizedAttention(query, past_key, past_value, past_key_steps, past_value_steps, past, ...
 //     as above; bits, turned, ...) -> (out, key, value, key_steps, value_steps)
-//   MaskedAttention(q, k, v, mask, bias?, sinks?; scale, softcap, threads) -> out
-//   PartialAttention(as MaskedAttention) -> (out, weight)
-//   PickedAttention(q, k, v, rows, sinks?; scale, softcap, threads) -> out
 //
 // They are graftwork.ort_attend and ort_attend_quantized, where the last dimension of query, key, value
-// and out is that of all heads, graftwork.attend, attend_part and attend_rows. Caches are written where
-// they lie, if key and value are bound to the memory of past_key and past_value.
+// and out is that of all heads. Caches are written where they lie, if key and value are bound to the
+// memory of past_key and past_value.
 
 #pragma once
 
@@ -144,73 +141,6 @@ struct CachedNode : AttentionNode {
         given.half = cos.value ? cos.sizes[1] : 0;
         given.interleaved = interleaved;
         given.stored = stored;
-        attend(given, Pool(api, context, threads));
-    }
-};
-
-// PART: whether it says how much the rows weigh that tokens see, of which there may be none.
-template <bool PART>
-struct MaskedNode : AttentionNode {
-    static constexpr const char* NAME = PART ? "PartialAttention" : "MaskedAttention";
-    static constexpr int REQUIRED = 4, INPUTS = 6, OUTPUTS = PART ? 2 : 1;
-    static ort::Element input(int place) { return place == 3 ? ort::BOOL : ort::FLOAT; }
-    static ort::Element output(int) { return ort::FLOAT; }
-
-    using AttentionNode::AttentionNode;
-
-    void run(ort::Context* context) const {
-        const ort::Tensor q(api, context, 0), k(api, context, 1), v(api, context, 2);
-        const ort::Tensor mask(api, context, 3), bias(api, context, 4), sinks(api, context, 5);
-        want(q.sizes.size() == 4, "q must be [B, H, T, D]");
-        want(k.sizes.size() == 4, "k must be [B, G, C, D]");
-        want(v.sizes.size() == 4, "v must be [B, G, C, E]");
-        const int64_t B = q.sizes[0], H = q.sizes[1], T = q.sizes[2], D = q.sizes[3];
-        const int64_t G = k.sizes[1], C = k.sizes[2], E = v.sizes[3];
-        want(G >= 1 && H % G == 0, "H must be a multiple of G");
-        want(C >= 1, "there must be a row");
-        want(k.is({B, G, C, D}), "k must be [B, G, C, D]");
-        want(v.is({B, G, C, E}), "v must be [B, G, C, E]");
-        want(mask.is({B, 1, T, C}), "mask must be [B, 1, T, C]");
-        want(bias.is({B, H, T, C}), "bias must be [B, H, T, C]");
-        want(sinks.is({H}), "sinks must be [H]");
-        float* const out = api.data<float>(api.output(context, 0, {B, H, T, E}));
-        float* const weight = PART ? api.data<float>(api.output(context, 1, {B, H, T})) : nullptr;
-        const Masked given = {
-            q.data<float>(api), k.data<float>(api), v.data<float>(api), nullptr, nullptr,
-            mask.data<uint8_t>(api), bias.data<float>(api), sinks.data<float>(api),
-            out, weight, B, H, G, T, C, D, E, scale, softcap, {32, false}};
-        attend(given, Pool(api, context, threads));
-    }
-};
-
-struct PickedAttention : AttentionNode {
-    static constexpr const char* NAME = "PickedAttention";
-    static constexpr int REQUIRED = 4, INPUTS = 5, OUTPUTS = 1;
-    static ort::Element input(int place) { return place == 3 ? ort::INT64 : ort::FLOAT; }
-    static ort::Element output(int) { return ort::FLOAT; }
-
-    using AttentionNode::AttentionNode;
-
-    void run(ort::Context* context) const {
-        const ort::Tensor q(api, context, 0), k(api, context, 1), v(api, context, 2);
-        const ort::Tensor rows(api, context, 3), sinks(api, context, 4);
-        want(q.sizes.size() == 4, "q must be [B, H, T, D]");
-        want(k.sizes.size() == 4, "k must be [B, G, C, D]");
-        want(v.sizes.size() == 4, "v must be [B, G, C, E]");
-        want(rows.sizes.size() == 4, "rows must be [B, R, T, K]");
-        const int64_t B = q.sizes[0], H = q.sizes[1], T = q.sizes[2], D = q.sizes[3];
-        const int64_t G = k.sizes[1], C = k.sizes[2], E = v.sizes[3], R = rows.sizes[1], K = rows.sizes[3];
-        want(G >= 1 && R >= 1 && R % G == 0, "R must be a multiple of G");
-        want(H % R == 0, "H must be a multiple of R");
-        want(C >= 1 && K >= 1, "there must be a row");
-        want(k.is({B, G, C, D}), "k must be [B, G, C, D]");
-        want(v.is({B, G, C, E}), "v must be [B, G, C, E]");
-        want(rows.is({B, R, T, K}), "rows must be [B, R, T, K]");
-        want(sinks.is({H}), "sinks must be [H]");
-        float* const out = api.data<float>(api.output(context, 0, {B, H, T, E}));
-        const Picked given = {
-            q.data<float>(api), k.data<float>(api), v.data<float>(api), rows.data<int64_t>(api),
-            sinks.data<float>(api), out, B, H, G, R, T, C, D, E, K, scale, softcap};
         attend(given, Pool(api, context, threads));
     }
 };

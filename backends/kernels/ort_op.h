@@ -39,37 +39,41 @@ struct Pool final : Team {
     }
 };
 
-inline void want(bool holds, const char* text) {
-    if (!holds) throw std::invalid_argument(text);
-}
-
-// An op whose kernel is a `Kernel`. After the REQUIRED ones inputs may be absent.
-template <class Kernel>
-struct Op : ort::CustomOp {
-    Op() {
-        name = [](const CustomOp*) { return Kernel::NAME; };
+// An op whose nodes are `Node`s; what they take and return is still to say.
+template <class Node>
+struct OpOf : ort::CustomOp {
+    OpOf() {
         provider = [](const CustomOp*) -> const char* { return nullptr; };
-        input_type = [](const CustomOp*, size_t place) { return Kernel::input(int(place)); };
-        input_count = [](const CustomOp*) { return size_t(Kernel::INPUTS); };
-        input_presence = [](const CustomOp*, size_t place) {
-            return int(place) < Kernel::REQUIRED ? ort::REQUIRED : ort::OPTIONAL;
-        };
-        output_type = [](const CustomOp*, size_t place) { return Kernel::output(int(place)); };
-        output_count = [](const CustomOp*) { return size_t(Kernel::OUTPUTS); };
         output_presence = [](const CustomOp*, size_t) { return ort::REQUIRED; };
         memory = [](const CustomOp*, size_t) { return 0; };
         least_variadic_inputs = least_variadic_outputs = [](const CustomOp*) { return 1; };
         alike_variadic_inputs = alike_variadic_outputs = [](const CustomOp*) { return 1; };
         first_opset = [](const CustomOp*) { return 1; };
         last_opset = [](const CustomOp*) { return INT_MAX; };
-        create = [](const CustomOp*, const ort::Api* api, const ort::Info* info, void** made) {
-            return ort::guarded(*api, [&] { *made = new Kernel(*api, info); });
-        };
         compute = [](void* kernel, ort::Context* context) {
-            const Kernel& node = *static_cast<Kernel*>(kernel);
+            const Node& node = *static_cast<Node*>(kernel);
             return ort::guarded(node.api, [&] { node.run(context); });
         };
-        destroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+        destroy = [](void* kernel) { delete static_cast<Node*>(kernel); };
+    }
+};
+
+// One that says so itself. After the REQUIRED ones inputs may be absent.
+template <class Node>
+struct Op : OpOf<Node> {
+    using CustomOp = ort::CustomOp;
+    Op() {
+        this->name = [](const CustomOp*) { return Node::NAME; };
+        this->input_type = [](const CustomOp*, size_t place) { return Node::input(int(place)); };
+        this->input_count = [](const CustomOp*) { return size_t(Node::INPUTS); };
+        this->input_presence = [](const CustomOp*, size_t place) {
+            return int(place) < Node::REQUIRED ? ort::REQUIRED : ort::OPTIONAL;
+        };
+        this->output_type = [](const CustomOp*, size_t place) { return Node::output(int(place)); };
+        this->output_count = [](const CustomOp*) { return size_t(Node::OUTPUTS); };
+        this->create = [](const CustomOp*, const ort::Api* api, const ort::Info* info, void** made) {
+            return ort::guarded(*api, [&] { *made = new Node(*api, info); });
+        };
     }
 };
 

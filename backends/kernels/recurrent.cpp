@@ -1,15 +1,59 @@
 // Linear attention, token by token. Columns of a state do not depend on each other, so a few of them
-// pass through all tokens of a step while they stay in the processor's first cache.
-
-#include "recurrent.h"
+// pass through all tokens of a step while they stay in the processor's first cache. A token's result
+// has the same bits alone and among others, and so has the state, whether a token was folded in its
+// own step or out of the log.
 
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
-namespace graftwork {
+#include "door.h"
+
+using graftwork::Team;
 
 namespace {
+
+// `graftwork.linear_attention_step`: state [B,H,K,V]; log keys [B,G,W,K], values [B,H,W,V], decays
+// [B,H,W,D]; folded, past, certain [B]; ancestors [B,T,T], or null for a chain; q, k [B,G,T,K];
+// v [B,H,T,V]; g [B,H,T,D], D = 1 or K; beta [B,H,T] or null; y [B,H,T,V]. What is new may lie where
+// the old is.
+struct Before {
+    const float *keys, *values, *decays;
+    const int64_t *folded, *past, *certain;
+    const uint8_t* ancestors;
+    const float *q, *k, *v, *g, *beta;
+    float* y;
+};
+struct After {
+    float *new_keys, *new_values, *new_decays;
+    int64_t B, H, G, T, K, V, D, W;
+};
+struct Floats {
+    const float* state;
+    Before before;
+    float* new_state;
+    After after;
+};
+
+// `graftwork.linear_attention_step_int8`: codes [B,H,K,V] and scales [B,H,V] in the place of states.
+struct Codes {
+    const int8_t* codes;
+    const float* scale;
+    Before before;
+    int8_t* new_codes;
+    float* new_scale;
+    After after;
+};
+
+struct Recurrence : Before, After {
+    const float* state = nullptr;
+    float* new_state = nullptr;
+    const int8_t* codes = nullptr;
+    const float* scale = nullptr;
+    int8_t* new_codes = nullptr;
+    float* new_scale = nullptr;
+    Recurrence(const Before& before, const After& after) : Before(before), After(after) {}
+};
 
 constexpr float LEAST = -200.0f;  // the logarithm of a decay is at least this
 
@@ -261,6 +305,7 @@ struct Head {
 
 template <bool ROUNDED>
 void step_of(const Recurrence& given, const Team& team) {
+    graftwork::want(given.D == 1 || given.D == given.K, "g must have one decay a head or one a key");
     const int64_t heads = given.B * given.H, bytes = 8 * given.K * given.V * given.T;
     std::vector<float> u(heads * given.T * given.V);
     const auto head = [&](int64_t i) {
@@ -273,11 +318,15 @@ void step_of(const Recurrence& given, const Team& team) {
 
 }  // namespace
 
-void step(const Recurrence& given, const Team& team) {
-    if (given.codes)
-        step_of<true>(given, team);
-    else
-        step_of<false>(given, team);
+KERNEL(linear_attention_step, Floats) {
+    Recurrence of(given.before, given.after);
+    of.state = given.state, of.new_state = given.new_state;
+    step_of<false>(of, team);
 }
 
-}  // namespace graftwork
+KERNEL(linear_attention_step_int8, Codes) {
+    Recurrence of(given.before, given.after);
+    of.codes = given.codes, of.new_codes = given.new_codes;
+    of.scale = given.scale, of.new_scale = given.new_scale;
+    step_of<true>(of, team);
+}

@@ -22,6 +22,10 @@ protected:
     ~Team() = default;
 };
 
+inline void want(bool holds, const char* text) {
+    if (!holds) throw std::invalid_argument(text);
+}
+
 // Throws for an index of which there are not so many.
 inline void check_index(int64_t index, int64_t count) {
     if (index < 0 || index >= count)

@@ -14,6 +14,8 @@ Elsewhere a function is lowered in up to three, because none of ONNX Runtime's s
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -24,17 +26,6 @@ from ...ir.ops.rounded_state import STEPS
 from ...ir.ops.stages import register_lowered
 from ...ir.plan.inputs import ANCESTORS
 from ...ir.rewrite.cleanup import merge_equal, sweep
-from . import (
-    rows_attention,
-    rows_elementwise,
-    rows_matmul,
-    rows_moe,
-    rows_norm,
-    rows_quantized,
-    rows_recurrent,
-    rows_reduce,
-    rows_shape,
-)
 from .attention import GQA, OWN, Counted, Kernel, lower_attention
 from .calls import source_of
 from .decompose import decompose
@@ -46,22 +37,12 @@ from .views import simplify_views
 A = torch.ops.aten
 G = torch.ops.graftwork
 STAGE = "lowered:onnxruntime"
-FAMILIES = (
-    rows_attention,
-    rows_elementwise,
-    rows_matmul,
-    rows_moe,
-    rows_norm,
-    rows_quantized,
-    rows_recurrent,
-    rows_reduce,
-    rows_shape,
-)
-"""The files that fill the table of rows."""
-
 Variant = Counted | Literal["batch", "own"]
 KERNELS: dict[Variant, Kernel] = {"chain": GQA, "tree": GQA, "own": OWN}
 """What attention becomes, by variant."""
+
+for _file in sorted(Path(__file__).parent.glob("rows_*.py")):  # they fill the table of rows
+    importlib.import_module(f"{__package__}.{_file.stem}")
 
 register_lowered("onnxruntime", lambda target: target in targets_with_rows())
 

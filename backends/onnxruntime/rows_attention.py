@@ -8,7 +8,7 @@ import onnx_ir as oir
 import torch
 import torch.fx
 
-from ...ir import TensorType, arguments
+from ...ir import TensorType
 from ...ir import type_of as ir_type
 from . import ops  # noqa: F401  (defines ort_gqa and ort_attend)
 from .emit import Emitter, row, type_of
@@ -79,61 +79,6 @@ def cache_write(e: Emitter, cache: oir.Value, new: oir.Value, past: oir.Value) -
 
 def _no_sinks(node: torch.fx.Node) -> bool:
     return node.kwargs.get("sinks", node.args[5] if len(node.args) > 5 else None) is None
-
-
-def _is_own(node: torch.fx.Node) -> bool:
-    """Whether graftwork's own kernel can do an attention that reads any mask."""
-    given = arguments(node)
-    floats = [given[name] for name in ("q", "k", "v", "bias", "sinks") if name in given]
-    plain = all(x is None or ir_type(x).dtype == torch.float32 for x in floats)
-    return plain and given["softcap"] != 0 and not own_attention_available()
-
-
-@row(G.attend.default, when=_is_own, native=True)
-def own_attend(
-    e: Emitter,
-    q: oir.Value,
-    k: oir.Value,
-    v: oir.Value,
-    mask: oir.Value,
-    bias: oir.Value | None,
-    sinks: oir.Value | None,
-    scale: float,
-    softcap: float | None,
-) -> Any:
-    options = {"scale": scale, "softcap": softcap or 0.0, "threads": e.threads}
-    return e.own("MaskedAttention", q, k, v, mask, bias, sinks, **options)
-
-
-@row(G.attend_part.default, when=_is_own, native=True)
-def own_attend_part(
-    e: Emitter,
-    q: oir.Value,
-    k: oir.Value,
-    v: oir.Value,
-    mask: oir.Value,
-    bias: oir.Value | None,
-    sinks: oir.Value | None,
-    scale: float,
-    softcap: float | None,
-) -> Any:
-    options = {"scale": scale, "softcap": softcap or 0.0, "threads": e.threads}
-    return e.own("PartialAttention", q, k, v, mask, bias, sinks, **options, outputs=2)
-
-
-@row(G.attend_rows.default, when=_is_own, native=True)
-def own_attend_rows(
-    e: Emitter,
-    q: oir.Value,
-    k: oir.Value,
-    v: oir.Value,
-    rows: oir.Value,
-    sinks: oir.Value | None,
-    scale: float,
-    softcap: float | None,
-) -> Any:
-    options = {"scale": scale, "softcap": softcap or 0.0, "threads": e.threads}
-    return e.own("PickedAttention", q, k, v, rows, sinks, **options)
 
 
 @row(G.ort_attend.default, native=True)

@@ -12,9 +12,9 @@ import torch
 from onnx import TensorProto, helper
 
 from ...ir import InputError
-from ..cached_library import SHARED, library
 from ..pages import huge_pages
 from ..target import Target
+from .own_ops import own_library
 
 SPARE = 0.4
 """Share of the free memory that repacked weights may take; above it they stay mapped files."""
@@ -112,7 +112,7 @@ def register_own_ops(options: Any) -> None:
 
     The library is the one that was looked at, see `cached_library`. Errors: `UnsupportedError`.
     """
-    options.register_custom_ops_library(library(SHARED)._name)
+    options.register_custom_ops_library(own_library())
 
 
 def providers(target: Target, stream: str | None = None, *, graphs: bool = False) -> list[Any]:

@@ -21,7 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ir.ops import all_ops
-from . import native, native_attention, native_quantized, native_recurrent
+from ..own_kernels import absent_is_zero, floats, own_ops
+from . import native, native_quantized
+from .native import OPS
 from .rows import Row
 from .rows import attend as library_attend
 
@@ -42,26 +44,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, alike: bool
 
 def native_row(
     name: str,
-    native: Row,
-    floats: str,
-    cast: str = "",
     when: Callable[[dict[str, Any]], bool] = lambda given: True,
     otherwise: Row | None = None,
 ) -> Row:
     """What runs graftwork's op of this name: a native kernel where operands are in float32.
 
-    floats: those operands; cast: those that are made so. when: what else must be, by argument.
-    otherwise: what runs where it is not; None is the op's meaning. Errors: `InputError` as the op.
+    when: what else must be, by argument. otherwise: what runs where it is not; None is the op's
+    meaning. Errors: `InputError` as the op.
     """
-    op = all_ops()[name]
+    op, native = all_ops()[name], OPS[name]
     other, declared = otherwise or op.meaning, op.declared
+    cast = () if op.native is None else op.native.cast.split()
+    taken, zeroed = [x for x in floats(op) if x not in cast], absent_is_zero(op)
 
     def row(*arguments: Any, **options: Any) -> Any:
         declared.check(*arguments, **options)
         given = dict(zip(declared.names, declared.bound(*arguments, **options), strict=True))
-        if not (_float32(*[given[operand] for operand in floats.split()]) and when(given)):
+        plain = _float32(*[given[operand] for operand in taken])
+        if not (plain and all(given[option] != 0 for option in zeroed) and when(given)):
             return other(*arguments, **options)
-        for operand in cast.split():
+        for operand in cast:
             given[operand] = None if given[operand] is None else given[operand].float()
         return native(*given.values())
 
@@ -73,32 +75,15 @@ def _whole(given: dict[str, Any]) -> bool:
     return bool(given["weight"].shape == given["x"].shape[-1:])
 
 
-def _softcap(given: dict[str, Any]) -> bool:
-    """Whether a softcap is not 0, which is none to kernels."""
-    return bool(given["softcap"] != 0)
+rms_norm = native_row("rms_norm", when=_whole)
+add_rms_norm = native_row("add_rms_norm", when=_whole)
+layer_norm = native_row("layer_norm")
 
+LIBRARY = {"attend": library_attend}
+"""What runs ops that have a kernel where the kernel does not, unless it is their meaning."""
 
-rms_norm = native_row("rms_norm", native.rms_norm, "x weight", when=_whole)
-add_rms_norm = native_row("add_rms_norm", native.add_rms_norm, "x weight", when=_whole)
-layer_norm = native_row("layer_norm", native.layer_norm, "x weight bias")
-attend = native_row(
-    "attend", native_attention.attend, "q k v", "bias sinks", _softcap, library_attend
-)
-attend_part = native_row(
-    "attend_part", native_attention.attend_part, "q k v", "bias sinks", _softcap
-)
-attend_quantized = native_row(
-    "attend_quantized", native_attention.attend_quantized, "q", "bias sinks", _softcap
-)
-attend_rows = native_row("attend_rows", native_attention.attend_rows, "q k v", "sinks", _softcap)
-quantize_rows = native_row("quantize_rows", native_attention.quantize_rows, "", "x")
-step = native_row("linear_attention_step", native_recurrent.linear_attention_step, "q k v g beta")
-step_int8 = native_row(
-    "linear_attention_step_int8", native_recurrent.linear_attention_step_int8, "q k v g beta"
-)
-conv_step = native_row(
-    "causal_conv_step", native_recurrent.causal_conv_step, "history rows x weight bias"
-)
+OWN = {op.name: native_row(op.name, otherwise=LIBRARY.get(op.name)) for op in own_ops()}
+"""The rows of the ops that have a kernel."""
 
 
 def topk(
@@ -186,14 +171,7 @@ CPU_ROWS: dict[Any, Row] = {
     },
     native_quantized.LINEAR: native_quantized.quantized_linear,
     native_quantized.EMBEDDING: native_quantized.quantized_embedding,
-    torch.ops.graftwork.attend.default: attend,
-    torch.ops.graftwork.attend_part.default: attend_part,
-    torch.ops.graftwork.attend_quantized.default: attend_quantized,
-    torch.ops.graftwork.attend_rows.default: attend_rows,
-    torch.ops.graftwork.quantize_rows.default: quantize_rows,
-    torch.ops.graftwork.linear_attention_step.default: step,
-    torch.ops.graftwork.linear_attention_step_int8.default: step_int8,
-    torch.ops.graftwork.causal_conv_step.default: conv_step,
+    **{op.overload: OWN[op.name] for op in own_ops()},
     torch.ops.graftwork.rms_norm.default: rms_norm,
     torch.ops.graftwork.add_rms_norm.default: add_rms_norm,
     torch.ops.graftwork.layer_norm.default: layer_norm,

@@ -11,17 +11,18 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ...ir import InputError
-from ...ir.ops import all_ops
+from ...ir.ops import OpDef, all_ops
 from ...ir.ops.operands import Operands
 from ..cached_library import SHARED, Sources
 from ..cached_library import library as library_of
 from ..faults import EXPECTED
+from ..own_kernels import floats, own_ops, zero_of
 
 KERNELS = Sources("kernels", Path(__file__).with_name("kernels"), shared=SHARED.folder)
 
@@ -40,16 +41,33 @@ def library() -> ctypes.CDLL:
 class Kernel:
     """A function of a library, called by its name."""
 
+    watched: ClassVar[Callable[[Kernel, Sequence[Argument]], None] | None] = None
+    """What is told of all calls before they are made."""
+
     def __init__(self, name: str, sources: Sources = KERNELS) -> None:
         self.name, self.sources = name, sources
 
     def __call__(self, *arguments: Argument) -> None:
+        if Kernel.watched is not None:
+            Kernel.watched(self, arguments)
         Run([(self.address, arguments)])()
 
     @property
     def address(self) -> int:
         """Where its code is."""
         return address_in(library_of(self.sources), self.name)
+
+
+class OwnKernel(Kernel):
+    """The kernel of graftwork's op of a name, see `kernels/door.h`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name}_kernel", SHARED)
+
+    @property
+    def address(self) -> int:
+        """Where its code is."""
+        return ctypes.c_void_p.in_dll(library_of(self.sources), self.name).value or 0
 
 
 class Run:
@@ -143,44 +161,88 @@ def native_op(
 
         name = function.__name__
         schema = arguments or torch.library.infer_schema(made, mutates_args=())
-        _LIBRARY.define(name + schema, tags=(torch.Tag.needs_exact_strides,))
-        _LIBRARY.impl(name, run, "CPU")
-        torch.library.register_fake(f"graftwork_native::{name}", fake, lib=_LIBRARY)
-        op = getattr(torch.ops.graftwork_native, name).default
-
-        @functools.wraps(function)
-        def call(*arguments: Any) -> Any:
-            return op(*[a.contiguous() if isinstance(a, Tensor) else a for a in arguments])
-
-        OPS[name] = call
-        return call
+        return functools.wraps(function)(_entered(name, schema, run, fake))
 
     return register
 
 
-def twin(
-    name: str, floats: str, also: Callable[[Operands], None] | None = None
-) -> tuple[Callable[..., Any], str]:
-    """Results and arguments of the native op that does what graftwork's op of this name does.
+def _entered(
+    name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A native op, as it is called. schema: without the name."""
+    _LIBRARY.define(name + schema, tags=(torch.Tag.needs_exact_strides,))
+    _LIBRARY.impl(name, run, "CPU")
+    torch.library.register_fake(f"graftwork_native::{name}", fake, lib=_LIBRARY)
+    op = getattr(torch.ops.graftwork_native, name).default
 
-    It takes the same arguments in one order, all of them. floats: operands that the kernel takes in
-    float32. also: what else it asks.
-    """
-    declared = all_ops()[name].declared
-    places = [declared.names.index(operand) for operand in floats.split()]
+    def call(*arguments: Any) -> Any:
+        return op(*[a.contiguous() if isinstance(a, Tensor) else a for a in arguments])
 
-    def made(*operands: Any) -> Any:
+    OPS[name] = call
+    return call
+
+
+def checks(op: OpDef) -> Callable[..., Operands]:
+    """The sizes of the operands of a native op that does what graftwork's does: it takes the same
+    arguments in one order, all of them, and floating ones in float32. Errors: `InputError`."""
+    declared = op.declared
+    places = [declared.names.index(name) for name in floats(op)]
+
+    def check(*operands: Any) -> Operands:
         given = declared.check(*operands)
         for place in places:
             operand = operands[place]
             if operand is not None and operand.dtype != F32:
-                raise InputError(f"{name}: the kernel takes {F32}, got {operand.dtype}")
+                raise InputError(f"{op.name}: the kernel takes {F32}, got {operand.dtype}")
+        return given
+
+    return check
+
+
+def arguments_of(op: OpDef) -> str:
+    """The schema of such an op without the name."""
+    _, arguments = op.declared.schema.split("(", 1)
+    return "(" + re.sub(r"=[^,)]+", "", arguments.replace("*, ", ""))
+
+
+def twin(
+    name: str, also: Callable[[Operands], None] | None = None
+) -> tuple[Callable[..., Any], str]:
+    """Results and arguments of the native op that does what graftwork's op of this name does.
+    also: what else it asks."""
+    op = all_ops()[name]
+    check = checks(op)
+
+    def made(*operands: Any) -> Any:
+        given = check(*operands)
         if also is not None:
             also(given)
-        return declared.like(given, *operands)
+        return op.declared.like(given, *operands)
 
-    _, arguments = declared.schema.split("(", 1)
-    return made, "(" + re.sub(r"=[^,)]+", "", arguments.replace("*, ", ""))
+    return made, arguments_of(op)
+
+
+def _own(op: OpDef, sizes: str) -> None:
+    """The native op of graftwork's op, which says how its kernel is called."""
+    kernel, check, like = OwnKernel(op.name), checks(op), op.declared.like
+    zeros = list(zero_of(op).values())
+    count = len(op.declared.names) - len(zeros)
+
+    def run(*operands: Any) -> Any:
+        _check_layout(op.name, operands)
+        given = check(*operands)
+        results = like(given, *operands)
+        made = results if isinstance(results, tuple) else (results,)
+        numbers = [given.sizes[axis] for axis in sizes]
+        how = [value or zero for value, zero in zip(operands[count:], zeros, strict=True)]
+        kernel(*operands[:count], *made, *numbers, *how, torch.get_num_threads())
+        return results
+
+    def fake(*operands: Any) -> Any:
+        _check_layout(op.name, operands)
+        return like(check(*operands), *operands)
+
+    _entered(op.name, arguments_of(op), run, fake)
 
 
 def _check_layout(name: str, arguments: Sequence[Any]) -> None:
@@ -219,13 +281,13 @@ def _per_column(given: Operands) -> None:
         raise InputError(f"{given.op}: the kernel takes a weight [H]; {given.known()}")
 
 
-@native_op(*twin("rms_norm", "x weight", _per_column))
+@native_op(*twin("rms_norm", _per_column))
 def rms_norm(result: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
     """`graftwork.rms_norm` in float32, weight f32[H]."""
     _norm(result, x, weight, eps)
 
 
-@native_op(*twin("add_rms_norm", "x weight", _per_column))
+@native_op(*twin("add_rms_norm", _per_column))
 def add_rms_norm(
     results: tuple[Tensor, Tensor], x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> None:
@@ -233,7 +295,7 @@ def add_rms_norm(
     _norm(results[0], x, weight, eps, residual=residual, total=results[1])
 
 
-@native_op(*twin("layer_norm", "x weight bias"))
+@native_op(*twin("layer_norm"))
 def layer_norm(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> None:
     """`graftwork.layer_norm` in float32."""
     _norm(result, x, weight, eps, bias=bias, centered=True)
@@ -281,3 +343,8 @@ def topk(results: tuple[Tensor, Tensor], x: Tensor, count: int) -> None:
     and their places i64[..., count]."""
     sizes = x.shape[:-1].numel(), x.shape[-1], count
     topk_kernel(x, *results, *sizes, torch.get_num_threads())
+
+
+for _op in own_ops():
+    if _op.native is not None:
+        _own(_op, _op.native.sizes)

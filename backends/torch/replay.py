@@ -23,11 +23,8 @@ import torch
 from torch import Tensor
 
 from ...ir.support.threads import traces
-from . import native, native_attention, native_quantized, native_recurrent
+from . import native
 from .compiled import Compiled
-
-NATIVE = (native, native_attention, native_quantized, native_recurrent)
-"""The modules that hold native kernels."""
 
 ALIGNED = 64
 """Bytes at whose multiples torch allocates, and kernels may expect tensors to begin."""
@@ -217,36 +214,40 @@ def _kernel_calls() -> Iterator[list[tuple[Kernel, list[Any]]]]:
     seen: list[tuple[Kernel, list[Any]]] = []
     here = threading.get_ident()
 
+    def see(kernel: Kernel, arguments: Sequence[Any]) -> None:
+        if threading.get_ident() == here:
+            seen.append((kernel, list(map(_see, arguments))))
+
     def recorder(kernel: Kernel) -> Kernel:
         def call(*arguments: Any) -> None:
-            if threading.get_ident() == here:
-                seen.append((kernel, list(map(_see, arguments))))
+            see(kernel, arguments)
             kernel(*arguments)
 
         return call
 
     places = kernels()
+    native.Kernel.watched = see
     try:
         for module, name, kernel in places:
             setattr(module, name, recorder(kernel))
         yield seen
     finally:
+        native.Kernel.watched = None
         for module, name, kernel in places:
             setattr(module, name, kernel)
 
 
 def kernels() -> list[tuple[ModuleType, str, Kernel]]:
-    """The C++ kernels in the modules that inductor has written, and the native ones: module, name
-    in it, kernel.
+    """The C++ kernels in the modules that inductor has written: module, name in it, kernel.
 
-    Nothing public tells of inductor's. Where they are not found, steps are not recorded and run as
+    Nothing public tells of them. Where they are not found, steps are not recorded and run as
     they are (and a test fails).
     """
     from torch._inductor.codecache import PyCodeCache
 
     return [
         (module, name, kernel)
-        for module in (*PyCodeCache.modules, *NATIVE)
+        for module in PyCodeCache.modules
         for name, kernel in _kernels_in(module)
     ]
 
@@ -258,8 +259,7 @@ def _kernels_in(module: ModuleType) -> tuple[tuple[str, Kernel], ...]:
     return tuple(
         (name, value)
         for name, value in vars(module).items()
-        if isinstance(value, native.Kernel)
-        or (isinstance(value, BuiltinFunctionType) and value.__name__ == "kernel")
+        if isinstance(value, BuiltinFunctionType) and value.__name__ == "kernel"
     )
 
 

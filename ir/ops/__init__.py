@@ -43,11 +43,26 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Native:
+    """That a kernel of `backends/kernels` does what an op does, on floating operands in float32.
+
+    sizes: those of the declaration's letters that the kernel is told, in its order. cast: floating
+    operands, by name, that torch converts to float32 first; other dtypes of the rest run the op's
+    meaning. onnx: whether ONNX Runtime runs the kernel, too. An option that may be None or a
+    floating number is 0 to the kernel where it is None.
+    """
+
+    sizes: str
+    cast: str = ""
+    onnx: bool = True
+
+
+@dataclass(frozen=True)
 class OpDef:
     """What is known of one op: where its overload, meaning, samples and documentation are.
 
     operands: the text of its declaration. declared: what follows from it. product: see `Product`,
-    None for an op that is none.
+    None for an op that is none. native: see `Native`, None for an op without a kernel.
     """
 
     name: str
@@ -57,6 +72,7 @@ class OpDef:
     samples: Callable[[], Iterator[Sample]]
     overload: Any
     product: Product | None = None
+    native: Native | None = None
 
     @property
     def doc(self) -> str:
@@ -74,13 +90,14 @@ def op(
     samples: Callable[[], Iterator[Sample]],
     also: Also | None = None,
     product: Product | None = None,
+    native: Native | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the op of its name, which it then checks operands for.
 
     operands: their axes and dtypes, and the results', see `declared`. Arguments that are passed by
     keyword alone are options, whose numbers are never symbolic. also: what the text cannot say.
     samples: a generator of calls for the generic tests. product: what passes and backends ask of
-    products, see `Product`. Results must not alias arguments.
+    products, see `Product`. native: see `Native`. Results must not alias arguments.
     """
 
     def register(meaning: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,7 +113,7 @@ def op(
         _LIBRARY.impl(name, checked, "CompositeExplicitAutograd")
         torch.library.register_fake(f"graftwork::{name}", fake, lib=_LIBRARY)
         overload = getattr(torch.ops.graftwork, name).default
-        _OPS[name] = OpDef(name, operands, declared, checked, samples, overload, product)
+        _OPS[name] = OpDef(name, operands, declared, checked, samples, overload, product, native)
         return checked
 
     return register

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from . import Sample, op
+from . import Native, Sample, op
 from .operands import Operands
 
 SPANS = ("window", "chunk")
@@ -255,8 +255,10 @@ def _attend_samples() -> Iterator[Sample]:
 ATTEND = "q: BHTD, k: BGCD, v: BGCE, mask: bool B1TC, bias: BHTC, sinks: H, H % G, C >= 1"
 """What attention asks of its operands."""
 
+ATTENTION = Native("BHGTCDE", cast="bias sinks")
 
-@op(f"{ATTEND} -> BHTE", samples=_attend_samples)
+
+@op(f"{ATTEND} -> BHTE", samples=_attend_samples, native=ATTENTION)
 def attend(
     q: Tensor,
     k: Tensor,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..support.errors import InputError
-from . import Sample, op
+from . import Native, Sample, op
 from .operands import Operands
 from .recurrent import COUNTS, pending, rows_after
 
@@ -84,6 +84,7 @@ def _conv_step_samples() -> Iterator[Sample]:
     "history, rows",
     samples=_conv_step_samples,
     also=_check,
+    native=Native("BTDNW"),
 )
 def causal_conv_step(
     history: Tensor,

@@ -61,7 +61,8 @@ def make(_meaning, _also):
 
 @dataclass(frozen=True)
 class Declared:
-    """schema: torch's. names: of the arguments. bound: those of a call, defaults filled in.
+    """schema: torch's. names: of the arguments. items, results: the text before and behind the
+    arrow, one by one, see `parts`. bound: arguments of a call, defaults filled in.
 
     check: takes a call's arguments, options may be left out; returns the sizes by letter. Errors:
     `InputError` naming the operand that does not fit. checked: the meaning, behind that. like:
@@ -70,6 +71,8 @@ class Declared:
 
     schema: str
     names: tuple[str, ...]
+    items: tuple[str, ...]
+    results: tuple[str, ...]
     check: Callable[..., Operands]
     checked: Callable[..., Any]
     like: Callable[..., Any]
@@ -110,7 +113,8 @@ def declare(text: str, meaning: Callable[..., Any], also: Also | None) -> Declar
     )
     space: dict[str, Any] = {}
     exec(compile(source, f"<graftwork.{meaning.__name__}>", "exec"), globals(), space)
-    return Declared(schema, tuple(signature.parameters), *space["make"](meaning, also))
+    said = tuple(items), tuple(results.split(", "))
+    return Declared(schema, tuple(signature.parameters), *said, *space["make"](meaning, also))
 
 
 def _default(parameter: inspect.Parameter) -> Any:
@@ -123,7 +127,7 @@ def _size(letter: str) -> str:
     return f"_given.sizes[{letter!r}]"
 
 
-def _parts(item: str) -> tuple[str, str, str]:
+def parts(item: str) -> tuple[str, str, str]:
     """Name, kind and axes of an operand or a result."""
     found = re.fullmatch(r"(?:(\w+): )?(?:(\S+) )?(\S+)", item)
     assert found is not None, f"{item!r} is no operand"
@@ -141,7 +145,7 @@ def _check(item: str, required: list[str], operands: str) -> str:
     if " = " in item:
         letter, _, size = item.partition(" = ")
         return f"{_size(letter)} = {re.sub('[A-Z]', lambda found: _size(found[0]), size)}"
-    name, kind, axes = _parts(item)
+    name, kind, axes = parts(item)
     way, shape, dtype = "fit", repr(axes), _dtype(kind, name, operands)
     if axes.islower():
         way, shape = "fit_like", f"{axes}.shape"
@@ -168,15 +172,15 @@ def _dtype(kind: str, name: str, operands: str) -> str:
 
 def _result(item: str, operands: list[str], first: str) -> str:
     """Source of an empty tensor of a result's type. first: an operand on the results' device."""
-    parts = [_parts(operand) for operand in operands if ": " in operand]
-    _, kind, axes = _parts(item)
-    dtype = _dtype(kind or parts[0][0], "", "")
+    named = [parts(operand) for operand in operands if ": " in operand]
+    _, kind, axes = parts(item)
+    dtype = _dtype(kind or named[0][0], "", "")
     rows, dots, letters = axes.rpartition("...")
     sizes = [n if n.isdigit() else _size(n) for n in letters]
     if rows:
         sizes.insert(0, f"*{rows}.shape")
     elif dots:
-        rows = next(name for name, _, of in parts if of.startswith("..."))
+        rows = next(name for name, _, of in named if of.startswith("..."))
         sizes.insert(0, f"*{rows}.shape[:-1]")
     shape = f"{axes}.shape" if axes.islower() else f"({', '.join(sizes)},)"
     return f"{first}.new_empty({shape}, dtype={dtype})"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..support.errors import InputError
-from . import Sample, op
+from . import Native, Sample, op
 from .attention import attend
 from .operands import Operands
 
@@ -56,7 +56,12 @@ def _check_rows(given: Operands, bits: int, turned: bool) -> None:
     given.sizes["K"] = given.sizes["D"] * bits // 8
 
 
-@op("x: BGTD -> u8 BGTK, f32 BGT2", samples=_quantize_samples, also=_check_rows)
+@op(
+    "x: BGTD -> u8 BGTK, f32 BGT2",
+    samples=_quantize_samples,
+    also=_check_rows,
+    native=Native("BGTD", cast="x", onnx=False),
+)
 def quantize_rows(x: Tensor, *, bits: int, turned: bool) -> tuple[Tensor, Tensor]:
     """Rows as whole numbers of 4 or 8 bits, each with a step and a least number of its own.
 
@@ -144,6 +149,7 @@ def _check_attend(given: Operands, k: Tensor, bits: int, turned: bool) -> None:
     "B1TC, bias: BHTC, sinks: H, H % G, C >= 1 -> q BHTE",
     samples=_attend_samples,
     also=_check_attend,
+    native=Native("BHGTCDE", cast="bias sinks", onnx=False),
 )
 def attend_quantized(
     q: Tensor,

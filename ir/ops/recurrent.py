@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..support.errors import InputError
-from . import Sample, op
+from . import Native, Sample, op
 from .operands import Operands
 
 LEAST = -200.0
@@ -33,6 +33,8 @@ SEQUENCE = "q: BGTK, k: BGTK, v: BHTV, g: BHTD, beta: BHT, H % G, also"
 LOG = "keys: f32 BGWK, values: f32 BHWV, decays: f32 BHWD"
 COUNTS = "folded: i64 B, past: i64 B, certain: i64 B, ancestors: bool BTT, T >= 1, W >= 1"
 """What the ops of a recurrence ask of a sequence, of its log, and of counts of rows."""
+
+RECURRENCE = Native("BHGTKVDW")
 
 
 def check_decays(given: Operands) -> None:
@@ -220,6 +222,7 @@ def step_samples() -> Iterator[Sample]:
     f"{SEQUENCE}, state: f32 BHKV, {LOG}, {COUNTS} -> v, state, keys, values, decays",
     samples=step_samples,
     also=check_decays,
+    native=RECURRENCE,
 )
 def linear_attention_step(
     state: Tensor,

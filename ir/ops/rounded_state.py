@@ -21,6 +21,7 @@ from .recurrent import (
     COUNTS,
     LEAST,
     LOG,
+    RECURRENCE,
     SEQUENCE,
     check_decays,
     heads_of,
@@ -61,6 +62,7 @@ def _samples() -> Iterator[Sample]:
     "values, decays",
     samples=_samples,
     also=check_decays,
+    native=RECURRENCE,
 )
 def linear_attention_step_int8(
     codes: Tensor,

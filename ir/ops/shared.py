@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import Sample, op
-from .attention import ATTEND, _scores, within_reach
+from .attention import ATTEND, ATTENTION, _scores, within_reach
 
 LEAST = -1e30
 """Stands for minus infinity where that would be taken from itself."""
@@ -27,7 +27,7 @@ def _parts_samples() -> Iterator[Sample]:
     yield (q, k, v, mask, torch.randn(2, 4, 3, 9)), {"scale": 0.3}
 
 
-@op(f"{ATTEND} -> BHTE, f32 BHT", samples=_parts_samples)
+@op(f"{ATTEND} -> BHTE, f32 BHT", samples=_parts_samples, native=ATTENTION)
 def attend_part(
     q: Tensor,
     k: Tensor,

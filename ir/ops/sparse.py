@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..support.errors import InputError
-from . import Sample, op
+from . import Native, Sample, op
 from .attention import _scores, _weighted
 from .eviction import LEAST, STEPS
 from .operands import Operands
@@ -113,6 +113,7 @@ def _attend_samples() -> Iterator[Sample]:
     "q: BHTD, k: BGCD, v: BGCE, rows: i64 BRTK, sinks: H, R % G, H % R, T >= 1, C >= 1, K >= 1 "
     "-> BHTE",
     samples=_attend_samples,
+    native=Native("BHGRTCDEK", cast="sinks"),
 )
 def attend_rows(
     q: Tensor,

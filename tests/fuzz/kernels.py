@@ -24,11 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graftwork.backends.torch import (
-    cpu,
-    native,
-    native_attention,
-)
+from graftwork.backends.torch import cpu, native
 from graftwork.ir.ops import attention, norm, quantized_cache, shared, sparse
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -115,7 +111,7 @@ def attend(make: Maker) -> Case:
     }
     softcap = make.random.choice((None, None, 5.0, 0.0))
     options = {"scale": 0.3, "softcap": softcap}
-    return Case("attend row", cpu.attend, attention.attend, operands, options)
+    return Case("attend row", cpu.OWN["attend"], attention.attend, operands, options)
 
 
 def native_attend(make: Maker) -> Case:
@@ -126,7 +122,7 @@ def native_attend(make: Maker) -> Case:
         return attention.attend(q, k, v, mask, *extra, scale=how["scale"], softcap=how["softcap"])
 
     def call(*tensors: Any, scale: float, softcap: float | None) -> Any:
-        return native_attention.attend(*tensors, scale, softcap or 0.0)
+        return native.OPS["attend"](*tensors, scale, softcap or 0.0)
 
     case.options["softcap"] = case.options["softcap"] or None
     return Case("attend", call, meaning, case.operands, case.options, fake=True)
@@ -143,7 +139,7 @@ def native_attend_part(make: Maker) -> Case:
         return shared.attend_part(*tensors, scale=scale, softcap=softcap)
 
     def call(*tensors: Any, scale: float, softcap: float | None) -> Any:
-        return native_attention.attend_part(*tensors, scale, softcap or 0.0)
+        return native.OPS["attend_part"](*tensors, scale, softcap or 0.0)
 
     near = {"rtol": 1e-4, "atol": 1e-4}
     return Case("attend_part", call, meaning, case.operands, case.options, tolerance=near)
@@ -199,7 +195,7 @@ def native_attend_rows(make: Maker) -> Case:
     options = {"scale": 0.3, "softcap": make.random.choice((0.0, 5.0))}
 
     def call(*tensors: Any, scale: float, softcap: float) -> Tensor:
-        return native_attention.attend_rows(*tensors, scale, softcap)
+        return native.OPS["attend_rows"](*tensors, scale, softcap)
 
     near = {"rtol": 1e-4, "atol": 1e-4}
     # What rows are worth no shape rule knows.
@@ -226,7 +222,7 @@ def native_quantize_rows(make: Maker) -> Case:
         return quantized_cache.stored_values(codes, steps, bits), steps
 
     def call(x: Tensor, bits: int, turned: bool) -> Any:
-        codes, steps = native_attention.quantize_rows(x, bits, turned)
+        codes, steps = native.OPS["quantize_rows"](x, bits, turned)
         return quantized_cache.stored_values(codes, steps, bits), steps
 
     options = {"bits": bits, "turned": turned}
@@ -252,7 +248,7 @@ def native_attend_quantized(make: Maker) -> Case:
         return quantized_cache.attend_quantized(*tensors, **how)
 
     def call(*tensors: Any, scale: float, softcap: float | None, **how: Any) -> Any:
-        return native_attention.attend_quantized(*tensors, *how.values(), scale, softcap or 0.0)
+        return native.OPS["attend_quantized"](*tensors, *how.values(), scale, softcap or 0.0)
 
     softcap = case.options["softcap"] or None
     options = {"bits": bits, "turned": turned, "scale": 0.3, "softcap": softcap}

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from operands import F32, Case, Maker, want
 from torch import Tensor
 
-from graftwork.backends.torch import native_recurrent
+from graftwork.backends.torch import native
 from graftwork.ir.ops import causal_conv, recurrent, rounded_state
 
 
@@ -62,7 +62,7 @@ def native_linear_attention_step(make: Maker) -> Case:
         want(all(t is None or t.dtype == F32 for t in tensors[8:]))
         return recurrent.linear_attention_step(*tensors)
 
-    call, near = native_recurrent.linear_attention_step, {"rtol": 1e-3, "atol": 1e-4}
+    call, near = native.OPS["linear_attention_step"], {"rtol": 1e-3, "atol": 1e-4}
     name = "linear_attention_step"
     tree = frozenset({"ancestors"})
     return Case(name, call, meaning, operands, {}, fake=True, tolerance=near, kept=tree)
@@ -83,7 +83,7 @@ def native_linear_attention_step_int8(make: Maker) -> Case:
         return numbers(rounded_state.linear_attention_step_int8(*tensors))
 
     def call(*tensors: Any) -> Any:
-        return numbers(native_recurrent.linear_attention_step_int8(*tensors))
+        return numbers(native.OPS["linear_attention_step_int8"](*tensors))
 
     name, near = "linear_attention_step_int8", {"rtol": 0.05, "atol": 0.1}
     return Case(name, call, meaning, operands, {}, fake=True, tolerance=near, kept=case.kept)
@@ -110,5 +110,5 @@ def native_causal_conv_step(make: Maker) -> Case:
         want(all(t is None or t.dtype == F32 for t in (*tensors[:2], *tensors[6:])))
         return causal_conv.causal_conv_step(*tensors)
 
-    call, tree = native_recurrent.causal_conv_step, frozenset({"ancestors"})
+    call, tree = native.OPS["causal_conv_step"], frozenset({"ancestors"})
     return Case("causal_conv_step", call, meaning, operands, {}, fake=True, kept=tree)
