@@ -25,7 +25,7 @@ from graftwork.ir import Function, TensorType, Weight, WeightStore
 
 def without_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where graftwork's own attention cannot be compiled or loaded."""
-    for module in ("routing", "rows_attention"):
+    for module in ("routing", "rows_attention", "rows_own"):
         name = f"graftwork.backends.onnxruntime.{module}.own_attention_available"
         monkeypatch.setattr(name, lambda: "not here")
 
