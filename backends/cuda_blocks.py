@@ -9,6 +9,7 @@ import torch
 import torch.fx
 
 from ..ir import arguments, type_of
+from ..ir.rewrite.stored import are_weights
 
 BITS, BLOCKS = (4, 8), (128, 64, 32, 16)
 """Bits of MatMulNBits on CUDA, and values that share a scale."""
@@ -22,18 +23,11 @@ def runs_on_cuda(node: torch.fx.Node, backend: str) -> bool:
     if backend == "torch":
         columns = int(str(type_of(given["weight"]).dims[1])) * 8 // given["bits"]
         return looks_up or units(given["bits"], given["group"], columns) is not None
-    if not is_stored(node) or given["codebook"] is not None:
+    if not are_weights(node) or given["codebook"] is not None:
         return False
     if looks_up:
         return bool(given["bits"] == 8)  # fewer are taken apart by ops that it has not
     return cuda_layout(int(given["bits"]), int(given["group"])) is not None
-
-
-def is_stored(node: torch.fx.Node) -> bool:
-    """Whether all that is stored of the weight are weights of the program."""
-    given = arguments(node)
-    parts = (given[name] for name in ("weight", "scale", "offset", "codebook"))
-    return all(part.op == "get_attr" for part in parts if part is not None)
 
 
 def cuda_layout(bits: int, group: int) -> tuple[int, int] | None:

@@ -97,7 +97,7 @@ def check_kernels(program: Program, target: Target) -> None:
     """
     if target.backend == "onnxruntime" and any(f.calls(OWN) for f in program.functions.values()):
         # By name: the library loads where it is used.
-        rows = importlib.import_module(f"{__package__}.onnxruntime.rows_recurrent")
+        rows = importlib.import_module(f"{__package__}.onnxruntime.recurrent_states")
         rows.require_kernels(program, target)
     if target.device == "cpu":
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+
 from ..ir.ops import OpDef, all_ops
 from ..ir.ops.declared import parts
 

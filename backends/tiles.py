@@ -174,12 +174,11 @@ def check_books(count: int, outputs: int) -> None:
         )
 
 
-def books_of(codebook: Tensor | None, entries: int) -> tuple[int, bool]:
-    """How many codebooks a kernel is given, [L] or [S,L], and whether they are of pairs: twice as
-    long as `entries`."""
+def books_of(codebook: Tensor | None) -> tuple[int, int]:
+    """How many codebooks a kernel is given, [L] or [S,L], and how long they are; 0 for none."""
     if codebook is None:
-        return 1, False
-    return (codebook.shape[0] if codebook.dim() > 1 else 1), codebook.shape[-1] == 2 * entries
+        return 1, 0
+    return (codebook.shape[0] if codebook.dim() > 1 else 1), codebook.shape[-1]
 
 
 def whole_tiles(outputs: int) -> bool:

@@ -31,16 +31,15 @@ from ..ir import (
     Function,
     GraftworkWarning,
     Program,
-    TensorType,
     Weight,
     WeightStore,
     arguments,
-    derive,
     site_of,
     type_of,
 )
-from ..ir.ops.numerics import Numeric, stored_floats
+from ..ir.ops.numerics import PARTS, Numeric
 from ..ir.rewrite.mixtures import Stack, store_experts
+from ..ir.rewrite.stored import float_weight
 
 A, G = torch.ops.aten, torch.ops.graftwork
 _SHOWN = 3
@@ -72,9 +71,8 @@ class StoredWeight:
 
     def values(self, name: str) -> Weight:
         """The same as a float weight f32[N,K], its columns in order, worked out when loaded."""
-        parts = (self.weight, self.scale, self.offset, self.codebook, self.order)
-        type = TensorType(torch.float32, self.dims)
-        return derive(name, type, stored_floats, *parts, bits=self.numeric.bits)
+        given = {part: w for part in (*PARTS, "order") if (w := getattr(self, part)) is not None}
+        return float_weight(name, given, self.numeric.bits)
 
 
 def keep_stored(program: Program, stored: Mapping[str, StoredWeight]) -> Program:
@@ -184,7 +182,7 @@ def _replace(fn: Function, node: torch.fx.Node, stored: StoredWeight) -> None:
     with fn.graph.inserting_before(node):
         parts = [
             None if part is None else fn.weight(part)
-            for part in (stored.weight, stored.scale, stored.offset, stored.codebook)
+            for part in (getattr(stored, name) for name in PARTS)
         ]
         if looked_up:
             new = fn.call(

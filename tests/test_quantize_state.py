@@ -16,7 +16,7 @@ from tiny import named
 
 import graftwork as gw
 from graftwork.backends import Target, compile
-from graftwork.backends.onnxruntime import rows_recurrent
+from graftwork.backends.onnxruntime import recurrent_states
 from graftwork.backends.torch.cpu import OWN
 from graftwork.ir import InputError, Program, UnsupportedError
 from graftwork.ir.ops.rounded_state import linear_attention_step_int8 as meaning
@@ -280,6 +280,6 @@ def test_states_take_less_than_a_third_of_the_memory():
 
 def test_without_own_kernels_onnxruntime_refuses(monkeypatch):
     without_own_attention(monkeypatch)
-    monkeypatch.setattr(rows_recurrent, "own_attention_available", lambda: "not here")
+    monkeypatch.setattr(recurrent_states, "own_attention_available", lambda: "not here")
     with pytest.raises(UnsupportedError, match=r"states in 8 bits.*not here.*another target"):
         gw.optimize(imported("mamba2")[0], recipe("baseline"), target="onnxruntime")

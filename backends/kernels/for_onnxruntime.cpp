@@ -65,11 +65,10 @@ struct Node {
         const size_t axes = found.sizes.size();
         want(axes == 1 || axes == 2, "codebooks must be [L] or [S, L]");
         const int64_t last = found.sizes.back(), count = axes == 2 ? found.sizes[0] : 1;
-        const bool paired = last == 2 * entries && bits == 4 && group % 2 == 0;
-        want(paired || last == entries, "codebooks must be of 2^bits numbers, or 4 bits in pairs");
+        want(last > 0, "codebooks must be of 2^bits numbers, or 4 bits in pairs");
         want(count >= 1, "there must be a codebook");
         want(count == 1 || outputs % (count * 16) == 0, "codebooks must be of whole tiles");
-        return {count, paired};
+        return Books::of(count, last, entries, bits, group);
     }
     Table table(
         const ort::Tensor& packed,

@@ -24,7 +24,8 @@ void pack_tiles(
     pack(rows, values, tiles, N, K, group, bits, Threads(threads));
 }
 
-// y [rows, N] = x [rows, K] with weights in tiles. Of offset, table and bias each may be null.
+// y [rows, N] = x [rows, K] with weights in tiles. Of offset, table [books, length] and bias each may
+// be null.
 void quantized_linear(
     const float* x,
     const uint8_t* tiles,
@@ -41,15 +42,15 @@ void quantized_linear(
     int64_t half_scale,
     int64_t half_offset,
     int64_t books,
-    int64_t paired,
+    int64_t length,
     int64_t threads) {
     const Weights weights = {
         tiles, scale, offset, table, bias, N, K, group, bits, half_scale != 0, half_offset != 0,
-        {books, paired != 0}};
+        Books::of(books, length, 16, bits, group)};
     products(weights, x, rows, y, Threads(threads));
 }
 
-// The same, x not rounded. values [books, entries]: what stands for each q, or null.
+// The same, x not rounded. values [books, length]: what stands for each q, or null.
 void float_linear(
     const float* x,
     const uint8_t* tiles,
@@ -66,11 +67,11 @@ void float_linear(
     int64_t half_scale,
     int64_t half_offset,
     int64_t books,
-    int64_t paired,
+    int64_t length,
     int64_t threads) {
     const Table weights = {
         tiles, scale, offset, values, N, K, group, bits, half_scale != 0, half_offset != 0,
-        {books, paired != 0}};
+        Books::of(books, length, int64_t(1) << bits, bits, group)};
     float_products(weights, bias, x, rows, y, Threads(threads));
 }
 

@@ -17,23 +17,9 @@
 
 namespace graftwork {
 
-struct AttentionNode {
-    const ort::Api& api;
-    float scale, softcap;
-    int64_t threads;
-
-    AttentionNode(const ort::Api& api, const ort::Info* info)
-        : api(api),
-          scale(api.number(info, "scale")),
-          softcap(api.number(info, "softcap")),
-          threads(api.whole_number(info, "threads")) {
-        want(threads >= 1, "threads must be positive");
-    }
-};
-
 // STORED: whether caches are codes with steps (see stored_rows.h).
 template <bool STORED>
-struct CachedNode : AttentionNode {
+struct CachedNode {
     static constexpr const char* NAME = STORED ? "CachedQuantizedAttention" : "CachedAttention";
     static constexpr int STEPS = STORED ? 2 : 0, REQUIRED = 4 + STEPS, OUTPUTS = 3 + STEPS;
     static constexpr ort::Element ROWS = STORED ? ort::UINT8 : ort::FLOAT;
@@ -45,17 +31,23 @@ struct CachedNode : AttentionNode {
     static constexpr int INPUTS = REQUIRED + 8;
     static ort::Element output(int place) { return place == 1 || place == 2 ? ROWS : ort::FLOAT; }
 
-    int64_t heads, groups, window, chunk;
+    const ort::Api& api;
+    float scale, softcap;
+    int64_t threads, heads, groups, window, chunk;
     bool interleaved;
     Stored stored = {32, false};
 
     CachedNode(const ort::Api& api, const ort::Info* info)
-        : AttentionNode(api, info),
+        : api(api),
+          scale(api.number(info, "scale")),
+          softcap(api.number(info, "softcap")),
+          threads(api.whole_number(info, "threads")),
           heads(api.whole_number(info, "heads")),
           groups(api.whole_number(info, "groups")),
           window(api.whole_number(info, "window")),
           chunk(api.whole_number(info, "chunk")),
           interleaved(api.whole_number(info, "interleaved") != 0) {
+        want(threads >= 1, "threads must be positive");
         want(groups >= 1 && heads >= groups && heads <= INT_MAX && heads % groups == 0,
              "heads must be a positive multiple of groups");
         want(window >= 0, "window must not be negative");

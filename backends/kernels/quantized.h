@@ -19,6 +19,14 @@ namespace graftwork {
 struct Books {
     int64_t count = 1;
     bool paired = false;
+
+    // Those of `length` numbers each, where a value looks up one of `entries`; 0 for no codebooks.
+    static Books of(int64_t count, int64_t length, int64_t entries, int64_t bits, int64_t group) {
+        const bool paired = length == 2 * entries && bits == 4 && group % 2 == 0;
+        want(length == 0 || paired || length == entries,
+             "codebooks must be of 2^bits numbers, or 4 bits in pairs");
+        return {count, paired};
+    }
 };
 
 // Weights [N, K] in tiles, see tiles.h. A value is scale * q + offset, scale * table[q], or

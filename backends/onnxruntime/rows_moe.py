@@ -17,6 +17,7 @@ import torch.fx
 from ...ir import TensorType, Weight, arguments, derivation, derive
 from ...ir import type_of as ir_type
 from ...ir.ops.numerics import stored_floats
+from ...ir.rewrite.stored import are_weights, stored_in
 from .. import tiles
 from .byte_experts import Gate, Stack, byte_experts
 from .emit import Emitter, native_parts, row, type_of, weight_of
@@ -75,24 +76,14 @@ def moe(
 
 
 def _is_stored_swiglu(node: torch.fx.Node) -> bool:
-    return _is_stored(node) and _is_swiglu_of_weights(node)
-
-
-def _is_stored(node: torch.fx.Node) -> bool:
-    """Whether all that is stored of the experts are weights of the program."""
-    scales = [p for name, p in arguments(node).items() if name.endswith(("scale", "offset"))]
-    return all(p is None or p.op == "get_attr" for p in (*_stacks(node), *scales))
-
-
-def _stacks(node: torch.fx.Node) -> list[torch.fx.Node]:
-    given = arguments(node)
-    return [given[name] for name in ("gate_up", "down", "weight") if name in given]
+    return are_weights(node) and _is_swiglu_of_weights(node)
 
 
 def _has_kernels(node: torch.fx.Node) -> bool:
     """Whether kernels of ours run the products of a mixture, or of experts."""
-    whole = all(tiles.whole_tiles(int(str(ir_type(p).dims[1]))) for p in _stacks(node))
-    return whole and _is_stored(node) and not quantized_ops_available()
+    stacks = [arguments(node)[name] for name in stored_in(node)]
+    whole = all(tiles.whole_tiles(int(str(ir_type(p).dims[1]))) for p in stacks)
+    return whole and are_weights(node) and not quantized_ops_available()
 
 
 native_parts(G.quantized_moe.default, when=_has_kernels)

@@ -31,8 +31,9 @@ import torch.fx
 from ...ir import Dim, TensorType, UnsupportedError, Weight, derivation, derive
 from ...ir.execution.executable import DECOMPOSED
 from ...ir.ops.numerics import dequantize, looked_up, pack, unpack
+from ...ir.rewrite.stored import are_weights
 from .. import tiles
-from ..cuda_blocks import cuda_layout, is_stored
+from ..cuda_blocks import cuda_layout
 from . import rows_tiles
 from .byte_products import ZERO, byte_product, quantized_rows
 from .emit import Emitter, row, type_of, weight_of
@@ -217,7 +218,7 @@ def shifts_across(scale: torch.Tensor, offset: torch.Tensor, *, middle: int) -> 
 
 def _is_looked_up(node: torch.fx.Node) -> bool:
     """Whether a table is all stored, and sessions may have the op that looks it up."""
-    return is_stored(node) and not quantized_ops_available()
+    return are_weights(node) and not quantized_ops_available()
 
 
 @row(G.quantized_embedding.default, when=_is_looked_up, native=True)
@@ -239,7 +240,7 @@ def quantized_embedding(
     return rows_tiles.quantized_embedding(e, wide, *parts, bits=bits, group=group)
 
 
-@row(G.quantized_linear.default, when=is_stored)
+@row(G.quantized_linear.default, when=are_weights)
 def quantized_linear(
     e: Emitter,
     x: oir.Value,

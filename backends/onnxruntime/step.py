@@ -18,7 +18,7 @@ from ..staging import Staging, Stream
 from ..states import StateBuffers
 from .attention import TOTAL
 from .emit import DTYPES, output_name
-from .rows_recurrent import is_written_in_place
+from .recurrent_states import is_written_in_place
 from .session import as_graph, giving_back, records_graphs
 
 _WIDTH = Sym("T")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...ir import InputError
+from ...ir.ops.numerics import entries_for
 from ...ir.ops.operands import Operands
-from ...ir.ops.quantized import check_pairs, half_or_float
+from ...ir.ops.quantized import half_or_float
 from .. import tiles
 from ..cached_library import SHARED
 from .native import F32, Kernel, native_op
@@ -49,12 +52,9 @@ def _fit_books(
 ) -> None:
     """Codebooks of so many entries, or of pairs of 4 bits twice as many; one, or several of whole
     tiles."""
-    count, pairs = tiles.books_of(books, entries)
-    if pairs:
-        check_pairs(
-            given.op, given.sizes["Q"].bit_length() - 1, given.sizes["K"] // given.sizes["G"]
-        )
-    given.sizes["E"] = entries * (2 if pairs else 1)
+    count, length = tiles.books_of(books)
+    bits, group = given.sizes["Q"].bit_length() - 1, given.sizes["K"] // given.sizes["G"]
+    given.sizes["E"] = entries_for(given.op, length, bits, group, entries)
     several = books is not None and books.dim() > 1
     given.fit(name, books, "SE" if several else "E", dtype)
     tiles.check_books(count, given.sizes["N"])
@@ -82,27 +82,13 @@ def _quantized_linear(
 
 
 @native_op(_quantized_linear)
-def quantized_linear(
-    result: Tensor,
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    offset: Tensor | None,
-    table: Tensor | None,
-    bias: Tensor | None,
-    bits: int,
-    group: int,
-    outputs: int,
-) -> None:
+def quantized_linear(result: Tensor, *operands: Any) -> None:
     """`graftwork.quantized_linear`, rounded, of rows f32[..., K]: f32[..., N], the weight in tiles.
 
     packed, scale, offset, table: as `tiles` makes them, scale and offset in float16 or float32,
     their values for bits of the layout; bias f32[N]; outputs: N.
     """
-    sizes = x.shape[:-1].numel(), outputs, x.shape[-1], group, bits
-    how = _is_half(scale), _is_half(offset), *tiles.books_of(table, tiles.OUTPUTS)
-    tensors = x, packed, scale, offset, table, bias, result
-    quantized_linear_kernel(*tensors, *sizes, *how, torch.get_num_threads())
+    _multiply(quantized_linear_kernel, result, *operands)
 
 
 def _float_linear(
@@ -124,27 +110,21 @@ def _float_linear(
 
 
 @native_op(_float_linear)
-def float_linear(
-    result: Tensor,
-    x: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    offset: Tensor | None,
-    codebook: Tensor | None,
-    bias: Tensor | None,
-    bits: int,
-    group: int,
-    outputs: int,
-) -> None:
+def float_linear(result: Tensor, *operands: Any) -> None:
     """`graftwork.quantized_linear`, not rounded, of rows f32[..., K]: f32[..., N].
 
     packed, scale, offset, codebook: as `tiles.tiled_table` makes them; bias f32[N]; outputs: N.
     Sums are taken in one order: a row has the same bits whatever is beside it.
     """
+    _multiply(float_linear_kernel, result, *operands)
+
+
+def _multiply(kernel: Kernel, result: Tensor, *operands: Any) -> None:
+    x, packed, scale, offset, book, bias, bits, group, outputs = operands
     sizes = x.shape[:-1].numel(), outputs, x.shape[-1], group, bits
-    how = _is_half(scale), _is_half(offset), *tiles.books_of(codebook, 1 << bits)
-    tensors = x, packed, scale, offset, codebook, bias, result
-    float_linear_kernel(*tensors, *sizes, *how, torch.get_num_threads())
+    how = _is_half(scale), _is_half(offset), *tiles.books_of(book)
+    tensors = x, packed, scale, offset, book, bias, result
+    kernel(*tensors, *sizes, *how, torch.get_num_threads())
 
 
 def _quantized_experts(
@@ -180,24 +160,13 @@ def _quantized_experts(
 
 
 @native_op(_quantized_experts)
-def quantized_experts(
-    result: Tensor,
-    x: Tensor,
-    experts: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    offset: Tensor | None,
-    bias: Tensor | None,
-    bits: int,
-    group: int,
-    outputs: int,
-    rounded: bool,
-) -> None:
+def quantized_experts(result: Tensor, *operands: Any) -> None:
     """`graftwork.quantized_experts` of x f32[N,K] or f32[N,C,K] and experts i64[N,C]: f32[N,C,R].
 
     packed, scale, offset: as `tiles.tiled_experts` makes them; bias f32[E,R]; outputs: R. Errors:
     `InputError` for an expert that is not in 0..E-1.
     """
+    x, experts, packed, scale, offset, bias, bits, group, outputs, rounded = operands
     count = packed.shape[0] * tiles.OUTPUTS // outputs
     sizes = *experts.shape, x.dim() == 3, count, outputs, x.shape[-1], group, bits
     how = _is_half(scale), _is_half(offset), rounded
@@ -237,22 +206,13 @@ def _quantized_embedding(
 
 
 @native_op(_quantized_embedding)
-def quantized_embedding(
-    result: Tensor,
-    ids: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    offset: Tensor | None,
-    codebook: Tensor | None,
-    bits: int,
-    group: int,
-    outputs: int,
-) -> None:
+def quantized_embedding(result: Tensor, *operands: Any) -> None:
     """`graftwork.quantized_embedding` of ids i64[...], the table in tiles: f32[..., K].
 
     packed, scale, offset, codebook: as `tiles.tiled_table` makes them; outputs: rows of the table.
     Errors: `InputError` for an id that is not in 0..outputs-1.
     """
+    ids, packed, scale, offset, codebook, bits, group, outputs = operands
     sizes = ids.numel(), outputs, result.shape[-1], group, bits
     halves = _is_half(scale), _is_half(offset)
     tensors = ids, packed, scale, offset, codebook, result

@@ -30,12 +30,12 @@ from ...ir import Function, Program, WeightStore, arguments, site_of, type_of
 from ...ir.execution.executable import KernelUse
 from ...ir.rewrite.cleanup import sweep
 from ...ir.rewrite.expand import expand
+from ...ir.rewrite.stored import are_weights, parts_of, stored_in
 from .. import tiles
 from ..kernel_uses import decomposed, uses
 from . import native_quantized
 
 A, G = torch.ops.aten, torch.ops.graftwork
-STORED = ("weight", "scale", "offset", "codebook")
 NATIVE = {
     native_quantized.LINEAR: "product",
     native_quantized.FLOAT_LINEAR: "product",
@@ -77,13 +77,12 @@ def _lay_out(fn: Function, weights: WeightStore) -> tuple[int, WeightStore]:
     count, weights = _lay_out_experts(fn, weights)
     for node in fn.calls(G.quantized_linear.default, G.quantized_embedding.default):
         given = arguments(node)
-        stored = [given[name] for name in STORED]
-        if any(p and p.op != "get_attr" for p in stored):
+        if not are_weights(node):
             continue
         looks_up = node.target is G.quantized_embedding.default
         rounded = not looks_up and given["rounded"]
         lay_out = tiles.tiled if rounded else tiles.tiled_table
-        parts: list[Any] = [p and weights[str(p.target)] for p in stored]
+        parts: list[Any] = [p and weights[str(p.target)] for p in parts_of(node).values()]
         laid = lay_out(*parts, bits=given["bits"], group=given["group"])
         known = [part and weights.taken(part) for part in laid.parts]
         weights = weights.adding(*filter(None, known))
@@ -109,8 +108,8 @@ def _lay_out_experts(fn: Function, weights: WeightStore) -> tuple[int, WeightSto
         expand(fn, node)
     for node in fn.calls(G.quantized_experts.default):
         given = arguments(node)
-        stored = [given[name] for name in ("weight", "scale", "offset")]
-        parts: list[Any] = [p and weights[str(p.target)] for p in stored]
+        weight, scale, offset, _ = parts_of(node).values()  # experts have no codebooks
+        parts: list[Any] = [p and weights[str(p.target)] for p in (weight, scale, offset)]
         laid = tiles.tiled_experts(*parts, bits=given["bits"], group=given["group"])
         known = [part and weights.taken(part) for part in laid.parts[:3]]
         weights = weights.adding(*filter(None, known))
@@ -128,11 +127,10 @@ def _lay_out_experts(fn: Function, weights: WeightStore) -> tuple[int, WeightSto
 
 
 def _are_whole_tiles(node: torch.fx.Node) -> bool:
-    given = arguments(node)
-    stacks = [given[name] for name in ("gate_up", "down")]
-    scales = [part for name, part in given.items() if name.endswith(("scale", "offset"))]
-    held = all(p is None or p.op == "get_attr" for p in (*stacks, *scales))
-    return held and all(tiles.whole_tiles(int(str(type_of(p).dims[1]))) for p in stacks)
+    stacks = [arguments(node)[name] for name in stored_in(node)]
+    return are_weights(node) and all(
+        tiles.whole_tiles(int(str(type_of(p).dims[1]))) for p in stacks
+    )
 
 
 def _look_up(fn: Function, node: torch.fx.Node, operands: list[Any], sizes: Sizes) -> torch.fx.Node:

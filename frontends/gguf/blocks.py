@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...ir.ops.numerics import Kind, Numeric
+from ...ir.ops.numerics import Numeric
 
 Part = Callable[[Tensor], Tensor]
 
@@ -40,7 +40,7 @@ class BlockType:
     size: int
     bits: int
     group: int
-    kind: Kind
+    kind: str
     codes: Part
     scales: Part
     offsets: Part | None = None

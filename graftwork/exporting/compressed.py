@@ -40,11 +40,11 @@ from ..ir import (
     site_of,
     type_of,
 )
+from ..ir.rewrite.stored import are_weights, parts_of, values_of
 from ..ir.support.files import LARGE, read_bytes, read_json
 from ..ir.support.scratch import replacing
 from ..ir.weights import Call, piece
 from ..passes.numerics.solver import scaled_name
-from ..passes.numerics.values import are_constant, values_of
 from .compressed_layout import stored
 
 A, G = torch.ops.aten, torch.ops.graftwork
@@ -306,9 +306,8 @@ class _Checkpoint:
 
     def _parts(self, node: torch.fx.Node, stack: str) -> list[Weight | None]:
         """Weight, scale and offset of a product of few bits, or of a stack of a mixture's."""
-        given = arguments(node)
-        named = (stack, f"{stack}_scale", f"{stack}_offset")
-        operands = [given[name] for name in (named if stack else ("weight", "scale", "offset"))]
+        weight, scale, offset, _ = parts_of(node, stack or "weight").values()
+        operands = weight, scale, offset
         return [o if o is None else self.program.weights[str(o.target)] for o in operands]
 
     def _experts(
@@ -376,7 +375,7 @@ class _Checkpoint:
             reason = f"it is of a {kind}, no Linear (quantize_weights.exclude=['{every}.weight'])"
         elif have != type.dims:
             reason = f"it is [{have[0]},{have[1]}], and its {module.__class__.__name__} {type}"
-        elif not are_constant(node):
+        elif not are_weights(node):
             reason = "the program computes it"
         elif given["codebook"] is not None:
             reason = "it has a codebook"

@@ -62,7 +62,8 @@ class OpDef:
     """What is known of one op: where its overload, meaning, samples and documentation are.
 
     operands: the text of its declaration. declared: what follows from it. product: see `Product`,
-    None for an op that is none. native: see `Native`, None for an op without a kernel.
+    None for an op that is none. native: see `Native`, None for an op without a kernel. stored: the
+    operands that are weights of few bits, see `ir.rewrite.stored`.
     """
 
     name: str
@@ -73,6 +74,7 @@ class OpDef:
     overload: Any
     product: Product | None = None
     native: Native | None = None
+    stored: tuple[str, ...] = ()
 
     @property
     def doc(self) -> str:
@@ -91,13 +93,15 @@ def op(
     also: Also | None = None,
     product: Product | None = None,
     native: Native | None = None,
+    stored: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the op of its name, which it then checks operands for.
 
     operands: their axes and dtypes, and the results', see `declared`. Arguments that are passed by
     keyword alone are options, whose numbers are never symbolic. also: what the text cannot say.
     samples: a generator of calls for the generic tests. product: what passes and backends ask of
-    products, see `Product`. native: see `Native`. Results must not alias arguments.
+    products, see `Product`. native: see `Native`. stored: operands that are weights of few bits.
+    Results must not alias arguments.
     """
 
     def register(meaning: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,7 +117,9 @@ def op(
         _LIBRARY.impl(name, checked, "CompositeExplicitAutograd")
         torch.library.register_fake(f"graftwork::{name}", fake, lib=_LIBRARY)
         overload = getattr(torch.ops.graftwork, name).default
-        _OPS[name] = OpDef(name, operands, declared, checked, samples, overload, product, native)
+        _OPS[name] = OpDef(
+            name, operands, declared, checked, samples, overload, product, native, stored
+        )
         return checked
 
     return register

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +36,14 @@ SCALES = (torch.float32, torch.float16)
 LOOKED_UP = 4
 """The most bits of values that stand in pairs, or have several codebooks."""
 
-Kind = Literal["symmetric", "affine", "codebook", "pairs"]
-
+KINDS: dict[str, tuple[tuple[str, ...], int]] = {
+    "symmetric": ((), 0),
+    "affine": (("offset",), 0),
+    "codebook": (("codebook",), 1),
+    "pairs": (("codebook",), 2),
+}
+"""What a weight of a kind has beside its numbers and scales, and how many times 2^bits entries its
+codebooks have."""
 
 AT_ONCE = 1 << 18
 """Values that are rounded at a time on the CPU, so that what lies between stays in its caches."""
@@ -51,6 +57,10 @@ class Quantized(NamedTuple):
     scale: Tensor
     offset: Tensor | None = None
     codebook: Tensor | None = None
+
+
+PARTS = Quantized._fields
+"""What a stored weight is made of, by the names of the operands that ops take it as."""
 
 
 @option
@@ -67,7 +77,7 @@ class Numeric:
 
     bits: int
     group: int
-    kind: Kind = "symmetric"
+    kind: str = "symmetric"
     scale: torch.dtype = torch.float32
     books: int = 1
 
@@ -75,8 +85,8 @@ class Numeric:
         check_bits(self.bits)
         if self.group < 1:
             raise InputError(f"group: expected at least 1 value, got {self.group}")
-        if self.kind not in get_args(Kind):
-            raise InputError(f"kind: expected one of {', '.join(get_args(Kind))}, got {self.kind}")
+        if self.kind not in KINDS:
+            raise InputError(f"kind: expected one of {', '.join(KINDS)}, got {self.kind}")
         if self.scale not in SCALES:
             raise InputError(f"scale: expected torch.float32 or torch.float16, got {self.scale}")
         if self.kind == "symmetric" and self.bits == 1:
@@ -86,27 +96,21 @@ class Numeric:
                 f"pairs: expected {LOOKED_UP} bits and groups of pairs, got {self.bits} bits and a "
                 f"group of {self.group}"
             )
-        if self.books < 1 or (self.books > 1 and not (self._looks_up and self.bits <= LOOKED_UP)):
+        if self.books < 1 or (self.books > 1 and not (self.entries and self.bits <= LOOKED_UP)):
             raise InputError(
                 f"books: expected 1, or with a codebook of at most {LOOKED_UP} bits more, got "
                 f"{self.books} for {self.bits} bits, {self.kind}"
             )
 
     @property
-    def _looks_up(self) -> bool:
-        return self.kind in ("codebook", "pairs")
-
-    @property
     def entries(self) -> int:
         """L: of a codebook; 0 without one."""
-        several = 2 if self.kind == "pairs" else 1
-        return several * 2**self.bits if self._looks_up else 0
+        return KINDS[self.kind][1] * 2**self.bits
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The fields of `Quantized` that a weight of its own codebooks has."""
-        more = {"affine": ("offset",), "symmetric": ()}.get(self.kind, ("codebook",))
-        return ("weight", "scale", *more)
+        return ("weight", "scale", *KINDS[self.kind][0])
 
     @property
     def brief(self) -> str:
@@ -150,7 +154,7 @@ class Numeric:
         5.0
         """
         packed, scale = self.types(rows, columns)
-        scales = 2 if self.kind == "affine" else 1
+        scales = 2 if "offset" in self.parts else 1
         book = 4 * self.entries * self.books
         return packed.nbytes + scales * scale.nbytes + book
 
@@ -188,7 +192,7 @@ class Numeric:
     def scales(self, grouped: Tensor) -> tuple[Tensor, Tensor | None]:
         """The scales and offsets [...] of groups of values f32[...,group] that `quantize` takes,
         unless there is a codebook."""
-        if self.kind == "affine":
+        if "offset" in self.parts:
             low, high = grouped.amin(-1), grouped.amax(-1)
             offset = self.stored(low)
             return self._scale((high - offset.float()) / (2**self.bits - 1)), offset
@@ -273,6 +277,20 @@ def levels(weight: Tensor, offset: Tensor | None, codebook: Tensor | None, *, bi
     if codebook is not None:
         return looked_up(values, codebook, bits)
     return (values if offset is not None else values - 2 ** (bits - 1)).float()
+
+
+def entries_for(op: str, length: int, bits: int, group: int, unit: int = 0) -> int:
+    """Entries that a codebook must have of which there are `length`: `unit` (0: 2^bits), or twice
+    as many if values stand in pairs. Errors: `InputError` for bits or groups that have no pairs."""
+    unit = unit or 2**bits
+    if length != 2 * unit:
+        return unit
+    if bits != LOOKED_UP or group % 2:
+        raise InputError(
+            f"{op}: values in pairs have {LOOKED_UP} bits and groups of an even number, got {bits} "
+            f"bits and a group of {group}"
+        )
+    return length
 
 
 def mark(bits: int) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..support.errors import InputError
 from . import Product, Sample, op
-from .numerics import LOOKED_UP, Numeric, check_bits, dequantize, levels
+from .numerics import Numeric, check_bits, dequantize, entries_for, levels
 from .operands import Operands
 
 MOST = 127
@@ -93,9 +93,9 @@ def _check_stored(
     given.fit("scale", scale, "NG", half_or_float(scale))
     given.fit("offset", offset, "NG", half_or_float(offset))
     given.sizes["L"] = 2**bits
-    if pairs and codebook is not None and codebook.shape[-1] == 2 * 2**bits:
-        check_pairs(given.op, bits, given.sizes["K"] // given.sizes["G"])
-        given.sizes["L"] = 2 * 2**bits
+    if pairs and codebook is not None:
+        group = given.sizes["K"] // given.sizes["G"]
+        given.sizes["L"] = entries_for(given.op, codebook.shape[-1], bits, group)
     several = pairs and codebook is not None and codebook.dim() == 2
     given.fit("codebook", codebook, "SL" if several else "L", torch.float32)
     if several and given.sizes["N"] % max(given.sizes["S"], 1):
@@ -104,15 +104,6 @@ def _check_stored(
         )
     if offset is not None and codebook is not None:
         raise InputError(f"{given.op}: a weight has an offset or a codebook, not both")
-
-
-def check_pairs(op: str, bits: int, group: int) -> None:
-    """Errors: `InputError` for bits or groups in which no values stand in pairs."""
-    if bits != LOOKED_UP or group % 2:
-        raise InputError(
-            f"{op}: values in pairs have {LOOKED_UP} bits and groups of an even number, got {bits} "
-            f"bits and a group of {group}"
-        )
 
 
 def half_or_float(tensor: Tensor | None) -> torch.dtype:
@@ -143,6 +134,7 @@ def _check_linear(
         inner=3,
         exact=lambda options: bool(options.get("rounded", True)),
     ),
+    stored=("weight",),
 )
 def quantized_linear(
     x: Tensor,
@@ -246,7 +238,7 @@ def _check_embedding(
         raise InputError(f"{given.op}: ids must be i64 or i32, got {ids.dtype}")
 
 
-@op("also -> f32 ids...K", samples=_embedding_samples, also=_check_embedding)
+@op("also -> f32 ids...K", samples=_embedding_samples, also=_check_embedding, stored=("weight",))
 def quantized_embedding(
     ids: Tensor,
     weight: Tensor,

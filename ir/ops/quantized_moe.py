@@ -78,7 +78,12 @@ def _check_experts(
     _fit_stack(given, "weight", (weight, scale, offset), bits, group, "ERKPU")
 
 
-@op("experts: i64 NC, also, bias: ER -> x NCR", samples=_product_samples, also=_check_experts)
+@op(
+    "experts: i64 NC, also, bias: ER -> x NCR",
+    samples=_product_samples,
+    also=_check_experts,
+    stored=("weight",),
+)
 def quantized_experts(
     x: Tensor,
     experts: Tensor,
@@ -153,6 +158,7 @@ def _check(
     "x: NH, experts: i64 NC, weights: NC, also, gate_up_bias: EG, down_bias: EH -> x",
     samples=_samples,
     also=_check,
+    stored=("gate_up", "down"),
 )
 def quantized_moe(
     x: Tensor,

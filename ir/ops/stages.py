@@ -62,7 +62,7 @@ class Stage:
 # What raising passes make on the way from traced to canonical; frontends give none of it.
 _RAISED = frozenset({"rms_norm", "layer_norm", "rotary", "glu"})
 # What sources that hold weights of a few bits are read as.
-_STORED = frozenset({"quantized_linear", "quantized_embedding", "quantized_moe"})
+_STORED = frozenset(op.name for op in all_ops().values() if op.stored)
 # What lets tokens of a sequence meet, before and after there are states.
 _MIXERS = frozenset({"attention", "causal_conv", "linear_attention", "source_attention"})
 _CACHE_OPS = frozenset(

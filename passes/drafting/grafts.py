@@ -32,9 +32,9 @@ from ...ir import (
 from ...ir.execution.analysis import part_of
 from ...ir.plan import DraftRecord
 from ...ir.rewrite.cleanup import sweep
+from ...ir.rewrite.stored import values_of
 from ..engine.functions import token_look_ups
 from ..engine.plan_edits import with_draft
-from ..numerics.values import values_of
 from ..stepping.pick_logits import pick_after
 from .trained import Published, TrainedWeights, as_published
 

@@ -18,8 +18,8 @@ from ...ir import (
     derive,
     type_of,
 )
+from ...ir.rewrite.stored import values_of
 from ..engine.functions import token_look_ups
-from ..numerics.values import values_of
 from .trained import TrainedWeights
 
 A = torch.ops.aten

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import torch
-
 from ...ir import InputError, Program
 from ...ir.plan import SampledTree
 from ...ir.plan.inputs import ANCESTORS
+from ...ir.rewrite.stored import stored_ops
 
 Predicate = Callable[[Program], str]
 """Why something does not hold for a program; "" if it does."""
@@ -107,12 +106,7 @@ def _sampled(program: Program) -> str:
 
 @fact("quantized")
 def _quantized(program: Program) -> str:
-    ops = (
-        torch.ops.graftwork.quantized_linear.default,
-        torch.ops.graftwork.quantized_embedding.default,
-        torch.ops.graftwork.quantized_moe.default,
-    )
-    some = any(fn.calls(*ops) for fn in program.functions.values())
+    some = any(fn.calls(*stored_ops()) for fn in program.functions.values())
     return "" if some else "no function has weights of a few bits"
 
 

@@ -28,25 +28,23 @@ from ...ir import (
     Function,
     Program,
     Role,
-    TensorType,
     Weight,
     WeightStore,
     arguments,
-    derive,
     site_of,
     type_of,
 )
-from ...ir.ops.numerics import stored_floats
+from ...ir.rewrite.stored import (
+    Parts,
+    float_weight,
+    named_parts,
+    parts_of,
+    stored_in,
+    stored_ops,
+)
 from ...ir.rewrite.subgraph import fresh_name
 
 A, G = torch.ops.aten, torch.ops.graftwork
-
-STORED = (
-    G.quantized_linear.default,
-    G.quantized_embedding.default,
-    G.quantized_moe.default,
-)
-_EXPERTS = ("gate_up", "down")
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def stored_names(program: Program) -> frozenset[str]:
     """The names of all weights that are multiplied, or looked up, in few bits."""
     functions = program.functions.values()
     return frozenset(
-        name for fn in functions for call in fn.calls(*STORED) for name in names_of(call)
+        name for fn in functions for call in fn.calls(*stored_ops()) for name in names_of(call)
     )
 
 
@@ -97,7 +95,7 @@ def reopened(
         if function.role not in roles:
             continue
         fn = function.copy()
-        for call in list(fn.calls(*STORED)):
+        for call in list(fn.calls(*stored_ops())):
             if not held.issuperset(names_of(call)):
                 continue
             floats = opener.weights_of(call)
@@ -130,8 +128,7 @@ def reopened(
 
 def names_of(call: torch.fx.Node) -> tuple[str, ...]:
     """The names of a call's stored weights; none of what is no weight."""
-    given = arguments(call)
-    nodes = [given[name] for name in _EXPERTS] if _is_mixture(call) else [given["weight"]]
+    nodes = [arguments(call)[name] for name in stored_in(call)]
     there = all(node.op == "get_attr" for node in nodes)
     return tuple(str(node.target) for node in nodes) if there else ("",)
 
@@ -149,29 +146,20 @@ class _Opener:
 
     def weights_of(self, call: torch.fx.Node) -> tuple[Weight, ...]:
         """The float weights that a call's stored ones stand for, columns in order."""
-        given, bits = arguments(call), int(arguments(call)["bits"])
-        if _is_mixture(call):
-            names = [(n, f"{n}_scale", f"{n}_offset") for n in _EXPERTS]
-            dtype = type_of(given["x"]).dtype
-            return tuple(
-                self._weight([given[a], given[b], given[c], None, None], bits, dtype)
-                for a, b, c in names
-            )
         looked_up = call.target is G.quantized_embedding.default
-        dtype = torch.float32 if looked_up else type_of(given["x"]).dtype
-        _, order = (None, None) if looked_up else _gathered(given["x"])
-        parts = [given[n] for n in ("weight", "scale", "offset", "codebook")]
-        return (self._weight([*parts, order], bits, dtype),)
+        dtype = torch.float32 if looked_up else type_of(arguments(call)["x"]).dtype
+        product = call.target is G.quantized_linear.default
+        order = {"order": _gathered(arguments(call)["x"])[1]} if product else {}
+        named = (parts_of(call, weight) | order for weight in stored_in(call))
+        return tuple(self._weight(parts, int(arguments(call)["bits"]), dtype) for parts in named)
 
-    def _weight(self, parts: list[torch.fx.Node | None], bits: int, dtype: torch.dtype) -> Weight:
-        inputs = [None if part is None else self.weights[str(part.target)] for part in parts]
-        packed = inputs[0]
-        assert packed is not None
-        if (key := f"{packed.name} {dtype}") not in self.made:
-            sizes = (*packed.type.shape[:-1], packed.type.shape[-1] * 8 // bits)
-            name = fresh_name(self.weights, float_name(packed.name, bits))
-            type = TensorType(dtype, sizes)
-            self.made[key] = derive(name, type, stored_floats, *inputs, bits=bits, dtype=dtype)
+    def _weight(self, parts: Parts, bits: int, dtype: torch.dtype) -> Weight:
+        inputs = named_parts(parts, self.weights)
+        packed = inputs["weight"].name
+        key = f"{packed} {dtype}"
+        if key not in self.made:
+            name = fresh_name(self.weights, float_name(packed, bits))
+            self.made[key] = float_weight(name, inputs, bits, dtype)
         return self.made[key]
 
     def open(self, fn: Function, call: torch.fx.Node, floats: tuple[Weight, ...]) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.fx
 
 from ...ir import Function, Weight, arguments, site_of, type_of
+from ...ir.ops.numerics import PARTS
 from .stored import Form
 
 A, G = torch.ops.aten, torch.ops.graftwork
@@ -42,7 +43,7 @@ class LayerProducts:
     ) -> Any:
         (numeric,) = form.numerics
         given = {p: self.fn.weight(parts[n]) for p, n in form.term_names(weight, 0).items()}
-        operands = [given.get(name) for name in ("weight", "scale", "offset", "codebook")]
+        operands = [given.get(part) for part in PARTS]
         options: dict[str, Any] = {"bits": numeric.bits, "group": numeric.group}
         op, site = G.quantized_embedding.default, site_of(node)
         new = self.fn.call(op, node.args[1], *_cut(operands), site=site, **options)
@@ -62,7 +63,7 @@ class LayerProducts:
             if "columns" in names:
                 x = self._picked(x, parts[names["columns"]], site)
             known = {p: self.fn.weight(parts[n]) for p, n in names.items() if p != "columns"}
-            operands = [known.get(p) for p in ("weight", "scale", "offset", "codebook")]
+            operands = [known.get(part) for part in PARTS]
             options: dict[str, Any] = {"bits": numeric.bits, "group": numeric.group}
             options |= {} if self.rounded else {"rounded": False}
             given = _cut([*operands, held if total is None else None])

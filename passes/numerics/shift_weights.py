@@ -40,21 +40,12 @@ from ...ir import (
 from ...ir.ops.numerics import Numeric, pack, unpack
 from ...ir.program import Program
 from ...ir.rewrite.cleanup import sweep
+from ...ir.rewrite.stored import group_of, operand, stored_in, stored_ops
 from ...ir.rewrite.subgraph import fresh_name
 from ..engine.base import Contract, Effect, Outcome, Pass, register
 from ..engine.functions import edit_with_weights
 
 G = torch.ops.graftwork
-ONE = (("weight", "scale", "group"),)
-STORED: dict[Any, tuple[tuple[str, str, str], ...]] = {
-    G.quantized_linear.default: ONE,
-    G.quantized_embedding.default: ONE,
-    G.quantized_moe.default: (
-        ("gate_up", "gate_up_scale", "group"),
-        ("down", "down_scale", "down_group"),
-    ),
-}
-"""What is stored for an op: names of weights, of their scales and of their groups."""
 
 
 @register
@@ -73,7 +64,7 @@ class ShiftWeights(Pass):
         return edit_with_weights(program, self._shift)
 
     def _shift(self, fn: Function, weights: WeightStore) -> tuple[int | str, WeightStore]:
-        calls = fn.calls(*STORED)
+        calls = fn.calls(*stored_ops())
         found = [node for node in calls if int(arguments(node)["bits"]) > self.bits]
         if not found:
             known = sorted({int(arguments(node)["bits"]) for node in calls})
@@ -87,12 +78,13 @@ class ShiftWeights(Pass):
         given, target = arguments(node), cast(Any, node.target)
         with fn.graph.inserting_before(node):
             nodes: dict[str, torch.fx.Node] = {}
-            for names in STORED[target]:
-                packed, scale = (weights[str(given[name].target)] for name in names[:2])
-                self._check(packed, given, int(given[names[2]]))
+            for name in stored_in(node):
+                names = name, operand(name, "scale")
+                packed, scale = (weights[str(given[part].target)] for part in names)
+                self._check(packed, given, group_of(node, name))
                 made = _shifted(packed, scale, int(given["bits"]), self.bits, weights)
                 weights = weights.adding(*made)
-                nodes |= {name: fn.weight(part) for name, part in zip(names, made, strict=False)}
+                nodes |= {part: fn.weight(new) for part, new in zip(names, made, strict=True)}
             places = [a.name for a in target._schema.arguments if not a.kwarg_only]
             parts = [nodes.get(name, value) for name, value in zip(places, node.args, strict=False)]
             options: dict[str, Any] = {**node.kwargs, "bits": self.bits}

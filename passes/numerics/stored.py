@@ -24,7 +24,6 @@ from ...ir import TensorType
 from ...ir.ops.numerics import Numeric, Quantized
 from ...ir.weights import option
 
-SUFFIXES = {"weight": "", "scale": ".scale", "offset": ".offset", "codebook": ".codebook"}
 I64 = torch.int64
 
 
@@ -58,7 +57,7 @@ class Form:
         """Names of a term's parts by the operands that they are, with `columns` if it has some."""
         numeric = self.numerics[term]
         name = f"{weight}.q{numeric.bits}"
-        found = {part: name + SUFFIXES[part] for part in numeric.parts}
+        found = {p: name if p == "weight" else f"{name}.{p}" for p in numeric.parts}
         return found | ({"columns": f"{name}.columns"} if self.columns else {})
 
     def names(self, weight: str) -> tuple[str, ...]:
