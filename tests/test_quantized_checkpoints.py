@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,11 @@ from selection import mostly_long
 import graftwork as gw
 from graftwork.frontends import import_model
 from graftwork.frontends.huggingface.checkpoint import tensors_of
-from graftwork.frontends.huggingface.formats import format_of, read
+from graftwork.frontends.huggingface.formats import base, format_of, read
+from graftwork.frontends.stored_weights import StoredWeight
 from graftwork.ir import GraftworkWarning, InputError, UnsupportedError, arguments
 from graftwork.ir.check.legality import idle, unmet
+from graftwork.ir.ops.numerics import Numeric
 
 G = torch.ops.graftwork
 Layer = Callable[[int, int], Written]
@@ -77,6 +79,40 @@ def test_values(case: str, tmp_path: Path) -> None:
 
 
 TARGETS = ("eager:cpu:float32", "torch:cpu:float32", "onnxruntime:cpu:float32")
+
+
+def test_a_format_is_its_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes around 0 with one scale a row: found by its method, kept in its bits."""
+    format_of(awq_config(), tmp_path)
+    monkeypatch.setattr(base, "_FORMATS", dict(base._FORMATS))
+
+    @base.register
+    class Bytes(base.Format):
+        method, mark = "bytes", "codes"
+
+        @classmethod
+        def of(cls, config: Mapping[str, Any], folder: Path) -> Bytes:
+            return cls()
+
+        def parts(self) -> frozenset[str]:
+            return frozenset({"codes", "scale"})
+
+        def stored(self, module: base.Module) -> StoredWeight:
+            codes = module.tensor("codes", (torch.uint8,))
+            scale = module.tensor("scale", (torch.float32,))
+            return StoredWeight(Numeric(8, codes.type.shape[1]), codes, scale)
+
+    def layer(rows: int, columns: int) -> Written:
+        parts = Numeric(8, columns).quantize(torch.randn(rows, columns))
+        values = Numeric(8, columns).dequantize(parts)
+        return {"codes": parts.weight, "scale": parts.scale}, values
+
+    config = {"quant_method": "bytes"}
+    quantized, plain = write(tmp_path, config, layer)
+    _, stored = read(format_of(config, quantized), quantized, tensors_of(quantized))
+    expected = load_file(plain / "model.safetensors")
+    assert len(stored) == 14
+    assert all(torch.equal(w.values(name).load(), expected[name]) for name, w in stored.items())
 
 
 @pytest.mark.parametrize("case", mostly_long(["gptq-act-order", "awq", "nf4-nested"], keep=()))

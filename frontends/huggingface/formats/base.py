@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ....ir import InputError, UnsupportedError, Weight
 from ....ir.ops.numerics import Numeric
+from ....ir.support.discovery import import_all
 from ....ir.weights import from_safetensors, open_safetensors
 from ...stored_weights import StoredWeight
 
@@ -143,6 +144,7 @@ def format_of(config: Any, folder: Path) -> Format:
     if not isinstance(config, Mapping):
         config = config.to_dict() if hasattr(config, "to_dict") else {}
     method = str(config.get("quant_method") or "").lower()
+    import_all(__package__)
     if method not in _FORMATS:
         raise UnsupportedError(
             f"{folder}: config.json says that the checkpoint is quantized by {method or 'nobody'} "
