@@ -6,17 +6,25 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 from test_cli import CPU, TEXT, checkpoint  # noqa: F401  (a fixture)
+from tiny import PROMPTS, tiny_llama
 
 import graftwork as gw
+from graftwork.backends import Target, compile
 from graftwork.ir import InputError
+from graftwork.ir.ops.numerics import dequantize
 from graftwork.ir.support.discovery import import_methods, import_passes
 from graftwork.passes import all_passes
+from graftwork.passes.engine.manager import run_passes
+from graftwork.passes.numerics.methods import base
 from graftwork.recipe import Recipe
+from graftwork.runtime import generate
 
 PASSES = '''\
 """A drafter that repeats the last token, and a pass that scales the logits."""
@@ -181,6 +189,77 @@ def test_recipes_that_are_no_package_are_refused(site: Path) -> None:
     install(site, "stub_b", points, {"recipes.py": ""})
     with pytest.raises(InputError, match=r"the-stub_b names stub_b\.recipes .* expected a package"):
         gw.recipes()
+
+
+METHOD = '''\
+"""Half of the columns in the recipe's bits and the others in fewer, all of them shrunk."""
+
+from dataclasses import replace
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+
+from graftwork.passes.numerics.methods.base import Method, method
+from graftwork.passes.numerics.stored import Form, Stored
+
+
+@method
+class Halves(Method):
+    """fewer: bits of the second half. share: of their size that weights keep."""
+
+    fewer: int = 2
+    share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    name: ClassVar[str] = "halves"
+    reads_text: ClassVar[bool] = False
+
+    def form(self, numeric, rows, columns):
+        return Form((numeric, replace(numeric, bits=self.fewer)), (columns // 2, columns // 2))
+
+    def stored(self, weight, form, prepared):
+        halves = (weight * self.share).chunk(2, 1)
+        terms = tuple(n.quantize(half) for n, half in zip(form.numerics, halves, strict=True))
+        return Stored(terms, torch.arange(weight.shape[1]).chunk(2))
+'''
+HALVES = """\
+title: Weights in two widths
+contract: approximate
+extends: baseline
+passes: [quantize_weights: {method: halves, group: 16, tuning: {fewer: 3}}]
+"""
+
+
+def test_a_weight_method_is_its_file_and_a_recipe(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a form of its own, made of terms that ops know; kernels run it."""
+    monkeypatch.setattr(base, "_METHODS", {**base.known_methods()})
+    points = "[graftwork.passes]\nx = stub_g.halves\n[graftwork.recipes]\nx = stub_g.recipes\n"
+    recipes = {"recipes/__init__.py": "", "recipes/halves.yaml": HALVES}
+    install(site, "stub_g", points, {"halves.py": METHOD, **recipes})
+    start = tiny_llama()
+    made, _ = run_passes(start, Recipe.load("halves").steps)
+    calls = made.step.calls(torch.ops.graftwork.quantized_linear.default)
+    assert Counter(call.kwargs["bits"] for call in calls) == {4: len(calls) / 2, 3: len(calls) / 2}
+    (name,) = (n for n in start.weights if n.endswith("layers.0.mlp.down_proj.weight"))
+    stored = {call.args[1].target: call.kwargs["bits"] for call in calls}
+    columns = start.weights[name].load() * 0.5
+    for bits, half in zip((4, 3), columns.chunk(2, 1), strict=True):
+        assert stored[f"{name}.q{bits}"] == bits
+        parts = [made.weights[f"{name}.q{bits}{part}"].load() for part in ("", ".scale", ".offset")]
+        assert (dequantize(*parts, bits=bits) - half).abs().max() < 0.1
+    want = generate(compile(made, Target("eager", "cpu")), PROMPTS, max_new_tokens=4)
+    assert torch.equal(generate(compile(made, Target()), PROMPTS, max_new_tokens=4), want)
+
+
+def test_a_weight_method_of_a_taken_name_is_refused_with_both(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "_METHODS", {**base.known_methods()})
+    text = METHOD.replace('"halves"', '"awq"')
+    install(site, "stub_h", "[graftwork.passes]\nx = stub_h.halves\n", {"halves.py": text})
+    with pytest.raises(InputError, match=r"stub_h\.halves\.Halves and .*Awq are both methods"):
+        all_passes()
 
 
 @pytest.mark.parametrize(

@@ -20,23 +20,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from glob import escape
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
 import torch.fx
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from ...ir import Function, PassError, Program, Weight, derivation, derive
 from ...ir.ops.numerics import Numeric
-from ..engine.base import Contract, Effect, Outcome, Pass, register
+from ..engine.base import Outcome, register
 from ..engine.evidence import Evidence, TextSample
 from ..engine.reopening import Reopened, reopened
 from ..engine.validate import reference_logits
 from .products import source_weights, vocabulary
 from .quantize_weights import QuantizeWeights
-
-Bits = Literal[2, 3, 4, 6, 8]
+from .rounding import Bits, Rounding
 
 
 class Choice(NamedTuple):
@@ -55,7 +54,7 @@ class Group(NamedTuple):
 
 
 @register
-class MixedPrecision(Pass):
+class MixedPrecision(Rounding):
     """bits: of a value, on average over the weights chosen, scales not counted. choices: what a
     group's values may have. windows, length: windows of text to measure harm on, and tokens of each
     at most. group, method, tuning, scales, embedding, exclude, rounded: as of `quantize_weights`.
@@ -65,20 +64,8 @@ class MixedPrecision(Pass):
     choices: tuple[Bits, ...] = (2, 3, 4, 6, 8)
     windows: Annotated[int, Field(ge=1)] = 4
     length: Annotated[int, Field(ge=2)] = 256
-    group: Annotated[int, Field(ge=0)] = 32
-    method: str = "rtn"
-    tuning: dict[str, bool | int | float] = Field(default_factory=dict)
-    scales: Literal["f16", "f32"] = "f16"
-    embedding: bool | Bits = False
-    exclude: tuple[str, ...] = ()
-    rounded: bool = True
 
     name: ClassVar[str] = "mixed_precision"
-    contract: ClassVar[Contract] = Contract.APPROXIMATE
-    requires: ClassVar[frozenset[str]] = QuantizeWeights.requires
-    provides: ClassVar[frozenset[str]] = QuantizeWeights.provides
-    effects: ClassVar[frozenset[Effect]] = QuantizeWeights.effects
-    reads: ClassVar[frozenset[Effect]] = QuantizeWeights.reads
 
     @field_validator("choices")
     @classmethod
@@ -86,12 +73,6 @@ class MixedPrecision(Pass):
         if len(set(choices)) < 2:
             raise ValueError("expected at least two numbers of bits to choose from")
         return tuple(sorted(set(choices)))
-
-    @field_validator("tuning")
-    @classmethod
-    def _has_a_method(cls, tuning: dict[str, bool | int | float], given: ValidationInfo) -> object:
-        QuantizeWeights(method=given.data["method"], tuning=tuning)  # refuses what is none
-        return tuning
 
     @property
     def text(self) -> TextSample:
@@ -154,16 +135,9 @@ class MixedPrecision(Pass):
 
     def _rounding(self, bits: Bits = 8, names: Sequence[str] = ()) -> QuantizeWeights:
         """The pass that rounds some weights, or all, to so many bits."""
-        return QuantizeWeights(
-            bits=bits,
-            group=self.group,
-            method=self.method,
-            tuning=self.tuning,
-            scales=self.scales,
-            rounded=self.rounded,
-            select=_patterns(names),
-            exclude=() if names else self.exclude,
-        )
+        shared = {name: getattr(self, name) for name in Rounding.model_fields}
+        shared |= {"embedding": False, "exclude": () if names else self.exclude}
+        return QuantizeWeights(bits=bits, select=_patterns(names), **shared)
 
     def _groups(self, program: Program) -> list[Group]:
         """Weights whose products share an input, in the order of the step."""

@@ -50,7 +50,7 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.fx
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ...ir import (
     Function,
@@ -69,16 +69,17 @@ from ...ir.ops.numerics import WIDTHS, Numeric
 from ...ir.rewrite.cleanup import sweep
 from ...ir.rewrite.mixtures import Stack, store_experts
 from ...ir.rewrite.subgraph import fresh_name
-from ..engine.base import STATES, Contract, Effect, Evidence, Outcome, Pass, TextSample, register
+from ..engine.base import Evidence, Outcome, TextSample, register
 from ..engine.blocks import STACKS
 from ..engine.calibrate import calibrate
 from ..engine.functions import EVERY, edit_with_weights
 from ..engine.reopening import Reopened, float_name, reopened, stored_names
 from ..engine.sources import code_of
 from .layer_products import LayerProducts
-from .methods.base import Method, method_of
+from .methods.base import Method
 from .methods.rtn import RoundToNearest
 from .products import float_weight, source_weights, vocabulary
+from .rounding import Bits, Rounding
 from .solver import WeightSolver, scaled_name, seen_enough, tokens_name
 from .stored import Form
 
@@ -87,7 +88,7 @@ SCALES = {"f16": torch.float16, "f32": torch.float32}
 
 
 @register
-class QuantizeWeights(Pass):
+class QuantizeWeights(Rounding):
     """bits: of a value. group: values of a row that share a scale; 0: all of it. symmetric: zero is
     stored exactly, and groups have no offset. method: how values are chosen, by name; rtn rounds to
     nearest. tuning: the method's own options. windows, length: windows of text, and tokens of each
@@ -100,41 +101,21 @@ class QuantizeWeights(Pass):
     for a method that reads text.
     """
 
-    bits: Literal[2, 3, 4, 6, 8] = 4
-    group: Annotated[int, Field(ge=0)] = 32
+    bits: Bits = 4
     symmetric: bool = False
-    method: str = "rtn"
-    tuning: dict[str, bool | int | float] = Field(default_factory=dict)
     windows: Annotated[int, Field(ge=1)] = 64
     length: Annotated[int, Field(ge=2)] = 512
-    scales: Literal["f16", "f32"] = "f16"
-    embedding: bool | Literal[2, 3, 4, 6, 8] = False
     select: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    rounded: bool = True
     role: Literal["any", "target", "draft"] = "any"
     expert_tokens: Annotated[float, Field(ge=0)] = 2.0
 
     name: ClassVar[str] = "quantize_weights"
-    contract: ClassVar[Contract] = Contract.APPROXIMATE
-    requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
-    provides: ClassVar[frozenset[str]] = frozenset({"quantized"})
-    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.WEIGHT_NUMERICS})
-    reads: ClassVar[frozenset[Effect]] = STATES | {Effect.FUNCTIONS}
     repeatable: ClassVar[bool] = True
-
-    @model_validator(mode="after")
-    def _has_a_method(self) -> QuantizeWeights:
-        try:
-            method_of(self.method, self.tuning)
-        except InputError as error:  # options are refused as what is wrong with a value
-            raise ValueError(str(error)) from error
-        return self
 
     @property
     def text(self) -> TextSample | None:
         """What the method must see."""
-        reads = method_of(self.method, self.tuning).reads_text
+        reads = self.chooser.reads_text
         return TextSample(self.windows, self.length) if reads else None
 
     def reopen(self, program: Program, held: frozenset[str]) -> Reopened:
@@ -164,7 +145,7 @@ class QuantizeWeights(Pass):
         if not forms or Role.TARGET not in self._roles:
             return Outcome(program, 0, f"{program.step.name} has no layer that {self.method} takes")
         assert self.text is not None
-        method = method_of(self.method, self.tuning)
+        method = self.chooser
         fixed, least = _read_by_others(program), self.expert_tokens
         solver = WeightSolver(method, forms, fixed, least)
         code = code_of(type(method))
@@ -193,7 +174,7 @@ class QuantizeWeights(Pass):
     def _sees_experts(self, node: torch.fx.Node, weights: WeightStore) -> bool:
         """Whether the method chooses the values of a mixture's experts: it reads text, and they
         have the form that experts can have. Errors: as `numeric_of`."""
-        method = method_of(self.method, self.tuning)
+        method = self.chooser
         if not method.reads_text or arguments(node)["gate_up_bias"] not in _weights_in(node):
             return False
         for weight in _stacks_of(node, weights):
@@ -223,7 +204,7 @@ class QuantizeWeights(Pass):
             return self._quantize(fn, weights, known, learned)
 
         outcome = edit_with_weights(program, edit, self._roles)
-        if not mixtures or method_of(self.method, self.tuning).quick:
+        if not mixtures or self.chooser.quick:
             return outcome
         said = f"the experts of {mixtures} mixtures are rounded to nearest, not by {self.method}"
         return replace(outcome, remarks=(*outcome.remarks, said))
@@ -246,7 +227,7 @@ class QuantizeWeights(Pass):
         mixtures = [node for node in fn.calls(G.moe.default) if self._takes_experts(node, weights)]
         if not found and not mixtures:
             return "float weights are multiplied or looked up, none is chosen", weights
-        method = method_of(self.method, self.tuning)
+        method = self.chooser
         product = LayerProducts(fn, self.rounded)
         for node, weight in found:
             known = weight.name in tables
@@ -327,7 +308,7 @@ class QuantizeWeights(Pass):
     def numeric_of(self, weight: Weight, known: bool) -> Numeric:
         """How a weight is stored. Errors: `PassError` for a group that does not divide its rows."""
         columns = int(str(weight.type.dims[-1]))
-        kind: Literal["symmetric", "affine"] = "symmetric" if self.symmetric else "affine"
+        kind = "symmetric" if self.symmetric else "affine"
         bits = self.embedding if known and self.embedding is not True else self.bits
         numeric = Numeric(bits, self.group or columns, kind, SCALES[self.scales])
         if why := numeric.refusal(columns):
@@ -337,7 +318,7 @@ class QuantizeWeights(Pass):
     def form_of(self, weight: Weight) -> Form:
         """How a layer's weight is stored. Errors: `PassError` for what does not fit its rows."""
         *_, rows, columns = weight.type.shape
-        method = method_of(self.method, self.tuning)
+        method = self.chooser
         try:
             form = method.form(self.numeric_of(weight, False), rows, columns)
         except InputError as error:

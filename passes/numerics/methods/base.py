@@ -75,7 +75,12 @@ M = TypeVar("M", bound=type[Method])
 
 
 def method(cls: M) -> M:
-    """Class decorator: make a method known under its name."""
+    """Class decorator: make a method known under its name. Errors: `InputError` naming both methods
+    if another one has that name."""
+    known = _METHODS.setdefault(cls.name, cls)
+    if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        here, there = (f"{c.__module__}.{c.__qualname__}" for c in (cls, known))
+        raise InputError(f"{here} and {there} are both methods called {cls.name!r}: rename one")
     _METHODS[cls.name] = cls
     option(cls)
     return cls
