@@ -50,6 +50,9 @@ struct Declared {
         std::istringstream lines(text);
         for (std::string line; std::getline(lines, line);) read(line);
     }
+    size_t members() const {
+        return operands.size() + results.size() + sizes.size() + options.size();
+    }
     void read(const std::string& line) {
         std::istringstream words(line);
         std::string kind, a, b;
@@ -107,15 +110,17 @@ struct DeclaredNode {
         int64_t& operator[](char axis) { return of[int(axis) & 127]; }
     };
 
+    static std::string text(char axis) { return std::string(1, axis); }
+
     void check(const Declared::Rule& rule, const std::vector<ort::Tensor>& given, Sizes& sizes) const {
         const std::string& axes = rule.axes;
-        const std::string first(1, axes[0]), second(1, axes.back());
-        if (rule.kind == Declared::Rule::LESS) sizes[axes[0]] = sizes[axes[1]] - rule.number;
-        if (rule.kind == Declared::Rule::LEAST)
-            want(sizes[axes[0]] >= 1, (first + " must be at least 1").c_str());
-        if (rule.kind == Declared::Rule::MULTIPLE)
-            want(sizes[axes[1]] >= 1 && sizes[axes[0]] % sizes[axes[1]] == 0,
-                 (first + " must be a multiple of " + second).c_str());
+        int64_t &first = sizes[axes[0]], &second = sizes[axes[1]];
+        if (rule.kind == Declared::Rule::LESS) first = second - rule.number;
+        if (rule.kind == Declared::Rule::LEAST && first < 1)
+            throw std::invalid_argument(text(axes[0]) + " must be at least 1");
+        if (rule.kind == Declared::Rule::MULTIPLE && (second < 1 || first % second != 0))
+            throw std::invalid_argument(
+                text(axes[0]) + " must be a multiple of " + text(axes[1]));
         if (rule.kind != Declared::Rule::FIT || !given[rule.number].value) return;
         const std::vector<int64_t>& found = given[rule.number].sizes;
         bool fits = found.size() == axes.size();
@@ -125,16 +130,18 @@ struct DeclaredNode {
         }
         if (fits) return;
         std::string wanted;
-        for (char axis : axes) wanted += (wanted.empty() ? "" : ", ") + std::string(1, axis);
+        for (char axis : axes) wanted += (wanted.empty() ? "" : ", ") + text(axis);
         throw std::invalid_argument(of.operands[rule.number].name + " must be [" + wanted + "]");
     }
 
     void run(ort::Context* context) const {
         std::vector<ort::Tensor> given;
+        given.reserve(of.operands.size());
         for (size_t i = 0; i < of.operands.size(); i++) given.emplace_back(api, context, i);
         Sizes sizes;
         for (const auto& rule : of.rules) check(rule, given, sizes);
         std::vector<int64_t> members, shape;
+        members.reserve(of.members());
         for (const auto& tensor : given) members.push_back(address(tensor.data<void>(api)));
         for (size_t i = 0; i < of.results.size(); i++) {
             const Declared::Result& result = of.results[i];
