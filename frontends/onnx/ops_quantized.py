@@ -32,7 +32,7 @@ def stored(
         offset = Weight.of(f"{name}.offset", -scales * zeros)
     kind = "symmetric" if offset is None else "affine"
     return StoredWeight(
-        Numeric(bits, group, kind, scales.dtype),  # type: ignore[arg-type]
+        Numeric(bits, group, kind, scales.dtype),
         Weight.of(name, pack(wide, bits)),
         Weight.of(f"{name}.scale", scales),
         offset,

@@ -105,7 +105,8 @@ class Numeric:
     @property
     def entries(self) -> int:
         """L: of a codebook; 0 without one."""
-        return KINDS[self.kind][1] * 2**self.bits
+        _, several = KINDS[self.kind]
+        return several << self.bits
 
     @property
     def parts(self) -> tuple[str, ...]:
