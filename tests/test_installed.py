@@ -241,6 +241,9 @@ def test_a_weight_method_is_its_file_and_a_recipe(
     made, _ = run_passes(start, Recipe.load("halves").steps)
     calls = made.step.calls(torch.ops.graftwork.quantized_linear.default)
     assert Counter(call.kwargs["bits"] for call in calls) == {4: len(calls) / 2, 3: len(calls) / 2}
+    for call in calls:
+        picked = made.weights[call.args[0].args[2].target].load()
+        assert (picked[0] == 0) == (call.kwargs["bits"] == 4), call
     name = next(n for n in start.weights if f"{n}.q4" in made.weights)
     columns = start.weights[name].load() * 0.5
     for bits, half in zip((4, 3), columns.chunk(2, 1), strict=True):
