@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,16 @@ import torch
 from selection import in_turn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graftwork.ir import Function, ModelInfo, Program, TensorType, WeightStore, ops, verify
+from graftwork.ir import (
+    Function,
+    InputError,
+    ModelInfo,
+    Program,
+    TensorType,
+    WeightStore,
+    ops,
+    verify,
+)
 from graftwork.ir.ops import OpDef, Sample, all_ops, op_of
 from graftwork.ir.ops.stages import find_op, is_core
 from graftwork.ir.text.expressions import Expression
@@ -169,6 +179,28 @@ def _all_aten() -> Iterator[torch._ops.OpOverload]:
         packet, _, overload = rest.partition(".")
         if namespace == "aten" and hasattr(torch.ops.aten, packet):
             yield getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def test_the_table_of_ops_is_up_to_date() -> None:
+    rows = [op.row for name, op in sorted(all_ops().items()) if "ir.ops" in op.meaning.__module__]
+    table = (Path(__file__).parent.parent / "docs" / "ops.md").read_text(encoding="utf-8")
+    shown = [line for line in table.splitlines() if line.startswith("| `")]
+    assert shown == rows, "docs/ops.md differs; its rows are these:\n" + "\n".join(rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("q: BT -> x", r"names \['q'\]; its arguments are \['x'\]"),
+        ("x: i64  BT -> x", "no operand"),
+    ],
+)
+def test_a_declaration_that_cannot_be_read_is_refused(text: str, said: str) -> None:
+    def meaning(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    with pytest.raises(InputError, match=said):
+        ops.op(text, samples=lambda: iter(()))(meaning)
 
 
 def test_a_new_op_is_one_block() -> None:

@@ -81,6 +81,14 @@ class OpDef:
         """The op's documentation: its meaning's docstring."""
         return (self.meaning.__doc__ or "").strip()
 
+    @property
+    def row(self) -> str:
+        """The op's row in docs/ops.md: name, declaration and the first sentence of its doc."""
+        said = self.operands.replace(", also", "").replace("also ", "").replace("|", "\\|")
+        return (
+            f"| `{self.name}` | `{said}` | {' '.join(self.doc.partition(chr(10) * 2)[0].split())} |"
+        )
+
 
 _LIBRARY = torch.library.Library("graftwork", "FRAGMENT")
 _OPS: dict[str, OpDef] = {}

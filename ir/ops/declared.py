@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 
+from ..support.errors import InputError
 from ..types import DTYPES
 from .operands import Operands
 
@@ -90,6 +91,7 @@ def declare(text: str, meaning: Callable[..., Any], also: Also | None) -> Declar
     missing = " or ".join(f"{name} is None" for name in required)
     checks = [f"if {missing}: _given.lacks({', '.join(f'{name}={name}' for name in required)})"]
     items = operands.split(", ")
+    _check_names(meaning.__name__, text, list(signature.parameters))
     if also is not None and "also" not in items:
         items.append("also")
     asked = [] if also is None else list(inspect.signature(also).parameters)[1:]
@@ -117,6 +119,14 @@ def declare(text: str, meaning: Callable[..., Any], also: Also | None) -> Declar
     return Declared(schema, tuple(signature.parameters), *said, *space["make"](meaning, also))
 
 
+def _check_names(op: str, text: str, arguments: list[str]) -> None:
+    """Errors: `InputError` for a declaration that names what is no argument of the op."""
+    known = {*arguments, *DTYPES, "also", "any", "float", "len"}
+    unknown = [name for name in re.findall(r"[a-z]\w*", text) if name not in known]
+    if unknown:
+        raise InputError(f"{op}: its declaration names {unknown}; its arguments are {arguments}")
+
+
 def _default(parameter: inspect.Parameter) -> Any:
     """None for options without a default: those who check operands alone leave them out."""
     needed = parameter.default is parameter.empty and parameter.kind == parameter.KEYWORD_ONLY
@@ -130,7 +140,10 @@ def _size(letter: str) -> str:
 def parts(item: str) -> tuple[str, str, str]:
     """Name, kind and axes of an operand or a result."""
     found = re.fullmatch(r"(?:(\w+): )?(?:(\S+) )?(\S+)", item)
-    assert found is not None, f"{item!r} is no operand"
+    if found is None:
+        raise InputError(
+            f"{item!r} is no operand; expected name: kind axes, such as mask: bool B1TC"
+        )
     name, kind, axes = found.groups(default="")
     return name, kind or (axes if axes.islower() else ""), axes
 
