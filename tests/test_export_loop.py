@@ -35,6 +35,7 @@ from graftwork.model import Model
 from graftwork.passes.drafting.suffix import SuffixDraft, SuffixIndex
 from graftwork.passes.engine.manager import run_passes
 from graftwork.recipe import Recipe
+from graftwork.runtime.speculate.sampling import agreed
 
 PROMPTS = ([1, 2, 3, 4], [5, 6, 7, 5, 6, 7, 5, 6], [9])
 IN_INT8 = {"quantize_weights": {"bits": 8, "group": 0, "symmetric": True, "scales": "f32"}}
@@ -243,6 +244,28 @@ def test_copied_drafts_are_the_drafters(shortest: int) -> None:
         assert session.run(None, {"text": tokens})[0].tolist() == wanted
         drafted += bool(wanted)
     assert 40 < drafted < 83
+
+
+def test_graphs_accept_what_the_runtime_accepts() -> None:
+    """Greedy acceptance is one function of the runtime, and one of graphs: the same counts."""
+    g = GraphBuilder("accept", OPSETS)
+    draft, chosen = (g.input(name, I64, [name]) for name in ("draft", "chosen"))
+    same = g.op("Equal", draft, g.slice(chosen, None, g.size(draft, 0)))
+    g.output("count", g.leading(same), I64, [])
+    model = oir.to_proto(oir.Model(g.graph, ir_version=IR_VERSION)).SerializeToString()
+    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+    random = np.random.default_rng(0)
+    counts = set()
+    for size in (0, 1, *random.integers(1, 6, 60)):
+        tokens, said = random.integers(0, 2, size), random.integers(0, 2, size + 1)
+        wanted = agreed(tokens.tolist(), said.tolist(), vocabulary=2)
+        assert session.run(None, {"draft": tokens, "chosen": said})[0] == wanted
+        assert tokens[:wanted].tolist() == said[:wanted].tolist()
+        assert wanted == size or tokens[wanted] != said[wanted]
+        counts.add(wanted)
+    assert counts >= {0, 1, 2, 3}
+    with pytest.raises(InputError, match="logits"):
+        agreed([1], [1, -1], vocabulary=2)
 
 
 @pytest.mark.parametrize("name", ["calm", "free", "ffn_skipllm", "layerskip"])

@@ -418,8 +418,7 @@ class _Generation:
             chosen = g.op("Squeeze", found, g.const([0]))
             chosen = self.rules.begun(g, chosen, step.first, length)
         with g.within("verify"):
-            agreed = g.leading(g.op("Equal", draft, g.slice(chosen, None, count)))
-            accepted = g.total(agreed, 0)
+            accepted = g.leading(g.op("Equal", draft, g.slice(chosen, None, count)))
             gained = g.slice(chosen, None, after_all(g.op("Add", accepted, one), g.const(0)))
         ends = self.ends(g, gained)
         with g.within("keep"):

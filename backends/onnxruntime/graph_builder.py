@@ -179,9 +179,10 @@ class GraphBuilder:
         return self.op("ReduceSum", self.cast(flags, I64), self.const([axis]), keepdims=0)
 
     def leading(self, flags: oir.Value, axis: int = 0) -> Any:
-        """bool: those flags before which, and which themselves, all are set."""
-        missing = self.cast(self.op("Not", flags), I64)
-        return self.op("Equal", self.op("CumSum", missing, self.const(axis)), self.const(0))
+        """How many flags at the front of an axis are set, i64: of draft tokens that equal what the
+        target chooses, those that greedy acceptance keeps (`runtime.speculate.sampling.agreed`)."""
+        missing = self.op("CumSum", self.cast(self.op("Not", flags), I64), self.const(axis))
+        return self.total(self.op("Equal", missing, self.const(0)), axis)
 
     def flags(self, shape: oir.Value) -> Any:
         """Flags of a shape i64[R], none of them set."""

@@ -268,6 +268,23 @@ class Round(ABC):
         Errors: `InputError` for logits that are NaN.
         """
 
+    def least(self, *limits: int | None) -> int:
+        """The least of some numbers of steps, None being no limit; 1 where a streamer wants the
+        tokens of each step at once."""
+        known = [limit for limit in limits if limit is not None]
+        return min(known) if self.decoding.emitter is None else min(1, *known)
+
+    def commit(self, new: list[list[int]], live: Sequence[int]) -> None:
+        """Append to each text of `live` what several steps gained, up to its end. new: by sequence,
+        those tokens; it becomes what was appended."""
+        decoding = self.decoding
+        for index in live:
+            gained = new[index]
+            new[index] = decoding.stopping.commit(decoding.texts[index], gained)
+            # What a last step gained beyond the end was drafted, but for its own token.
+            decoding.stats.accepted_tokens -= max(len(gained) - len(new[index]) - 1, 0)
+        decoding.emit(new)
+
     def clock(self) -> float:
         """See `Decoding.clock`."""
         return self.decoding.clock()

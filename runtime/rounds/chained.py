@@ -11,7 +11,7 @@ from time import perf_counter
 
 from ...ir.plan import FixedLength
 from ..speculate.drafters.base import ChainDrafter
-from ..speculate.sampling import bad_logits
+from ..speculate.sampling import agreed
 from .base import Decoding, Round
 
 
@@ -47,19 +47,10 @@ class ChainedRound(Round):
 
     def run(self, most: int | None) -> int:
         """See `Round.run`."""
-        decoding, texts = self.decoding, self.decoding.texts
-        live = decoding.live
-        limits = [most, decoding.make_room(self.levels + 1, self.wide)]
-        # A streamer wants the tokens of each step at once.
-        limits.append(1 if decoding.emitter is not None else None)
-        new: list[list[int]] = [[] for _ in texts]
-        steps = self._steps(new, live, min(n for n in limits if n is not None))
-        for index in live:
-            gained = new[index]
-            new[index] = decoding.stopping.commit(texts[index], gained)
-            # What a last step gained beyond the end was drafted, but for its own token.
-            decoding.stats.accepted_tokens -= max(len(gained) - len(new[index]) - 1, 0)
-        decoding.emit(new)
+        live, room = self.decoding.live, self.decoding.make_room(self.levels + 1, self.wide)
+        new: list[list[int]] = [[] for _ in self.decoding.texts]
+        steps = self._steps(new, live, self.least(most, room))
+        self.commit(new, live)
         return steps
 
     def _steps(self, new: list[list[int]], live: list[int], most: int) -> int:
@@ -92,17 +83,10 @@ class ChainedRound(Round):
             more = said if made == "argmax" else outputs.integers(made)
             for index in live:
                 chain, row = chains[index], said[index]
-                count = 0
-                for token in chain:
-                    if token != row[count]:
-                        break
-                    count += 1
-                if not 0 <= row[count] < vocabulary:
-                    raise bad_logits()
+                count = agreed(chain, row, vocabulary)
                 drafted += len(chain)
                 accepted += count
                 count += 1
-                # What agrees with the row is the row.
                 gained = row[:count]
                 new[index] += gained
                 past[index] += count

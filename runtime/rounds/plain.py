@@ -51,18 +51,15 @@ class PlainRound(Round):
     def run(self, most: int | None) -> int:
         """See `Round.run`."""
         decoding, feeder = self.decoding, self.decoding.feeder
-        live = [(index, decoding.texts[index]) for index in decoding.live]
-        rows = max(text.rows for _, text in live) + 1
+        live = decoding.live
+        texts = [decoding.texts[index] for index in live]
+        rows = max(text.rows for text in texts) + 1
         feeder.make_room(rows)
-        limits = [most, decoding.room(), feeder.executable.capacity - rows + 1]
-        limits += [text.limit - len(text.tokens) for _, text in live]
-        # A streamer wants each token at once.
-        limits.append(1 if decoding.emitter is not None else None)
+        left = [text.limit - len(text.tokens) for text in texts]
+        room = self.least(most, decoding.room(), feeder.executable.capacity - rows + 1, *left)
         new: list[list[int]] = [[] for _ in decoding.texts]
-        steps = self._steps(new, [i for i, _ in live], min(n for n in limits if n is not None))
-        for index, text in live:
-            decoding.stopping.commit(text, new[index])
-        decoding.emit(new)
+        steps = self._steps(new, live, room)
+        self.commit(new, live)
         decoding.stats.count(steps, len(live))
         return steps
 

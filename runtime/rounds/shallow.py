@@ -15,7 +15,7 @@ from ..feeding.outputs import Outputs
 from ..speculate.drafters.grown import GrownDrafter
 from ..speculate.proposers.hidden import level_of
 from ..speculate.proposers.shallow import LeadingProposer
-from ..speculate.sampling import bad_logits
+from ..speculate.sampling import agreed
 from .base import Decoding, Round
 from .plain import FETCH, REST
 
@@ -47,21 +47,14 @@ class ShallowRound(Round):
 
     def run(self, most: int | None) -> int:
         """See `Round.run`."""
-        decoding, texts = self.decoding, self.decoding.texts
-        live = decoding.live
-        limits = [most, decoding.make_room(self.levels + 1, self.levels + 1)]
+        decoding, live = self.decoding, self.decoding.live
+        room = decoding.make_room(self.levels + 1, self.levels + 1)
         decoding.feeder.ahead = None
-        # A streamer wants the tokens of each step at once.
-        limits.append(1 if decoding.emitter is not None else None)
         self.proposer.settle()
-        new: list[list[int]] = [[] for _ in texts]
-        steps = self._steps(new, live, min(n for n in limits if n is not None))
-        for index in live:
-            gained = new[index]
-            new[index] = decoding.stopping.commit(texts[index], gained)
-            decoding.stats.accepted_tokens -= max(len(gained) - len(new[index]) - 1, 0)
+        new: list[list[int]] = [[] for _ in decoding.texts]
+        steps = self._steps(new, live, self.least(most, room))
+        self.commit(new, live)
         self.proposer.settled(new)
-        decoding.emit(new)
         return steps
 
     def _steps(self, new: list[list[int]], live: list[int], most: int) -> int:
@@ -80,10 +73,8 @@ class ShallowRound(Round):
             counts = list(map(min, rooms, length.limits(rooms)))
             chains = self._drafted(last, past, starts, counts)
             between = self.clock()
-            rows = [
-                [] if text.done else [last[b], *chains[b][: counts[b]]]
-                for b, text in enumerate(texts)
-            ]
+            drafts = [chain[:count] for chain, count in zip(chains, counts, strict=True)]
+            rows = [[] if text.done else [last[b], *drafts[b]] for b, text in enumerate(texts)]
             memory = feeder.buffers(feeder.width(1 + max(counts), 0), self.deep)
             memory.fill(rows, past)
             call = memory.chains(starts).fetching(feeder.executable, fetch)
@@ -95,14 +86,11 @@ class ShallowRound(Round):
             whole = False
             tokens: list[list[int]] = [[] for _ in texts]
             for index in live:
-                chain, row = rows[index], said[index]
-                count = 1
-                while count < len(chain) and chain[count] == row[count - 1]:
-                    count += 1
-                if not 0 <= row[count - 1] < vocabulary:
-                    raise bad_logits()
-                drafted += len(chain) - 1
-                accepted += count - 1
+                row = said[index]
+                count = agreed(drafts[index], row, vocabulary)
+                drafted += len(drafts[index])
+                accepted += count
+                count += 1
                 gained = row[:count]
                 tokens[index] = gained
                 new[index] += gained

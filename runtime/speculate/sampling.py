@@ -260,6 +260,26 @@ def bad_logits() -> InputError:
     )
 
 
+def agreed(draft: Sequence[int], chosen: Sequence[int], vocabulary: int) -> int:
+    """Greedy acceptance of a chain: the tokens at its front that the target would choose, too.
+
+    chosen: the target's choices after the last committed token and after each draft token, at least
+    len(draft) + 1. The sequence gains ``chosen[: agreed + 1]``. In graphs `GraphBuilder.leading`
+    counts the same. Errors: `InputError` if the last of these is no token: an argmax of nothing.
+
+    >>> agreed([5, 6, 7], [5, 6, 8, 9], vocabulary=10)
+    2
+    """
+    count = 0
+    for token in draft:
+        if token != chosen[count]:
+            break
+        count += 1
+    if not 0 <= chosen[count] < vocabulary:
+        raise bad_logits()
+    return count
+
+
 def best(scores: torch.Tensor) -> list[int]:
     """The best token of each row [R,V]; the first at a tie. Errors: `InputError` for NaN rows."""
     tokens = scores.argmax(-1)

@@ -13,7 +13,7 @@ from ...asking.options import GenerationOptions
 from ...asking.text import Text
 from ...feeding.draft import Draft
 from ...feeding.outputs import integers
-from ..sampling import bad_logits, best
+from ..sampling import agreed, best
 from .base import GREEDY, NOTHING_GAINED, VERIFIERS, Verdict, Verifier
 
 
@@ -59,22 +59,13 @@ class GreedyVerifier(Verifier):
     def _agreed(self, row: list[int], draft: Draft) -> Verdict:
         if draft.parents is not None:
             return self._verdict(row, draft, _branch(row, draft))
-        count = 0
-        for token in draft.tokens:
-            if token != row[count]:
-                break
-            count += 1
-        # What agrees with the row is the row.
-        if not 0 <= row[count] < self.vocabulary:
-            raise bad_logits()
+        count = agreed(draft.tokens, row, self.vocabulary)
         return Verdict(range(count), row[: count + 1])
 
     def _verdict(self, row: list[int], draft: Draft, path: Sequence[int]) -> Verdict:
         """The path and what the target says after it."""
         last = row[path[-1] + 1 if path else 0]
-        # A draft token is a valid id, so only the last one can be an argmax of nothing.
-        if not 0 <= last < self.vocabulary:
-            raise bad_logits()
+        agreed((), (last,), self.vocabulary)  # that it is a token
         return Verdict(path, [*(draft.tokens[node] for node in path), last])
 
     def _from_logits(
