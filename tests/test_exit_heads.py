@@ -15,8 +15,7 @@ from tiny import PROMPTS, tiny_llama
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import GraftworkWarning, Program
-from graftwork.ir.execution.executable import Executable
-from graftwork.measuring.planned import Planned
+from graftwork.ir.execution.executable import Executable, Planned
 from graftwork.model import Model
 from graftwork.passes.engine.manager import run_passes
 from graftwork.recipe import Recipe

@@ -28,8 +28,8 @@ from graftwork.ir.plan import (
 from graftwork.ir.plan.base import POLICIES, record
 from graftwork.ir.plan.length import LengthRecord
 from graftwork.ir.support.discovery import import_methods
+from graftwork.ir.text.parser import parse_record
 from graftwork.ir.text.printer import record_text
-from graftwork.ir.text.record_text import parse_record
 from graftwork.passes import all_passes
 from graftwork.passes.drafting.ppd import PromptDraft
 from graftwork.passes.drafting.suffix import SuffixDraft

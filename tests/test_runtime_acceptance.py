@@ -14,8 +14,8 @@ from tiny import named, tiny_llama
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import PassError, Program, UnsupportedError, Weight
+from graftwork.ir.execution.executable import Planned
 from graftwork.ir.plan import CachedDraft, NoDraft, UnrolledDraft
-from graftwork.measuring.planned import Planned
 from graftwork.model import Model
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.draft_hydra import DraftHydra

@@ -16,9 +16,8 @@ from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.backends.torch import TorchExecutable
 from graftwork.ir import PassError, Program, UnsupportedError
-from graftwork.ir.execution.executable import Widths
+from graftwork.ir.execution.executable import Planned, Widths
 from graftwork.ir.plan import CachedDraft, NoDraft
-from graftwork.measuring.planned import Planned
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.draft_eagle import DraftEagle

@@ -15,9 +15,9 @@ from tiny import named, tiny_llama
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError, Program
+from graftwork.ir.execution.executable import Planned
 from graftwork.ir.plan import DraftRecord, FirstDraft, GoodputLength, NoDraft, Typical
 from graftwork.ir.weights import Weight, WeightStore
-from graftwork.measuring.planned import Planned
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.corpus import CorpusDraft
 from graftwork.passes.drafting.input import InputDraft

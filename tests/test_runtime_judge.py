@@ -15,8 +15,8 @@ from tiny import named, tiny_llama
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError, PassError, Program, Weight
+from graftwork.ir.execution.executable import Planned
 from graftwork.ir.plan import Chain, Judge, NoDraft
-from graftwork.measuring.planned import Planned
 from graftwork.model import Model
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.drafting.draft_medusa import DraftMedusa

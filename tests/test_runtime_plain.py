@@ -16,7 +16,7 @@ from selection import mostly_long
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import InputError
-from graftwork.measuring.planned import Planned
+from graftwork.ir.execution.executable import Planned
 from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.runtime import generate
 from graftwork.runtime.rounds.chained import ChainedRound

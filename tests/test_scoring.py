@@ -18,9 +18,9 @@ import graftwork as gw
 from graftwork.backends import compile
 from graftwork.backends.target import Target
 from graftwork.ir import GraftworkWarning, InputError, Program, UnsupportedError, run
+from graftwork.ir.execution.executable import Planned
 from graftwork.ir.plan import FullDepth
 from graftwork.measuring.agreement import plain_plan
-from graftwork.measuring.planned import Planned
 from graftwork.model import Model
 from graftwork.passes.drafting.draft_medusa import DraftMedusa
 from graftwork.passes.numerics.quantize_weights import QuantizeWeights

@@ -13,9 +13,9 @@ from tiny import cached_llama
 import graftwork.measuring.tuning as tuning
 from graftwork.backends import Target
 from graftwork.ir import InputError
+from graftwork.ir.execution.executable import Planned
 from graftwork.ir.plan import DraftRecord, StaticTree
 from graftwork.ir.plan.shapes import expected
-from graftwork.measuring.planned import Planned
 from graftwork.measuring.tuning import evaluate, tune, with_tree
 from graftwork.model import Model
 from graftwork.recipe import Recipe

@@ -195,11 +195,7 @@ def bench(
             repeats=repeats,
             progress=show,
         )
-    out.print(table)
-    if json_ is not None:
-        from ..ir.support.scratch import write_text
-
-        write_text(json_, json.dumps(figures, indent=1))
+    _show(table, figures, json_)
 
 
 @app.command()
@@ -305,11 +301,7 @@ def demo(
     check_file(json_, "--json")
     with progress() as show:
         table, figures = run_demo(progress=show, quick=quick)
-    out.print(table)
-    if json_ is not None:
-        from ..ir.support.scratch import write_text
-
-        write_text(json_, json.dumps(figures, indent=1))
+    _show(table, figures, json_)
 
 
 # -- helpers
@@ -326,6 +318,14 @@ def _bad(message: str) -> Exception:
     from ..ir.support.errors import InputError
 
     return InputError(message)
+
+
+def _show(table: Any, figures: Any, file: Path | None) -> None:
+    from ..ir.support.scratch import write_text
+
+    out.print(table)
+    if file is not None:
+        write_text(file, json.dumps(figures, indent=1))
 
 
 def _split(names: str) -> list[str]:

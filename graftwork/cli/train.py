@@ -42,8 +42,7 @@ def train(
     """Train a recipe's draft heads on what the model itself predicts."""
     from ..artifact.destinations import check_above
     from ..data.calibration import check_documents
-    from ..model import as_target
-    from ..model import optimize as optimize_model
+    from ..model import as_target, optimize
     from ..training import FitState, fit
     from .open_model import with_settings
     from .progress import training_progress
@@ -54,7 +53,7 @@ def train(
     if data is not None:
         check_documents(data)
     with training_progress(err) as update:
-        made = optimize_model(
+        made = optimize(
             model,
             chosen,
             target=target,

@@ -114,8 +114,7 @@ def evidence_of(
     work: str | Path | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Evidence:
-    """Calibration text from tokenized documents. work: folder for intermediate results, a temporary
-    one by default."""
+    """Calibration text from tokenized documents. work: folder of intermediate results."""
     said = TimeLeft()
     tokens = torch.tensor([token for document in documents for token in document])
     folder = WorkFolder(None if work is None else plain_path("work", work))

@@ -113,8 +113,7 @@ class _Rows:
 
 
 class _Loaded:
-    """The stacks of experts that were loaded last: their experts are written one after another, and
-    computing a stack may be slow."""
+    """The expert stacks loaded last: experts are written one by one, and stacks are slow."""
 
     def __init__(self, count: int) -> None:
         self.count = count

@@ -59,10 +59,8 @@ class Exports:
         return export_vllm_medusa(self.program, _place("vllm-medusa", folder))
 
     def export_speculators(self, folder: str | Path, target: str = "") -> Path:
-        """Write a trained EAGLE-3 draft as vLLM reads it. target: the model's name or path there.
-
-        Errors: as `speculators.export_speculators`.
-        """
+        """Write a trained EAGLE-3 draft for vLLM. target: name or path of its model. Errors: as
+        `speculators.export_speculators`."""
         from .speculators import export_speculators
 
         return export_speculators(self.program, _place("speculators", folder), target)

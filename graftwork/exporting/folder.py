@@ -74,8 +74,7 @@ def check_ops(ops: str) -> None:
 
 
 def refuse_other_states(program: Program) -> None:
-    """Errors: `UnsupportedError` for a program with states besides key-value caches of its text:
-    other loaders cannot hold them."""
+    """Errors: `UnsupportedError` for states besides key-value caches of the text."""
     if program.plan.source.encoder is not None:
         raise UnsupportedError(
             f"{program.name} writes from a source, which loops around one decode graph do not "

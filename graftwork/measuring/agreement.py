@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..ir import Program
-from ..ir.execution.executable import Executable
+from ..ir.execution.executable import Executable, Planned
 from ..ir.plan import Chain, DecodePlan, FixedLength, Lossless, NoDraft
 from ..passes.engine.base import Contract, Effect, all_passes
 from ..runtime.asking.options import BEST
 from ..runtime.generate import forget, generate
-from .planned import Planned
 
 PLANNED = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
 """Effects that do not change what the step computes."""
@@ -81,8 +80,7 @@ def is_approximate(program: Program) -> bool:
 
 
 def keeps_step(program: Program) -> bool:
-    """Whether only the plan is approximate: then plain decoding with the program gives the target's
-    text."""
+    """Whether only the plan is approximate: plain decoding then gives the target's text."""
     known = all_passes()
     return all(name in known and known[name].effects <= PLANNED for name in _approximate(program))
 
@@ -98,8 +96,7 @@ def plain_plan(plan: DecodePlan) -> DecodePlan:
 
 
 def own_text(executable: Executable, prompts: Iterable[Sequence[int]], tokens: int) -> OwnText:
-    """Agreement of an executable's plan with its plain decoding. Both continue each prompt greedily
-    by `tokens` tokens."""
+    """Agreement of a plan with plain decoding; both continue prompts by `tokens`, greedily."""
     plain = Planned(executable, plain_plan(executable.program.plan))
     asked = {"max_new_tokens": tokens, "eos_token_id": [], **BEST}
     pairs = []

@@ -22,14 +22,13 @@ import torch
 
 from ..frontends.huggingface.model import load_model
 from ..ir import InputError
-from ..ir.execution.executable import Executable
+from ..ir.execution.executable import Executable, Planned
 from ..ir.support.packages import installing
 from ..model import Model
 from ..passes.engine.base import Effect, all_passes
 from ..passes.engine.validate import reference_logits
 from ..runtime.generate import Generated, forget, generate
 from .agreement import OwnText, is_approximate, plain_plan
-from .planned import Planned
 
 NEAR_TIE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 """Largest difference of two logits, relative to the largest logit, that counts as rounding."""
@@ -120,8 +119,7 @@ class Optimized:
 
 
 def _graphs(model: Model) -> object:
-    """Key of a model's graphs and weights, given its source: all passes except those that only
-    change the plan."""
+    """Key of a model's graphs and weights: all passes but those that only change the plan."""
     known = all_passes()
     plan_only = {name for name, p in known.items() if p.effects == {Effect.DECODE_PLAN}}
     records = [r for r in model.program.provenance if r.name not in plan_only]

@@ -30,7 +30,7 @@ from rich.text import Text as Line
 
 from ..data.prompts import Prompts, read_prompts
 from ..ir import InputError
-from ..ir.execution.executable import Executable
+from ..ir.execution.executable import Executable, Planned
 from ..ir.plan import DecodePlan, FullDepth
 from ..ir.plan.depth import ThresholdDepth
 from ..model import Model
@@ -38,7 +38,6 @@ from ..recipe import Recipe
 from ..runtime.asking.options import BEST
 from ..runtime.generate import Generated, forget, generate
 from .agreement import plain_plan
-from .planned import Planned
 
 STEPS = 20
 """Tested thresholds: 1, 0.95, ..."""
@@ -159,8 +158,7 @@ def calibrate_exits(
 def _checked(
     model: Model, data: Prompts, tolerance: float, confidence: float, tokens: int, held_out: float
 ) -> tuple[ThresholdDepth, list[list[int]], int]:
-    """The model's depth record, the prompts, and how many of them calibrate. Errors: see
-    `calibrate_exits`."""
+    """Depth record, prompts, and how many calibrate. Errors: see `calibrate_exits`."""
     for name, value in (("tolerance", tolerance), ("confidence", confidence)):
         if not 0 < value < 1:
             raise InputError(f"{name}={value}: expected a number between 0 and 1")
@@ -203,8 +201,7 @@ def _why(depth: ThresholdDepth) -> str:
 
 
 def lowest(measured: Iterator[Tried], error: float) -> tuple[tuple[Tried, ...], float | None]:
-    """The tests up to the first p-value above `error`, and the threshold before it (None if there
-    is none)."""
+    """The tests up to the first p-value above `error`, and the threshold before it, if any."""
     tried: list[Tried] = []
     found = None
     for one in measured:

@@ -28,7 +28,7 @@ from ..backends.target import Target
 from ..data.calibration import check_text
 from ..data.prompts import Prompts, check_file, read_prompts
 from ..ir import InputError
-from ..ir.execution.executable import Executable
+from ..ir.execution.executable import Executable, Planned
 from ..ir.plan import FixedLength, KeepAll, StaticTree
 from ..ir.plan.inputs import ANCESTORS
 from ..ir.plan.shapes import expected
@@ -50,7 +50,6 @@ from ..runtime.speculate.proposers.base import Proposer
 from ..runtime.speculate.trees.base import TreePolicy
 from ..tracing.traced import Source
 from .agreement import OwnText, is_approximate, own_text, plain_plan
-from .planned import Planned
 
 Clock = Callable[[], float]
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)

@@ -16,8 +16,7 @@ from ..recipe import Recipe
 
 
 def check_guests(recipe: Recipe) -> None:
-    """Check the paths that a recipe's passes need, before tracing. Errors: `InputError` naming the
-    pass whose model or file is not given or does not exist."""
+    """Check the paths that passes need. Errors: `InputError` naming the pass."""
     for step in recipe.steps:
         name = step.pass_.name
         for path in (*step.pass_.models, *step.pass_.files):

@@ -22,11 +22,11 @@ import torch
 from ..data.corpus import Windows, own_text, read_corpus, split
 from ..data.prompts import Prompts, check_seed, refuse_sources
 from ..ir import InputError
+from ..ir.execution.executable import Planned
 from ..ir.plan import Chain, FixedLength, NoDraft
 from ..ir.support.files import plain_path
 from ..measuring.agreement import OwnText, is_approximate
 from ..measuring.agreement import own_text as own_text_kept
-from ..measuring.planned import Planned
 from ..passes.drafting.trained import trained_on
 from ..runtime.asking.options import BEST
 from ..runtime.generate import Generated, generate

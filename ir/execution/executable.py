@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
+from ..plan import DecodePlan
 from ..program import Program
 from ..support.threads import Turn
 
@@ -172,3 +173,14 @@ class Executable(Protocol):
 
     def kernels(self) -> tuple[KernelUse, ...]:
         """What runs products with weights of few bits, in the functions that are compiled."""
+
+
+class Planned:
+    """Wraps an executable: another plan, the same graphs and buffers."""
+
+    def __init__(self, executable: Executable, plan: DecodePlan) -> None:
+        self.program = executable.program.replace(plan=plan)
+        self.executable = executable
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.executable, name)

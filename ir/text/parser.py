@@ -328,3 +328,19 @@ def _no_data(name: str) -> Callable[[], Any]:
         )
 
     return load
+
+
+def parse_record(text: str, slot: str) -> Record:
+    """Read one record of a slot, such as ``suffix(tokens=4)``; fields left out have defaults.
+
+    Errors: `ParseError` with line, column and what was expected.
+
+    >>> str(parse_record("suffix(tokens=4)", "draft"))
+    'suffix(tokens=4, longest=16, shortest=2)'
+    """
+    parser = Parser(text, None)
+    found = parser.plan_record(slot)
+    parser.cursor.skip_lines()
+    if parser.cursor.here.kind != "end":
+        parser.cursor.fail("nothing more")
+    return found

@@ -38,7 +38,7 @@ import torch
 from ...ir import ParseError, PassError, Program, Role
 from ...ir.plan import CachedDraft, StagedDraft
 from ...ir.plan.bounds import Nodes
-from ...ir.text.record_text import parse_record
+from ...ir.text.parser import parse_record
 from ..engine.base import Effect, Outcome
 from ..engine.plan_edits import with_draft
 from ..policies import RecordPass, builds
