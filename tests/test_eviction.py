@@ -34,9 +34,9 @@ from graftwork.ir import (
 )
 from graftwork.ir.ops.quantized_cache import hadamard, stored_values
 from graftwork.ir.plan import DraftRecord, GoodputLength, NoDraft
+from graftwork.passes.caching.budgets.pyramid import falling
 from graftwork.passes.caching.evict_cache import EvictCache
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
-from graftwork.passes.caching.layer_budgets import pyramid
 from graftwork.passes.caching.quantize_cache import QuantizeCache
 from graftwork.passes.drafting.draft_eagle import DraftEagle
 from graftwork.passes.drafting.draft_model import DraftModel
@@ -339,10 +339,10 @@ def test_what_rows_for_each_head_cost_is_told() -> None:
 def test_layers_of_a_pyramid() -> None:
     """Worked out by hand: (64 - 4) * (2 - 1 / 20) = 117 rows for the first layer and 3 for the last
     one, besides the 4 that always stay; whole texts of 96 rows leave more for the last ones."""
-    assert pyramid(64, 4, 4, 4, longest=256) == [120, 84, 44, 8]
-    assert pyramid(64, 4, 4, 4, longest=96) == [96, 76, 52, 32]
-    assert pyramid(96, 4, 4, 4, longest=96) == [96] * 4
-    assert pyramid(64, 1, 4, 4, longest=96) == [64]
+    assert falling(64, 4, 4, 4, longest=256) == [120, 84, 44, 8]
+    assert falling(64, 4, 4, 4, longest=96) == [96, 76, 52, 32]
+    assert falling(96, 4, 4, 4, longest=96) == [96] * 4
+    assert falling(64, 1, 4, 4, longest=96) == [64]
 
 
 @pytest.mark.parametrize("draft", [SuffixDraft(tokens=5), RecyclingDraft(nodes=7)])

@@ -25,8 +25,8 @@ from test_runtime_cached import padded
 from graftwork.ir import PassError, Program, Weight, run, verify
 from graftwork.ir.plan import DraftRecord, NoDraft
 from graftwork.ir.plan.inputs import chain_inputs
+from graftwork.passes.caching.budgets.adaptive import chosen
 from graftwork.passes.caching.evict_cache import EvictCache
-from graftwork.passes.caching.head_budgets import chosen
 from graftwork.passes.caching.split_heads import SplitHeads
 from graftwork.passes.drafting.recycling import RecyclingDraft
 from graftwork.passes.drafting.suffix import SuffixDraft

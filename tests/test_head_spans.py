@@ -14,9 +14,9 @@ from test_head_budgets import budgets_of
 
 from graftwork.ir import PassError, Program, Weight, verify
 from graftwork.ir.plan import DraftRecord, NoDraft
+from graftwork.passes.caching.budgets.spans import _costs, beyond, cheapest
+from graftwork.passes.caching.cached_rows import Read
 from graftwork.passes.caching.evict_cache import EvictCache
-from graftwork.passes.caching.head_budgets import Read
-from graftwork.passes.caching.head_spans import _costs, beyond, cheapest
 from graftwork.passes.caching.split_heads import SplitHeads
 from graftwork.passes.drafting.suffix import SuffixDraft
 from graftwork.passes.engine.manager import Step, run_passes

@@ -26,9 +26,14 @@ LEAST = 1e-30
 """What a score is at least before its logarithm is taken."""
 
 
-def _rounded(scores: Tensor) -> Tensor:
+def rounded(scores: Tensor) -> Tensor:
     """Scores as whole numbers of steps, which float32 holds exactly."""
     return torch.round(scores.float() * STEPS)
+
+
+def rounded_log(scores: Tensor) -> Tensor:
+    """Scores that are compared by their ratio, at least 0: their logarithms, rounded."""
+    return rounded(scores.float().clamp(min=LEAST).log())
 
 
 @op("keys: BGCD -> f32 BGC", samples=lambda: _norm_samples())
@@ -56,7 +61,7 @@ def row_scores_norm(keys: Tensor) -> Tensor:
     "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression" (2024).
     """
     squares = keys.float().pow(2).sum(-1)
-    return -_rounded(squares.clamp(min=LEAST).log() * 0.5)
+    return -rounded(squares.clamp(min=LEAST).log() * 0.5)
 
 
 def _keydiff_samples() -> Iterator[Sample]:
@@ -79,7 +84,7 @@ def row_scores_keydiff(keys: Tensor, past: Tensor) -> Tensor:
     valid = torch.arange(keys.shape[2], device=past.device)[None] < past[:, None]
     anchor = directions.masked_fill(~valid[:, None, :, None], 0.0).sum(2, keepdim=True)
     size = anchor.pow(2).sum(-1, keepdim=True).clamp(min=LEAST).sqrt()
-    return -_rounded((directions * (anchor / size)).sum(-1))
+    return -rounded((directions * (anchor / size)).sum(-1))
 
 
 def _attention_samples() -> Iterator[Sample]:
@@ -171,7 +176,7 @@ def row_scores_attention(
         total = total + before.masked_fill(place < offset, 0.0)
         total = total + after.masked_fill(place >= rows - offset, 0.0)
     score = total / pool
-    return _rounded(score.clamp(min=LEAST).log())
+    return rounded_log(score)
 
 
 def _sums_samples() -> Iterator[Sample]:

@@ -1,7 +1,8 @@
 """Calls replaced by what they mean, in ops that are nearer to what a backend has.
 
 The meaning is traced once for each op and argument types: a graftwork op's torch code, which may
-call other graftwork ops, or another op's decomposition. Sizes stay symbolic.
+call other graftwork ops, or another op's decomposition. Sizes stay symbolic. A function of tensors
+that is no op is traced in the same way (`inline`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.fx.node import map_aggregate
 from ..function import Function, site_of
 from ..inference.infer import _freeze, _shapes, _thaw, forget_guesses
 from ..ops import op_of
-from ..support.errors import UnsupportedError
+from ..support.errors import InputError, UnsupportedError
 from ..support.threads import traces
 
 Table = Callable[[], Mapping[Any, Callable[..., Any]]]
@@ -31,23 +32,53 @@ def expand(function: Function, node: torch.fx.Node, table: Table | None = None) 
     or one that cannot be traced.
     """
     template = _template(node.target, _freeze(node.args), _freeze(dict(node.kwargs)), table)
-    leaves = _tensors(node)
-    values: dict[torch.fx.Node, Any] = {}
-    waiting = iter(leaves)
-    result: Any = None
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        made = function.call(target, *args, site=site_of(node), granted=True, **kwargs)
+        made.meta["origin"] = origin_of(node) or short_name(node)
+        return made
+
     with function.graph.inserting_before(node):
-        for step in template.nodes:
-            if step.op == "placeholder":
-                values[step] = next(waiting, None)
-            elif step.op == "output":
-                result = map_aggregate(step.args[0], lambda a: _argument(a, values))
-            elif "size" not in step.meta:
-                args = map_aggregate(step.args, lambda a: _argument(a, values))
-                kwargs = map_aggregate(step.kwargs, lambda a: _argument(a, values))
-                made = function.call(step.target, *args, site=site_of(node), granted=True, **kwargs)
-                made.meta["origin"] = origin_of(node) or short_name(node)
-                values[step] = made
+        result = _placed(template, _tensors((node.args, dict(node.kwargs))), call)
     _rewire(function, node, result)
+
+
+def inline(function: Function, meaning: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a function of tensors makes of nodes: its ops, at the insertion point.
+
+    args, kwargs: of `meaning`, nodes in the place of tensors. Graftwork ops that it calls stay
+    whole, with all options but those that are None. Returns what it returns, nodes in the place of
+    tensors. Errors: `InputError` that it raises; `UnsupportedError` if it cannot be traced, or
+    holds for one size only.
+    """
+    template = _template(meaning, _freeze(args), _freeze(kwargs), None)
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        if op_of(target) is not None:  # tracing leaves out options that have their default
+            options = [a for a in target._schema.arguments if a.kwarg_only]
+            filled = {a.name: kwargs.get(a.name, a.default_value) for a in options}
+            kwargs = {name: value for name, value in filled.items() if value is not None}
+        return function.call(target, *args, **kwargs)
+
+    return _placed(template, _tensors((args, kwargs)), call)
+
+
+def _placed(
+    template: torch.fx.Graph, leaves: list[torch.fx.Node], call: Callable[..., torch.fx.Node]
+) -> Any:
+    """The result of a template's calls, made by `call`. leaves: its tensors, in order."""
+    values: dict[torch.fx.Node, Any] = {}
+    waiting, result = iter(leaves), None
+    for step in template.nodes:
+        if step.op == "placeholder":
+            values[step] = next(waiting, None)
+        elif step.op == "output":
+            result = map_aggregate(step.args[0], lambda a: _argument(a, values))
+        elif "size" not in step.meta:
+            args = map_aggregate(step.args, lambda a: _argument(a, values))
+            kwargs = map_aggregate(step.kwargs, lambda a: _argument(a, values))
+            values[step] = call(step.target, *args, **kwargs)
+    return result
 
 
 def origin_of(node: torch.fx.Node) -> str:
@@ -76,13 +107,10 @@ def _rewire(function: Function, node: torch.fx.Node, result: Any) -> None:
     function.graph.erase_node(node)
 
 
-def _tensors(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """The node's tensor arguments in order, repeats included."""
+def _tensors(given: Any) -> list[torch.fx.Node]:
+    """The nodes among a call's arguments in order, repeats included."""
     found: list[torch.fx.Node] = []
-    map_aggregate(
-        (node.args, dict(node.kwargs)),
-        lambda a: found.append(a) if isinstance(a, torch.fx.Node) else None,
-    )
+    map_aggregate(given, lambda a: found.append(a) if isinstance(a, torch.fx.Node) else None)
     return found
 
 
@@ -118,6 +146,8 @@ def _template(target: Any, args: Any, kwargs: Any, table: Table | None) -> torch
             graph = make_fx(flat, decomposition_table=known_ones)(*fakes, *carriers).graph
             fixed = shapes.fixed()
         except Exception as error:  # tracing raises whatever the code does
+            if definition is None and isinstance(error, InputError):
+                raise
             raise UnsupportedError(f"cannot decompose {target}: {error}") from error
         finally:
             forget_guesses(shapes, known)

@@ -12,12 +12,15 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Generic, TypeVar
 
 from .errors import InputError
 
 PASSES, OBJECTIVE = "graftwork.passes", "objective"
 """The package of passes, which is also the entry point group of those that packages bring; and the
 file of a method's folder that training alone imports."""
+
+T = TypeVar("T")
 
 
 @cache
@@ -95,3 +98,28 @@ def versions_of(*packages: str) -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return versions
+
+
+class Named(Generic[T]):
+    """Entries by name, which files of `PASSES` and installed packages register. what: one of them,
+    in messages."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.entries: dict[str, tuple[T, str]] = {}
+
+    def add(self, name: str, entry: T, module: str) -> T:
+        """Register an entry. Errors: `InputError` if another module has one of that name."""
+        _, known = self.entries.setdefault(name, (entry, module))
+        if known != module:
+            raise InputError(f"{module} and {known} both bring a {self.what} {name!r}: rename one")
+        self.entries[name] = entry, module
+        return entry
+
+    def find(self, name: str) -> T:
+        """The entry of a name. Errors: `InputError` naming those there are."""
+        import_passes()
+        if name not in self.entries:
+            known = ", ".join(sorted(self.entries))
+            raise InputError(f"no {self.what} is called {name!r}; there are {known}")
+        return self.entries[name][0]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx
 
-from ...ir import Function, Program, arguments
+from ...ir import Function, Program, arguments, run
 from ...ir.ops.attention import SPANS
+from ...ir.rewrite.cleanup import sweep
+from ..engine.feed import empty_inputs
 
 A, G = torch.ops.aten, torch.ops.graftwork
 ATTENDS = (G.attend.default, G.attend_quantized.default)
@@ -73,6 +75,12 @@ class Written:
         return {name: given[name] for name in ("bits", "turned") if name in given}
 
     @property
+    def options(self) -> dict[str, Any]:
+        """Scale and softcap of the attention, where it has one."""
+        given = arguments(self.attend)
+        return {name: given[name] for name in ("scale", "softcap") if given[name] is not None}
+
+    @property
     def what(self) -> str:
         """For messages."""
         return f"{self.function.name} ({self.keys.names[0]})"
@@ -96,3 +104,34 @@ def written(fn: Function, program: Program) -> Iterator[Written]:
 def _writes_state(node: Any, program: Program) -> bool:
     made = isinstance(node, torch.fx.Node) and node.target is G.cache_write.default
     return made and str(node.args[0].target) in program.states
+
+
+class Read(NamedTuple):
+    """What attention over a cache reads of a text: queries f[1,H,T,D], keys f[1,G,T,D], values
+    f[1,G,T,E], and its scale and softcap."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    options: dict[str, Any]
+
+
+def read_of(program: Program, caches: Sequence[Written], window: torch.Tensor) -> Iterator[Read]:
+    """What each of the step's caches is read with, when a text i64[T] is fed."""
+    whole = caches[0].function
+    fn = whole.copy()
+    copies = dict(zip(whole, fn, strict=True))
+    asked = [arguments(copies[cache.attend]) for cache in caches]
+    read = ("q", "k", "k_steps", "v", "v_steps")
+    fn.set_outputs({f"{r}.{n}": g[r] for n, g in enumerate(asked) for r in read if r in g})
+    sweep(fn)  # nothing else is written: states may have no rows for so long a text
+    watched = program.with_function(fn)
+    found = run(watched, fn.name, empty_inputs(watched, fn.name, window[None]))
+    for n, cache in enumerate(caches):
+        keys, values = (
+            G.stored_rows(found[f"{r}.{n}"], found[f"{r}_steps.{n}"], **cache.how)
+            if cache.how
+            else found[f"{r}.{n}"]
+            for r in "kv"
+        )
+        yield Read(found[f"q.{n}"], keys, values, cache.options)

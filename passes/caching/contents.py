@@ -6,9 +6,10 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from ...ir import PassError, Program
+from ...ir import Function, PassError, Program, Role
 from ...ir.plan import KeepAll
 from ...ir.plan.contract import Contract
+from ...ir.plan.inputs import INPUTS
 from ..engine.base import Effect, Pass, TextSample
 
 Windows = Annotated[int, Field(ge=1, le=4096)]
@@ -61,3 +62,12 @@ class LearnedContents(CacheContents):
     def text(self) -> TextSample:
         """The windows."""
         return TextSample(self.windows, self.length)
+
+
+def upkeep(program: Program, name: str) -> Function:
+    """An empty function between steps, with `past`, of this name or one like it that is free."""
+    while name in program.functions:
+        name += "_"
+    fn = Function(name, role=Role.UPKEEP)
+    fn.add_input("past", INPUTS["past"].type)
+    return fn

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...ir.ops.dropped import positive_features
-from .head_budgets import Read
+from .cached_rows import Read
 
 RATE = 3e-3
 EVERY = 4

@@ -41,20 +41,33 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.fx
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from ...ir import Function, PassError, Program, Role, State, Sym, TensorType, type_of
+from ...ir import (
+    Function,
+    InputError,
+    PassError,
+    Program,
+    Role,
+    State,
+    Sym,
+    TensorType,
+    UnsupportedError,
+    type_of,
+)
 from ...ir.plan import Evict
-from ...ir.plan.inputs import INPUTS
 from ...ir.rewrite.cleanup import sweep
+from ...ir.rewrite.expand import inline
 from ..engine.base import Effect, Evidence, Outcome, TextSample, register
+from .budgets.base import BUDGETS, alike
 from .cached_rows import ATTENDS, CachedRows, Written, reach_of, written
-from .contents import CacheContents
-from .evict_settings import FOUND, Settings, refuse
+from .contents import CacheContents, upkeep
+from .evict_settings import Settings
 from .layer_budgets import narrow, narrowed
 from .query_heads import by_query_head
 from .rotation import table_of
-from .row_scores import SCORES, Layer, RowScores, sum_type
+from .scores.base import SCORES, RowScore
+from .scores.window import window
 
 A, G = torch.ops.aten, torch.ops.graftwork
 WINDOW, OPENING = "C.1", "C.1000"
@@ -64,23 +77,23 @@ Rows = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 @register
 class EvictCache(CacheContents):
-    """method: which rows count (see `row_scores`). budget: rows that are kept. block: rows that
-    come before some are dropped. sinks, recent: of the kept ones, those that always stay, at the
-    start and at the end; -1: as the method has it. positions: "absolute" or "cache", see above.
-    ahead: positions beyond the text's end that methods look at which judge by what is to come.
-    opening: first tokens of a text that methods ask which judge by its instruction.
+    """method: which rows count, by name (see `scores`). tuning: the rule's own options. budget:
+    rows that are kept. block: rows that come before some are dropped. sinks, recent: of the kept
+    ones, those that always stay, at the start and at the end; -1: as the method has it.
+    positions: "absolute" or "cache", see above. ahead: positions beyond the text's end that methods
+    look at which judge by what is to come. opening: first tokens of a text that
+    methods ask which judge by its instruction.
     heads: "shared", heads of queries that share keys keep the same rows, by what they give them on
     average; or "own", each head keeps rows of its own, of which caches then hold as many times more
     (see `query_heads`).
-    layers: "alike"; "pyramid": the budget is what a layer keeps on average, the first ones more
-    and the last ones less (see `layer_budgets`); "adaptive": it is what a layer's caches keep on
-    average, each of them as many as its heads look at on text (see `head_budgets`), of which
-    `windows` of `length` tokens are read; or "spans": it is what all caches keep on average, each
-    as far back as its heads look on text (see `head_spans`)."""
+    layers: how many rows caches keep, by name (see `budgets`): "alike"; "pyramid": the budget is
+    what a layer keeps on average, the first ones more and the last ones less; "adaptive": it is
+    what a layer's caches keep on average, each of them as many as its heads look at on text, of
+    which `windows` of `length` tokens are read; or "spans": it is what all caches keep on average,
+    each as far back as its heads look on text."""
 
-    method: Literal[
-        "window", "norm", "keydiff", "tova", "snapkv", "h2o", "expected", "opening", "probe"
-    ] = "window"
+    method: str = window.name
+    tuning: dict[str, bool | int | float] = Field(default_factory=dict)
     budget: Rows = 1024
     block: Rows = 64
     sinks: Annotated[int, Field(ge=-1)] = -1
@@ -89,17 +102,27 @@ class EvictCache(CacheContents):
     ahead: Rows = 512
     opening: Rows = 32
     heads: Literal["shared", "own"] = "shared"
-    layers: Literal["alike", "pyramid", "adaptive", "spans"] = "alike"
+    layers: str = alike.__name__
     windows: Annotated[int, Field(ge=1, le=4096)] = 8
     length: Rows = 2048
 
     name: ClassVar[str] = "evict_cache"
     reads: ClassVar[frozenset[Effect]] = CacheContents.reads | {Effect.DECODE_PLAN}
 
+    @model_validator(mode="after")
+    def _is_known(self) -> EvictCache:
+        try:
+            SCORES.find(self.method).tuned(self.tuning)
+            BUDGETS.find(self.layers)
+        except InputError as error:  # options are refused as what is wrong with a value
+            raise ValueError(str(error)) from error
+        return self
+
     @property
     def text(self) -> TextSample | None:
         """What budgets are found on."""
-        return TextSample(self.windows, self.length) if self.layers in FOUND else None
+        reads = BUDGETS.find(self.layers).reads_text
+        return TextSample(self.windows, self.length) if reads else None
 
     def learn(self, program: Program, evidence: Evidence) -> Outcome:
         """The same as `run`, with budgets that are found on text."""
@@ -111,24 +134,23 @@ class EvictCache(CacheContents):
         return self._made(program, None)
 
     def _made(self, program: Program, windows: torch.Tensor | None) -> Outcome:
-        if program.recurrent:
-            raise PassError(
-                f"{self.name}: {program.name} has recurrences, which hold what all rows add up to: "
-                "none can be dropped from that, and their places count for what comes next"
-            )
-        scores = SCORES[self.method]
+        self.refuse(
+            program.recurrent,
+            f"{program.name} has recurrences, which hold what all rows add up to: none can be "
+            f"dropped from that, and their places count for what comes next",
+        )
         functions = {name: fn.copy() for name, fn in program.functions.items()}
-        writes = list(_writes(functions, program))
+        writes = list(self._writes(functions, program))
         if not writes:
             return Outcome(program, 0, "no function writes keys and values into caches")
         own = [write for write in writes if program.step.has_input(write.names[0])]
-        settings = Settings.of(self, scores, program, own, windows)
+        settings = Settings.of(self, program, own, windows)
         states = dict(program.states)
         remarks: tuple[str, ...] = ()
         if self.heads == "own":
             remarks = by_query_head(own, functions.values(), states)
         classes = _classes(settings, writes, program, functions, states)
-        builder = _Builder(settings, scores, program, functions, states, classes)
+        builder = _Builder(settings, program, functions, states, classes)
         for write in writes:
             builder.add(write)
         evict = builder.finish()
@@ -137,48 +159,49 @@ class EvictCache(CacheContents):
             evict.name,
             settings.most,
             self.block,
-            turned=self.positions == "cache",
-            window=WINDOW if scores.queries else "",
-            always=scores.sums or scores.opening or bool(classes),
+            turned=settings.turned,
+            window=WINDOW if builder.keeps_queries else "",
+            always=settings.score.needs("sums") or settings.asks_opening or bool(classes),
             capacities=tuple(classes),
             budgets=tuple(classes.values()),
-            opening=OPENING if scores.opening else "",
+            opening=OPENING if settings.asks_opening else "",
             opening_rows=self.opening,
         )
         plan = replace(program.plan, cache=record)
         made = program.replace(functions=functions, states=states, plan=plan)
         return Outcome(made, len(writes), remarks=remarks)
 
-
-def _writes(functions: dict[str, Function], program: Program) -> Iterator[Written]:
-    """Of each layer with a cache the first write; of the target's, from its plain step."""
-    for fn in functions.values():
-        for mask in fn.calls(G.step_mask.default):
-            near = reach_of(mask)
-            shifted = "which rows that were dropped would shift"
-            refuse(bool(near), f"{fn.name} looks back over {near}, {shifted}")
-        by_distance = fn.calls(G.alibi.default, G.distance_bias.default)
-        refuse(
-            bool(by_distance and fn.calls(G.step_mask.default)),
-            f"{fn.name} weighs rows by their distance (ALiBi, or a table), and dropped rows would "
-            f"shift it",
-        )
-    seen: set[str] = set()
-    step = program.step.name
-    first = sorted(functions.values(), key=lambda fn: (fn.name != step, fn.role is not Role.TARGET))
-    for fn in first:
-        for write in written(fn, program):
-            if seen.intersection(write.names):
-                continue
-            refuse(
-                not write.whole,
-                f"{fn.name}: attention of {', '.join(write.names)} reads what is not a cache's "
-                f"rows",
+    def _writes(self, functions: dict[str, Function], program: Program) -> Iterator[Written]:
+        """Of each layer with a cache the first write; of the target's, from its plain step."""
+        for fn in functions.values():
+            for mask in fn.calls(G.step_mask.default):
+                near = reach_of(mask)
+                shifted = "which rows that were dropped would shift"
+                self.refuse(bool(near), f"{fn.name} looks back over {near}, {shifted}")
+            by_distance = fn.calls(G.alibi.default, G.distance_bias.default)
+            self.refuse(
+                bool(by_distance and fn.calls(G.step_mask.default)),
+                f"{fn.name} weighs rows by their distance (ALiBi, or a table), and dropped rows "
+                f"would shift it",
             )
-            seen.update(write.names)
-            yield write
-    lost = [n for n, s in program.states.items() if s.grows and n not in seen]
-    refuse(bool(lost), f"no attention reads {', '.join(lost)} as keys and values")
+        seen: set[str] = set()
+        step = program.step.name
+        first = sorted(
+            functions.values(), key=lambda fn: (fn.name != step, fn.role is not Role.TARGET)
+        )
+        for fn in first:
+            for write in written(fn, program):
+                if seen.intersection(write.names):
+                    continue
+                self.refuse(
+                    not write.whole,
+                    f"{fn.name}: attention of {', '.join(write.names)} reads what is not a cache's "
+                    f"rows",
+                )
+                seen.update(write.names)
+                yield write
+        lost = [n for n, s in program.states.items() if s.grows and n not in seen]
+        self.refuse(bool(lost), f"no attention reads {', '.join(lost)} as keys and values")
 
 
 def _classes(
@@ -199,7 +222,7 @@ def _classes(
         own = [narrowed(states[name], symbol) for name in write.names]
         states.update({state.name: state for state in own})
         for fn in functions.values():
-            narrow(fn, own, budget, settings.block)
+            narrow(fn, own, budget, settings.options.block)
     return {symbol: budget for budget, symbol in classes.items()}
 
 
@@ -209,73 +232,96 @@ class _Builder:
     def __init__(
         self,
         settings: Settings,
-        scores: RowScores,
         program: Program,
         functions: dict[str, Function],
         states: dict[str, State],
         classes: dict[str, int],
     ) -> None:
-        self.settings, self.scores, self.classes = settings, scores, classes
-        self.weights, self.step = program.weights, program.step
+        self.settings, self.classes, self.program = settings, classes, program
+        self.block, self.refuse = settings.options.block, settings.options.refuse
         self.functions, self.states = functions, states
-        name = "evict"
-        while name in functions:
-            name += "_"
-        self.fn = Function(name, role=Role.UPKEEP)
-        self.past = self.fn.add_input("past", INPUTS["past"].type)
+        self.fn = upkeep(program, "evict")
+        self.past = self.fn.input("past")
         self.tables: dict[str, torch.fx.Node] = {}
         self.taken: list[tuple[str, torch.fx.Node]] = []
+        self.keeps_queries = False
 
     def add(self, write: Written) -> None:
         """Keep a layer's rows."""
         fn, settings = self.fn, self.settings
         key = write.keys.names[0]
-        keys, values = (self._floats(write, rows) for rows in (write.keys, write.values))
-        drafts = not self.step.has_input(key)
-        scores = SCORES["window"] if drafts else self.scores
-        options = {
-            name: n for name, n in write.attend.kwargs.items() if name in ("scale", "softcap")
+        given: dict[str, Any] = {
+            name: self._floats(write, rows)
+            for name, rows in (("keys", write.keys), ("values", write.values))
         }
+        drafts = not self.program.step.has_input(key)
+        score = window if drafts else settings.score
         sinks, recent = settings.sinks, settings.recent
-        if drafts and self.scores is not scores:
-            sinks, recent = scores.sinks, 0
-        refuse(
-            "softcap" in options and not scores.softcap,
+        if drafts and settings.score is not window:
+            sinks, recent = window.sinks, 0
+        self.refuse(
+            "softcap" in write.options and score.needs("scale") and not score.needs("softcap"),
             f"{write.what} bounds what keys and queries come to (softcap), which this method "
             f"cannot foresee",
         )
-        how = settings.block, sinks, recent, settings.ahead
         budget = self.classes.get(self.states[key].capacity or "", settings.most)
-        full, past = budget + settings.block, self.past
+        full, past = budget + self.block, self.past
         if budget < settings.most:
             past = fn.call(A.clamp.default, past, None, full)
-        layer = Layer(fn, keys, values, past, *how, options=options)
-        if scores.queries:
-            layer.queries = self._queries(write, key)
-        if scores.looks_ahead:
-            what, ahead = f"ahead={settings.ahead}", settings.ahead
-            layer.rotation = self._rotation(write, what, settings.block + ahead)
-        if scores.opening:
-            layer.opening = self._opening(write, key, layer)
-        if scores.sums:
-            layer.sums = self._sums(key)
+        given |= {"past": past, "block": self.block, "sinks": sinks, "recent": recent}
+        self._add_needed(write, key, score, given)
+        scores, sums = self._scored(score, given)
         rows = fn.call(
-            G.keep_top.default,
-            scores.scores(layer),
-            past,
-            rows=budget,
-            full=full,
-            sinks=sinks,
-            recent=recent,
+            G.keep_top.default, scores, past, rows=budget, full=full, sinks=sinks, recent=recent
         )
         for name in write.names:
             taken = fn.call(G.take_rows.default, fn.input(name), rows)
             if settings.turned and name == key:
                 taken = self._turned(write, taken, rows)
             self.taken.append((name, taken))
-        if layer.summed is not None:
-            sums = str(layer.sums.target)  # type: ignore[union-attr]
-            self.taken.append((sums, fn.call(G.take_rows.default, layer.summed, rows)))
+        if sums is not None:
+            taken = fn.call(G.take_rows.default, sums, rows)
+            self.taken.append((str(given["sums"].target), taken))
+
+    def _add_needed(self, write: Written, key: str, score: RowScore, given: dict[str, Any]) -> None:
+        """Add what a rule needs of a layer, by name, and the states that hold it."""
+        ahead = self.settings.options.ahead
+        given |= {"ahead": ahead, "softcap": None, **write.options}
+        if score.needs("queries", "opening"):
+            given["queries"] = self._queries(write, key)
+        if score.needs("cos", "sin", "interleaved"):
+            tables = self._rotation(write, f"ahead={ahead}", self.block + ahead)
+            given |= zip(("cos", "sin", "interleaved"), tables, strict=True)
+        if score.needs("opening"):
+            given["opening"] = self._opening(write, key, given["queries"], given["past"])
+        if score.needs("sums"):
+            dims = self.states[key].type.dims[:3]
+            sums = self._new(key, "sums", TensorType(torch.float32, (*dims, 1)))
+            given["sums"] = self._state(sums)
+
+    def _scored(
+        self, score: RowScore, given: dict[str, Any]
+    ) -> tuple[torch.fx.Node, torch.fx.Node | None]:
+        """A layer's scores, and its sums where the rule has some. Errors: `PassError` for a rule
+        that refuses, or that gives something else."""
+        own = self.settings.own if score is self.settings.score else {}
+        numbers = {name: given[name] for name in score.numbers}
+        tensors = [given[name] for name in score.tensors]
+        try:
+            made = inline(self.fn, score.function, *tensors, **numbers, **own)
+        except (InputError, UnsupportedError) as error:
+            raise PassError(f"evict_cache: {error}") from error
+        made = made if isinstance(made, (tuple, list)) else (made,)
+        found = [node.meta["type"] for node in made if isinstance(node, torch.fx.Node)]
+        dims = type_of(given["keys"]).dims[:3]
+        wanted = [TensorType(torch.float32, dims)]
+        wanted += [type_of(given["sums"])] if score.needs("sums") else []
+        self.refuse(
+            found != wanted,
+            f"the rule {score.name} returns {', '.join(map(str, found)) or made}; expected "
+            f"{', '.join(map(str, wanted))}",
+        )
+        return made[0], (*made, None)[1]
 
     def _floats(self, write: Written, rows: CachedRows) -> torch.fx.Node:
         """Rows as numbers."""
@@ -294,31 +340,30 @@ class _Builder:
         self.states[name] = state
         return state
 
-    def _sums(self, key: str) -> torch.fx.Node:
-        return self._state(self._new(key, "sums", sum_type(self.states[key].type)))
-
-    def _opening(self, write: Written, key: str, layer: Layer) -> torch.fx.Node:
+    def _opening(
+        self, write: Written, key: str, queries: torch.fx.Node, past: torch.fx.Node
+    ) -> torch.fx.Node:
         """The queries of a text's first tokens, kept when their block ends, at its end."""
-        assert layer.queries is not None
-        batch, heads, _, dim = type_of(layer.queries).dims
-        type = TensorType(type_of(layer.queries).dtype, (batch, heads, Sym(OPENING), dim))
+        batch, heads, _, dim = type_of(queries).dims
+        type = TensorType(type_of(queries).dtype, (batch, heads, Sym(OPENING), dim))
         kept = self._state(self._new(key, "opening", type))
-        count, block = self.settings.opening, self.settings.block
-        given = kept, layer.queries, layer.past
-        first = self.fn.call(G.first_queries.default, *given, block=block, count=count)
+        count, block = self.settings.options.opening, self.block
+        call = G.first_queries.default
+        first = self.fn.call(call, kept, queries, past, block=block, count=count)
         self.taken.append((str(kept.target), first))
         what = f"opening={count}"
         cos, sin, interleaved = self._rotation(write, what, self.settings.most + block)
-        refuse(
+        self.refuse(
             cos is None,
             f"the queries of {write.what} are not what a rotation gives, and cannot be turned to a "
             f"text's end",
         )
         call = G.queries_at_end.default
-        return self.fn.call(call, first, layer.past, cos, sin, interleaved=interleaved)
+        return self.fn.call(call, first, past, cos, sin, interleaved=interleaved)
 
     def _queries(self, write: Written, key: str) -> torch.fx.Node:
         """A state with the queries of the last block, written by every function of the target."""
+        self.keeps_queries = True
         batch, heads, _, dim = type_of(write.attend.args[0]).dims  # type: ignore[arg-type]
         dtype = type_of(write.attend.args[0]).dtype  # type: ignore[arg-type]
         state = self._new(key, "query", TensorType(dtype, (batch, heads, Sym(WINDOW), dim)))
@@ -331,26 +376,26 @@ class _Builder:
             return
         kept = fn.outputs[key]
         attends = [n for n in fn.calls(*ATTENDS) if n.args[1] is kept]
-        refuse(
+        self.refuse(
             len(attends) != 1,
             f"{fn.name}: {len(attends)} attentions read {key}; expected one, whose queries weigh "
             f"its rows",
         )
         place = fn.add_input(state.name, state.type)
         with fn.graph.inserting_before(attends[0]):
-            past = fn.call(A.remainder.Scalar, fn.input("past"), self.settings.block)
+            past = fn.call(A.remainder.Scalar, fn.input("past"), self.block)
             kept = fn.call(G.cache_write.default, place, attends[0].args[0], past)
         fn.set_outputs({**fn.outputs, state.name: kept})
 
     def _turned(self, write: Written, taken: torch.fx.Node, rows: torch.fx.Node) -> torch.fx.Node:
         """Keys as the rotation would have made them at their new places."""
         made = write.keys.new
-        refuse(
+        self.refuse(
             bool(write.how),
             f"positions='cache' turns keys to their new places, and those of {write.what} are "
             f"stored in few bits: use positions='absolute'",
         )
-        refuse(
+        self.refuse(
             not _is_rotated(made),
             f"positions='cache' turns keys to their new places, and those of {write.what} are not "
             f"what a rotation gives: use positions='absolute'",
@@ -366,7 +411,7 @@ class _Builder:
         """The tables of what rotates queries, and how; none where nothing does. what: wants so many
         positions of them."""
         asked, key = write.attend.args[0], write.keys.new
-        refuse(
+        self.refuse(
             _is_rotated(key) and not _is_rotated(asked),
             f"the queries of {write.what} are not what a rotation gives, and its keys are: where "
             f"queries will look is not known",
@@ -376,9 +421,9 @@ class _Builder:
         assert isinstance(asked, torch.fx.Node)
         cos, sin = (self._table(write, node, what) for node in asked.args[1:3])
         known = int(str(type_of(cos).dims[0]))
-        refuse(
+        self.refuse(
             reach > known,
-            f"{what} and block={self.settings.block} look {reach} positions far, and the "
+            f"{what} and block={self.block} look {reach} positions far, and the "
             f"rotations of {write.what} are known for {known}",
         )
         return cos, sin, bool(asked.kwargs.get("interleaved", False))
@@ -386,14 +431,14 @@ class _Builder:
     def _table(self, write: Written, node: Any, what: str) -> torch.fx.Node:
         """A table of a rotation's angles, one row a position. what: wants it."""
         table = table_of(node)
-        refuse(
+        self.refuse(
             table is None,
             f"{what} needs the angles of {write.what} as tables: run the pass tabulate_positions "
             f"before, or leave the option out",
         )
         name = str(table.target)  # type: ignore[union-attr]
         if name not in self.tables:
-            self.tables[name] = self.fn.weight(self.weights[name])
+            self.tables[name] = self.fn.weight(self.program.weights[name])
         return self.tables[name]
 
     def finish(self) -> Function:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...ir import PassError, Program
-from ...ir.plan import KeepAll
+from ...ir import Program
+from .budgets.base import BUDGETS
 from .cached_rows import Written
-from .head_budgets import adaptive
-from .head_spans import spans
-from .layer_budgets import pyramid
-from .row_scores import RowScores
+from .scores.base import SCORES, RowScore
 
 if TYPE_CHECKING:  # settings are made from the options of the pass, which holds none itself
     from .evict_cache import EvictCache
@@ -22,36 +19,45 @@ if TYPE_CHECKING:  # settings are made from the options of the pass, which holds
 
 @dataclass(frozen=True)
 class Settings:
-    """What the options come to for a program."""
+    """What the options come to for a program. score: the rule, and `own` its options. sinks,
+    recent: rows that are kept in any case. by_cache: rows of each cache; none: all the same."""
 
-    budget: int
-    block: int
+    options: EvictCache
+    score: RowScore
+    own: dict[str, Any]
     sinks: int
     recent: int
-    turned: bool
-    ahead: int
-    opening: int
-    by_cache: tuple[int, ...]
+    by_cache: tuple[int, ...] = ()
 
     @property
     def most(self) -> int:
         """Rows that the layers keep which keep most."""
-        return max(self.by_cache, default=self.budget)
+        return max(self.by_cache, default=self.options.budget)
+
+    @property
+    def turned(self) -> bool:
+        """Whether keys are turned to their new places."""
+        return self.options.positions == "cache"
+
+    @property
+    def asks_opening(self) -> bool:
+        """Whether the queries of a text's first tokens are kept."""
+        return self.score.needs("opening")
 
     @classmethod
     def of(
         cls,
         options: EvictCache,
-        scores: RowScores,
         program: Program,
-        caches: list[Written],
+        caches: Sequence[Written],
         windows: torch.Tensor | None,
     ) -> Settings:
         """caches: of the step. windows: of text, to find budgets on. Errors: `PassError` for a
         budget that cannot be kept to."""
+        score, refuse = SCORES.find(options.method), options.refuse
         budget, block = options.budget, options.block
-        share = scores.recent if scores.recent >= 1 else scores.recent * budget
-        sinks = scores.sinks if options.sinks < 0 else options.sinks
+        share = score.recent if score.recent >= 1 else score.recent * budget
+        sinks = score.sinks if options.sinks < 0 else options.sinks
         recent = int(share) if options.recent < 0 else options.recent
         refuse(
             budget % block != 0,
@@ -61,88 +67,66 @@ class Settings:
             sinks + recent >= budget,
             f"budget={budget} leaves no row to choose beside sinks={sinks} and recent={recent}",
         )
-        draft = program.plan.columns + 1
-        refuse(
-            block < draft,
-            f"block={block} is smaller than a step with a draft, {draft} tokens, which may not go "
-            f"beyond the end of a block",
+        options.refuse_small(program, block)
+        layers = [program.states[cache.names[0]].layer for cache in caches]
+        if windows is not None:
+            _check_text(options, layers, windows)
+        by_cache = BUDGETS.find(options.layers)(
+            {
+                **{"program": program, "caches": caches, "windows": windows, "layers": layers},
+                **{"budget": budget, "block": block, "sinks": sinks, "recent": recent},
+                "context": program.info.context,
+            }
         )
+        made = cls(options, score, score.tuned(options.tuning), sinks, recent, tuple(by_cache))
+        made._check(program)
+        return made
+
+    def _check(self, program: Program) -> None:
+        options, context = self.options, program.info.context
+        block, refuse = options.block, options.refuse
         refuse(
-            options.method == "snapkv" and recent > block,
-            f"recent={recent}: snapkv asks the queries of these rows, and those of the last "
-            f"block={block} are kept",
-        )
-        refuse(
-            scores.opening and (not options.opening <= min(recent, block) or budget == block),
+            self.asks_opening
+            and (not options.opening <= min(self.recent, block) or options.budget == block),
             f"opening={options.opening}: the queries of so many first tokens are kept when the "
             f"first of several blocks ends, and asked in the place of as many last rows, which "
-            f"stay: expected at most recent={recent} and block={block}, and budget={budget} above",
+            f"stay: expected at most recent={self.recent} and block={block}, and "
+            f"budget={options.budget} above",
         )
         refuse(
-            scores.opening and options.positions != "cache",
+            self.asks_opening and not self.turned,
             f"method={options.method!r} turns queries to a text's end, which only "
             f"positions='cache' tells",
         )
-        context = program.info.context
-        by_cache: list[int] = []
-        layers = [program.states[cache.names[0]].layer for cache in caches]
-        if options.layers == "pyramid":
-            always, longest = sinks + recent, context - block
-            found = pyramid(budget, len(set(layers)), block, always, longest)
-            number = {layer: n for n, layer in enumerate(dict.fromkeys(layers))}
-            by_cache = [found[number[layer]] for layer in layers]
-        if windows is not None:
-            _check_found(options, layers, windows)
-            how = {"budget": budget, "block": block, "sinks": sinks}
-            if options.layers == "adaptive":
-                by_cache = adaptive(program, caches, windows, **how, recent=recent)
-            else:
-                by_cache = spans(program, caches, windows, **how, longest=context)
         refuse(
-            bool(by_cache) and options.positions == "cache",
+            bool(self.by_cache) and self.turned,
             f"layers={options.layers!r} has rows end at other places in other layers, and "
             f"positions='cache' takes their place for their position",
         )
-        most = max(by_cache, default=budget)
         refuse(
-            most + block > context,
-            f"budget={most} and a block of {block} are more than the model's context of "
+            self.most + block > context,
+            f"budget={self.most} and a block of {block} are more than the model's context of "
             f"{context}: the cache would never be full",
         )
-        refuse(
-            not isinstance(program.plan.cache, KeepAll),
-            f"the plan has cache={program.plan.cache.brief} already",
-        )
-        turned = options.positions == "cache"
-        return cls(
-            budget, block, sinks, recent, turned, options.ahead, options.opening, tuple(by_cache)
-        )
+        options.refuse_other(program)
 
 
-FOUND = {"adaptive": "snapkv", "spans": "window"}
-"""Ways to find what caches keep on text, and the method that keeps it."""
-
-
-def _check_found(options: EvictCache, layers: Sequence[int | None], windows: torch.Tensor) -> None:
+def _check_text(options: EvictCache, layers: Sequence[int | None], windows: torch.Tensor) -> None:
     """Errors: `PassError` where text cannot tell a layer's caches apart."""
-    what, method = f"layers={options.layers!r}", FOUND[options.layers]
-    refuse(
+    what, score = f"layers={options.layers!r}", BUDGETS.find(options.layers).score
+    options.refuse(
         len(set(layers)) == len(layers),
         f"{what} shares rows among caches of heads, and every layer has one cache: run split_heads "
         f"before",
     )
-    refuse(
-        options.method != method,
-        f"{what} asks what queries look at, as method={method!r} does, got {options.method!r}",
-    )
-    refuse(
+    if score is not None:
+        options.refuse(
+            options.method != score.name,
+            f"{what} asks what queries look at, as method={score.name!r} does, got "
+            f"{options.method!r}",
+        )
+    options.refuse(
         windows.shape[1] <= options.budget,
         f"windows of {windows.shape[1]} tokens hold no more than budget={options.budget} rows: "
         f"nothing would be chosen among; set length, or a smaller budget",
     )
-
-
-def refuse(wrong: bool, why: str) -> None:
-    """Errors: `PassError` in the pass's name, if something is wrong."""
-    if wrong:
-        raise PassError(f"evict_cache: {why}")

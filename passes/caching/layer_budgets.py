@@ -33,26 +33,6 @@ from .cached_rows import ATTENDS
 A, G = torch.ops.aten, torch.ops.graftwork
 
 
-def pyramid(
-    budget: int, layers: int, block: int, always: int, longest: int, steepness: int = 20
-) -> list[int]:
-    """Rows of each layer, `budget` on average but for rounding to blocks: falling evenly with
-    depth, `always` besides, down to a part of 1 / `steepness`.
-
-    No layer keeps more than `longest` rows, which are whole texts: what the first ones do not need,
-    the last ones get. Every layer has room for a row that is chosen. Source: Cai et al.,
-    "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling" (2024).
-    """
-    chosen = budget - always
-    last = chosen / steepness
-    first = max(min(2 * chosen - last, longest - always), chosen) if layers > 1 else chosen
-    fall = 2 * (first - chosen) / max(layers - 1, 1)
-    least = always // block * block + block
-    rows = [always + first - layer * fall for layer in range(layers)]
-    most = max(longest, budget) // block * block
-    return [min(max(round(count / block) * block, least), most) for count in rows]
-
-
 def narrowed(state: State, symbol: str) -> State:
     """The state with another capacity."""
     dims = tuple(Sym(symbol) if str(dim) == state.capacity else dim for dim in state.type.dims)

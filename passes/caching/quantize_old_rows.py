@@ -44,12 +44,11 @@ import torch
 import torch.fx
 from pydantic import Field
 
-from ...ir import Function, PassError, Program, Role, State, Sym, TensorType, site_of
+from ...ir import Function, PassError, Program, State, Sym, TensorType, site_of
 from ...ir.ops.grouped_cache import whole_bytes
 from ...ir.plan import StoreOld
-from ...ir.plan.inputs import INPUTS
 from ..engine.base import Effect, Outcome, register
-from .contents import CacheContents
+from .contents import CacheContents, upkeep
 from .layer_budgets import rows_before
 from .quantize_cache import cached_states, erase
 from .rotation import Rotation
@@ -241,11 +240,8 @@ class QuantizeOldRows(CacheContents):
         self, forms: dict[str, StoredForm], program: Program, states: dict[str, State]
     ) -> Function:
         """The function that gives the oldest of the latest rows their codes."""
-        name = "store"
-        while name in program.functions:
-            name += "_"
-        fn = Function(name, role=Role.UPKEEP)
-        past = fn.add_input("past", INPUTS["past"].type)
+        fn = upkeep(program, "store")
+        past = fn.input("past")
         own = [state for state in program.states if state in forms]
         for state in own:
             for _, part in _parts(state, states):

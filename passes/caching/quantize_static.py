@@ -52,9 +52,8 @@ from ...ir import (
 )
 from ...ir.ops.quantized_cache import check_stored, hadamard
 from ..engine.base import Evidence, Outcome, register
-from .cached_rows import Written, written
+from .cached_rows import Written, read_of, written
 from .contents import MOVED, LearnedContents
-from .head_budgets import read_of
 from .quantize_cache import erase
 
 A, G = torch.ops.aten, torch.ops.graftwork

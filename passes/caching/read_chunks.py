@@ -37,13 +37,12 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from ...ir import Function, PassError, Program, Role, State, Sym, TensorType, arguments, site_of
+from ...ir import Function, PassError, Program, State, Sym, TensorType, arguments
 from ...ir.plan import MarkChunks
-from ...ir.plan.inputs import INPUTS
 from ..engine.base import Effect, Outcome, register
 from .cached_rows import Written, reach_of, written
-from .contents import CacheContents
-from .read_sparse import check_sparse
+from .contents import CacheContents, upkeep
+from .read_sparse import attend_rows, check_sparse
 
 G = torch.ops.graftwork
 GROUPS = "C.2"
@@ -120,7 +119,7 @@ class ReadChunks(CacheContents):
                 )
             kept = fn.add_input(state.name, state.type)
             with fn.graph.inserting_before(write.attend):
-                how = {n: given[n] for n in ("scale", "softcap") if given[n] is not None}
+                how = write.options
                 rows = fn.call(
                     G.chunk_rows.default,
                     *(given["q"], kept, given["mask"], fn.input("past")),
@@ -131,24 +130,13 @@ class ReadChunks(CacheContents):
                     latest=self.block + program.plan.columns,
                     **how,
                 )
-                sinks = [] if given["sinks"] is None else [given["sinks"]]
-                read = fn.call(
-                    G.attend_rows.default,
-                    *(given["q"], given["k"], given["v"], rows, *sinks),
-                    site=site_of(write.attend),
-                    **how,
-                )
-            write.attend.replace_all_uses_with(read)
-            fn.graph.erase_node(write.attend)
+                attend_rows(write, rows)
         return fn
 
     def _mark(self, program: Program, marks: dict[str, State]) -> Function:
         """The function that gives the last block's chunks their landmarks."""
-        name = "mark"
-        while name in program.functions:
-            name += "_"
-        fn = Function(name, role=Role.UPKEEP)
-        past = fn.add_input("past", INPUTS["past"].type)
+        fn = upkeep(program, "mark")
+        past = fn.input("past")
         made = {}
         for key, state in marks.items():
             keys = fn.add_input(key, program.states[key].type)

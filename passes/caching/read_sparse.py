@@ -242,7 +242,6 @@ class _Editor:
 
     def _read(self, write: Written, picks: bool) -> None:
         given = arguments(write.attend)
-        how = {n: given[n] for n in ("scale", "softcap") if given[n] is not None}
         label = self.labels.get(write.keys.names[0])
         stored = None if label is None else self._stored(write, label)
         by_attention = self.options.pick == "attention"
@@ -250,9 +249,8 @@ class _Editor:
             asked = given["q"], given["k"]
             if stored is not None and label is not None:
                 asked = self._taken(given["q"], label), stored
-            rows = self.fn.call(
-                G.top_rows.default, *asked, given["mask"], rows=self.options.rows, **how
-            )
+            how = {"rows": self.options.rows, **write.options}
+            rows = self.fn.call(G.top_rows.default, *asked, given["mask"], **how)
             self.picked = rows, given["mask"]
             if by_attention:
                 return
@@ -263,15 +261,7 @@ class _Editor:
                 f"picks, such as those of a window or chunk alone: set picks=0 with pick='labels', "
                 f"so that each layer picks for itself"
             )
-        sinks = [] if given["sinks"] is None else [given["sinks"]]
-        read = self.fn.call(
-            G.attend_rows.default,
-            *(given["q"], given["k"], given["v"], rows, *sinks),
-            site=site_of(write.attend),
-            **how,
-        )
-        write.attend.replace_all_uses_with(read)
-        self.fn.graph.erase_node(write.attend)
+        attend_rows(write, rows)
 
     def _taken(self, rows: Any, label: _Label) -> torch.fx.Node:
         return self.fn.call(G.take_channels.default, rows, self.fn.weight(label.weight))
@@ -288,6 +278,16 @@ class _Editor:
             self.outputs[state.name] = part
             parts.append(part)
         return fn.call(G.stored_rows.default, *parts, **how)
+
+
+def attend_rows(write: Written, rows: torch.fx.Node) -> None:
+    """Let attention read these rows, i64[B,H,T,R] or i64[B,G,T,R], and no others, in place."""
+    fn, attend, given = write.function, write.attend, arguments(write.attend)
+    sinks = [] if given["sinks"] is None else [given["sinks"]]
+    operands = given["q"], given["k"], given["v"], rows, *sinks
+    read = fn.call(G.attend_rows.default, *operands, site=site_of(attend), **write.options)
+    attend.replace_all_uses_with(read)
+    fn.graph.erase_node(attend)
 
 
 def check_sparse(what: str, write: Written) -> None:

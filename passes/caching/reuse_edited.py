@@ -35,13 +35,13 @@ from typing import ClassVar
 
 import torch
 
-from ...ir import Function, Program, Role
+from ...ir import Program
 from ...ir.plan import KeepEdited
 from ...ir.plan.inputs import INPUTS
 from ..engine.base import Effect, Outcome
 from ..policies import RecordPass, builds
 from .cached_rows import Written, reach_of, written
-from .contents import CacheContents
+from .contents import CacheContents, upkeep
 from .rotation import Rotation
 
 G = torch.ops.graftwork
@@ -60,11 +60,8 @@ class ReuseEdited(CacheContents, RecordPass):
         if not writes:
             return Outcome(program, 0, "the step writes no keys and values into caches")
         self._check(program, writes)
-        name = "shift"
-        while name in program.functions:
-            name += "_"
-        fn = Function(name, role=Role.UPKEEP)
-        past, shift = (fn.add_input(n, INPUTS[n].type) for n in ("past", "shift"))
+        fn = upkeep(program, "shift")
+        past, shift = fn.input("past"), fn.add_input("shift", INPUTS["shift"].type)
         moved = {}
         for write in writes:
             (state,) = write.keys.names
@@ -76,8 +73,8 @@ class ReuseEdited(CacheContents, RecordPass):
             inner = rotation.interleaved
             moved[state] = fn.call(G.shift_rows.default, *given, interleaved=inner)
         fn.set_outputs(moved)
-        plan = replace(program.plan, cache=self.made(function=name))
-        made = program.replace(functions={**program.functions, name: fn}, plan=plan)
+        plan = replace(program.plan, cache=self.made(function=fn.name))
+        made = program.replace(functions={**program.functions, fn.name: fn}, plan=plan)
         return Outcome(made, len(writes))
 
     def _check(self, program: Program, writes: list[Written]) -> None:

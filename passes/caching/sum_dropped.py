@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 import torch.fx
@@ -41,10 +41,9 @@ from pydantic import Field
 from ...ir import Function, PassError, Program, State, Sym, TensorType, Weight, arguments, site_of
 from ...ir.plan import Evict
 from ..engine.base import Effect, Evidence, Outcome, register
-from .cached_rows import Written, written
+from .cached_rows import Written, read_of, written
 from .contents import LearnedContents, Length, Windows
 from .dropped_features import Features, Learned, learned
-from .head_budgets import read_of
 
 A, G = torch.ops.aten, torch.ops.graftwork
 DROPPED = "C.2000"
@@ -179,9 +178,7 @@ class SumDropped(LearnedContents):
                 f"{write.what} is read through another mask than a step's",
             )
             base, site = key.rpartition(".key")[0], site_of(node)
-            options: dict[str, Any] = {
-                n: given[n] for n in ("scale", "softcap") if given[n] is not None
-            }
+            options = write.options
             name = f"{base}.dropped"
             state = fn.input(name) if fn.has_input(name) else fn.add_input(name, states[name].type)
             with fn.graph.inserting_before(node):

@@ -13,14 +13,16 @@ from collections.abc import Sequence
 
 import torch
 
-from ...ir import Program
-from .cached_rows import Written
-from .head_budgets import Read, read_of
+from ....ir import Program
+from ..cached_rows import Read, Written, read_of
+from ..scores.window import window
+from .base import budget_rule
 
 BETAS = (0.0, 1 / 8, 1 / 4, 1 / 2, 1.0)
 """Parts of a text that a span may grow by."""
 
 
+@budget_rule(score=window)
 def spans(
     program: Program,
     caches: Sequence[Written],
@@ -29,23 +31,23 @@ def spans(
     budget: int,
     block: int,
     sinks: int,
-    longest: int,
+    context: int,
 ) -> list[int]:
-    """Rows of each cache in texts of `longest` tokens, whole blocks, sinks and span together,
+    """Rows of each cache in texts of `context` tokens, whole blocks, sinks and span together,
     `budget` on average at most.
 
     caches: of the step, one a head of keys; windows i64[N,T] of text.
     """
     lengths = (windows.shape[1] // 2, windows.shape[1])
     lost = torch.zeros(len(caches), len(lengths), windows.shape[1] + 1)
-    for window in windows:
-        for place, read in enumerate(read_of(program, caches, window)):
+    for text in windows:
+        for place, read in enumerate(read_of(program, caches, text)):
             for which, length in enumerate(lengths):
                 lost[place, which] += beyond(read, length, sinks, windows.shape[1])
     least = sinks // block + 1
-    most = (longest - block) // block
+    most = (context - block) // block
     rows = torch.arange(least, most + 1) * block
-    costs = torch.stack([_costs(own, rows - sinks, lengths, longest) for own in lost])
+    costs = torch.stack([_costs(own, rows - sinks, lengths, context) for own in lost])
     picked = cheapest(costs, len(caches) * (budget // block - least))
     return [int(rows[n]) for n in picked]
 

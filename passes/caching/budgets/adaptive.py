@@ -7,23 +7,20 @@ Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inf
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import torch
 
-from ...ir import Program, arguments, run
-from ...ir.rewrite.cleanup import sweep
-from ..engine.feed import empty_inputs
-from .cached_rows import Written
+from ....ir import Program
+from ..cached_rows import Written, read_of
+from ..scores.snapkv import snapkv
+from .base import budget_rule
 
-G = torch.ops.graftwork
 FLOOR = 0.2
 """What every head keeps of the rows that it would be given evenly."""
-POOL = 5
-"""Rows that a score is averaged over, as snapkv does."""
 
 
+@budget_rule(score=snapkv)
 def adaptive(
     program: Program,
     caches: Sequence[Written],
@@ -72,41 +69,7 @@ def _scores(
     made = []
     for read in read_of(program, caches, window):
         queries = read.queries[:, :, -recent:]
-        weights = G.row_attention(
-            queries, read.keys, past, block=recent, last=recent, **read.options
-        )
-        ranked = G.row_scores_attention(weights, past, pool=POOL, recent=recent)
+        how = {"block": recent, "recent": recent, "softcap": None, **read.options}
+        ranked = snapkv.function(queries, read.keys, past, **how)
         made.append(ranked[0].amax(0)[sinks : len(window) - recent])
     return made
-
-
-class Read(NamedTuple):
-    """What attention over a cache reads of a text: queries f[1,H,T,D], keys f[1,G,T,D], values
-    f[1,G,T,E], and its scale and softcap."""
-
-    queries: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    options: dict[str, Any]
-
-
-def read_of(program: Program, caches: Sequence[Written], window: torch.Tensor) -> Iterator[Read]:
-    """What each of the step's caches is read with, when a text i64[T] is fed."""
-    whole = caches[0].function
-    fn = whole.copy()
-    copies = dict(zip(whole, fn, strict=True))
-    asked = [arguments(copies[cache.attend]) for cache in caches]
-    read = ("q", "k", "k_steps", "v", "v_steps")
-    fn.set_outputs({f"{r}.{n}": g[r] for n, g in enumerate(asked) for r in read if r in g})
-    sweep(fn)  # nothing else is written: states may have no rows for so long a text
-    watched = program.with_function(fn)
-    found = run(watched, fn.name, empty_inputs(watched, fn.name, window[None]))
-    for n, (cache, given) in enumerate(zip(caches, asked, strict=True)):
-        keys, values = (
-            G.stored_rows(found[f"{r}.{n}"], found[f"{r}_steps.{n}"], **cache.how)
-            if cache.how
-            else found[f"{r}.{n}"]
-            for r in "kv"
-        )
-        options = {o: given[o] for o in ("scale", "softcap") if given[o] is not None}
-        yield Read(found[f"q.{n}"], keys, values, options)

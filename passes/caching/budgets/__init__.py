@@ -1,0 +1,1 @@
+"""Rules that give caches budgets of their own: a file a rule. See `base`."""
