@@ -260,7 +260,7 @@ class _Builder:
         if drafts and settings.score is not window:
             sinks, recent = window.sinks, 0
         self.refuse(
-            "softcap" in write.options and score.needs("scale") and not score.needs("softcap"),
+            "softcap" in write.options and score.needs("scale"),
             f"{write.what} bounds what keys and queries come to (softcap), which this method "
             f"cannot foresee",
         )
@@ -286,7 +286,7 @@ class _Builder:
     def _add_needed(self, write: Written, key: str, score: RowScore, given: dict[str, Any]) -> None:
         """Add what a rule needs of a layer, by name, and the states that hold it."""
         ahead = self.settings.options.ahead
-        given |= {"ahead": ahead, "softcap": None, **write.options}
+        given |= {"ahead": ahead, "attention": write.options, "scale": write.options.get("scale")}
         if score.needs("queries", "opening"):
             given["queries"] = self._queries(write, key)
         if score.needs("cos", "sin", "interleaved"):

@@ -69,7 +69,7 @@ def _scores(
     made = []
     for read in read_of(program, caches, window):
         queries = read.queries[:, :, -recent:]
-        how = {"block": recent, "recent": recent, "softcap": None, **read.options}
+        how = {"block": recent, "recent": recent, "attention": read.options}
         ranked = snapkv.function(queries, read.keys, past, **how)
         made.append(ranked[0].amax(0)[sinks : len(window) - recent])
     return made

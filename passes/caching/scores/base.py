@@ -13,10 +13,10 @@ needs, its parameters say. By place, tensors:
     opening   f[B,H,P,D]    queries of the text's first P tokens, turned to the text's end
     cos, sin  f[P,R]        tables by which queries are rotated, to `ahead` + `block` rows; or None
 
-By keyword, numbers: `block`, `sinks`, `recent` and `ahead` of the pass, `scale` and `softcap` of
-the layer's attention, and whether tables are `interleaved`. A rule that asks for `scale` and not
-for `softcap` is refused where the layer has one. Any other keyword parameter is an option of its
-own, with a default, and bounds in its annotation; recipes set it in `tuning`.
+By keyword: `block`, `sinks`, `recent` and `ahead` of the pass, whether tables are `interleaved`,
+and `attention`, the layer's `scale` and, if it has one, `softcap`, as `row_attention` takes them. A
+rule that asks for `scale` alone is refused with a softcap. Any other keyword parameter is an option
+of its own, with a default, and bounds in its annotation; recipes set it in `tuning`.
 
 It returns scores f32[B,G,C], whole numbers below 2^23: the higher, the more a row counts; see
 `rounded`.
@@ -40,7 +40,7 @@ __all__ = ["SCORES", "G", "RowScore", "rounded", "rounded_log", "row_score"]
 
 G = torch.ops.graftwork
 TENSORS = ("keys", "values", "past", "queries", "sums", "opening", "cos", "sin")
-NUMBERS = ("block", "sinks", "recent", "ahead", "scale", "softcap", "interleaved")
+NUMBERS = ("block", "sinks", "recent", "ahead", "interleaved", "attention", "scale")
 
 
 @dataclass(frozen=True)

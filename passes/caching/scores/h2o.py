@@ -17,11 +17,9 @@ def h2o(
     sums: Tensor,
     *,
     block: int,
-    scale: float,
-    softcap: float | None,
+    attention: dict[str, float],
 ) -> tuple[Tensor, Tensor]:
     """All the attention that a row got: the block's queries add to what it was given before."""
-    how = {"scale": scale, "softcap": softcap}
-    attention: Tensor = G.row_attention(queries, keys, past, block=block, last=block, **how)
-    sums = G.row_sums(sums, attention, past, count=block)
+    given = G.row_attention(queries, keys, past, block=block, last=block, **attention)
+    sums = G.row_sums(sums, given, past, count=block)
     return G.row_scores_attention(sums.squeeze(-1), past), sums

@@ -10,12 +10,9 @@ from .base import G, row_score
 
 
 @row_score(recent=32)
-def opening(
-    opening: Tensor, keys: Tensor, past: Tensor, *, scale: float, softcap: float | None
-) -> Tensor:
+def opening(opening: Tensor, keys: Tensor, past: Tensor, *, attention: dict[str, float]) -> Tensor:
     """The mean attention of the first tokens' queries, in the place of as many last ones."""
-    how = {"scale": scale, "softcap": softcap}
     block = last = opening.shape[2]
-    attention: Tensor = G.row_attention(opening, keys, past, block=block, last=last, **how)
-    scores: Tensor = G.row_scores_attention(attention, past)
+    given = G.row_attention(opening, keys, past, block=block, last=last, **attention)
+    scores: Tensor = G.row_scores_attention(given, past)
     return scores

@@ -18,12 +18,10 @@ def probe(
     *,
     block: int,
     recent: int,
-    scale: float,
-    softcap: float | None,
+    attention: dict[str, float],
 ) -> Tensor:
     """The attention of that query."""
     asked: Tensor = G.probe_query(queries, block=block)
-    how = {"scale": scale, "softcap": softcap}
-    attention: Tensor = G.row_attention(asked, keys, past, block=1, last=1, **how)
-    scores: Tensor = G.row_scores_attention(attention, past, recent=recent)
+    given = G.row_attention(asked, keys, past, block=1, last=1, **attention)
+    scores: Tensor = G.row_scores_attention(given, past, recent=recent)
     return scores

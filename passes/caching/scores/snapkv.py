@@ -20,8 +20,7 @@ def snapkv(
     *,
     block: int,
     recent: int,
-    scale: float,
-    softcap: float | None,
+    attention: dict[str, float],
     pool: Annotated[int, Field(ge=1, le=255)] = 5,
 ) -> Tensor:
     """The mean attention of the last `recent` queries, averaged over `pool` rows, an odd number."""
@@ -30,7 +29,6 @@ def snapkv(
             f"recent={recent}: snapkv asks the queries of these rows, and those of the last "
             f"block={block} are kept"
         )
-    how = {"scale": scale, "softcap": softcap}
-    attention: Tensor = G.row_attention(queries, keys, past, block=block, last=recent, **how)
-    scores: Tensor = G.row_scores_attention(attention, past, pool=pool, recent=recent)
+    given = G.row_attention(queries, keys, past, block=block, last=recent, **attention)
+    scores: Tensor = G.row_scores_attention(given, past, pool=pool, recent=recent)
     return scores

@@ -10,11 +10,10 @@ from .base import G, row_score
 
 @row_score()
 def tova(
-    queries: Tensor, keys: Tensor, past: Tensor, *, block: int, scale: float, softcap: float | None
+    queries: Tensor, keys: Tensor, past: Tensor, *, block: int, attention: dict[str, float]
 ) -> Tensor:
     """The last query's attention, the mean over all heads: that over the groups' means."""
-    how = {"scale": scale, "softcap": softcap}
-    attention: Tensor = G.row_attention(queries, keys, past, block=block, last=1, **how)
-    same = attention.mean(1, keepdim=True).expand(attention.shape)
+    given: Tensor = G.row_attention(queries, keys, past, block=block, last=1, **attention)
+    same = given.mean(1, keepdim=True).expand(given.shape)
     scores: Tensor = G.row_scores_attention(same, past)
     return scores
