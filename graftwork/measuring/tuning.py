@@ -68,7 +68,6 @@ class Recorder(TreePolicy):
         self.inner, self.truth, self.text, self.found = inner, truth, text, found
 
     def grow(self, proposer: Proposer, depths: Sequence[int], length: LengthPolicy) -> list[Draft]:
-        """See `TreePolicy.grow`."""
         found = self.found
         coming = self.truth[len(self.text.tokens) :]
         most = min(found.depth, proposer.depth or found.depth, depths[0])

@@ -93,13 +93,11 @@ class KeepShared(CacheRecord):
     settles: ClassVar[bool] = False
 
     def check(self) -> None:
-        """See `Record.check`."""
         if not _OWN.fullmatch(self.capacity):
             raise InputError(f"shared: capacity={self.capacity!r}, expected a name such as C.1")
 
     @property
     def held(self) -> Mapping[str, Held]:
-        """See `CacheRecord.held`."""
         return {self.capacity: Together()}
 
 
@@ -117,7 +115,6 @@ class KeepEdited(CacheRecord):
     kind: ClassVar[str] = "edited"
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
         yield self.function, {}
 
 
@@ -152,7 +149,6 @@ class Evict(CacheRecord):
     kind: ClassVar[str] = "evict"
 
     def check(self) -> None:
-        """See `Record.check`."""
         if self.budget % self.block:
             raise InputError(
                 f"evict: budget={self.budget} must be a multiple of block={self.block}, because "
@@ -180,19 +176,16 @@ class Evict(CacheRecord):
 
     @property
     def most(self) -> int:
-        """See `CacheRecord.most`."""
         return self.budget + self.block
 
     @property
     def latest(self) -> Mapping[str, Latest]:
-        """See `CacheRecord.latest`."""
         queries = {self.window: Latest(0, self.block)} if self.window else {}
         less = zip(self.capacities, self.budgets, strict=True)
         return queries | {symbol: Latest(budget, self.block) for symbol, budget in less}
 
     @property
     def held(self) -> Mapping[str, Held]:
-        """See `CacheRecord.held`."""
         first: dict[str, Held] = {}
         if self.opening:
             first[self.opening] = First(self.opening_rows)
@@ -202,16 +195,13 @@ class Evict(CacheRecord):
 
     @property
     def endless(self) -> bool:
-        """See `CacheRecord.endless`."""
         return self.turned
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """See `CacheRecord.widths`."""
         return (self.block,)
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
         yield self.function, {}
 
 
@@ -234,7 +224,6 @@ class StoreOld(CacheRecord):
     kind: ClassVar[str] = "store"
 
     def check(self) -> None:
-        """See `Record.check`."""
         if self.residual % self.block or self.block % self.group:
             raise InputError(
                 f"store: residual={self.residual}, block={self.block} and group={self.group}: "
@@ -251,21 +240,17 @@ class StoreOld(CacheRecord):
 
     @property
     def latest(self) -> Mapping[str, Latest]:
-        """See `CacheRecord.latest`."""
         return {self.latest_rows: Latest(self.residual, self.block)}
 
     @property
     def held(self) -> Mapping[str, Held]:
-        """See `CacheRecord.held`."""
         return {**self.latest, **({self.groups: Groups(self.group)} if self.groups else {})}
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """See `CacheRecord.widths`."""
         return (self.block,)
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
         yield self.function, {}
 
 
@@ -285,7 +270,6 @@ class MarkChunks(CacheRecord):
     kind: ClassVar[str] = "marked"
 
     def check(self) -> None:
-        """See `Record.check`."""
         if self.block % self.chunk or not _OWN.fullmatch(self.groups):
             raise InputError(
                 f"marked: block={self.block}, chunk={self.chunk} and groups={self.groups!r}: "
@@ -294,14 +278,11 @@ class MarkChunks(CacheRecord):
 
     @property
     def held(self) -> Mapping[str, Held]:
-        """See `CacheRecord.held`."""
         return {self.groups: Groups(self.chunk)}
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """See `CacheRecord.widths`."""
         return (self.block,)
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
         yield self.function, {}

@@ -125,12 +125,10 @@ class UnrolledDraft(WrappingDraft):
     kind: ClassVar[str] = "unrolled"
 
     def check(self) -> None:
-        """See `Record.check`."""
         if self.draft.unrolls is None:
             raise InputError(f"{self.draft.kind} has no chain that one call could make")
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
         yield self.chain, {"draft_tokens": ("", self.levels, 1)}
 
     @property

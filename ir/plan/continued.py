@@ -24,7 +24,6 @@ class TwofoldDraft(LearningDraft):
     grows: ClassVar[bool] = True
 
     def check(self) -> None:
-        """See `Record.check`."""
         if not self.then.goes_on:
             raise InputError(f"{self.then.kind} cannot go on where {self.first.kind} stops")
 

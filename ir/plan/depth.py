@@ -18,9 +18,8 @@ if TYPE_CHECKING:  # a plan holds records, and their methods take plans
 class DepthRecord(Record):
     """Base of depth records.
 
-    stops: not every token runs through every layer; parted: so the step must be cut. gaps: what a
-    token leaves out is never made up for, so every later one leaves it out, too. halves: it runs
-    attention without MLPs, so the step must be cut between them.
+    stops: not every token runs through every layer; parted: so the step must be cut. halves: it
+    runs attention without MLPs, so the step must be cut between them.
     """
 
     slot: ClassVar[str] = "depth"
@@ -29,7 +28,6 @@ class DepthRecord(Record):
     requires: ClassVar[frozenset[str]] = frozenset({"segments"})
     stops: ClassVar[bool] = True
     parted: ClassVar[bool] = True
-    gaps: ClassVar[bool] = False
     halves: ClassVar[bool] = False
 
     @property

@@ -197,7 +197,6 @@ class HeadsDraft(LearningDraft):
     always: ClassVar[bool] = True
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
         yield self.function, candidates(self.levels)
 
 
@@ -226,7 +225,6 @@ class RecurrentDraft(LearningDraft):
     always: ClassVar[bool] = True
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
         if not self.functions:
             raise InputError(f"{self.brief} names no functions")
         for function in self.functions:
@@ -270,7 +268,6 @@ class CachedDraft(LearningDraft):
     stepwise: ClassVar[bool] = True
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
         yield self.function, candidates()
         if self.entry is not None:
             yield self.entry, {"hidden": ("", "", "")}

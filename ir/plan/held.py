@@ -46,11 +46,9 @@ class Latest(Held):
         return min(rows, self.budget + rows % self.block)
 
     def rows(self, rows: int) -> int:
-        """See `Held.rows`."""
         return min(rows, self.most)
 
     def capacity(self, rows: int, rounded: Callable[[int], int]) -> int:
-        """See `Held.capacity`."""
         return rounded(self.rows(rows))
 
     def fits(self, capacity: int) -> None:
@@ -64,11 +62,9 @@ class First(Held):
     count: int
 
     def rows(self, rows: int) -> int:
-        """See `Held.rows`."""
         return min(rows, self.count)
 
     def capacity(self, rows: int, rounded: Callable[[int], int]) -> int:
-        """See `Held.capacity`."""
         return rounded(self.count)
 
     def fits(self, capacity: int) -> None:
@@ -82,15 +78,12 @@ class Groups(Held):
     each: int
 
     def rows(self, rows: int) -> int:
-        """See `Held.rows`."""
         return -(-rows // self.each)
 
     def capacity(self, rows: int, rounded: Callable[[int], int]) -> int:
-        """See `Held.capacity`."""
         return self.rows(rounded(rows))
 
     def fits(self, capacity: int) -> int:
-        """See `Held.fits`."""
         return capacity * self.each
 
 

@@ -21,5 +21,4 @@ class GuessDraft(DraftRecord):
     always: ClassVar[bool] = True
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
         yield plan.step.plain, {"argmax": ("", "")}

@@ -95,7 +95,6 @@ class AcceptanceLength(LengthRecord):
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
         yield self.function, {"accepted": ("", "", self.levels)}
 
 
@@ -119,7 +118,6 @@ class DraftAcceptanceLength(LengthRecord):
     judges: ClassVar[bool] = True
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
         for leaf in plan.draft.leaves:
             if isinstance(leaf, CachedDraft) and leaf.is_model:
                 yield leaf.function, {"draft_odds": ("", "")}

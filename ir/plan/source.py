@@ -84,7 +84,6 @@ class Pictures(SourceRecord):
 
     @property
     def rows(self) -> int:
-        """See `SourceRecord.rows`."""
         return self.most
 
 
@@ -126,12 +125,10 @@ class Encoded(SourceRecord):
 
     @property
     def encoder(self) -> str:
-        """See `SourceRecord.encoder`."""
         return self.function
 
     @property
     def rows(self) -> int:
-        """See `SourceRecord.rows`."""
         return self.most
 
     def beginning(self, prompt: Sequence[int]) -> Sequence[int]:
@@ -175,7 +172,6 @@ class Encoded(SourceRecord):
         return [token for token in tokens if token != HEARD]
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
         yield self.function, {}
 
 

@@ -109,7 +109,6 @@ class Fused(StepRecord):
     kind: ClassVar[str] = "fused"
 
     def fed(self, argmax: bool) -> tuple[str, int]:
-        """See `StepRecord.fed`."""
         return (self.function, self.spare) if argmax else (self.plain, 0)
 
 
@@ -136,11 +135,9 @@ class Prefilled(StepRecord):
         return self.function, self.prefill
 
     def read(self, argmax: bool) -> tuple[str, int]:
-        """See `StepRecord.read`."""
         return self.prefill, 0
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
         yield self.prefill, {"logits": ("", "", "V")}
 
 
@@ -168,7 +165,6 @@ class Predicted(StepRecord):
         return self.predict
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
         yield self.predict, {}
 
 
@@ -194,7 +190,6 @@ class Segments(StepRecord):
     in_parts: ClassVar[bool] = True
 
     def check(self) -> None:
-        """See `Record.check`."""
         rising = all(a < b for a, b in pairwise((0, *self.exits)))
         several = len(set(self.functions)) == len(self.functions) == len(set(self.cuts)) + 1
         if not (several and rising and len(set(self.cuts)) == len(self.cuts)):
@@ -205,7 +200,6 @@ class Segments(StepRecord):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """See `StepRecord.parts`."""
         return (*self.functions, self.head)
 
     @property
@@ -215,12 +209,10 @@ class Segments(StepRecord):
 
     @property
     def inner(self) -> tuple[int, ...]:
-        """See `StepRecord.inner`."""
         return tuple(at for at, (a, b) in self._spans() if a >= 1 and b <= self.layers - 1)
 
     @property
     def mlps(self) -> dict[int, int]:
-        """See `StepRecord.mlps`."""
         return {int(a): at for at, (a, b) in self._spans() if b - a < 1 and a % 1}
 
     def _spans(self) -> Iterator[tuple[int, tuple[float, float]]]:
@@ -228,7 +220,6 @@ class Segments(StepRecord):
         return enumerate(pairwise((0.0, *self.cuts, float(self.layers))))
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
         for function in self.functions:
             yield function, {self.state: ("", 1, "", "")}
         yield self.head, {"logits": ("", "", "V")}

@@ -127,7 +127,6 @@ class StaticTree(TreeRecord):
     kind: ClassVar[str] = "static"
 
     def check(self) -> None:
-        """See `Record.check`."""
         known = {()} | set(self.paths)
         if len(known) != len(self.paths) + 1 or () in self.paths:
             counts = Counter(((), *self.paths))
@@ -268,11 +267,9 @@ class SampledTree(TreeRecord):
         return self.told
 
     def telling(self) -> SampledTree:
-        """See `TreeRecord.telling`."""
         return replace(self, told=True)
 
     def check(self) -> None:
-        """See `Record.check`."""
         if self.most > MOST_NODES:
             raise InputError(f"sampled tree: {self.widths} makes more than {MOST_NODES} nodes")
 
@@ -320,7 +317,6 @@ class WidenedChain(TreeRecord):
     kind: ClassVar[str] = "widened"
 
     def check(self) -> None:
-        """See `Record.check`."""
         rising = all(a < b for a, b in pairwise((0.0, *self.bounds, 1.0)))
         if not rising or len(self.counts) != len(self.bounds) + 1:
             raise InputError(

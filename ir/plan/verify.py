@@ -139,5 +139,4 @@ class Judge(VerifyRecord):
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
         yield self.function, {"judged": ("", "", 1)}

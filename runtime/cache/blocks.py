@@ -26,11 +26,9 @@ class BlockPolicy(CachePolicy):
         self.block: int = record.block
 
     def begin(self, batch: int) -> None:
-        """See `CachePolicy.begin`."""
         self.seen = [0] * batch
 
     def room(self, rows: Sequence[int]) -> int:
-        """See `CachePolicy.room`."""
         return min(self.block - held % self.block for held in rows)
 
     @abstractmethod
@@ -41,7 +39,6 @@ class BlockPolicy(CachePolicy):
         """The function ran on a text: set its rows and position."""
 
     def settle(self, texts: Sequence[Text]) -> None:
-        """See `CachePolicy.settle`."""
         due = [self._is_due(index, text) for index, text in enumerate(texts)]
         if not any(due):
             return

@@ -28,22 +28,18 @@ class EvictPolicy(BlockPolicy):
         self.by_block = bool(record.window) or record.always
 
     def begin(self, batch: int) -> None:
-        """See `CachePolicy.begin`."""
         super().begin(batch)
         self.executable.reserve(self.record.most)
 
     def room(self, rows: Sequence[int]) -> int:
-        """See `CachePolicy.room`."""
         if self.by_block:
             return super().room(rows)
         return min(self.record.most - held for held in rows)
 
     def is_due(self, rows: int) -> bool:
-        """See `BlockPolicy.is_due`."""
         return rows == self.most or (self.record.always and rows % self.block == 0)
 
     def ran(self, text: Text) -> None:
-        """See `BlockPolicy.ran`."""
         if text.rows == self.most:
             text.rows = self.record.budget
             if self.record.turned:

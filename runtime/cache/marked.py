@@ -14,7 +14,6 @@ class MarkPolicy(BlockPolicy):
     record: MarkChunks
 
     def is_due(self, rows: int) -> bool:
-        """See `BlockPolicy.is_due`."""
         return rows > 0 and rows % self.block == 0
 
     def back_to(self, fed: int, count: int) -> int:

@@ -29,14 +29,12 @@ class SharePolicy(KeepAllPolicy):
         self.shared = 0
 
     def share(self, texts: Sequence[Text], known: Sequence[int]) -> None:
-        """See `CachePolicy.share`."""
         tokens = [text.tokens for text in texts]
         first, last = min(tokens), max(tokens)  # all others begin as these do
         alike = common(first, last, min(known))
         self.shared = alike if len(texts) > 1 and alike >= LEAST else 0
 
     def place(self, rows: Mapping[str, torch.Tensor]) -> None:
-        """See `CachePolicy.place`."""
         self.executable.reserve(self.shared, self.record.capacity)
         part, states = self.record.part, self.executable.program.states
         shared = {f"{name}.{part}": held for name, held in rows.items()}

@@ -14,7 +14,6 @@ class StorePolicy(BlockPolicy):
     record: StoreOld
 
     def is_due(self, rows: int) -> bool:
-        """See `BlockPolicy.is_due`."""
         return rows % self.block == 0 and rows >= self.record.most_latest
 
     def back_to(self, fed: int, count: int) -> int:

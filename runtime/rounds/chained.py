@@ -41,12 +41,10 @@ class ChainedRound(Round):
         return decided and whole and decoding.feeder.width(drafter.levels + 1, 0) > drafter.levels
 
     def wants(self) -> int | None:
-        """See `Round.wants`."""
         room = self.decoding.room()
         return None if room is None else room // (self.levels + 1)
 
     def run(self, most: int | None) -> int:
-        """See `Round.run`."""
         live, room = self.decoding.live, self.decoding.make_room(self.levels + 1, self.wide)
         new: list[list[int]] = [[] for _ in self.decoding.texts]
         steps = self._steps(new, live, self.least(most, room))

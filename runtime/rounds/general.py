@@ -22,7 +22,6 @@ class GeneralRound(Round):
         return 1
 
     def run(self, most: int | None) -> int:
-        """See `Round.run`."""
         decoding, live = self.decoding, len(self.decoding.live)
         before = self.clock()
         drafts = self.propose()

@@ -49,7 +49,6 @@ class PlainRound(Round):
         return decoding.program.plan.columns == 0 and one_by_one(decoding)
 
     def run(self, most: int | None) -> int:
-        """See `Round.run`."""
         decoding, feeder = self.decoding, self.decoding.feeder
         live = decoding.live
         texts = [decoding.texts[index] for index in live]
@@ -116,12 +115,10 @@ class RestingRound(PlainRound):
         return decoding.length.record.gives_up and one_by_one(decoding)
 
     def wants(self) -> int:
-        """See `Round.wants`."""
         steps = self.decoding.length.rest()
         return steps if steps >= REST else 0
 
     def run(self, most: int | None) -> int:
-        """See `Round.run`."""
         texts, wanted, made = self.decoding.texts, self.wants() if most is None else most, 0
         live, before = len(self.decoding.live), self.clock()
         while made < wanted and len(self.decoding.live) == live > 0:

@@ -46,7 +46,6 @@ class ShallowRound(Round):
         return led and plan.tree.chain and decided and alone and wide
 
     def run(self, most: int | None) -> int:
-        """See `Round.run`."""
         decoding, live = self.decoding, self.decoding.live
         room = decoding.make_room(self.levels + 1, self.levels + 1)
         decoding.feeder.ahead = None

@@ -27,12 +27,10 @@ class StagedRound(GeneralRound):
         return decoding.program.plan.depth.stops
 
     def wants(self) -> int | None:
-        """See `Round.wants`."""
         room = self.decoding.room() if self.alone else 1
         return None if room is None else max(room, 1)
 
     def run(self, most: int | None) -> int:
-        """See `Round.run`."""
         decoding = self.decoding
         if not self.alone:
             return super().run(most)

@@ -77,7 +77,6 @@ class CachedLeader(Leader):
     about."""
 
     def held(self, state: torch.Tensor) -> HeldCall:
-        """See `Leader.held`."""
         batch = len(state)
         fn = self.executable.program.function(self.function)
         inputs = {"hidden": state, "past": torch.zeros(batch, dtype=torch.int64)}
@@ -88,7 +87,6 @@ class CachedLeader(Leader):
         return Calls((self.function,), taken).fetching(self.executable, self.wanted)
 
     def follow(self, rows: Sequence[int]) -> Outputs:
-        """See `Leader.follow`."""
         for index, row in enumerate(rows):
             self.rows[index] = self.positions[index] = min(row, self.last)
         return super().follow(rows)

@@ -64,11 +64,9 @@ class Awq(Format):
         return cls(said)
 
     def parts(self) -> frozenset[str]:
-        """See `Format.parts`."""
         return frozenset({"qweight", "qzeros", "scales"})
 
     def stored(self, module: Module) -> StoredWeight:
-        """See `Format.stored`."""
         scales = module.scales("scales", FLOATS)
         groups, rows = sizes(scales)
         columns = sizes(module.tensor("qweight", INT))[0]

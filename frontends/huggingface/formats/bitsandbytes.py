@@ -75,13 +75,11 @@ class BitsAndBytes(Format):
         return cls()
 
     def parts(self) -> frozenset[str]:
-        """See `Format.parts`."""
         inner = {"absmax", "quant_map", "nested_absmax", "nested_quant_map"}
         inner |= {f"quant_state.bitsandbytes__{kind}" for kind in TYPES}
         return frozenset({"weight", *(f"weight.{part}" for part in inner)})
 
     def stored(self, module: Module) -> StoredWeight:
-        """See `Format.stored`."""
         state = _state(module)
         rows, columns = state.shape
         if rows < 1 or columns < 2 or columns % 2:

@@ -112,12 +112,10 @@ class CompressedTensors(Format):
         return cls(said)
 
     def parts(self) -> frozenset[str]:
-        """See `Format.parts`."""
         plain = {"weight", "weight_packed", "weight_shape", "weight_g_idx"}
         return frozenset(plain | {"weight_scale", "weight_zero_point"})
 
     def stored(self, module: Module) -> StoredWeight | Weight:
-        """See `Format.stored`."""
         if module.has("weight_g_idx"):
             raise UnsupportedError(
                 f"{module.folder}: {module.name}.weight_g_idx: channels in the order of their "

@@ -78,11 +78,9 @@ class Gptq(Format):
         return cls(said, VERSIONS[named])
 
     def parts(self) -> frozenset[str]:
-        """See `Format.parts`."""
         return frozenset({"qweight", "qzeros", "scales", "g_idx"})
 
     def stored(self, module: Module) -> StoredWeight:
-        """See `Format.stored`."""
         bits, name = self.settings.bits, module.name
         scales = module.scales("scales", FLOATS)
         groups, rows = sizes(scales)

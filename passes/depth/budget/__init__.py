@@ -31,10 +31,8 @@ class LinearBudget(DepthRecord):
     least: Levels = 2
     tokens: Nodes = 256
     kind: ClassVar[str] = "linear"
-    gaps: ClassVar[bool] = True
 
     def check(self) -> None:
-        """See `Record.check`."""
         if self.most and self.most < self.least:
             raise InputError(f"least={self.least} is more than most={self.most}")
 
@@ -56,7 +54,6 @@ class DecayBudget(DepthRecord):
     alpha: Part = 0.998
     least: Levels = 2
     kind: ClassVar[str] = "decay"
-    gaps: ClassVar[bool] = True
 
     def layers(self, place: int, total: int) -> int:
         """Layers of the token at a place, of `total`."""
@@ -71,7 +68,6 @@ class BudgetPolicy(DepthPolicy):
     record: LinearBudget | DecayBudget
 
     def feed(self, step: StepFeed) -> Outputs:
-        """See `DepthPolicy.feed`."""
         # The shallowest place of the batch: a deeper one would read rows that it has not.
         place = max(text.generated - 1 for text in self.texts if not text.done)
         chosen = self.chosen(self.record.layers(place, self.total))

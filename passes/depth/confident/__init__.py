@@ -53,7 +53,6 @@ class ConfidentPolicy(DepthPolicy):
     record: ConfidentDepth
 
     def feed(self, step: StepFeed) -> Outputs:
-        """See `DepthPolicy.feed`."""
         self.ran = self.total
         score, live = self.record.score, [i for i, text in enumerate(self.texts) if not text.done]
         drafts = any(len(row) > 1 for row in step.rows)  # are verified by all layers

@@ -94,7 +94,6 @@ class DeferredPolicy(DepthPolicy):
     record: DeferredDepth
 
     def begin(self, feeder: Feeder, texts: Sequence[Text]) -> None:
-        """See `DepthPolicy.begin`."""
         super().begin(feeder, texts)
         self.lacking = [0] * len(texts)
         self.asked: list[list[Said]] = [[] for _ in texts]
@@ -107,7 +106,6 @@ class DeferredPolicy(DepthPolicy):
         self.before = sum(self.sizes[:count])
 
     def feed(self, step: StepFeed) -> Outputs:
-        """See `DepthPolicy.feed`."""
         self.ran = self.total
         live = [index for index, text in enumerate(self.texts) if not text.done]
         drafts = any(len(row) > 1 for row in step.rows)  # are verified by all layers

@@ -61,7 +61,6 @@ class EntropyDepth(DepthRecord):
         return self.function
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
         yield self.function, {"logits": ("", "", "V")}
 
 
@@ -128,7 +127,6 @@ class EntropyPolicy(DepthPolicy):
         self.context = record.context or executable.program.info.context
 
     def begin(self, feeder: Feeder, texts: Sequence[Text]) -> None:
-        """See `DepthPolicy.begin`."""
         super().begin(feeder, texts)
         other = Feeder(self.executable, len(texts), self.record.function)
         other.rows = feeder.rows
@@ -149,7 +147,6 @@ class EntropyPolicy(DepthPolicy):
             feeder.run_picking(rows, starts, starts, width, (), column)
 
     def feed(self, step: StepFeed) -> Outputs:
-        """See `DepthPolicy.feed`."""
         models = (self.target, self.other)
         for model in models:
             if not self.started:

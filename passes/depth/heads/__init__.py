@@ -51,5 +51,4 @@ class HeadsPolicy(ConfidentPolicy):
     record: HeadsDepth
 
     def head_at(self, exit: int) -> str:
-        """See `ConfidentPolicy.head_at`."""
         return self.record.heads[exit]

@@ -63,7 +63,6 @@ class MixturePolicy(DepthPolicy):
     record: MixtureDepth
 
     def feed(self, step: StepFeed) -> Outputs:
-        """See `DepthPolicy.feed`."""
         self.ran = self.total
         if any(len(row) > 1 for row in step.rows):  # drafts are verified by all layers
             return super().feed(step)

@@ -66,7 +66,6 @@ class MlpPolicy(DepthPolicy):
     record: MlpDepth
 
     def feed(self, step: StepFeed) -> Outputs:
-        """See `DepthPolicy.feed`."""
         self.ran = self.total
         record = self.record
         live = [index for index, text in enumerate(self.texts) if not text.done]

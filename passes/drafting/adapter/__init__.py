@@ -58,11 +58,9 @@ class AdaptedExitProposer(CommittingProposer, LeadingProposer):
         self.committed = CommittedRows(self.executable, record.function, record.output, limit=limit)
 
     def settle(self) -> None:
-        """See `LeadingProposer.settle`."""
         self.committed.settle()
 
     def places(self, level: int) -> list[int]:
-        """See `LeadingProposer.places`."""
         return [rows + level for rows in self.committed.rows]
 
     def advance(self, counts: Sequence[int]) -> None:
@@ -70,7 +68,6 @@ class AdaptedExitProposer(CommittingProposer, LeadingProposer):
         self.committed.advance(counts)
 
     def settled(self, tokens: Sequence[Sequence[int]]) -> None:
-        """See `LeadingProposer.settled`."""
         self.committed.settled(tokens)
 
     def root(self, count: int) -> Level:
@@ -84,7 +81,6 @@ class AdaptedExitProposer(CommittingProposer, LeadingProposer):
         return super().grow(tokens, parents, count)
 
     def level(self, count: int) -> Level:
-        """See `LeadingProposer.level`."""
         committed = self.committed
         if not self.below:
             level = level_of(committed.look_ahead(self.state), count)

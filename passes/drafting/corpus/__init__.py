@@ -39,7 +39,6 @@ class CorpusDraft(DraftRecord):
     foresees: ClassVar[bool] = True
 
     def looks_up(self) -> Iterator[tuple[str, bool, tuple[Size, ...]]]:
-        """See `Record.looks_up`."""
         yield self.weight, True, ("",)
 
 
@@ -162,7 +161,6 @@ class CorpusDrafter(ChainDrafter):
         return self._copy(index, (), min(room, self.levels))
 
     def ahead(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
-        """See `Drafter.ahead`."""
         most = self.record.tokens
         return [
             self._copy(index, extra, min(count, most))

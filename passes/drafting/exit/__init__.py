@@ -40,7 +40,6 @@ class ExitDraft(LearningDraft):
     always: ClassVar[bool] = True
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
         yield self.function, candidates()
 
     @property

@@ -39,7 +39,6 @@ class AheadDraft(TwofoldDraft):
     kind: ClassVar[str] = "ahead"
 
     def check(self) -> None:
-        """See `Record.check`."""
         super().check()
         if self.then.levels != 1 or type(self.then) is not HeadsDraft:
             raise InputError(
@@ -48,7 +47,6 @@ class AheadDraft(TwofoldDraft):
             )
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
         yield self.first.function, {"ahead": ("", "", "")}
 
 
@@ -61,5 +59,4 @@ class AheadProposer(ContinuedProposer):
 
     @property
     def states(self) -> torch.Tensor:
-        """See `ContinuedProposer.states`."""
         return self.first.made["ahead"]

@@ -36,7 +36,6 @@ class OneCallDraft(CachedDraft):
     unrolls: ClassVar[None] = None
 
     def looks_up(self) -> Iterator[tuple[str, bool, tuple[Size, ...]]]:
-        """See `Record.looks_up`."""
         if self.weight:
             yield self.weight, False, (1, "")
 

@@ -52,11 +52,9 @@ class PromptDraft(LearningDraft):
     reads: ClassVar[tuple[str, ...]] = ("draft_tokens", "draft_scores")
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
         yield plan.step.plain, {"draft_tokens": ("", "", "K"), "draft_scores": ("", "", "K")}
 
     def looks_up(self) -> Iterator[tuple[str, bool, tuple[Size, ...]]]:
-        """See `Record.looks_up`."""
         yield self.weight, False, (self.prompts, "")
 
     @property

@@ -70,7 +70,6 @@ class RecyclingDraft(DraftRecord):
     reads: ClassVar[tuple[str, ...]] = ("top_tokens",)
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
         yield plan.step.plain, {"top_tokens": ("", "", "K")}
 
     def lacking(self, step: Mapping[str, ValueType]) -> str | None:

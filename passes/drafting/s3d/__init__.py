@@ -43,12 +43,10 @@ class MaskedSkippingDraft(LearningDraft):
     always: ClassVar[bool] = True
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
-        """See `Record.calls`."""
         yield from ((name, {}) for name in self.functions[:-1])
         yield self.functions[-1], {"logits": ("", "", "V")}
 
     def looks_up(self) -> Iterator[tuple[str, bool, tuple[Size, ...]]]:
-        """See `Record.looks_up`."""
         yield self.weight, False, (self.prompts, "")
 
     @property

@@ -51,7 +51,6 @@ class SuffixDraft(DraftRecord):
     foresees: ClassVar[bool] = True
 
     def check(self) -> None:
-        """See `Record.check`."""
         if self.shortest > self.longest:
             raise InputError(f"shortest={self.shortest} is more than longest={self.longest}")
 
@@ -171,7 +170,6 @@ class SuffixDrafter(ChainDrafter):
         return text.continuation(count)
 
     def ahead(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
-        """See `Drafter.ahead`."""
         found = []
         for index, extra, room in zip(self.indexes, tokens, counts, strict=True):
             count = min(room, self.record.tokens)

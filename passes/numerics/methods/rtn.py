@@ -19,5 +19,4 @@ class RoundToNearest(Method):
     quick: ClassVar[bool] = True
 
     def quantize(self, weight: Tensor, numeric: Numeric, prepared: Any) -> Quantized:
-        """See `Numeric.quantize`."""
         return numeric.quantize(weight)

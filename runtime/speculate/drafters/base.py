@@ -66,7 +66,6 @@ class Drafter(Resumes, ABC):
         """After each verification; the last piece of the prompts counts as a step."""
 
     def reach(self, memo: Memo, count: int) -> int:
-        """See `Resumes.reach`."""
         return 0 if self.reads else count
 
 
@@ -91,12 +90,10 @@ class ChainDrafter(Drafter):
         known."""
 
     def propose(self, rooms: Sequence[int]) -> list[Draft]:
-        """See `Drafter.propose`."""
         chains = [self.chain(index, room) for index, room in enumerate(rooms)]
         return [Draft(chain) if chain else NO_DRAFT for chain in chains]
 
     def observe(self, taken: VerifiedStep) -> None:
-        """See `Drafter.observe`."""
         wanted = integers(taken.outputs, self.wants[0]) if self.wants else taken.tokens
         for index, (tokens, row) in enumerate(zip(taken.tokens, wanted, strict=True)):
             if tokens:

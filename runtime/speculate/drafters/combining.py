@@ -22,17 +22,14 @@ class CombiningDrafter(Drafter):
         self.reads = any(part.reads for part in self.parts)
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """See `Drafter.begin`."""
         for part in self.parts:
             part.begin(prompts)
 
     def read(self, fed: UnverifiedStep) -> None:
-        """See `Drafter.read`."""
         for part in self.parts:
             part.read(fed)
 
     def observe(self, taken: VerifiedStep) -> None:
-        """See `Drafter.observe`."""
         for part in self.parts:
             part.observe(taken)
 
@@ -46,7 +43,6 @@ class CombiningDrafter(Drafter):
         return min(part.reach(_own(memo, n), count) for n, part in enumerate(self.parts))
 
     def resume(self, index: int, memo: Memo, count: int) -> None:
-        """See `Resumes.resume`."""
         for number, part in enumerate(self.parts):
             part.resume(index, _own(memo, number), count)
 

@@ -17,7 +17,6 @@ class FirstDrafter(CombiningDrafter):
     record: FirstDraft
 
     def propose(self, rooms: Sequence[int]) -> list[Draft]:
-        """See `Drafter.propose`."""
         drafts = [NO_DRAFT] * len(rooms)
         for part in self.parts:
             open_ = [0 if d.tokens else room for d, room in zip(drafts, rooms, strict=True)]

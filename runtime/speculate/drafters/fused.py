@@ -43,12 +43,10 @@ class FusedDrafter(ChainDrafter):
         self.chains: list[list[int]] = [[]] * len(prompts)
 
     def read(self, fed: UnverifiedStep) -> None:
-        """See `Drafter.read`."""
         if self.apart is not None:
             self.apart.read(fed)
 
     def propose(self, rooms: Sequence[int]) -> list[Draft]:
-        """See `Drafter.propose`."""
         if self.apart is not None:
             return self.apart.propose(rooms)
         return super().propose(rooms)
@@ -73,7 +71,6 @@ class FusedDrafter(ChainDrafter):
         return {"rows": torch.tensor(fed - 1 if self.wants else 0)}
 
     def reach(self, memo: Memo, count: int) -> int:
-        """See `Resumes.reach`."""
         if self.apart is not None:
             return self.apart.reach(memo, count)
         if not self.wants:
@@ -81,7 +78,6 @@ class FusedDrafter(ChainDrafter):
         return min(count - 1, int(memo["rows"])) if memo and count else 0
 
     def resume(self, index: int, memo: Memo, count: int) -> None:
-        """See `Resumes.resume`."""
         if self.apart is not None:
             self.apart.resume(index, memo, count)
 
@@ -90,5 +86,4 @@ class FusedDrafter(ChainDrafter):
         self.chains[index] = list(row[1:])
 
     def chain(self, index: int, room: int) -> list[int]:
-        """See `ChainDrafter.chain`."""
         return self.chains[index][:room]

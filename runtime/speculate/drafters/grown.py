@@ -24,34 +24,27 @@ class GrownDrafter(Drafter):
         self.wants, self.reads = self.proposer.wants, self.proposer.reads
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """See `Drafter.begin`."""
         self.proposer.begin(prompts)
 
     def propose(self, rooms: Sequence[int]) -> list[Draft]:
-        """See `Drafter.propose`."""
         if max(rooms) < 1:
             return [NO_DRAFT] * len(rooms)
         drafts = self.tree.grow(self.proposer, rooms, self.length)
         return self.proposer.ride(drafts, rooms)
 
     def read(self, fed: UnverifiedStep) -> None:
-        """See `Drafter.read`."""
         self.proposer.read(fed)
 
     def observe(self, taken: VerifiedStep) -> None:
-        """See `Drafter.observe`."""
         self.proposer.observe(taken)
 
     def keep(self, index: int, fed: int) -> Memo:
-        """See `Resumes.keep`."""
         return self.proposer.keep(index, fed)
 
     def reach(self, memo: Memo, count: int) -> int:
-        """See `Resumes.reach`."""
         return self.proposer.reach(memo, count)
 
     def resume(self, index: int, memo: Memo, count: int) -> None:
-        """See `Resumes.resume`."""
         self.proposer.resume(index, memo, count)
 
 

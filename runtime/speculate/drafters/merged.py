@@ -23,7 +23,6 @@ class MergedDrafter(CombiningDrafter):
     record: MergedDraft
 
     def propose(self, rooms: Sequence[int]) -> list[Draft]:
-        """See `Drafter.propose`."""
         drafts = [part.propose(rooms) for part in self.parts]
         return [merged(given, self.record.nodes) for given in zip(*drafts, strict=True)]
 

@@ -20,7 +20,6 @@ class ConfidencePolicy(LengthPolicy):
     record: ConfidenceLength
 
     def goes_on(self, level: Level, depth: int) -> Flags:
-        """See `LengthPolicy.goes_on`."""
         if depth >= self.record.depth:
             return ~self.always
         # A float32 logarithm of the threshold itself still counts as reaching it.

@@ -33,6 +33,5 @@ class SequenceDepths(LengthPolicy):
         ]
 
     def goes_on(self, level: Level, depth: int) -> Flags:
-        """See `LengthPolicy.goes_on`."""
         flags: Flags = self.depths > depth
         return flags

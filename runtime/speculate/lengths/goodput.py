@@ -102,7 +102,6 @@ class GoodputPolicy(LengthPolicy):
         self.widths = np.array([holding(size + 1) for size in range(self.most + 1)])
 
     def limits(self, rooms: Sequence[int]) -> list[int]:
-        """See `LengthPolicy.limits`."""
         size = self._size() if self.most else 0
         return [size if room > 0 else 0 for room in rooms]
 
@@ -155,11 +154,9 @@ class GoodputPolicy(LengthPolicy):
         return int(np.searchsorted(self.widths, limit, side="right")) - 1
 
     def rest(self) -> int:
-        """See `LengthPolicy.rest`."""
         return self.known.until - self.known.steps
 
     def rested(self, steps: int, seconds: float) -> None:
-        """See `LengthPolicy.rested`."""
         known = self.known
         if steps:
             known.resting.add(1, seconds / steps)
@@ -168,7 +165,6 @@ class GoodputPolicy(LengthPolicy):
         known.plain = known.steps
 
     def observe(self, taken: VerifiedStep, drafting: float, step: float) -> None:
-        """See `LengthPolicy.observe`."""
         gained = [len(tokens) for tokens in taken.tokens if tokens]
         if not gained:
             return

@@ -20,7 +20,6 @@ class SvipPolicy(LengthPolicy):
     record: SvipLength
 
     def goes_on(self, level: Level, depth: int) -> Flags:
-        """See `LengthPolicy.goes_on`."""
         bound = np.exp(-self.record.scale * np.sqrt(entropy(level)))
         flags: Flags = bound > self.record.threshold
         return flags

@@ -40,7 +40,6 @@ class ThompsonPolicy(SequenceDepths):
         return super().limits(rooms)
 
     def observe(self, taken: VerifiedStep, drafting: float, step: float) -> None:
-        """See `LengthPolicy.observe`."""
         results = zip(taken.drafts, taken.paths, taken.tokens, strict=True)
         for index, (draft, path, tokens) in enumerate(results):
             self.accepted[index] += len(path)

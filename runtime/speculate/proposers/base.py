@@ -40,7 +40,6 @@ class Proposer(Resumes, ABC):
         """See `Drafter.observe`."""
 
     def reach(self, memo: Memo, count: int) -> int:
-        """See `Drafter.reach`."""
         return 0 if self.reads else count
 
     @abstractmethod

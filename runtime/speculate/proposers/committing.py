@@ -32,13 +32,10 @@ class CommittingProposer(Proposer):
         self.committed.observe(taken)
 
     def keep(self, index: int, fed: int) -> Memo:
-        """See `Resumes.keep`."""
         return self.committed.keep(index, fed)
 
     def reach(self, memo: Memo, count: int) -> int:
-        """See `Resumes.reach`."""
         return self.committed.reach(memo, count)
 
     def resume(self, index: int, memo: Memo, count: int) -> None:
-        """See `Resumes.resume`."""
         self.committed.resume(index, memo, count)

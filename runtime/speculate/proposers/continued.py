@@ -71,27 +71,21 @@ class ContinuedProposer(Proposer):
         return self.first.made["hidden"]  # a drafter on features makes states
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """See `Proposer.begin`."""
         self.first.begin(prompts)
 
     def read(self, fed: UnverifiedStep) -> None:
-        """See `Drafter.read`."""
         self.first.read(fed)
 
     def observe(self, taken: VerifiedStep) -> None:
-        """See `Drafter.observe`."""
         self.first.observe(taken)
 
     def keep(self, index: int, fed: int) -> Memo:
-        """See `Resumes.keep`."""
         return self.first.keep(index, fed)
 
     def reach(self, memo: Memo, count: int) -> int:
-        """See `Resumes.reach`."""
         return self.first.reach(memo, count)
 
     def resume(self, index: int, memo: Memo, count: int) -> None:
-        """See `Resumes.resume`."""
         self.first.resume(index, memo, count)
 
     def root(self, count: int) -> Level:

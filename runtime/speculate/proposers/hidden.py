@@ -43,7 +43,6 @@ class HiddenProposer(Proposer):
         `DraftRecord.whole_path` i64[B,M,S] and [B,M,S,H], step by step."""
 
     def observe(self, taken: VerifiedStep) -> None:
-        """See `Proposer.observe`."""
         self.last.observe(taken)
 
     def run(self, function: str, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -56,15 +56,12 @@ class RecurrentProposer(HiddenProposer):
             self.committed.observe(taken)
 
     def keep(self, index: int, fed: int) -> Memo:
-        """See `Resumes.keep`."""
         return {} if self.committed is None else self.committed.keep(index, fed)
 
     def reach(self, memo: Memo, count: int) -> int:
-        """See `Resumes.reach`."""
         return count if self.committed is None else self.committed.reach(memo, count)
 
     def resume(self, index: int, memo: Memo, count: int) -> None:
-        """See `Resumes.resume`."""
         if self.committed is not None:
             self.committed.resume(index, memo, count)
 

@@ -141,7 +141,6 @@ class StagedProposer(Proposer):
         return self.inner.reach(memo, count)
 
     def resume(self, index: int, memo: Memo, count: int) -> None:
-        """See `Resumes.resume`."""
         if memo:
             self.sequences[index].rows = min(int(memo["staged"]), count)
         self.inner.resume(index, memo, count)

@@ -83,7 +83,6 @@ class BestFirstPolicy(TreePolicy):
     record: BestFirst
 
     def grow(self, proposer: Proposer, depths: Sequence[int], length: LengthPolicy) -> list[Draft]:
-        """See `TreePolicy.grow`."""
         record = self.record
         most = min(record.depth, proposer.depth or record.depth)
         limits = [min(depth, most) for depth in depths]

@@ -23,7 +23,6 @@ class ChainPolicy(TreePolicy):
     record: Chain
 
     def grow(self, proposer: Proposer, depths: Sequence[int], length: LengthPolicy) -> list[Draft]:
-        """See `TreePolicy.grow`."""
         columns: list[Ids] = []
         given: list[torch.Tensor | None] = []
         most = min(self.record.depth or max(depths), proposer.depth or max(depths))

@@ -64,7 +64,6 @@ class SampledTreePolicy(TreePolicy):
         self.ends = np.cumsum([0, *record.sizes]).tolist()
 
     def grow(self, proposer: Proposer, depths: Sequence[int], length: LengthPolicy) -> list[Draft]:
-        """See `TreePolicy.grow`."""
         widths, batch = self.record.widths, len(depths)
         most = min(len(widths), proposer.depth or len(widths))
         limits = [min(depth, most) for depth in depths]

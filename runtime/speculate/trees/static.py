@@ -54,7 +54,6 @@ class StaticTreePolicy(TreePolicy):
         self.sizes = np.cumsum([0, *record.widths]).tolist()
 
     def grow(self, proposer: Proposer, depths: Sequence[int], length: LengthPolicy) -> list[Draft]:
-        """See `TreePolicy.grow`."""
         most = min(len(self.depths), proposer.depth or len(self.depths))
         limits = [min(depth, most) for depth in depths]
         columns: list[Ids] = []

@@ -28,7 +28,6 @@ class WidenedChainPolicy(TreePolicy):
     record: WidenedChain
 
     def grow(self, proposer: Proposer, depths: Sequence[int], length: LengthPolicy) -> list[Draft]:
-        """See `TreePolicy.grow`."""
         record, batch = self.record, len(depths)
         most = min(record.depth, proposer.depth or record.depth)
         limits = [min(depth, most) for depth in depths]

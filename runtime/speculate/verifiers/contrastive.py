@@ -91,7 +91,6 @@ class ContrastiveSampling(RejectionVerifier):
     def verify(
         self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
     ) -> list[Verdict]:
-        """See `Verifier.verify`."""
         verdicts = super().verify(outputs, texts, drafts)
         return list(map(known, verdicts, drafts))
 
@@ -113,7 +112,6 @@ class ContrastiveGreedy(GreedyVerifier):
     def verify(
         self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
     ) -> list[Verdict]:
-        """See `Verifier.verify`."""
         verdicts = super().verify(outputs, texts, drafts)
         return list(map(known, verdicts, drafts))
 

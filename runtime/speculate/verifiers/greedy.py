@@ -41,7 +41,6 @@ class GreedyVerifier(Verifier):
     def verify(
         self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
     ) -> list[Verdict]:
-        """See `Verifier.verify`."""
         choices = self._choices(outputs, texts, drafts)
         return [
             NOTHING_GAINED if text.done else self._agreed(row, draft)

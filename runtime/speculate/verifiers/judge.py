@@ -69,7 +69,6 @@ class JudgeGreedy(_Judging, GreedyVerifier):
     def verify(
         self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
     ) -> list[Verdict]:
-        """See `Verifier.verify`."""
         choices = self._choices(outputs, texts, drafts)
         passing = self.bench.passing(outputs, drafts)
         verdicts = []
@@ -99,7 +98,6 @@ class JudgeSampling(_Judging, RejectionVerifier):
     def verify(
         self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
     ) -> list[Verdict]:
-        """See `Verifier.verify`."""
         nodes = self.bench.passing(outputs, drafts)
         self.passing = {id(draft): kept for draft, kept in zip(drafts, nodes, strict=True)}
         return super().verify(outputs, texts, drafts)

@@ -33,7 +33,6 @@ class RejectionVerifier(Verifier):
     def verify(
         self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
     ) -> list[Verdict]:
-        """See `Verifier.verify`."""
         scores, owners = self.scorer.rows(outputs, texts, drafts)
         chances = self.scorer.warp(scores)
         first = {index: row for row, (index, node) in enumerate(owners) if node < 0}

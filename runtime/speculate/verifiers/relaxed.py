@@ -32,7 +32,6 @@ class RelaxedVerifier(Verifier):
     def verify(
         self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
     ) -> list[Verdict]:
-        """See `Verifier.verify`."""
         scores, owners = self.scorer.rows(outputs, texts, drafts)
         first = {index: row for row, (index, node) in enumerate(owners) if node < 0}
         paths = self._paths(scores, first, drafts)

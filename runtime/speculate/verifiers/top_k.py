@@ -22,7 +22,6 @@ class TopKVerifier(RelaxedVerifier):
     record: TopKAccept
 
     def bounds(self, probs: Array) -> Array:
-        """See `RelaxedVerifier.bounds`."""
         count = min(self.record.count, probs.shape[-1])
         found: Array = torch.from_numpy(probs).topk(count).values[:, -1].numpy()
         return found

@@ -22,7 +22,6 @@ class TypicalVerifier(RelaxedVerifier):
     record: Typical
 
     def bounds(self, probs: Array) -> Array:
-        """See `RelaxedVerifier.bounds`."""
         tiny = np.finfo(probs.dtype).tiny
         entropy = -(probs * np.log(np.maximum(probs, tiny))).sum(-1)
         bounds = np.minimum(self.record.floor, self.record.share * np.exp(-entropy))
