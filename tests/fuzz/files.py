@@ -277,7 +277,7 @@ SURFACES = {
     ),
     "recipe": Surface(
         lambda folder: [
-            shutil.copy(Path(artifact.__file__).parents[1] / "recipes" / f"{name}.yaml", folder)
+            shutil.copy(Path(__file__).parents[2] / "recipes" / f"{name}.yaml", folder)
             for name in RECIPES
         ],
         recipe_damage,
