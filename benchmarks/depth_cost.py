@@ -65,7 +65,7 @@ def steps_of(model: gw.Model, name: str, past: int) -> Kind:
     feeder = feeder_of(model, past)
 
     def step() -> str:
-        feeder.run([[5]], [past], [past], 1, FETCH).integers("argmax")
+        feeder.run(StepFeed([[5]], [past], [past], FETCH, 1)).integers("argmax")
         return name
 
     return step
@@ -85,7 +85,7 @@ def leaving(model: gw.Model, past: int) -> Kind:
         policy.learnt.record = replace(policy.record, threshold=0.0 if leaves else 1.0)
         # The rows that are lacking are those before this one.
         text.rows = text.position = past + lacking
-        feed = StepFeed([[5]], [text.rows], [text.position], 1, FETCH)
+        feed = StepFeed([[5]], [text.rows], [text.position], FETCH, 1)
         policy.feed(feed).integers("argmax")
         return "leaves" if policy.ran < policy.total else f"stays, {lacking} lacking"
 

@@ -139,8 +139,8 @@ class _Scoring:
         self.cache.settle(self.texts)
         past = [text.rows for text in self.texts]
         starts = [text.position for text in self.texts]
-        rows, width = [text.tokens[-1:] for text in self.texts], self.feeder.width(1, max(past))
-        outputs = self.depth.feed(StepFeed(rows, past, starts, width, LOGITS))
+        rows = [text.tokens[-1:] for text in self.texts]
+        outputs = self.depth.feed(StepFeed(rows, past, starts, LOGITS))
         for text in self.texts:
             text.grow(1)
         return _kept(outputs["logits"], 1)

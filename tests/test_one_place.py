@@ -156,9 +156,9 @@ class AlternatePolicy(DepthPolicy):
         if any(len(row) > 1 for row in step.rows) or written % self.record.period == 0:
             return super().feed(step)
         self.ran = self.sizes[0]
-        self.run_parts(self.parts[:1], step, ())
-        outputs = self.run_parts((self.head,), step, step.fetch)
-        self.run_parts(self.record.functions, step, ())
+        self.feeder.run_parts(self.parts[:1], step, ())
+        outputs = self.feeder.run_parts((self.head,), step, step.fetch)
+        self.feeder.run_parts(self.record.functions, step, ())
         return outputs
 ''',
     "alternate/graph.py": '''

@@ -39,7 +39,7 @@ from ..runtime.asking.request import read_request
 from ..runtime.asking.text import Text
 from ..runtime.cache.keep_all import KeepAllPolicy
 from ..runtime.feeding.draft import Draft
-from ..runtime.feeding.feed import Feeder
+from ..runtime.feeding.feed import Feeder, StepFeed
 from ..runtime.feeding.prefill import prefill
 from ..runtime.generate import generate
 from ..runtime.loop import run
@@ -270,7 +270,7 @@ def measure_steps(
         for width in usable * (repeats + 1):
             trees = [Draft(rows[width][1:], None, (-1,) * (width - 1))] if width > 1 else None
             before = clock()
-            feeder.run([rows[width]], [start], [start], width, fetch, trees=trees)
+            feeder.run(StepFeed([rows[width]], [start], [start], fetch, width, trees))
             times[width].append(clock() - before)
     # The first round compiles.
     return {width: statistics.median(taken[1:]) for width, taken in times.items()}

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...ir.execution.executable import Executable
 from ..asking.text import Text
-from ..feeding.draft import Draft, UnverifiedStep
-from ..feeding.feed import Feeder
+from ..feeding.draft import UnverifiedStep
+from ..feeding.feed import Feeder, StepFeed
 from ..feeding.outputs import Outputs
 from ..memo import Resumes
 from ..registry import Registry
 
 G = torch.ops.graftwork
-
-
-@dataclass(frozen=True)
-class StepFeed:
-    """What a step is fed: see `Feeder.run`. single: it can be run as `Feeder.run_single` does."""
-
-    rows: Sequence[Sequence[int]]
-    past: Sequence[int]
-    starts: Sequence[int]
-    width: int
-    fetch: tuple[str, ...]
-    trees: Sequence[Draft] | None = None
-    single: bool = False
 
 
 class DepthPolicy(Resumes):
@@ -61,17 +47,7 @@ class DepthPolicy(Resumes):
 
     def feed(self, step: StepFeed) -> Outputs:
         """Run a step; every output has its columns."""
-        return self.feeder.run(
-            step.rows, step.past, step.starts, step.width, step.fetch, trees=step.trees
-        )
-
-    def run_parts(self, parts: Sequence[str], step: StepFeed, fetch: tuple[str, ...]) -> Outputs:
-        """Some of the step's parts, or what stands in for them, on its tokens."""
-        if step.single:
-            return self.feeder.run_single(tuple(parts), step.rows, step.past, step.starts, fetch)
-        return self.feeder.run_parts(
-            tuple(parts), step.rows, step.past, step.starts, step.width, fetch, step.trees
-        )
+        return self.feeder.run(step)
 
 
 def layers_of(executable: Executable, function: str) -> int:
@@ -81,3 +57,5 @@ def layers_of(executable: Executable, function: str) -> int:
 
 
 DEPTHS: Registry[DepthPolicy] = Registry(__package__)
+
+__all__ = ["DEPTHS", "DepthPolicy", "StepFeed", "layers_of"]

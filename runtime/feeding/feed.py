@@ -32,6 +32,24 @@ CHOSEN = frozenset({"logits", "argmax", "top_tokens"})
 """Outputs that are wanted of chosen tokens only, whether the step can choose or not."""
 
 
+class StepFeed(NamedTuple):
+    """What a step is fed: `rows[b]` behind `past[b]` cache rows, at positions from `starts[b]` on.
+
+    fetch: the outputs that are wanted; each has `width` columns (0: as few as hold the rows).
+    trees: the drafts of which `rows` are the last committed token and the nodes, if one of them
+    branches. single: each row is one token known to the model, and there is room for it (see
+    `Feeder.takes_single`).
+    """
+
+    rows: Sequence[Sequence[int]]
+    past: Sequence[int]
+    starts: Sequence[int]
+    fetch: tuple[str, ...]
+    width: int = 0
+    trees: Sequence[Draft] | None = None
+    single: bool = False
+
+
 class Ahead(NamedTuple):
     """Tokens that have been through the first `parts` parts of the step, and through no others:
     `rows[b]` behind `past[b]` rows. outputs: by name, what those returned of them and was fetched,
@@ -140,83 +158,61 @@ class Feeder:
         found = self.widths.holding(need)
         return found if found in self.widths.each else min(found, self.executable.limit - past)
 
-    def run(
-        self,
-        rows: Sequence[Sequence[int]],
-        past: Sequence[int],
-        starts: Sequence[int],
-        width: int,
-        fetch: tuple[str, ...],
-        trees: Sequence[Draft] | None = None,
-    ) -> Outputs:
-        """Feed `rows[b]` (at most `width` tokens) after `past[b]` cache rows, at the positions from
-        `starts[b]` on.
-
-        Every output has `width` columns. trees: the drafts of which `rows` are the last committed
-        token and the nodes, if one of them branches.
-        """
-        ahead = None if trees is not None else self._led(rows, past, starts, fetch)
+    def run(self, step: StepFeed) -> Outputs:
+        """Run a step, from where drafts have led its tokens."""
+        ahead = None if step.trees is not None else self._led(step)
         self.ahead = None
         if ahead is None:
-            return self.run_parts(self.parts, rows, past, starts, width, fetch, trees)
-        rest = self.parts[ahead.parts :]
-        outputs = self.run_parts(rest, rows, past, starts, width, fetch)
-        led = {name: widened(ahead.outputs[name], width) for name in self._of_led(ahead, fetch)}
+            return self.run_parts(self.parts, step, step.fetch)
+        outputs = self.run_parts(self.parts[ahead.parts :], step, step.fetch)
+        wanted = self._of_led(ahead, step.fetch)
+        width = step.width or self._least(step)
+        led = {name: widened(ahead.outputs[name], width) for name in wanted}
         return Outputs({**outputs, **led}) if led else outputs
 
-    def lead(
-        self,
-        count: int,
-        rows: Sequence[Sequence[int]],
-        past: Sequence[int],
-        starts: Sequence[int],
-        fetch: tuple[str, ...],
-    ) -> Outputs:
+    def lead(self, count: int, step: StepFeed) -> Outputs:
         """As `run`, through the first `count` parts alone. A step on the same tokens goes on from
         there, and so does another call with tokens behind them: only those are fed, and what is
         returned is theirs."""
         if self.ahead is not None and self.ahead.parts != count:
             self.ahead = None
-        known = self._known(rows, past)
-        rest = [row[n:] for row, n in zip(rows, known, strict=True)]
-        behind = [place + n for place, n in zip(past, known, strict=True)]
-        begun = [start + n for start, n in zip(starts, known, strict=True)]
+        rows, past, fetch = step.rows, step.past, step.fetch
+        known = self._known(step)
+        rest = StepFeed(
+            [row[n:] for row, n in zip(rows, known, strict=True)],
+            [place + n for place, n in zip(past, known, strict=True)],
+            [start + n for start, n in zip(step.starts, known, strict=True)],
+            fetch,
+        )
         before = {} if self.ahead is None else self.ahead.outputs
-        width = self.width(max(1, *map(len, rest)), max(behind))
-        outputs = self.run_parts(self.parts[:count], rest, behind, begun, width, fetch)
+        outputs = self.run_parts(self.parts[:count], rest, fetch)
         sizes = list(map(len, rows))
         kept = {name: joined(before.get(name), outputs[name], known, sizes) for name in fetch}
         self.ahead = Ahead(count, list(past), [list(row) for row in rows], kept)
         return outputs
 
-    def _known(self, rows: Sequence[Sequence[int]], past: Sequence[int]) -> list[int]:
+    def _known(self, step: StepFeed) -> list[int]:
         """Tokens at the front of each row that were led already."""
         if self.ahead is None:
-            return [0] * len(rows)
+            return [0] * len(step.rows)
         return [
             _alike(row, led) if place == was else 0
             for row, place, led, was in zip(
-                rows, past, self.ahead.rows, self.ahead.past, strict=True
+                step.rows, step.past, self.ahead.rows, self.ahead.past, strict=True
             )
         ]
 
-    def _led(
-        self,
-        rows: Sequence[Sequence[int]],
-        past: Sequence[int],
-        starts: Sequence[int],
-        fetch: tuple[str, ...],
-    ) -> Ahead | None:
+    def _led(self, step: StepFeed) -> Ahead | None:
         """What the rows have been through, now that the last ones are brought up; None where they
         have to be fed from the start."""
         ahead = self.ahead
-        if ahead is None or not any(self._known(rows, past)):
+        if ahead is None or not any(known := self._known(step)):
             return None
-        wanted = self._of_led(ahead, fetch)
+        wanted = self._of_led(ahead, step.fetch)
         if not all(name in ahead.outputs for name in wanted):
             return None  # it is not at hand any more
-        if self._known(rows, past) != list(map(len, rows)):
-            self.lead(ahead.parts, rows, past, starts, wanted)
+        if known != list(map(len, step.rows)):
+            self.lead(ahead.parts, step._replace(fetch=wanted))
         return self.ahead
 
     def _of_led(self, ahead: Ahead, fetch: tuple[str, ...]) -> tuple[str, ...]:
@@ -224,46 +220,39 @@ class Feeder:
         functions = list(map(self.executable.program.function, self.parts[: ahead.parts]))
         return tuple(name for name in fetch if any(name in fn.outputs for fn in functions))
 
-    def run_parts(
-        self,
-        parts: tuple[str, ...],
-        rows: Sequence[Sequence[int]],
-        past: Sequence[int],
-        starts: Sequence[int],
-        width: int,
-        fetch: tuple[str, ...],
-        trees: Sequence[Draft] | None = None,
-    ) -> Outputs:
-        """As `run`, through some of the step's parts, whatever the others have done."""
+    def run_parts(self, parts: Sequence[str], step: StepFeed, fetch: tuple[str, ...]) -> Outputs:
+        """These outputs of some of the step's parts, or of what stands in for them, whatever the
+        others have done."""
+        if step.single:
+            return self._run_single(tuple(parts), step, fetch)
+        rows, past, width = step.rows, step.past, step.width or self._least(step)
         self.make_room(max(past) + width)
         self.log(max(map(len, rows)) - 1)
         self.fold(past, [min(len(row), 1) for row in rows])
-        buffers = self.buffers(width, parts)
+        buffers = self.buffers(width, tuple(parts))
         buffers.fill(rows, past)
+        trees, starts = step.trees, step.starts
         calls = buffers.chains(starts) if trees is None else buffers.trees(starts, trees)
-        call = calls.fetching(self.executable, fetch)
-        start = perf_counter()
-        outputs = call()
-        self.seconds += perf_counter() - start
-        return outputs
+        return self._timed(calls.fetching(self.executable, fetch))
 
-    def run_single(
-        self,
-        parts: tuple[str, ...],
-        rows: Sequence[Sequence[int]],
-        past: Sequence[int],
-        starts: Sequence[int],
-        fetch: tuple[str, ...],
+    def _run_single(
+        self, parts: tuple[str, ...], step: StepFeed, fetch: tuple[str, ...]
     ) -> Outputs:
-        """As `run_parts`, of one token of each sequence, known to the model, for which there is
-        room (see `takes_single`). It touches little: after a model has run, that is what costs."""
+        """The same of one token of each sequence. It touches little: after a model has run, that
+        is what costs."""
         memory = self.buffers(1, parts)
-        tokens, positions, rows_before = memory.tokens, memory.positions, memory.past
-        for index, row in enumerate(rows):
+        tokens, positions, past = memory.tokens, memory.positions, memory.past
+        for index, row in enumerate(step.rows):
             tokens[index] = row[0] if row else 0
-            positions[index] = starts[index]
-            rows_before[index] = past[index]
-        call = memory.chain.fetching(self.executable, fetch)
+            positions[index] = step.starts[index]
+            past[index] = step.past[index]
+        return self._timed(memory.chain.fetching(self.executable, fetch))
+
+    def _least(self, step: StepFeed) -> int:
+        """The width of a step that says none."""
+        return self.width(max(1, *map(len, step.rows)), max(step.past))
+
+    def _timed(self, call: Callable[[], Outputs]) -> Outputs:
         start = perf_counter()
         outputs = call()
         self.seconds += perf_counter() - start
@@ -275,28 +264,19 @@ class Feeder:
         return self.width(1, 0) == 1 and not self.logged
 
     def run_picking(
-        self,
-        rows: Sequence[Sequence[int]],
-        past: Sequence[int],
-        starts: Sequence[int],
-        width: int,
-        fetch: tuple[str, ...],
-        column: Sequence[int],
-        places: Sequence[Sequence[int]] = (),
+        self, step: StepFeed, column: Sequence[int], places: Sequence[Sequence[int]] = ()
     ) -> dict[str, torch.Tensor]:
-        """Feed `rows[b]` (at most `width` tokens) after `past[b]` cache rows, at the positions from
-        `starts[b]` on, or at `places[b]` where there are some.
-
-        Values a chosen token (dim S) have the one column `column[b]`; values a fed token (dim T)
-        have all.
-        """
+        """Run a step of committed tokens. places: their positions, where they do not follow one
+        another. Values a chosen token (dim S) have the one column `column[b]`; values a fed token
+        (dim T) have all."""
+        rows, past, width = step.rows, step.past, step.width
         self.make_room(max(past) + width)
         self.fold(past, list(map(len, rows)))
         buffers = self.buffers(width)
         buffers.fill(rows, past, for_good=True)
-        inputs = buffers.picked(starts, column, places)
+        inputs = buffers.picked(step.starts, column, places)
         # Not held: prompts come in all lengths, and few of them again.
-        outputs = self.call(inputs, fetch)
+        outputs = self.call(inputs, step.fetch)
         if self.selects:
             return outputs
         sequences, columns = torch.arange(self.batch)[:, None], torch.tensor(column)[:, None]

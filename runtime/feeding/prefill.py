@@ -10,7 +10,7 @@ from ...ir import InputError
 from ..asking.text import Text
 from ..cache.base import CachePolicy
 from .draft import UnverifiedStep
-from .feed import Feeder
+from .feed import Feeder, StepFeed
 
 
 def prefill(
@@ -67,7 +67,8 @@ def prefill(
         # Without `select` every output has a prompt's worth of columns: fetch only what is used.
         wanted = fetch if ending or feeder.selects or read else ()
         places = [text.places[n:end] for text, n, end in zip(texts, fed, ends, strict=True)]
-        outputs = feeder.run_picking(given, past, starts, width, wanted, column, places)
+        step = StepFeed(given, past, starts, wanted, width)
+        outputs = feeder.run_picking(step, column, places)
         if read is not None:
             read(UnverifiedStep(rows, fed, outputs))
         for b, row in enumerate(rows):

@@ -65,7 +65,7 @@ class GeneralRound(Round):
             for text, draft in zip(texts, drafts, strict=True)
         ]
         trees = drafts if any(draft.branches for draft in drafts) else None
-        feed = StepFeed(rows, past, starts, width, decoding.fetch, trees)
+        feed = StepFeed(rows, past, starts, decoding.fetch, width, trees)
         outputs = decoding.depth.feed(feed)
         if decoding.read is not None:
             fed = [0 if text.done else text.fed for text in texts]

@@ -55,9 +55,8 @@ class StagedRound(GeneralRound):
             rows = [[] if text.done else [text.tokens[-1]] for text in texts]
             past = [0 if text.done else text.rows for text in texts]
             starts = [0 if text.done else text.position for text in texts]
-            said = depth.feed(StepFeed(rows, past, starts, 1, FETCH, single=single)).integers(
-                "argmax"
-            )
+            step = StepFeed(rows, past, starts, FETCH, 1, single=single)
+            said = depth.feed(step).integers("argmax")
             steps += 1
             skipped += depth.total - depth.ran
             for index in live:

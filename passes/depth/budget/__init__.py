@@ -73,9 +73,7 @@ class BudgetPolicy(DepthPolicy):
         chosen = self.chosen(self.record.layers(place, self.total))
         self.ran = sum(self.sizes[index] for index in chosen)
         parts = (*(self.parts[index] for index in chosen), self.head)
-        return self.feeder.run_parts(
-            parts, step.rows, step.past, step.starts, step.width, step.fetch, step.trees
-        )
+        return self.feeder.run_parts(parts, step, step.fetch)
 
     def chosen(self, budget: int) -> list[int]:
         """The segments that run, by their places."""

@@ -59,19 +59,19 @@ class ConfidentPolicy(DepthPolicy):
         if drafts or not may_leave(self.record, self.texts, live):
             return super().feed(step)
         for index, part in enumerate(self.parts[:-1]):
-            made = self.run_parts((part,), step, (score,) if score else ())
+            made = self.feeder.run_parts((part,), step, (score,) if score else ())
             # A copy: outputs live until the next run.
             sure = made[score][live, 0].tolist() if score else None
             if sure is not None and not all_sure(self.record, self.texts, live, sure):
                 continue
             fetch = step.fetch if score else tuple(dict.fromkeys(("logits", *step.fetch)))
-            outputs = self.run_parts((self.head_at(index),), step, fetch)
+            outputs = self.feeder.run_parts((self.head_at(index),), step, fetch)
             if sure is None and not self._wide_apart(outputs, live):
                 continue
             self.ran = sum(self.sizes[: index + 1])
-            self.run_parts(self.record.functions[index:], step, ())
+            self.feeder.run_parts(self.record.functions[index:], step, ())
             return outputs
-        return self.run_parts((self.parts[-1], self.head), step, step.fetch)
+        return self.feeder.run_parts((self.parts[-1], self.head), step, step.fetch)
 
     def head_at(self, exit: int) -> str:
         """What makes logits of the state behind a part."""

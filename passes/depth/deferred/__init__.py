@@ -113,10 +113,10 @@ class DeferredPolicy(DepthPolicy):
             self._make_up()
             return super().feed(step)
         if max(self.lacking) >= self.record.pending:
-            self.run_parts(self.shallow, step, ())
+            self.feeder.run_parts(self.shallow, step, ())
         else:
             wanted = tuple(dict.fromkeys(("logits", *step.fetch)))
-            outputs = self.run_parts((*self.shallow, self.head), step, wanted)
+            outputs = self.feeder.run_parts((*self.shallow, self.head), step, wanted)
             sure = margins(outputs, live)
             if self.learns and self.learnt.learns:
                 best = outputs["logits"][live, 0].argmax(-1).tolist()
@@ -128,17 +128,16 @@ class DeferredPolicy(DepthPolicy):
                     self.lacking[index] += not text.done
                 return outputs
         if not any(self.lacking) and not any(self.asked):
-            return self.run_parts((*self.deep, self.head), step, step.fetch)
+            return self.feeder.run_parts((*self.deep, self.head), step, step.fetch)
         self._deepen(step, 1)
-        return self.run_parts((self.head,), step, step.fetch)
+        return self.feeder.run_parts((self.head,), step, step.fetch)
 
     def _make_up(self) -> None:
         """Make all rows that are lacking."""
         if any(self.lacking):
             past = [0 if text.done else text.rows for text in self.texts]
             starts = [0 if text.done else text.position for text in self.texts]
-            step = StepFeed([[] for _ in past], past, starts, 1, ())
-            self._deepen(step, 0)
+            self._deepen(StepFeed([[] for _ in past], past, starts, ()), 0)
 
     def _deepen(self, step: StepFeed, more: int) -> None:
         """Run the deeper layers on what is lacking and `more` tokens behind it."""
@@ -149,10 +148,10 @@ class DeferredPolicy(DepthPolicy):
         starts = [place - count for place, count in zip(step.starts, lacking, strict=True)]
         # Deeper layers take up states and are fed no tokens: these only say how many there are.
         rows = [[0] * (count + more) for count in lacking]
-        width = self.feeder.width(max(map(len, rows)), max(past))
-        self.feeder.run_parts(self.deep, rows, past, starts, width, ())
+        step = StepFeed(rows, past, starts, ())
+        self.feeder.run_parts(self.deep, step, ())
         if any(self.asked):
-            outputs = self.feeder.run_parts((self.head,), rows, past, starts, width, ("logits",))
+            outputs = self.feeder.run_parts((self.head,), step, ("logits",))
             self.learnt.compare(self.asked, outputs["logits"].argmax(-1).tolist())
             self.asked = [[] for _ in lacking]
         self.lacking = [0] * len(lacking)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -105,8 +105,7 @@ class Writer:
             for text, n, extra in zip(texts, lag, more, strict=True)
         ]
         starts = [0 if text.done else text.position - n for text, n in zip(texts, lag, strict=True)]
-        width = self.feeder.width(max(1, *map(len, rows)), max(past))
-        outputs = self.feeder.run(rows, past, starts, width, fetch)
+        outputs = self.feeder.run(StepFeed(rows, past, starts, fetch))
         self.known = [n + len(row) for n, row in zip(past, rows, strict=True)]
         return outputs
 
@@ -144,7 +143,7 @@ class EntropyPolicy(DepthPolicy):
             rows = [row[first : first + width] for row in fed.rows]
             starts = [n + min(first, len(r)) for n, r in zip(fed.starts, fed.rows, strict=True)]
             column = [max(len(row) - 1, 0) for row in rows]
-            feeder.run_picking(rows, starts, starts, width, (), column)
+            feeder.run_picking(StepFeed(rows, starts, starts, (), width), column)
 
     def feed(self, step: StepFeed) -> Outputs:
         models = (self.target, self.other)
@@ -157,7 +156,7 @@ class EntropyPolicy(DepthPolicy):
         if any(len(row) > 1 for row in step.rows):  # drafts are verified by the target
             self.target.catch_up()
             self.target.known = [n + len(r) for n, r in zip(step.past, step.rows, strict=True)]
-            outputs = super().feed(replace(step, fetch=fetch))
+            outputs = super().feed(step._replace(fetch=fetch))
             self._note(outputs["logits"])
             return outputs
         self._take_turns(step)

@@ -72,10 +72,10 @@ class MixturePolicy(DepthPolicy):
         waiting: list[str] = []
         for place, part in enumerate(self.parts):
             if place in fills:
-                said = self.run_parts(waiting, step, (score,))[score]
+                said = self.feeder.run_parts(waiting, step, (score,))[score]
                 waiting = []
                 if not bool((said[live, 0] > record.threshold).any()):
                     part = fills[place]
                     self.ran -= self.sizes[place]
             waiting.append(part)
-        return self.run_parts([*waiting, self.head], step, step.fetch)
+        return self.feeder.run_parts([*waiting, self.head], step, step.fetch)

@@ -81,7 +81,7 @@ class MlpPolicy(DepthPolicy):
                 continue
             waiting.append(part)
             if place in places and not idle:
-                alike = self.run_parts(waiting, step, (record.score,))[record.score]
+                alike = self.feeder.run_parts(waiting, step, (record.score,))[record.score]
                 idle = bool((alike[live, 0] > record.similarity).all())
                 waiting = []
-        return self.run_parts([*waiting, self.head], step, step.fetch)
+        return self.feeder.run_parts([*waiting, self.head], step, step.fetch)

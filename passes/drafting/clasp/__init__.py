@@ -19,6 +19,7 @@ import torch
 from ....ir.plan import SkippingDraft, policy
 from ....ir.plan.bounds import Levels
 from ....runtime.feeding.draft import NO_DRAFT
+from ....runtime.feeding.feed import StepFeed
 from ....runtime.speculate.proposers.base import PROPOSERS
 from ....runtime.speculate.proposers.skipping import SkippingProposer
 from ....runtime.speculate.setting import Setting
@@ -76,8 +77,8 @@ class LikestSkippingProposer(SkippingProposer):
         tokens = [[text.tokens[-2]] if b in live else [] for b, text in enumerate(texts)]
         starts = [text.position - 1 if b in live else 0 for b, text in enumerate(texts)]
         width = self.feeder.width(self.count + 1, max(past))
-        alone, part = [NO_DRAFT] * len(texts), (self.parts[place],)
-        self.feeder.run_parts(part, tokens, past, starts, width, (), alone)
+        step = StepFeed(tokens, past, starts, (), width, [NO_DRAFT] * len(texts))
+        self.feeder.run_parts((self.parts[place],), step, ())
         made = [
             executable.read_rows([self.stream], b, past[b], past[b] + len(states))[self.stream]
             for b in live

@@ -14,6 +14,7 @@ from typing import ClassVar
 from ....ir.plan import DecodePlan, LearningDraft, Returned, Size, record
 from ....ir.plan.bounds import Factor, Filled, Levels
 from ....runtime.feeding.draft import VerifiedStep
+from ....runtime.feeding.feed import StepFeed
 from ....runtime.speculate.level import Level
 from ....runtime.speculate.proposers.base import PROPOSERS, ByDepth
 from ....runtime.speculate.setting import Setting
@@ -90,8 +91,8 @@ class MaskedProposer(ByDepth):
         left = min(self.executable.limit - max(past), self.feeder.context - max(starts))
         many = min(1 + len(self.masks), left)
         rows = [row[:many] for row in rows]
-        width, functions = self.feeder.width(many, max(past)), self.record.functions
-        outputs = self.feeder.run_parts(functions, rows, past, starts, width, FETCH)
+        step = StepFeed(rows, past, starts, FETCH)
+        outputs = self.feeder.run_parts(self.record.functions, step, FETCH)
         # A copy: outputs live until the next run.
         self.said = outputs["logits"][:, :many].float().cpu().clone()
         return super().root(count)

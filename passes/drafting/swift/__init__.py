@@ -16,6 +16,7 @@ import torch
 
 from ....ir.plan import SkippingDraft, policy
 from ....ir.plan.bounds import Levels, Nodes, Seed, Share
+from ....runtime.feeding.feed import StepFeed
 from ....runtime.memo import learnt
 from ....runtime.speculate.proposers.base import PROPOSERS
 from ....runtime.speculate.proposers.skipping import FETCH, SkippingProposer
@@ -164,8 +165,7 @@ class SearchedSkippingProposer(SkippingProposer):
         with self.borrowed(counts) as past:
             starts = [text.position - counts.get(b, 0) for b, text in enumerate(texts)]
             starts = [start if b in counts else 0 for b, start in enumerate(starts)]
-            width = self.feeder.width(max(map(len, rows)), max(past))
-            outputs = self.feeder.run_parts(parts, rows, past, starts, width, FETCH)
+            outputs = self.feeder.run_parts(parts, StepFeed(rows, past, starts, FETCH), FETCH)
             said = outputs["logits"].argmax(-1).tolist()
         hits: list[bool] = [
             a == b

@@ -14,6 +14,7 @@ import torch
 
 from ....ir.execution.executable import HeldCall
 from ...feeding.draft import VerifiedStep
+from ...feeding.feed import StepFeed
 from ..draft_cache import CHOSEN
 from ..leading import Leader
 from ..level import Ids, Level
@@ -84,7 +85,8 @@ class LeadingProposer(Proposer):
 
     def _level(self, count: int) -> Level:
         wanted = (self.record.output,)
-        outputs = self.feeder.lead(self.parts, self.chains, self.past, self.starts, wanted)
+        step = StepFeed(self.chains, self.past, self.starts, wanted)
+        outputs = self.feeder.lead(self.parts, step)
         state = outputs[self.record.output][:, :1]
         if self.state.shape != state.shape:
             self.state, self.held = torch.empty_like(state), None

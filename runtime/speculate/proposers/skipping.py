@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from ....ir.plan.skipping import SkippingDraft
 from ...feeding.draft import VerifiedStep
+from ...feeding.feed import StepFeed
 from ..level import Ids, Level
 from ..setting import Setting
 from .base import Proposer
@@ -69,8 +70,8 @@ class SkippingProposer(Proposer):
     def _level(self, rows: Sequence[Sequence[int]], count: int) -> Level:
         past = [0 if text.done else text.rows + self.below for text in self.texts]
         starts = [0 if text.done else text.position + self.below for text in self.texts]
-        width = self.feeder.width(1, max(past))
-        outputs = self.feeder.run_parts(self.drafting, rows, past, starts, width, FETCH)
+        step = StepFeed(rows, past, starts, FETCH)
+        outputs = self.feeder.run_parts(self.drafting, step, FETCH)
         logits = outputs["logits"][:, :1].float().cpu()
         best = logits.log_softmax(-1).topk(count)
         # Copies: outputs live until the next run.
