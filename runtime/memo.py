@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..ir.execution.executable import Executable
+from .feeding.draft import UnverifiedStep
 
 LEARNT = "learnt"
 """Whose scratch holds what texts have taught."""
@@ -27,7 +28,13 @@ class Resumes:
 
     The target's caches hold a row for each of the text's first tokens. A later text that begins
     with them need not feed them again, as far as every part can go on without having seen them.
+    reads: whether `read` has anything to do.
     """
+
+    reads: bool = False
+
+    def read(self, fed: UnverifiedStep) -> None:
+        """After each step, pieces of prompts included, before it is verified."""
 
     def keep(self, index: int, fed: int) -> Memo:
         """What the part knows of sequence `index`, of which `fed` tokens have rows."""

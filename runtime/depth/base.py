@@ -9,7 +9,6 @@ import torch
 
 from ...ir.execution.executable import Executable
 from ..asking.text import Text
-from ..feeding.draft import UnverifiedStep
 from ..feeding.feed import Feeder, StepFeed
 from ..feeding.outputs import Outputs
 from ..memo import Resumes
@@ -22,12 +21,11 @@ class DepthPolicy(Resumes):
     """Says how deep the steps of a generation go, and runs them.
 
     total: layers that there are. parts: of the step, in order, the head aside; sizes: layers of
-    each. ran: layers that the last step's tokens ran through before the head. reads: whether `read`
-    has anything to do. learns: whether a text may change what later ones run through.
+    each. ran: layers that the last step's tokens ran through before the head. learns:
+    whether a text may change what later ones run through.
     Register a subclass with ``@DEPTHS.register(ItsRecord)`` in its own file of this folder.
     """
 
-    reads: bool = False
     learns: bool = True
 
     def __init__(self, record: Any, executable: Executable) -> None:
@@ -41,9 +39,6 @@ class DepthPolicy(Resumes):
     def begin(self, feeder: Feeder, texts: Sequence[Text]) -> None:
         """A generation of new sequences starts, whose prompts run through all layers."""
         self.feeder, self.texts = feeder, texts
-
-    def read(self, fed: UnverifiedStep) -> None:
-        """See `Drafter.read`: a piece of the prompts ran, or a step."""
 
     def feed(self, step: StepFeed) -> Outputs:
         """Run a step; every output has its columns."""

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -21,6 +21,7 @@ from ..feeding.draft import NO_DRAFT, Draft, UnverifiedStep, VerifiedStep
 from ..feeding.encode import encode, place
 from ..feeding.feed import Feeder
 from ..feeding.prefill import prefill
+from ..memo import Resumes
 from ..speculate.drafters.grown import drafter_for
 from ..speculate.lengths.base import LENGTHS
 from ..speculate.setting import Setting
@@ -65,7 +66,7 @@ class Decoding:
         self.verifier = verifier(plan.verify, program, options, batch)
         wanted = (*self.verifier.fetch, *self.drafter.wants, *self.length.wants)
         self.fetch = tuple(dict.fromkeys(wanted))
-        parts: tuple[Reads, ...] = (self.drafter, self.depth)
+        parts: tuple[Resumes, ...] = (self.drafter, self.depth)
         readers = [part.read for part in parts if part.reads]
         self.read = partial(_tell, readers) if readers else None
         self.emitter = request.emitter()
@@ -218,15 +219,6 @@ class Decoding:
         """Hand on what a step committed."""
         if self.emitter is not None:
             self.emitter.push(self.texts, commits)
-
-
-class Reads(Protocol):
-    """A part that may want to know what prompts and steps are fed."""
-
-    reads: bool
-
-    def read(self, fed: UnverifiedStep) -> None:
-        """A step ran, and nothing was verified."""
 
 
 def _require(program: Program, function: str) -> None:

@@ -49,11 +49,14 @@ class ShallowRound(Round):
         decoding, live = self.decoding, self.decoding.live
         room = decoding.make_room(self.levels + 1, self.levels + 1)
         decoding.feeder.ahead = None
-        self.proposer.settle()
+        rows = self.proposer.committed
+        if rows is not None:
+            rows.settle()
         new: list[list[int]] = [[] for _ in decoding.texts]
         steps = self._steps(new, live, self.least(most, room))
         self.commit(new, live)
-        self.proposer.settled(new)
+        if rows is not None:
+            rows.settled(new)
         return steps
 
     def _steps(self, new: list[list[int]], live: list[int], most: int) -> int:
@@ -61,7 +64,7 @@ class ShallowRound(Round):
         policy wants a rest. How many; their tokens go to `new`."""
         decoding, feeder, length = self.decoding, self.decoding.feeder, self.length
         texts, eos, fetch = decoding.texts, decoding.stopping.eos, FETCH
-        vocabulary = decoding.program.info.vocab_size
+        vocabulary, committed = decoding.program.info.vocab_size, self.proposer.committed
         last = [0 if text.done else text.tokens[-1] for text in texts]
         past = [0 if text.done else text.rows for text in texts]
         starts = [0 if text.done else text.position for text in texts]
@@ -97,11 +100,12 @@ class ShallowRound(Round):
                 past[index] += count
                 starts[index] += count
                 rooms[index] -= count
-                whole = whole or (self.proposer.reads and count > len(chains[index]))
+                whole = whole or (committed is not None and count > len(chains[index]))
                 ended = ended or rooms[index] < 0 or not eos.isdisjoint(gained)
             if whole:  # the chains' last tokens are text, and have been asked nothing yet
-                self.leader.follow(self.proposer.places(len(chains[0])))
-            self.proposer.advance(list(map(len, tokens)))
+                self.leader.follow(self._places(len(chains[0])))
+            if committed is not None:
+                committed.advance(list(map(len, tokens)))
             if length.learns:
                 after = self.clock()
                 length.observe(_taken(rows, tokens, outputs), between - before, after - between)
@@ -110,6 +114,11 @@ class ShallowRound(Round):
         self.leader.seconds = 0.0
         decoding.stats.count(steps, len(live), drafted, accepted)
         return steps
+
+    def _places(self, level: int) -> list[int]:
+        """Rows of a cache of the draft's own for tokens `level` behind the texts' last ones."""
+        committed = self.proposer.committed
+        return [] if committed is None else [rows + level for rows in committed.rows]
 
     def _drafted(
         self, last: Sequence[int], past: Sequence[int], starts: Sequence[int], counts: list[int]
@@ -123,7 +132,7 @@ class ShallowRound(Round):
             leader.enter(tokens, [row + level for row in past], [s + level for s in starts])
             if level >= levels:
                 return chains
-            said = leader.follow(self.proposer.places(level))
+            said = leader.follow(self._places(level))
             level += 1
             # Of each sequence's one column, the best candidate.
             tokens = [column[0] for (column,) in said.candidates("draft_tokens")]

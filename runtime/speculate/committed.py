@@ -17,9 +17,10 @@ from ..feeding.draft import UnverifiedStep, VerifiedStep
 from ..feeding.gather import rows_of
 from ..memo import Memo
 from .draft_cache import DraftCache, Flags, Ids
+from .follower import Follower
 
 
-class CommittedRows:
+class CommittedRows(Follower):
     """The rows of a function's cache that stand for committed text.
 
     output: the step's output that the function takes as ``hidden``; None: it takes tokens alone.
@@ -101,7 +102,6 @@ class CommittedRows:
         return min(count, rows + len(features)) if rows < count else count - self.takes_tokens
 
     def resume(self, index: int, memo: Memo, count: int) -> None:
-        """See `Resumes.resume`."""
         rows, features = _kept(memo)
         self.rows[index], self.known[index] = min(rows, count), count
         self.features[index] = [features[: count - rows]] if self.shift and count > rows else []

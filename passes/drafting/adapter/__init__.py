@@ -7,7 +7,6 @@ The layer's rows of committed text are made once it is committed, from the state
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,7 +18,6 @@ from ....runtime.speculate.committed import CommittedRows
 from ....runtime.speculate.leading import CachedLeader
 from ....runtime.speculate.level import Ids, Level
 from ....runtime.speculate.proposers.base import PROPOSERS
-from ....runtime.speculate.proposers.committing import CommittingProposer
 from ....runtime.speculate.proposers.hidden import level_of
 from ....runtime.speculate.proposers.shallow import LeadingProposer
 from ....runtime.speculate.setting import Setting
@@ -45,40 +43,21 @@ class AdaptedExitDraft(ExitDraft):
 
 
 @PROPOSERS.register(AdaptedExitDraft)
-class AdaptedExitProposer(CommittingProposer, LeadingProposer):
+class AdaptedExitProposer(LeadingProposer):
     """Puts the layer's rows behind those of the text."""
 
     record: AdaptedExitDraft
     leads = CachedLeader
+    reads = True
+    committed: CommittedRows
 
     def __init__(self, record: AdaptedExitDraft, setting: Setting) -> None:
         super().__init__(record, setting)
         self.wants = (record.output,)
         limit = self.executable.program.info.context
-        self.committed = CommittedRows(self.executable, record.function, record.output, limit=limit)
-
-    def settle(self) -> None:
-        self.committed.settle()
-
-    def places(self, level: int) -> list[int]:
-        return [rows + level for rows in self.committed.rows]
-
-    def advance(self, counts: Sequence[int]) -> None:
-        """See `LeadingProposer.advance`. A drafted token's row is the text's."""
-        self.committed.advance(counts)
-
-    def settled(self, tokens: Sequence[Sequence[int]]) -> None:
-        self.committed.settled(tokens)
-
-    def root(self, count: int) -> Level:
-        """What may follow each text's last token."""
-        self.below = 0
-        return super().root(count)
-
-    def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
-        """What may follow the chain's last tokens."""
-        self.below += 1
-        return super().grow(tokens, parents, count)
+        self.committed = self.follower = CommittedRows(
+            self.executable, record.function, record.output, limit=limit
+        )
 
     def level(self, count: int) -> Level:
         committed = self.committed

@@ -7,16 +7,16 @@ the layers between, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ....ir.plan import DecodePlan, LearningDraft, Returned, Size, record
 from ....ir.plan.bounds import Factor, Filled, Levels
-from ....runtime.feeding.draft import VerifiedStep
 from ....runtime.feeding.feed import StepFeed
 from ....runtime.speculate.level import Level
 from ....runtime.speculate.proposers.base import PROPOSERS, ByDepth
+from ....runtime.speculate.proposers.layers import LayersProposer, best_of
 from ....runtime.speculate.setting import Setting
 
 
@@ -60,7 +60,7 @@ FETCH = ("logits",)
 
 
 @PROPOSERS.register(MaskedSkippingDraft)
-class MaskedProposer(ByDepth):
+class MaskedProposer(ByDepth, LayersProposer):
     """Level d's candidates are what was said after mask token d, for every node of that depth.
 
     said: f32[B,1+M,V], the logits after the last token and after each mask token.
@@ -70,23 +70,13 @@ class MaskedProposer(ByDepth):
 
     def __init__(self, record: MaskedSkippingDraft, setting: Setting) -> None:
         super().__init__(record, setting)
-        assert setting.feeder is not None, "whoever drafts with the target's layers is told of them"
-        program = self.executable.program
-        self.feeder, self.texts = setting.feeder, setting.texts
-        size = program.info.vocab_size
+        size = self.executable.program.info.vocab_size
         self.masks = list(range(size, size + record.prompts))
-
-    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Nothing is kept of what is committed: the target's caches hold it."""
-
-    def observe(self, taken: VerifiedStep) -> None:
-        """See `begin`."""
 
     def root(self, count: int) -> Level:
         """What may follow each text's last token; everything else is said along with it."""
         rows = [[] if text.done else [text.tokens[-1], *self.masks] for text in self.texts]
-        past = [0 if text.done else text.rows for text in self.texts]
-        starts = [0 if text.done else text.position for text in self.texts]
+        past, starts = self.ends()
         # Where the caches or the model's positions end, nobody asks for as many levels.
         left = min(self.executable.limit - max(past), self.feeder.context - max(starts))
         many = min(1 + len(self.masks), left)
@@ -99,6 +89,4 @@ class MaskedProposer(ByDepth):
 
     def level(self, count: int) -> Level:
         """What was said after a mask token, or after the last token of the text."""
-        said = self.said[:, self.place : self.place + 1]
-        best = said.log_softmax(-1).topk(count)
-        return Level(best.indices.numpy(), best.values.numpy(), said.numpy())
+        return best_of(self.said[:, self.place : self.place + 1], count)

@@ -7,32 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from ....ir import UnsupportedError
-from ...feeding.draft import NO_DRAFT, Draft, UnverifiedStep, VerifiedStep
+from ...feeding.draft import NO_DRAFT, Draft, VerifiedStep
 from ...feeding.outputs import integers
-from ...memo import Memo, Resumes
 from ...registry import Registry
+from ..follower import Follower
 from ..setting import Setting
 
 
-class Drafter(Resumes, ABC):
+class Drafter(Follower, ABC):
     """Proposes tokens for every unfinished sequence of a batch before each step.
 
-    wants: outputs of the step function that `observe` or `read` need. reads: whether `read` has
-    anything to do; one that reads and says nothing else must see every text from its start (see
-    `Resumes`). Register a subclass with ``@DRAFTERS.register(ItsRecord)`` in its own file of
-    this folder.
+    Register a subclass with ``@DRAFTERS.register(ItsRecord)`` in its own file of this folder.
     """
-
-    wants: tuple[str, ...] = ()
-    reads: bool = False
 
     def __init__(self, record: Any, setting: Setting) -> None:
         self.record, self.executable, self.options = record, setting.executable, setting.options
         self.setting = setting
-
-    @abstractmethod
-    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """New sequences, one prompt each."""
 
     def sources(self, count: int) -> Sequence[Sequence[int]]:
         """What each of `count` texts is written from; () where that is nothing of its own."""
@@ -57,16 +47,6 @@ class Drafter(Resumes, ABC):
             f"draft={self.record} cannot draft for another drafter: it knows only what follows "
             f"committed text; drafters that copy can, such as suffix"
         )
-
-    def read(self, fed: UnverifiedStep) -> None:
-        """After each step, pieces of prompts included, before it is verified."""
-
-    @abstractmethod
-    def observe(self, taken: VerifiedStep) -> None:
-        """After each verification; the last piece of the prompts counts as a step."""
-
-    def reach(self, memo: Memo, count: int) -> int:
-        return 0 if self.reads else count
 
 
 class ChainDrafter(Drafter):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ....ir.plan import FusedDraft
-from ...feeding.draft import Draft, UnverifiedStep, VerifiedStep
+from ...feeding.draft import Draft, VerifiedStep
 from ...feeding.outputs import integers
 from ...memo import Memo
 from ..setting import Setting
@@ -31,20 +31,14 @@ class FusedDrafter(ChainDrafter):
         self.apart: GrownDrafter | None = None
         aligned = self.executable.program.plan.cache.aligned
         if not self.options.by_argmax and aligned:
-            self.apart = GrownDrafter(record.draft, setting)
+            self.apart = self.follower = GrownDrafter(record.draft, setting)
             self.wants, self.reads = self.apart.wants, self.apart.reads
         elif self.options.by_argmax:
             self.wants, self.levels = ("drafted",), record.levels
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Nothing is drafted before the prompt has run."""
-        if self.apart is not None:
-            self.apart.begin(prompts)
+        super().begin(prompts)
         self.chains: list[list[int]] = [[]] * len(prompts)
-
-    def read(self, fed: UnverifiedStep) -> None:
-        if self.apart is not None:
-            self.apart.read(fed)
 
     def propose(self, rooms: Sequence[int]) -> list[Draft]:
         if self.apart is not None:
@@ -67,19 +61,15 @@ class FusedDrafter(ChainDrafter):
     def keep(self, index: int, fed: int) -> Memo:
         """rows: i64, those that the step made and that hold the token after them for certain."""
         if self.apart is not None:
-            return self.apart.keep(index, fed)
+            return super().keep(index, fed)
         return {"rows": torch.tensor(fed - 1 if self.wants else 0)}
 
     def reach(self, memo: Memo, count: int) -> int:
         if self.apart is not None:
-            return self.apart.reach(memo, count)
+            return super().reach(memo, count)
         if not self.wants:
             return count
         return min(count - 1, int(memo["rows"])) if memo and count else 0
-
-    def resume(self, index: int, memo: Memo, count: int) -> None:
-        if self.apart is not None:
-            self.apart.resume(index, memo, count)
 
     def learn(self, index: int, new: Sequence[int], row: Sequence[int]) -> None:
         """Keep the chain that starts where the text now ends."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....ir.plan import DraftRecord
-from ...feeding.draft import NO_DRAFT, Draft, UnverifiedStep, VerifiedStep
-from ...memo import Memo
+from ...feeding.draft import NO_DRAFT, Draft
 from ..proposers.base import PROPOSERS
 from ..setting import Setting
 from ..trees.base import TREES
@@ -19,33 +18,15 @@ class GrownDrafter(Drafter):
     def __init__(self, record: DraftRecord, setting: Setting) -> None:
         super().__init__(record, setting)
         tree = self.executable.program.plan.tree
-        self.proposer = PROPOSERS.find(record)(record, setting)
+        self.proposer = self.follower = PROPOSERS.find(record)(record, setting)
         self.tree, self.length = TREES.find(tree)(tree, self.options), setting.length
         self.wants, self.reads = self.proposer.wants, self.proposer.reads
-
-    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        self.proposer.begin(prompts)
 
     def propose(self, rooms: Sequence[int]) -> list[Draft]:
         if max(rooms) < 1:
             return [NO_DRAFT] * len(rooms)
         drafts = self.tree.grow(self.proposer, rooms, self.length)
         return self.proposer.ride(drafts, rooms)
-
-    def read(self, fed: UnverifiedStep) -> None:
-        self.proposer.read(fed)
-
-    def observe(self, taken: VerifiedStep) -> None:
-        self.proposer.observe(taken)
-
-    def keep(self, index: int, fed: int) -> Memo:
-        return self.proposer.keep(index, fed)
-
-    def reach(self, memo: Memo, count: int) -> int:
-        return self.proposer.reach(memo, count)
-
-    def resume(self, index: int, memo: Memo, count: int) -> None:
-        self.proposer.resume(index, memo, count)
 
 
 def drafter_for(record: DraftRecord, setting: Setting) -> Drafter:

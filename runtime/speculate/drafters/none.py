@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....ir.plan import NoDraft
-from ...feeding.draft import NO_DRAFT, Draft, VerifiedStep
+from ...feeding.draft import NO_DRAFT, Draft
 from .base import DRAFTERS, Drafter
 
 
@@ -13,12 +13,5 @@ from .base import DRAFTERS, Drafter
 class NoDrafter(Drafter):
     """Proposes nothing."""
 
-    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Nothing to prepare."""
-
     def propose(self, rooms: Sequence[int]) -> list[Draft]:
-        """An empty draft for each sequence."""
         return [NO_DRAFT] * len(rooms)
-
-    def observe(self, taken: VerifiedStep) -> None:
-        """Nothing to learn."""

@@ -6,41 +6,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from ...feeding.draft import Draft, UnverifiedStep, VerifiedStep
-from ...memo import Memo, Resumes
+from ...feeding.draft import Draft
 from ...registry import Registry
+from ..follower import Follower
 from ..level import Ids, Level, repeated
 from ..setting import Setting
 
 
-class Proposer(Resumes, ABC):
+class Proposer(Follower, ABC):
     """Predicts successors of draft nodes. A tree policy decides which of them become the draft.
 
-    wants: outputs of the step function that `observe` or `read` need. reads: whether `read` has
-    anything to do. depth: levels it can predict, as its record says; None: any. Register a subclass
-    with ``@PROPOSERS.register(ItsRecord)`` in its own file of this folder.
+    depth: levels it can predict, as its record says; None: any. Register a subclass with
+    ``@PROPOSERS.register(ItsRecord)`` in its own file of this folder.
     """
-
-    wants: tuple[str, ...] = ()
-    reads: bool = False
 
     def __init__(self, record: Any, setting: Setting) -> None:
         self.record, self.executable, self.options = record, setting.executable, setting.options
         self.depth: int | None = record.levels or None
-
-    @abstractmethod
-    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """New sequences, one prompt each."""
-
-    def read(self, fed: UnverifiedStep) -> None:
-        """See `Drafter.read`."""
-
-    @abstractmethod
-    def observe(self, taken: VerifiedStep) -> None:
-        """See `Drafter.observe`."""
-
-    def reach(self, memo: Memo, count: int) -> int:
-        return 0 if self.reads else count
 
     @abstractmethod
     def root(self, count: int) -> Level:

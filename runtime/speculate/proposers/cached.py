@@ -26,8 +26,7 @@ from ..committed import CommittedRows
 from ..draft_cache import Flags
 from ..level import Ids, Level
 from ..setting import Setting
-from .base import PROPOSERS
-from .committing import CommittingProposer
+from .base import PROPOSERS, Proposer
 from .hidden import level_of
 
 
@@ -66,13 +65,14 @@ class _Nodes:
 
 
 @PROPOSERS.register(CachedDraft)
-class CachedProposer(CommittingProposer):
+class CachedProposer(Proposer):
     """Feeds draft nodes behind the rows of the committed text. See the module docstring.
 
     made: the outputs of the last call, of the nodes of its last level.
     """
 
     record: CachedDraft
+    reads = True
     made: Mapping[str, torch.Tensor]
     mutual = False
     """See `CommittedRows`."""
@@ -82,7 +82,7 @@ class CachedProposer(CommittingProposer):
         self.wants = () if record.output is None else (record.output,)
         context = self.executable.program.info.context
         limit = min(context, record.context or context)
-        self.committed = CommittedRows(
+        self.committed = self.follower = CommittedRows(
             self.executable,
             self.function,
             record.output,

@@ -10,17 +10,13 @@ slower predictor; heads predict the others from the states that it made on the w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
 from ....ir import UnsupportedError
 from ....ir.plan import ContinuedDraft
 from ....ir.plan.continued import TwofoldDraft
-from ...feeding.draft import UnverifiedStep, VerifiedStep
 from ...feeding.gather import gathered
-from ...memo import Memo
 from ..level import Ids, Level
 from ..setting import Setting
 from .base import PROPOSERS, Proposer
@@ -60,7 +56,8 @@ class ContinuedProposer(Proposer):
         then = PROPOSERS.find(record.then)(record.then, setting)
         if not isinstance(then, HiddenProposer):
             raise UnsupportedError(f"draft={record}: expected heads then, got {record.then.kind}")
-        self.first, self.then = CachedProposer(record.first, setting), then
+        self.first = self.follower = CachedProposer(record.first, setting)
+        self.then = then
         self.levels = record.first.levels
         self.wants = self.first.wants
 
@@ -69,24 +66,6 @@ class ContinuedProposer(Proposer):
         """What `then` starts from, f[B,M,H]: what the first drafter's last call made of the nodes
         that it was fed."""
         return self.first.made["hidden"]  # a drafter on features makes states
-
-    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        self.first.begin(prompts)
-
-    def read(self, fed: UnverifiedStep) -> None:
-        self.first.read(fed)
-
-    def observe(self, taken: VerifiedStep) -> None:
-        self.first.observe(taken)
-
-    def keep(self, index: int, fed: int) -> Memo:
-        return self.first.keep(index, fed)
-
-    def reach(self, memo: Memo, count: int) -> int:
-        return self.first.reach(memo, count)
-
-    def resume(self, index: int, memo: Memo, count: int) -> None:
-        self.first.resume(index, memo, count)
 
     def root(self, count: int) -> Level:
         """What the cached drafter says after the text."""

@@ -29,7 +29,7 @@ class HiddenProposer(Proposer):
         self._held: dict[str, HeldCall] = {}
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Nothing is known before the prompt has run."""
+        super().begin(prompts)
         self.last = LastState("hidden", len(prompts))
         self._held.clear()
 
@@ -43,6 +43,7 @@ class HiddenProposer(Proposer):
         `DraftRecord.whole_path` i64[B,M,S] and [B,M,S,H], step by step."""
 
     def observe(self, taken: VerifiedStep) -> None:
+        super().observe(taken)
         self.last.observe(taken)
 
     def run(self, function: str, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -9,14 +9,10 @@ The first state is the target's, or what a layer with a cache makes of the targe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ....ir.plan import RecurrentDraft
-from ...feeding.draft import UnverifiedStep, VerifiedStep
 from ...feeding.gather import gathered
-from ...memo import Memo
 from ..committed import CommittedRows
 from ..level import Ids, Level
 from ..setting import Setting
@@ -36,34 +32,7 @@ class RecurrentProposer(HiddenProposer):
         if record.entry is not None:
             context = self.executable.program.info.context
             self.committed = CommittedRows(self.executable, record.entry, "hidden", limit=context)
-        self.reads = self.committed is not None
-
-    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Nothing is known before the prompt has run."""
-        super().begin(prompts)
-        if self.committed is not None:
-            self.committed.begin(prompts)
-
-    def read(self, fed: UnverifiedStep) -> None:
-        """Make the prefix's rows of a piece of the prompts."""
-        if self.committed is not None:
-            self.committed.read(fed)
-
-    def observe(self, taken: VerifiedStep) -> None:
-        """Take the states of the accepted nodes, and the token chosen at the last."""
-        super().observe(taken)
-        if self.committed is not None:
-            self.committed.observe(taken)
-
-    def keep(self, index: int, fed: int) -> Memo:
-        return {} if self.committed is None else self.committed.keep(index, fed)
-
-    def reach(self, memo: Memo, count: int) -> int:
-        return count if self.committed is None else self.committed.reach(memo, count)
-
-    def resume(self, index: int, memo: Memo, count: int) -> None:
-        if self.committed is not None:
-            self.committed.resume(index, memo, count)
+        self.follower, self.reads = self.committed, self.committed is not None
 
     def root(self, count: int) -> Level:
         """What may follow the last committed token."""

@@ -7,77 +7,55 @@ that verification needs; `Feeder.lead` makes them and `Feeder.run` goes on from 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ....ir.execution.executable import HeldCall
-from ...feeding.draft import VerifiedStep
 from ...feeding.feed import StepFeed
+from ..committed import CommittedRows
 from ..draft_cache import CHOSEN
 from ..leading import Leader
 from ..level import Ids, Level
 from ..setting import Setting
-from .base import Proposer
 from .hidden import level_of
+from .layers import LayersProposer
 
 
-class LeadingProposer(Proposer):
-    """Feeds a chain token by token through the first segments of the step."""
+class LeadingProposer(LayersProposer):
+    """Feeds a chain token by token through the first segments of the step.
+
+    committed: rows of a cache of the draft's own, if it has one.
+    """
 
     record: Any
     leads: type[Leader] = Leader
+    committed: CommittedRows | None = None
 
     def __init__(self, record: Any, setting: Setting) -> None:
         super().__init__(record, setting)
-        assert setting.feeder is not None, "whoever drafts with the target's layers is told of them"
         program = self.executable.program
-        self.feeder, self.texts = setting.feeder, setting.texts
         self.parts = program.plan.step.cuts.index(record.exit) + 1
         self.fetch = tuple(program.function(record.function).outputs)
         self.chains: list[list[int]] = []
         self.state = torch.empty(0)
         self.held: HeldCall | None = None
 
-    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Nothing is kept of what is committed: the target's caches hold it."""
-
-    def observe(self, taken: VerifiedStep) -> None:
-        """See `begin`."""
-
-    # -- for rounds that lead tokens themselves, and tell of it afterwards (see `rounds.shallow`)
-
     def leader(self, scores: bool) -> Leader:
-        """What drafts a token at a time. scores: whether more is wanted than the best token."""
+        """What drafts a token at a time, for rounds that lead tokens themselves (`rounds.shallow`).
+        scores: whether more is wanted than the best token."""
         wanted = CHOSEN if scores else ("draft_tokens",)
         parts = self.feeder.parts[: self.parts]
         return self.leads(self.feeder, parts, self.record.output, self.record.function, wanted)
 
-    def settle(self) -> None:
-        """Bring caches of the draft's own up to the texts."""
-
-    def places(self, level: int) -> list[int]:
-        """Rows of caches of the draft's own for tokens `level` behind the texts' last ones."""
-        return []
-
-    def advance(self, counts: Sequence[int]) -> None:
-        """Each text has gained so many tokens, for all of which but the last there are rows."""
-
-    def settled(self, tokens: Sequence[Sequence[int]]) -> None:
-        """The tokens that each text has gained since `settle`."""
-
-    # -- for general ones
-
     def root(self, count: int) -> Level:
-        """What may follow each text's last token."""
+        self.below = 0
         self.chains = [[] if text.done else [text.tokens[-1]] for text in self.texts]
-        self.past = [0 if text.done else text.rows for text in self.texts]
-        self.starts = [0 if text.done else text.position for text in self.texts]
+        self.past, self.starts = self.ends()
         return self._level(count)
 
     def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
-        """What may follow the chain's last tokens."""
+        self.below += 1
         for chain, (token,) in zip(self.chains, tokens.tolist(), strict=True):
             if chain and token >= 0:
                 chain.append(token)

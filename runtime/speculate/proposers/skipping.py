@@ -15,12 +15,12 @@ from ...feeding.draft import VerifiedStep
 from ...feeding.feed import StepFeed
 from ..level import Ids, Level
 from ..setting import Setting
-from .base import Proposer
+from .layers import LayersProposer, best_of
 
 FETCH = ("logits",)
 
 
-class SkippingProposer(Proposer):
+class SkippingProposer(LayersProposer):
     """kept: the segments that draft, by their places, as last chosen. count: how many are left out.
     since: steps since `chosen` was asked."""
 
@@ -28,9 +28,7 @@ class SkippingProposer(Proposer):
 
     def __init__(self, record: SkippingDraft, setting: Setting, period: int) -> None:
         super().__init__(record, setting)
-        assert setting.feeder is not None, "whoever drafts with the target's layers is told of them"
         program = self.executable.program
-        self.feeder, self.texts = setting.feeder, setting.texts
         *self.parts, self.head = program.plan.step.parts
         self.rows = sorted({name for part in self.parts for name in program.states_of(part)})
         self.inner = program.plan.step.inner
@@ -46,36 +44,26 @@ class SkippingProposer(Proposer):
     def chosen(self) -> list[int]:
         """The segments to draft with now, by their places."""
 
-    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Nothing is kept of what is committed: the target's caches hold it."""
-
     def observe(self, taken: VerifiedStep) -> None:
-        """See `begin`."""
         self.since += 1
 
     def root(self, count: int) -> Level:
-        """What may follow each text's last token."""
         if self.since >= self.period:
             self.kept, self.since = self.chosen(), 0
         self.below = 0
         return self._level([[] if t.done else [t.tokens[-1]] for t in self.texts], count)
 
     def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
-        """What may follow the chain's last tokens."""
         self.below += 1
         rows = [[max(token, 0)] for (token,) in tokens.tolist()]
         rows = [[] if t.done else row for t, row in zip(self.texts, rows, strict=True)]
         return self._level(rows, count)
 
     def _level(self, rows: Sequence[Sequence[int]], count: int) -> Level:
-        past = [0 if text.done else text.rows + self.below for text in self.texts]
-        starts = [0 if text.done else text.position + self.below for text in self.texts]
-        step = StepFeed(rows, past, starts, FETCH)
+        step = StepFeed(rows, *self.ends(), FETCH)
         outputs = self.feeder.run_parts(self.drafting, step, FETCH)
-        logits = outputs["logits"][:, :1].float().cpu()
-        best = logits.log_softmax(-1).topk(count)
-        # Copies: outputs live until the next run.
-        return Level(best.indices.numpy(), best.values.numpy(), logits.clone().numpy())
+        # A copy: outputs live until the next run.
+        return best_of(outputs["logits"][:, :1].float().cpu().clone(), count)
 
     @property
     def drafting(self) -> tuple[str, ...]:

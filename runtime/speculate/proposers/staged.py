@@ -99,7 +99,7 @@ class StagedProposer(Proposer):
     def __init__(self, record: StagedDraft, setting: Setting) -> None:
         super().__init__(record, setting)
         self.cache = DraftCache(self.executable, record.function)
-        self.inner = drafter_for(record.drafter, setting)
+        self.inner = self.follower = drafter_for(record.drafter, setting)
         self.wants = self.inner.wants
         context = self.executable.program.info.context
         self.limit = min(context, record.context or context)
@@ -109,9 +109,8 @@ class StagedProposer(Proposer):
         self.steps = self.used = 0
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Nothing is cached of the new sequences."""
+        super().begin(prompts)
         self.sequences = [_Sequence(prompt) for prompt in prompts]
-        self.inner.begin(prompts)
         nothing = [0] * len(prompts)
         self.inner.ahead([()] * len(prompts), nothing)  # which tells whether it can
 
@@ -124,8 +123,7 @@ class StagedProposer(Proposer):
         )
 
     def observe(self, taken: VerifiedStep) -> None:
-        """Take in what was accepted."""
-        self.inner.observe(taken)
+        super().observe(taken)
         for sequence, tokens in zip(self.sequences, taken.tokens, strict=True):
             sequence.alive = sequence.alive and bool(tokens)
             if tokens:
@@ -133,17 +131,12 @@ class StagedProposer(Proposer):
 
     def keep(self, index: int, fed: int) -> Memo:
         """rows: i64, how many are made; and what the model's own drafter keeps."""
-        inner = self.inner.keep(index, fed)
-        return {**inner, "staged": torch.tensor(self.sequences[index].rows)}
-
-    def reach(self, memo: Memo, count: int) -> int:
-        """See `Resumes.reach`: rows are made of tokens alone."""
-        return self.inner.reach(memo, count)
+        return {**super().keep(index, fed), "staged": torch.tensor(self.sequences[index].rows)}
 
     def resume(self, index: int, memo: Memo, count: int) -> None:
         if memo:
             self.sequences[index].rows = min(int(memo["staged"]), count)
-        self.inner.resume(index, memo, count)
+        super().resume(index, memo, count)
 
     def root(self, count: int) -> Level:
         """What may follow each text."""
