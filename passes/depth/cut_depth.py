@@ -82,7 +82,6 @@ class CutDepth(Pass):
     }
 
     def run(self, program: Program) -> Outcome:
-        """Add the segments. See the module docstring."""
         plan, step = program.plan, program.step
         if program.recurrent:
             raise PassError(

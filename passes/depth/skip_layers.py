@@ -83,7 +83,6 @@ class SkipLayers(Pass):
         return self
 
     def run(self, program: Program) -> Outcome:
-        """Bypass the parts. See the module docstring."""
         if program.states:
             raise PassError(
                 f"{self.name}: {program.name} has a cache, with states for the layers that it has "

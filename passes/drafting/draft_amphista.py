@@ -52,7 +52,6 @@ class DraftAmphista(DraftPass):
     name: ClassVar[str] = "draft_amphista"
 
     def insert(self, program: Program) -> Outcome:
-        """Graft layers and heads on. See the module docstring."""
         shape = LayerShape.of(program.step, self.name, 0)
         program, output = self._adapted(program)
         program = self._parallel(program, shape)

@@ -61,7 +61,6 @@ class DraftClover(DraftPass):
     name: ClassVar[str] = "draft_clover"
 
     def insert(self, program: Program) -> Outcome:
-        """Graft layers and heads on. See the module docstring."""
         program, first = self._first(program)
         program = self._later(program)
         then = RecurrentDraft(("clover_later",), self.heads - 1)

@@ -51,7 +51,6 @@ class DraftEagle(DraftPass):
     unread: ClassVar[tuple[str, ...]] = ("embed_tokens.weight",)
 
     def insert(self, program: Program) -> Outcome:
-        """Graft the layer on. See the module docstring."""
         graft = Graft(program, self.name, "eagle", self.weights)
         shape = LayerShape.of(graft.step, self.name, graft.hidden)
         if self.inner is not None:

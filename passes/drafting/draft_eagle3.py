@@ -71,7 +71,6 @@ class DraftEagle3(DraftPass):
     )
 
     def insert(self, program: Program) -> Outcome:
-        """Graft the layer on. See the module docstring."""
         program, output = self._entry(program)
         graft = Graft(program, self.name, "eagle3", self.weights, self.published)
         graft.trained.check_config(

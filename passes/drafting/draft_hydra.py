@@ -66,7 +66,6 @@ class DraftHydra(DraftPass):
     unread: ClassVar[tuple[str, ...]] = ("prefix_embeding_layer.embed_tokens.weight",)
 
     def insert(self, program: Program) -> Outcome:
-        """Graft the heads on. See the module docstring."""
         if self.prefix:
             program = self._prefix(program)
         for number in range(self.heads):
@@ -78,7 +77,6 @@ class DraftHydra(DraftPass):
         return Outcome(with_draft(program, draft), self.heads)
 
     def published(self, name: str) -> tuple[str, ...]:
-        """See `_published`."""
         return _published(name)
 
     def _prefix(self, program: Program) -> Program:

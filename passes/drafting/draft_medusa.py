@@ -50,7 +50,6 @@ class DraftMedusa(DraftPass):
     name: ClassVar[str] = "draft_medusa"
 
     def insert(self, program: Program) -> Outcome:
-        """Graft the heads on. See the module docstring."""
         graft = Graft(program, self.name, "medusa", self.weights)
         hidden = graft.input(graft.tap(), graft.hidden)
         normed = graft.norm(hidden)

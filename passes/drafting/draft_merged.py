@@ -29,7 +29,6 @@ class DraftMerged(RecordPass):
     """See the record."""
 
     def run(self, program: Program) -> Outcome:
-        """Merge the plan's drafters. See the module docstring."""
         draft = program.plan.draft
         if not draft.in_turn:
             return Outcome(program, 0, f"no drafters one after the other: draft={draft.kind}")

@@ -56,7 +56,6 @@ class DraftMlpSpeculator(DraftPass):
     name: ClassVar[str] = "draft_mlp_speculator"
 
     def insert(self, program: Program) -> Outcome:
-        """Graft the levels on. See the module docstring."""
         levels: int = self.made().levels
         for level in range(levels):
             program = self._level(program, level, levels)

@@ -65,7 +65,6 @@ class DraftModel(RecordPass):
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The draft's folder."""
         return (self.model,)
 
     @property
@@ -79,7 +78,6 @@ class DraftModel(RecordPass):
         return self.drafter.endswith(")")
 
     def run(self, program: Program) -> Outcome:
-        """Take the model in. See the module docstring."""
         guest = self._drafting(guest_of(program, self.model, self.name, NAME))
         merged = with_step_of(program, guest, self.model, NAME, Role.DRAFT)
         short = guest.info.context < program.info.context

@@ -62,16 +62,13 @@ class DraftMtp(RecordPass):
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The weights, where some are given."""
         return (self.weights,) if self.weights else ()
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The layer."""
         return (f"{NAME}.{self.layer}",)
 
     def run(self, program: Program) -> Outcome:
-        """Graft the layer on. See the module docstring."""
         (part,) = self.parts
         guest = program.guests.get(part)
         if guest is None:

@@ -30,7 +30,6 @@ class TrainedPass(RecordPass):
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The weights, where some are given."""
         return (self.weights,) if self.weights else ()
 
     def run(self, program: Program) -> Outcome:

@@ -50,7 +50,6 @@ class DraftRedrafter(DraftPass):
     name: ClassVar[str] = "draft_redrafter"
 
     def insert(self, program: Program) -> Outcome:
-        """Graft the network on. See the module docstring."""
         functions = ("redrafter_0", "redrafter")
         for first, name in zip((True, False), functions, strict=True):
             program = self._function(program, name, first)

@@ -66,7 +66,6 @@ class FuseDraft(Pass):
     )
 
     def run(self, program: Program) -> Outcome:
-        """Add the function. See the module docstring."""
         leaves = [leaf for leaf in program.plan.draft.leaves if leaf.reads and not leaf.in_step]
         found = [leaf.unrolled for leaf in leaves if leaf.unrolled is not None]
         if not found:

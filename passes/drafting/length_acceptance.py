@@ -40,7 +40,6 @@ class LengthAcceptance(TrainedPass):
     layers: int = Field(default=1, ge=0)
 
     def insert(self, program: Program) -> Outcome:
-        """Graft the head on and put the policy into the plan. See the module docstring."""
         graft = Graft(program, self.name, NAME, self.weights)
         output = graft.tap_normed()
         x = graft.input("hidden", graft.hidden)

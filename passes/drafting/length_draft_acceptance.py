@@ -49,7 +49,6 @@ class LengthDraftAcceptance(TrainedPass):
     layers: int = Field(default=3, ge=0)
 
     def insert(self, program: Program) -> Outcome:
-        """Grow the head into the draft's function. See the module docstring."""
         models = [
             leaf
             for leaf in program.plan.draft.leaves

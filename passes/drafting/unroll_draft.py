@@ -64,7 +64,6 @@ class UnrollDraft(Pass):
     )
 
     def run(self, program: Program) -> Outcome:
-        """Add the functions. See the module docstring."""
         plan = program.plan
         if not plan.tree.chain:
             raise PassError(f"unroll_draft: expected a chain, got tree={plan.tree.brief}")

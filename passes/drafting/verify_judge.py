@@ -35,7 +35,6 @@ class VerifyJudge(TrainedPass):
     """See `TrainedPass` and the record."""
 
     def insert(self, program: Program) -> Outcome:
-        """Graft the head on and put the verifier into the plan. See the module docstring."""
         graft = Graft(program, self.name, NAME, self.weights)
         output = graft.tap_normed()
         hidden = graft.input("hidden", graft.hidden)

@@ -11,5 +11,4 @@ class KeepAllPolicy(CachePolicy):
     """The states grow with the text."""
 
     def back_to(self, fed: int, count: int) -> int:
-        """Anywhere."""
         return count

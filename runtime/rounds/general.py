@@ -14,11 +14,9 @@ class GeneralRound(Round):
 
     @classmethod
     def fits(cls, decoding: Decoding) -> bool:
-        """Always."""
         return True
 
     def wants(self) -> int | None:
-        """One: other rounds may take the next."""
         return 1
 
     def run(self, most: int | None) -> int:

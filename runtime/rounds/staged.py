@@ -23,7 +23,6 @@ class StagedRound(GeneralRound):
 
     @classmethod
     def fits(cls, decoding: Decoding) -> bool:
-        """Where the policy stops some tokens."""
         return decoding.program.plan.depth.stops
 
     def wants(self) -> int | None:

@@ -54,7 +54,6 @@ class CommittedRows(Follower):
         self.source = entry or function
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Nothing is cached of the new sequences."""
         batch = len(prompts)
         self.texts = [list(prompt) for prompt in prompts]
         self.rows, self.known = [0] * batch, [0] * batch

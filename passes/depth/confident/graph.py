@@ -63,15 +63,12 @@ class DepthConfident(RecordPass):
 
     @property
     def text(self) -> TextSample | None:
-        """What probes are fitted on."""
         return TextSample(self.windows, self.length) if self.measure == "probe" else None
 
     def run(self, program: Program) -> Outcome:
-        """Add the functions and the policy. See the module docstring."""
         return self._made(program, {})
 
     def learn(self, program: Program, evidence: Evidence) -> Outcome:
-        """The same, with probes fitted on text."""
         assert self.text is not None
         windows = evidence.sampled(self.text, program)
         return self._made(program, fitted_probes(program, windows))

@@ -57,7 +57,6 @@ class EntropyDepth(DepthRecord):
         return (self.pending + 1,)
 
     def ending(self, plan: DecodePlan) -> str:
-        """`function`."""
         return self.function
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
@@ -134,7 +133,6 @@ class EntropyPolicy(DepthPolicy):
         self.recent = [deque[float](maxlen=self.record.window) for _ in texts]
 
     def read(self, fed: UnverifiedStep) -> None:
-        """The smaller model reads a piece of the prompts."""
         if self.started:
             return
         feeder, longest = self.other.feeder, max(map(len, fed.rows))

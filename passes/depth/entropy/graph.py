@@ -45,11 +45,9 @@ class DepthEntropy(RecordPass):
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The smaller model's folder."""
         return (self.model,)
 
     def run(self, program: Program) -> Outcome:
-        """Take the model in. See the module docstring."""
         guest = guest_of(program, self.model, self.name, NAME)
         made = with_step_of(program, guest, self.model, NAME, Role.TARGET)
         short = guest.info.context < program.info.context

@@ -60,7 +60,6 @@ class DepthHeads(TrainedPass):
     reads: ClassVar[frozenset[Effect]] = frozenset()
 
     def insert(self, program: Program) -> Outcome:
-        """Add the heads and the policy. See the module docstring."""
         check_whole_layers(program, self.name)
         plan = program.plan.step
         *segments, head = plan.parts

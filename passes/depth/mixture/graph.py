@@ -64,7 +64,6 @@ class DepthMixture(TrainedPass):
     reads: ClassVar[frozenset[Effect]] = frozenset()
 
     def insert(self, program: Program) -> Outcome:
-        """Add routers, functions and the policy. See the module docstring."""
         check_whole_layers(program, self.name)
         step = program.plan.step
         *segments, _ = step.parts

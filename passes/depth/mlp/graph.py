@@ -40,7 +40,6 @@ class DepthMlp(RecordPass):
     effects: ClassVar[frozenset[Effect]] = frozenset({Effect.SEGMENTS, Effect.DECODE_PLAN})
 
     def run(self, program: Program) -> Outcome:
-        """Add the scores and the policy. See the module docstring."""
         plan, functions = program.plan, dict(program.functions)
         if not plan.step.halves:
             raise PassError(

@@ -38,7 +38,6 @@ class AdaptedExitDraft(ExitDraft):
 
     @property
     def cached(self) -> tuple[str, ...]:
-        """`function`."""
         return (self.function,)
 
 

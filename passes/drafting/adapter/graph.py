@@ -57,7 +57,6 @@ class DraftAdapter(DraftPass):
     name: ClassVar[str] = "draft_adapter"
 
     def insert(self, program: Program) -> Outcome:
-        """Graft the adapter on. See the module docstring."""
         graft = Graft(program, self.name, NAME, self.weights)
         draft: AdaptedExitDraft = self.made(function=NAME, trained=bool(self.weights))
         output = graft.tap(draft.exit - 1)

@@ -139,14 +139,12 @@ class CorpusDrafter(ChainDrafter):
         self.corpus, self.levels = _automaton(self.executable, record.weight), record.tokens
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Match the prompts."""
         self.texts = [SuffixIndex(LONGEST) for _ in prompts]
         self.matches = [(0, 0)] * len(prompts)
         for index, known in enumerate(self.readable(prompts)):
             self._extend(index, known)
 
     def learn(self, index: int, new: Sequence[int], row: Sequence[int]) -> None:
-        """Match the committed tokens."""
         self._extend(index, new)
 
     def _extend(self, index: int, tokens: Sequence[int]) -> None:
@@ -157,7 +155,6 @@ class CorpusDrafter(ChainDrafter):
         self.matches[index] = (state, length)
 
     def chain(self, index: int, room: int) -> list[int]:
-        """A copy where a match is long enough."""
         return self._copy(index, (), min(room, self.levels))
 
     def ahead(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:

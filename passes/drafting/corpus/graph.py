@@ -47,11 +47,9 @@ class DraftCorpus(RecordPass):
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The corpus."""
         return (self.path,)
 
     def run(self, program: Program) -> Outcome:
-        """Add the weight and the drafter. See the module docstring."""
         if WEIGHT in program.weights:
             raise PassError(f"draft_corpus: the program has a weight {WEIGHT!r} already")
         if not self.path:

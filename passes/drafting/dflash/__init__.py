@@ -34,7 +34,6 @@ class BlockDraft(OneCallDraft):
 
     @property
     def mutual(self) -> tuple[str, ...]:
-        """`function`."""
         return (self.function,)
 
 
@@ -48,7 +47,6 @@ class BlockProposer(OneCallProposer):
 
     @property
     def blank(self) -> int:
-        """The record's."""
         return self.record.blank
 
     @property
@@ -57,6 +55,5 @@ class BlockProposer(OneCallProposer):
         return 1 + self.record.levels
 
     def riders(self) -> Ids:
-        """A block for each text."""
         last = np.array([text[-1:] for text in self.committed.texts], dtype=np.int64)
         return np.pad(last, ((0, 0), (0, self.record.levels)), constant_values=self.record.token)

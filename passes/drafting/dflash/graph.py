@@ -66,7 +66,6 @@ class DraftDflash(DraftPass):
     name: ClassVar[str] = "draft_dflash"
 
     def insert(self, program: Program) -> Outcome:
-        """Graft the layers on. See the module docstring."""
         if self.token is not None and self.token >= program.info.vocab_size:
             raise PassError(
                 f"{self.name}: token={self.token} is no token: {program.name} has "

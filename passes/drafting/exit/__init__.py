@@ -44,7 +44,6 @@ class ExitDraft(LearningDraft):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """`output`."""
         return (self.output,)
 
 

@@ -48,13 +48,11 @@ class DraftExit(DraftPass):
     layers: int = Field(default=1, ge=0, le=16)
 
     def run(self, program: Program) -> Outcome:
-        """Graft the head on. See the module docstring."""
         if self.own_head:
             return super().run(program)
         return self.insert(program)
 
     def insert(self, program: Program) -> Outcome:
-        """Graft the head on, with the trained weights if there are some."""
         graft = Graft(program, self.name, NAME, self.weights)
         draft: ExitDraft = self.made(function=NAME)
         output = graft.tap(draft.exit - 1)

@@ -63,7 +63,6 @@ class DraftGumiho(DraftPass):
     unread: ClassVar[tuple[str, ...]] = ("embed_tokens.weight",)
 
     def insert(self, program: Program) -> Outcome:
-        """Graft layers and heads on. See the module docstring."""
         program, output = self._serial(program)
         program = self._parallel(program)
         first = CachedDraft("gumiho", output, self.serial)

@@ -94,11 +94,9 @@ class InputDrafter(ChainDrafter):
                 self.places[-1].move(prompt[1:])
 
     def learn(self, index: int, new: Sequence[int], row: Sequence[int]) -> None:
-        """Move on, or find the place again."""
         self.places[index].move(new)
 
     def chain(self, index: int, room: int) -> list[int]:
-        """The input from where the text stands; none where the text is not in it."""
         place = self.places[index]
         count = 0 if place.lost else min(room, self.levels)
         return place.source[place.at : place.at + count] if count > 0 else []

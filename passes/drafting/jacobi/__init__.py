@@ -46,7 +46,6 @@ class JacobiDrafter(Drafter):
         self.blocks = [_filled([], prompt, self.record.tokens) for prompt in prompts]
 
     def propose(self, rooms: Sequence[int]) -> list[Draft]:
-        """The blocks as they stand."""
         return [
             Draft(block[:room]) if room > 0 else NO_DRAFT
             for block, room in zip(self.blocks, rooms, strict=True)

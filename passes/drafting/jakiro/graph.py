@@ -64,7 +64,6 @@ class DraftJakiro(DraftPass):
     unread: ClassVar[tuple[str, ...]] = ("embed_tokens.weight",)
 
     def insert(self, program: Program) -> Outcome:
-        """Graft the layer and the last head on. See the module docstring."""
         graft = Graft(program, self.name, "jakiro", self.weights)
         # Its MLP is another one.
         shape = replace(LayerShape.of(graft.step, self.name, graft.hidden), inner=0)

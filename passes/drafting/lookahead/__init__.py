@@ -159,18 +159,15 @@ class LookaheadDrafter(Drafter):
     wants = ("argmax",)
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Windows of the prompts' own tokens."""
         self.windows = [_Window(prompt, self.record) for prompt in self.readable(prompts)]
 
     def propose(self, rooms: Sequence[int]) -> list[Draft]:
-        """Both branches of each sequence."""
         return [
             window.draft(room) if room > 0 else NO_DRAFT
             for window, room in zip(self.windows, rooms, strict=True)
         ]
 
     def observe(self, taken: VerifiedStep) -> None:
-        """Pool what the window and the text have new, and move the window."""
         said = taken.outputs["argmax"].tolist()
         for index, (draft, tokens) in enumerate(zip(taken.drafts, taken.tokens, strict=True)):
             if tokens:

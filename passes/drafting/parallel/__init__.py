@@ -91,7 +91,6 @@ class OneCallProposer(ByDepth, CachedProposer):
         as there are levels say something."""
 
     def level(self, count: int) -> Level:
-        """What was said about the depth that is asked for."""
         place, said = slice(self.place, self.place + 1), self.said
         logits = None if said.logits is None else said.logits[:, place]
         return Level(said.tokens[:, place, :count], said.scores[:, place, :count], logits)
@@ -106,11 +105,9 @@ class ParallelProposer(OneCallProposer):
 
     @property
     def ahead(self) -> int:
-        """The rows of mask tokens."""
         masks: int = self.record.masks
         return masks
 
     def riders(self) -> Ids:
-        """Mask tokens."""
         batch = len(self.committed.texts)
         return np.full((batch, self.record.masks), self.record.token, dtype=np.int64)

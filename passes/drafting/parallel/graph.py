@@ -74,7 +74,6 @@ class DraftParallel(TrainedPass):
         return outcome
 
     def insert(self, program: Program) -> Outcome:
-        """Let the drafter's function read mask tokens. See the module docstring."""
         draft = self._draft(program)
         vocabulary = program.info.vocab_size
         if self.token is not None and self.token >= vocabulary:

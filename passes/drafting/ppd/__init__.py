@@ -59,7 +59,6 @@ class PromptDraft(LearningDraft):
 
     @property
     def levels(self) -> int:
-        """Places predicted."""
         return self.prompts
 
     def riders(self, nodes: int) -> int:
@@ -93,7 +92,6 @@ class PromptProposer(ByDepth):
             self.wants = (*self.wants, "logits")
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Nothing rode along with the prompts."""
         shape = (len(prompts), self.many, self.candidates)
         self.tokens: Ids = np.full(shape, -1, dtype=np.int64)
         self.scores: Scores = np.full(shape, UNLIKELY, dtype=np.float32)
@@ -103,7 +101,6 @@ class PromptProposer(ByDepth):
             self.logits = np.zeros(whole, dtype=np.float32)
 
     def level(self, count: int) -> Level:
-        """What a prompt token said."""
         place = slice(self.place, self.place + 1)
         logits = None if self.logits is None else self.logits[:, place]
         return Level(self.tokens[:, place, :count], self.scores[:, place, :count], logits)
@@ -140,7 +137,6 @@ class PromptProposer(ByDepth):
         return [column - 1 for column in order]
 
     def observe(self, taken: VerifiedStep) -> None:
-        """Take what was said after the prompt tokens behind the last accepted node."""
         for index, tokens in enumerate(taken.tokens):
             if not tokens:
                 continue

@@ -49,7 +49,6 @@ class DraftPpd(DraftPass):
     name: ClassVar[str] = "draft_ppd"
 
     def insert(self, program: Program) -> Outcome:
-        """Let the step read prompt tokens. See the module docstring."""
         fn = program.step.copy()
         if "draft_tokens" in fn.outputs:
             raise PassError(f"{self.name}: the step drafts already")

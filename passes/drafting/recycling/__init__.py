@@ -179,14 +179,12 @@ class RecyclingDrafter(Drafter):
                 put(contexts[column][-size:], rows[column])
 
     def propose(self, rooms: Sequence[int]) -> list[Draft]:
-        """The likeliest nodes, in that order."""
         return [
             self._grow(end, room) if room > 0 else NO_DRAFT
             for end, room in zip(self.ends, rooms, strict=True)
         ]
 
     def ahead(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
-        """See `Drafter.ahead`: the likeliest successor of each token."""
         return [
             self._chain((*end, *extra)[-self.record.context :], count)
             for end, extra, count in zip(self.ends, tokens, counts, strict=True)

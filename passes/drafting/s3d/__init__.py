@@ -88,5 +88,4 @@ class MaskedProposer(ByDepth, LayersProposer):
         return super().root(count)
 
     def level(self, count: int) -> Level:
-        """What was said after a mask token, or after the last token of the text."""
         return best_of(self.said[:, self.place : self.place + 1], count)

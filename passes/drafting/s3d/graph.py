@@ -53,7 +53,6 @@ class DraftS3d(TrainedPass):
     reads: ClassVar[frozenset[Effect]] = frozenset()
 
     def insert(self, program: Program) -> Outcome:
-        """Let the first segment read mask tokens. See the module docstring."""
         plan = program.plan.step
         if len(plan.parts) < 4:
             raise PassError(

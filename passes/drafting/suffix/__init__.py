@@ -152,18 +152,15 @@ class SuffixDrafter(ChainDrafter):
     record: SuffixDraft
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Index the prompts, and what texts are written from."""
         self.levels = self.record.tokens
         self.indexes = [SuffixIndex(self.record.longest) for _ in prompts]
         for index, known in zip(self.indexes, self.readable(prompts), strict=True):
             index.extend(known)
 
     def learn(self, index: int, new: Sequence[int], row: Sequence[int]) -> None:
-        """Index the committed tokens."""
         self.indexes[index].extend(new)
 
     def chain(self, index: int, room: int) -> list[int]:
-        """A copy where the match is long enough."""
         text, count = self.indexes[index], min(room, self.levels)
         if count < 1 or text.length < self.record.shortest:
             return []

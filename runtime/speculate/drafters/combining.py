@@ -39,7 +39,6 @@ class CombiningDrafter(Drafter):
         return {f"{n}.{name}": t for n, memo in enumerate(memos) for name, t in memo.items()}
 
     def reach(self, memo: Memo, count: int) -> int:
-        """What every part reaches."""
         return min(part.reach(_own(memo, n), count) for n, part in enumerate(self.parts))
 
     def resume(self, index: int, memo: Memo, count: int) -> None:

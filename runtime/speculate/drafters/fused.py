@@ -46,7 +46,6 @@ class FusedDrafter(ChainDrafter):
         return super().propose(rooms)
 
     def observe(self, taken: VerifiedStep) -> None:
-        """Keep the chains that start where the texts now end."""
         if self.apart is not None:
             self.apart.observe(taken)
             return
@@ -72,7 +71,6 @@ class FusedDrafter(ChainDrafter):
         return min(count - 1, int(memo["rows"])) if memo and count else 0
 
     def learn(self, index: int, new: Sequence[int], row: Sequence[int]) -> None:
-        """Keep the chain that starts where the text now ends."""
         self.chains[index] = list(row[1:])
 
     def chain(self, index: int, room: int) -> list[int]:

@@ -32,7 +32,6 @@ class ThompsonPolicy(SequenceDepths):
         self.rejected = np.full(batch, record.rejected)
 
     def limits(self, rooms: Sequence[int]) -> list[int]:
-        """See `LengthPolicy.limits`. Draws the depths."""
         shape = (max(self.most - 1, 1), self.batch)
         chances = self.random.beta(self.accepted, self.rejected, shape)
         going = np.cumprod(self.random.random(shape) < chances, axis=0)

@@ -54,12 +54,10 @@ class ByDepth(Proposer):
     place = 0
 
     def root(self, count: int) -> Level:
-        """The first level."""
         self.place = 0
         return self.level(count)
 
     def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
-        """The next level, the same for all nodes."""
         self.place += 1
         return repeated(self.level(count), parents)
 

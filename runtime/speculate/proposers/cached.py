@@ -109,7 +109,6 @@ class CachedProposer(Proposer):
         return None
 
     def root(self, count: int) -> Level:
-        """Bring the cache up to the text; what may follow its last token."""
         outputs = self.committed.catch_up()
         self.nodes = _Nodes(len(self.committed.texts))
         return self._level(outputs, count)

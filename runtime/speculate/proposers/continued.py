@@ -68,7 +68,6 @@ class ContinuedProposer(Proposer):
         return self.first.made["hidden"]  # a drafter on features makes states
 
     def root(self, count: int) -> Level:
-        """What the cached drafter says after the text."""
         self.place = 0
         self.path = _Path(len(self.first.committed.texts))
         level = self.first.root(count)
@@ -76,7 +75,6 @@ class ContinuedProposer(Proposer):
         return level
 
     def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
-        """What may follow each node, from the state that its parent left."""
         self.place += 1
         if self.place <= self.levels:
             self.path.add(tokens, parents, self.states)

@@ -22,7 +22,6 @@ class HeadsProposer(HiddenProposer):
     record: HeadsDraft
 
     def start(self, tokens: torch.Tensor, states: torch.Tensor, count: int) -> Level:
-        """Run the heads; the first one's candidates."""
         return self.begun(count, hidden=states)
 
     def begun(self, count: int, **inputs: torch.Tensor) -> Level:
@@ -34,7 +33,6 @@ class HeadsProposer(HiddenProposer):
         return level_of(self.outputs, count, 0)
 
     def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
-        """The next head's candidates, the same for all nodes below a state."""
         self.place += 1
         level = level_of(self.outputs, count, self.place)
         if level.tokens.shape[1] == 1:

@@ -34,7 +34,6 @@ class HiddenProposer(Proposer):
         self._held.clear()
 
     def root(self, count: int) -> Level:
-        """What may follow the last committed token."""
         return self.start(*self.last.get(), count)
 
     @abstractmethod

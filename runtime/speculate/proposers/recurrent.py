@@ -35,7 +35,6 @@ class RecurrentProposer(HiddenProposer):
         self.follower, self.reads = self.committed, self.committed is not None
 
     def root(self, count: int) -> Level:
-        """What may follow the last committed token."""
         if self.committed is None:
             return super().root(count)
         level = self.start(self.last.get()[0], self.committed.catch_up()["hidden"], count)
@@ -43,12 +42,10 @@ class RecurrentProposer(HiddenProposer):
         return level
 
     def start(self, tokens: torch.Tensor, states: torch.Tensor, count: int) -> Level:
-        """What the first function says."""
         self.place = 0
         return self._next(tokens, states, count)
 
     def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
-        """What may follow each node, from its own token and its parent's state."""
         self.place += 1
         fed = torch.from_numpy(tokens.clip(min=0))
         return self._next(fed, gathered(self.carried, parents), count)

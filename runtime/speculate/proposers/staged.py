@@ -115,7 +115,6 @@ class StagedProposer(Proposer):
         self.inner.ahead([()] * len(prompts), nothing)  # which tells whether it can
 
     def read(self, fed: UnverifiedStep) -> None:
-        """Make the rows of a piece of the prompts."""
         ends = [start + len(row) for start, row in zip(fed.starts, fed.rows, strict=True)]
         # The last token's turn comes with the first draft.
         self._catch_up(
@@ -139,7 +138,6 @@ class StagedProposer(Proposer):
         super().resume(index, memo, count)
 
     def root(self, count: int) -> Level:
-        """What may follow each text."""
         self._catch_up([len(s.tokens) - 1 for s in self.sequences])
         for sequence in self.sequences:
             sequence.begin()

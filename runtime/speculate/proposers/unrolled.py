@@ -38,7 +38,6 @@ class UnrolledProposer(CachedProposer):
         return super().ahead if self.options.do_sample else self.record.levels - 1
 
     def root(self, count: int) -> Level:
-        """Bring the cache up to the text; the first token of the chain that follows it."""
         if self.options.do_sample:
             return super().root(count)
         outputs = self.committed.catch_up()
