@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import difflib
 import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, get_type_hints
 
 import torch
 
 from ...ir import Defaults, InputError, ModelInfo, TensorType
 from ...ir.plan.defaults import NEUTRAL
+from . import checks
+from .checks import OF_MODEL, Check, FromModel, Hook
 
 MOST_SEED = 2**64 - 1
 """The largest that torch takes."""
@@ -62,8 +63,6 @@ INSTEAD = {
     "decoder_start_token_id": "decoder_input_ids, which begins with it",
 }
 
-Hook = Callable[..., Any]
-
 
 class Streamer(Protocol):
     """Takes tokens as they are committed (transformers' `BaseStreamer`)."""
@@ -73,15 +72,6 @@ class Streamer(Protocol):
 
     def end(self) -> None:
         """Nothing more will come."""
-
-
-class _Model:
-    def __repr__(self) -> str:
-        return "the model's"
-
-
-OF_MODEL = _Model()
-"""Default of `eos_token_id`: what the model says. With None or [] no token ends a sequence."""
 
 
 @dataclass(frozen=True)
@@ -114,37 +104,38 @@ class GenerationOptions:
     image_grid_thw i64[P,3]: of each picture, patches in time, height and width, for models in which
     rows have such places.
 
-    given: the options that the call itself gave; the rest are defaults.
+    given: the options that the call itself gave; the rest are defaults. An option's annotation
+    names what checks it.
     """
 
-    max_new_tokens: int | None = None
-    max_length: int | None = None
-    min_new_tokens: int = 0
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int | None = 50
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    eos_token_id: int | Sequence[int] | _Model | None = OF_MODEL
-    pad_token_id: int | None = None
-    attention_mask: torch.Tensor | None = None
-    stop: Sequence[Sequence[int]] = ()
-    stopping_criteria: Hook | Sequence[Hook] = ()
-    streamer: Streamer | None = None
-    generator: torch.Generator | None = None
-    seed: int | None = None
-    num_return_sequences: int = 1
-    return_dict_in_generate: bool = False
-    suppress_tokens: Sequence[int] = ()
-    begin_suppress_tokens: Sequence[int] = ()
-    forced_bos_token_id: int | None = None
-    forced_eos_token_id: int | None = None
-    decoder_input_ids: torch.Tensor | None = None
-    language: str | tuple[str, ...] | None = None
-    task: str | None = None
-    image_embeds: torch.Tensor | None = None
-    image_grid_thw: torch.Tensor | None = None
+    max_new_tokens: Annotated[int | None, checks.integer(1)] = None
+    max_length: Annotated[int | None, checks.integer(1)] = None
+    min_new_tokens: Annotated[int, checks.integer(0)] = 0
+    do_sample: Annotated[bool, checks.flag] = False
+    temperature: Annotated[float, checks.number(0.0, math.inf, open_low=True)] = 1.0
+    top_k: Annotated[int | None, checks.top_k] = 50
+    top_p: Annotated[float, checks.number(0.0, 1.0)] = 1.0
+    min_p: Annotated[float, checks.number(0.0, 1.0)] = 0.0
+    repetition_penalty: Annotated[float, checks.number(0.0, math.inf, open_low=True)] = 1.0
+    eos_token_id: Annotated[int | Sequence[int] | FromModel | None, checks.eos] = OF_MODEL
+    pad_token_id: Annotated[int | None, checks.token] = None
+    attention_mask: Annotated[torch.Tensor | None, checks.mask] = None
+    stop: Annotated[Sequence[Sequence[int]], checks.stop] = ()
+    stopping_criteria: Annotated[Hook | Sequence[Hook], checks.hooks] = ()
+    streamer: Annotated[Streamer | None, checks.has("put", "end")] = None
+    generator: Annotated[torch.Generator | None, checks.generator] = None
+    seed: Annotated[int | None, checks.integer(0, MOST_SEED)] = None
+    num_return_sequences: Annotated[int, checks.integer(1)] = 1
+    return_dict_in_generate: Annotated[bool, checks.flag] = False
+    suppress_tokens: Annotated[Sequence[int], checks.tokens] = ()
+    begin_suppress_tokens: Annotated[Sequence[int], checks.tokens] = ()
+    forced_bos_token_id: Annotated[int | None, checks.token] = None
+    forced_eos_token_id: Annotated[int | None, checks.token] = None
+    decoder_input_ids: Annotated[torch.Tensor | None, checks.mask] = None
+    language: Annotated[str | tuple[str, ...] | None, checks.languages] = None
+    task: Annotated[str | None, checks.word] = None
+    image_embeds: Annotated[torch.Tensor | None, checks.mask] = None
+    image_grid_thw: Annotated[torch.Tensor | None, checks.mask] = None
     given: frozenset[str] = frozenset()
 
     @property
@@ -171,7 +162,7 @@ class GenerationOptions:
 
     def eos(self, info: ModelInfo) -> tuple[int, ...]:
         """Ids that end a sequence."""
-        if isinstance(self.eos_token_id, _Model):
+        if isinstance(self.eos_token_id, FromModel):
             return info.eos
         return self.eos_token_id or ()  # type: ignore[return-value]  # validated: a tuple or None
 
@@ -219,7 +210,10 @@ class GenerationOptions:
         return asked
 
 
-SUPPORTED = tuple(f.name for f in fields(GenerationOptions) if f.name != "given")
+_HINTS = get_type_hints(GenerationOptions, include_extras=True)
+CHECKS: dict[str, Check] = {n: t.__metadata__[0] for n, t in _HINTS.items() if n != "given"}
+
+SUPPORTED = tuple(CHECKS)
 
 ALTERNATIVES = (("max_new_tokens", "max_length"), ("generator", "seed"))
 
@@ -238,7 +232,7 @@ def read_options(keywords: Mapping[str, Any], info: ModelInfo) -> GenerationOpti
         if name not in SUPPORTED:
             _refuse(name, value)
         elif value is not None or name in ("top_k", "eos_token_id"):
-            known[name] = _CHECKS[name](name, value, info)
+            known[name] = CHECKS[name](name, value, info)
     given = frozenset(known)
     known = _defaults(keywords, known, info) | known
     _refuse_contradictions(given, known)
@@ -265,7 +259,7 @@ def _defaults(
     if "max_length" in given:
         said.pop("max_new_tokens", None)
     where = "the checkpoint's generation config, "
-    return {name: _CHECKS[name](where + name, value, info) for name, value in said.items()}
+    return {name: CHECKS[name](where + name, value, info) for name, value in said.items()}
 
 
 def check_keywords(keywords: Mapping[str, Any]) -> None:
@@ -308,149 +302,3 @@ def _refuse_contradictions(given: frozenset[str], known: Mapping[str, Any]) -> N
             raise InputError(
                 f"{name}={known[name]} has no effect on greedy decoding; add do_sample=True"
             )
-
-
-def _expected(what: str, name: str, value: object) -> InputError:
-    return InputError(f"{name}: expected {what}, got {value!r}")
-
-
-def _integer(low: int, high: int | None = None) -> Callable[[str, Any, ModelInfo], int]:
-    what = f"an integer of at least {low}" if high is None else f"an integer in {low}..{high}"
-
-    def check(name: str, value: Any, info: ModelInfo) -> int:
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise _expected(what, name, value)
-        number = operator.index(value)
-        if number < low or (high is not None and number > high):
-            raise _expected(what, name, value)
-        return number
-
-    return check
-
-
-def _number(low: float, high: float, *, open_low: bool = False) -> Callable[..., float]:
-    bound = f"a number {'above' if open_low else 'from'} {low:g}"
-    what = bound + (f" to {high:g}" if math.isfinite(high) else "")
-
-    def check(name: str, value: Any, info: ModelInfo) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise _expected(what, name, value)
-        number = float(value)
-        inside = low < number if open_low else low <= number
-        if not (inside and number <= high and math.isfinite(number)):
-            raise _expected(what, name, value)
-        return number
-
-    return check
-
-
-def _flag(name: str, value: Any, info: ModelInfo) -> bool:
-    if not isinstance(value, bool):
-        raise _expected("True or False", name, value)
-    return value
-
-
-def _token(name: str, value: Any, info: ModelInfo) -> int:
-    token = _integer(0)(name, value, info)
-    if token >= info.vocab_size:
-        raise _expected(f"a token id below the vocabulary size {info.vocab_size}", name, value)
-    return token
-
-
-def _tokens(name: str, value: Any, info: ModelInfo) -> tuple[int, ...]:
-    if isinstance(value, torch.Tensor):
-        value = value.tolist()
-    items = value if isinstance(value, Sequence | set | frozenset) else [value]
-    return tuple(_token(name, item, info) for item in items)
-
-
-def _eos(name: str, value: Any, info: ModelInfo) -> tuple[int, ...] | _Model:
-    if value is None or isinstance(value, _Model):
-        return value or ()
-    return _tokens(name, value, info)
-
-
-def _top_k(name: str, value: Any, info: ModelInfo) -> int | None:
-    return None if value is None else _integer(0)(name, value, info)
-
-
-def _stop(name: str, value: Any, info: ModelInfo) -> tuple[tuple[int, ...], ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise _expected("a list of lists of token ids, such as [[13, 198]]", name, value)
-    if any(isinstance(item, str | int) or len(item) == 0 for item in value):
-        raise _expected("a list of non-empty lists of token ids, such as [[13]]", name, value)
-    return tuple(_tokens(name, item, info) for item in value)
-
-
-def _hooks(name: str, value: Any, info: ModelInfo) -> tuple[Hook, ...]:
-    # transformers' StoppingCriteriaList is both a list and callable: take its parts.
-    hooks = tuple(value) if isinstance(value, Sequence) else (value,)
-    if not all(callable(hook) for hook in hooks):
-        raise _expected("a function (input_ids, scores) -> bool, or a list of them", name, value)
-    return hooks
-
-
-def _has(*methods: str) -> Callable[[str, Any, ModelInfo], Any]:
-    def check(name: str, value: Any, info: ModelInfo) -> Any:
-        if not all(callable(getattr(value, method, None)) for method in methods):
-            raise _expected(f"an object with {' and '.join(methods)}", name, value)
-        return value
-
-    return check
-
-
-def _generator(name: str, value: Any, info: ModelInfo) -> torch.Generator:
-    if not isinstance(value, torch.Generator) or value.device.type != "cpu":
-        raise _expected("a torch.Generator on the CPU (sampling happens there)", name, value)
-    return value
-
-
-def _mask(name: str, value: Any, info: ModelInfo) -> torch.Tensor:
-    if not isinstance(value, torch.Tensor):
-        raise _expected("a tensor [B,S]", name, type(value).__name__)
-    return value
-
-
-def _word(name: str, value: Any, info: ModelInfo) -> str:
-    if not isinstance(value, str):
-        raise _expected("a name", name, value)
-    return value
-
-
-def _languages(name: str, value: Any, info: ModelInfo) -> str | tuple[str, ...]:
-    """Codes as transformers takes them: de, or <|de|>."""
-    if isinstance(value, (list, tuple)):
-        return tuple(str(_languages(name, each, info)) for each in value)
-    return _word(name, value, info).lower().removeprefix("<|").removesuffix("|>")
-
-
-_CHECKS: dict[str, Callable[[str, Any, ModelInfo], Any]] = {
-    "max_new_tokens": _integer(1),
-    "max_length": _integer(1),
-    "min_new_tokens": _integer(0),
-    "do_sample": _flag,
-    "temperature": _number(0.0, math.inf, open_low=True),
-    "top_k": _top_k,
-    "top_p": _number(0.0, 1.0),
-    "min_p": _number(0.0, 1.0),
-    "repetition_penalty": _number(0.0, math.inf, open_low=True),
-    "eos_token_id": _eos,
-    "pad_token_id": _token,
-    "attention_mask": _mask,
-    "stop": _stop,
-    "stopping_criteria": _hooks,
-    "streamer": _has("put", "end"),
-    "generator": _generator,
-    "seed": _integer(0, MOST_SEED),
-    "num_return_sequences": _integer(1),
-    "return_dict_in_generate": _flag,
-    "suppress_tokens": _tokens,
-    "begin_suppress_tokens": _tokens,
-    "forced_bos_token_id": _token,
-    "forced_eos_token_id": _token,
-    "decoder_input_ids": _mask,
-    "language": _languages,
-    "task": _word,
-    "image_embeds": _mask,
-    "image_grid_thw": _mask,
-}

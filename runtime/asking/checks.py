@@ -1,0 +1,144 @@
+"""Checks of single options of `generate`.
+
+A check takes an option's name, for the message, its value and the model, and returns the value as
+`GenerationOptions` holds it. Errors: `InputError` with what the option takes and what came.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from ...ir import InputError, ModelInfo
+
+Check: TypeAlias = Callable[[str, Any, ModelInfo], Any]
+Hook: TypeAlias = Callable[..., Any]
+
+
+class FromModel:
+    """A value that the model says."""
+
+    def __repr__(self) -> str:
+        return "the model's"
+
+
+OF_MODEL = FromModel()
+"""Default of `eos_token_id`: what the model says. With None or [] no token ends a sequence."""
+
+
+def expected(what: str, name: str, value: object) -> InputError:
+    return InputError(f"{name}: expected {what}, got {value!r}")
+
+
+def integer(low: int, high: int | None = None) -> Check:
+    what = f"an integer of at least {low}" if high is None else f"an integer in {low}..{high}"
+
+    def check(name: str, value: Any, info: ModelInfo) -> int:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise expected(what, name, value)
+        number = operator.index(value)
+        if number < low or (high is not None and number > high):
+            raise expected(what, name, value)
+        return number
+
+    return check
+
+
+def number(low: float, high: float, *, open_low: bool = False) -> Check:
+    bound = f"a number {'above' if open_low else 'from'} {low:g}"
+    what = bound + (f" to {high:g}" if math.isfinite(high) else "")
+
+    def check(name: str, value: Any, info: ModelInfo) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise expected(what, name, value)
+        number = float(value)
+        inside = low < number if open_low else low <= number
+        if not (inside and number <= high and math.isfinite(number)):
+            raise expected(what, name, value)
+        return number
+
+    return check
+
+
+def flag(name: str, value: Any, info: ModelInfo) -> bool:
+    if not isinstance(value, bool):
+        raise expected("True or False", name, value)
+    return value
+
+
+def token(name: str, value: Any, info: ModelInfo) -> int:
+    token = integer(0)(name, value, info)
+    if token >= info.vocab_size:
+        raise expected(f"a token id below the vocabulary size {info.vocab_size}", name, value)
+    return token
+
+
+def tokens(name: str, value: Any, info: ModelInfo) -> tuple[int, ...]:
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    items = value if isinstance(value, Sequence | set | frozenset) else [value]
+    return tuple(token(name, item, info) for item in items)
+
+
+def eos(name: str, value: Any, info: ModelInfo) -> tuple[int, ...] | FromModel:
+    if value is None or isinstance(value, FromModel):
+        return value or ()
+    return tokens(name, value, info)
+
+
+def top_k(name: str, value: Any, info: ModelInfo) -> int | None:
+    return None if value is None else integer(0)(name, value, info)
+
+
+def stop(name: str, value: Any, info: ModelInfo) -> tuple[tuple[int, ...], ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise expected("a list of lists of token ids, such as [[13, 198]]", name, value)
+    if any(isinstance(item, str | int) or len(item) == 0 for item in value):
+        raise expected("a list of non-empty lists of token ids, such as [[13]]", name, value)
+    return tuple(tokens(name, item, info) for item in value)
+
+
+def hooks(name: str, value: Any, info: ModelInfo) -> tuple[Hook, ...]:
+    # transformers' StoppingCriteriaList is both a list and callable: take its parts.
+    hooks = tuple(value) if isinstance(value, Sequence) else (value,)
+    if not all(callable(hook) for hook in hooks):
+        raise expected("a function (input_ids, scores) -> bool, or a list of them", name, value)
+    return hooks
+
+
+def has(*methods: str) -> Check:
+    def check(name: str, value: Any, info: ModelInfo) -> Any:
+        if not all(callable(getattr(value, method, None)) for method in methods):
+            raise expected(f"an object with {' and '.join(methods)}", name, value)
+        return value
+
+    return check
+
+
+def generator(name: str, value: Any, info: ModelInfo) -> torch.Generator:
+    if not isinstance(value, torch.Generator) or value.device.type != "cpu":
+        raise expected("a torch.Generator on the CPU (sampling happens there)", name, value)
+    return value
+
+
+def mask(name: str, value: Any, info: ModelInfo) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise expected("a tensor [B,S]", name, type(value).__name__)
+    return value
+
+
+def word(name: str, value: Any, info: ModelInfo) -> str:
+    if not isinstance(value, str):
+        raise expected("a name", name, value)
+    return value
+
+
+def languages(name: str, value: Any, info: ModelInfo) -> str | tuple[str, ...]:
+    """Codes as transformers takes them: de, or <|de|>."""
+    if isinstance(value, (list, tuple)):
+        return tuple(str(languages(name, each, info)) for each in value)
+    return word(name, value, info).lower().removeprefix("<|").removesuffix("|>")
