@@ -30,6 +30,13 @@ def part_of(program: Program) -> tuple[int, int]:
     return 0, 1
 
 
+def blocks_of(function: Function, point: str = "block") -> dict[int, torch.fx.Node]:
+    """The states behind a function's layers, in order, by the layer's number. point: or another
+    point of each layer that is marked, such as "attention"."""
+    markers = function.calls(torch.ops.graftwork.hidden.default)
+    return {int(n.kwargs["layer"]): n for n in markers if n.kwargs["point"] == point}  # type: ignore[arg-type]
+
+
 def last_uses(function: Function) -> dict[torch.fx.Node, torch.fx.Node]:
     """The last user of every value, in graph order (values without users are left out)."""
     return {arg: node for node in function for arg in node.all_input_nodes}

@@ -50,6 +50,7 @@ import torch.fx
 from pydantic import Field
 
 from ...ir import Function, PassError, Program, State, Sym, TensorType, cone, site_of, type_of
+from ...ir.execution.analysis import blocks_of
 from ...ir.plan import Segments, Whole
 from ...ir.plan.inputs import INPUTS
 from ...ir.rewrite.cleanup import sweep
@@ -152,9 +153,8 @@ class _Cutter:
         self.fn, self.owner = fn, owner
         sweep(fn)
         self.markers = fn.calls(G.hidden.default)
-        found = [node for node in self.markers if node.kwargs["point"] == "block"]
-        self.blocks = {int(node.kwargs["layer"]): node for node in found}  # type: ignore[arg-type]
-        if not found:
+        self.blocks = blocks_of(fn)
+        if not self.blocks:
             raise PassError(f"{owner}: {fn.name} has no graftwork.hidden marker of a block")
         last = type_of(self.markers[-1])
         dims = (Sym("B"), 1, Sym("C"), last.dims[-1])

@@ -12,9 +12,8 @@ import torch
 import torch.fx
 
 from ...ir import Program, run
+from ...ir.execution.analysis import blocks_of
 from ..engine.feed import empty_inputs
-
-G = torch.ops.graftwork
 
 Probe: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Weight f32[1,H] and bias f32[1] of the log odds."""
@@ -31,9 +30,7 @@ def fitted_probes(program: Program, windows: torch.Tensor) -> dict[str, Probe]:
     plan = program.plan.step
     *segments, _, head = plan.parts
     fn = program.step.copy()
-    blocks = [node for node in fn.calls(G.hidden.default) if node.kwargs["point"] == "block"]
-    # The marker of a layer says its number, and an exit is after so many layers.
-    exits = {float(n.kwargs["layer"]) + 1: n for n in blocks}  # type: ignore[arg-type]
+    exits = {float(layer) + 1: node for layer, node in blocks_of(fn).items()}
     kept = {name: exits[exit] for name, exit in zip(segments, plan.cuts, strict=True)}
     fn.set_outputs({**kept, "logits": fn.outputs["logits"]})
     watched = program.with_function(fn)

@@ -46,6 +46,7 @@ import torch.fx
 from pydantic import Field, model_validator
 
 from ...ir import Function, PassError, Program
+from ...ir.execution.analysis import blocks_of
 from ...ir.plan import Prefilled, Whole
 from ...ir.rewrite.cleanup import sweep
 from ..engine.base import Contract, Effect, Outcome, Pass, register
@@ -89,7 +90,7 @@ class SkipLayers(Pass):
                 f"now: skip layers when the checkpoint is optimized"
             )
         fn = program.step.copy()
-        blocks = _markers(fn, "block")
+        blocks = blocks_of(fn)
         if not blocks:
             return Outcome(program, 0, f"{fn.name} has no graftwork.hidden marker of a block")
         parts = self._parts(sorted(blocks))
@@ -164,19 +165,10 @@ def unified(layers: Sequence[int], speedup: float) -> frozenset[int]:
     return frozenset(layers[place] for place in places)
 
 
-def _markers(fn: Function, point: str) -> dict[int, torch.fx.Node]:
-    """The markers of a point by layer."""
-    found: dict[int, torch.fx.Node] = {}
-    for node in fn.calls(G.hidden.default):
-        if node.kwargs["point"] == point:
-            found[int(node.kwargs["layer"])] = node  # type: ignore[arg-type]
-    return found
-
-
 def _bypass(fn: Function, layer: int, part: str, owner: str) -> None:
     """Let what reads the state behind a part read the one before it; lower layers went first."""
     markers = fn.calls(G.hidden.default)
-    blocks, inner = _markers(fn, "block"), _markers(fn, "attention").get(layer)
+    blocks, inner = blocks_of(fn), blocks_of(fn, "attention").get(layer)
     if part != "block" and inner is None:
         raise PassError(
             f"{owner}: layer {layer} has no state between its attention and its MLP (they run side "

@@ -120,7 +120,6 @@ def decoder_layer(
     x: torch.fx.Node,
     angles: Angles,
     name: str,
-    layer: int,
     shape: LayerShape,
     *,
     source: torch.fx.Node | None = None,
@@ -129,12 +128,11 @@ def decoder_layer(
 ) -> torch.fx.Node:
     """x [B,T,N] after attention and MLP, both added to it. See the module docstring.
 
-    name: prefix of the weights. layer: number of the cache, unlike any other of the program.
-    source: what the attention reads, already normed ([B,T,M]; x itself if not given). rows,
-    head_norms: see `attention`.
+    name: prefix of the weights. source: what the attention reads, already normed ([B,T,M]; x itself
+    if not given). rows, head_norms: see `attention`.
     """
     source = x if source is None else source
-    read = attention(graft, source, angles, name, layer, shape, rows, head_norms=head_norms)
+    read = attention(graft, source, angles, name, shape, rows, head_norms=head_norms)
     x = graft.call(
         A.add.Tensor, x, graft.linear(read, f"{name}.self_attn.o_proj", _size(x, -1), bias=False)
     )
@@ -149,7 +147,6 @@ def attention(
     x: torch.fx.Node,
     angles: Angles,
     name: str,
-    layer: int,
     shape: LayerShape,
     rows: torch.fx.Node | None = None,
     *,
@@ -173,7 +170,7 @@ def attention(
     query = angles.rotate(graft, heads("q", shape.heads))
     key = angles.rotate(graft, heads("k", shape.groups))
     value = heads("v", shape.groups)
-    scale = shape.dim**-0.5
+    layer, scale = next_layer(graft), shape.dim**-0.5
     y = graft.call(G.attention.default, query, key, value, layer=layer, scale=scale)
     y = graft.call(A.permute.default, y, [0, 2, 1, 3])
     return graft.call(A.reshape.default, y, [B, T, shape.heads * shape.dim])

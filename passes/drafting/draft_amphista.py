@@ -35,7 +35,7 @@ from ...ir import Program, Sym
 from ...ir.plan import CachedDraft, ContinuedDraft, HeadsDraft
 from ..engine.base import Outcome
 from ..policies import builds
-from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
+from .decoder_layer import LayerShape, angles_at, decoder_layer
 from .draft_pass import DraftPass
 from .grafts import Graft
 
@@ -65,10 +65,9 @@ class DraftAmphista(DraftPass):
         output = graft.tap_normed()
         tokens, positions, hidden = graft.text_inputs()
         angles = angles_at(graft, positions, shape.dim)
-        x = decoder_layer(graft, hidden, angles, "amphista.stages.0", next_layer(graft), shape)
-        joined = graft.concat([graft.embed(tokens), x])
-        x = graft.linear(joined, "amphista.fc", graft.hidden)
-        x = decoder_layer(graft, x, angles, "amphista.stages.1", next_layer(graft), shape)
+        x = decoder_layer(graft, hidden, angles, "amphista.stages.0", shape)
+        x = graft.fused(tokens, x, "amphista.fc")
+        x = decoder_layer(graft, x, angles, "amphista.stages.1", shape)
         outputs = graft.picked(x, graft.candidates(graft.head(x), self.candidates))
         return graft.done(outputs), output
 
@@ -76,17 +75,12 @@ class DraftAmphista(DraftPass):
         graft = Graft(program, self.name, "amphista_heads", self.weights)
         hidden = graft.input("hidden", graft.hidden)
         own = [graft.res_block(hidden, f"amphista.heads.{n}") for n in range(self.heads)]
-        apart = [graft.call(A.unsqueeze.default, y, 2) for y in own]
-        x = graft.call(A.cat.default, apart, 2)
+        x = graft.stacked(own)
         read = self._attended(graft, graft.rms_norm(x, "amphista.norm", shape.eps), shape)
         added = graft.linear(read, "amphista.o_proj", graft.hidden, bias=False, init="zeros")
         x = graft.call(A.add.Tensor, x, added)
-        logits = [
-            graft.call(A.unsqueeze.default, graft.head(graft.call(A.select.int, x, 2, n)), 2)
-            for n in range(self.heads)
-        ]
-        every = graft.call(A.cat.default, logits, 2)
-        return graft.done(graft.candidates(every, self.candidates))
+        logits = [graft.head(graft.call(A.select.int, x, 2, n)) for n in range(self.heads)]
+        return graft.done(graft.candidates(graft.stacked(logits), self.candidates))
 
     def _attended(self, graft: Graft, x: torch.fx.Node, shape: LayerShape) -> torch.fx.Node:
         """What the K heads of a place [B,T,K,H] hear from each other, [B,T,K,heads*dim]."""

@@ -87,7 +87,7 @@ class DraftClover(DraftPass):
         graft = Graft(program, self.name, "clover_later", self.weights)
         e = graft.embed(graft.input("tokens", dtype=torch.int64))
         state = self._heard(graft, graft.input("state", graft.hidden), e, "clover.later")
-        both = graft.concat([state, e])
+        both = graft.concat(state, e)
         projected = graft.linear(both, "clover.later.projector", graft.hidden, init="eye")
         return graft.done({"state": state, **self._said(graft, projected)})
 

@@ -34,7 +34,7 @@ from ...ir import Program
 from ...ir.plan import CachedDraft
 from ..engine.base import Outcome
 from ..policies import builds
-from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
+from .decoder_layer import LayerShape, angles_at, decoder_layer
 from .draft_pass import DraftPass
 from .grafts import Graft
 
@@ -57,12 +57,9 @@ class DraftEagle(DraftPass):
             shape = replace(shape, inner=self.inner)
         output = graft.tap_normed()
         tokens, positions, hidden = graft.text_inputs()
-        embedded = graft.embed(tokens)
-        graft.check_embedding(embedded)
-        joined = graft.concat([embedded, hidden])
-        x = graft.linear(joined, "eagle.fc", graft.hidden, bias=self.bias)
+        x = graft.fused(tokens, hidden, "eagle.fc", bias=self.bias)
         angles = angles_at(graft, positions, shape.dim)
-        x = decoder_layer(graft, x, angles, "eagle.layers.0", next_layer(graft), shape)
+        x = decoder_layer(graft, x, angles, "eagle.layers.0", shape)
         outputs = graft.picked(x, graft.candidates(graft.head(x), self.candidates))
         draft = self.made(function="eagle", output=output, trained=bool(self.weights))
         return Outcome(graft.drafted(outputs, draft), 1)

@@ -38,7 +38,7 @@ from ...ir.plan.bounds import Levels
 from ..engine.base import Outcome
 from ..policies import builds
 from .corpus.graph import read_tokens
-from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
+from .decoder_layer import LayerShape, angles_at, decoder_layer
 from .draft_pass import DraftPass
 from .draft_vocabulary import DraftVocabulary, most_frequent
 from .grafts import Graft
@@ -84,7 +84,6 @@ class DraftEagle3(DraftPass):
         tokens, positions, hidden = graft.text_inputs()
         layer = "eagle3.midlayer"
         embedded = graft.embed(tokens)
-        graft.check_embedding(embedded)
         first = graft.rms_norm(embedded, f"{layer}.input_layernorm", shape.eps)
         normed = graft.rms_norm(hidden, f"{layer}.hidden_norm", shape.eps)
         x = decoder_layer(
@@ -92,9 +91,8 @@ class DraftEagle3(DraftPass):
             normed if self.norm_before_residual else hidden,
             angles_at(graft, positions, shape.dim),
             layer,
-            next_layer(graft),
             shape,
-            source=graft.concat([first, normed]),
+            source=graft.concat(first, normed),
         )
         last = graft.rms_norm(x, "eagle3.norm", shape.eps)
         known = self._vocabulary(graft)
@@ -129,8 +127,7 @@ class DraftEagle3(DraftPass):
         return graft.done({"hidden": joined}), output
 
     def _layers(self, graft: Graft) -> tuple[int, ...]:
-        blocks = [node for node in graft.markers if node.kwargs["point"] == "block"]
-        fed = [int(node.kwargs["layer"]) + 1 for node in blocks]  # type: ignore[arg-type]
+        fed = [layer + 1 for layer in graft.blocks]
         most = len(fed)
         if not self.layers:
             return tuple(sorted({fed[min(max(n, 1), most) - 1] for n in (2, most // 2, most - 3)}))

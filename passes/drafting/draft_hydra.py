@@ -43,7 +43,7 @@ from ...ir.plan.bounds import Levels
 from ..engine.base import Outcome
 from ..engine.plan_edits import with_draft
 from ..policies import builds
-from .decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
+from .decoder_layer import LayerShape, angles_at, decoder_layer
 from .draft_pass import DraftPass
 from .grafts import Graft
 
@@ -89,7 +89,7 @@ class DraftHydra(DraftPass):
         layer = "hydra.prefix"
         normed = graft.rms_norm(hidden, f"{layer}.input_layernorm", shape.eps)
         angles = angles_at(graft, positions, shape.dim)
-        x = decoder_layer(graft, hidden, angles, layer, next_layer(graft), shape, source=normed)
+        x = decoder_layer(graft, hidden, angles, layer, shape, source=normed)
         return graft.done({"hidden": graft.rms_norm(x, f"{layer}.norm", shape.eps)})
 
     def _head(self, program: Program, number: int) -> Program:
@@ -99,7 +99,7 @@ class DraftHydra(DraftPass):
         before = graft.input("state", graft.hidden * (number + 1))
         # The states are normed once, where they enter.
         seen = before if number or self.prefix else graft.norm(before)
-        state = graft.concat([seen, graft.embed(tokens)])
+        state = graft.concat(seen, graft.embed(tokens))
         # At first every head is the target's own: the skip passes h on, and the rest adds nothing.
         skip = graft.linear(state, f"hydra.{number}.skip", graft.hidden, bias=self.bias, init="eye")
         inner = graft.linear(state, f"hydra.{number}.in", graft.hidden, init="zeros")

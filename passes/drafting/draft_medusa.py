@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
+import torch.fx
 from pydantic import Field
 
 from ...ir import Program
@@ -34,8 +34,6 @@ from ..engine.base import Outcome
 from ..policies import builds
 from .draft_pass import DraftPass
 from .grafts import Graft
-
-A = torch.ops.aten
 
 
 @builds(HeadsDraft, "levels")
@@ -54,8 +52,7 @@ class DraftMedusa(DraftPass):
         hidden = graft.input(graft.tap(), graft.hidden)
         normed = graft.norm(hidden)
         logits = [self._head(graft, normed, number) for number in range(self.heads)]
-        every = graft.call(A.cat.default, logits, 2)
-        outputs = graft.candidates(every, self.candidates)
+        outputs = graft.candidates(graft.stacked(logits), self.candidates)
         draft = self.made(function="medusa", levels=self.heads, trained=bool(self.weights))
         return Outcome(graft.drafted(outputs, draft), self.heads)
 
@@ -63,4 +60,4 @@ class DraftMedusa(DraftPass):
         for layer in range(self.layers):
             x = graft.res_block(x, f"medusa.{number}.{layer}.linear")
         own = f"medusa.{number}.{self.layers}.weight" if self.own_head else ""
-        return graft.call(A.unsqueeze.default, graft.head(x, own), 2)
+        return graft.head(x, own)

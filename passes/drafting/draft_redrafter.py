@@ -70,7 +70,7 @@ class DraftRedrafter(DraftPass):
             hidden, before = graft.fn.item(parts, 0), graft.fn.item(parts, 1)
             carried = graft.linear(before, "redrafter.state", size, bias=False)
             total = graft.call(A.add.Tensor, total, carried)
-        after = graft.concat([hidden, graft.call(A.silu.default, total)])
+        after = graft.concat(hidden, graft.call(A.silu.default, total))
         x = after
         for layer in range(self.layers):
             x = graft.res_block(x, f"redrafter.{layer}.linear")

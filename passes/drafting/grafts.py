@@ -29,7 +29,7 @@ from ...ir import (
     site_of,
     type_of,
 )
-from ...ir.execution.analysis import part_of
+from ...ir.execution.analysis import blocks_of, part_of
 from ...ir.plan import DraftRecord
 from ...ir.rewrite.cleanup import sweep
 from ...ir.rewrite.stored import values_of
@@ -65,7 +65,7 @@ class Graft:
         sweep(self.step)  # a marker that nobody reads any more is none to tap
         self.fn = Function(name, role=Role.DRAFT) if onto is None else onto
         self.weights = program.weights
-        self.markers = self.step.calls(G.hidden.default)
+        self.markers, self.blocks = self.step.calls(G.hidden.default), blocks_of(self.step)
         if not self.markers:
             raise PassError(f"{owner}: step has no graftwork.hidden marker to tap")
         if name in program.functions:
@@ -79,11 +79,12 @@ class Graft:
 
     def tap(self, layer: int | None = None) -> str:
         """Let the step return the residual stream after a layer; None: after the last."""
-        blocks = {int(n.kwargs["layer"]): n for n in self.markers if n.kwargs["point"] == "block"}  # type: ignore[arg-type]
-        if layer is not None and layer not in blocks:
-            raise PassError(f"{self.owner}: no layer {layer}; the program has {sorted(blocks)}")
+        if layer is not None and layer not in self.blocks:
+            raise PassError(
+                f"{self.owner}: no layer {layer}; the program has {sorted(self.blocks)}"
+            )
         name = "hidden" if layer is None else f"hidden.{layer}"
-        node = self.markers[-1] if layer is None else blocks[layer]
+        node = self.markers[-1] if layer is None else self.blocks[layer]
         outputs = self.step.outputs
         self.step.set_outputs({**outputs, name: outputs.get(name, node)})
         return name
@@ -125,19 +126,16 @@ class Graft:
             )
 
     def embed(self, tokens: torch.fx.Node) -> torch.fx.Node:
-        """The target's embedding of tokens i64[B,T]: [B,T,H], without positions."""
-        for node in token_look_ups(self.step):
-            return self.copy({self.step.input("tokens"): tokens}, _completed(node))
-        raise PassError(f"{self.owner}: step does not look its tokens up in an embedding table")
-
-    def check_embedding(self, embedded: torch.fx.Node) -> None:
-        """That a file of published weights has the table that `embed` looked tokens up in, if any.
-        Errors: `PassError`, see `TrainedWeights.check_embedding`."""
-        if embedded.target is not A.embedding.default:
-            return  # of few bits: near the table that the heads were trained with, not equal to it
-        table = embedded.args[0]
-        assert isinstance(table, torch.fx.Node)
-        self.trained.check_embedding(self.program.weights[str(table.target)])
+        """The target's embedding of tokens i64[B,T]: [B,T,H], without positions. Errors:
+        `PassError` for a file of weights that were trained with another table."""
+        looked_up = token_look_ups(self.step)
+        if not looked_up:
+            raise PassError(f"{self.owner}: step does not look its tokens up in an embedding table")
+        table = looked_up[0].args[0]
+        # A table of few bits is near the one that heads were trained with, not equal to it.
+        if looked_up[0].target is A.embedding.default and isinstance(table, torch.fx.Node):
+            self.trained.check_embedding(self.program.weights[str(table.target)])
+        return self.copy({self.step.input("tokens"): tokens}, _completed(looked_up[0]))
 
     def norm(self, x: torch.fx.Node) -> torch.fx.Node:
         """The target's final norm, or whatever lies between its last layer and its head."""
@@ -247,9 +245,21 @@ class Graft:
         inner = self.call(A.silu.default, self.linear(x, name, size, init="zeros"))
         return self.call(A.add.Tensor, x, inner)
 
-    def concat(self, parts: Sequence[torch.fx.Node]) -> torch.fx.Node:
+    def concat(self, *parts: torch.fx.Node) -> torch.fx.Node:
         """Along the last axis."""
         return self.call(A.cat.default, list(parts), -1)
+
+    def stacked(self, parts: Sequence[torch.fx.Node]) -> torch.fx.Node:
+        """[B,T,N,...] of N values [B,T,...]."""
+        apart = [self.call(A.unsqueeze.default, part, 2) for part in parts]
+        return self.call(A.cat.default, apart, 2)
+
+    def fused(
+        self, tokens: torch.fx.Node, hidden: torch.fx.Node, name: str, *, bias: bool = True
+    ) -> torch.fx.Node:
+        """fc([e; h]) [B,T,H] of the tokens' embeddings and the states beside them (EAGLE)."""
+        joined = self.concat(self.embed(tokens), hidden)
+        return self.linear(joined, name, self.hidden, bias=bias)
 
     def candidates(self, logits: torch.fx.Node, count: int) -> dict[str, torch.fx.Node]:
         """The outputs that proposers read: logits, and the best tokens and log probabilities."""

@@ -34,7 +34,7 @@ def expected(what: str, name: str, value: object) -> InputError:
     return InputError(f"{name}: expected {what}, got {value!r}")
 
 
-def integer(low: int, high: int | None = None) -> Check:
+def integer(low: int, high: int | None = None) -> Callable[[str, Any, ModelInfo], int]:
     what = f"an integer of at least {low}" if high is None else f"an integer in {low}..{high}"
 
     def check(name: str, value: Any, info: ModelInfo) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from ...ir import InputError, ModelInfo
-from .options import GenerationOptions, Hook
+from .checks import Hook
+from .options import GenerationOptions
 from .text import Text
 
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
+from ...ir.execution.analysis import blocks_of
 from ...ir.execution.executable import Executable
 from ..asking.text import Text
 from ..feeding.feed import Feeder, StepFeed
 from ..feeding.outputs import Outputs
 from ..memo import Resumes
 from ..registry import Registry
-
-G = torch.ops.graftwork
 
 
 class DepthPolicy(Resumes):
@@ -31,10 +28,10 @@ class DepthPolicy(Resumes):
     def __init__(self, record: Any, executable: Executable) -> None:
         self.record, self.executable = record, executable
         program = executable.program
-        self.total = layers_of(executable, program.step.name)
+        self.total = len(blocks_of(program.step))
         self.ran: float = self.total
         *self.parts, self.head = program.plan.step.parts or (program.step.name, "")
-        self.sizes = [layers_of(executable, part) for part in self.parts]
+        self.sizes = [len(blocks_of(program.function(part))) for part in self.parts]
 
     def begin(self, feeder: Feeder, texts: Sequence[Text]) -> None:
         """A generation of new sequences starts, whose prompts run through all layers."""
@@ -45,12 +42,6 @@ class DepthPolicy(Resumes):
         return self.feeder.run(step)
 
 
-def layers_of(executable: Executable, function: str) -> int:
-    """Layers that a function has: the states behind them are marked."""
-    markers = executable.program.function(function).calls(G.hidden.default)
-    return sum(marker.kwargs["point"] == "block" for marker in markers)
-
-
 DEPTHS: Registry[DepthPolicy] = Registry(__package__)
 
-__all__ = ["DEPTHS", "DepthPolicy", "StepFeed", "layers_of"]
+__all__ = ["DEPTHS", "DepthPolicy", "StepFeed"]

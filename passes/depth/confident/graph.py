@@ -106,7 +106,7 @@ def filling(program: Program, segment: str) -> Function:
     whole = program.function(segment)
     fn = Function(f"{segment}.fill", whole.copy().graph, whole.role)
     (given,) = _stream(fn)
-    for marker in _blocks(fn):
+    for marker in _markers(fn):
         marker.replace_all_uses_with(given)
     carried = given.all_input_nodes[0].target
     kept = {n: v for n, v in fn.outputs.items() if n in program.states and n != carried}
@@ -119,7 +119,7 @@ def saturating(segment: Function, owner: str) -> Function:
     """A segment that returns, too, the cosine of the states before and after its last layer, as
     `SCORE`. owner: who asks. Errors: `PassError` where nothing is before."""
     fn = segment.copy()
-    *before, last = [*_stream(fn), *_markers(fn, "embedding"), *_blocks(fn)]
+    *before, last = [*_stream(fn), *_markers(fn, "embedding"), *_markers(fn)]
     if not before:
         raise PassError(
             f"{owner}: {fn.name} has no graftwork.hidden marker before its layer to compare with: "
@@ -136,7 +136,7 @@ def saturating(segment: Function, owner: str) -> Function:
 
 def _probed(segment: Function, weights: WeightStore, probe: Probe) -> tuple[Function, WeightStore]:
     """A segment that returns, too, what a linear classifier says of the state behind it."""
-    dtype = type_of(_blocks(segment)[-1]).dtype
+    dtype = type_of(_markers(segment)[-1]).dtype
     parts = [
         Weight.of(f"{segment.name}.probe.{kind}", tensor.to(dtype))
         for kind, tensor in zip(("weight", "bias"), probe, strict=True)
@@ -148,7 +148,7 @@ def scored(segment: Function, parts: Sequence[Weight], name: str) -> Function:
     """A segment that returns, too, as `name`, what a classifier with a weight [1,H] and a bias [1]
     says of the state behind it: a probability f32[B,T]."""
     fn = segment.copy()
-    last = _blocks(fn)[-1]
+    last = _markers(fn)[-1]
     with fn.graph.inserting_before(fn.output_node):
         odds = fn.call(A.linear.default, last, *map(fn.weight, parts), site=site_of(last))
         score = fn.call(A.sigmoid.default, fn.call(A.squeeze.dim, _in_float(fn, odds), -1))
@@ -172,9 +172,5 @@ def _stream(fn: Function) -> list[torch.fx.Node]:
     return fn.calls(G.cache_read.default)[:1]
 
 
-def _blocks(fn: Function) -> list[torch.fx.Node]:
-    return _markers(fn, "block")
-
-
-def _markers(fn: Function, point: str) -> list[torch.fx.Node]:
+def _markers(fn: Function, point: str = "block") -> list[torch.fx.Node]:
     return [node for node in fn.calls(G.hidden.default) if node.kwargs["point"] == point]

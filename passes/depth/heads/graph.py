@@ -38,6 +38,7 @@ import torch.fx
 from pydantic import Field
 
 from ....ir import Function, PassError, Program, Weight, WeightStore, type_of
+from ....ir.execution.analysis import blocks_of
 from ...drafting.draft_pass import TrainedPass
 from ...drafting.trained import TrainedWeights
 from ...engine.base import Effect, Outcome
@@ -117,9 +118,7 @@ class DepthHeads(TrainedPass):
 def _tapped(step: Function, layers: Sequence[int], owner: str) -> Function:
     """The step, returning the states behind some layers, too, for training alone."""
     fn = step.copy()
-    blocks = {
-        n.kwargs["layer"]: n for n in fn.calls(G.hidden.default) if n.kwargs["point"] == "block"
-    }
+    blocks = blocks_of(fn)
     if missing := [layer for layer in layers if layer not in blocks]:
         raise PassError(f"{owner}: {fn.name} has no marker behind layer {missing[0]}")
     taps = {f"hidden.{layer}": blocks[layer] for layer in layers}

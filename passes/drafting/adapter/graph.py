@@ -39,7 +39,7 @@ from ....ir import Program
 from ...engine.base import Outcome
 from ...policies import builds
 from ..copied_layer import copied_layer, copied_norm
-from ..decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
+from ..decoder_layer import LayerShape, angles_at, decoder_layer
 from ..draft_pass import DraftPass
 from ..grafts import Graft
 from . import AdaptedExitDraft
@@ -77,4 +77,4 @@ def _attended(
     shape = replace(LayerShape.of(graft.step, graft.owner, graft.hidden), inner=0)
     angles = angles_at(graft, positions, shape.dim)
     normed = graft.rms_norm(hidden, f"{name}.input_layernorm", shape.eps)
-    return decoder_layer(graft, hidden, angles, name, next_layer(graft), shape, source=normed)
+    return decoder_layer(graft, hidden, angles, name, shape, source=normed)

@@ -41,7 +41,7 @@ from ....ir import PassError, Program
 from ....ir.plan.bounds import Levels, Place
 from ...engine.base import Outcome
 from ...policies import builds
-from ..decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
+from ..decoder_layer import LayerShape, angles_at, decoder_layer
 from ..draft_pass import DraftPass
 from ..grafts import Graft
 from . import BlockDraft
@@ -87,7 +87,6 @@ class DraftDflash(DraftPass):
                 x,
                 angles,
                 layer,
-                next_layer(graft),
                 shape,
                 source=normed,
                 rows=graft.call(A.where.self, text, hidden, normed),
@@ -131,8 +130,7 @@ class DraftDflash(DraftPass):
 
     def _layers(self, graft: Graft) -> tuple[int, ...]:
         """The layers whose outputs are read."""
-        blocks = [node for node in graft.markers if node.kwargs["point"] == "block"]
-        have = [int(node.kwargs["layer"]) for node in blocks]  # type: ignore[arg-type]
+        have = list(graft.blocks)
         if not self.layers:
             return spread(have, self.depth)
         graft.check_layers(self.layers, have, "layers of the target")

@@ -39,7 +39,7 @@ from ....ir.plan import CachedDraft, ContinuedDraft
 from ....ir.plan.bounds import Levels
 from ...engine.base import Outcome
 from ...policies import builds
-from ..decoder_layer import LayerShape, angles_at, decoder_layer, next_layer
+from ..decoder_layer import LayerShape, angles_at, decoder_layer
 from ..draft_pass import DraftPass
 from ..grafts import Graft
 from . import JoinedHeadsDraft
@@ -78,13 +78,13 @@ class DraftGumiho(DraftPass):
         shape = LayerShape.of(graft.step, self.name, graft.hidden)
         output = graft.tap_normed()
         tokens, positions, hidden = graft.text_inputs()
-        x = self._fused(graft, tokens, hidden)
+        x = graft.fused(tokens, hidden, "gumiho.fc", bias=self.bias)
         angles = angles_at(graft, positions, shape.dim)
         for layer in range(self.layers):
             name = f"gumiho.layers.{layer}"
             # EAGLE's layer has no norm before it; those behind it are as usual.
             source = graft.rms_norm(x, f"{name}.input_layernorm", shape.eps) if layer else None
-            x = decoder_layer(graft, x, angles, name, next_layer(graft), shape, source=source)
+            x = decoder_layer(graft, x, angles, name, shape, source=source)
         outputs = graft.picked(x, graft.candidates(graft.head(x), self.candidates))
         return graft.done(outputs), output
 
@@ -94,26 +94,13 @@ class DraftGumiho(DraftPass):
         tokens = graft.input("tokens", steps, dtype=torch.int64)
         hidden = graft.input("hidden", steps, size)
         # Tokens of a step at a time: the target's embedding takes [B,T].
-        parts = [
-            self._fused(graft, *(graft.call(A.select.int, x, 2, step) for x in (tokens, hidden)))
-            for step in range(steps)
+        pairs = [
+            [graft.call(A.select.int, x, 2, n) for x in (tokens, hidden)] for n in range(steps)
         ]
-        joined = graft.concat(parts)
+        joined = graft.concat(*(graft.fused(e, h, "gumiho.fc", bias=self.bias) for e, h in pairs))
         made = [self._head(graft, joined, f"gumiho.mlp.{number}") for number in range(self.heads)]
-
-        def every(parts: list[torch.fx.Node]) -> torch.fx.Node:
-            apart = [graft.call(A.unsqueeze.default, part, 2) for part in parts]
-            return graft.call(A.cat.default, apart, 2)
-
-        logits = every([graft.head(x) for x in made])
-        return graft.done({**graft.candidates(logits, self.candidates), "feature": every(made)})
-
-    def _fused(self, graft: Graft, tokens: torch.fx.Node, hidden: torch.fx.Node) -> torch.fx.Node:
-        """fc([e; h]), with the same weights wherever it stands."""
-        embedded = graft.embed(tokens)
-        graft.check_embedding(embedded)
-        joined = graft.concat([embedded, hidden])
-        return graft.linear(joined, "gumiho.fc", graft.hidden, bias=self.bias)
+        best = graft.candidates(graft.stacked([graft.head(x) for x in made]), self.candidates)
+        return graft.done({**best, "feature": graft.stacked(made)})
 
     def _head(self, graft: Graft, joined: torch.fx.Node, name: str) -> torch.fx.Node:
         """What the target's head reads of a token, [B,T,H]."""

@@ -41,7 +41,7 @@ from ....ir.plan.bounds import Factor, Levels
 from ...engine.base import Outcome
 from ...engine.plan_edits import with_draft
 from ...policies import builds
-from ..decoder_layer import LayerShape, angles_at, decoder_layer, gated_mlp, next_layer
+from ..decoder_layer import LayerShape, angles_at, decoder_layer, gated_mlp
 from ..draft_pass import DraftPass
 from ..grafts import Graft
 from . import AheadDraft
@@ -69,14 +69,10 @@ class DraftJakiro(DraftPass):
         shape = replace(LayerShape.of(graft.step, self.name, graft.hidden), inner=0)
         output = graft.tap_normed()
         tokens, positions, hidden = graft.text_inputs()
-        embedded = graft.embed(tokens)
-        graft.check_embedding(embedded)
-        x = graft.linear(
-            graft.concat([embedded, hidden]), "jakiro.fc", graft.hidden, bias=self.bias
-        )
+        x = graft.fused(tokens, hidden, "jakiro.fc", bias=self.bias)
         angles = angles_at(graft, positions, shape.dim)
         name = "jakiro.layers.0"
-        x = decoder_layer(graft, x, angles, name, next_layer(graft), shape)
+        x = decoder_layer(graft, x, angles, name, shape)
         normed = graft.rms_norm(x, f"{name}.post_attention_layernorm", shape.eps)
         state, ahead = self._experts(graft, x, normed, f"{name}.mlp_moe")
         outputs = graft.picked(state, graft.candidates(graft.head(state), self.candidates))
