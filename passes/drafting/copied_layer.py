@@ -40,12 +40,7 @@ def copied_layer(
     for node in graft.fn.calls(G.attention.default):
         if node not in had:
             node.update_kwarg("layer", number)
-    for node in graft.fn.calls(G.hidden.default):  # markers are the step's
-        inner = node.args[0]
-        assert isinstance(inner, torch.fx.Node)
-        node.replace_all_uses_with(inner)
-        graft.fn.graph.erase_node(node)
-    return y
+    return graft.unmarked(y)
 
 
 def copied_norm(graft: Graft, x: torch.fx.Node, name: str) -> torch.fx.Node:

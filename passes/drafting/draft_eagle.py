@@ -61,5 +61,5 @@ class DraftEagle(DraftPass):
         angles = angles_at(graft, positions, shape.dim)
         x = decoder_layer(graft, x, angles, "eagle.layers.0", shape)
         outputs = graft.picked(x, graft.candidates(graft.head(x), self.candidates))
-        draft = self.made(function="eagle", output=output, trained=bool(self.weights))
+        draft = self.made(function="eagle", output=output)
         return Outcome(graft.drafted(outputs, draft), 1)

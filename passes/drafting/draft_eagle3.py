@@ -106,7 +106,6 @@ class DraftEagle3(DraftPass):
         draft = self.made(
             function="eagle3",
             output=output,
-            trained=bool(self.weights),
             entry="eagle3_entry",
             rollout=self.rollout,
         )

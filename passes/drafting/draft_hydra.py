@@ -77,7 +77,18 @@ class DraftHydra(DraftPass):
         return Outcome(with_draft(program, draft), self.heads)
 
     def published(self, name: str) -> tuple[str, ...]:
-        return _published(name)
+        """Each block stands after a dropout, in a sequence that counts both."""
+        if part := re.fullmatch(r"hydra\.(\d+)\.(skip|in|head|\d+\.linear)\.(weight|bias)", name):
+            head, kind, leaf = part.groups()
+            places = {"skip": "1.res_connection", "in": "1.linear"}
+            if kind == "head":
+                return (f"hydra_lm_head.{head}.1.{leaf}",)
+            place = places.get(kind) or f"{3 + 2 * int(kind.partition('.')[0])}.linear"
+            return (f"hydra_mlp.{head}.{place}.{leaf}",)
+        layer = name.removeprefix("hydra.prefix.")
+        if layer == "norm.weight":
+            return ("prefix_embeding_layer.norm.weight",)
+        return (f"prefix_embeding_layer.layers.0.{layer}",)
 
     def _prefix(self, program: Program) -> Program:
         graft = Graft(program, self.name, "hydra_prefix", self.weights, self.published)
@@ -111,18 +122,3 @@ class DraftHydra(DraftPass):
             bias = graft.parameter(f"hydra.{number}.head.bias", graft.vocab, init="zeros")
             logits = graft.call(A.add.Tensor, logits, bias)
         return graft.done({"state": state, **graft.candidates(logits, self.candidates)})
-
-
-def _published(name: str) -> tuple[str, ...]:
-    """Each block stands after a dropout, in a sequence that counts both."""
-    if part := re.fullmatch(r"hydra\.(\d+)\.(skip|in|head|\d+\.linear)\.(weight|bias)", name):
-        head, kind, leaf = part.groups()
-        places = {"skip": "1.res_connection", "in": "1.linear"}
-        if kind == "head":
-            return (f"hydra_lm_head.{head}.1.{leaf}",)
-        place = places.get(kind) or f"{3 + 2 * int(kind.partition('.')[0])}.linear"
-        return (f"hydra_mlp.{head}.{place}.{leaf}",)
-    layer = name.removeprefix("hydra.prefix.")
-    if layer == "norm.weight":
-        return ("prefix_embeding_layer.norm.weight",)
-    return (f"prefix_embeding_layer.layers.0.{layer}",)

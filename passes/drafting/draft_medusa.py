@@ -53,7 +53,7 @@ class DraftMedusa(DraftPass):
         normed = graft.norm(hidden)
         logits = [self._head(graft, normed, number) for number in range(self.heads)]
         outputs = graft.candidates(graft.stacked(logits), self.candidates)
-        draft = self.made(function="medusa", levels=self.heads, trained=bool(self.weights))
+        draft = self.made(function="medusa", levels=self.heads)
         return Outcome(graft.drafted(outputs, draft), self.heads)
 
     def _head(self, graft: Graft, x: torch.fx.Node, number: int) -> torch.fx.Node:

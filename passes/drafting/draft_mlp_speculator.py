@@ -60,7 +60,7 @@ class DraftMlpSpeculator(DraftPass):
         for level in range(levels):
             program = self._level(program, level, levels)
         functions = tuple(f"speculator_{level}" for level in range(levels))
-        draft = self.made(functions=functions, trained=bool(self.weights))
+        draft = self.made(functions=functions)
         return Outcome(with_draft(program, draft), levels)
 
     def published(self, name: str) -> tuple[str, ...]:

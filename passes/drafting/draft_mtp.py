@@ -32,13 +32,12 @@ from pydantic import Field
 
 from ...ir import Function, PassError, Program, cone, type_of
 from ...ir.plan import CachedDraft
-from ...ir.plan.bounds import Nodes
 from ...ir.rewrite.subgraph import tables_of
-from ..engine.base import STATES, Effect, Outcome
-from ..policies import RecordPass, builds
+from ..engine.base import Outcome
+from ..policies import builds
 from .decoder_layer import next_layer
+from .draft_pass import DraftPass
 from .grafts import Graft
-from .trained import TrainedWeights
 
 A, G = torch.ops.aten, torch.ops.graftwork
 NAME = "mtp"
@@ -46,29 +45,22 @@ _LAYERED = (G.attention.default, G.linear_attention.default, G.causal_conv.defau
 
 
 @builds(CachedDraft, "decay", levels=3, rollout=3)
-class DraftMtp(RecordPass):
-    """layer: which one of the checkpoint's, counted from 0. candidates: best tokens that the draft
-    returns. weights: a file of such weights, or the folder that training wrote; empty: the
-    checkpoint's. The rest: see the record."""
+class DraftMtp(DraftPass):
+    """layer: which one of the checkpoint's, counted from 0. weights: a file of such weights, or the
+    folder that training wrote; empty: the checkpoint's. The rest: see `DraftPass` and the record.
+    """
 
     layer: int = Field(default=0, ge=0)
-    candidates: Nodes = 10
-    weights: str = ""
 
     name: ClassVar[str] = "draft_mtp"
-    effects: ClassVar[frozenset[Effect]] = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
-    reads: ClassVar[frozenset[Effect]] = STATES
+    knows: ClassVar[bool] = True
     brings: ClassVar[str] = "a checkpoint with an MTP layer"
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        return (self.weights,) if self.weights else ()
 
     @property
     def parts(self) -> tuple[str, ...]:
         return (f"{NAME}.{self.layer}",)
 
-    def run(self, program: Program) -> Outcome:
+    def insert(self, program: Program) -> Outcome:
         (part,) = self.parts
         guest = program.guests.get(part)
         if guest is None:
@@ -87,10 +79,7 @@ class DraftMtp(RecordPass):
         state = _grafted(graft, guest, given)
         best = graft.candidates(graft.head(state), self.candidates)
         outputs = graft.picked(state, best)
-        made = graft.drafted(outputs, self.made(function=NAME, output=output, trained=True))
-        if self.weights:
-            file = TrainedWeights(self.weights, self.name, program)
-            file.check_all_used(set(made.weights) - set(program.weights))
+        made = graft.drafted(outputs, self.made(function=NAME, output=output))
         rest = {name: other for name, other in program.guests.items() if name != part}
         return Outcome(made.replace(guests=rest), 1)
 
@@ -126,10 +115,4 @@ def _grafted(
     for node in set(graft.fn) - had:
         if node.target in _LAYERED:
             node.update_kwarg("layer", first + int(node.kwargs["layer"]))  # type: ignore[arg-type]
-    for node in graft.fn.calls(G.hidden.default):  # markers are the step's
-        inner = node.args[0]
-        assert isinstance(inner, torch.fx.Node)
-        node.replace_all_uses_with(inner)
-        graft.fn.graph.erase_node(node)
-        state = inner if node is state else state
-    return state
+    return graft.unmarked(state)

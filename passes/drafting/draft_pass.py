@@ -29,21 +29,30 @@ class TrainedPass(RecordPass):
     reads: ClassVar[frozenset[Effect]] = STATES
 
     @property
+    def knows(self) -> bool:
+        """Whether what it inserts knows anything: weights are given, or none are needed."""
+        return bool(self.weights)
+
+    def made(self, **filled: Any) -> Any:
+        return super().made(**{"trained": self.knows, **filled})
+
+    @property
     def files(self) -> tuple[str, ...]:
         return (self.weights,) if self.weights else ()
 
     def run(self, program: Program) -> Outcome:
         """Insert the weights. Errors: `PassError` naming a tensor of the file that has no place."""
         outcome = self.insert(program)
-        if not self.weights:
-            remark = (
-                "its weights are untrained and know nothing: train them (graftwork train, or "
-                f"graftwork.fit), then set {self.name}.weights"
-            )
-            return replace(outcome, remarks=(*outcome.remarks, remark))
-        given = TrainedWeights(self.weights, self.name, program, self.published)
-        given.check_all_used(self.trained(program, outcome.program), self.unread)
-        return outcome
+        if self.weights:
+            given = TrainedWeights(self.weights, self.name, program, self.published)
+            given.check_all_used(self.trained(program, outcome.program), self.unread)
+        if self.knows:
+            return outcome
+        remark = (
+            "its weights are untrained and know nothing: train them (graftwork train, or "
+            f"graftwork.fit), then set {self.name}.weights"
+        )
+        return replace(outcome, remarks=(*outcome.remarks, remark))
 
     def trained(self, before: Program, after: Program) -> set[str]:
         """Names of the weights that a file for this pass has: those that it inserted."""
@@ -72,7 +81,7 @@ class DraftPass(TrainedPass):
     ) -> Program:
         """The program with a `ContinuedDraft` of two parts, of which `then` goes on where `first`
         stops. training: fields of it that are no options."""
-        draft: ContinuedDraft = self.made(trained=bool(self.weights), **training)
+        draft: ContinuedDraft = self.made(**training)
         decay: dict[str, Any] = {"decay": draft.decay}
         first, then = replace(first, aim=draft.aim), replace(then, aim=draft.aim, **decay)
         return with_draft(program, replace(draft, first=first, then=then))

@@ -53,7 +53,7 @@ class DraftRedrafter(DraftPass):
         functions = ("redrafter_0", "redrafter")
         for first, name in zip((True, False), functions, strict=True):
             program = self._function(program, name, first)
-        draft = self.made(functions=functions, trained=bool(self.weights))
+        draft = self.made(functions=functions)
         return Outcome(with_draft(program, draft), 1)
 
     def _function(self, program: Program, name: str, first: bool) -> Program:

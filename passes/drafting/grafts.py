@@ -261,6 +261,15 @@ class Graft:
         joined = self.concat(self.embed(tokens), hidden)
         return self.linear(joined, name, self.hidden, bias=bias)
 
+    def unmarked(self, state: torch.fx.Node) -> torch.fx.Node:
+        """The same state in a function without markers: those that were copied are the step's."""
+        for node in self.fn.calls(G.hidden.default):
+            inner = node.all_input_nodes[0]
+            node.replace_all_uses_with(inner)
+            self.fn.graph.erase_node(node)
+            state = inner if node is state else state
+        return state
+
     def candidates(self, logits: torch.fx.Node, count: int) -> dict[str, torch.fx.Node]:
         """The outputs that proposers read: logits, and the best tokens and log probabilities."""
         return candidates(self.fn, logits, min(count, int(str(type_of(logits).dims[-1]))))

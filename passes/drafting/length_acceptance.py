@@ -45,9 +45,7 @@ class LengthAcceptance(TrainedPass):
         x = graft.input("hidden", graft.hidden)
         for layer in range(self.layers):
             x = graft.res_block(x, f"{NAME}.{layer}.linear")
-        length: AcceptanceLength = self.made(
-            function=NAME, output=output, trained=bool(self.weights)
-        )
+        length: AcceptanceLength = self.made(function=NAME, output=output)
         odds = graft.linear(x, f"{NAME}.head", length.levels, init="zeros")
         made = graft.done({"accepted": odds})
         return Outcome(with_record(made, self.name, length), 1)

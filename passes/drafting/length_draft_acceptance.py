@@ -61,7 +61,7 @@ class LengthDraftAcceptance(TrainedPass):
             )
         made = self._grown(program, models[0])
         head = tuple(sorted(set(made.weights) - set(program.weights)))
-        length = self.made(learned=head, trained=bool(self.weights))
+        length = self.made(learned=head)
         return Outcome(with_record(made, self.name, length), 1)
 
     def _grown(self, program: Program, draft: CachedDraft) -> Program:

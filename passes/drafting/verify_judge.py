@@ -39,5 +39,5 @@ class VerifyJudge(TrainedPass):
         output = graft.tap_normed()
         hidden = graft.input("hidden", graft.hidden)
         judged = graft.linear(hidden, NAME, 1, init="zeros")
-        verify = self.made(function=NAME, output=output, trained=bool(self.weights))
+        verify = self.made(function=NAME, output=output)
         return Outcome(with_record(graft.done({"judged": judged}), self.name, verify), 1)

@@ -23,15 +23,12 @@ class Outputs(dict[str, torch.Tensor]):
         self._views: dict[str, Any] = {}
         self._arrays: dict[str, npt.NDArray[np.float32]] = {}
 
-    def integers(self, name: str) -> list[list[int]]:
-        """An output i64[B,S] as lists. Its memory is read: torch takes 50 us after a step."""
-        found: list[list[int]] = self._view(name).tolist()
-        return found
-
-    def candidates(self, name: str) -> list[list[list[int]]]:
-        """The same of an output i64[B,S,K]."""
-        found: list[list[list[int]]] = self._view(name).tolist()
-        return found
+    def integers(self, name: str) -> Any:
+        """An output i64[B,S,...] as lists. Its memory is read: torch takes 50 us after a step."""
+        view: Any = self._views.get(name)
+        if view is None:
+            view = self._views[name] = self[name].cpu().numpy().data
+        return view.tolist()
 
     def floats(self, name: str) -> npt.NDArray[np.float32]:
         """An output f[B,...] as numpy's, in float32; its memory is read where that is possible."""
@@ -43,16 +40,10 @@ class Outputs(dict[str, torch.Tensor]):
             array = self._arrays[name] = value.numpy()
         return array
 
-    def _view(self, name: str) -> Any:
-        view: Any = self._views.get(name)
-        if view is None:
-            view = self._views[name] = self[name].cpu().numpy().data
-        return view
-
 
 def integers(outputs: Mapping[str, torch.Tensor], name: str) -> list[list[int]]:
     """An output i64[B,S] of any kind of run as lists."""
-    if isinstance(outputs, Outputs):
-        return outputs.integers(name)
-    found: list[list[int]] = outputs[name].tolist()
+    found: list[list[int]] = (
+        outputs.integers(name) if isinstance(outputs, Outputs) else outputs[name].tolist()
+    )
     return found

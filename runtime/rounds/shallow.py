@@ -135,7 +135,7 @@ class ShallowRound(Round):
             said = leader.follow(self._places(level))
             level += 1
             # Of each sequence's one column, the best candidate.
-            tokens = [column[0] for (column,) in said.candidates("draft_tokens")]
+            tokens = [column[0] for (column,) in said.integers("draft_tokens")]
             for chain, token in zip(chains, tokens, strict=True):
                 chain.append(token)
             if self.by_level:

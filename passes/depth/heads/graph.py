@@ -78,7 +78,6 @@ class DepthHeads(TrainedPass):
             functions=tuple(fill.name for fill in fills),
             heads=tuple(heads),
             outputs=tuple(f"hidden.{int(cut) - 1}" for cut in plan.cuts),
-            trained=bool(self.weights),
         )
         added = program.replace(functions=functions, weights=weights)
         return Outcome(with_record(added, self.name, record), len(heads))

@@ -91,7 +91,6 @@ class DepthMixture(TrainedPass):
             routers=tuple(segments[place - 1] for place in routed),
             routed=routed,
             shares=tuple(schedule(place, layers, self.shift, self.least) for place in routed),
-            trained=bool(self.weights),
         )
         made = program.replace(functions=functions, weights=weights)
         return Outcome(with_record(made, self.name, record), len(routed))

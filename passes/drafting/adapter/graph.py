@@ -58,7 +58,7 @@ class DraftAdapter(DraftPass):
 
     def insert(self, program: Program) -> Outcome:
         graft = Graft(program, self.name, NAME, self.weights)
-        draft: AdaptedExitDraft = self.made(function=NAME, trained=bool(self.weights))
+        draft: AdaptedExitDraft = self.made(function=NAME)
         output = graft.tap(draft.exit - 1)
         positions = graft.input("positions", dtype=torch.int64)
         hidden = graft.input("hidden", graft.hidden)

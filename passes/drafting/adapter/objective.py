@@ -6,12 +6,8 @@ Sources: Liu et al., "EESD" (2024), cross entropy on text that the target wrote;
 
 from __future__ import annotations
 
-from ....training.objectives.base import Batch, Loss, Run, objective
+from ....training.objectives.base import objective
 from ..exit.objective import window_loss
 from . import AdaptedExitDraft
 
-
-@objective(AdaptedExitDraft)
-def adapter_loss(record: AdaptedExitDraft, run: Run, batch: Batch) -> Loss:
-    """See the module docstring."""
-    return window_loss(record, run, batch)
+objective(AdaptedExitDraft)(window_loss)

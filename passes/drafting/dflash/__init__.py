@@ -14,6 +14,7 @@ from ....ir.plan import record
 from ....ir.plan.bounds import Filled, Part, Place
 from ....runtime.speculate.level import Ids
 from ....runtime.speculate.proposers.base import PROPOSERS
+from ....runtime.speculate.setting import Setting
 from ..parallel import OneCallDraft, OneCallProposer
 
 
@@ -45,14 +46,9 @@ class BlockProposer(OneCallProposer):
     record: BlockDraft
     mutual = True
 
-    @property
-    def blank(self) -> int:
-        return self.record.blank
-
-    @property
-    def ahead(self) -> int:
-        """The rows of a block."""
-        return 1 + self.record.levels
+    def __init__(self, record: BlockDraft, setting: Setting) -> None:
+        self.blank, self.ahead = record.blank, 1 + record.levels
+        super().__init__(record, setting)
 
     def riders(self) -> Ids:
         last = np.array([text[-1:] for text in self.committed.texts], dtype=np.int64)

@@ -98,7 +98,6 @@ class DraftDflash(DraftPass):
             function=NAME,
             output=output,
             levels=self.masks,
-            trained=bool(self.weights),
             entry=ENTRY,
             token=graft.vocab if self.token is None else self.token,
             blank=graft.vocab + 1,

@@ -47,10 +47,9 @@ class DraftExit(DraftPass):
     own_head: bool = True
     layers: int = Field(default=1, ge=0, le=16)
 
-    def run(self, program: Program) -> Outcome:
-        if self.own_head:
-            return super().run(program)
-        return self.insert(program)
+    @property
+    def knows(self) -> bool:
+        return super().knows or not self.own_head
 
     def insert(self, program: Program) -> Outcome:
         graft = Graft(program, self.name, NAME, self.weights)
@@ -65,6 +64,4 @@ class DraftExit(DraftPass):
         else:
             logits = graft.head(graft.norm(x))
         outputs = graft.candidates(logits, self.candidates)
-        trained = bool(self.weights) or not self.own_head
-        draft = replace(draft, output=output, trained=trained)
-        return Outcome(graft.drafted(outputs, draft), 1)
+        return Outcome(graft.drafted(outputs, replace(draft, output=output)), 1)

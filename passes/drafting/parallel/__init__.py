@@ -20,6 +20,7 @@ from ....runtime.speculate.level import Ids, Level
 from ....runtime.speculate.proposers.base import PROPOSERS, ByDepth
 from ....runtime.speculate.proposers.cached import CachedProposer
 from ....runtime.speculate.proposers.hidden import level_of
+from ....runtime.speculate.setting import Setting
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,9 @@ class ParallelProposer(OneCallProposer):
 
     record: ParallelDraft
 
-    @property
-    def ahead(self) -> int:
-        masks: int = self.record.masks
-        return masks
+    def __init__(self, record: ParallelDraft, setting: Setting) -> None:
+        self.ahead = record.masks
+        super().__init__(record, setting)
 
     def riders(self) -> Ids:
         batch = len(self.committed.texts)

@@ -52,7 +52,7 @@ class DraftPpd(DraftPass):
         fn = program.step.copy()
         if "draft_tokens" in fn.outputs:
             raise PassError(f"{self.name}: the step drafts already")
-        draft: PromptDraft = self.made(weight=WEIGHT, trained=bool(self.weights))
+        draft: PromptDraft = self.made(weight=WEIGHT)
         weight = reading_prompts(fn, program, WEIGHT, draft.prompts, self.name, self.weights)
         with fn.graph.inserting_before(fn.output_node):
             best = candidates(

@@ -65,7 +65,6 @@ class DraftS3d(TrainedPass):
             functions=(plan.parts[0], *plan.parts[-2:]),
             weight=WEIGHT,
             prompts=self.masks,
-            trained=bool(self.weights),
         )
         program = program.with_function(first, weights=program.weights.adding(weight))
         return Outcome(with_draft(program, draft), 1)

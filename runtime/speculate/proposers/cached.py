@@ -68,20 +68,24 @@ class _Nodes:
 class CachedProposer(Proposer):
     """Feeds draft nodes behind the rows of the committed text. See the module docstring.
 
-    made: the outputs of the last call, of the nodes of its last level.
+    made: the outputs of the last call, of the nodes of its last level. function: whose cache holds
+    the text's rows. ahead, blank, mutual: see `CommittedRows`.
     """
 
     record: CachedDraft
     reads = True
     made: Mapping[str, torch.Tensor]
-    mutual = False
-    """See `CommittedRows`."""
+    function: str = ""
+    ahead: int = 0
+    blank: int | None = None
+    mutual: bool = False
 
     def __init__(self, record: CachedDraft, setting: Setting) -> None:
         super().__init__(record, setting)
         self.wants = () if record.output is None else (record.output,)
         context = self.executable.program.info.context
         limit = min(context, record.context or context)
+        self.function = self.function or record.function
         self.committed = self.follower = CommittedRows(
             self.executable,
             self.function,
@@ -92,21 +96,6 @@ class CachedProposer(Proposer):
             blank=self.blank,
             mutual=self.mutual,
         )
-
-    @property
-    def function(self) -> str:
-        """The function whose cache holds the text's rows."""
-        return self.record.function
-
-    @property
-    def ahead(self) -> int:
-        """Rows that each of its calls makes for itself."""
-        return 0
-
-    @property
-    def blank(self) -> int | None:
-        """See `CommittedRows`."""
-        return None
 
     def root(self, count: int) -> Level:
         outputs = self.committed.catch_up()

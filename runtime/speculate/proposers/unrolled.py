@@ -24,21 +24,13 @@ class UnrolledProposer(CachedProposer):
     """See the module docstring."""
 
     def __init__(self, record: UnrolledDraft, setting: Setting) -> None:
-        self.chain = record.chain
+        self.by_level = setting.options.do_sample
+        if not self.by_level:  # one call makes a row for each level below the first
+            self.function, self.ahead = record.chain, record.draft.levels - 1
         super().__init__(record.draft, setting)
 
-    @property
-    def function(self) -> str:
-        """The function that makes the whole chain, or under sampling one level."""
-        return super().function if self.options.do_sample else self.chain
-
-    @property
-    def ahead(self) -> int:
-        """A row for each level below the first."""
-        return super().ahead if self.options.do_sample else self.record.levels - 1
-
     def root(self, count: int) -> Level:
-        if self.options.do_sample:
+        if self.by_level:
             return super().root(count)
         outputs = self.committed.catch_up()
         # A copy: outputs live until the next run.
@@ -49,7 +41,7 @@ class UnrolledProposer(CachedProposer):
 
     def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
         """The next token of the chain; `tokens` are the chain's own last ones."""
-        if self.options.do_sample:
+        if self.by_level:
             return super().grow(tokens, parents, count)
         self.place += 1
         return self._next()

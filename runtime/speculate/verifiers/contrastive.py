@@ -25,7 +25,7 @@ from ....ir.plan import Contrastive
 from ...asking.text import Text
 from ...feeding.draft import Draft
 from ..sampling import Array, Chances, bad_logits, best
-from .base import GREEDY, SAMPLING, VERIFIERS, Verdict
+from .base import GREEDY, SAMPLING, VERIFIERS, Verdict, Verifier
 from .greedy import GreedyVerifier
 from .rejection import RejectionVerifier
 
@@ -81,9 +81,8 @@ def known(verdict: Verdict, draft: Draft) -> Verdict:
     return Verdict(path[:-1], tokens[:-1])
 
 
-@VERIFIERS.register(Contrastive, SAMPLING)
-class ContrastiveSampling(RejectionVerifier):
-    """Speculative rejection that keeps the contrasted distribution instead of the target's."""
+class _Contrasting(Verifier):
+    """Mixed into an ordinary verifier, before it: a step ends where q is known."""
 
     record: Contrastive
     beyond: ClassVar[int] = 1
@@ -91,8 +90,13 @@ class ContrastiveSampling(RejectionVerifier):
     def verify(
         self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
     ) -> list[Verdict]:
-        verdicts = super().verify(outputs, texts, drafts)
+        verdicts = super().verify(outputs, texts, drafts)  # type: ignore[safe-super]
         return list(map(known, verdicts, drafts))
+
+
+@VERIFIERS.register(Contrastive, SAMPLING)
+class ContrastiveSampling(_Contrasting, RejectionVerifier):
+    """Speculative rejection that keeps the contrasted distribution instead of the target's."""
 
     def _weigh(self, chances: Chances, first: Mapping[int, int], drafts: Sequence[Draft]) -> None:
         for index, root in first.items():
@@ -102,18 +106,10 @@ class ContrastiveSampling(RejectionVerifier):
 
 
 @VERIFIERS.register(Contrastive, GREEDY)
-class ContrastiveGreedy(GreedyVerifier):
+class ContrastiveGreedy(_Contrasting, GreedyVerifier):
     """The best token of the contrasted distribution, wherever the drafter's is known."""
 
-    record: Contrastive
     argmax_suffices: ClassVar[bool] = False
-    beyond: ClassVar[int] = 1
-
-    def verify(
-        self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
-    ) -> list[Verdict]:
-        verdicts = super().verify(outputs, texts, drafts)
-        return list(map(known, verdicts, drafts))
 
     def _from_logits(
         self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
