@@ -1,6 +1,6 @@
 """The decode loop: drives a compiled program to generate text.
 
-One loop serves every method (`loop.DecodeLoop`)::
+One loop serves every method (`loop.run`)::
 
     prefill   the prompts, in chunks; their last logits give each sequence's first token
     until every sequence is done:
@@ -25,16 +25,11 @@ What holds throughout:
   `argmax` and moves no logits. `Stats.host_overhead` says what a step costs outside the
   executable.
 - **Plain decoding** (nothing is ever drafted, the argmax is the choice) takes the same steps in a
-  loop of its own, `plain`, which does nothing else.
+  loop of its own, `rounds/plain.py`, which does nothing else.
 
-Where things are: `options` and `prompts` validate a request; `text` is a sequence; `feed` turns
-token lists into inputs of a compiled width, which lie in `buffers`; `outputs` reads what comes
-back; `prefill` fills caches; `drafters/` and `verifiers/` hold one class a file, found by the plan
-record that they carry out; `sampling` turns logits into probabilities; `stopping` ends sequences;
-`streaming` feeds a streamer; `stats` counts.
-
-A new drafter: a record in `ir/plan/` and a class in `speculate/drafters/` with
-``@DRAFTERS.register(Record)``. A new verifier, length, depth or cache policy: the same.
+Folders: `asking/` validates a request and ends its sequences; `feeding/` turns token lists into
+inputs of a compiled width and reads what comes back; `speculate/`, `depth/` and `cache/` hold one
+policy a file, found by the plan record that it carries out; `rounds/` holds ways to run steps.
 """
 
 from .asking.options import GenerationOptions

@@ -24,7 +24,7 @@ def read_prompts(
     kept = _kept(input_ids, options, info)
     rows = [row[mask].tolist() for row, mask in zip(input_ids.cpu(), kept, strict=True)]
     for index, row in enumerate(rows):
-        _check_row(index, row, info)
+        check_row(f"input_ids: sequence {index}", row, info.vocab_size)
     longest = max(len(row) for row in rows)
     count = options.new_tokens(input_ids.shape[1], longest, info)
     each = range(options.num_return_sequences)
@@ -36,7 +36,7 @@ def check_ids(input_ids: object, info: ModelInfo) -> None:
     _check_tensor(input_ids)
     assert isinstance(input_ids, torch.Tensor)
     for index, row in enumerate(input_ids.tolist()):
-        _check_row(index, row, info)
+        check_row(f"input_ids: sequence {index}", row, info.vocab_size)
 
 
 def _check_tensor(input_ids: object) -> None:
@@ -87,12 +87,13 @@ def _without_leading_pads(
     return (input_ids != pad).cummax(1).values
 
 
-def _check_row(index: int, row: list[int], info: ModelInfo) -> None:
+def check_row(what: str, row: list[int], vocabulary: int) -> None:
+    """Errors: `InputError` naming `what` for no tokens, and for one outside the vocabulary."""
     if not row:
-        raise InputError(f"input_ids: sequence {index} is empty (all of it is padding)")
-    if min(row) < 0 or max(row) >= info.vocab_size:
-        bad = next(t for t in row if not 0 <= t < info.vocab_size)
+        raise InputError(f"{what} is empty (all of it is padding)")
+    if min(row) < 0 or max(row) >= vocabulary:
+        bad = next(t for t in row if not 0 <= t < vocabulary)
         raise InputError(
-            f"input_ids: sequence {index} holds the token id {bad}; expected 0 to "
-            f"{info.vocab_size - 1} (is this the model's tokenizer?)"
+            f"{what} holds the token id {bad}; expected 0 to {vocabulary - 1} (is this the model's "
+            f"tokenizer?)"
         )

@@ -9,6 +9,7 @@ import torch
 
 from ...ir import InputError, Program, type_of
 from ...ir.plan import Encoded
+from .input_ids import check_row
 
 TOKENS, FEATURES = "input_ids", "input_features"
 """What the source is called in calls."""
@@ -50,7 +51,12 @@ def read_sources(given: object, mask: torch.Tensor | None, program: Program) -> 
     kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else _kept(mask, ids)
     rows = [row[own].tolist() for row, own in zip(ids, kept, strict=True)]
     for index, row in enumerate(rows):
-        _check_row(index, row, plan)
+        check_row(f"{TOKENS}: source {index}", row, plan.vocabulary)
+        if len(row) > plan.most:
+            raise InputError(
+                f"{TOKENS}: source {index} has {len(row)} tokens, and the model reads {plan.most} "
+                "at most: shorten it"
+            )
     longest = max(map(len, rows))
     tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
     for index, row in enumerate(rows):
@@ -85,22 +91,6 @@ def _kept(mask: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         if count > 2:
             raise InputError(f"attention_mask: source {index} has padding inside its text")
     return kept
-
-
-def _check_row(index: int, row: Sequence[int], plan: Encoded) -> None:
-    if not row:
-        raise InputError(f"{TOKENS}: source {index} is empty (all of it is padding)")
-    if len(row) > plan.most:
-        raise InputError(
-            f"{TOKENS}: source {index} has {len(row)} tokens, and the model reads {plan.most} at "
-            "most: shorten it"
-        )
-    if min(row) < 0 or max(row) >= plan.vocabulary:
-        bad = next(token for token in row if not 0 <= token < plan.vocabulary)
-        raise InputError(
-            f"{TOKENS}: source {index} holds the token id {bad}; expected 0 to "
-            f"{plan.vocabulary - 1} (is this the model's tokenizer?)"
-        )
 
 
 def _features(given: object, program: Program, plan: Encoded) -> Sources:

@@ -276,7 +276,3 @@ class Round(ABC):
             # What a last step gained beyond the end was drafted, but for its own token.
             decoding.stats.accepted_tokens -= max(len(gained) - len(new[index]) - 1, 0)
         decoding.emit(new)
-
-    def clock(self) -> float:
-        """See `Decoding.clock`."""
-        return self.decoding.clock()

@@ -21,14 +21,14 @@ class GeneralRound(Round):
 
     def run(self, most: int | None) -> int:
         decoding, live = self.decoding, len(self.decoding.live)
-        before = self.clock()
+        before = decoding.clock()
         drafts = self.propose()
-        between = self.clock()
+        between = decoding.clock()
         made = sum(text.generated for text in decoding.texts)
         step = self.step(drafts)
         made = sum(text.generated for text in decoding.texts) - made
         decoding.stats.skipped_layers += (decoding.depth.total - decoding.depth.ran) * made
-        decoding.length.observe(step, between - before, self.clock() - between)
+        decoding.length.observe(step, between - before, decoding.clock() - between)
         decoding.stats.count(1, live)
         return 1
 

@@ -120,7 +120,7 @@ class RestingRound(PlainRound):
 
     def run(self, most: int | None) -> int:
         texts, wanted, made = self.decoding.texts, self.wants() if most is None else most, 0
-        live, before = len(self.decoding.live), self.clock()
+        live, before = len(self.decoding.live), self.decoding.clock()
         while made < wanted and len(self.decoding.live) == live > 0:
             starts = [0 if text.done else len(text.tokens) for text in texts]
             room = self.decoding.room()
@@ -129,7 +129,7 @@ class RestingRound(PlainRound):
             made += steps
             if steps == room:
                 break  # the cache policy must have its turn
-        self.decoding.length.rested(made, self.clock() - before)
+        self.decoding.length.rested(made, self.decoding.clock() - before)
         return made
 
 

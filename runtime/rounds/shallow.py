@@ -71,10 +71,10 @@ class ShallowRound(Round):
         rooms = [text.room for text in texts]
         steps, drafted, accepted, ended = 0, 0, 0, False
         while steps < most and not ended:
-            before = self.clock()
+            before = decoding.clock()
             counts = list(map(min, rooms, length.limits(rooms)))
             chains = self._drafted(last, past, starts, counts)
-            between = self.clock()
+            between = decoding.clock()
             drafts = [chain[:count] for chain, count in zip(chains, counts, strict=True)]
             rows = [[] if text.done else [last[b], *drafts[b]] for b, text in enumerate(texts)]
             memory = feeder.buffers(feeder.width(1 + max(counts), 0), self.deep)
@@ -107,7 +107,7 @@ class ShallowRound(Round):
             if committed is not None:
                 committed.advance(list(map(len, tokens)))
             if length.learns:
-                after = self.clock()
+                after = decoding.clock()
                 length.observe(_taken(rows, tokens, outputs), between - before, after - between)
                 ended = ended or length.rest() >= REST
         feeder.seconds += self.leader.seconds

@@ -47,17 +47,11 @@ class DraftInputs:
         self.calls = Calls((function,), self.inputs)
 
     def fill(
-        self,
-        tokens: Ids,
-        positions: Ids,
-        past: Sequence[int],
-        select: Ids,
-        hidden: torch.Tensor | None,
-        ancestors: Flags | None,
+        self, given: Mapping[str, Any], hidden: torch.Tensor | None, ancestors: Flags | None
     ) -> None:
-        """Write a draft's values, left-aligned; what is beyond them nobody may see."""
-        count = tokens.shape[1]
-        given = {"tokens": tokens, "positions": positions, "past": past, "select": select}
+        """Write a draft's values, left-aligned; what is beyond them nobody may see. given: of the
+        other inputs, by name; see `DraftCache.run`."""
+        count = given["tokens"].shape[1]
         for name, values in given.items():
             if name not in self.ids:
                 continue
@@ -120,7 +114,8 @@ class DraftCache:
         if rows > self.executable.capacity:
             self.executable.reserve(rows)
         call = self._call(batch, width, select.shape[1], ancestors is not None)
-        call.fill(tokens, positions, past, select, hidden, ancestors)
+        given = {"tokens": tokens, "positions": positions, "past": past, "select": select}
+        call.fill(given, hidden, ancestors)
         fetch = () if silent else self.fetch
         if count > HELD:
             outputs: Mapping[str, torch.Tensor] = self.executable.run(

@@ -9,10 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from ....ir.plan import HeadsDraft, record
-from ....runtime.speculate.level import Level
 from ....runtime.speculate.proposers.base import PROPOSERS
 from ....runtime.speculate.proposers.heads import HeadsProposer
 
@@ -32,12 +29,4 @@ class JoinedHeadsDraft(HeadsDraft):
     whole_path: ClassVar[bool] = True
 
 
-@PROPOSERS.register(JoinedHeadsDraft)
-class JoinedHeadsProposer(HeadsProposer):
-    """Head d's candidates follow every node d levels below the one that the heads started from."""
-
-    record: JoinedHeadsDraft
-
-    def start(self, tokens: torch.Tensor, states: torch.Tensor, count: int) -> Level:
-        """Run the heads below nodes whose last tokens are i64[B,M,S], chosen from [B,M,S,H]."""
-        return self.begun(count, tokens=tokens, hidden=states)
+PROPOSERS.register(JoinedHeadsDraft)(HeadsProposer)

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
-import torch
-
 from ....ir.plan import DecodePlan, DraftRecord, HeadsDraft, Returned, TwofoldDraft, record
 from ....ir.plan.bounds import Factor, Filled
 from ....ir.support.errors import InputError
@@ -56,7 +54,4 @@ class AheadProposer(ContinuedProposer):
     siblings share it."""
 
     record: AheadDraft
-
-    @property
-    def states(self) -> torch.Tensor:
-        return self.first.made["ahead"]
+    state = "ahead"

@@ -10,6 +10,8 @@ slower predictor; heads predict the others from the states that it made on the w
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import torch
 
@@ -46,10 +48,12 @@ class _Path:
 @PROPOSERS.register(ContinuedDraft)
 class ContinuedProposer(Proposer):
     """`first` for its levels, then `then`, once from each node of the last of them, with the states
-    that led there."""
+    that led there. state: the output f[B,M,H] of the first drafter's last call that `then` starts
+    from."""
 
     record: TwofoldDraft
     reads = True
+    state: ClassVar[str] = "hidden"
 
     def __init__(self, record: TwofoldDraft, setting: Setting) -> None:
         super().__init__(record, setting)
@@ -61,12 +65,6 @@ class ContinuedProposer(Proposer):
         self.levels = record.first.levels
         self.wants = self.first.wants
 
-    @property
-    def states(self) -> torch.Tensor:
-        """What `then` starts from, f[B,M,H]: what the first drafter's last call made of the nodes
-        that it was fed."""
-        return self.first.made["hidden"]  # a drafter on features makes states
-
     def root(self, count: int) -> Level:
         self.place = 0
         self.path = _Path(len(self.first.committed.texts))
@@ -77,7 +75,7 @@ class ContinuedProposer(Proposer):
     def grow(self, tokens: Ids, parents: Ids, count: int) -> Level:
         self.place += 1
         if self.place <= self.levels:
-            self.path.add(tokens, parents, self.states)
+            self.path.add(tokens, parents, self.first.made[self.state])
         if self.place < self.levels:
             level = self.first.grow(tokens, parents, count)
             self.lacking |= level.tokens[:, 0, 0] < 0

@@ -22,13 +22,10 @@ class HeadsProposer(HiddenProposer):
     record: HeadsDraft
 
     def start(self, tokens: torch.Tensor, states: torch.Tensor, count: int) -> Level:
-        return self.begun(count, hidden=states)
-
-    def begun(self, count: int, **inputs: torch.Tensor) -> Level:
-        """Run the heads on these inputs [B,M,...]; the first one's candidates."""
-        self.outputs = self.run(self.record.function, **inputs)
+        inputs = {"tokens": tokens} if self.record.whole_path else {}
+        self.outputs = self.run(self.record.function, hidden=states, **inputs)
         self.place = 0
-        batch, nodes = inputs["hidden"].shape[:2]
+        batch, nodes = states.shape[:2]
         self.roots: Ids = np.tile(np.arange(nodes), (batch, 1))
         return level_of(self.outputs, count, 0)
 

@@ -10,10 +10,9 @@ import torch
 from ....ir.plan import Chain
 from ...feeding.draft import NO_DRAFT, Draft
 from ..lengths.base import LengthPolicy
-from ..level import Ids
 from ..proposers.base import Proposer
-from .base import TREES, TreePolicy, goes_deeper
-from .drawn import candidates, reaching
+from .base import TREES, TreePolicy
+from .drawn import grown
 
 
 @TREES.register(Chain)
@@ -23,21 +22,11 @@ class ChainPolicy(TreePolicy):
     record: Chain
 
     def grow(self, proposer: Proposer, depths: Sequence[int], length: LengthPolicy) -> list[Draft]:
-        columns: list[Ids] = []
-        given: list[torch.Tensor | None] = []
         most = min(self.record.depth or max(depths), proposer.depth or max(depths))
         limits = [min(depth, most) for depth in depths]
-        level = proposer.root(1)
-        parents = np.zeros((len(depths), 1), dtype=np.int64)
-        while True:
-            wanted = reaching(limits, len(columns) + 1)
-            tokens, probs = candidates(level, wanted, 1, self.options)
-            columns.append(tokens[:, 0])
-            given.append(probs)
-            if not goes_deeper(length, level, len(columns), limits):
-                break
-            level = proposer.grow(tokens, parents, 1)
-        rows = np.stack(columns, 1).tolist()
+        levels = list(grown(proposer, limits, length, 1, self.options))
+        rows = np.concatenate([tokens for _, tokens, _ in levels], 1).tolist()
+        given = [probs for _, _, probs in levels]
         return [
             _chain(row[:depth], given, index)
             for index, (row, depth) in enumerate(zip(rows, limits, strict=True))

@@ -11,15 +11,17 @@ replacement: Jeon et al., "Recursive Speculative Decoding" (2024).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from ...asking.options import GenerationOptions
-from ..lengths.base import Flags
+from ..lengths.base import Flags, LengthPolicy
 from ..level import Ids, Level
+from ..proposers.base import Proposer
 from ..sampling import warp, whole
+from .base import goes_deeper
 from .sampled import _distinct
 
 
@@ -49,7 +51,21 @@ def candidates(
     return drawn, probs
 
 
-def reaching(limits: Sequence[int], depth: int) -> Flags:
-    """bool[B], the sequences whose chains may have a level number `depth`."""
-    flags: Flags = np.array(limits) >= depth
-    return flags
+def grown(
+    proposer: Proposer,
+    limits: list[int],
+    length: LengthPolicy,
+    count: int,
+    options: GenerationOptions,
+) -> Iterator[tuple[Level, Ids, torch.Tensor | None]]:
+    """Level by level what a proposer says, and its `candidates`; the first of them are predicted
+    further. limits: levels of each sequence at most; shortened where `length` has enough."""
+    level, depth = proposer.root(count), 0
+    none_above = np.zeros((len(limits), 1), dtype=np.int64)
+    while True:
+        depth += 1
+        tokens, probs = candidates(level, np.array(limits) >= depth, count, options)
+        yield level, tokens, probs
+        if not goes_deeper(length, level, depth, limits):
+            return
+        level = proposer.grow(tokens[:, :1], none_above, count)

@@ -16,8 +16,8 @@ from ...feeding.draft import NO_DRAFT, Draft
 from ..lengths.base import LengthPolicy
 from ..level import Ids, Level
 from ..proposers.base import Proposer
-from .base import TREES, TreePolicy, goes_deeper
-from .drawn import candidates, reaching
+from .base import TREES, TreePolicy
+from .drawn import grown
 
 
 @TREES.register(WidenedChain)
@@ -28,21 +28,15 @@ class WidenedChainPolicy(TreePolicy):
     record: WidenedChain
 
     def grow(self, proposer: Proposer, depths: Sequence[int], length: LengthPolicy) -> list[Draft]:
-        record, batch = self.record, len(depths)
+        record = self.record
         most = min(record.depth, proposer.depth or record.depth)
         limits = [min(depth, most) for depth in depths]
         levels: list[list[list[int]]] = []
         given: list[torch.Tensor | None] = []
-        level = proposer.root(max(record.counts))
-        none_above = np.zeros((batch, 1), dtype=np.int64)
-        while True:
-            wanted = reaching(limits, len(levels) + 1)
-            tokens, probs = candidates(level, wanted, max(record.counts), self.options)
+        count = max(record.counts)
+        for level, tokens, probs in grown(proposer, limits, length, count, self.options):
             levels.append(self._worthwhile(level, tokens))
             given.append(probs)
-            if not goes_deeper(length, level, len(levels), limits):
-                break
-            level = proposer.grow(tokens[:, :1], none_above, max(record.counts))
         return [
             _draft([level[index] for level in levels[:depth]], given, index)
             for index, depth in enumerate(limits)

@@ -22,17 +22,25 @@ from .greedy import GreedyVerifier
 from .rejection import RejectionVerifier
 
 
-class _Bench:
-    """Runs the judge's function on the host: it is one row of weights."""
+class _Judging(Verifier):
+    """Mixed into an ordinary verifier, before it: gives it a judge to ask.
 
-    def __init__(self, record: Judge, program: Program) -> None:
-        self.record = record
+    judge: the program of its function alone, which runs on the host: it is one row of weights.
+    """
+
+    record: Judge
+
+    def __init__(
+        self, record: Judge, program: Program, options: GenerationOptions, batch: int
+    ) -> None:
+        super().__init__(record, program, options, batch)
         fn = program.function(record.function)
         self.dtype = type_of(fn.input("hidden")).dtype
         kept = {n: Weight.of(n, program.weights[n].load().to("cpu")) for n in fn.weights}
-        self.program = program.replace(functions={fn.name: fn}, weights=WeightStore(kept))
+        self.judge = program.replace(functions={fn.name: fn}, weights=WeightStore(kept))
+        self.fetch = (*self.fetch, record.output)
 
-    def passing(
+    def judged(
         self, outputs: Mapping[str, torch.Tensor], drafts: Sequence[Draft]
     ) -> list[frozenset[int]]:
         """For each sequence the draft nodes that may stay."""
@@ -41,25 +49,12 @@ class _Bench:
         # Column 0 is the last committed token.
         widest = 1 + max(len(draft.tokens) for draft in drafts)
         hidden = outputs[self.record.output][:, 1:widest].to("cpu", self.dtype)
-        judged = run(self.program, self.record.function, {"hidden": hidden})["judged"]
+        judged = run(self.judge, self.record.function, {"hidden": hidden})["judged"]
         passes = judged[..., 0].float().sigmoid() > self.record.threshold
         return [
             frozenset(node for node in range(len(draft.tokens)) if row[node])
             for draft, row in zip(drafts, passes.tolist(), strict=True)
         ]
-
-
-class _Judging(Verifier):
-    """Mixed into an ordinary verifier, before it: gives it a judge to ask."""
-
-    record: Judge
-
-    def __init__(
-        self, record: Judge, program: Program, options: GenerationOptions, batch: int
-    ) -> None:
-        super().__init__(record, program, options, batch)
-        self.record, self.bench = record, _Bench(record, program)
-        self.fetch = (*self.fetch, record.output)
 
 
 @VERIFIERS.register(Judge, GREEDY)
@@ -70,7 +65,7 @@ class JudgeGreedy(_Judging, GreedyVerifier):
         self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
     ) -> list[Verdict]:
         choices = self._choices(outputs, texts, drafts)
-        passing = self.bench.passing(outputs, drafts)
+        passing = self.judged(outputs, drafts)
         verdicts = []
         for text, row, draft, nodes in zip(texts, choices, drafts, passing, strict=True):
             path = [] if text.done else _walked(row, draft, nodes)
@@ -98,7 +93,7 @@ class JudgeSampling(_Judging, RejectionVerifier):
     def verify(
         self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
     ) -> list[Verdict]:
-        nodes = self.bench.passing(outputs, drafts)
+        nodes = self.judged(outputs, drafts)
         self.passing = {id(draft): kept for draft, kept in zip(drafts, nodes, strict=True)}
         return super().verify(outputs, texts, drafts)
 
