@@ -27,11 +27,9 @@ def prefill(
     last token.
 
     Values a chosen token (dim S) have one column; in values a fed token (dim T) a text's last token
-    is where the second result says. read: told of every piece that was fed, and then everything is
-    fetched each time. cache: has its turn before every piece, and says how large one may be.
-    The texts' rows and positions go up to the last token, whose row counts when what follows it is
-    committed, as that of any step's first token does. What sequences get that are through, the next
-    step overwrites. whole: False leaves the last tokens out, and the rows of all others count.
+    is in the column of the second result. read: called with each piece; then everything is fetched
+    each time. cache: settled before each piece; bounds its size. The last token's row counts once
+    the token after it is committed. whole: False leaves the last tokens out; all rows count.
     """
     sizes = [len(text.tokens) if whole else text.fed for text in texts]
     fed = [0] * len(texts) if begun is None else list(begun)
@@ -47,39 +45,35 @@ def prefill(
             min(text.cut(n, n + piece), size)
             for text, n, size in zip(texts, fed, sizes, strict=True)
         ]
-        rows = [text.tokens[n:end] for text, n, end in zip(texts, fed, ends, strict=True)]
+        spans = list(zip(texts, fed, ends, strict=True))
+        rows = [text.tokens[n:end] for text, n, end in spans]
         width = _wide_enough(feeder, rows, width)
-        # A sequence that is through gets garbage behind its last row, which does not count yet.
-        # Where blocks end, that would begin another one, in the place of what this one still
-        # needs: its last token is fed again.
-        through = [count == size for count, size in zip(fed, sizes, strict=True)]
-        again = most is not None
+        # Finished sequences are fed filler behind their last row, which does not count yet. Where
+        # blocks end, that would begin a block over rows still needed: the last token is fed again.
+        done = [n == size for n, size in zip(fed, sizes, strict=True)]
         given = [
-            text.fed_as(n - int(done and again), end)
-            for text, n, end, done in zip(texts, fed, ends, through, strict=True)
+            text.fed_as(n - (through and most is not None), end)
+            for (text, n, end), through in zip(spans, done, strict=True)
         ]
-        behind = [int(done and whole and not again) for done in through]
-        past = [text.rows + past for text, past in zip(texts, behind, strict=True)]
-        starts = [text.position + past for text, past in zip(texts, behind, strict=True)]
-        counts = [count + len(row) for count, row in zip(fed, rows, strict=True)]
-        ending = [b for b in open_texts if counts[b] == sizes[b]]
-        column = [len(row) - 1 if row else 0 for row in rows]
+        behind = [whole and through and most is None for through in done]
+        past = [text.rows + more for text, more in zip(texts, behind, strict=True)]
+        starts = [text.position + more for text, more in zip(texts, behind, strict=True)]
+        ending = [b for b in open_texts if ends[b] == sizes[b]]
+        column = [max(len(row) - 1, 0) for row in rows]
         # Without `select` every output has a prompt's worth of columns: fetch only what is used.
         wanted = fetch if ending or feeder.selects or read else ()
-        places = [text.places[n:end] for text, n, end in zip(texts, fed, ends, strict=True)]
         step = StepFeed(given, past, starts, wanted, width)
-        outputs = feeder.run_picking(step, column, places)
+        outputs = feeder.run_picking(step, column, [text.places[n:end] for text, n, end in spans])
         if read is not None:
             read(UnverifiedStep(rows, fed, outputs))
-        for b, row in enumerate(rows):
+        for b, (text, row) in enumerate(zip(texts, rows, strict=True)):
             last = whole and b in ending
-            texts[b].grow(len(row) - last)
-            texts[b].position += texts[b].shift if last else 0
-        fed = counts
+            text.grow(len(row) - last)
+            text.position += text.shift if last else 0
+        fed = ends
         if len(ending) == len(texts):
             return outputs, column
-        for index in ending:
-            columns[index] = column[index]
+        columns = [new if b in ending else columns[b] for b, new in enumerate(column)]
         _take(result, outputs, ending)
     return result, columns
 
