@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from ..support.errors import InputError
-from .base import Record, Returned, record
+from .base import Returned, record
 from .bounds import Filled, Nodes
 from .draft import CachedDraft, DraftRecord, NoDraft
 
@@ -34,7 +34,6 @@ class MergedDraft(DraftRecord):
     tells: ClassVar[bool] = False
 
     def at_most(self, tree: int | None) -> int:
-        """`nodes`, or those of all parts."""
         return sum(part.at_most(tree) for part in self.of) if self.nodes is None else self.nodes
 
 
@@ -53,7 +52,6 @@ class StagedDraft(CachedDraft):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """What `drafter` reads, too."""
         return (*super().reads, *self.drafter.reads)
 
     def misfits(self, plan: DecodePlan) -> Iterator[str]:
@@ -75,29 +73,8 @@ class WrappingDraft(DraftRecord):
     tells: ClassVar[bool] = False
 
     @property
-    def reads(self) -> tuple[str, ...]:
-        """What `draft` reads."""
-        return self.draft.reads
-
-    @property
-    def cached(self) -> tuple[str, ...]:
-        """Those of `draft`."""
-        return self.draft.cached
-
-    @property
-    def always(self) -> bool:
-        """Wherever `draft` has one."""
-        return self.draft.always
-
-    @property
-    def levels(self) -> int:
-        """Those of `draft`."""
-        return self.draft.levels
-
-    @property
-    def trains(self) -> tuple[Record, ...]:
-        """`draft`, if that is trained."""
-        return self.draft.trains
+    def core(self) -> DraftRecord:
+        return self.draft
 
     def misfits(self, plan: DecodePlan) -> Iterator[str]:
         """See `Record.misfits`: a tree that is no chain, a length that looks at each level."""
@@ -133,12 +110,10 @@ class UnrolledDraft(WrappingDraft):
 
     @property
     def unrolled(self) -> UnrolledDraft:
-        """Itself."""
         return self
 
     @property
     def cached(self) -> tuple[str, ...]:
-        """The function of `draft`, and `chain`."""
         return (*super().cached, self.chain)
 
 
@@ -164,7 +139,6 @@ class FusedDraft(WrappingDraft):
 
     @property
     def unrolled(self) -> UnrolledDraft:
-        """`draft`."""
         return self.draft
 
     def misfits(self, plan: DecodePlan) -> Iterator[str]:

@@ -28,23 +28,16 @@ class TwofoldDraft(LearningDraft):
             raise InputError(f"{self.then.kind} cannot go on where {self.first.kind} stops")
 
     @property
-    def reads(self) -> tuple[str, ...]:
-        """What `first` reads; `then` starts from the states that it makes."""
-        return self.first.reads
+    def core(self) -> CachedDraft:
+        """`first`; `then` starts from the states that it makes."""
+        return self.first
 
     @property
     def cached(self) -> tuple[str, ...]:
-        """Those of both."""
         return (*self.first.cached, *self.then.cached)
 
     @property
-    def always(self) -> bool:
-        """Wherever `first` has one."""
-        return self.first.always
-
-    @property
     def levels(self) -> int:
-        """Levels of both."""
         return self.first.levels + self.then.levels
 
 

@@ -49,14 +49,20 @@ class DraftRecord(Record):
     in_parts: ClassVar[bool] = False
 
     @property
+    def core(self) -> DraftRecord | None:
+        """The drafter in it that begins its drafts: it reads what that reads, and has a draft
+        wherever that has one. None: no other."""
+        return None
+
+    @property
     def reads(self) -> tuple[str, ...]:
         """Outputs of the step that it learns from."""
-        return ()
+        return () if self.core is None else self.core.reads
 
     @property
     def cached(self) -> tuple[str, ...]:
         """Its functions that need a cache of their own."""
-        return ()
+        return () if self.core is None else self.core.cached
 
     @property
     def mutual(self) -> tuple[str, ...]:
@@ -66,7 +72,7 @@ class DraftRecord(Record):
     @property
     def always(self) -> bool:
         """Whether it has a draft wherever there is room for one."""
-        return any(part.always for part in self.parts)
+        return any(part.always for part in self.parts or filter(None, [self.core]))
 
     @property
     def tells(self) -> bool:
@@ -92,8 +98,8 @@ class DraftRecord(Record):
 
     @property
     def trains(self) -> tuple[Record, ...]:
-        """See `Record.trains`: those of its parts, too."""
-        return (*super().trains, *(record for part in self.parts for record in part.trains))
+        core = () if self.core is None else self.core.trains
+        return (super().trains or core) + tuple(r for part in self.parts for r in part.trains)
 
     @property
     def unrolls(self) -> CachedDraft | None:
@@ -108,7 +114,7 @@ class DraftRecord(Record):
     @property
     def levels(self) -> int:
         """Tokens that it predicts one after the other, at most."""
-        return 0
+        return 0 if self.core is None else self.core.levels
 
     @property
     def most(self) -> int | None:
@@ -234,7 +240,6 @@ class RecurrentDraft(LearningDraft):
 
     @property
     def cached(self) -> tuple[str, ...]:
-        """`entry`."""
         return () if self.entry is None else (self.entry,)
 
 
@@ -274,12 +279,10 @@ class CachedDraft(LearningDraft):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """`output`."""
         return () if self.output is None else (self.output,)
 
     @property
     def cached(self) -> tuple[str, ...]:
-        """`function`."""
         return (self.function,)
 
     @property
@@ -289,7 +292,6 @@ class CachedDraft(LearningDraft):
 
     @property
     def unrolls(self) -> CachedDraft | None:
-        """Itself."""
         return self
 
     @property
@@ -311,5 +313,4 @@ class FirstDraft(DraftRecord):
     in_turn: ClassVar[bool] = True
 
     def at_most(self, tree: int | None) -> int:
-        """The most of all."""
         return max((part.at_most(tree) for part in self.of), default=0)

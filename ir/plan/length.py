@@ -124,7 +124,6 @@ class DraftAcceptanceLength(LengthRecord):
 
     @property
     def weights(self) -> set[str]:
-        """`learned`."""
         return set(self.learned)
 
 

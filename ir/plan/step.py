@@ -88,7 +88,6 @@ class Whole(StepRecord):
 
     @property
     def plain(self) -> str:
-        """`function`."""
         return self.function
 
 
@@ -126,12 +125,10 @@ class Prefilled(StepRecord):
 
     @property
     def plain(self) -> str:
-        """`function`."""
         return self.function
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """Both."""
         return self.function, self.prefill
 
     def read(self, argmax: bool) -> tuple[str, int]:
@@ -156,12 +153,10 @@ class Predicted(StepRecord):
 
     @property
     def plain(self) -> str:
-        """`function`."""
         return self.function
 
     @property
     def ahead(self) -> str:
-        """`predict`."""
         return self.predict
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:

@@ -109,7 +109,6 @@ class Chain(TreeRecord):
 
     @property
     def most(self) -> int | None:
-        """`depth`."""
         return self.depth
 
 
@@ -140,7 +139,6 @@ class StaticTree(TreeRecord):
 
     @classmethod
     def maker(cls) -> Callable[..., StaticTree]:
-        """`chosen`."""
         return cls.chosen
 
     @classmethod
@@ -171,7 +169,6 @@ class StaticTree(TreeRecord):
 
     @property
     def most(self) -> int:
-        """Number of nodes."""
         return len(self.paths)
 
     @property
@@ -218,7 +215,6 @@ class BestFirst(TreeRecord):
 
     @property
     def most(self) -> int:
-        """`nodes`."""
         return self.nodes
 
     @property
@@ -258,12 +254,10 @@ class SampledTree(TreeRecord):
 
     @property
     def independent(self) -> bool:
-        """`replacement`."""
         return self.replacement
 
     @property
     def tells(self) -> bool:
-        """`told`."""
         return self.told
 
     def telling(self) -> SampledTree:
@@ -285,7 +279,6 @@ class SampledTree(TreeRecord):
 
     @property
     def most(self) -> int:
-        """Number of nodes."""
         return sum(self.sizes)
 
     @property
