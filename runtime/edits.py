@@ -1,8 +1,8 @@
-"""Prompts that are earlier texts edited: what was edited is fed, and the rows behind it are kept.
+"""Prompts that are earlier texts edited: only what was edited is fed.
 
-The rows of a run that both texts have are put behind the new text before it, and its keys turned by
-as many positions as it moved (see the pass `reuse_edited`). What comes of that is held as any text
-of an earlier call is, and the prompt goes on from it (`cache/conversations.py`).
+The rows of a run of tokens that both texts have are put behind the new text before it, with keys
+turned by as many positions as it moved (see the pass `reuse_edited`). The prompt then goes on from
+the result as from any earlier text (`cache/conversations.py`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The logits of the path that generates for whole texts, to score them.
+"""The logits of whole texts, by the path that generates.
 
-Nothing is drafted, sampled or kept. A text's first tokens are read as prompts are, and the others
-run as steps do that generate them: where a recipe's steps run fewer layers than its prompts, one by
-one, as deep as its depth policy says. Its caches lose rows, and its layers read them, as they do
-while it generates. So the perplexity of a text is that of the recipe, not of the model that it was
-made from.
+Nothing is drafted, sampled or kept. The first tokens are read as prompts are; the others run as
+decode steps do: as deep as the depth policy says, over caches that lose rows. So the perplexity of
+a text is the recipe's, not that of the model it was made from.
 """
 
 from __future__ import annotations

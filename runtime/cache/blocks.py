@@ -1,7 +1,7 @@
-"""What policies have in common that act where a text ends a block.
+"""What policies share that act where a text ends a block.
 
-No step and no piece of a prompt goes beyond such a place. So what happens there depends on nothing
-but how many tokens were committed: drafts change nothing, and neither does what shares a batch.
+No step and no piece of a prompt crosses the end of a block. So the result depends only on how many
+tokens were committed, not on drafts or on the rest of the batch.
 """
 
 from __future__ import annotations

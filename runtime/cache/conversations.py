@@ -1,10 +1,9 @@
-"""Conversations: what the caches hold of the texts of earlier calls, for prompts that go on.
+"""Rows of the texts of earlier calls, for prompts that go on from them.
 
-The last call's rows stay where they are. A prompt that begins as one of its texts feeds the rest
-only, and so does one that begins as a text of an earlier call: before other sequences take the
-place of rows, those are copied away, as many as `most` bytes allow, the longest unused going first.
-While a call runs nothing counts as held: one that fails leaves nothing behind but those copies.
-Of a program with recurrences nothing is held, because no text can go on from inside another one.
+The last call's rows stay in the buffers. Before other sequences overwrite them they are copied, up
+to `most` bytes, least recently used first out. A prompt that begins as one of these texts feeds the
+rest only. While a call runs nothing in the buffers counts as held. Programs with recurrences hold
+nothing: no text can go on from inside another one.
 """
 
 from __future__ import annotations

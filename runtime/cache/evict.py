@@ -1,7 +1,7 @@
 """Rows are dropped at fixed lengths of a text.
 
-After each `block` rows beyond `budget` a function of the program chooses which rows stay, and moves
-them to the front (see `passes/caching/evict_cache`), see `blocks` for why so.
+After each `block` rows beyond `budget` a function of the program chooses the rows that stay and
+moves them to the front (see `passes/caching/evict_cache`; `blocks` says why at fixed lengths).
 """
 
 from __future__ import annotations

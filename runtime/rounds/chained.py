@@ -1,9 +1,4 @@
-"""Steps with chains: each sequence's next chain is known as soon as its text has grown.
-
-They yield what general steps would. As in plain ones, what costs is how many different things a
-step touches: here a step writes a few lists into memory that is bound to the model, runs it, reads
-what it says, and asks the drafter, sequence by sequence, how to go on.
-"""
+"""Steps with chains that the drafter makes sequence by sequence; for the rest see `plain`."""
 
 from __future__ import annotations
 

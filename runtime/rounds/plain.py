@@ -1,9 +1,8 @@
-"""Plain steps: nobody drafts, and a step takes one token of each sequence and yields one.
+"""Plain steps: nothing is drafted; a step takes and yields one token of each sequence.
 
-It yields what the general step would. But a model's run pushes Python's code and data out of the
-processor's caches, and whatever a step touches then takes 10 to 30 us to be fetched again: what
-costs is how many different things are used, not how often. So here a step writes three numbers into
-memory that is bound to the model, runs it, and reads one.
+The result is the general step's. After a model's run whatever Python touches costs 10 to 30 us to
+be fetched into the processor's caches again. So a step writes three numbers into memory that is
+bound to the model, runs it, and reads one.
 """
 
 from __future__ import annotations

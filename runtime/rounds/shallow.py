@@ -1,8 +1,7 @@
 """Steps with chains that the target's own first layers draft, token by token.
 
-They yield what general steps would, and touch less: each level of a draft is two calls on memory
-that is made once (see `leading`), and verification takes the drafted tokens up where the first
-layers have left them. The length policy says how long the chains are, as there.
+The result is the general step's. Each level of a draft is two held calls (see `leading`), and
+verification goes on from the states that the first layers left.
 """
 
 from __future__ import annotations

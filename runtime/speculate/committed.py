@@ -1,8 +1,8 @@
-"""A draft's cache kept in step with the committed text: what drafters with a cache share.
+"""A draft's cache kept in step with the committed text.
 
-Row r belongs to position r of the text: of a model, to the token there; of a layer on features, to
-the feature there (and the token after it, where the layer takes tokens). Rows of committed text are
-made once, from the target's own features.
+Row r belongs to position r: of a model, to the token there; of a layer on features, to the feature
+there (and the token after it, where the layer takes tokens). Rows of committed text are made once,
+from the target's own features.
 """
 
 from __future__ import annotations

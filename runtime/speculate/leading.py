@@ -1,8 +1,7 @@
 """Drafting a token at a time with the target's own first layers, on memory that is made once.
 
-What a draft touches costs as much as what it computes (see `plain`): so a level is a few numbers
-written into memory that is bound to two calls, of the first parts of the step and of what says what
-follows, and one look at what they say.
+A level is a few numbers written into the memory of two held calls, of the step's first parts and of
+the head (see `rounds/plain.py` for why that matters).
 """
 
 from __future__ import annotations

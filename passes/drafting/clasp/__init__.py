@@ -2,10 +2,10 @@
 
 Source: Chen et al., "CLaSp: In-Context Layer Skip for Self-Speculative Decoding" (2025).
 
-The dynamic program g(i, j) = the likest to h(i) of f_i(g(i - 1, j)) and g(i - 1, j - 1), for j of
-the first i segments left out, runs on a committed token: its candidates for all j stand side by
-side in one call of a segment, as columns that see the text before the token and themselves, but not
-each other. Column 0 leaves nothing out, so h(i) needs no step of its own.
+Dynamic program on a committed token: g(i, j), for j of the first i segments left out, is whichever
+of f_i(g(i - 1, j)) and g(i - 1, j - 1) is nearer h(i). The candidates for all j are columns of one
+call of a segment; they see the text before the token and themselves. Column 0 leaves nothing out:
+it is h(i).
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
 Source: Hu et al., "SAM Decoding: Speculative Decoding via Suffix Automaton" (2024).
 
-The corpus does not change, so a suffix automaton finds the longest suffix of the text that occurs
-in it, exactly and without a bound, in amortised O(1) a token. The text's own repetitions are found
-by the index that copying drafters use (see `suffix`). The longer match wins; where both are equally
-long the text does, for it is nearer to what comes next.
+A suffix automaton finds the longest suffix of the text in the corpus, in amortised O(1) a token;
+`suffix` finds the text's own repetitions. The longer match wins; at a tie the text's own does.
 """
 
 from __future__ import annotations

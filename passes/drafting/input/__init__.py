@@ -3,9 +3,8 @@
 Sources: Sun et al., "Instantaneous Grammatical Error Correction with Shallow Aggressive Decoding"
 (2021); Ge et al., "Lossless Acceleration for Seq2seq Generation with Aggressive Decoding" (2022).
 
-As long as the text agrees with the input, the draft goes on where it stands in it. After an edit
-the place is found again by the text's last tokens: where most of them agree, and of such places the
-first one at or after the old place, for an edited text keeps its order.
+After an edit the place in the input is found by the text's last tokens: where most of them agree,
+and of such places the first one at or after the old place.
 """
 
 from __future__ import annotations

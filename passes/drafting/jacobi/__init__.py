@@ -1,11 +1,8 @@
-"""Jacobi decoding: guess a block, and let each step replace it by what the target says.
+"""Jacobi decoding: guess a block, and let each step replace it by the target's predictions.
 
 Sources: Santilli et al., "Accelerating Transformer Inference for Translation via Parallel
 Decoding" (2023); Song et al., "Accelerating Feedforward Computation via Parallel Nonlinear
-Equation Solving" (2021).
-
-The block is a draft like any other: the guesses that agree with the target are committed, and after
-at most as many steps as it has tokens all of it is at its fixed point, which is the plain text.
+Equation Solving" (2021). Guesses that agree with the target are committed.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 Source: Fu et al., "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding"
 (2024).
 
-Every step carries two groups of nodes. The verification branch: the n-grams of the pool that begin
-with the text's last token. The lookahead branch: for each of `window` places ahead a guessed token
-and the guesses that followed it in the last steps, ``ngram - 1`` in all. The guesses of the first
-row are a chain after the root, the others a branch below each::
+A step carries two groups of nodes. Verification: the pool's n-grams that begin with the text's last
+token. Lookahead: for each of `window` places ahead a guess and those below it from the last steps,
+``ngram - 1`` in all. The first row is a chain after the root, the others a branch below each::
 
     root - a1 - a2        first row: the root itself and window - 1 guesses
      |      |    |
@@ -14,12 +13,10 @@ row are a chain after the root, the others a branch below each::
      |      |    |
     c0     c1   c2
 
-What the target says after the last row completes an n-gram for each place; then the rows move up,
-and all places one on, however much of a draft was accepted. A text begins with the first row alone,
-``window + ngram - 3`` tokens of the prompt at random. Each of the next ``ngram - 2`` steps drops
-its first place and adds what the target says after all others as a row below. Until the window is
-full nothing is pooled from it, and no n-gram is verified. The pool learns the n-grams of the text,
-too, the prompt's included (the paper's prompt as reference).
+What the target says after the last row completes an n-gram for each place; then the rows move up
+and all places move on by one. A text begins with the first row, ``window + ngram - 3`` random
+tokens of the prompt; each of the next ``ngram - 2`` steps drops its first place and adds a row. No
+n-gram is pooled or verified before the window is full. The pool also learns the text's n-grams.
 """
 
 from __future__ import annotations

@@ -3,11 +3,9 @@
 Source: Chen et al., "Hardware-Aware Parallel Prompt Decoding for Memory-Efficient Acceleration of
 LLM Inference" (PPD, 2024).
 
-What the step says after the k-th prompt token behind a node is a guess for the token k + 1 places
-after that node. The node where verification ends gains one token of its own, so its prompt tokens'
-guesses are those for what follows the text. Which node that will be is not known when the step is
-fed: those get prompt tokens where verification will likeliest end, as far as the draft's own
-probabilities tell.
+The output at the k-th prompt token behind a node predicts the token k + 1 places after that node.
+The prompt tokens behind the node where verification ends make the next draft. Prompt tokens go
+behind the nodes where verification likeliest ends by the draft's own probabilities.
 """
 
 from __future__ import annotations

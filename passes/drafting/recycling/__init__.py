@@ -1,22 +1,16 @@
-"""Recycle what the target thought before: the likeliest successors of each context, last time.
+"""Draft the likeliest successors of each context, as the target last predicted them.
 
 Sources: Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models
 with Token Recycling" (2024); the tree: Wang et al., "OPT-Tree" (2025).
 
-A table of a context's best K tokens is updated with *every* node that a step verified, accepted or
-not, so it learns some tens of rows a step, and it outlives a request: the executable keeps it.
+A table of each context's best K tokens is updated with every node that a step verified, accepted or
+not. It is kept with the executable across requests.
 
-The paper's table knows the last token only, and its tree is always the same. Here there is one
-table for each context of 1 to `context` tokens, the longest context that has been met decides, and
-the tree is grown anew each step: how often a candidate is accepted depends on its rank, and even
-more on how much context is known, so the best tree is deep where the text has been seen and broad
-where it has not. On eight unseen source files continued by a small model, one token of context and
-an 80-node tree of fixed shape, six deep, yield 3.3 tokens a step; three tokens and that tree 4.3;
-three tokens and 60 nodes, the likeliest first and up to 16 deep, 5.8. A prompt teaches what
-followed its own contexts.
-
-Dictionaries, not arrays: a tree of 60 nodes takes some hundred look-ups, which is less than what
-the same work costs as array calls level by level.
+The paper's table knows the last token only, and its tree is fixed. Here there is a table for each
+context length from 1 to `context`, the longest known context decides, and the tree is grown anew
+each step by acceptance rates per rank and context length. On eight unseen source files continued by
+a small model, one token of context and a fixed 80-node tree, six deep, yield 3.3 tokens a step;
+three tokens and that tree 4.3; three tokens and the 60 likeliest nodes, up to 16 deep, 5.8.
 """
 
 from __future__ import annotations

@@ -1,24 +1,16 @@
-"""Copy what followed the last earlier occurrence of the text's longest repeated suffix.
+"""Copy what followed the most recent earlier occurrence of the text's longest repeated suffix.
 
 Source: Dumitru et al., "CopySpec" (2025); Saxena, "Prompt Lookup Decoding" (2023).
 
-Which earlier occurrence? The **most recent** one. On held-out source files continued from a
-500-token prompt (10 draft tokens, suffixes of 1 to 16) copying from the most recent occurrence
-yields 1.84 tokens a step, from the first one 1.67; on greedy text of a small model 3.25 against
-3.12. Text near by resembles what comes next more than text far away, and where several occurrences
-continue alike it does not matter.
+On held-out source files after a 500-token prompt (10 draft tokens, suffixes of 1 to 16 tokens) the
+most recent occurrence yields 1.84 tokens a step, the first one 1.67; on greedy text of a small
+model 3.25 against 3.12. There `shortest` of 1 yields 1.84, 2 yields 1.60, 3 yields 1.42, with fewer
+drafts. Where a step of 11 tokens costs 1.4 times a step of one, 1 and 2 are equally fast.
 
-How short may a match be? With `shortest` 1 most steps carry a draft and accept more (1.84 a step on
-those files, with 2: 1.60, with 3: 1.42), with 3 few do. Where a step of 11 tokens costs 1.4 times
-a step of one, 1 and 2 are equally fast; where it costs less take 1, where it costs more 3.
-
-How? A suffix automaton gives the longest repeated suffix in amortised O(1), but only with the
-*first* end position of each class: keeping the most recent one means touching every ancestor of
-the current state, which a loop such as ``a a a ...`` makes O(n) a token. A trie over reversed
-suffixes that is expanded lazily needs no such walk beyond the depth it is asked for, so the suffix
-that counts is capped at `longest` tokens (16 against 64 changed no figure above by 0.001), and a
-token costs at most that many dictionary look-ups, in practice one more than the match is long.
-Nothing is ever rescanned.
+The index is a trie over reversed suffixes, expanded lazily and capped at `longest` tokens (16
+against 64 changes no figure above by 0.001): one dictionary look-up more than the match is long. A
+suffix automaton knows the first end of each class in amortised O(1), but keeping the most recent
+one costs O(n) a token in loops such as ``a a a ...``.
 """
 
 from __future__ import annotations

@@ -4,13 +4,9 @@ Sources: Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Unc
 "EAGLE-2" (2024); Leviathan et al., "Fast Inference from Transformers via Speculative Decoding"
 (2023), Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling" (2023).
 
-Rows of committed text are made once and from the target's own features (see `CommittedRows`); rows
-of draft nodes are forgotten after each draft.
-
-Nodes of a tree may see their ancestors but not each other's, and a step knows who continues whom
-only among its own tokens. So each level feeds all nodes of the tree so far again. While there is
-one node a level it is everything's ancestor, and its row counts as past: a chain feeds one token a
-level.
+Rows of committed text are made once (see `CommittedRows`); rows of draft nodes are dropped after
+each draft. A chain feeds one token a level. A tree feeds all of its nodes again at each level: a
+call knows ancestors only among its own tokens.
 """
 
 from __future__ import annotations

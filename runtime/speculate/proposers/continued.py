@@ -3,9 +3,6 @@
 Sources: Xiao et al., "Clover-2: Accurate Inference for Regressive Lightweight Speculative
 Decoding" (2024); Li et al., "Gumiho: A Hybrid Architecture to Prioritize Early Tokens in
 Speculative Decoding" (2025).
-
-The first tokens of a draft matter most, because all others hang on them, so they get the better and
-slower predictor; heads predict the others from the states that it made on the way.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
-"""A drafter for the drafter: a model that drafts checks several guesses of its own next tokens.
+"""A draft model that checks several guesses of its own next tokens in one step.
 
 Source: Spector and Re, "Accelerating LLM Inference with Staged Speculative Decoding" (2023).
 
-A model of its own predicts one token a step, and a draft of n tokens takes n steps. Here each step
-is also fed what a cheap drafter guesses that the model will be asked next. As long as the draft
-grows along the guesses, the predictions are there already; where it leaves them, the model runs
-again, with new guesses. What the model predicts, and so the draft, is the same as without guesses,
-whatever tree policy samples from it and whatever length policy stops it.
+Each step of the draft model is also fed guesses of a cheap inner drafter. While the draft follows
+the guesses its predictions are ready; where it leaves them the model runs again. The draft is the
+same as without guesses.
 
-Row r of the draft's cache belongs to the token at position r. Rows of draft tokens that the target
-accepts stay: they are what committed text would give.
+Row r of the draft's cache belongs to the token at position r. Rows of accepted draft tokens stay.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""A drafter with a cache whose whole chain one call makes.
+"""A drafter with a cache whose whole chain one call makes (see the pass `unroll_draft`).
 
-The same drafts as `CachedProposer`'s under a chain: the best token of each level goes into the next
-inside the function (see the pass `unroll_draft`). The rows that the levels below the first make are
-not kept, and the text's rows come from the target's own features, as there.
-
-Under sampling a draft's tokens are sampled from its distributions, and the function knows the best
-ones only. So then the chain is made level by level, by the function that was unrolled.
+The drafts are `CachedProposer`'s under a chain of best tokens. Under sampling, which draws from
+each level's distribution, the function that was unrolled makes the chain level by level.
 """
 
 from __future__ import annotations

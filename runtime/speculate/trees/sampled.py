@@ -4,11 +4,9 @@ Sources: siblings without replacement by Gumbel top-k: Jeon et al., "Recursive S
 Accelerating LLM Inference via Sampling Without Replacement" (2024); with replacement: Sun et al.,
 "SpecTr" (2023).
 
-The draft tells the verifier what each token was sampled from, so a proposer that resembles the
-target wins what the overlap of the two distributions allows. Drafting under the user's temperature
-and filters makes them overlap most. Greedy decoding knows one right token a node: then the tree is
-drawn from the likeliest ones, and what they were drawn from is said only where the plan asks for
-it (`SampledTree.told`).
+Distributions are warped by the user's temperature and filters, as the target's are, and handed to
+the verifier. Greedy decoding draws the likeliest tokens, and hands on distributions only where the
+plan asks for them (`SampledTree.told`).
 """
 
 from __future__ import annotations
