@@ -30,6 +30,7 @@ from graftwork.runtime import generate
 from graftwork.runtime.asking.options import read_options
 from graftwork.runtime.asking.text import Text
 from graftwork.runtime.feeding.draft import Draft
+from graftwork.runtime.speculate.sampling import StepToVerify
 from graftwork.runtime.speculate.verifiers.base import GREEDY, SAMPLING, VERIFIERS
 from graftwork.training import fit
 
@@ -85,7 +86,9 @@ def verdicts(
     hidden[:, :, 0] = torch.tensor(marks)
     outputs = {"logits": rows[None].expand(many, -1, -1), "hidden.normed": hidden}
     outputs["argmax"] = outputs["logits"].argmax(-1)
-    return verifier.verify(outputs, [Text([0], 1, 9) for _ in range(many)], [draft] * many)
+    return verifier.verify(
+        StepToVerify(outputs, [Text([0], 1, 9) for _ in range(many)], [draft] * many)
+    )
 
 
 ROWS = torch.full((4, 16), -9.0)

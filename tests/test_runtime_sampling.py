@@ -23,6 +23,7 @@ from graftwork.runtime.asking.text import Text
 from graftwork.runtime.feeding.draft import NO_DRAFT, Draft, VerifiedStep
 from graftwork.runtime.speculate import sampling
 from graftwork.runtime.speculate.drafters.base import DRAFTERS, Drafter
+from graftwork.runtime.speculate.sampling import StepToVerify
 from graftwork.runtime.speculate.verifiers.rejection import RejectionVerifier
 
 ROWS = torch.randn(6, 40, generator=torch.Generator().manual_seed(3)) * 3
@@ -68,7 +69,7 @@ def test_the_whole_chain_equals_transformers_along_a_draft():
     scorer = sampling.Scorer(options, info, 2)
     logits = torch.randn(2, 4, 40, generator=torch.Generator().manual_seed(9))
     logits[..., 7] += 4.0
-    scores, owners = scorer.rows({"logits": logits}, texts, [NO_DRAFT, Draft(draft)])
+    scores, owners = scorer.rows(StepToVerify({"logits": logits}, texts, [NO_DRAFT, Draft(draft)]))
     assert owners == [(1, -1), (1, 0), (1, 1), (1, 2)]
     chain = theirs.LogitsProcessorList(
         [
@@ -264,7 +265,7 @@ def test_verifier_keeps_the_distribution(said, options):
     drafts = [Draft(tokens, q if said else None) for tokens in guesses]
     texts = [Text([0], 1, 9) for _ in range(many)]
     outputs = {"logits": logits.expand(many, -1, -1)}
-    results = [verdict.tokens for verdict in verifier.verify(outputs, texts, drafts)]
+    results = [verdict.tokens for verdict in verifier.verify(StepToVerify(outputs, texts, drafts))]
     targets = theirs_warped(logits, {"top_k": 50, **options})
     for depth in range(depths + 1):
         reached = [r for r, g in zip(results, guesses, strict=True) if len(r) > depth]

@@ -39,6 +39,7 @@ from graftwork.runtime import generate
 from graftwork.runtime.asking.options import read_options
 from graftwork.runtime.asking.text import Text
 from graftwork.runtime.feeding.draft import Draft
+from graftwork.runtime.speculate.sampling import StepToVerify
 from graftwork.runtime.speculate.trees.sampled import _distinct, _independent
 from graftwork.runtime.speculate.verifiers import spectr
 from graftwork.runtime.speculate.verifiers.base import GREEDY, SAMPLING, VERIFIERS, Verdict
@@ -166,7 +167,7 @@ def judged(
     verifier = VERIFIERS.find(verify, SAMPLING)(verify, model, asked, len(drafts))
     texts = [Text([0], 1, 9) for _ in drafts]
     outputs = {"logits": logits.expand(len(drafts), -1, -1)}
-    return verifier.verify(outputs, texts, drafts)
+    return verifier.verify(StepToVerify(outputs, texts, drafts))
 
 
 def spread(kind: str, vocab: int, seed: int) -> torch.Tensor:
@@ -339,7 +340,7 @@ def verdicts(verify: Record, rows: list[list[float]], draft: Draft, trait: str, 
     verifier = VERIFIERS.find(verify, trait)(verify, model, asked, 2)
     logits = torch.tensor(rows).log()[None].expand(2, -1, -1)
     texts = [Text([0], 1, 9), Text([0, 0], 1, 9, done=True)]
-    return verifier.verify({"logits": logits}, texts, [draft, Draft(())])
+    return verifier.verify(StepToVerify({"logits": logits}, texts, [draft, Draft(())]))
 
 
 @pytest.mark.parametrize("trait", [GREEDY, SAMPLING])

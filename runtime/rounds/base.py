@@ -24,6 +24,7 @@ from ..feeding.prefill import prefill
 from ..memo import Resumes
 from ..speculate.drafters.grown import drafter_for
 from ..speculate.lengths.base import LENGTHS
+from ..speculate.sampling import StepToVerify
 from ..speculate.setting import Setting
 from ..speculate.verifiers.base import GREEDY, SAMPLING, VERIFIERS
 from ..stats import Stats
@@ -197,7 +198,7 @@ class Decoding:
 
         columns: where the values of each sequence's last token are.
         """
-        verdicts = self.verifier.verify(outputs, self.texts, drafts)
+        verdicts = self.verifier.verify(StepToVerify(outputs, self.texts, drafts))
         if any(draft.parents is not None for draft in drafts):
             past = [0 if text.done else text.rows for text in self.texts]
             self.feeder.keep(past, [verdict.path for verdict in verdicts])

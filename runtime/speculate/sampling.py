@@ -167,6 +167,16 @@ def _warmed(
     return (keep_top_k(scores, count) if count else scores), None
 
 
+class StepToVerify(NamedTuple):
+    """A step to be verified. outputs: ``logits`` [B,S,V] with S > the largest draft, or ``argmax``
+    i64[B,S]: column 0 of a sequence is the target's view after its last committed token, column
+    i + 1 that after draft node i."""
+
+    outputs: Mapping[str, torch.Tensor]
+    texts: Sequence[Text]
+    drafts: Sequence[Draft]
+
+
 class Scorer:
     """Turns the logits of a step's verified tokens into scores, under the user's options.
 
@@ -180,14 +190,10 @@ class Scorer:
         self.seen = torch.zeros(batch, info.vocab_size, dtype=torch.bool)
         self.counted = [0] * batch
 
-    def rows(
-        self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
-    ) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-        """Scores f32[R,V] and each row's (sequence, node).
-
-        outputs["logits"] [B,S,V] with S > the largest draft; finished sequences give no rows. The
-        scores may share the logits' memory.
-        """
+    def rows(self, step: StepToVerify) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+        """Scores f32[R,V] of a step's ``logits``, whose memory they may share, and each row's
+        (sequence, node). Finished sequences give no rows."""
+        outputs, texts, drafts = step
         owners = [
             (index, node)
             for index, text in enumerate(texts)
@@ -201,14 +207,12 @@ class Scorer:
             columns = [node + 1 for _, node in owners]
             scores = logits[[index for index, _ in owners], columns].to("cpu", torch.float32)
         if self.options.repetition_penalty != 1.0:
-            seen = self._seen(texts, drafts, owners)
+            seen = self._seen(step, owners)
             scores = penalize_repetition(scores, seen, self.options.repetition_penalty)
         if self.options.min_new_tokens and self.eos:
-            scores = self._forbid(
-                self.eos, self.options.min_new_tokens, scores, texts, drafts, owners
-            )
+            scores = self._forbid(self.eos, self.options.min_new_tokens, scores, step, owners)
         if first := list(self.options.begin_suppress_tokens):
-            scores = self._forbid(first, 1, scores, texts, drafts, owners)
+            scores = self._forbid(first, 1, scores, step, owners)
         if never := list(self.options.suppress_tokens):
             scores = scores.clone()
             scores[:, torch.tensor(never)] = NOTHING
@@ -218,15 +222,13 @@ class Scorer:
         """What to sample from. Errors: `InputError` for NaN scores [R,V]."""
         return warp(scores, self.options)
 
-    def _seen(
-        self, texts: Sequence[Text], drafts: Sequence[Draft], owners: list[tuple[int, int]]
-    ) -> torch.Tensor:
-        for index, text in enumerate(texts):
+    def _seen(self, step: StepToVerify, owners: list[tuple[int, int]]) -> torch.Tensor:
+        for index, text in enumerate(step.texts):
             self.seen[index, text.tokens[self.counted[index] :]] = True
             self.counted[index] = len(text.tokens)
         seen = self.seen[[index for index, _ in owners]]
         for row, (index, node) in enumerate(owners):
-            draft = drafts[index]
+            draft = step.drafts[index]
             seen[row, [draft.tokens[before] for before in draft.path(node)]] = True
         return seen
 
@@ -235,15 +237,14 @@ class Scorer:
         tokens: list[int],
         least: int,
         scores: torch.Tensor,
-        texts: Sequence[Text],
-        drafts: Sequence[Draft],
+        step: StepToVerify,
         owners: list[tuple[int, int]],
     ) -> torch.Tensor:
         """Scores under which none of these is among a text's first `least` new tokens."""
         early = [
             row
             for row, (index, node) in enumerate(owners)
-            if texts[index].generated + drafts[index].depth(node) < least
+            if step.texts[index].generated + step.drafts[index].depth(node) < least
         ]
         if not early:
             return scores

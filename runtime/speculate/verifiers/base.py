@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
-
-import torch
 
 from ....ir import Program
 from ...asking.options import GenerationOptions
-from ...asking.text import Text
-from ...feeding.draft import Draft
 from ...registry import Registry
-from ..sampling import Scorer
+from ..sampling import Scorer, StepToVerify
 
 GREEDY, SAMPLING = "greedy", "sampling"
 
@@ -51,15 +47,9 @@ class Verifier(ABC):
         self.scorer = Scorer(options, program.info, batch)
 
     @abstractmethod
-    def verify(
-        self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
-    ) -> list[Verdict]:
-        """The verdict on each sequence's draft; `NOTHING_GAINED` on finished sequences.
-
-        outputs: ``logits`` [B,S,V] or ``argmax`` i64[B,S]; column 0 of a sequence is the target's
-        view after its last committed token, column i + 1 that after draft node i. Errors:
-        `InputError` if the model returned no usable logits.
-        """
+    def verify(self, step: StepToVerify) -> list[Verdict]:
+        """The verdict on each sequence's draft; `NOTHING_GAINED` on finished sequences. Errors:
+        `InputError` if the model returned no usable logits."""
 
 
 VERIFIERS: Registry[Verifier] = Registry(__package__)

@@ -22,9 +22,8 @@ import torch
 
 from ....ir import UnsupportedError
 from ....ir.plan import Contrastive
-from ...asking.text import Text
 from ...feeding.draft import Draft
-from ..sampling import Array, Chances, bad_logits, best
+from ..sampling import Array, Chances, StepToVerify, bad_logits, best
 from .base import GREEDY, SAMPLING, VERIFIERS, Verdict, Verifier
 from .greedy import GreedyVerifier
 from .rejection import RejectionVerifier
@@ -87,11 +86,9 @@ class _Contrasting(Verifier):
     record: Contrastive
     beyond: ClassVar[int] = 1
 
-    def verify(
-        self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
-    ) -> list[Verdict]:
-        verdicts = super().verify(outputs, texts, drafts)  # type: ignore[safe-super]
-        return list(map(known, verdicts, drafts))
+    def verify(self, step: StepToVerify) -> list[Verdict]:
+        verdicts = super().verify(step)  # type: ignore[safe-super]
+        return list(map(known, verdicts, step.drafts))
 
 
 @VERIFIERS.register(Contrastive, SAMPLING)
@@ -111,15 +108,13 @@ class ContrastiveGreedy(_Contrasting, GreedyVerifier):
 
     argmax_suffices: ClassVar[bool] = False
 
-    def _from_logits(
-        self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
-    ) -> list[list[int]]:
-        scores, owners = self.scorer.rows(outputs, texts, drafts)
+    def _from_logits(self, step: StepToVerify) -> list[list[int]]:
+        scores, owners = self.scorer.rows(step)
         picked = best(scores)
-        choices: list[list[int]] = [[] for _ in texts]
+        choices: list[list[int]] = [[] for _ in step.texts]
         for row, (index, node) in enumerate(owners):
             if node < 0:
-                for weighed, weak in weak_rows(row, drafts[index]):
+                for weighed, weak in weak_rows(row, step.drafts[index]):
                     picked[weighed] = self._best(scores[weighed], weak)
             choices[index].append(picked[row])
         return choices

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
-
-import torch
 
 from ....ir import Program
 from ....ir.plan import Lossless, Record
 from ...asking.options import GenerationOptions
-from ...asking.text import Text
 from ...feeding.draft import Draft
 from ...feeding.outputs import integers
-from ..sampling import agreed, best
+from ..sampling import StepToVerify, agreed, best
 from .base import GREEDY, NOTHING_GAINED, VERIFIERS, Verdict, Verifier
 
 
@@ -38,22 +35,17 @@ class GreedyVerifier(Verifier):
         if self.argmax_suffices and offered and not options.reshapes_logits:
             self.fetch, self.takes_argmax = ("argmax",), True
 
-    def verify(
-        self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
-    ) -> list[Verdict]:
-        choices = self._choices(outputs, texts, drafts)
+    def verify(self, step: StepToVerify) -> list[Verdict]:
         return [
             NOTHING_GAINED if text.done else self._agreed(row, draft)
-            for text, row, draft in zip(texts, choices, drafts, strict=True)
+            for text, row, draft in zip(step.texts, self._choices(step), step.drafts, strict=True)
         ]
 
-    def _choices(
-        self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
-    ) -> list[list[int]]:
+    def _choices(self, step: StepToVerify) -> list[list[int]]:
         """What the target would say after the root and each node of every sequence."""
-        if "argmax" in outputs and "argmax" in self.fetch:
-            return integers(outputs, "argmax")
-        return self._from_logits(outputs, texts, drafts)
+        if "argmax" in step.outputs and "argmax" in self.fetch:
+            return integers(step.outputs, "argmax")
+        return self._from_logits(step)
 
     def _agreed(self, row: list[int], draft: Draft) -> Verdict:
         if draft.parents is not None:
@@ -67,11 +59,9 @@ class GreedyVerifier(Verifier):
         agreed((), (last,), self.vocabulary)  # that it is a token
         return Verdict(path, [*(draft.tokens[node] for node in path), last])
 
-    def _from_logits(
-        self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
-    ) -> list[list[int]]:
-        scores, owners = self.scorer.rows(outputs, texts, drafts)
-        choices: list[list[int]] = [[] for _ in texts]
+    def _from_logits(self, step: StepToVerify) -> list[list[int]]:
+        scores, owners = self.scorer.rows(step)
+        choices: list[list[int]] = [[] for _ in step.texts]
         for (index, _), token in zip(owners, best(scores), strict=True):
             choices[index].append(token)
         return choices

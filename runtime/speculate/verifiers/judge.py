@@ -8,15 +8,13 @@ accepts are accepted; of rejected siblings the first that the judge lets pass is
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-
-import torch
+from collections.abc import Collection, Sequence
 
 from ....ir import Program, Weight, WeightStore, run, type_of
 from ....ir.plan import Judge
 from ...asking.options import GenerationOptions
-from ...asking.text import Text
 from ...feeding.draft import Draft
+from ..sampling import StepToVerify
 from .base import GREEDY, NOTHING_GAINED, SAMPLING, VERIFIERS, Verdict, Verifier
 from .greedy import GreedyVerifier
 from .rejection import RejectionVerifier
@@ -40,15 +38,14 @@ class _Judging(Verifier):
         self.judge = program.replace(functions={fn.name: fn}, weights=WeightStore(kept))
         self.fetch = (*self.fetch, record.output)
 
-    def judged(
-        self, outputs: Mapping[str, torch.Tensor], drafts: Sequence[Draft]
-    ) -> list[frozenset[int]]:
+    def judged(self, step: StepToVerify) -> list[frozenset[int]]:
         """For each sequence the draft nodes that may stay."""
+        drafts = step.drafts
         if self.record.threshold >= 1 or not any(draft.tokens for draft in drafts):
             return [frozenset()] * len(drafts)
         # Column 0 is the last committed token.
         widest = 1 + max(len(draft.tokens) for draft in drafts)
-        hidden = outputs[self.record.output][:, 1:widest].to("cpu", self.dtype)
+        hidden = step.outputs[self.record.output][:, 1:widest].to("cpu", self.dtype)
         judged = run(self.judge, self.record.function, {"hidden": hidden})["judged"]
         passes = judged[..., 0].float().sigmoid() > self.record.threshold
         return [
@@ -61,13 +58,10 @@ class _Judging(Verifier):
 class JudgeGreedy(_Judging, GreedyVerifier):
     """Follow the argmax where a child has it, else the first child that passes."""
 
-    def verify(
-        self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
-    ) -> list[Verdict]:
-        choices = self._choices(outputs, texts, drafts)
-        passing = self.judged(outputs, drafts)
+    def verify(self, step: StepToVerify) -> list[Verdict]:
+        choices, passing = self._choices(step), self.judged(step)
         verdicts = []
-        for text, row, draft, nodes in zip(texts, choices, drafts, passing, strict=True):
+        for text, row, draft, nodes in zip(step.texts, choices, step.drafts, passing, strict=True):
             path = [] if text.done else _walked(row, draft, nodes)
             verdicts.append(NOTHING_GAINED if text.done else self._verdict(row, draft, path))
         return verdicts
@@ -90,12 +84,10 @@ def _walked(row: Sequence[int], draft: Draft, passing: Collection[int]) -> list[
 class JudgeSampling(_Judging, RejectionVerifier):
     """Speculative rejection, with the judge's pardon for what it rejects."""
 
-    def verify(
-        self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
-    ) -> list[Verdict]:
-        nodes = self.judged(outputs, drafts)
-        self.passing = {id(draft): kept for draft, kept in zip(drafts, nodes, strict=True)}
-        return super().verify(outputs, texts, drafts)
+    def verify(self, step: StepToVerify) -> list[Verdict]:
+        nodes = self.judged(step)
+        self.passing = {id(draft): kept for draft, kept in zip(step.drafts, nodes, strict=True)}
+        return super().verify(step)
 
     def _pardoned(self, draft: Draft, siblings: Sequence[int]) -> int | None:
         passing = self.passing[id(draft)]

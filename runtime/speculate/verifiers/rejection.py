@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from ....ir.plan import Lossless
-from ...asking.text import Text
 from ...feeding.draft import Draft
-from ..sampling import Array, Chances
+from ..sampling import Array, Chances, StepToVerify
 from .base import NOTHING_GAINED, SAMPLING, VERIFIERS, Verdict, Verifier
 
 
@@ -30,10 +29,9 @@ class RejectionVerifier(Verifier):
     Decoding" (2024); without probabilities: Li et al., "EAGLE-2" (2024).
     """
 
-    def verify(
-        self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
-    ) -> list[Verdict]:
-        scores, owners = self.scorer.rows(outputs, texts, drafts)
+    def verify(self, step: StepToVerify) -> list[Verdict]:
+        drafts = step.drafts
+        scores, owners = self.scorer.rows(step)
         chances = self.scorer.warp(scores)
         first = {index: row for row, (index, node) in enumerate(owners) if node < 0}
         self._weigh(chances, first, drafts)
@@ -48,7 +46,7 @@ class RejectionVerifier(Verifier):
         }
         ends = [first[i] + (path[-1] + 1 if path else 0) for i, path in paths.items()]
         last = chances.at(ends).draw(self.options.random())
-        verdicts = [NOTHING_GAINED] * len(texts)
+        verdicts = [NOTHING_GAINED] * len(drafts)
         for (index, path), token in zip(paths.items(), last, strict=True):
             accepted = [drafts[index].tokens[node] for node in path]
             verdicts[index] = Verdict(path, [*accepted, token])

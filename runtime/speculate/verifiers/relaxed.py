@@ -9,9 +9,8 @@ from math import log
 import numpy as np
 import torch
 
-from ...asking.text import Text
 from ...feeding.draft import Draft
-from ..sampling import Array, Chances, bad_logits, best
+from ..sampling import Array, Chances, StepToVerify, bad_logits, best
 from .base import NOTHING_GAINED, Verdict, Verifier
 
 
@@ -29,14 +28,13 @@ class RelaxedVerifier(Verifier):
     def bounds(self, probs: Array) -> Array:
         """How likely a token must be to pass, f32[R], after p f32[R,K] whose rows add up to 1."""
 
-    def verify(
-        self, outputs: Mapping[str, torch.Tensor], texts: Sequence[Text], drafts: Sequence[Draft]
-    ) -> list[Verdict]:
-        scores, owners = self.scorer.rows(outputs, texts, drafts)
+    def verify(self, step: StepToVerify) -> list[Verdict]:
+        drafts = step.drafts
+        scores, owners = self.scorer.rows(step)
         first = {index: row for row, (index, node) in enumerate(owners) if node < 0}
         paths = self._paths(scores, first, drafts)
         ends = [first[i] + (path[-1] + 1 if path else 0) for i, path in paths.items()]
-        verdicts = [NOTHING_GAINED] * len(texts)
+        verdicts = [NOTHING_GAINED] * len(drafts)
         for (index, path), token in zip(paths.items(), self._choose(scores[ends]), strict=True):
             accepted = [drafts[index].tokens[node] for node in path]
             verdicts[index] = Verdict(path, [*accepted, token])
