@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..ir import Program, UnsupportedError
+from ..ir import UnsupportedError
 from ..ir.check.legality import unmet
 from ..ir.execution.executable import Executable
 from .asking.request import Request
@@ -20,15 +20,19 @@ def decode(executable: Executable, request: Request) -> Stats:
     Errors: `UnsupportedError` for a plan, or a program, that the loop cannot carry out;
     `InputError` for logits that are NaN.
     """
-    _check_plan(executable.program)
+    if fault := unmet(executable.program):
+        lacks = f"; the program lacks a pass that provides {fact!r}" if (fact := fault[1]) else ""
+        raise UnsupportedError(f"{fault[0]}{lacks}")
     prepared = executable.preparing
     decoding = Decoding(executable, request)
-    edited = [put_together(executable, e, partial(_fed, executable)) for e in edits(decoding)]
-    ahead = shared_request(decoding)
-    before = Stats() if ahead is None else decode(executable, ahead)
-    run(decoding)
-    decoding.finish()
-    stats = _with_shared(decoding.stats, before)
+    edited = [put_together(executable, e, partial(_decoded, executable)) for e in edits(decoding)]
+    shared = shared_request(decoding)
+    before = Stats() if shared is None else decode(executable, shared)
+    stats = _finished(decoding)
+    if before.prefill_seconds:
+        stats.shared_tokens = stats.reused_tokens - before.reused_tokens
+        stats.reused_tokens = before.reused_tokens
+        stats.prefill_seconds += before.prefill_seconds
     for other in edited:
         stats.turned_tokens += other.turned_tokens
         stats.reused_tokens += other.reused_tokens
@@ -37,25 +41,19 @@ def decode(executable: Executable, request: Request) -> Stats:
     return stats
 
 
-def _fed(executable: Executable, request: Request) -> Stats:
+def _decoded(executable: Executable, request: Request) -> Stats:
     """Carry out a request as it is."""
-    decoding = Decoding(executable, request)
-    run(decoding)
+    return _finished(Decoding(executable, request))
+
+
+def _finished(decoding: Decoding) -> Stats:
+    stats = run(decoding)
     decoding.finish()
-    return decoding.stats
-
-
-def _with_shared(stats: Stats, before: Stats) -> Stats:
-    """The figures of a call, with those of what was fed before for several of its sequences."""
-    if before.prefill_seconds:
-        stats.shared_tokens = stats.reused_tokens - before.reused_tokens
-        stats.reused_tokens = before.reused_tokens
-        stats.prefill_seconds += before.prefill_seconds
     return stats
 
 
-def run(decoding: Decoding) -> None:
-    """Carry out a generation."""
+def run(decoding: Decoding) -> Stats:
+    """Carry out a generation; what it cost."""
     decoding.start()
     stats, feeder, texts = decoding.stats, decoding.feeder, decoding.texts
     first = sum(text.generated for text in texts)
@@ -70,9 +68,4 @@ def run(decoding: Decoding) -> None:
     stats.executable_seconds = feeder.seconds - feeder.executable.preparing - inside
     stats.new_tokens = sum(text.generated for text in texts)
     stats.decoded_tokens = stats.new_tokens - first
-
-
-def _check_plan(program: Program) -> None:
-    if fault := unmet(program):
-        lacks = f"; the program lacks a pass that provides {fact!r}" if (fact := fault[1]) else ""
-        raise UnsupportedError(f"{fault[0]}{lacks}")
+    return stats
