@@ -61,11 +61,13 @@ def anchors(tokens: torch.Tensor, levels: int, share: float) -> torch.Tensor:
     return (1 + torch.randperm(max(1, most - 1), generator=generator)[:count]).sort().values
 
 
-def seen(width: int, starts: torch.Tensor, size: int) -> torch.Tensor:
-    """bool[W+A*N,W+A*N], which columns each column sees: features those before, and tokens of a
-    block the features before its first token and the whole block."""
+def seen(width: int, starts: torch.Tensor, size: int, *, causal: bool = False) -> torch.Tensor:
+    """bool[W+A*N,W+A*N], which columns each column sees: those of the text what precedes them, and
+    those of a block the text before its start and the whole block. causal: of the block, what
+    precedes them."""
+    block = torch.ones(size, size).tril() if causal else torch.ones(size, size)
     text = torch.ones(width, width, dtype=torch.bool).tril()
     before = torch.arange(width) < starts.repeat_interleave(size)[:, None]
-    own = torch.block_diag(*[torch.ones(size, size)] * len(starts)).bool()
+    own = torch.block_diag(*[block] * len(starts)).bool()
     beside = torch.zeros(width, len(own), dtype=torch.bool)
     return torch.cat([torch.cat([text, beside], 1), torch.cat([before, own], 1)])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from ....training.objectives.base import Batch, Loss, Run, distilled, hit_rate, objective
+from ..dflash.objective import seen
 from ..s3d import MaskedSkippingDraft
 from . import PromptDraft
 
@@ -35,13 +36,13 @@ def places_loss(
     riders = torch.arange(vocabulary, vocabulary + count).repeat(groups).to(batch.tokens)
     behind = torch.arange(1, 1 + count).repeat(groups) + places.repeat_interleave(count)
     positions = torch.cat([torch.arange(width), behind]).to(batch.tokens)
-    seen = _seen(width, places, count).to(batch.tokens.device)
+    sees = seen(width, places + 1, count, causal=True).to(batch.tokens.device)
     columns = torch.arange(width, width + groups * count).to(batch.tokens)
     logits = run(
         functions,
         tokens=torch.cat([batch.tokens, riders.expand(many, -1)], 1),
         positions=positions.expand(many, -1),
-        ancestors=seen.expand(many, -1, -1),
+        ancestors=sees.expand(many, -1, -1),
         select=columns.expand(many, -1),
     )["logits"]
     total, hits = torch.zeros((), device=logits.device), []
@@ -63,12 +64,3 @@ def _places(tokens: torch.Tensor, count: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(int(tokens.sum()))
     order = torch.randperm(last, generator=generator)
     return order[: max(1, last // count)].sort().values
-
-
-def _seen(width: int, places: torch.Tensor, count: int) -> torch.Tensor:
-    """Which columns each column continues, bool[W,W] with W = width + G * count."""
-    text = torch.ones(width, width, dtype=torch.bool).tril()
-    before = text[places].repeat_interleave(count, 0)
-    groups = torch.block_diag(*[torch.ones(count, count).tril()] * len(places)).bool()
-    above = torch.cat([text, torch.zeros(width, len(before), dtype=torch.bool)], 1)
-    return torch.cat([above, torch.cat([before, groups], 1)])
