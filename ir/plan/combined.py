@@ -137,10 +137,6 @@ class FusedDraft(WrappingDraft):
             )
         yield step, {"drafted": ("", 1 + self.levels)}
 
-    @property
-    def unrolled(self) -> UnrolledDraft:
-        return self.draft
-
     def misfits(self, plan: DecodePlan) -> Iterator[str]:
         """See `Record.misfits`: records that make trees, a length that may ask for no draft."""
         yield from super().misfits(plan)

@@ -109,7 +109,7 @@ class DraftRecord(Record):
     @property
     def unrolled(self) -> UnrolledDraft | None:
         """The chain that one call makes."""
-        return None
+        return None if self.core is None else self.core.unrolled
 
     @property
     def levels(self) -> int:

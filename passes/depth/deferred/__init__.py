@@ -31,14 +31,11 @@ class DeferredDepth(ThresholdDepth):
     more probable than the second by more than the threshold is continued from there. The rows that
     it lacks in the deeper layers' caches are made with the next token that goes deep, in one call
     (synchronised parallel decoding; Bae et al. 2023). A batch leaves together, or goes on together.
-    threshold: of that difference, at the first place; at place t of N it is 0.9 threshold + 0.1
-    threshold exp(-decay t / N), so with decay=0 the same everywhere.
-    tokens: N, and so many new tokens may leave; 0: all may, and N is what a call asks for. pending:
-    tokens that may lack rows before all go deep. posterior: where it is not 0, the threshold is
-    learnt: of the first `compared` predictions of the first layers it is seen whether the whole
-    model's are the same, and before each text the threshold becomes the least of ten confidences
-    from 0.3 to 0.9 that makes that so probable, by a Beta distribution for each of the two kinds.
-    What was learnt is kept as long as the model is.
+    pending: tokens that may lack rows before all go deep. posterior: 0, or the threshold is learnt:
+    the first `compared` predictions of the first layers are compared with the whole model's, and
+    before each text the threshold becomes the least of ten confidences from 0.3 to 0.9 from which
+    on they agree with this posterior probability, by a Beta distribution for each of the two kinds.
+    It is kept as long as the model is. The rest: see `ThresholdDepth`.
     """
 
     exit: Levels = 3
