@@ -16,8 +16,8 @@ What holds throughout:
   step's `past` covers the accepted ones, and the rest is overwritten. While a sequence is decoded
   its cache holds a row for every token but the last one, so `past` is the text's length minus one.
 - **Garbage comes last.** Sequences with shorter drafts, and widths larger than asked for, leave
-  columns that nobody needs. They stand after the valid ones, which a causal step cannot see.
-- **Finished sequences** keep their place in the batch, feed garbage from row 0 and draft nothing.
+  columns that are not needed. They stand after the valid ones, which a causal step cannot see.
+- **Finished sequences** keep their place in the batch, are fed filler from row 0 and draft nothing.
 - **Rows outlive a call** (`cache/conversations.py`): a prompt that begins as an earlier text feeds
   the rest only. Every part of a plan says from where it can go on (`memo.Resumes`).
 - **Host work is small**: token lists, written into memory that is bound to the model

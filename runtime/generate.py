@@ -58,7 +58,7 @@ def generate(
     others wait. Errors: `InputError` for bad input or options (before anything runs), for a call
     from a streamer or stopping criterion of this executable's own generation, and for logits that
     are NaN; `UnsupportedError` for a program or plan that the runtime cannot carry out. Warns
-    (`GraftworkWarning`) of drafters that nobody trained.
+    (`GraftworkWarning`) of untrained drafters.
     """
     asked = _seeded(options, executable.program)
     request = read_request(input_ids, asked, executable.program)

@@ -209,7 +209,7 @@ def program_mark(program: Program) -> str:
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor], said: dict[str, str]) -> None:
-    """Beside the path first: whoever looks sees the old file or the new one."""
+    """Written beside the path first: a reader sees the old file or the new one."""
     from safetensors.torch import save_file
 
     if not path.parent.is_dir():

@@ -198,7 +198,7 @@ def _before(
 
 
 def _erase(fn: Function, marker: torch.fx.Node) -> None:
-    """Remove a marker inside or behind a skipped part: whoever taps it is to be refused."""
+    """Remove a marker inside or behind a skipped part: taps there are refused."""
     source = marker.all_input_nodes[0]
     marker.replace_all_uses_with(source)
     fn.graph.erase_node(marker)

@@ -15,8 +15,8 @@ from .trained import TrainedWeights, as_published
 
 
 class TrainedPass(RecordPass):
-    """Base of passes that insert weights which somebody trains. `insert` does it; a file of weights
-    is used whole or refused, and weights that nobody trained are remarked.
+    """Base of passes that insert trained weights, by `insert`. A file of weights is used whole or
+    refused; untrained weights are remarked.
 
     weights: a file of trained weights, or the folder that training wrote; empty: untrained ones.
     unread: names in published files that may stay unread, because they repeat the target's.

@@ -122,7 +122,7 @@ def _verified(fn: Function, argmax: torch.fx.Node) -> tuple[torch.fx.Node, torch
     the token after each one up to there.
 
     Behind a row's own tokens there is anything; should it agree with the argmax, `place` is wrong,
-    and whoever knows where the row ends drops the draft.
+    and the drafter, which knows where the row ends, drops the draft.
     """
     tokens, select = fn.input("tokens"), fn.input("select")
     batch = type_of(tokens).dims[0]

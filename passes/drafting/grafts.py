@@ -62,7 +62,7 @@ class Graft:
         self.program, self.owner = program, owner
         self.trained = TrainedWeights(weights, owner, program, published)
         self.step = program.step.copy()
-        sweep(self.step)  # a marker that nobody reads any more is none to tap
+        sweep(self.step)  # markers that are not read any more cannot be tapped
         self.fn = Function(name, role=Role.DRAFT) if onto is None else onto
         self.weights = program.weights
         self.markers, self.blocks = self.step.calls(G.hidden.default), blocks_of(self.step)
@@ -212,7 +212,7 @@ class Graft:
         return self.fn.weight(weight)
 
     def constant(self, weight: Weight) -> torch.fx.Node:
-        """A reference to a weight that nobody trains, nor looks for in a file."""
+        """A reference to a weight that is neither trained nor looked for in a file."""
         if weight.name not in self.weights:
             self.weights = self.weights.adding(weight)
         return self.fn.weight(weight)

@@ -93,7 +93,7 @@ def with_step_of(program: Program, guest: Program, model: str, name: str, role: 
 
 
 def untold(program: Program, guest: Program) -> tuple[str, ...]:
-    """What nobody could compare: the tokenizers, unless both models came with theirs."""
+    """A remark where the tokenizers could not be compared: one model came without."""
     without = [p.name for p in (program, guest) if TOKENIZER not in p.assets]
     if not without:
         return ()

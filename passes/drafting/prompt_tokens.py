@@ -1,4 +1,4 @@
-"""Tokens beyond the vocabulary, whose embeddings somebody trains."""
+"""Tokens beyond the vocabulary, with trained embeddings."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class GenerationOptions:
     that is full ends with. decoder_input_ids i64[B,S]: what texts begin with that are written from
     a source; input_ids and attention_mask are then the source's. language, task: of speech, what
     the text is in, or one for each source, and what it is ("transcribe", "translate"), by the
-    checkpoint's names; a language that nobody says is heard first. image_embeds f[N,H]: what the
+    checkpoint's names; without a language it is detected first. image_embeds f[N,H]: what the
     model's own tower makes of pictures, a row for each of the prompts' image tokens, in order;
     image_grid_thw i64[P,3]: of each picture, patches in time, height and width, for models in which
     rows have such places.
@@ -167,7 +167,7 @@ class GenerationOptions:
         return self.eos_token_id or ()  # type: ignore[return-value]  # validated: a tuple or None
 
     def pad(self, info: ModelInfo) -> int | None:
-        """The id that fills finished sequences; None if nobody names one."""
+        """The id that fills finished sequences; None if there is none."""
         if self.pad_token_id is not None:
             return self.pad_token_id
         if info.pad is not None:

@@ -15,8 +15,7 @@ class Emitter:
 
     One sequence: i64[N] with the N tokens that a step committed (plain decoding: 1). Several:
     i64[B] for every place that all unfinished sequences have reached, with `pad` for finished
-    ones; whether it takes batches is the streamer's own affair (transformers' `TextStreamer`
-    refuses them).
+    ones; transformers' `TextStreamer` refuses batches.
     """
 
     def __init__(self, streamer: Streamer, input_ids: torch.Tensor, pad: int) -> None:

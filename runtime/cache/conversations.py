@@ -237,7 +237,7 @@ class Conversations:
         self.begun = executable.begun
 
     def clear_buffers(self, executable: Executable) -> None:
-        """Somebody else is about to use the buffers."""
+        """Copy what lies in the buffers, which are about to be used otherwise."""
         if self.begun == executable.begun:
             for slot, conversation in enumerate(self.lying):
                 if conversation is not None:

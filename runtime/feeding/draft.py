@@ -59,7 +59,7 @@ class Draft(NamedTuple):
     same; else one after the other without replacement, all from their parent's distribution, which
     `probs` repeats as it was before the first one left it.
 
-    riders: tokens that are fed along behind the draft and that nobody may accept: a drafter reads
+    riders: tokens that are fed along behind the draft and are never accepted: a drafter reads
     what the step makes of them. follows: of each, the column less one that it continues: -1, a
     node, or ``len(tokens) + i`` for rider i before it. Verifiers do not see them, and their cache
     rows are forgotten.

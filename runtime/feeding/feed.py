@@ -118,7 +118,7 @@ class Feeder:
         else:
             start(self.rows)
         for symbol, held in self.latest:
-            # No step goes beyond a block, but columns that nobody asked for may: what is drafted
+            # No step goes beyond a block, but columns that were not asked for may: what is drafted
             # and not looked at, one more of a step that is fed alone, and what fills up a prompt's.
             filled = self.widths.each if self.widths.more else (self.chunk(held.block, held.block),)
             self.executable.reserve(held.most + max((widest, *filled)) + 1, symbol)

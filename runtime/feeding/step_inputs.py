@@ -55,7 +55,7 @@ class StepInputs:
         self.tokens, self.positions = memory(tensors["tokens"]), memory(tensors["positions"])
         self.past, self.column = memory(tensors["past"]), memory(column)
         self.certain = memory(tensors["certain"]) if "certain" in names else None
-        self.garbage = memoryview(array("q", [0] * width))
+        self.filler = memoryview(array("q", [0] * width))
         inputs = {name: tensor for name, tensor in tensors.items() if name in names}
         self.chain, self.tree = Calls(functions, inputs), Calls(functions, {})
         self.one_row = {**inputs, "select": column} if "select" in names else inputs
@@ -64,7 +64,7 @@ class StepInputs:
     def fill(
         self, rows: Sequence[Sequence[int]], past: Sequence[int], *, for_good: bool = False
     ) -> None:
-        """Left-align the rows; what is beyond them is garbage that nobody may see: zeros.
+        """Left-align the rows; behind them are zeros, which nothing reads.
 
         for_good: no token of them will be taken back; else that is known of each row's first one.
         Errors: `InputError` for ids that the model has not.
@@ -79,14 +79,14 @@ class StepInputs:
                 place += 1
             begin += width
             if place < begin:
-                tokens[place:begin] = self.garbage[: begin - place]
+                tokens[place:begin] = self.filler[: begin - place]
             self.past[index] = past[index]
             if self.certain is not None:
                 self.certain[index] = len(row) if for_good else min(len(row), 1)
 
     def chains(self, starts: Sequence[int]) -> Calls:
         """For rows that are chains from these positions on, after `fill`. Positions that there are
-        not are those of garbage: they become the last one there is."""
+        not are filler's: they become the last one there is."""
         positions, place, last = self.positions, 0, self.last
         for start in starts:
             for position in range(start, start + self.width):

@@ -41,7 +41,7 @@ class Decoding:
     texts: the sequences, which grow in place. feeder: runs steps; reader: prompts, or their last
     tokens where `ahead` has the others. kept: what earlier calls left in the caches. retired: texts
     of which nothing lies there any more. fetch: outputs that a general step must return. read: told
-    of each step before it is verified; None if nobody wants to know. Errors: `UnsupportedError` for
+    of each step before it is verified; None if no part reads. Errors: `UnsupportedError` for
     a plan that cannot be carried out.
     """
 
@@ -187,7 +187,7 @@ class Decoding:
 
     def room(self) -> int | None:
         """Tokens that every sequence may grow by before the cache policy must have its turn; None:
-        any number, or nobody grows."""
+        any number, or all are done."""
         rows = [text.rows for text in self.texts if not text.done]
         return self.cache.room(rows) if rows else None
 
@@ -234,7 +234,7 @@ def _require(program: Program, function: str) -> None:
 
 
 def _tell(readers: Sequence[Callable[[UnverifiedStep], None]], fed: UnverifiedStep) -> None:
-    """Tell everyone who wants to know of a step before it is verified."""
+    """Pass on a step before it is verified."""
     for read in readers:
         read(fed)
 

@@ -26,7 +26,7 @@ class ChainedRound(Round):
 
     @classmethod
     def fits(cls, decoding: Decoding) -> bool:
-        """Where the executable takes a chain whole and nobody else has a say in it."""
+        """Where the executable takes a whole chain and the argmax alone decides on it."""
         drafter, length = decoding.drafter, decoding.length
         if not isinstance(drafter, ChainDrafter) or not drafter.levels:
             return False

@@ -69,7 +69,7 @@ class PlainRound(Round):
         memory = decoding.feeder.buffers(1, self.parts)
         call = memory.chain.fetching(decoding.feeder.executable, self.fetch)
         fed, positions, past = memory.tokens, memory.positions, memory.past
-        # What finished sequences are fed goes to their first rows, which nobody reads any more.
+        # Finished sequences are fed into their first rows, which are not read any more.
         for index, text in enumerate(texts):
             fed[index] = text.tokens[-1]
             positions[index] = 0 if text.done else text.position

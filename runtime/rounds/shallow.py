@@ -35,11 +35,11 @@ class ShallowRound(Round):
 
     @classmethod
     def fits(cls, decoding: Decoding) -> bool:
-        """Where first layers draft a chain and nobody but the argmax has a say in it."""
+        """Where first layers draft a chain and the argmax alone decides on it."""
         drafter, plan = decoding.drafter, decoding.program.plan
         led = isinstance(drafter, GrownDrafter) and isinstance(drafter.proposer, LeadingProposer)
         decided = decoding.argmax_decides and decoding.verifier.fetch == FETCH
-        # Whose rows are dropped, or whose outputs somebody else reads, takes general steps.
+        # Rows that are dropped, and outputs that other parts read, need general steps.
         alone = plan.cache.most is None and not decoding.length.wants
         wide = decoding.feeder.width(plan.most + 1, 0) > plan.most
         return led and plan.tree.chain and decided and alone and wide

@@ -12,7 +12,7 @@ from .plain import FETCH, one_by_one
 class StagedRound(GeneralRound):
     """Asks the depth policy; no faster round does.
 
-    alone: whether the argmax decides, step by step, and nobody else has a say or wants to know.
+    alone: whether the argmax alone decides, step by step, and no other part reads steps.
     Then a step touches what the policy does, and little more: see `plain`.
     """
 

@@ -120,7 +120,7 @@ class CommittedRows(Follower):
             self._extend(0, silent=True)
 
     def advance(self, counts: Sequence[int]) -> None:
-        """Somebody else has made so many rows more of each sequence, of text; see `settled`."""
+        """So many rows of text more were made of each sequence elsewhere; see `settled`."""
         self.rows = [rows + count for rows, count in zip(self.rows, counts, strict=True)]
 
     def settled(self, tokens: Sequence[Sequence[int]]) -> None:

@@ -49,7 +49,7 @@ class DraftInputs:
     def fill(
         self, given: Mapping[str, Any], hidden: torch.Tensor | None, ancestors: Flags | None
     ) -> None:
-        """Write a draft's values, left-aligned; what is beyond them nobody may see. given: of the
+        """Write a draft's values, left-aligned; what is behind them is never read. given: of the
         other inputs, by name; see `DraftCache.run`."""
         count = given["tokens"].shape[1]
         for name, values in given.items():

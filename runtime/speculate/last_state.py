@@ -11,8 +11,7 @@ class LastState:
     """tokens: i64[B,1], each text's last token; states: [B,1,H], of the step's output `output`,
     what it was chosen from. The same tensors, written anew each time they are asked for.
 
-    A step's outputs live until the next one, so nothing is copied before somebody asks: where
-    nothing is drafted, that costs nothing.
+    A step's outputs live until the next one, so nothing is copied before `get`.
     """
 
     def __init__(self, output: str, batch: int) -> None:

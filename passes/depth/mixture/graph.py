@@ -113,7 +113,7 @@ def _routing(
     kind = type_of(segment.calls(G.hidden.default)[-1])
     size = int(str(kind.dims[-1]))
     generator = torch.Generator().manual_seed(zlib.crc32(f"{NAME}.{layer}".encode()))
-    # As large as a tenth: everyone's score is near that of the bias, and nobody's the same.
+    # A tenth of the usual size: scores are near the bias's, and differ.
     rows = torch.randn(1, size, generator=generator) * 0.1 / size**0.5
     fresh = {"weight": rows, "bias": torch.full((1,), 2.0)}
     parts = [

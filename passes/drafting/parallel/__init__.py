@@ -47,7 +47,7 @@ class ParallelDraft(OneCallDraft):
     """A drafter that reads mask tokens as it reads text (PARD, P-EAGLE).
 
     Behind the text's last token the function is fed the id `token` levels - 1 times, for tokens
-    that nobody knows yet: what it says after the k-th of them is about the place k further on.
+    not known yet: what it says after the k-th of them is about the place k further on.
     Their rows are forgotten; where it takes ``hidden``, it looks past what stands beside them.
     keep: in training, the part of a level's places that the next one has, too. least: the part of
     all places that every level has.

@@ -77,7 +77,7 @@ class MaskedProposer(ByDepth, LayersProposer):
         """What may follow each text's last token; everything else is said along with it."""
         rows = [[] if text.done else [text.tokens[-1], *self.masks] for text in self.texts]
         past, starts = self.ends()
-        # Where the caches or the model's positions end, nobody asks for as many levels.
+        # Where the caches or the model's positions end, fewer levels are asked for.
         left = min(self.executable.limit - max(past), self.feeder.context - max(starts))
         many = min(1 + len(self.masks), left)
         rows = [row[:many] for row in rows]

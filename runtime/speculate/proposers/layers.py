@@ -21,7 +21,7 @@ class LayersProposer(Proposer):
 
     def __init__(self, record: Any, setting: Setting) -> None:
         super().__init__(record, setting)
-        assert setting.feeder is not None, "whoever drafts with the target's layers is told of them"
+        assert setting.feeder is not None, "drafting with the target's layers needs its feeder"
         self.feeder, self.texts = setting.feeder, setting.texts
 
     def ends(self) -> tuple[list[int], list[int]]:

@@ -31,7 +31,7 @@ def candidates(
     """Up to `count` tokens that may follow each chain's last node, i64[B,K], -1 where there is
     none, and what those of each sequence were sampled from, f32[B,V]; None: they are the best ones.
 
-    level: of one node a sequence. wanted: bool[B], the sequences whose tokens somebody reads.
+    level: of one node a sequence. wanted: bool[B], the sequences whose tokens are read.
     """
     best: Ids = level.tokens[:, 0, :count]
     rows = np.flatnonzero(wanted & (best[:, 0] >= 0))
