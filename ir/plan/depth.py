@@ -32,8 +32,10 @@ class DepthRecord(Record):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Columns that calls of deeper layers often have, besides those of steps."""
-        return ()
+        """Columns that calls of deeper layers often have, besides those of steps: one more than
+        `pending`, the tokens that may lack rows, if there is such a field."""
+        pending: int | None = getattr(self, "pending", None)
+        return () if pending is None else (pending + 1,)
 
     def ending(self, plan: DecodePlan) -> str:
         """The function that ends any step, however few layers it runs through."""

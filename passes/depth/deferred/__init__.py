@@ -48,11 +48,6 @@ class DeferredDepth(ThresholdDepth):
         """See `ThresholdDepth.fixed`: nothing is learnt."""
         return replace(super().fixed(threshold, tokens), posterior=0.0)
 
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """All pending tokens and one more."""
-        return (self.pending + 1,)
-
 
 Said: TypeAlias = tuple[float, int]
 """How sure the first layers were of a prediction, and the token."""

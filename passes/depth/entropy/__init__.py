@@ -51,11 +51,6 @@ class EntropyDepth(DepthRecord):
     requires: ClassVar[frozenset[str]] = frozenset({"canonical"})
     parted: ClassVar[bool] = False
 
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """All pending tokens and one more."""
-        return (self.pending + 1,)
-
     def ending(self, plan: DecodePlan) -> str:
         return self.function
 
