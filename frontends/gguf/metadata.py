@@ -1,10 +1,9 @@
 """What a GGUF file's metadata says of its model, as a configuration of transformers.
 
 Keys of an architecture (``llama.*``) say how its model computes, and llama.cpp knows many that the
-models here have no place for. So every one is either read (`_READ`), or changes nothing at all
-(`SILENT`), or changes nothing at the value that it has (`_NEUTRAL`), or is refused by name. What
-they mean is what llama.cpp's loader makes of them (llama_model::load_hparams and the graphs of the
-three architectures): a rope factor without a type is linear, one of zero is none, and counts may be
+models here have no place for. So every key is either read, or changes nothing at all (`SILENT`), or
+changes nothing at the value that it has (`_NEUTRAL`), or is refused by name. Meanings are those of
+llama.cpp's loader: a rope factor without a type is linear, one of zero is none, and counts may be
 arrays with an entry for each layer.
 """
 
@@ -12,62 +11,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import isclose
+from math import isclose, isfinite
 from typing import Any, TypeVar
+
+import torch
 
 from ...ir import InputError, UnsupportedError
 from ...ir.support.names import shown
-from .reader import GgufFile, Value
+from .architectures import ARCHITECTURES, Architecture
+from .reader import Entry, GgufFile, Value
 
 T = TypeVar("T", int, float)
 
-
-@dataclass(frozen=True)
-class Architecture:
-    """An architecture that is read. model_type: transformers' name. interleaved: rows of queries
-    and keys are in the order of pairs (2i, 2i+1), and of (i, i + half) in transformers. divided:
-    a tensor may say what the rotary embedding's frequencies are divided by."""
-
-    model_type: str
-    interleaved: bool = False
-    divided: bool = False
-
-
-ARCHITECTURES = {
-    "llama": Architecture("llama", interleaved=True, divided=True),
-    "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3"),
-}
-
-_READ = {
-    "attention.head_count",
-    "attention.head_count_kv",
-    "attention.key_length",
-    "attention.layer_norm_rms_epsilon",
-    "attention.scale",
-    "attention.sliding_window",
-    "attention.value_length",
-    "block_count",
-    "context_length",
-    "embedding_length",
-    "embedding_length_out",
-    "expert_count",
-    "feed_forward_length",
-    "rope.dimension_count",
-    "rope.freq_base",
-    "rope.scale_linear",
-    "rope.scaling.factor",
-    "rope.scaling.type",
-}
-
 SILENT = {
-    "attention.layer_norm_epsilon",  # of norms that subtract the mean, of which there are none
-    "attention.sliding_window_pattern",  # says which layers have the window
+    "attention.layer_norm_epsilon",  # norms of one kind have one epsilon: the other is not used
+    "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window_pattern",  # which layers have the window
     "classifier.output_labels",
     "pooling_type",
     "rope.scaling.finetuned",
-    "rope.scaling.original_context_length",  # this and the betas: of YaRN, which is refused
+    "rope.scaling.original_context_length",  # this and the betas: of YaRN alone
     "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
     "tensor_data_layout",
@@ -77,10 +40,16 @@ SILENT = {
 _NEUTRAL: Mapping[str, tuple[Value, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0,),
+    "attention.group_norm_epsilon": (0,),
+    "attention.group_norm_groups": (0,),
     "attention.max_alibi_bias": (0,),
     "attn_logit_softcapping": (0,),
     "embedding_scale": (0, 1),
+    "expert_gating_func": (0, 1),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
     "expert_used_count": (0,),
+    "expert_weights_scale": (0, 1),
     "final_logit_softcapping": (0,),
     "hidden_activation": ("silu", "swiglu"),
     "leading_dense_block_count": (0,),
@@ -92,23 +61,25 @@ _NEUTRAL: Mapping[str, tuple[Value, ...]] = {
     "rope.scaling.yarn_attn_factor": (1,),
     "rope.scaling.yarn_ext_factor": (0,),
     "rope.scaling.yarn_log_multiplier": (0,),
+    "ssm.group_count": (0,),
     "use_parallel_residual": (False,),
 }
 
 
 class Metadata:
-    """The metadata that a configuration is made of."""
+    """The metadata that a configuration is made of, and what of it was read."""
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
         self.name = str(file.metadata.get("general.architecture", ""))
+        self.read = {"expert_count"}
 
     def architecture(self) -> Architecture:
         """Errors: `UnsupportedError` for another than those that are read."""
         if self.name not in ARCHITECTURES:
             raise UnsupportedError(
                 f"{self.file.path}: general.architecture: expected one of "
-                f"{', '.join(ARCHITECTURES)}, got {shown(self.name)}"
+                f"{', '.join(n for n in ARCHITECTURES if ' ' not in n)}, got {shown(self.name)}"
             )
         parts = self.file.metadata.get("split.count", 1)
         if parts not in (0, 1):
@@ -116,33 +87,43 @@ class Metadata:
                 f"{self.file.path} is one of {shown(parts)} parts of a model (split.count): put "
                 f"them together first (llama-gguf-split --merge)"
             )
-        if self.number("expert_count", int, 0):
-            raise UnsupportedError(f"{self.file.path}: mixtures of experts are not supported")
-        self._refuse_others()
-        return ARCHITECTURES[self.name]
-
-    def _refuse_others(self) -> None:
-        """Errors: `UnsupportedError` for a key that may change what the model computes."""
-        for whole, value in self.file.metadata.items():
-            key = whole.removeprefix(f"{self.name}.")
-            neutral = _NEUTRAL.get(key, ())
-            same = any(
-                value == v and isinstance(value, bool) is isinstance(v, bool) for v in neutral
-            )
-            if key == whole or key in _READ or key in SILENT or same:
-                continue
-            fine = " or ".join(map(repr, neutral))
+        if not self.number("expert_count", int, 0):
+            return ARCHITECTURES[self.name]
+        found = ARCHITECTURES.get(f"{self.name} of experts", ARCHITECTURES[self.name])
+        if not found.experts:
             raise UnsupportedError(
-                f"{self.file.path}: {whole} is {shown(value)}, and {self.name} models are read "
-                f"{f'with {fine}' if fine else 'without that'}: it may change what the model "
-                f"computes. If it does not, take the key away (gguf-new-metadata "
-                f"--remove-metadata {whole})"
+                f"{self.file.path}: {self.name} models with experts are not supported"
             )
+        return found
+
+    def get(self, key: str, default: Value | None = None) -> Value | None:
+        """An entry of the architecture, which counts as read."""
+        self.read.add(key)
+        return self.file.metadata.get(f"{self.name}.{key}", default)
+
+    def has(self, tensor: str) -> bool:
+        """Whether the file has a tensor."""
+        return tensor in self.file.tensors
+
+    def size(self, tensor: str, default: int) -> int:
+        """Rows of a tensor."""
+        entry = self.file.tensors.get(tensor)
+        return default if entry is None else entry.dims[0]
+
+    def floats(self, tensor: str) -> list[float]:
+        """A vector of float32 that the file has. Errors: `InputError`."""
+        entry = self.file.tensors.get(tensor)
+        if entry is None or entry.kind != 0 or len(entry.dims) != 1:
+            raise self._no_model(f"tensor {tensor}: expected f32 of one axis")
+        values = self.file.rows(Entry(tensor, (entry.dims[0], 1), 0, entry.start), 4)
+        found: list[float] = values.view(torch.float32).flatten().tolist()
+        if not all(isfinite(value) and value > 0 for value in found):
+            raise InputError(f"{self.file.path}: tensor {tensor}: expected positive numbers")
+        return found
 
     def number(self, key: str, kind: type[T], default: T | None = None) -> T:
         """An entry of the architecture. Errors: `InputError` if it is missing or no number."""
-        whole = f"{self.name}.{key}"
-        return self._number(whole, kind, self.file.metadata.get(whole, default))
+        return self._number(f"{self.name}.{key}", kind, self.get(key, default))
 
     def _number(self, whole: str, kind: type[T], found: Value | None) -> T:
         accepted = (int,) if kind is int else (int, float)
@@ -153,64 +134,176 @@ class Metadata:
             )
         return kind(found)
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """A number that is the same for all layers: one, or an array with an entry for each.
+    def flag(self, key: str, default: bool) -> bool:
+        """An entry of the architecture that is true or false. Errors: `InputError`."""
+        found = self.get(key, default)
+        if not isinstance(found, bool):
+            raise InputError(
+                f"{self.file.path}: {self.name}.{key}: expected true or false, got {shown(found)}"
+            )
+        return found
 
-        Errors: `InputError` if it is neither, `UnsupportedError` if layers differ."""
-        whole = f"{self.name}.{key}"
-        found = self.file.metadata.get(whole)
-        if not isinstance(found, tuple):
-            return self.number(key, int, default)
+    def counts(self, key: str, default: int | None = None) -> tuple[int, ...]:
+        """A number for each layer: one for all, or an array. Errors: `InputError`."""
+        found, whole = self.get(key), f"{self.name}.{key}"
         layers = self.number("block_count", int)
+        if not isinstance(found, tuple):
+            return (self.number(key, int, default),) * min(layers, len(self.file.tensors) + 1)
         if len(found) != layers or not found:
             raise InputError(
                 f"{self.file.path}: {whole} has {len(found)} entries; expected one for each of "
                 f"{layers} layers"
             )
+        return tuple(self._number(whole, int, value) for value in found)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A number that is the same for all layers.
+
+        Errors: `InputError` if it is neither that nor an array with an entry for each,
+        `UnsupportedError` if layers differ."""
+        if not isinstance(self.get(key), tuple):
+            return self.number(key, int, default)
+        found = self.counts(key)
         if len(set(found)) != 1:
             raise UnsupportedError(
-                f"{self.file.path}: {whole} differs from layer to layer ({shown(found)}), and "
-                f"{self.name} models are read with layers that are alike"
+                f"{self.file.path}: {self.name}.{key} differs from layer to layer "
+                f"({shown(found)}), and {self.name} models are read with layers that are alike"
             )
-        return self._number(whole, int, found[0])
+        return found[0]
 
     def config(self) -> dict[str, Any]:
-        """What transformers is told. Errors: `InputError` for numbers that do not fit each other
-        or the tensors, `UnsupportedError` for what has no place in such a model."""
-        heads, hidden = self.count("attention.head_count"), self.number("embedding_length", int)
-        groups = self.count("attention.head_count_kv", heads)
-        if not heads or not hidden or not groups or heads % groups:
-            raise self._no_model(f"{heads} heads over {groups} of {hidden} channels are no model")
-        dim = self.number("attention.key_length", int, hidden // heads)
-        if not dim or dim % 2:
-            raise self._no_model(f"heads of {dim} channels have no rotary embedding")
-        for other in ("rope.dimension_count", "attention.value_length"):
-            self._expect(other, dim, "as keys have")
-        self._expect("embedding_length_out", hidden, "as the embedding has")
+        """Options of transformers' configuration. Errors: `InputError` for numbers that do not fit
+        each other or the tensors, `UnsupportedError` for what has no place in such a model."""
+        known = self.architecture()
+        layers, hidden = self.number("block_count", int), self.number("embedding_length", int)
         context = self.number("context_length", int)
-        if not 0 < context < 2**31:
-            raise self._no_model(f"{self.name}.context_length is {context}")
-        self._check_attention(dim, context)
-        inner = self.count("feed_forward_length")
-        layers = self.number("block_count", int)
-        self._check_tensors(layers, hidden, (heads * dim, groups * dim, inner))
-        return {
+        self._expect("embedding_length_out", hidden, "as the embedding has")
+        self._check_layers(layers, hidden)
+        norm = "layer_norm_epsilon" if known.centred else "layer_norm_rms_epsilon"
+        found: dict[str, Any] = {
             "hidden_size": hidden,
-            "intermediate_size": inner,
             "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": groups,
-            "head_dim": dim,
             "vocab_size": self.file.tensors["token_embd.weight"].dims[0],
             "max_position_embeddings": context,
-            "rms_norm_eps": self.number("attention.layer_norm_rms_epsilon", float),
-            "rope_parameters": self._rotary(),
+            known.eps: self.number(f"attention.{norm}", float),
             "tie_word_embeddings": "output.weight" not in self.file.tensors,
-            "attention_bias": self.name == "llama" and "blk.0.attn_q.bias" in self.file.tensors,
-            "mlp_bias": "blk.0.ffn_up.bias" in self.file.tensors,
             "dtype": "float32",
             **self._tokens(),
         }
+        if not 0 < context < 2**31:
+            raise self._no_model(f"{self.name}.context_length is {context}")
+        if not known.model_type.startswith("mamba"):
+            found |= self._attention(known, hidden, context)
+        found |= known.options(self)
+        self._refuse_others()
+        return found
+
+    def _attention(self, known: Architecture, hidden: int, context: int) -> dict[str, Any]:
+        """Options of attention and of the MLP behind it."""
+        heads = self.count("attention.head_count")
+        key = "attention.head_count_kv"  # 0 in layers that have no attention
+        groups = self.count(key, heads) if known.attends else max(self.counts(key, heads))
+        if not heads or not hidden or not groups or heads % groups:
+            raise self._no_model(f"{heads} heads over {groups} of {hidden} channels are no model")
+        dim = self.number("attention.key_length", int, hidden // heads)
+        self._expect("attention.value_length", dim, "as keys have")
+        inner = self.count("feed_forward_length", 0)
+        self._check_rows(hidden, (heads * dim, groups * dim, inner))
+        found: dict[str, Any] = {
+            known.inner: inner,
+            "num_attention_heads": heads,
+            "num_key_value_heads": groups,
+        }
+        if known.any_dim:
+            found["head_dim"] = dim
+        else:
+            self._expect("attention.key_length", hidden // heads, "as many as all heads share")
+        if known.rotary:
+            found["rope_parameters"] = self._rope(known, dim)
+        if not known.window and 0 < (window := self.count("attention.sliding_window", 0)) < context:
+            raise UnsupportedError(
+                f"{self.file.path}: {self.name}.attention.sliding_window={window}: expected none, "
+                f"or the whole context of {context} tokens"
+            )
+        self._check_scale(known, dim)
+        return found
+
+    def _rope(self, known: Architecture, dim: int) -> dict[str, Any]:
+        if not dim or dim % 2:
+            raise self._no_model(f"heads of {dim} channels have no rotary embedding")
+        if not known.partial:
+            self._expect("rope.dimension_count", dim, "as keys have")
+            return self.rotary()
+        turned = self.number("rope.dimension_count", int, dim)
+        if not 0 < turned <= dim or turned % 2:
+            raise self._no_model(f"{turned} of {dim} channels have no rotary embedding")
+        return {**self.rotary(), "partial_rotary_factor": turned / dim}
+
+    def rotary(self, *, scaled: bool = True) -> dict[str, Any]:
+        """The rotary embedding's base and, if `scaled`, how its frequencies are scaled."""
+        base = self.number("rope.freq_base", float, 10000.0)
+        if not base:
+            raise self._no_model(f"{self.name}.rope.freq_base is 0")
+        kind = self.get("rope.scaling.type", "linear")
+        if not scaled:
+            return {"rope_type": "default", "rope_theta": base}
+        if kind not in ("none", "linear", "yarn"):
+            raise UnsupportedError(
+                f"{self.file.path}: {self.name}.rope.scaling.type: expected none, linear or yarn, "
+                f"got {shown(kind)}"
+            )
+        old = self.number("rope.scale_linear", float, 0.0)  # what the factor was called once
+        factor = self.number("rope.scaling.factor", float, old)
+        if kind == "none" or factor in (0.0, 1.0):
+            return {"rope_type": "default", "rope_theta": base}
+        if kind == "linear":
+            return {"rope_type": "linear", "rope_theta": base, "factor": factor}
+        context = self.number("context_length", int)
+        return {
+            "rope_type": "yarn",
+            "rope_theta": base,
+            "factor": factor,
+            "beta_fast": self.number("rope.scaling.yarn_beta_fast", float, 32.0),
+            "beta_slow": self.number("rope.scaling.yarn_beta_slow", float, 1.0),
+            "original_max_position_embeddings": self.number(
+                "rope.scaling.original_context_length", int, 0
+            )
+            or context,
+        }
+
+    def plain_scale(self) -> float:
+        """What scores are multiplied by if nothing else is said."""
+        heads, hidden = self.count("attention.head_count"), self.number("embedding_length", int)
+        return self.number("attention.key_length", int, hidden // heads) ** -0.5
+
+    def _check_scale(self, known: Architecture, dim: int) -> None:
+        """Errors: `UnsupportedError` for a scale of scores that the model cannot be given."""
+        scale, plain = self.number("attention.scale", float, 0.0), dim**-0.5
+        if known.model_type in _SCALED or not scale or isclose(scale, plain, rel_tol=1e-5):
+            return
+        raise self.unlike("attention.scale", scale, plain)
+
+    def unlike(self, key: str, given: Any, wanted: Any) -> UnsupportedError:
+        """The error for an entry that has no place in the model."""
+        return UnsupportedError(f"{self.file.path}: {self.name}.{key}={given}: expected {wanted}")
+
+    def _refuse_others(self) -> None:
+        """Errors: `UnsupportedError` for a key that may change what the model computes."""
+        for whole, value in self.file.metadata.items():
+            key = whole.removeprefix(f"{self.name}.")
+            neutral = _NEUTRAL.get(key, ())
+            same = any(
+                value == v and isinstance(value, bool) is isinstance(v, bool) for v in neutral
+            )
+            if key == whole or key in self.read or key in SILENT or same:
+                continue
+            fine = " or ".join(map(repr, neutral))
+            raise UnsupportedError(
+                f"{self.file.path}: {whole} is {shown(value)}, and {self.name} models are read "
+                f"{f'with {fine}' if fine else 'without that'}: it may change what the model "
+                f"computes. If it does not, take the key away (gguf-new-metadata "
+                f"--remove-metadata {whole})"
+            )
 
     def _no_model(self, what: str) -> InputError:
         return InputError(f"{self.file.path}: {what}; fetch the file again")
@@ -221,23 +314,9 @@ class Metadata:
                 f"{self.file.path}: {self.name}.{key}={given}: expected {wanted}, {why}"
             )
 
-    def _check_attention(self, dim: int, context: int) -> None:
-        """Scores are scaled by the root of a head's channels, and every token is seen."""
-        scale = self.number("attention.scale", float, 0.0)
-        if scale and not isclose(scale, dim**-0.5, rel_tol=1e-5):
-            raise UnsupportedError(
-                f"{self.file.path}: {self.name}.attention.scale={scale}: expected {dim**-0.5}"
-            )
-        window = self.count("attention.sliding_window", 0)
-        if 0 < window < context:
-            raise UnsupportedError(
-                f"{self.file.path}: {self.name}.attention.sliding_window={window}: expected none, "
-                f"or the whole context of {context} tokens"
-            )
-
-    def _check_tensors(self, layers: int, hidden: int, rows: tuple[int, int, int]) -> None:
-        """That the file has as many layers as it says, of these sizes: before a model of that many
-        is made. rows: of queries, of keys, and of the layer between two layers."""
+    def _check_layers(self, layers: int, hidden: int) -> None:
+        """That the file has as many layers as it says, and a table of as many channels: before a
+        model of that many is made."""
         table = self.file.tensors.get("token_embd.weight")
         if table is None or len(table.dims) != 2:
             raise self._no_model("it holds no table token_embd.weight of two axes")
@@ -252,9 +331,14 @@ class Metadata:
                 f"{self.name}.block_count is {layers}, and the file has tensors of {len(there)} "
                 f"layers{f', the last of them {max(there)}' if there else ''}"
             )
+
+    def _check_rows(self, hidden: int, rows: tuple[int, int, int]) -> None:
+        """That the first layer has the sizes of the metadata. rows: of queries, of keys, and of the
+        layer between two layers."""
         for name, wanted in zip(("attn_q", "attn_k", "ffn_up"), rows, strict=True):
             entry = self.file.tensors.get(f"blk.0.{name}.weight")
-            if entry is not None and entry.dims != (wanted, hidden):
+            fine = ((wanted, hidden), (2 * wanted, hidden))[: 2 if name == "ffn_up" else 1]
+            if entry is not None and entry.dims not in fine:  # an MLP's gate may be with it
                 raise self._no_model(
                     f"tensor {entry.name} has the size {list(entry.dims)}, and the metadata asks "
                     f"for {[wanted, hidden]}"
@@ -269,21 +353,7 @@ class Metadata:
             found[f"{ours}_token_id"] = None if given is None else self._number(key, int, given)
         return found
 
-    def _rotary(self) -> dict[str, Any]:
-        base = self.number("rope.freq_base", float, 10000.0)
-        if not base:
-            raise self._no_model(f"{self.name}.rope.freq_base is 0")
-        kind = self.file.metadata.get(f"{self.name}.rope.scaling.type", "linear")
-        if kind not in ("none", "linear"):
-            raise UnsupportedError(
-                f"{self.file.path}: {self.name}.rope.scaling.type: expected none or linear, got "
-                f"{shown(kind)}"
-            )
-        old = self.number("rope.scale_linear", float, 0.0)  # what the factor was called once
-        factor = self.number("rope.scaling.factor", float, old)
-        if kind == "none" or factor in (0.0, 1.0):
-            return {"rope_type": "default", "rope_theta": base}
-        return {"rope_type": "linear", "rope_theta": base, "factor": factor}
 
-
-_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.")
+_LAYER = re.compile(r"(?:enc\.)?blk\.(0|[1-9][0-9]{0,3})\.")
+_SCALED = {"gemma2", "gemma3_text", "granite", "granitemoe"}
+"""Models that are given the scale of their scores."""

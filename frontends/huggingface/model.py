@@ -55,9 +55,10 @@ def import_folder(folder: Path, dtype: torch.dtype | None = None, known: Known =
     assets = {name: folder / name for name in ASSETS if (folder / name).exists()}
     generation = _generation_config(folder)
     tell(known, config, generation, assets)
-    tensors, kept = contents(folder, config)
+    found = contents(folder, config)
+    _check_layers(folder, config, len(found[0]))
     return import_tensors(
-        folder, config, tensors, kept, dtype, generation=generation, assets=assets
+        folder, config, lambda twin: found, dtype, generation=generation, assets=assets
     )
 
 
@@ -70,8 +71,7 @@ def tell(known: Known, config: Any, generation: Any, assets: Mapping[str, Path])
 def import_tensors(
     source: Path,
     config: Any,
-    tensors: Tensors,
-    kept: Mapping[str, StoredWeight],
+    read: Callable[[nn.Module], tuple[Tensors, dict[str, StoredWeight]]],
     dtype: torch.dtype | None,
     *,
     generation: Any,
@@ -80,13 +80,14 @@ def import_tensors(
 ) -> Program:
     """A configuration of transformers and the tensors for it, as a program.
 
-    kept: tensors that the source holds in few bits. prepare: changes the model that is traced, once
-    it is made. dtype and errors: as `import_folder`.
+    read: finds the tensors for a model of that configuration, and those of them that the source
+    holds in few bits. prepare: changes the model that is traced. dtype and errors: as
+    `import_folder`.
     """
-    _check_layers(source, config, len(tensors))
     mode = fake_mode()
     wanted = dtype or getattr(config, "dtype", None) or torch.float32
     twin = instantiate(config, wanted, mode)
+    tensors, kept = read(twin)
     checkpoint = Checkpoint(source, twin, tensors, kept)
     if dtype is None and getattr(config, "dtype", None) is None:
         wanted = next(checkpoint.dtypes(), torch.float32)
