@@ -19,7 +19,7 @@ from selection import mostly_long  # noqa: E402
 
 import graftwork as gw  # noqa: E402
 from graftwork.frontends import import_model  # noqa: E402
-from graftwork.frontends.gguf.blocks import TYPES, BlockType  # noqa: E402
+from graftwork.frontends.gguf.blocks import EIGHT, TYPES, BlockType  # noqa: E402
 from graftwork.frontends.gguf.metadata import SILENT, Metadata  # noqa: E402
 from graftwork.frontends.gguf.reader import GgufFile, Passed  # noqa: E402
 from graftwork.ir import (  # noqa: E402
@@ -70,6 +70,7 @@ def test_blocks(number: int) -> None:
 def _floats_at(kind: BlockType) -> tuple[int, ...]:
     """The bytes at which blocks hold float16, which random bytes would make NaN."""
     held = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
+    held |= {"TQ1_0": (52,), "TQ2_0": (64,), "MXFP4": ()}
     return held.get(kind.name, (0, 2) if kind.name in ("Q4_K", "Q5_K") else (0,))
 
 
@@ -392,11 +393,37 @@ def test_scales_must_be_finite(tmp_path: Path) -> None:
         import_model(path)
 
 
-def test_other_types_are_dequantized_aloud(tmp_path: Path) -> None:
-    """The package makes floats of what is not kept, and a warning says so."""
-    path = tmp_path / "tiny.gguf"
-    model = write(path, {"": "Q4_0", "v_proj.weight": "TQ1_0"}, **{**SIZES, "hidden_size": 256})
-    with pytest.warns(GraftworkWarning, match=r"1 tensors of other block types .*blk\.0\.attn_v"):
+@pytest.mark.parametrize("kind", ["IQ2_XXS", "IQ3_S", "IQ1_M"])
+def test_other_types_are_kept_in_eight_bits_aloud(kind: str, tmp_path: Path) -> None:
+    """Codebooks of vectors have no form here: their values are rounded, and a warning says so."""
+    path, which = tmp_path / "tiny.gguf", gguf.GGMLQuantizationType[kind]
+    _, size = gguf.GGML_QUANT_SIZES[which]
+    model = write(path, {"": "Q4_0", "v_proj.weight": "TQ2_0"}, **{**SIZES, "hidden_size": 256})
+    raw, name = path.read_bytes(), b"blk.0.attn_v.weight"
+    opened = GgufFile.open(path)
+    entry = opened.tensors[name.decode()]
+    rows = entry.dims[0]
+    place = raw.index(name) + len(name) + 4 + 8 * len(entry.dims)
+    blocks = np.random.default_rng(0).integers(0, 256, (rows, size), dtype=np.uint8)
+    if kind != "IQ1_M":  # whose scale lies in nibbles of its bytes
+        blocks[:, :2] = np.full((rows, 1), 0.01, np.float16).view(np.uint8)
+    else:
+        blocks[:, -8:] &= 0x3F
+    moved = -(-len(raw) // 32) * 32
+    start = moved - entry.start + struct.unpack_from("<Q", raw, place + 4)[0]
+    changed = raw[:place] + struct.pack("<IQ", int(which), start) + raw[place + 12 :]
+    path.write_bytes(changed.ljust(moved, b"\0") + blocks.tobytes())
+    with pytest.warns(GraftworkWarning, match=r"1 tensors of types without.* 8 bits.*attn_v\.weight"):
         program = import_model(path)
-    name = "model.layers.0.self_attn.v_proj.weight"
-    assert torch.equal(program.weights[name].load(), dict(model.named_parameters())[name].detach())
+    call = next(
+        call
+        for call in program.step.calls(G.quantized_linear.default)
+        if "v_proj" in str(arguments(call)["weight"].target)
+    )
+    given = arguments(call)
+    parts = [program.weights[given[p].target].load() for p in ("weight", "scale")]
+    wanted = torch.from_numpy(gguf.dequantize(blocks, which).copy())
+    found = EIGHT.dequantize(Quantized(*parts, None))
+    most = wanted.reshape(rows, -1, 32).abs().amax(-1).repeat_interleave(32, 1)
+    assert wanted.abs().max() > 0 and ((found - wanted).abs() <= most / 250).all()
+    assert given["bits"] == 8 and model is not None

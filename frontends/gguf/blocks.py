@@ -5,11 +5,12 @@ of `ir.ops.numerics`, with the values that llama.cpp and the `gguf` package comp
 for bit:
 
     scale * (q - 2^(bits-1))    Q4_0, Q5_0, Q8_0, Q3_K, Q6_K
-    scale * q + offset          Q4_1, Q5_1, Q2_K, Q4_K, Q5_K
-    scale * codebook[q]         IQ4_NL, IQ4_XS
+    scale * q + offset          Q4_1, Q5_1, Q2_K, Q4_K, Q5_K, TQ1_0, TQ2_0
+    scale * codebook[q]         IQ4_NL, IQ4_XS, MXFP4
 
-Five bits are stored in six. In K types scales are themselves quantized: d * s, with d in float16
-for 256 values and s of a few bits for 16 or 32, which float32 holds exactly.
+What the package can unpack and this list lacks (codebooks of vectors: IQ1, IQ2, IQ3) is kept in 8
+bits, see `EIGHT`. Five bits are stored in six. In K types scales are themselves quantized: d * s,
+with d in float16 for 256 values and s of a few bits for 16 or 32, which float32 holds exactly.
 Source: the format's description and package (ggml).
 """
 
@@ -27,6 +28,12 @@ Part = Callable[[Tensor], Tensor]
 
 SIGNED4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """The codebook of IQ4 types."""
+
+FLOAT4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""The codebook of MXFP4: floats of 4 bits, doubled."""
+
+EIGHT = Numeric(8, 32)
+"""How types are kept that have no form of their own here: to 1/254 of the largest of 32 values."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,24 @@ def _q6_codes(blocks: Tensor) -> Tensor:
     return low | (_shifted(blocks[:, 128:192], 32, (0, 2, 4, 6), 2) << 4)
 
 
+def _thirds(blocks: Tensor) -> Tensor:
+    """TQ1_0: five digits of base 3 a byte, scaled so that the next is always the highest."""
+
+    def digits(part: Tensor, count: int) -> Tensor:
+        powers = torch.tensor([3**n for n in range(count)], dtype=torch.uint8)
+        return (part[:, None] * powers[:, None]).flatten(1)
+
+    found = [digits(blocks[:, :32], 5), digits(blocks[:, 32:48], 5), digits(blocks[:, 48:52], 4)]
+    return (torch.cat(found, 1).int() * 3 >> 8).to(torch.uint8)
+
+
+def _power(blocks: Tensor) -> Tensor:
+    """Half of 2^(e - 127) for the first byte e, f32[R,1]."""
+    exponent = blocks[:, :1].int()
+    bits = torch.where(exponent < 2, 0x00200000 << exponent.clamp(max=1), exponent - 1 << 23)
+    return bits.to(torch.int32).view(torch.float32)
+
+
 TYPES: dict[int, BlockType] = {
     2: BlockType(
         *("Q4_0", 32, 18, 4, 32, "symmetric"),
@@ -183,6 +208,26 @@ TYPES: dict[int, BlockType] = {
         lambda b: _nibbles(b, 8),
         _xs_scales,
         codebook=SIGNED4,
+    ),
+    34: BlockType(
+        *("TQ1_0", 256, 54, 2, 256, "affine"),
+        _thirds,
+        lambda b: _half(b, 52),
+        lambda b: -_half(b, 52),
+        half=True,
+    ),
+    35: BlockType(
+        *("TQ2_0", 256, 66, 2, 256, "affine"),
+        lambda b: _shifted(b[:, :64], 32, (0, 2, 4, 6), 2),
+        lambda b: _half(b, 64),
+        lambda b: -_half(b, 64),
+        half=True,
+    ),
+    39: BlockType(
+        *("MXFP4", 32, 17, 4, 32, "codebook"),
+        lambda b: _nibbles(b, 1),
+        _power,
+        codebook=FLOAT4,
     ),
 }
 """Types of few bits by their numbers."""

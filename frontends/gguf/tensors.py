@@ -2,8 +2,8 @@
 
 Parameters get the format's names by the `gguf` package's table, and `JOINED` has those that the
 format keeps in several tensors. Blocks become `StoredWeight`s without a float detour, also where
-rows are kept in another order (`LAYOUTS`); what is laid in another way, or of a type that is none
-of `blocks.TYPES`, is dequantized, with a warning.
+rows are kept in another order (`LAYOUTS`). What is laid in another way is dequantized, and what is
+of a type that is none of `blocks.TYPES` is rounded to 8 bits, with a warning each.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -33,7 +34,7 @@ from ...ir.support.names import shown
 from ..huggingface.checkpoint import Tensors, concatenated
 from ..stored_weights import StoredWeight
 from .architectures import Architecture
-from .blocks import FLOATS, TYPES, BlockType
+from .blocks import EIGHT, FLOATS, TYPES, BlockType
 from .reader import Entry, GgufFile
 
 JOINED: Mapping[str, tuple[str, ...]] = {
@@ -60,6 +61,7 @@ class Reader:
     known: Architecture
     config: Any
     others: list[str] = field(default_factory=list)
+    floats: list[str] = field(default_factory=list)
 
     def read(self, twin: nn.Module) -> tuple[Tensors, dict[str, StoredWeight]]:
         """The parameters of a model that the file has, and those that it has in few bits.
@@ -125,7 +127,7 @@ class Reader:
             stored = _joined_stored(name, [p for p in read if isinstance(p, StoredWeight)])
             if stored is not None and (not layout or layout in LAYOUTS) and self._fits(parts, dims):
                 return stored
-            self.others.append(f"{parts[0].name} (type {parts[0].kind}, laid in another way)")
+            self.floats.append(parts[0].name)
         floats = [
             part.values(f"{name}.{index}") if isinstance(part, StoredWeight) else part
             for index, part in enumerate(read)
@@ -170,9 +172,7 @@ class Reader:
         kind = TYPES.get(entry.kind)
         if kind is None:
             self.others.append(f"{entry.name} (type {entry.kind})")
-            type = TensorType(torch.float32, entry.dims)
-            options: dict[str, Any] = {"kind": entry.kind, "dims": entry.dims}
-            return derive(entry.name, type, dequantized_blocks, raw, **options)
+            return _eight_bits(self.file, entry, raw)
         if len(entry.dims) < 2:
             raise InputError(
                 f"{self.file.path}: tensor {entry.name} has the size {list(entry.dims)}; blocks "
@@ -181,14 +181,20 @@ class Reader:
         return _stored(self.file, entry, kind, raw)
 
     def _warn(self) -> None:
-        if self.others:
-            warnings.warn(
-                f"{self.file.path}: {len(self.others)} tensors of other block types than "
-                f"{', '.join(kind.name for kind in TYPES.values())}, or laid in another way here, "
-                f"are dequantized: {self.others[0]}",
-                GraftworkWarning,
-                stacklevel=2,
-            )
+        """Warn of what is not as it is in the file."""
+        for names, what in (
+            (
+                self.others,
+                f"of types without a form of their own are kept in {EIGHT.brief}",
+            ),
+            (self.floats, "of few bits that are laid in another way are dequantized"),
+        ):
+            if names:
+                warnings.warn(
+                    f"{self.file.path}: {len(names)} tensors {what}: {names[0]}",
+                    GraftworkWarning,
+                    stacklevel=2,
+                )
 
 
 def _itself(weight: Weight) -> Weight:
@@ -365,6 +371,50 @@ def block_part(
     type = TYPES[kind]
     found: torch.Tensor = getattr(type, part)(blocks.reshape(-1, type.size)).reshape(*rows, -1)
     return pack(found, type.bits) if part == "codes" else found
+
+
+def _eight_bits(file: GgufFile, entry: Entry, raw: Weight) -> StoredWeight:
+    """A tensor of another type, rounded to 8 bits. Errors: `UnsupportedError` for a type that the
+    package cannot unpack."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType(entry.kind)
+    _, size = gguf.GGML_QUANT_SIZES[kind]
+    try:
+        gguf.dequantize(np.zeros((1, size), np.uint8), kind)
+    except NotImplementedError as error:
+        raise UnsupportedError(
+            f"{file.path}: tensor {shown(entry.name)} has the block type {kind.name}, which the "
+            f"package gguf cannot unpack"
+        ) from error
+    *stack, rows, columns = entry.dims
+    floats = derive(
+        entry.name,
+        TensorType(torch.float32, entry.dims),
+        dequantized_blocks,
+        raw,
+        kind=entry.kind,
+        dims=entry.dims,
+    )
+    packed, scale = (
+        derive(
+            f"{entry.name}.{part}",
+            TensorType(type.dtype, (*stack, *type.dims)),
+            eight_bits,
+            floats,
+            part=part,
+        )
+        for part, type in zip(("weight", "scale"), EIGHT.types(rows, columns), strict=True)
+    )
+    return StoredWeight(EIGHT, packed, scale)
+
+
+@derivation
+def eight_bits(values: torch.Tensor, *, part: str) -> torch.Tensor:
+    """The codes or scales of values f32[...,N,K] in the form `EIGHT`."""
+    stored = EIGHT.quantize(values.reshape(-1, values.shape[-1]))
+    found: torch.Tensor = getattr(stored, part)
+    return found.reshape(*values.shape[:-1], -1)
 
 
 @derivation
