@@ -196,6 +196,7 @@ FILES: dict[str, Written] = {
         "cohere", lambda c: {"logit_scale": c.logit_scale}, change={"use_qk_norm": False}
     ),
     "command-r (plus)": Written("cohere", lambda c: {"logit_scale": c.logit_scale}),
+    "ernie4_5": Written("ernie4_5", change={"use_bias": False}),
     "exaone4": Written("exaone4", change={"sliding_window": None, "layer_types": None}),
     "exaone4 (32b)": Written(
         "exaone4", _window, change={"num_hidden_layers": 4, "layer_types": None}
@@ -297,14 +298,17 @@ def tiny(which: str) -> Any:
     return build(replace(known, config={k: v for k, v in config.items() if v is not None}))
 
 
-def write(path: Path, which: str, kind: str = "F32", *, floats: bool = False) -> Any:
+def write(
+    path: Path, which: str, kind: str = "F32", *, floats: bool = False, parts: int = 0
+) -> Any:
     """A row's file, and its model. kind: the type of weights of two axes or more. floats: written
-    as float32 nevertheless, of the values that the blocks of `kind` stand for."""
+    as float32 nevertheless, of the values that blocks of `kind` stand for. parts: tensors in each
+    of several files; 0: one file."""
     model, row = tiny(which), FILES[which]
     config = model.config
     name = which.split(" ")[0]
     arch = next(a for a, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
-    writer = gguf.GGUFWriter(path, name)
+    writer = gguf.GGUFWriter(path, name, split_max_tensors=parts)
     for key, value in {**_common(config), **row.keys(config)}.items():
         whole = type(value) is int  # the package takes whole numbers for signed ones
         kind_of = gguf.GGUFValueType.UINT32 if whole else gguf.GGUFValueType.get_type(value)

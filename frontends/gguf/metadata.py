@@ -81,12 +81,6 @@ class Metadata:
                 f"{self.file.path}: general.architecture: expected one of "
                 f"{', '.join(n for n in ARCHITECTURES if ' ' not in n)}, got {shown(self.name)}"
             )
-        parts = self.file.metadata.get("split.count", 1)
-        if parts not in (0, 1):
-            raise UnsupportedError(
-                f"{self.file.path} is one of {shown(parts)} parts of a model (split.count): put "
-                f"them together first (llama-gguf-split --merge)"
-            )
         if not self.number("expert_count", int, 0):
             return ARCHITECTURES[self.name]
         found = ARCHITECTURES.get(f"{self.name} of experts", ARCHITECTURES[self.name])
@@ -115,7 +109,7 @@ class Metadata:
         entry = self.file.tensors.get(tensor)
         if entry is None or entry.kind != 0 or len(entry.dims) != 1:
             raise self._no_model(f"tensor {tensor}: expected f32 of one axis")
-        values = self.file.rows(Entry(tensor, (entry.dims[0], 1), 0, entry.start), 4)
+        values = self.file.owner(tensor).rows(Entry(tensor, (entry.dims[0], 1), 0, entry.start), 4)
         found: list[float] = values.view(torch.float32).flatten().tolist()
         if not all(isfinite(value) and value > 0 for value in found):
             raise InputError(f"{self.file.path}: tensor {tensor}: expected positive numbers")
@@ -274,7 +268,7 @@ class Metadata:
     def plain_scale(self) -> float:
         """What scores are multiplied by if nothing else is said."""
         heads, hidden = self.count("attention.head_count"), self.number("embedding_length", int)
-        return self.number("attention.key_length", int, hidden // heads) ** -0.5
+        return float(self.number("attention.key_length", int, hidden // heads) ** -0.5)
 
     def _check_scale(self, known: Architecture, dim: int) -> None:
         """Errors: `UnsupportedError` for a scale of scores that the model cannot be given."""

@@ -47,10 +47,11 @@ def import_gguf(path: Path, dtype: torch.dtype | None = None, known: Known = nob
     from transformers import AutoConfig, GenerationConfig
 
     _require_gguf()
-    file = GgufFile.open(path)
+    file = GgufFile.whole(path)
     reader = Metadata(file)
     architecture = reader.architecture()
-    _check_places(file)
+    for part in {id(p): p for p in (file, *file.parts.values())}.values():
+        _check_places(part)
     said = reader.config()
     try:
         config = AutoConfig.for_model(architecture.model_type, **said)
@@ -76,7 +77,8 @@ def import_gguf(path: Path, dtype: torch.dtype | None = None, known: Known = nob
 def _check_places(file: GgufFile) -> None:
     """That tensors lie in the file, begin where they may, and share no byte."""
     before, end = "", 0
-    for entry in sorted(file.tensors.values(), key=lambda entry: entry.start):
+    own = (entry for name, entry in file.tensors.items() if file.owner(name) is file)
+    for entry in sorted(own, key=lambda entry: entry.start):
         if entry.start % file.alignment:
             raise InputError(
                 f"{file.path}: tensor {shown(entry.name)} begins at byte {entry.start}, which is "

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import struct
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +63,8 @@ class Entry:
 @option
 @dataclass(frozen=True)
 class GgufFile(SourceFile):
-    """A file's metadata and tensors. alignment: of what every tensor's first byte is a multiple."""
+    """A file's metadata and tensors. alignment: of what every tensor's first byte is a multiple.
+    parts: of a model in several files, the one that holds each tensor; none in a whole file."""
 
     path: Path
     metadata: dict[str, Value]
@@ -69,6 +72,47 @@ class GgufFile(SourceFile):
     size: int
     alignment: int
     stamp: tuple[int, ...] = ()
+    parts: Mapping[str, GgufFile] = field(default_factory=dict)
+
+    @classmethod
+    def whole(cls, path: Path) -> GgufFile:
+        """A model's file, with the others of it if it is the first of several.
+
+        Errors: `InputError` for another part than the first, and for parts that are missing or do
+        not belong together; and as `open`.
+        """
+        first = cls.open(path)
+        count = first.metadata.get("split.count", 1)
+        if count in (0, 1):
+            return first
+        named = re.fullmatch(r"(.*)-00001-of-([0-9]{5})\.gguf", path.name)
+        if named is None or first.metadata.get("split.no") != 0 or int(named[2]) != count:
+            raise InputError(
+                f"{path} is one of {shown(count)} parts of a model (split.count): expected the "
+                f"first, called NAME-00001-of-{count:05}.gguf"
+                if type(count) is int
+                else f"{path}: split.count: expected a number, got {shown(count)}"
+            )
+        tensors, owners = dict(first.tensors), dict.fromkeys(first.tensors, first)
+        for number in range(1, int(named[2])):
+            name = f"{named[1]}-{number + 1:05}-of-{named[2]}.gguf"
+            part = cls.open(path.with_name(name))
+            said = tuple(part.metadata.get(f"split.{key}") for key in ("no", "count"))
+            if said != (number, count) or tensors.keys() & part.tensors.keys():
+                raise InputError(f"{part.path} is not part {number + 1} of {path}; fetch it again")
+            tensors |= part.tensors
+            owners |= dict.fromkeys(part.tensors, part)
+        wanted = first.metadata.get("split.tensors.count", len(tensors))
+        if wanted != len(tensors):
+            raise InputError(
+                f"{path}: its {count} parts hold {len(tensors)} tensors, and split.tensors.count "
+                f"is {shown(wanted)}; fetch them again"
+            )
+        return replace(first, tensors=tensors, parts=owners)
+
+    def owner(self, tensor: str) -> GgufFile:
+        """The file that holds a tensor."""
+        return self.parts.get(tensor, self)
 
     @classmethod
     def open(cls, path: Path) -> GgufFile:
@@ -86,15 +130,10 @@ class GgufFile(SourceFile):
 
     def rows(self, entry: Entry, width: int) -> torch.Tensor:
         """A tensor's bytes u8[R,width], a row of its values each. Errors: `InputError` if the file
-        ends before it does."""
+        ends before it does: it was longer when its places were checked."""
         count = width
         for dim in entry.dims[:-1]:
             count *= dim
-        if entry.start + count > self.size:
-            raise InputError(
-                f"{self.path}: tensor {entry.name} ends {entry.start + count - self.size} bytes "
-                f"after the file; fetch it again"
-            )
         with open_regular(self.path) as file:
             file.seek(entry.start)
             data = np.frombuffer(bytearray(file.read(count)), np.uint8)

@@ -47,6 +47,11 @@ JOINED: Mapping[str, tuple[str, ...]] = {
 """The ends of parameters' names, and the tensors of the layer that they are made of, one behind the
 other along a layer's outputs."""
 
+Order = tuple[str, tuple[int, ...]]
+"""A layout of rows and its sizes, see `LAYOUTS`."""
+
+_AS_IT_IS: Order = ("", ())
+
 _RENAMED = {r"\.dt_bias$": ".dt_proj.bias", r"\.sinks$": ".sinks.weight"}
 
 UNUSED = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
@@ -121,8 +126,8 @@ class Reader:
         """A parameter of these dims, of one tensor or several."""
         found = next((v for k, v in self.known.layouts.items() if re.search(k, name)), None)
         layout, sizes = (found.kind, found.sizes(self.config)) if found else ("", ())
-        ordered = (layout, sizes) if layout in LAYOUTS else ("", ())
-        read = [self._part(entry, *ordered) for entry in parts]
+        order = (layout, sizes) if layout in LAYOUTS else _AS_IT_IS
+        read = [self._part(entry, order) for entry in parts]
         if all(isinstance(part, StoredWeight) for part in read):
             stored = _joined_stored(name, [p for p in read if isinstance(p, StoredWeight)])
             if stored is not None and (not layout or layout in LAYOUTS) and self._fits(parts, dims):
@@ -161,14 +166,13 @@ class Reader:
             )
         return derive(name, TensorType(torch.float32, dims), laid, *found, layout=layout, dims=dims)
 
-    def _part(self, entry: Entry, layout: str, sizes: tuple[int, ...]) -> StoredWeight | Weight:
+    def _part(self, entry: Entry, order: Order) -> StoredWeight | Weight:
         """A tensor, its rows in transformers' order."""
-        if layout:
-            _check_order(self.file, entry, layout, sizes)
-        order = {"layout": layout, "sizes": sizes}
+        if order != _AS_IT_IS:
+            _check_order(self.file, entry, *order)
         if entry.kind in FLOATS:
-            return floats_of(self.file, entry, **order)
-        raw = _rows(self.file, entry, **order)
+            return floats_of(self.file, entry, order)
+        raw = _rows(self.file, entry, order)
         kind = TYPES.get(entry.kind)
         if kind is None:
             self.others.append(f"{entry.name} (type {entry.kind})")
@@ -303,15 +307,23 @@ def _block(file: GgufFile, entry: Entry) -> tuple[int, int]:
     return int(values), int(size)
 
 
-def _rows(file: GgufFile, entry: Entry, layout: str = "", sizes: tuple[int, ...] = ()) -> Weight:
+def _rows(file: GgufFile, entry: Entry, order: Order = _AS_IT_IS) -> Weight:
     """The bytes of a tensor's rows u8[R,W]; a vector's rows are its values."""
     held = entry
     if len(entry.dims) == 1 and entry.kind in FLOATS:
         held = Entry(entry.name, (*entry.dims, 1), entry.kind, entry.start)
     width = width_of(file, held)
     type = TensorType(torch.uint8, (prod(held.dims[:-1]), width))
-    options: dict[str, Any] = {"layout": layout, "sizes": sizes}
-    return derive(entry.name, type, block_rows, file=file, entry=held, width=width, **options)
+    return derive(
+        entry.name,
+        type,
+        block_rows,
+        file=file.owner(entry.name),
+        entry=held,
+        width=width,
+        layout=order[0],
+        sizes=order[1],
+    )
 
 
 @derivation
@@ -323,11 +335,9 @@ def block_rows(
     return rows[LAYOUTS[layout](len(rows), *sizes)] if layout else rows
 
 
-def floats_of(
-    file: GgufFile, entry: Entry, layout: str = "", sizes: tuple[int, ...] = ()
-) -> Weight:
-    """A tensor of floats, its rows in the order that a layout says."""
-    dtype, raw = FLOATS[entry.kind], _rows(file, entry, layout, sizes)
+def floats_of(file: GgufFile, entry: Entry, order: Order = _AS_IT_IS) -> Weight:
+    """A tensor of floats, its rows in an order."""
+    dtype, raw = FLOATS[entry.kind], _rows(file, entry, order)
     type = TensorType(dtype, entry.dims)
     return derive(entry.name, type, bytes_as, raw, dtype=dtype, dims=entry.dims)
 
