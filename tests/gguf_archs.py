@@ -10,9 +10,11 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from archs import ARCHS, build
 from gguf_files import in_pairs, tokenizer
 from recurrent_archs import RECURRENT
+from source_models import made
 
 Keys = Callable[[Any], dict[str, Any]]
 Move = Callable[[str, np.ndarray, Any], Iterator[tuple[str, np.ndarray]]]
@@ -182,6 +184,40 @@ def _t5(config: Any) -> dict[str, Any]:
     }
 
 
+def _latent(config: Any) -> dict[str, Any]:
+    sigmoids = config.model_type == "deepseek_v3"
+    return {
+        "attention.q_lora_rank": config.q_lora_rank,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.head_count_kv": 1,
+        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.value_length": config.kv_lora_rank,
+        "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "attention.value_length_mla": config.v_head_dim,
+        "rope.dimension_count": config.qk_rope_head_dim,
+        "expert_count": config.n_routed_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "expert_weights_norm": config.norm_topk_prob,
+        "expert_gating_func": 2 if sigmoids else 1,
+        "leading_dense_block_count": config.first_k_dense_replace,
+        "expert_group_count": config.n_group,
+        "expert_group_used_count": config.topk_group,
+    }
+
+
+def _latent_heads(name: str, data: np.ndarray, config: Any) -> Iterator[tuple[str, np.ndarray]]:
+    if "attn_kv_b" in name:
+        heads = data.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+        keys, values = np.split(heads, [config.qk_nope_head_dim], axis=1)
+        yield name.replace("kv_b", "k_b"), keys.swapaxes(1, 2)
+        yield name.replace("kv_b", "v_b"), values
+    else:
+        yield from _experts(name, data, config)
+
+
 _SIX = ["sliding_attention"] * 5 + ["full_attention"]
 
 FILES: dict[str, Written] = {
@@ -196,6 +232,10 @@ FILES: dict[str, Written] = {
         "cohere", lambda c: {"logit_scale": c.logit_scale}, change={"use_qk_norm": False}
     ),
     "command-r (plus)": Written("cohere", lambda c: {"logit_scale": c.logit_scale}),
+    "deepseek2": Written(
+        "deepseek_v2", _latent, _latent_heads, {"topk_method": "greedy", "n_group": 1}
+    ),
+    "deepseek2 (v3)": Written("deepseek_v3", _latent, _latent_heads, {"n_group": 1}),
     "ernie4_5": Written("ernie4_5", change={"use_bias": False}),
     "exaone4": Written("exaone4", change={"sliding_window": None, "layer_types": None}),
     "exaone4 (32b)": Written(
@@ -281,6 +321,7 @@ FILES: dict[str, Written] = {
         lambda c: {**_partial(c), "use_parallel_residual": c.use_parallel_residual},
         change={"qk_layernorm": False},
     ),
+    "t5": Written("t5", _t5, change={"tie_word_embeddings": False}),
     "starcoder2": Written("starcoder2", change={"sliding_window": None}),
 }
 
@@ -288,6 +329,10 @@ FILES: dict[str, Written] = {
 def tiny(which: str) -> Any:
     """The model of a row, of sizes that blocks of 32 fit."""
     row = FILES[which]
+    if row.model == "t5":
+        model = made("t5", **row.change)
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.3)
+        return model
     known = ARCHS.get(row.model) or RECURRENT[row.model]
     sizes = {
         name: size
@@ -295,7 +340,11 @@ def tiny(which: str) -> Any:
         if name in known.config
     }
     config = {**known.config, **sizes, **row.change}
-    return build(replace(known, config={k: v for k, v in config.items() if v is not None}))
+    model = build(replace(known, config={k: v for k, v in config.items() if v is not None}))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.linspace(-0.5, 0.5, len(buffer)))
+    return model
 
 
 def write(
@@ -317,15 +366,24 @@ def write(
     writer.add_eos_token_id(2)
     tokenizer(writer, config.vocab_size)
     table = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    for parameter, data in model.named_parameters():
+    for parameter, data in _held(model).items():
         theirs = _their_name(table, parameter)
-        for final, part in row.move(theirs, data.detach().float().numpy(), config):
+        for final, part in row.move(theirs, data.float().numpy(), config):
             _add(writer, final, np.ascontiguousarray(part), kind, floats)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return model
+
+
+def _held(model: Any) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds: tied weights once."""
+    first: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        first.setdefault(id(tensor), name)
+    return {name: state[name].detach() for name in first.values()}
 
 
 def _common(config: Any) -> dict[str, Any]:
@@ -347,7 +405,7 @@ def _common(config: Any) -> dict[str, Any]:
     if not config.model_type.startswith("mamba"):
         dim = first("head_dim") or hidden // heads
         keys |= {
-            "feed_forward_length": first("intermediate_size", "n_inner", "ffn_hidden_size")
+            "feed_forward_length": first("intermediate_size", "n_inner", "ffn_hidden_size", "d_ff")
             or 4 * hidden,
             "attention.head_count": heads,
             "attention.head_count_kv": first("num_key_value_heads", "num_kv_heads") or heads,
@@ -374,6 +432,7 @@ def _their_name(table: Any, parameter: str) -> str:
             return f"blk.{layer}.{theirs}"
     parameter = parameter.replace("mixer.dt_bias", "mixer.dt_proj.bias")
     parameter = parameter.replace("self_attn.sinks", "self_attn.sinks.weight")
+    parameter = parameter.replace("e_score_correction_bias", "e_score_correction.bias")
     for known in (parameter, parameter.removeprefix("transformer.")):
         if (found := table.get_name(known, try_suffixes=(".weight", ".bias"))) is not None:
             return str(found)

@@ -50,6 +50,7 @@ class Architecture:
     experts: bool = False
     any_dim: bool = True
     attends: bool = True
+    alike: bool = True
     options: Options = lambda said: {}
     layouts: Mapping[str, Layout] = field(default_factory=dict)
 
@@ -336,11 +337,59 @@ def _t5(said: Metadata) -> dict[str, Any]:
     }
 
 
+def _deepseek2(said: Metadata) -> dict[str, Any]:
+    """Attention over latent rows. Newer files hold one key head, which is the latent row, and the
+    widths of a head of the model under names of their own."""
+    latent, turned = (
+        said.number("attention.kv_lora_rank", int),
+        said.number("rope.dimension_count", int),
+    )
+    wide = said.number("attention.key_length_mla", int, 0)
+    for key, of_rows in (("key_length", latent + turned), ("value_length", latent)):
+        if wide and (given := said.number(f"attention.{key}", int, of_rows)) != of_rows:
+            raise said.unlike(f"attention.{key}", given, of_rows)
+    wide = wide or said.number("attention.key_length", int)
+    heads = said.count("attention.head_count")
+    value = said.number("attention.value_length_mla", int, 0)
+    said.count("attention.head_count_kv", heads)
+    rotary = said.rotary()
+    if rotary["rope_type"] == "yarn":
+        scale = 10 * said.number("rope.scaling.yarn_log_multiplier", float, 0.0)
+        rotary |= {"mscale": scale, "mscale_all_dim": scale}
+    groups = said.number("expert_group_count", int, 1)
+    return {
+        "intermediate_size": said.count("feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": said.number("attention.q_lora_rank", int, 0) or None,
+        "kv_lora_rank": latent,
+        "qk_rope_head_dim": turned,
+        "qk_nope_head_dim": wide - turned,
+        "v_head_dim": value or said.number("attention.value_length", int),
+        "rope_parameters": rotary,
+        **_experts(said, experts="n_routed_experts"),
+        "n_shared_experts": said.number("expert_shared_count", int, 0),
+        "first_k_dense_replace": said.number("leading_dense_block_count", int, 0),
+        "routed_scaling_factor": said.number("expert_weights_scale", float, 0.0) or 1.0,
+        "norm_topk_prob": said.flag("expert_weights_norm", False),
+        "n_group": groups,
+        "topk_group": said.number("expert_group_used_count", int, 1),
+        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
+    }
+
+
+def _deepseek3(said: Metadata) -> dict[str, Any]:
+    if (kind := said.number("expert_gating_func", int, 2)) != 2:
+        raise said.unlike("expert_gating_func", kind, 2)
+    return _deepseek2(said)
+
+
 _STATES = {
     r"\.A_log$": Layout("log of minus"),
     r"\.conv1d\.weight$": Layout("reshaped"),
     r"\.(D|norm\.weight)$": Layout("reshaped"),
 }
+_LATENT = {r"\.kv_b_proj\.weight$": Layout("latent")}
 _OF_LAYER_NORM: dict[str, Any] = {"centred": True, "eps": "layer_norm_eps"}
 _OF_GPT: dict[str, Any] = {"centred": True, "eps": "layer_norm_epsilon", "rotary": False}
 
@@ -354,6 +403,12 @@ ARCHITECTURES = {
         **_OF_LAYER_NORM,
     ),
     "command-r": Architecture("cohere", options=_cohere, **_OF_LAYER_NORM),
+    "deepseek2": Architecture(
+        "deepseek_v2", alike=False, experts=True, options=_deepseek2, layouts=_LATENT
+    ),
+    "deepseek2 with sigmoids": Architecture(
+        "deepseek_v3", alike=False, experts=True, options=_deepseek3, layouts=_LATENT
+    ),
     "ernie4_5": Architecture(
         "ernie4_5", options=lambda s: {"use_bias": s.has("blk.0.attn_q.bias")}
     ),
@@ -405,8 +460,12 @@ ARCHITECTURES = {
     ),
     "llama": Architecture("llama", divided=True, options=_llama, layouts=_PAIRS),
     "llama of experts": Architecture("mixtral", experts=True, options=_mixtral, layouts=_PAIRS),
-    "mamba": Architecture("mamba", eps="layer_norm_epsilon", options=_mamba, layouts=_STATES),
-    "mamba2": Architecture("mamba2", eps="layer_norm_epsilon", options=_mamba2, layouts=_STATES),
+    "mamba": Architecture(
+        "mamba", alike=False, eps="layer_norm_epsilon", options=_mamba, layouts=_STATES
+    ),
+    "mamba2": Architecture(
+        "mamba2", alike=False, eps="layer_norm_epsilon", options=_mamba2, layouts=_STATES
+    ),
     "mpt": Architecture("mpt", options=_mpt, **_OF_GPT),
     "nemotron": Architecture(
         "nemotron", partial=True, centred=True, eps="norm_eps", options=_llama, layouts=_NORMS

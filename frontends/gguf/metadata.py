@@ -83,7 +83,9 @@ class Metadata:
             )
         if not self.number("expert_count", int, 0):
             return ARCHITECTURES[self.name]
-        found = ARCHITECTURES.get(f"{self.name} of experts", ARCHITECTURES[self.name])
+        sigmoids = any(name.endswith(".exp_probs_b.bias") for name in self.file.tensors)
+        special = f"{self.name} with sigmoids" if sigmoids else f"{self.name} of experts"
+        found = ARCHITECTURES.get(special, ARCHITECTURES[self.name])
         if not found.experts:
             raise UnsupportedError(
                 f"{self.file.path}: {self.name} models with experts are not supported"
@@ -186,7 +188,7 @@ class Metadata:
         }
         if not 0 < context < 2**31:
             raise self._no_model(f"{self.name}.context_length is {context}")
-        if not known.model_type.startswith("mamba"):
+        if known.alike:
             found |= self._attention(known, hidden, context)
         found |= known.options(self)
         self._refuse_others()

@@ -43,6 +43,7 @@ JOINED: Mapping[str, tuple[str, ...]] = {
     "experts.down_proj": ("ffn_down_exps.weight",),
     "experts.down_proj_bias": ("ffn_down_exps.bias",),
     "block_sparse_moe.router.weight": ("ffn_gate_inp.weight",),
+    "kv_b_proj.weight": ("attn_k_b.weight", "attn_v_b.weight"),
 }
 """The ends of parameters' names, and the tensors of the layer that they are made of, one behind the
 other along a layer's outputs."""
@@ -52,7 +53,12 @@ Order = tuple[str, tuple[int, ...]]
 
 _AS_IT_IS: Order = ("", ())
 
-_RENAMED = {r"\.dt_bias$": ".dt_proj.bias", r"\.sinks$": ".sinks.weight"}
+_RENAMED = {
+    r"\.dt_bias$": ".dt_proj.bias",
+    r"\.sinks$": ".sinks.weight",
+    r"\.e_score_correction_bias$": ".e_score_correction.bias",
+}
+"""Ends of parameters' names, and what the package's table knows them by."""
 
 UNUSED = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 """Tensors that are no parameters: what frequencies are divided by."""
@@ -78,7 +84,7 @@ class Reader:
         kept: dict[str, StoredWeight] = {}
         left = dict.fromkeys(self.file.tensors)
         names = self._names(twin)
-        for name, parameter in twin.named_parameters(remove_duplicate=False):
+        for name, parameter in twin.state_dict(keep_vars=True).items():
             parts = [self.file.tensors[n] for n in names(name) if n in self.file.tensors]
             if not parts or len(parts) < len(names(name)):
                 continue
@@ -106,16 +112,17 @@ class Reader:
         table = gguf.get_tensor_name_map(arch, self.config.num_hidden_layers)
 
         def names(parameter: str) -> tuple[str, ...]:
-            joined = next((n for n in JOINED if parameter.endswith(f".{n}")), None)
-            if joined is not None:
-                layer = re.search(r"\.(\d+)\.", parameter)
-                return tuple(f"blk.{layer[1] if layer else 0}.{part}" for part in JOINED[joined])
+            layer = re.search(r"\.(\d+)\.", parameter)
+            for end, parts in JOINED.items():
+                found = tuple(f"blk.{layer[1] if layer else 0}.{part}" for part in parts)
+                if parameter.endswith(f".{end}") and found[0] in self.file.tensors:
+                    return found
             ends = (".weight", ".bias")
             for end, theirs in _RENAMED.items():
                 parameter = re.sub(end, theirs, parameter)
             for known in (parameter, parameter.removeprefix("transformer.")):
-                if (found := table.get_name(known, try_suffixes=ends)) is not None:
-                    return (str(found),)
+                if (named := table.get_name(known, try_suffixes=ends)) is not None:
+                    return (str(named),)
             return ()
 
         return names
@@ -130,7 +137,8 @@ class Reader:
         read = [self._part(entry, order) for entry in parts]
         if all(isinstance(part, StoredWeight) for part in read):
             stored = _joined_stored(name, [p for p in read if isinstance(p, StoredWeight)])
-            if stored is not None and (not layout or layout in LAYOUTS) and self._fits(parts, dims):
+            plain = not layout or layout in LAYOUTS or (layout == "latent" and len(parts) == 1)
+            if stored is not None and plain and self._fits(parts, dims):
                 return stored
             self.floats.append(parts[0].name)
         floats = [
@@ -158,6 +166,8 @@ class Reader:
             type = TensorType(parts[0].type.dtype, tuple(shape))
             cast = [part.cast(type.dtype) for part in parts]
             return derive(name, type, concatenated, *cast, dim=axis)
+        if layout == "latent" and len(parts) == 1:
+            return parts[0].renamed(name)  # older files hold them as transformers does
         found = [part.cast(torch.float32) for part in parts]
         if prod(dims) != sum(prod(part.type.shape) for part in parts):
             raise InputError(
@@ -266,6 +276,9 @@ def laid(*parts: torch.Tensor, layout: str, dims: tuple[int, ...]) -> torch.Tens
     if layout == "interleaved":  # gate and up, of which transformers has columns in turns
         both = torch.stack(parts, 2).flatten(1, 2)
         return both.transpose(1, 2).reshape(dims) if both.dim() == 3 else both.reshape(dims)
+    if layout == "latent":  # of each head its keys' rows, which lie the other way, then its values'
+        keys = parts[0].transpose(1, 2)
+        return torch.cat([keys, *parts[1:]], 1).reshape(dims)
     (x,) = parts
     if layout == "transposed":
         return x.transpose(-1, -2).reshape(dims).contiguous()
