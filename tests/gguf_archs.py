@@ -441,10 +441,11 @@ def _their_name(table: Any, parameter: str) -> str:
 
 def _add(writer: Any, name: str, data: np.ndarray, kind: str, floats: bool) -> None:
     small = any(part in name for part in ("norm", "ssm_", "shortconv.conv", "ffn_gate_inp"))
-    if kind == "F32" or data.ndim < 2 or small or name.endswith(".bias"):
+    which = gguf.GGMLQuantizationType[kind]
+    small |= data.ndim < 2 or name.endswith(".bias")
+    if small or data.shape[-1] % gguf.GGML_QUANT_SIZES[which][0] or kind == "F32":
         writer.add_tensor(name, data)
         return
-    which = gguf.GGMLQuantizationType[kind]
     blocks = gguf.quantize(data, which)
     if floats:
         writer.add_tensor(name, gguf.dequantize(blocks, which).copy())

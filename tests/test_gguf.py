@@ -20,7 +20,8 @@ from selection import mostly_long  # noqa: E402
 import graftwork as gw  # noqa: E402
 from graftwork.frontends import import_model  # noqa: E402
 from graftwork.frontends.gguf.blocks import EIGHT, TYPES, BlockType  # noqa: E402
-from graftwork.frontends.gguf.metadata import SILENT, Metadata  # noqa: E402
+from graftwork.frontends.gguf.config import SILENT, architecture_of, config_of  # noqa: E402
+from graftwork.frontends.gguf.metadata import Metadata  # noqa: E402
 from graftwork.frontends.gguf.reader import GgufFile, Passed  # noqa: E402
 from graftwork.ir import (  # noqa: E402
     GraftworkWarning,
@@ -268,11 +269,11 @@ def test_nothing_that_llama_cpp_reads_is_passed_over(value: Any, tiny: Path) -> 
             continue
         metadata = Metadata(saying(tiny, {f"llama.{key}": value}))
         if key == "rope.scaling.factor" and value == 0.37:
-            assert metadata.config()["rope_parameters"]["factor"] == value
+            assert config_of(metadata)["rope_parameters"]["factor"] == value
             continue
         with pytest.raises((InputError, UnsupportedError), match=key.replace(".", r"\.")):
-            metadata.architecture()
-            metadata.config()
+            architecture_of(metadata)
+            config_of(metadata)
 
 
 ROPES: dict[str, tuple[dict[str, Any], float]] = {
@@ -289,7 +290,7 @@ ROPES: dict[str, tuple[dict[str, Any], float]] = {
 def test_rope_factors_mean_what_llama_cpp_makes_of_them(case: str, tiny: Path) -> None:
     said, factor = ROPES[case]
     changed = saying(tiny, {f"llama.{key}": value for key, value in said.items()})
-    found = Metadata(changed).config()["rope_parameters"]
+    found = config_of(Metadata(changed))["rope_parameters"]
     assert found.get("factor", 1.0) == factor
     assert found["rope_type"] == ("default" if factor == 1 else "linear")
 
@@ -308,12 +309,12 @@ def test_counts_of_layers(tmp_path: Path, tiny: Path) -> None:
     """An array with an entry for each layer is read where they are alike, and refused if not."""
     path = tmp_path / "two.gguf"
     write(path, {"": "F16"}, **{**SIZES, "num_hidden_layers": 2})
-    assert Metadata(GgufFile.open(path)).config()["num_key_value_heads"] == 2
+    assert config_of(Metadata(GgufFile.open(path)))["num_key_value_heads"] == 2
     for key, given in (("attention.head_count_kv", (2, 2)), ("feed_forward_length", (96, 96))):
-        config = Metadata(saying(path, {f"llama.{key}": given})).config()
+        config = config_of(Metadata(saying(path, {f"llama.{key}": given})))
         assert (config["num_key_value_heads"], config["intermediate_size"]) == (2, 96)
         with pytest.raises(UnsupportedError, match=rf"{key} differs from layer to layer"):
-            Metadata(saying(path, {f"llama.{key}": (given[0], 1)})).config()
+            config_of(Metadata(saying(path, {f"llama.{key}": (given[0], 1)})))
 
 
 def test_arrays_of_a_file_are_read(tmp_path: Path) -> None:

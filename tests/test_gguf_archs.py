@@ -20,6 +20,7 @@ from source_models import sources, written  # noqa: E402
 import graftwork as gw  # noqa: E402
 from graftwork.frontends import import_model  # noqa: E402
 from graftwork.frontends.gguf.architectures import ARCHITECTURES  # noqa: E402
+from graftwork.frontends.gguf.config import config_of  # noqa: E402
 from graftwork.frontends.gguf.metadata import Metadata  # noqa: E402
 from graftwork.frontends.gguf.reader import GgufFile  # noqa: E402
 from graftwork.ir import GraftworkWarning, InputError, UnsupportedError, arguments  # noqa: E402
@@ -144,7 +145,7 @@ def test_metadata_of_architectures(
     opened = GgufFile.open(path)
     opened.metadata[f"{which}.{key}"] = value  # type: ignore[assignment]
     if not message:
-        Metadata(opened).config()
+        config_of(Metadata(opened))
         return
     with pytest.raises((InputError, UnsupportedError), match=message):
-        Metadata(opened).config()
+        config_of(Metadata(opened))

@@ -1,9 +1,7 @@
 """A GGUF file as a program: its metadata becomes a configuration, its blocks weights of few bits.
 
-The model is traced as transformers has it; tensors get transformers' names, and the rows of llama's
-queries and keys, which the format keeps in the order of another rotary embedding, go back to
-theirs. Blocks become `StoredWeight`s without a float detour; types that are none of `blocks.TYPES`
-are dequantized by the `gguf` package, with a warning.
+The model is traced as transformers has it (`architectures`, `config`), with the file's tensors as
+its parameters (`tensors`).
 """
 
 from __future__ import annotations
@@ -29,9 +27,11 @@ from ...ir.support.scratch import Scratch
 from ...ir.support.tokenizer import refusing
 from ..generation import Known, nobody
 from ..huggingface.model import import_tensors, tell
+from .config import architecture_of, config_of
 from .metadata import Metadata
 from .reader import GgufFile
-from .tensors import Reader, floats_of, width_of
+from .rows import floats_of, width_of
+from .tensors import Reader
 
 FREQUENCIES = "rope_freqs.weight"
 """What the rotary embedding's frequencies are divided by (llama 3.1)."""
@@ -49,12 +49,12 @@ def import_gguf(path: Path, dtype: torch.dtype | None = None, known: Known = nob
     _require_gguf()
     file = GgufFile.whole(path)
     reader = Metadata(file)
-    architecture = reader.architecture()
+    architecture = architecture_of(reader)
     for part in {id(p): p for p in (file, *file.parts.values())}.values():
         _check_places(part)
-    said = reader.config()
+    meta = config_of(reader)
     try:
-        config = AutoConfig.for_model(architecture.model_type, **said)
+        config = AutoConfig.for_model(architecture.model_type, **meta)
         generation = GenerationConfig.from_model_config(config)
     except Exception as error:  # transformers' own kinds, which are no ValueErrors
         raise UnsupportedError(

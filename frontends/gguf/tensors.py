@@ -16,7 +16,6 @@ from functools import partial
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -29,13 +28,22 @@ from ...ir import (
     derivation,
     derive,
 )
-from ...ir.ops.numerics import pack
 from ...ir.support.names import shown
 from ..huggingface.checkpoint import Tensors, concatenated
 from ..stored_weights import StoredWeight
 from .architectures import Architecture
-from .blocks import EIGHT, FLOATS, TYPES, BlockType
+from .blocks import EIGHT, FLOATS, TYPES
 from .reader import Entry, GgufFile
+from .rows import (
+    AS_IT_IS,
+    LAYOUTS,
+    Order,
+    check_order,
+    floats_of,
+    rows_of,
+    stored_blocks,
+    stored_in_eight,
+)
 
 JOINED: Mapping[str, tuple[str, ...]] = {
     "experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
@@ -47,11 +55,6 @@ JOINED: Mapping[str, tuple[str, ...]] = {
 }
 """The ends of parameters' names, and the tensors of the layer that they are made of, one behind the
 other along a layer's outputs."""
-
-Order = tuple[str, tuple[int, ...]]
-"""A layout of rows and its sizes, see `LAYOUTS`."""
-
-_AS_IT_IS: Order = ("", ())
 
 _RENAMED = {
     r"\.dt_bias$": ".dt_proj.bias",
@@ -133,7 +136,7 @@ class Reader:
         """A parameter of these dims, of one tensor or several."""
         found = next((v for k, v in self.known.layouts.items() if re.search(k, name)), None)
         layout, sizes = (found.kind, found.sizes(self.config)) if found else ("", ())
-        order = (layout, sizes) if layout in LAYOUTS else _AS_IT_IS
+        order = (layout, sizes) if layout in LAYOUTS else AS_IT_IS
         read = [self._part(entry, order) for entry in parts]
         if all(isinstance(part, StoredWeight) for part in read):
             stored = _joined_stored(name, [p for p in read if isinstance(p, StoredWeight)])
@@ -178,21 +181,21 @@ class Reader:
 
     def _part(self, entry: Entry, order: Order) -> StoredWeight | Weight:
         """A tensor, its rows in transformers' order."""
-        if order != _AS_IT_IS:
-            _check_order(self.file, entry, *order)
+        if order != AS_IT_IS:
+            check_order(self.file, entry, *order)
         if entry.kind in FLOATS:
             return floats_of(self.file, entry, order)
-        raw = _rows(self.file, entry, order)
+        raw = rows_of(self.file, entry, order)
         kind = TYPES.get(entry.kind)
         if kind is None:
             self.others.append(f"{entry.name} (type {entry.kind})")
-            return _eight_bits(self.file, entry, raw)
+            return stored_in_eight(self.file, entry, raw)
         if len(entry.dims) < 2:
             raise InputError(
                 f"{self.file.path}: tensor {entry.name} has the size {list(entry.dims)}; blocks "
                 f"are in rows"
             )
-        return _stored(self.file, entry, kind, raw)
+        return stored_blocks(self.file, entry, kind, raw)
 
     def _warn(self) -> None:
         """Warn of what is not as it is in the file."""
@@ -236,40 +239,6 @@ def _joined_stored(name: str, parts: Sequence[StoredWeight]) -> StoredWeight | N
     return replace(parts[0], weight=weight, scale=scale, offset=joined("offset"))
 
 
-def _pairs(rows: int, heads: int) -> torch.Tensor:
-    """The file has rows 2i and 2i+1 of a head side by side, transformers i and i + half."""
-    return torch.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).flatten()
-
-
-def _grouped(rows: int, groups: int, each: int, dim: int) -> torch.Tensor:
-    """The file has all queries, all keys and all values, transformers those of one group of heads
-    after the other. each: queries of a group. dim: rows of a head."""
-    queries, keys, values = torch.arange(rows).split(
-        [groups * each * dim, groups * dim, groups * dim]
-    )
-    parts = [queries.reshape(groups, each * dim), keys.reshape(groups, dim)]
-    return torch.cat([*parts, values.reshape(groups, dim)], 1).flatten()
-
-
-LAYOUTS: dict[str, Callable[..., torch.Tensor]] = {"pairs": _pairs, "grouped": _grouped}
-"""Orders of rows: for so many of them and the layout's sizes, which row of the file goes where."""
-
-
-def _check_order(file: GgufFile, entry: Entry, layout: str, sizes: tuple[int, ...]) -> None:
-    """Errors: `InputError` for rows that cannot be in such an order."""
-    rows = entry.dims[0]
-    if layout == "pairs":
-        fine = sizes[0] >= 1 and rows % (2 * sizes[0]) == 0
-    else:
-        groups, each, dim = sizes
-        fine = rows == groups * (each + 2) * dim
-    if not fine:
-        of = " x ".join(map(str, sizes))
-        raise InputError(
-            f"{file.path}: tensor {entry.name} has {rows} rows, which are no {layout} of {of}"
-        )
-
-
 @derivation
 def laid(*parts: torch.Tensor, layout: str, dims: tuple[int, ...]) -> torch.Tensor:
     """Floats as transformers has them, [dims], that the format keeps in another way."""
@@ -287,163 +256,3 @@ def laid(*parts: torch.Tensor, layout: str, dims: tuple[int, ...]) -> torch.Tens
     if layout == "log of minus":
         return torch.log(-x).reshape(dims)
     return x.reshape(dims)
-
-
-def width_of(file: GgufFile, entry: Entry) -> int:
-    """Bytes of a row of a tensor. Errors: `InputError` for parts of blocks, `UnsupportedError` for
-    types that not even the package knows."""
-    columns = entry.dims[-1]
-    if entry.kind in FLOATS:
-        return columns * FLOATS[entry.kind].itemsize
-    values, size = _block(file, entry)
-    if columns % values:
-        raise InputError(
-            f"{file.path}: tensor {shown(entry.name)} has the size {list(entry.dims)}; its type "
-            f"{entry.kind} has rows of blocks of {values} values"
-        )
-    return columns // values * size
-
-
-def _block(file: GgufFile, entry: Entry) -> tuple[int, int]:
-    """Values and bytes of a block of a tensor's type."""
-    if (kind := TYPES.get(entry.kind)) is not None:
-        return kind.values, kind.size
-    import gguf
-
-    try:
-        values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(entry.kind)]
-    except (ValueError, KeyError) as error:
-        raise UnsupportedError(
-            f"{file.path}: tensor {shown(entry.name)} has the block type {entry.kind}, which the "
-            f"package gguf does not know"
-        ) from error
-    return int(values), int(size)
-
-
-def _rows(file: GgufFile, entry: Entry, order: Order = _AS_IT_IS) -> Weight:
-    """The bytes of a tensor's rows u8[R,W]; a vector's rows are its values."""
-    held = entry
-    if len(entry.dims) == 1 and entry.kind in FLOATS:
-        held = Entry(entry.name, (*entry.dims, 1), entry.kind, entry.start)
-    width = width_of(file, held)
-    type = TensorType(torch.uint8, (prod(held.dims[:-1]), width))
-    return derive(
-        entry.name,
-        type,
-        block_rows,
-        file=file.owner(entry.name),
-        entry=held,
-        width=width,
-        layout=order[0],
-        sizes=order[1],
-    )
-
-
-@derivation
-def block_rows(
-    *, file: GgufFile, entry: Entry, width: int, layout: str, sizes: tuple[int, ...]
-) -> torch.Tensor:
-    """The bytes u8[R,width] of a tensor's rows, in the order that a layout says (see `LAYOUTS`)."""
-    rows = file.rows(entry, width)
-    return rows[LAYOUTS[layout](len(rows), *sizes)] if layout else rows
-
-
-def floats_of(file: GgufFile, entry: Entry, order: Order = _AS_IT_IS) -> Weight:
-    """A tensor of floats, its rows in an order."""
-    dtype, raw = FLOATS[entry.kind], _rows(file, entry, order)
-    type = TensorType(dtype, entry.dims)
-    return derive(entry.name, type, bytes_as, raw, dtype=dtype, dims=entry.dims)
-
-
-@derivation
-def bytes_as(rows: torch.Tensor, *, dtype: torch.dtype, dims: tuple[int, ...]) -> torch.Tensor:
-    """Bytes u8[R,W] as the numbers that they are."""
-    return rows.view(dtype).reshape(dims)
-
-
-def _stored(file: GgufFile, entry: Entry, kind: BlockType, raw: Weight) -> StoredWeight:
-    """A tensor of blocks, decoded part by part when they are loaded."""
-    *stack, rows, columns = entry.dims
-    numeric = kind.numeric
-    packed, scale = (
-        TensorType(type.dtype, (*stack, *type.dims)) for type in numeric.types(rows, columns)
-    )
-    options: dict[str, Any] = {"kind": entry.kind, "rows": (*stack, rows)}
-    scales = derive(f"{raw.name}.scale", scale, block_part, raw, part="scales", **options)
-    offsets = None
-    if kind.offsets is not None:
-        offsets = derive(f"{raw.name}.offset", scale, block_part, raw, part="offsets", **options)
-    for part in filter(None, (scales, offsets)):
-        if not torch.isfinite(part.load().float()).all():
-            raise InputError(f"{file.path}: tensor {raw.name} has scales that are not finite")
-    book = torch.tensor(kind.codebook, dtype=torch.float32) if kind.codebook else None
-    return StoredWeight(
-        numeric,
-        derive(f"{raw.name}.bits", packed, block_part, raw, part="codes", **options),
-        scales,
-        offsets,
-        None if book is None else Weight.of(f"{kind.name}.codebook", book),
-    )
-
-
-@derivation
-def block_part(
-    blocks: torch.Tensor, *, kind: int, rows: tuple[int, ...], part: str
-) -> torch.Tensor:
-    """The scales, offsets or codes [*rows,...] of blocks u8[R,W] of a type; codes are packed."""
-    type = TYPES[kind]
-    found: torch.Tensor = getattr(type, part)(blocks.reshape(-1, type.size)).reshape(*rows, -1)
-    return pack(found, type.bits) if part == "codes" else found
-
-
-def _eight_bits(file: GgufFile, entry: Entry, raw: Weight) -> StoredWeight:
-    """A tensor of another type, rounded to 8 bits. Errors: `UnsupportedError` for a type that the
-    package cannot unpack."""
-    import gguf
-
-    kind = gguf.GGMLQuantizationType(entry.kind)
-    _, size = gguf.GGML_QUANT_SIZES[kind]
-    try:
-        gguf.dequantize(np.zeros((1, size), np.uint8), kind)
-    except NotImplementedError as error:
-        raise UnsupportedError(
-            f"{file.path}: tensor {shown(entry.name)} has the block type {kind.name}, which the "
-            f"package gguf cannot unpack"
-        ) from error
-    *stack, rows, columns = entry.dims
-    floats = derive(
-        entry.name,
-        TensorType(torch.float32, entry.dims),
-        dequantized_blocks,
-        raw,
-        kind=entry.kind,
-        dims=entry.dims,
-    )
-    packed, scale = (
-        derive(
-            f"{entry.name}.{part}",
-            TensorType(type.dtype, (*stack, *type.dims)),
-            eight_bits,
-            floats,
-            part=part,
-        )
-        for part, type in zip(("weight", "scale"), EIGHT.types(rows, columns), strict=True)
-    )
-    return StoredWeight(EIGHT, packed, scale)
-
-
-@derivation
-def eight_bits(values: torch.Tensor, *, part: str) -> torch.Tensor:
-    """The codes or scales of values f32[...,N,K] in the form `EIGHT`."""
-    stored = EIGHT.quantize(values.reshape(-1, values.shape[-1]))
-    found: torch.Tensor = getattr(stored, part)
-    return found.reshape(*values.shape[:-1], -1)
-
-
-@derivation
-def dequantized_blocks(rows: torch.Tensor, *, kind: int, dims: tuple[int, ...]) -> torch.Tensor:
-    """What rows of blocks u8[R,W] stand for, by the package."""
-    import gguf
-
-    values = gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType(kind))
-    return torch.from_numpy(values).reshape(dims)

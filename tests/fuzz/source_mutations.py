@@ -12,6 +12,7 @@ from typing import Any
 import gguf
 import onnx
 from onnx import TensorProto, helper
+from source_readers import ARCHITECTURES
 
 NUMBERS = (0, 1, 2, -1, 3, 7, 31, 64, 4096, 2**31, 2**63, 2**70)
 VALUES: tuple[Any, ...] = (None, True, "", "x", "\ud800", 0.5, 1e400, [], {}, [1, 2], *NUMBERS)
@@ -328,17 +329,10 @@ def line(rng: random.Random, path: Path) -> str:
 
 
 Mutation = Callable[[random.Random, Path], str]
+_GGUF = (flipped, cut, *(entry_value, new_entry, tensor_info) * 2)
 MUTATIONS: dict[str, tuple[Mutation, ...]] = {
-    "gguf": (
-        flipped,
-        cut,
-        entry_value,
-        entry_value,
-        new_entry,
-        new_entry,
-        tensor_info,
-        tensor_info,
-    ),
+    "gguf": _GGUF,
+    **dict.fromkeys(ARCHITECTURES, _GGUF),
     "onnx": (flipped, cut, nodes, nodes, nodes, weights, weights, signature, signature),
     "tokenizer": (flipped, cut, json_value, json_value, json_value, batches),
     "prompts": (flipped, cut, line, line, line),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import gguf_archs
 import gguf_files
 import numpy as np
 import onnxruntime
@@ -160,8 +161,15 @@ def prompts_theirs(path: Path) -> Any:
     return found
 
 
+ARCHITECTURES = {
+    f"gguf-{which.split()[0]}": which
+    for which in ("gemma3", "llama (experts)", "falcon", "mamba2", "deepseek2", "lfm2")
+}
+"""Of .gguf files that nothing else reads here: a mutated one must be refused, or run."""
+
 READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
     "gguf": (gguf_ours, gguf_theirs),
+    **dict.fromkeys(ARCHITECTURES, (gguf_ours, gguf_ours)),
     "onnx": (onnx_ours, onnx_theirs),
     "tokenizer": (tokenizer_ours, tokenizer_theirs),
     "prompts": (prompts_ours, prompts_theirs),
@@ -174,6 +182,8 @@ def base_files(kind: str, folder: Path) -> None:
     if kind == "gguf":
         kinds = {"": "Q4_0", "embed_tokens.weight": "F16", "lm_head.weight": "Q8_0"}
         gguf_files.write(folder / "main.gguf", kinds, **SIZES)
+    elif kind in ARCHITECTURES:
+        gguf_archs.write(folder / "main.gguf", ARCHITECTURES[kind], "Q4_0")
     elif kind == "onnx":
         program, _ = run_passes(tiny_llama(dim=16, context=96), Recipe.load("baseline").steps)
         made = Model(program, Target(threads=1), {"name": "baseline"})
