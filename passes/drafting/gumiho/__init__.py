@@ -24,7 +24,6 @@ class JoinedHeadsDraft(HeadsDraft):
     `HeadsDraft` says. Part of a `ContinuedDraft` whose first drafter makes S levels.
     """
 
-    function: str = "heads"
     kind: ClassVar[str] = "joined_heads"
     whole_path: ClassVar[bool] = True
 

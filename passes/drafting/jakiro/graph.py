@@ -37,7 +37,7 @@ from pydantic import Field
 
 from ....ir import Program
 from ....ir.plan import CachedDraft, HeadsDraft
-from ....ir.plan.bounds import Factor, Levels
+from ....ir.plan.bounds import Levels
 from ...engine.base import Outcome
 from ...engine.plan_edits import with_draft
 from ...policies import builds
@@ -52,13 +52,12 @@ A = torch.ops.aten
 @builds(AheadDraft, "later", "noise", aim="distribution")
 class DraftJakiro(DraftPass):
     """levels: tokens predicted ahead at most, the last one by the call of the one before it. inner:
-    channels of an expert; None: the model's. bias: whether the linear layer has one. decay: not
-    used. The rest: see `DraftPass` and the record."""
+    channels of an expert; None: the model's. bias: whether the linear layer has one. The
+    rest: see `DraftPass` and the record."""
 
     levels: Levels = Field(default=6, ge=2)
     inner: int | None = Field(default=None, ge=1)
     bias: bool = True
-    decay: Factor = 0.8
 
     name: ClassVar[str] = "draft_jakiro"
     unread: ClassVar[tuple[str, ...]] = ("embed_tokens.weight",)
