@@ -48,7 +48,7 @@ class StagedDraft(CachedDraft):
     drafter: DraftRecord = field(default_factory=NoDraft)
     kind: ClassVar[str] = "staged"
     narrow: ClassVar[bool] = True
-    unrolls: ClassVar[None] = None
+    unrolls: ClassVar[bool] = False
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -102,7 +102,7 @@ class UnrolledDraft(WrappingDraft):
     kind: ClassVar[str] = "unrolled"
 
     def check(self) -> None:
-        if self.draft.unrolls is None:
+        if not self.draft.unrolls:
             raise InputError(f"{self.draft.kind} has no chain that one call could make")
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:

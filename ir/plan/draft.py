@@ -31,7 +31,7 @@ class DraftRecord(Record):
     can draft for another drafter. in_turn: a later part is asked where the earlier ones have no
     draft. goes_on: predicts from the states that another drafter makes. whole_path: from the states
     of all nodes on the path, not only of the last. in_parts: runs parts of the step, which must be
-    cut.
+    cut. unrolls: one call of a function can make its levels (`unroll_draft`).
     """
 
     slot: ClassVar[str] = "draft"
@@ -47,6 +47,7 @@ class DraftRecord(Record):
     goes_on: ClassVar[bool] = False
     whole_path: ClassVar[bool] = False
     in_parts: ClassVar[bool] = False
+    unrolls: ClassVar[bool] = False
 
     @property
     def core(self) -> DraftRecord | None:
@@ -100,11 +101,6 @@ class DraftRecord(Record):
     def trains(self) -> tuple[Record, ...]:
         core = () if self.core is None else self.core.trains
         return (super().trains or core) + tuple(r for part in self.parts for r in part.trains)
-
-    @property
-    def unrolls(self) -> CachedDraft | None:
-        """The drafter whose levels one call of a function can make (`unroll_draft`)."""
-        return None
 
     @property
     def unrolled(self) -> UnrolledDraft | None:
@@ -270,6 +266,7 @@ class CachedDraft(LearningDraft):
     decay: Factor = 0.8
     kind: ClassVar[str] = "cached"
     grows: ClassVar[bool] = True
+    unrolls: ClassVar[bool] = True
     stepwise: ClassVar[bool] = True
 
     def calls(self, plan: DecodePlan) -> Iterator[tuple[str, Returned]]:
@@ -289,10 +286,6 @@ class CachedDraft(LearningDraft):
     def always(self) -> bool:
         """Unless a text outgrows its context."""
         return self.context is None
-
-    @property
-    def unrolls(self) -> CachedDraft | None:
-        return self
 
     @property
     def is_model(self) -> bool:

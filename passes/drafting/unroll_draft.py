@@ -73,8 +73,9 @@ class UnrollDraft(Pass):
                 f"the next is made, and an unrolled chain makes all at once"
             )
         made: dict[DraftRecord, DraftRecord] = {}
-        for draft in filter(None, (leaf.unrolls for leaf in plan.draft.leaves)):
-            program, made[draft] = self._unrolled(program, draft)
+        for draft in plan.draft.leaves:
+            if draft.unrolls and isinstance(draft, CachedDraft):
+                program, made[draft] = self._unrolled(program, draft)
         if not made:
             return Outcome(program, 0, f"draft={plan.draft.brief} has no function with a cache")
         changed = plan.draft.with_leaves(lambda leaf: made.get(leaf, leaf))

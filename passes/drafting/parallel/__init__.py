@@ -34,7 +34,7 @@ class OneCallDraft(CachedDraft):
     token: Place = 0
     weight: Filled[str | None] = None
     stepwise: ClassVar[bool] = False
-    unrolls: ClassVar[None] = None
+    unrolls: ClassVar[bool] = False
 
     def looks_up(self) -> Iterator[tuple[str, bool, tuple[Size, ...]]]:
         if self.weight:
