@@ -66,16 +66,20 @@ def prefill(
         outputs = feeder.run_picking(step, column, [text.places[n:end] for text, n, end in spans])
         if read is not None:
             read(UnverifiedStep(rows, fed, outputs))
-        for b, (text, row) in enumerate(zip(texts, rows, strict=True)):
-            last = whole and b in ending
-            text.grow(len(row) - last)
-            text.position += text.shift if last else 0
+        _grow(texts, rows, ending if whole else ())
         fed = ends
         if len(ending) == len(texts):
             return outputs, column
         columns = [new if b in ending else columns[b] for b, new in enumerate(column)]
         _take(result, outputs, ending)
     return result, columns
+
+
+def _grow(texts: Sequence[Text], rows: Sequence[Sequence[int]], ending: Sequence[int]) -> None:
+    """Count the rows of what was fed, but for the last token of texts that are fed to their end."""
+    for index, (text, row) in enumerate(zip(texts, rows, strict=True)):
+        text.grow(len(row) - (index in ending))
+        text.position += text.shift if index in ending else 0
 
 
 def _wide_enough(feeder: Feeder, rows: Sequence[Sequence[int]], width: int) -> int:
