@@ -17,7 +17,7 @@ from graftwork.ir.execution.executable import Executable
 from graftwork.passes import Pass
 from graftwork.passes.caching.insert_kv_cache import InsertKvCache
 from graftwork.passes.depth.cut_depth import CutDepth
-from graftwork.passes.drafting.clasp import likest
+from graftwork.passes.drafting.clasp import nearest
 from graftwork.passes.drafting.swift import Search, SearchedSkippingDraft, promise
 from graftwork.passes.engine.manager import Step, run_passes
 from graftwork.passes.stepping.accept_trees import AcceptTrees
@@ -130,13 +130,13 @@ def test_the_dynamic_program_by_hand() -> None:
     whole, turned = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 1.0]])
     best = [(whole, (0, 1)), (turned, (0,))]
     nearer, away = torch.tensor([[1.0, 0.5]]), torch.tensor([[0.0, 1.0]])
-    found = likest(best, [whole, nearer], 2, skips=True)
+    found = nearest(best, [whole, nearer], 2, skips=True)
     assert [kept for _, kept in found] == [(0, 1, 2), (0, 1), (0,)]
-    found = likest(best, [turned, away], 2, skips=True)
+    found = nearest(best, [turned, away], 2, skips=True)
     assert [kept for _, kept in found] == [(0, 1, 2), (0, 1), (0,)]
-    found = likest([(turned, (0, 1)), (whole, (0,))], [whole, nearer], 2, skips=True)
+    found = nearest([(turned, (0, 1)), (whole, (0,))], [whole, nearer], 2, skips=True)
     assert [kept for _, kept in found] == [(0, 1, 2), (0, 2), (0,)]
-    found = likest(best, [whole, nearer], 2, skips=False)
+    found = nearest(best, [whole, nearer], 2, skips=False)
     assert [kept for _, kept in found] == [(0, 1, 2), (0, 2)]
 
 

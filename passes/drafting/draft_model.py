@@ -44,7 +44,7 @@ from ..engine.plan_edits import with_draft
 from ..policies import RecordPass, builds
 from ..stepping.pick_logits import pick_after
 from .grafts import candidates
-from .guest_step import guest_of, untold, with_step_of
+from .guest_step import guest_of, tokenizer_remarks, with_step_of
 
 G = torch.ops.graftwork
 NAME = "draft"
@@ -85,7 +85,7 @@ class DraftModel(RecordPass):
         draft = self.made(function=NAME, context=context, trained=True, aim="distribution")
         if self.drafter:
             merged, draft = self._staged(merged, guest, draft)
-        return Outcome(with_draft(merged, draft), 1, remarks=untold(program, guest))
+        return Outcome(with_draft(merged, draft), 1, remarks=tokenizer_remarks(program, guest))
 
     def _staged(
         self, program: Program, guest: Program, draft: CachedDraft

@@ -92,7 +92,7 @@ def with_step_of(program: Program, guest: Program, model: str, name: str, role: 
     return program.replace(guests=rest)
 
 
-def untold(program: Program, guest: Program) -> tuple[str, ...]:
+def tokenizer_remarks(program: Program, guest: Program) -> tuple[str, ...]:
     """A remark where the tokenizers could not be compared: one model came without."""
     without = [p.name for p in (program, guest) if TOKENIZER not in p.assets]
     if not without:

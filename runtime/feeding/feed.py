@@ -160,12 +160,12 @@ class Feeder:
 
     def run(self, step: StepFeed) -> Outputs:
         """Run a step, from where drafts have led its tokens."""
-        ahead = None if step.trees is not None else self._led(step)
+        ahead = None if step.trees is not None else self._caught_up(step)
         self.ahead = None
         if ahead is None:
             return self.run_parts(self.parts, step, step.fetch)
         outputs = self.run_parts(self.parts[ahead.parts :], step, step.fetch)
-        wanted = self._of_led(ahead, step.fetch)
+        wanted = self._returned(ahead, step.fetch)
         width = step.width or self._least(step)
         led = {name: widened(ahead.outputs[name], width) for name in wanted}
         return Outputs({**outputs, **led}) if led else outputs
@@ -202,20 +202,20 @@ class Feeder:
             )
         ]
 
-    def _led(self, step: StepFeed) -> Ahead | None:
+    def _caught_up(self, step: StepFeed) -> Ahead | None:
         """What the rows have been through, now that the last ones are brought up; None where they
         have to be fed from the start."""
         ahead = self.ahead
         if ahead is None or not any(known := self._known(step)):
             return None
-        wanted = self._of_led(ahead, step.fetch)
+        wanted = self._returned(ahead, step.fetch)
         if not all(name in ahead.outputs for name in wanted):
             return None  # it is not at hand any more
         if known != list(map(len, step.rows)):
             self.lead(ahead.parts, step._replace(fetch=wanted))
         return self.ahead
 
-    def _of_led(self, ahead: Ahead, fetch: tuple[str, ...]) -> tuple[str, ...]:
+    def _returned(self, ahead: Ahead, fetch: tuple[str, ...]) -> tuple[str, ...]:
         """Those of the outputs that the parts return which tokens were led through."""
         functions = list(map(self.executable.program.function, self.parts[: ahead.parts]))
         return tuple(name for name in fetch if any(name in fn.outputs for fn in functions))

@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ....ir import Program, Role
-from ...drafting.guest_step import guest_of, untold, with_step_of
+from ...drafting.guest_step import guest_of, tokenizer_remarks, with_step_of
 from ...engine.base import Effect, Outcome
 from ...engine.plan_edits import with_record
 from ...policies import RecordPass, builds
@@ -52,5 +52,5 @@ class DepthEntropy(RecordPass):
         made = with_step_of(program, guest, self.model, NAME, Role.TARGET)
         short = guest.info.context < program.info.context
         record = self.made(function=NAME, context=guest.info.context if short else None)
-        remarks = untold(program, guest)
+        remarks = tokenizer_remarks(program, guest)
         return Outcome(with_record(made, self.name, record), 1, remarks=remarks)

@@ -63,7 +63,7 @@ class LikestSkippingProposer(SkippingProposer):
             for place in range(len(self.parts)):
                 made = self._through(place, past, list(counts), [state for state, _ in best])
                 skips = place in self.inner
-                best = likest(best, made, place, skips=skips)[: self.count + 1]
+                best = nearest(best, made, place, skips=skips)[: self.count + 1]
         return list(best[-1][1])
 
     def _through(
@@ -90,7 +90,7 @@ Kept = tuple[torch.Tensor, tuple[int, ...]]
 """States f[N,H], and the segments that made them."""
 
 
-def likest(
+def nearest(
     best: Sequence[Kept], made: Sequence[torch.Tensor], place: int, *, skips: bool
 ) -> list[Kept]:
     """For each number of segments left out, what is most like the whole text's state behind segment
