@@ -39,10 +39,13 @@ _HOOKS = (
     "_forward_pre_hooks",
     "_forward_hooks_always_called",
 )
-_KEPT_BY_MODULES = {
-    *vars(nn.Module()),
-    "generation_config",  # says nothing of a forward pass
+_ORIGINS = {
+    *("_name_or_path", "name_or_path", "_commit_hash", "architectures", "transformers_version"),
+    *("_is_hf_initialized", "generation_config"),
 }
+"""Attributes that say where a model is from, or how it writes: forward passes do not read them."""
+
+_KEPT_BY_MODULES = {*vars(nn.Module()), *_ORIGINS}
 
 
 class _Unknown(Exception):
@@ -169,4 +172,11 @@ class _Shown:
             return f"{self.name(item)} {self.value(cells)}"
         if not hasattr(item, "__dict__"):
             raise _Unknown(f"{item!r}")
-        return f"{self.name(type(item))} {self.value(vars(item))}"
+        kind, given = type(item), vars(item)
+        said = {n: v for n, v in given.items() if n not in _ORIGINS and not _is_said(kind, n, v)}
+        return f"{self.name(kind)} {self.value(said)}"
+
+
+def _is_said(kind: type, name: str, value: Any) -> bool:
+    """Whether an attribute of an object says what its class says."""
+    return isinstance(value, str) and getattr(kind, name, None) == value

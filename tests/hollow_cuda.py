@@ -88,18 +88,51 @@ def _nothing(name: str) -> str:
     return f"long {name}(...) {{ return 0; }}"
 
 
-def run(folder: Path, module: str, call: str) -> list[str]:
-    """The lines that a call of a test module prints in a process over the libraries there."""
-    found = subprocess.run(
-        [sys.executable, "-c", f"import {module} as t; t.{call}"],
-        cwd=HERE,
-        env={**os.environ, "LD_LIBRARY_PATH": str(folder), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=600,
-        check=True,
-    )
-    return found.stdout.splitlines()
+SERVER = """
+import os, sys
+import {module} as t
+for call in sys.stdin:
+    if not os.fork():
+        status = 1
+        try:
+            eval("t." + call)
+            status = 0
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    print("ended with", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+class Hollow:
+    """A process over the libraries of a folder that has imported a test module, and forks for each
+    call of it."""
+
+    def __init__(self, folder: Path, module: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVER.format(module=module)],
+            cwd=HERE,
+            env={**os.environ, "LD_LIBRARY_PATH": str(folder), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, call: str) -> list[str]:
+        """The lines that a call prints."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{call}\n")
+        self.process.stdin.flush()
+        lines: list[str] = []
+        for line in self.process.stdout:
+            if line.startswith("ended with "):
+                assert line == "ended with 0\n", f"{call} {line}"
+                return lines
+            lines.append(line.rstrip("\n"))
+        raise AssertionError(f"{call}: its process is gone")
+
+    def close(self) -> None:
+        self.process.communicate()
 
 
 def count(what: str) -> int:

@@ -67,7 +67,7 @@ def test_values(case: str, tmp_path: Path) -> None:
     ("strategy", "scales"),
     [
         ("channel", torch.bfloat16),
-        ("tensor", torch.float32),
+        pytest.param("tensor", torch.float32, marks=pytest.mark.long),
         pytest.param("channel", torch.float32, marks=pytest.mark.long),
         pytest.param("tensor", torch.bfloat16, marks=pytest.mark.long),
     ],

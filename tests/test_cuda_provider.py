@@ -19,6 +19,7 @@ import pytest
 import torch
 from every_recipe import FLOAT32, NAMES, program_of
 from handmade import Shape, cached_llama
+from hollow_cuda import Hollow
 
 from graftwork.backends import base
 from graftwork.backends.onnxruntime import executable, probe, routing, step
@@ -45,12 +46,14 @@ REST = [name for name in NAMES if name not in (*EVERY_DAY, *OFTEN, *FLOAT32)]
 
 
 @pytest.fixture(scope="session")
-def hollow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Libraries that the provider takes for CUDA's."""
+def hollow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hollow]:
+    """A process with libraries that the provider takes for CUDA's."""
     hollow_cuda.skip_without()
     folder = tmp_path_factory.mktemp("hollow")
     hollow_cuda.build(folder)
-    return folder
+    process = Hollow(folder, "test_cuda_provider")
+    yield process
+    process.close()
 
 
 def variants_of(program: Program, name: str) -> tuple[Variant, ...]:
@@ -125,13 +128,12 @@ def placed(names: list[str], dtype: str) -> None:
         *(pytest.param("bfloat16", REST[i::8], marks=pytest.mark.sweep) for i in range(8)),
     ],
 )
-def test_all_that_is_no_size_runs_on_the_device(dtype: str, names: list[str], hollow: Path) -> None:
+def test_all_that_is_no_size_runs_on_the_device(
+    dtype: str, names: list[str], hollow: Hollow
+) -> None:
     """And nothing comes back to the host within a step, which would wait for it, but for numbers of
     rows that a step counts itself."""
-    found: list[Any] = [
-        json.loads(line)
-        for line in hollow_cuda.run(hollow, "test_cuda_provider", f"placed({names!r}, {dtype!r})")
-    ]
+    found: list[Any] = [json.loads(line) for line in hollow.run(f"placed({names!r}, {dtype!r})")]
     assert {name for name, *_ in found} == set(names)
     for *which, there, here, back, own in found:
         assert there and set(here) <= SIZES, (which, here)
@@ -151,9 +153,9 @@ def attended(dtype: str) -> None:
     ("dtype", "kernel"),
     [("float32", False), pytest.param("bfloat16", True, marks=pytest.mark.long)],
 )
-def test_attention_is_not_left_to_the_cpu(dtype: str, kernel: bool, hollow: Path) -> None:
+def test_attention_is_not_left_to_the_cpu(dtype: str, kernel: bool, hollow: Hollow) -> None:
     """ONNX Runtime has a kernel for float32 there alone, and would take it without a word."""
-    [line] = hollow_cuda.run(hollow, "test_cuda_provider", f"attended({dtype!r})")
+    [line] = hollow.run(f"attended({dtype!r})")
     [told] = json.loads(line)
     assert ("the device has no kernel of GroupQueryAttention" in told) != kernel, told
 
@@ -167,8 +169,8 @@ def multiplied() -> None:
     print(session.get_provider_options()["CUDAExecutionProvider"]["use_tf32"], flush=True)
 
 
-def test_float32_is_not_rounded_before_it_is_multiplied(hollow: Path) -> None:
-    assert hollow_cuda.run(hollow, "test_cuda_provider", "multiplied()") == ["0"]
+def test_float32_is_not_rounded_before_it_is_multiplied(hollow: Hollow) -> None:
+    assert hollow.run("multiplied()") == ["0"]
 
 
 class There:
@@ -211,8 +213,8 @@ def weighed() -> None:
         print(hollow_cuda.count("held") - before)
 
 
-def test_sessions_take_memory_for_weights_once(hollow: Path) -> None:
-    weights, alone, shared = map(int, hollow_cuda.run(hollow, "test_cuda_provider", "weighed()"))
+def test_sessions_take_memory_for_weights_once(hollow: Hollow) -> None:
+    weights, alone, shared = map(int, hollow.run("weighed()"))
     assert alone > 1.9 * weights
     assert shared < 0.2 * weights  # none: what is shared is torch's
 
@@ -277,10 +279,10 @@ def repeats(name: str, width: int) -> None:
     ],
     ids=["chain", "tree", "few bits"],
 )
-def test_steps_that_come_again_are_one_launch(name: str, width: int, hollow: Path) -> None:
+def test_steps_that_come_again_are_one_launch(name: str, width: int, hollow: Hollow) -> None:
     """Once for as long as the caches stay."""
     call = f"repeats({name!r}, {width})"
-    found = [json.loads(line) for line in hollow_cuda.run(hollow, "test_cuda_provider", call)]
+    found = [json.loads(line) for line in hollow.run(call)]
     assert [captured for captured, *_ in found] == [1, 1, 1, 1, 2, 2]
     replayed = [launches for _, launches, _ in found]
     assert [b - a for a, b in pairwise(replayed)] == [1] * 5

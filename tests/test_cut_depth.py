@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from selection import one_in
+from selection import on_backends, one_in
 from tiny import MASK, PROMPTS, in_int8, named, tiny_llama
 
 from graftwork.artifact.saved import load, save
@@ -67,8 +68,7 @@ def compiled(backend: str, which: str, cut: bool) -> Executable:
     return compile(made(*WITH[which], *[CUT] * cut), Target(backend, "cpu"))
 
 
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
-@pytest.mark.parametrize("which", one_in(2, WITH))
+@pytest.mark.parametrize(("which", "backend"), one_in(3, product(WITH, ["eager", "onnxruntime"])))
 def test_the_text_is_that_of_the_whole_step(which: str, backend: str) -> None:
     whole, cut = compiled(backend, which, False), compiled(backend, which, True)
     for rows in (slice(0, 4), slice(2, 3)):
@@ -219,8 +219,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
             made(CutDepth(exits=exits))
 
 
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
-@pytest.mark.parametrize("recipe", ["baseline", "int8"])
+@pytest.mark.parametrize(("recipe", "backend"), on_backends(["int8", "baseline"], ["int8"]))
 def test_a_cut_changes_no_bit(recipe: str, backend: str) -> None:
     """Rounded activations would make a step of the smallest difference."""
     found = []

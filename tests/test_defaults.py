@@ -63,7 +63,7 @@ def asked(defaults: Defaults, **keywords: Any) -> GenerationOptions:
 
 @pytest.mark.parametrize(
     ("recipe", "saved"),
-    one_in(2, [("copyspec", True), ("copyspec", False), ("baseline", False), ("baseline", True)]),
+    one_in(4, [("copyspec", True), ("copyspec", False), ("baseline", False), ("baseline", True)]),
 )
 def test_a_checkpoint_that_samples_is_sampled_from(
     saved: bool, recipe: str, tmp_path: Path

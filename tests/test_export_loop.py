@@ -115,7 +115,7 @@ def expected(model: Model, prompt: Sequence[int], most: int, eos: Sequence[int])
     return found
 
 
-@pytest.mark.parametrize("name", one_in(2, sorted(RECIPES.keys() - {"h2o"})))
+@pytest.mark.parametrize("name", one_in(4, sorted(RECIPES.keys() - {"h2o"})))
 def test_the_models_tokens(name: str, tmp_path: Path) -> None:
     """Alone and in a ragged batch, with and without ends of text, up to the context."""
     model = made(name)

@@ -89,8 +89,8 @@ def test_our_own_exports_come_back(dim: int, ops: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "qdq"),
     [
-        ("int4", False),
         ("int8", True),
+        pytest.param("int4", False, marks=pytest.mark.long),
         pytest.param("int4", True, marks=pytest.mark.long),
         pytest.param("int8", False, marks=pytest.mark.long),
     ],

@@ -87,7 +87,9 @@ def test_a_case_by_hand() -> None:
         (288, 32, "symmetric"),  # two blocks and a rest
         (288, 96, "affine"),  # a block of one group
         (288, 288, "affine"),  # a group over blocks
-        (432, 144, "symmetric"),  # a group that no block divides
+        pytest.param(
+            432, 144, "symmetric", marks=pytest.mark.long
+        ),  # a group that no block divides
     ],
 )
 def test_blocks_do_what_the_definition_does(columns: int, group: int, kind: Any) -> None:

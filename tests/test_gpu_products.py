@@ -8,12 +8,14 @@ import os
 import random
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import quantized
 import torch
+from selection import one_in
 
 from graftwork.backends.cuda_blocks import Units, units
 from graftwork.backends.torch import gpu_products
@@ -51,9 +53,10 @@ def stored_as(weight: quantized.Weight) -> Stored:
     return weight.packed, weight.scale, weight.offset, weight.codebook, weight.bias
 
 
-@pytest.mark.parametrize("tokens", [1, FEW + 1, WIDE + 1])
-@pytest.mark.parametrize("kind", quantized.KINDS)
-@pytest.mark.parametrize("bits", quantized.BITS)
+@pytest.mark.parametrize(
+    ("bits", "kind", "tokens"),
+    one_in(4, product(quantized.BITS, quantized.KINDS, [1, FEW + 1, WIDE + 1])),
+)
 def test_products_are_what_the_op_means(bits: int, kind: str, tokens: int) -> None:
     for dtype, half, rounded in (
         (torch.float32, False, True),
@@ -67,9 +70,9 @@ def test_products_are_what_the_op_means(bits: int, kind: str, tokens: int) -> No
         check(stored_as(weight), x, bits, 32, rounded, BOUNDS[dtype])
 
 
-@pytest.mark.parametrize("tokens", [3, 20])
-@pytest.mark.parametrize("group", [8, 96, 128, 1152])
-@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize(
+    ("bits", "group", "tokens"), one_in(5, product([3, 4, 8], [8, 96, 128, 1152], [3, 20]))
+)
 def test_groups_of_any_size(bits: int, group: int, tokens: int) -> None:
     """That fill a tile, share one with others, or span several; those of 96 do none of it."""
     for kind in ("offset", "symmetric"):

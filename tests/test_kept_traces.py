@@ -70,7 +70,7 @@ def check_kept(name: str, traces: list[str]) -> Program:
     return first
 
 
-@pytest.mark.parametrize("name", mostly_long(FEW, keep=["llama", "t5"]))
+@pytest.mark.parametrize("name", mostly_long(FEW, keep=["t5"]))
 def test_a_kept_trace_gives_the_program_of_the_trace(
     name: str, folder: Path, traces: list[str]
 ) -> None:
@@ -139,6 +139,15 @@ def _own_forward(x: torch.Tensor) -> torch.Tensor:
 
 class _Own(nn.Linear):
     pass
+
+
+def test_folders_of_one_configuration_are_traced_once(
+    folder: Path, traces: list[str], tmp_path: Path
+) -> None:
+    for name in ("one", "other"):
+        build(ARCHS["llama"]).save_pretrained(tmp_path / name)
+        import_model(tmp_path / name)
+    assert len(traces) == 1
 
 
 UNKNOWN: dict[str, Callable[[Any], object]] = {

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from archs import ARCHS, TOLERANCE, build, error, logits_of, text_config
+from selection import one_in
 
 import graftwork as gw
 from graftwork.frontends import import_model
@@ -96,7 +97,7 @@ def test_a_text_beyond_the_trained_length() -> None:
     assert torch.equal(fast.generate(ids, **options), model.generate(ids, **options))
 
 
-@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.parametrize("name", one_in(3, CHANGING))
 def test_ropes_that_change_are_those_of_short_texts(name: str) -> None:
     """Up to the length at which they change; also of a model that has read a longer text."""
     model = scaled(name, CHANGING[name])

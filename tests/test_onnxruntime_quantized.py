@@ -10,6 +10,7 @@ import pytest
 import torch
 from handmade import Shape, cached_llama
 from onnxruntime_helpers import run_session
+from selection import one_in
 from test_onnxruntime_executable import executable, logits_by_widths, reference_logits, step_of
 from test_onnxruntime_export import Loop, expected, tokens_of
 from tiny import in_int8
@@ -170,7 +171,7 @@ def test_weights_stay_in_few_bits_where_a_kernel_takes_them(
         assert options["accuracy_level"] == (4 if rounded else 1)
 
 
-@pytest.mark.parametrize("group", [32, 64, 8])
+@pytest.mark.parametrize("group", one_in(3, [32, 64, 8]))
 @pytest.mark.parametrize(("bits", "kind"), [f for f in FORMATS if f[1] != "codebook"])
 def test_a_row_has_the_same_bits_alone_and_among_others(
     bits: int, kind: str, group: int, tmp_path: Path
@@ -240,7 +241,7 @@ def few_bits_llama(name: str, shape: Shape | None = None, trees: bool = True) ->
 
 
 @pytest.mark.parametrize("name", PASSES)
-@pytest.mark.parametrize(("batch", "trees"), [(1, False), (1, True), (3, True)])
+@pytest.mark.parametrize(("batch", "trees"), one_in(3, [(3, True), (1, False), (1, True)]))
 def test_tokens_are_the_same_bits_at_every_width(name: str, batch: int, trees: bool) -> None:
     program = few_bits_llama(name, trees=trees)
     whole = logits_by_widths(program, batch, [24])

@@ -339,9 +339,10 @@ SAMPLES = [
 @pytest.mark.parametrize(
     "case",
     [
-        # The first two of each op every day: experts in bytes take seconds each.
-        pytest.param(case, id=f"{name}-{case}", marks=[pytest.mark.long] if index > 1 else [])
+        # The first two of each op every day, and one of experts, which take seconds each.
+        pytest.param(case, id=f"{name}-{case}", marks=[pytest.mark.long] * (index >= often))
         for case, (name, index, _) in enumerate(SAMPLES)
+        for often in [1 if name in ("quantized_experts", "quantized_moe") else 2]
     ],
 )
 def test_op_sample(case: int, tmp_path: Path) -> None:

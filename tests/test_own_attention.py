@@ -13,6 +13,7 @@ from handmade import Shape, cached_llama
 from hypothesis import given
 from hypothesis import strategies as st
 from onnxruntime_helpers import without_own_attention
+from selection import one_in
 from tiny import in_int8
 
 from graftwork.backends import Target, cached_library, compile
@@ -330,7 +331,7 @@ def logits(program: Any, tokens: torch.Tensor, widths: list[int], own: bool) -> 
 
 @pytest.mark.parametrize(
     "shape",
-    [Shape(), Shape(dim=12, sinks=True), Shape(window=3), Shape(slopes=True, rotary=0)],
+    one_in(2, [Shape(), Shape(dim=12, sinks=True), Shape(window=3), Shape(slopes=True, rotary=0)]),
     ids=["plain", "narrow", "window", "slopes"],
 )
 def test_int8_texts_have_the_same_bits_alone_and_in_batches(shape, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import lru_cache
 from typing import Any
 
@@ -131,6 +132,12 @@ def model_of(name: str) -> Any:
     return model
 
 
+@lru_cache
+def reference_of(name: str) -> Any:
+    """A copy that transformers runs: it leaves hooks in a model, which is not kept then."""
+    return copy.deepcopy(model_of(name))
+
+
 def given(name: str, count: int) -> dict[str, Any]:
     """So many pictures, and what transformers takes beside them."""
     generator = torch.Generator().manual_seed(5)
@@ -147,7 +154,7 @@ def given(name: str, count: int) -> dict[str, Any]:
 @torch.no_grad()
 def rows_of(name: str, count: int) -> torch.Tensor:
     """What the model's own tower makes of them, f[N,H]."""
-    made = model_of(name).get_image_features(**given(name, count), return_dict=True)
+    made = reference_of(name).get_image_features(**given(name, count), return_dict=True)
     made = made.pooler_output
     made = torch.cat(list(made)) if isinstance(made, (list, tuple)) else made
     return made.reshape(-1, made.shape[-1])
@@ -171,11 +178,11 @@ def expected(name: str, ids: torch.Tensor, mask: torch.Tensor | None, count: int
     kinds = {"gemma3": "token_type_ids", **dict.fromkeys(APART, "mm_token_type_ids")}
     if name in kinds:
         extra[kinds[name]] = (ids == TOKEN).long()
-    found: torch.Tensor = model_of(name).generate(ids, **given(name, count), **extra, **ASKED)
+    found: torch.Tensor = reference_of(name).generate(ids, **given(name, count), **extra, **ASKED)
     return found
 
 
-@pytest.mark.parametrize("name", mostly_long(CASES, keep=("llava", "qwen2_vl")))
+@pytest.mark.parametrize("name", mostly_long(CASES, keep=("qwen2_vl",)))
 def test_texts_are_transformers(name: str) -> None:
     """Of one picture, of two in a text, and of a batch in which one has none."""
     fast = gw.optimize(model_of(name), target="eager")
@@ -217,7 +224,7 @@ def test_targets_and_saved_models(name: str, target: str, tmp_path: Any) -> None
     assert torch.equal(fast.generate(ids, **read_of(name, 1), **ASKED), want)
     # Texts alone go on as ever, and nothing of a picture is left to them.
     plain = torch.tensor([[1, 7, 9, 30]])
-    assert torch.equal(fast.generate(plain, **ASKED), model_of(name).generate(plain, **ASKED))
+    assert torch.equal(fast.generate(plain, **ASKED), reference_of(name).generate(plain, **ASKED))
 
 
 @pytest.mark.parametrize("name", mostly_long(("gemma3", "qwen2_vl"), keep=("qwen2_vl",)))

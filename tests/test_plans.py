@@ -140,7 +140,7 @@ def test_errors_name_a_tree_without_listing_it() -> None:
     assert len(str(tree)) > 300
 
 
-@pytest.mark.parametrize("name", one_in(3, NAMES))
+@pytest.mark.parametrize("name", one_in(6, NAMES))
 def test_every_recipe_makes_a_plan_whose_parts_all_act(name: str, tmp_path: Path) -> None:
     program = program_of(name, tmp_path)
     assert unmet(program) is None and misfit(program.plan) is None and idle(program.plan) is None

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from selection import mostly_long
 from test_kept_conversations import MODELS
 
 from graftwork.backends.target import Target
@@ -79,7 +80,7 @@ def test_scoring_in_between_leaves_a_conversation_alone() -> None:
 @pytest.mark.parametrize(
     "backend", ["eager", "onnxruntime", pytest.param("torch", marks=pytest.mark.long)]
 )
-@pytest.mark.parametrize("name", ["plain", "eagle", "snapkv"])
+@pytest.mark.parametrize("name", mostly_long(["plain", "eagle", "snapkv"], ["plain", "eagle"]))
 def test_a_prefix_goes_to_a_file_and_comes_back(name: str, backend: str, tmp_path: Path) -> None:
     if backend == "torch" and name != "plain":
         pytest.skip("compiled once: the rows of a draft are read and written by the same code")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import one_in
 from test_endless_texts import Streamed
 from test_eviction import (
     BLOCK,
@@ -112,7 +113,7 @@ class Instructed(Streamed):
             self.executable.write_rows(0, 0, new)
 
 
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+@pytest.mark.parametrize("backend", one_in(2, ["eager", "onnxruntime"]))
 def test_it_keeps_what_the_papers_rule_keeps(backend: str) -> None:
     """Token for token, beyond the model's context."""
     reference = Instructed()

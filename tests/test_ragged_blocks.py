@@ -28,7 +28,7 @@ KINDS: dict[str, Pass] = {
 }
 
 
-@pytest.mark.parametrize("kind", one_in(2, KINDS))
+@pytest.mark.parametrize("kind", one_in(3, KINDS))
 def test_a_prompt_may_end_with_a_block_while_others_go_on(kind: str) -> None:
     program = KINDS[kind].run(in_int8().run(cached_llama(Shape(context=256))).program).program
     prompts = [text(1, 32), text(2, 75), text(3, 40), text(4, 31)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from handmade import Shape, cached_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnxruntime_helpers import without_own_attention
+from selection import on_backends, one_in
 from test_own_attention import node
 from test_quantize_cache import TOKENS, logits
 from test_runtime_cached import padded
@@ -250,8 +252,7 @@ def test_inductor_means_what_the_interpreter_says():
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("target", ["eager", "onnxruntime"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "target"), on_backends(KINDS, ["attention"]))
 def test_as_many_rows_as_there_are_change_nothing(kind, target):
     full = logits(cached_llama(SHAPE), TOKENS, [20], target)
     torch.testing.assert_close(logits(sparse(kind, 300), TOKENS, [20], target), full)
@@ -259,8 +260,9 @@ def test_as_many_rows_as_there_are_change_nothing(kind, target):
     assert float((few - full).abs().max()) > 0.01 * float(full.abs().max())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("draft", [SuffixDraft(), RecyclingDraft()], ids=["chains", "trees"])
+@pytest.mark.parametrize(
+    ("kind", "draft"), one_in(3, product(KINDS, [SuffixDraft(), RecyclingDraft()]))
+)
 def test_drafts_change_no_token(kind, draft):
     """In int8 weights, alone and in a ragged batch."""
     program = AddTopTokens().run(sparse(kind, int8=True)).program

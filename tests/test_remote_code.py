@@ -14,6 +14,7 @@ import pytest
 import torch
 from archs import ARCHS, build
 from gguf_files import write
+from selection import one_in
 
 import graftwork as gw
 from graftwork.frontends import import_model
@@ -81,7 +82,7 @@ def test_a_known_type_is_read_by_transformers_own_code(way: str, ran: Path, tmp_
     assert not ran.exists() and sys.stdin.read(2) == "y\n"
 
 
-@pytest.mark.parametrize("name", ["attn_implementation", "experts_implementation"])
+@pytest.mark.parametrize("name", one_in(2, ["attn_implementation", "experts_implementation"]))
 def test_kernels_that_a_folder_names_are_not_fetched(name: str, ran: Path, tmp_path: Path) -> None:
     """transformers would take them from the hub and run them."""
     place = folder(tmp_path / "m", ran, "llama")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from archs import Arch, build, error, logits_of, tokens_and_positions
+from selection import one_in
 
 from graftwork.frontends import import_model
 
@@ -21,7 +22,8 @@ SIZES = {
 
 
 @pytest.mark.parametrize(
-    ("model_type", "context"), [("roberta", 62), ("xlm-roberta-xl", 62), ("big_bird", 64)]
+    ("model_type", "context"),
+    one_in(3, [("roberta", 62), ("xlm-roberta-xl", 62), ("big_bird", 64)]),
 )
 def test_tokens_stand_where_the_model_numbers_them(model_type, context):
     model = build(Arch(model_type, SIZES))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from recorded import Recorded, whole
+from selection import one_in
 from tiny import in_int8, named, tiny_llama
 from tokenizers import Tokenizer, models
 
@@ -91,7 +92,7 @@ def test_eagle_in_int8_gives_the_text_of_int8(exclude: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("tree", [CHAIN, WIDE, LATE], ids=["chain", "static", "late"])
+@pytest.mark.parametrize("tree", one_in(2, [CHAIN, WIDE, LATE]), ids=["chain", "static", "late"])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_a_draft_equal_to_the_target_is_accepted_whole(
     backend: str, tree: Pass, batch: int

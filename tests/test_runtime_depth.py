@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from selection import one_in
 from tiny import MASK, PROMPTS, in_int8, named, tiny_llama
 
 from graftwork.backends import compile
@@ -83,8 +85,7 @@ BUDGETS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
-@pytest.mark.parametrize("name", BUDGETS)
+@pytest.mark.parametrize(("name", "backend"), one_in(3, product(BUDGETS, ["eager", "onnxruntime"])))
 def test_budgets_run_the_layers_that_they_say(name: str, backend: str) -> None:
     budget = BUDGETS[name]
     options = {"least": budget.least}
@@ -119,8 +120,9 @@ def deferred(prompt: list[int], count: int, exit: int, threshold: float, pending
     return found, early
 
 
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
-@pytest.mark.parametrize("pending", [1, 3])
+@pytest.mark.parametrize(
+    ("pending", "backend"), one_in(3, product([1, 3], ["eager", "onnxruntime"]))
+)
 def test_deferred_rows_are_made_with_the_next_deep_token(pending: int, backend: str) -> None:
     options = {"exit": 2, "threshold": 0.1, "pending": pending}
     passes = (CutDepth(exits=(2,)), named("depth_deferred", **options))

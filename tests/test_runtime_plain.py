@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from handmade import Shape, cached_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_models import Recorder, TableExecutable, plain, program, whole
-from selection import mostly_long
+from selection import mostly_long, one_in
 
 from graftwork.backends import compile
 from graftwork.backends.target import Target
@@ -87,8 +88,7 @@ class Tight(Planned):
         self.executable.begin(batch, 1)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("backend", ["onnxruntime", "eager"])
+@pytest.mark.parametrize(("backend", "batch"), one_in(3, product(["onnxruntime", "eager"], [1, 3])))
 def test_on_every_backend(backend: str, batch: int, never_general: None) -> None:
     """Caches grow on the way, so held calls are made anew."""
     model = cached_llama(Shape(context=400))

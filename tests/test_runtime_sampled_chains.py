@@ -82,7 +82,10 @@ def test_as_much_is_kept_as_the_distributions_overlap() -> None:
     assert kept / drafted > (overlap + share) / 2
 
 
-@pytest.mark.parametrize("more", [(), (UnrollDraft(),), (UnrollDraft(), FuseDraft())])
+@pytest.mark.parametrize(
+    "more",
+    [(), pytest.param((UnrollDraft(),), marks=pytest.mark.long), (UnrollDraft(), FuseDraft())],
+)
 def test_samples_follow_the_targets_distribution(more: tuple[Pass, ...]) -> None:
     """With an untrained layer, whose drafts are often rejected."""
     vocab = 6

@@ -7,11 +7,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import ClassVar
 
 import pytest
 import torch
 from runtime_models import TableExecutable, markov, program
+from selection import one_in
 from transformers.generation import logits_process as theirs
 
 from graftwork.ir import InputError
@@ -240,7 +242,7 @@ def texts_drawn(
     return drawn, accepted, drafted
 
 
-@pytest.mark.parametrize(("name", "size", "options"), CASES, ids=str)
+@pytest.mark.parametrize(("name", "size", "options"), one_in(2, CASES), ids=str)
 def test_samples_follow_the_models_distribution(name, size, options):
     draft = DRAFTS[name]
     executable = TableExecutable(RULE, program(VOCAB, draft=draft))
@@ -250,8 +252,9 @@ def test_samples_follow_the_models_distribution(name, size, options):
     assert (draft is None and drafted == 0) or 0.05 < accepted / drafted < 0.95
 
 
-@pytest.mark.parametrize("options", [{}, BOTH], ids=str)
-@pytest.mark.parametrize("said", [True, False])
+@pytest.mark.parametrize(
+    ("said", "options"), one_in(3, product([True, False], [{}, BOTH])), ids=str
+)
 def test_verifier_keeps_the_distribution(said, options):
     """The verifier alone, on many sequences at once: token i follows p_i wherever i-1 were kept."""
     many, depths = 20_000, 3

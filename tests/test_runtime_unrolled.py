@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from runtime_models import Recorder
+from selection import one_in
 from test_runtime_cached import PROMPTS, FewWidths, decode, plainly, with_itself
 from tiny import in_int8, named, tiny_llama
 
@@ -85,14 +87,9 @@ def test_a_draft_equal_to_the_target_is_accepted_whole(backend: str, batch: int)
         assert (result.stats.steps, result.stats.accepted_tokens) == (6, 6 * 3 * batch)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "drafter",
-    [
-        pytest.param(DraftEagle(), marks=pytest.mark.long),
-        DraftEagle(inner=0),
-        DraftEagle3(levels=3),
-    ],
+    ("drafter", "backend"),
+    one_in(3, product([DraftEagle(inner=0), DraftEagle3(levels=3), DraftEagle()], BACKENDS)),
 )
 def test_the_chains_are_those_of_single_calls(
     backend: str, drafter: Pass, monkeypatch: pytest.MonkeyPatch

@@ -6,12 +6,14 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from runtime_drafts import RuleDraft
 from runtime_models import TableExecutable, markov, plain, program
+from selection import one_in
 from test_runtime_sampling import assert_distributed, texts_drawn, theirs_warped
 from tiny import tiny_llama
 
@@ -92,8 +94,7 @@ LOSSLESS: dict[str, tuple[TreeRecord, Record]] = {
 SIZES = [(1, 120), (4, 50)]
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize(("name", "size"), one_in(3, product(LOSSLESS, SIZES)), ids=str)
 def test_samples_follow_the_models_distribution(name, size):
     tree, verify = LOSSLESS[name]
     drawn, rate = sample(DRAFT, tree, verify, size, {})
@@ -400,8 +401,7 @@ def test_relaxed_sampling_without_a_draft_is_plain_sampling(verify):
 @pytest.mark.parametrize(
     "tree", [Chain(depth=3), FIXED, SampledTree((1, 1, 1))], ids=["chain", "fixed", "sampled"]
 )
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("do_sample", "batch"), one_in(3, product([False, True], [1, 3])))
 def test_relaxed_verifiers_run_and_keep_more(verify, tree, do_sample, batch):
     def steps(verify):
         executable = TableExecutable(RULE, program(VOCAB, draft=DRAFT, tree=tree, verify=verify))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import one_in
 from tiny import tiny_llama
 
 from graftwork.backends import Target
@@ -29,7 +30,7 @@ def made(recipe: str) -> Program:
     return run_passes(tiny_llama(4, dim=16), Recipe.load(recipe).steps)[0]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", one_in(2, RECIPES))
 def test_they_are_those_of_symbolic_shapes(recipe: str) -> None:
     """Where they say, and they say nearly always."""
     asked = said = 0
@@ -99,7 +100,7 @@ print([name for name in ("torch._dynamo", "torch._inductor", "torch.onnx") if na
 """
 
 
-@pytest.mark.parametrize("recipe", ["int8_copyspec", "free"])
+@pytest.mark.parametrize("recipe", one_in(2, ["free", "int8_copyspec"]))
 def test_loading_and_running_takes_no_compiler_into_memory(recipe: str, tmp_path: Any) -> None:
     chosen = Recipe.load(recipe)
     model = Model(made(recipe), Target("onnxruntime"), chosen.as_dict())

@@ -100,7 +100,11 @@ APPROXIMATE = [r.name for r in gw.recipes() if r.contract == "approximate" and r
 
 @pytest.mark.parametrize(
     "name",
-    rarely(APPROXIMATE, 1, keep=(*EARLY, "unified_skipping", "snapkv", "kvquant", "kv_prediction")),
+    rarely(
+        APPROXIMATE,
+        1,
+        keep=("calm", "ffn_skipllm", "mixture_of_depths", "unified_skipping", "snapkv", "kvquant"),
+    ),
 )
 def test_scores_are_those_of_the_path_that_generates(name: str, tmp_path: Path) -> None:
     """Of every approximate recipe: how deep tokens run, what caches lose, how they are read."""

@@ -10,7 +10,7 @@ import torch
 from handmade import Shape, cached_llama
 from hypothesis import given
 from hypothesis import strategies as st
-from selection import on_backends
+from selection import mostly_long, on_backends
 from test_kept_conversations import MODELS
 from test_own_attention import node
 from test_runtime_cached import padded
@@ -144,7 +144,7 @@ def test_windows_count_positions_and_sinks_weigh_once(kind: str) -> None:
         assert torch.equal(found, wanted.sequences)
 
 
-@pytest.mark.parametrize("name", ["layerskip", "swift", "medusa"])
+@pytest.mark.parametrize("name", mostly_long(["layerskip", "swift", "medusa"], ["swift"]))
 def test_recipes_that_draft_share_rows_too(name: str) -> None:
     """In segments, without sublayers, by heads; whether or not a draft pays."""
     extended = {"title": name, "contract": "lossless", "extends": name, "passes": ["share_prefix"]}

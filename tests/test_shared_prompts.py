@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from selection import one_in
+from selection import on_backends, one_in
 from test_kept_conversations import ASKED, MODELS
 from test_runtime_cached import padded
 
@@ -35,8 +35,7 @@ def batches() -> dict[str, list[list[int]]]:
     }
 
 
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
-@pytest.mark.parametrize("kind", batches())
+@pytest.mark.parametrize(("kind", "backend"), on_backends(batches(), ["both"]))
 def test_texts_are_those_of_each_alone(kind: str, backend: str) -> None:
     fast = executable_of("suffix", backend)
     prompts = batches()[kind]
@@ -54,7 +53,7 @@ def test_texts_are_those_of_each_alone(kind: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", one_in(2, ["h2o", "window", "recycling", "snapkv", "eagle", "sharing", "skipping"])
+    "name", one_in(4, ["h2o", "window", "recycling", "snapkv", "eagle", "sharing", "skipping"])
 )
 def test_caches_that_lose_rows_and_drafters_share_what_they_can(name: str) -> None:
     """Prompts that end in a block and at its ends, too."""

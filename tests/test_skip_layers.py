@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from selection import on_backends, one_in
 from tiny import MASK, PROMPTS, in_int8, named, tiny_llama
 
 from graftwork.artifact.saved import load, save
@@ -65,8 +66,7 @@ def expected(names: tuple[str, ...]) -> torch.Tensor:
     return generate(executable, PROMPTS, attention_mask=MASK, **ASKED)
 
 
-@pytest.mark.parametrize("which", SETS)
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+@pytest.mark.parametrize(("which", "backend"), on_backends(SETS, ["layers", "mlp"]))
 def test_a_skipped_part_adds_nothing(which: str, backend: str) -> None:
     pass_, names = SETS[which]
     executable = compile(made(pass_), Target(backend, "cpu"))
@@ -137,7 +137,7 @@ def test_prompts_may_run_through_the_full_model(backend: str) -> None:
     assert differ, "a prompt that skips layers says the same: the model is too simple to tell"
 
 
-@pytest.mark.parametrize("prefill", ["same", "full"])
+@pytest.mark.parametrize("prefill", one_in(2, ["full", "same"]))
 def test_it_composes_with_copies_and_int8(prefill: str) -> None:
     skip = SkipLayers(layers=(1,), prefill=prefill)
     for more in ((), (in_int8(),)):

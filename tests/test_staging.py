@@ -47,7 +47,7 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graftwork.backends.onnxruntime.step.Staging", Poisoned)
 
 
-@pytest.mark.parametrize("name", one_in(2, RECIPES))
+@pytest.mark.parametrize("name", one_in(4, RECIPES))
 def test_texts_are_the_same(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     program = program_of(name, tmp_path)
     wanted = texts(program, TARGET)

@@ -10,6 +10,7 @@ import torch
 from evidence import evidence_for
 from hypothesis import given
 from hypothesis import strategies as st
+from selection import on_backends
 from test_kept_conversations import drafting
 from test_runtime_cached import padded
 from tiny import tiny_llama
@@ -130,8 +131,7 @@ def test_learning_leaves_less_of_the_error_and_says_how_much() -> None:
         assert torch.equal(weight.load(), again.weights[name].load()), name
 
 
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
-@pytest.mark.parametrize("name", ["suffix", "chain"])
+@pytest.mark.parametrize(("name", "backend"), on_backends(["suffix", "chain"], ["chain"]))
 def test_drafts_say_what_the_target_says_alone(name: str, backend: str) -> None:
     program = model(name)
     if name == "suffix":
