@@ -12,24 +12,19 @@ in other processes: one that dies or hangs is a fault, and the next mutation goe
 
 from __future__ import annotations
 
-import argparse
-import os
 import random
-import selectors
 import shutil
-import subprocess
 import sys
 import tempfile
-import warnings
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import mutants
 import torch
+from mutants import counted, spread
 from mutations import mutate
 from tiny import cached_llama, drafting_llama, in_int8, named
 
@@ -47,12 +42,6 @@ from graftwork.runtime.generate import generate
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 NEW = 6
-SECONDS = 60
-"""How long a mutation may take, on a machine that does other things too."""
-
-MEMORY = 12 * 2**30
-"""Bytes of addresses that a process may have."""
-
 BACKENDS = ("eager", "eager", "eager", "onnxruntime")
 
 
@@ -166,114 +155,24 @@ def agrees(got: torch.Tensor, meant: torch.Tensor, nudged: torch.Tensor) -> bool
 # -- processes
 
 
-def watch(allowed: Path) -> None:
-    """End the process when Python writes a file outside of `allowed`, or starts a program."""
-    writes = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in ("subprocess.Popen", "os.system", "os.exec", "socket.connect"):
-            print(f"done fault: {event} {arguments}", flush=True)
-            os._exit(70)
-        if event != "open" or not isinstance(arguments[0], (str, bytes)):
-            return
-        path, mode, flags = os.fsdecode(arguments[0]), arguments[1] or "", arguments[2] or 0
-        writing = bool(set(mode) & set("wax+") or flags & writes) and not path.startswith("/dev/")
-        if writing and not Path(os.path.realpath(path)).is_relative_to(allowed):
-            print(f"done fault: wrote {path}", flush=True)
-            os._exit(70)
-
-    sys.addaudithook(hook)
-
-
 def work(folder: Path, seed: int, first: int, last: int) -> None:
-    """Make and try mutations; a line before each and a line after it."""
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    bases, jail = sorted((folder / "bases").iterdir()), Path(os.getcwd())
-    expected = {}
+    """Make and try mutants."""
+    mutants.confined()
+    bases, expected = sorted((folder / "bases").iterdir()), {}
     for base in bases:  # before anything is watched: caches fill, libraries load
         model = compile(artifact.load(base).program, Target.parse("eager"))
-        expected[base.name] = generate(model, PROMPT, max_new_tokens=NEW, eos_token_id=[])
+        found = generate(model, PROMPT, max_new_tokens=NEW, eos_token_id=[])
+        expected[base.name] = found[0].tolist()
         generate(compile(artifact.load(base).program, Target()), PROMPT, max_new_tokens=2)
-    watch(jail)
-    for index in range(first, last):
-        rng = random.Random(seed * 1_000_003 + index)
+
+    def make(rng: random.Random, index: int, target: Path) -> tuple[str, Callable[[], str]]:
         base, backend = rng.choice(bases), rng.choice(BACKENDS)
-        target = jail / "deep" / "er" / "artifact"
-        shutil.rmtree(jail / "deep", ignore_errors=True)
         shutil.copytree(base, target)
         done, state = mutate(rng, target)
-        print(f"call {index} {base.name} on {backend}: {done}", flush=True)
-        outside = entries(jail, target)
-        try:
-            said = verdict(target, state, backend, expected[base.name][0].tolist())
-        except BaseException as error:  # what nobody was to raise
-            said = f"fault: {type(error).__name__}: {str(error)[:300]!r}"
-        if strange := entries(jail, target) - outside:
-            said = f"fault: wrote {sorted(strange)[:3]}"
-        print(f"done {said}", flush=True)
+        what = f"{base.name} on {backend}: {done}"
+        return what, lambda: verdict(target, state, backend, expected[base.name])
 
-
-def entries(jail: Path, artifact_folder: Path) -> set[str]:
-    """Everything in the process's folder but the artifact itself and temporary files."""
-    found = {str(path.relative_to(jail)) for path in jail.rglob("*")}
-    return {p for p in found if not p.startswith(("tmp", str(artifact_folder.relative_to(jail))))}
-
-
-def lines_of(process: subprocess.Popen[bytes]) -> Iterator[str]:
-    """Lines as they come; ends with the process, which is killed when it says nothing for long."""
-    assert process.stdout is not None
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        rest = b""
-        while True:
-            if not selector.select(SECONDS * 2 if not rest else SECONDS):
-                process.kill()
-                yield f"done fault: no answer within {SECONDS} s"
-                return
-            piece = os.read(process.stdout.fileno(), 1 << 16)
-            if not piece:
-                return
-            *whole, rest = (rest + piece).split(b"\n")
-            yield from (text.decode(errors="replace") for text in whole)
-
-
-def tried(
-    folder: Path, seed: int, first: int, last: int, script: str = __file__, *more: str
-) -> list[tuple[str, str]]:
-    """(mutation, verdict) of every mutation; a process that dies is a verdict. script: what makes
-    them; more: what it is told besides."""
-    results: list[tuple[str, str]] = []
-    while first < last:
-        jail = Path(tempfile.mkdtemp(dir=folder))
-        (jail / "tmp").mkdir()
-        command = [sys.executable, script, "--seed", str(seed), "--bases", str(folder), *more]
-        command += ["--work", str(first), str(last)]
-        environment = {**os.environ, "TMPDIR": str(jail / "tmp"), "PYTHONDONTWRITEBYTECODE": "1"}
-        with (jail / "errors").open("wb") as errors:
-            process = subprocess.Popen(
-                command, cwd=jail, env=environment, stdout=subprocess.PIPE, stderr=errors
-            )
-            call, before = "", first
-            for text in lines_of(process):
-                kind, _, rest = text.partition(" ")
-                if kind == "call":
-                    call, first = rest, int(rest.partition(" ")[0]) + 1
-                elif kind == "done" and call:
-                    results.append((call, rest))
-                    call = ""
-            code = process.wait()
-        if call:
-            results.append((call, f"fault: died with {code}"))
-        elif code and first == before:
-            text = (jail / "errors").read_text(errors="replace")[-500:]
-            results.append(("nothing", f"fault: died with {code}: {text}"))
-            return results
-        shutil.rmtree(jail, ignore_errors=True)
-    return results
+    mutants.work(make, seed, first, last)
 
 
 def summary(seed: int, mutations: int, processes: int = 2) -> tuple[Counter[str], list[str]]:
@@ -282,41 +181,12 @@ def summary(seed: int, mutations: int, processes: int = 2) -> tuple[Counter[str]
         folder = Path(name)
         for kind, program in programs().items():
             artifact.save(program, folder / "bases" / kind, target=Target(), recipe={"name": kind})
-        everything = spread(folder, seed, mutations, processes)
-    return counted(everything)
-
-
-def spread(
-    folder: Path, seed: int, mutations: int, processes: int, script: str = __file__
-) -> list[tuple[str, str]]:
-    """See `tried`; in several processes at a time."""
-    size = min(500, -(-mutations // processes))
-    pieces = [(at, min(at + size, mutations)) for at in range(0, mutations, size)]
-    with ThreadPoolExecutor(processes) as pool:
-        results = pool.map(lambda piece: tried(folder, seed, *piece, script), pieces)
-        return [result for part in results for result in part]
-
-
-def counted(everything: list[tuple[str, str]]) -> tuple[Counter[str], list[str]]:
-    """How many mutations ended how, and the faulty ones."""
-    counts: Counter[str] = Counter(mutations=len(everything))
-    faults = []
-    for call, said in everything:
-        counts[said if said in ("refused", "accepted") else "faults"] += 1
-        if said not in ("refused", "accepted"):
-            faults.append(f"{call}: {said}")
-    return counts, faults
+        return counted(spread(folder, seed, mutations, processes, __file__))
 
 
 def main() -> int:
     """The command line; 1 if there was a fault."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--mutations", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--bases", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--work", type=int, nargs=2, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = mutants.arguments(__doc__, 10_000).parse_args()
     if given.work:
         work(given.bases, given.seed, *given.work)
         return 0

@@ -6,23 +6,20 @@ states, manifests.
 What is changed must be refused with graftwork's own error, or mean what it says: a prefix, a plan,
 a manifest or a state of training says what it said or is refused, heads change no token, and what a
 recipe, prompts or ids are made of is theirs. Runners of plans may end with a line of their own.
-Processes, watching and counting are those of `artifacts.py`.
+Processes, watching and counting are those of `mutants.py`.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
-import os
 import random
 import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,9 +30,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import mutants
 import numpy as np
 import torch
-from artifacts import MEMORY, SECONDS, entries, tried, watch
+from mutants import SECONDS, counted, tried
 from mutations import JUNK, character, in_manifest, token
 from safetensors.torch import save_file
 from tiny import drafting_llama, named, tiny_llama
@@ -320,30 +318,18 @@ def verdict(surface: Surface, folder: Path, expected: Any) -> str:
 
 
 def work(bases: Path, name: str, seed: int, first: int, last: int) -> None:
-    """Make and try mutations of a surface; a line before each and a line after it."""
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY)) if name != "node" else None
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    surface, jail, base = SURFACES[name], Path(os.getcwd()), bases / "bases" / name
+    """Make and try mutants of a surface."""
+    mutants.confined(0 if name == "node" else mutants.MEMORY)
+    surface, base = SURFACES[name], bases / "bases" / name
     expected = None if name == "recipe" else surface.said(base)  # and caches fill, libraries load
-    if surface.watched:
-        watch(jail)
-    for index in range(first, last):
-        rng = random.Random(seed * 1_000_003 + index)
-        target = jail / "deep" / "er" / "folder"
-        shutil.rmtree(jail / "deep", ignore_errors=True)
+
+    def make(rng: random.Random, index: int, target: Path) -> tuple[str, Callable[[], str]]:
         shutil.copytree(base, target)
-        print(f"call {index} {name}: {surface.damage(rng, target)!r}", flush=True)
-        outside = entries(jail, target)
-        try:
-            said = verdict(surface, target, expected)
-        except BaseException as error:  # what nobody was to raise
-            said = f"fault: {type(error).__name__}: {str(error)[:300]!r}"
-        if strange := entries(jail, target) - outside:
-            said = f"fault: wrote {sorted(strange)[:3]}"
-        print(f"done {said}", flush=True)
+        return f"{name}: {surface.damage(rng, target)!r}", lambda: verdict(
+            surface, target, expected
+        )
+
+    mutants.work(make, seed, first, last, surface.watched)
 
 
 def has_node() -> bool:
@@ -357,8 +343,8 @@ def has_node() -> bool:
 
 def summary(
     seed: int, mutations: int, processes: int = 2, only: list[str] | None = None
-) -> tuple[dict[str, Counter[str]], list[str]]:
-    """By surface how many mutations ended how, and the faulty ones."""
+) -> tuple[Counter[str], list[str]]:
+    """How many mutations ended how, by surface, and the faulty ones."""
     names = only or [name for name in SURFACES if name != "node" or has_node()]
     each = -(-mutations // len(names))
     with tempfile.TemporaryDirectory() as place:
@@ -372,35 +358,20 @@ def summary(
             results = pool.map(
                 lambda name: tried(folder, seed, 0, each, __file__, "--only", name), names
             )
-            everything = dict(zip(names, results, strict=True))
-    counts = {name: Counter[str]() for name in names}
-    faults = []
-    for name, found in everything.items():
-        for call, said in found:
-            counts[name][said if said in ("refused", "accepted") else "faults"] += 1
-            if said not in ("refused", "accepted"):
-                faults.append(f"{call}: {said}")
-    return counts, faults
+            return counted([result for found in results for result in found])
 
 
 def main() -> int:
     """The command line; 1 if there was a fault."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--mutations", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=2)
+    parser = mutants.arguments(__doc__, 1000)
     parser.add_argument("--only", nargs="+", choices=SURFACES)
-    parser.add_argument("--bases", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--work", type=int, nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.work:
         work(given.bases, given.only[0], given.seed, *given.work)
         return 0
     counts, faults = summary(given.seed, given.mutations, given.processes, given.only)
     print(*faults[:40], sep="\n")
-    for name, count in counts.items():
-        said = ", ".join(f"{count[key]} {key}" for key in ("refused", "accepted", "faults"))
-        print(f"{name}: {sum(count.values())} mutations: {said}")
+    print(json.dumps(dict(sorted(counts.items()))))
     return 1 if faults else 0
 
 

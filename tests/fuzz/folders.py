@@ -8,12 +8,11 @@ checkpoints, are changed in their configurations, indexes, tokenizer files and s
 one must be refused with graftwork's own error, or give the tokens that transformers gives of the
 same folder; where transformers cannot read it (or cannot read its format here), those of the folder
 as it was. Nothing may be written outside the process's own folder. Processes and the rest: see
-`artifacts.py`.
+`mutants.py`.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import logging
@@ -22,16 +21,17 @@ import random
 import shutil
 import sys
 import tempfile
-import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import mutants
 import torch
 from archs import ARCHS, Arch, build
-from artifacts import MEMORY, counted, entries, spread, watch
+from mutants import counted, spread
 from mutations import character, in_json, in_weights
 from quantized_checkpoints import (
     awq_config,
@@ -175,16 +175,16 @@ def dequantized(folder: Path, plain: Path) -> Path:
     return copied
 
 
-def verdict(folder: Path, before: list[int], plain: Path, done: str) -> str:
-    """ "refused", "accepted", or what is wrong. plain: a quantized folder's values, if it was one.
-    done: what was changed."""
+def verdict(folder: Path, base: Path, plain: Path, done: str) -> str:
+    """ "refused", "accepted", or what is wrong. base: the folder as it was. plain: a quantized
+    folder's values, if it was one. done: what was changed."""
     try:
         tokens = ours(folder)
     except GraftworkError as error:
         return "refused" if len(str(error)) < 20_000 else "fault: an endless message"
     if plain.exists() and "weights" in done:
         return "accepted"  # other bits are other values
-    expected = theirs(dequantized(folder, plain) if plain.exists() else folder) or before
+    expected = theirs(dequantized(folder, plain) if plain.exists() else folder) or ours(base)
     if tokens != expected:
         return f"fault: other tokens {tokens}, expected {expected}"
     return "accepted"
@@ -194,38 +194,24 @@ def verdict(folder: Path, before: list[int], plain: Path, done: str) -> str:
 
 
 def work(folder: Path, seed: int, first: int, last: int) -> None:
-    """Make and try mutations; a line before each and a line after it."""
-    import resource
-
+    """Make and try mutants."""
     import transformers
 
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+    mutants.confined()
     logging.disable(logging.CRITICAL)
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    jail = Path(os.getcwd())
-    os.environ["GRAFTWORK_CACHE"] = str(jail / "tmp" / "cache")
-    places, before = sorted((folder / "bases").iterdir()), {}
-    watch(jail)
-    for index in range(first, last):
-        rng = random.Random(seed * 1_000_003 + index)
+    os.environ["GRAFTWORK_CACHE"] = str(Path(os.getcwd()) / "tmp" / "cache")
+    places = sorted((folder / "bases").iterdir())
+
+    def make(rng: random.Random, index: int, target: Path) -> tuple[str, Callable[[], str]]:
         base = rng.choice(places)
-        if base.name not in before:
-            before[base.name] = ours(base)
-        target = jail / "deep" / "er" / "folder"
-        shutil.rmtree(jail / "deep", ignore_errors=True)
         shutil.copytree(base, target)
-        done = mutate(rng, target).encode("ascii", "replace").decode()
-        print(f"call {index} {base.name}: {done}", flush=True)
-        outside = entries(jail, target)
-        try:
-            said = verdict(target, before[base.name], folder / FLOATS / base.name, done)
-        except BaseException as error:  # what nobody was to raise
-            said = f"fault: {type(error).__name__}: {str(error)[:300]!r}"
-        if strange := entries(jail, target) - outside:
-            said = f"fault: wrote {sorted(strange)[:3]}"
-        print(f"done {said}", flush=True)
+        done = mutate(rng, target)
+        return f"{base.name}: {done}", lambda: verdict(
+            target, base, folder / FLOATS / base.name, done
+        )
+
+    mutants.work(make, seed, first, last)
 
 
 def summary(seed: int, mutations: int, processes: int = 2) -> tuple[Counter[str], list[str]]:
@@ -237,13 +223,7 @@ def summary(seed: int, mutations: int, processes: int = 2) -> tuple[Counter[str]
 
 def main() -> int:
     """The command line; 1 if there was a fault."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--mutations", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--bases", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--work", type=int, nargs=2, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = mutants.arguments(__doc__, 1000).parse_args()
     if given.work:
         work(given.bases, given.seed, *given.work)
         return 0

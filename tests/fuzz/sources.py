@@ -11,31 +11,25 @@ mutation goes on.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
-import warnings
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import mutants
 import torch
-from artifacts import entries, lines_of, watch
+from mutants import counted, spread
 from source_mutations import MUTATIONS
 from source_readers import READERS, base_files
 
 from graftwork.ir import GraftworkError
-
-MEMORY = 12 * 2**30
-"""Bytes of addresses that a process may have."""
 
 
 def verdict(kind: str, path: Path, base: Path | None) -> str:
@@ -76,69 +70,23 @@ def shown(result: Any) -> str:
 
 
 def work(folder: Path, kinds: list[str], seed: int, first: int, last: int) -> None:
-    """Make and try mutations; a line before each and a line after it."""
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    jail = Path(os.getcwd())
-    for kind in kinds:  # before anything is watched: caches fill, libraries load
-        base = folder / "bases" / kind
-        said = verdict(kind, next(base.glob("main.*")), None)
+    """Make and try mutants."""
+    mutants.confined()
+    bases = {kind: next((folder / "bases" / kind).glob("main.*")) for kind in kinds}
+    for kind, base in bases.items():  # before anything is watched: caches fill, libraries load
+        said = verdict(kind, base, None)
         assert said == "accepted", f"{kind}: {said}"
-    watch(jail)
-    for index in range(first, last):
-        rng = random.Random(seed * 1_000_003 + index)
+
+    def make(rng: random.Random, index: int, target: Path) -> tuple[str, Callable[[], str]]:
         kind = kinds[index % len(kinds)]
-        target = jail / "deep" / "er" / "source"
-        shutil.rmtree(jail / "deep", ignore_errors=True)
-        shutil.copytree(folder / "bases" / kind, target)
-        path = next(target.glob("main.*"))
-        before = path.read_bytes()
+        base = bases[kind]
+        shutil.copytree(base.parent, target)
+        path = target / base.name
         done = rng.choice(MUTATIONS[kind])(rng, path)
-        print(f"call {index} {kind}: {done}", flush=True)
-        outside = entries(jail, target)
-        try:
-            source = folder / "bases" / kind / path.name
-            said = verdict(kind, path, source if path.read_bytes() != before else None)
-        except BaseException as error:  # what nobody was to raise
-            said = f"fault: {type(error).__name__}: {str(error)[:300]!r}"
-        if strange := entries(jail, target) - outside:
-            said = f"fault: wrote {sorted(strange)[:3]}"
-        print(f"done {said}", flush=True)
+        changed = path.read_bytes() != base.read_bytes()
+        return f"{kind}: {done}", lambda: verdict(kind, path, base if changed else None)
 
-
-def tried(folder: Path, kinds: list[str], seed: int, first: int, last: int) -> list[Any]:
-    """(mutation, verdict) of every mutation; a process that dies is a verdict."""
-    results: list[tuple[str, str]] = []
-    while first < last:
-        jail = Path(tempfile.mkdtemp(dir=folder))
-        (jail / "tmp").mkdir()
-        command = [sys.executable, __file__, "--seed", str(seed), "--bases", str(folder)]
-        command += ["--kinds", ",".join(kinds), "--work", str(first), str(last)]
-        more = {"TMPDIR": str(jail / "tmp"), "PYTHONDONTWRITEBYTECODE": "1", "RUST_BACKTRACE": "0"}
-        with (jail / "errors").open("wb") as errors:
-            process = subprocess.Popen(
-                command, cwd=jail, env={**os.environ, **more}, stdout=subprocess.PIPE, stderr=errors
-            )
-            call, before = "", first
-            for text in lines_of(process):
-                word, _, rest = text.partition(" ")
-                if word == "call":
-                    call, first = rest, int(rest.partition(" ")[0]) + 1
-                elif word == "done" and call:
-                    results.append((call, rest))
-                    call = ""
-            code = process.wait()
-        if call:
-            results.append((call, f"fault: died with {code}"))
-        elif code and first == before:
-            said = (jail / "errors").read_text(errors="replace")[-500:]
-            results.append(("nothing", f"fault: died with {code}: {said}"))
-            return results
-        shutil.rmtree(jail, ignore_errors=True)
-    return results
+    mutants.work(make, seed, first, last)
 
 
 def summary(
@@ -146,34 +94,16 @@ def summary(
 ) -> tuple[Counter[str], list[str]]:
     """How many mutations ended how, by kind, and the faulty ones."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
         for kind in kinds:
-            base_files(kind, folder / "bases" / kind)
-        size = min(300, -(-mutations // processes))
-        pieces = [(at, min(at + size, mutations)) for at in range(0, mutations, size)]
-        with ThreadPoolExecutor(processes) as pool:
-            parts = pool.map(lambda piece: tried(folder, kinds, seed, *piece), pieces)
-            everything = [result for part in parts for result in part]
-    counts: Counter[str] = Counter(mutations=len(everything))
-    faults = []
-    for call, said in everything:
-        kind = call.split()[1].rstrip(":") if call != "nothing" else "none"
-        ended = said if said in ("refused", "accepted") else "faults"
-        counts.update([ended, f"{kind} {ended}"])
-        if ended == "faults":
-            faults.append(f"{call}: {said}")
-    return counts, faults
+            base_files(kind, Path(name) / "bases" / kind)
+        more = __file__, "--kinds", ",".join(kinds)
+        return counted(spread(Path(name), seed, mutations, processes, *more))
 
 
 def main() -> int:
     """The command line; 1 if there was a fault."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--mutations", type=int, default=1200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=2)
+    parser = mutants.arguments(__doc__, 1200)
     parser.add_argument("--kinds", default=",".join(MUTATIONS))
-    parser.add_argument("--bases", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--work", type=int, nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     kinds = given.kinds.split(",")
     if given.work:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from folders import summary
 
 
-def test_mutated_folders_are_refused_or_as_transformers_reads_them() -> None:
-    counts, faults = summary(seed=1, mutations=12, processes=1)
+@pytest.mark.parametrize("count", [6, pytest.param(24, marks=pytest.mark.long)])
+def test_mutated_folders_are_refused_or_as_transformers_reads_them(count: int) -> None:
+    counts, faults = summary(seed=1, mutations=count, processes=1)
     assert not faults, "\n".join(faults)
-    assert counts["mutations"] == 12 and counts["refused"] and counts["accepted"]
+    assert counts["mutations"] == count and counts["refused"] and counts["accepted"]

@@ -13,9 +13,9 @@ from sources import summary
 @pytest.mark.parametrize(
     ("kinds", "count"),
     [
-        (["gguf", "onnx"], 8),
+        (["gguf", "onnx", "tokenizer", "prompts"], 20),
         pytest.param(["gguf", "onnx"], 40, marks=pytest.mark.long),
-        (["tokenizer", "prompts"], 40),
+        pytest.param(["tokenizer", "prompts"], 40, marks=pytest.mark.long),
     ],
     ids=str,
 )
