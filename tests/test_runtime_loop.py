@@ -24,20 +24,28 @@ def left_padded(prompts: list[list[int]], pad: int = 0) -> tuple[torch.Tensor, t
     return torch.tensor(ids), torch.tensor(mask)
 
 
-@settings(deadline=None, max_examples=150)
-@given(
-    prompts=st.lists(
-        st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=23), min_size=1, max_size=4
-    ),
-    widths=st.sampled_from([None, (1, 4), (1, 2, 5, 16), (1, 3, 40), (6,), (2, 7)]),
-    draft=st.sampled_from(PLANS),
-    count=st.integers(1, 20),
-    roomy=st.booleans(),
-    outputs=st.sampled_from([("logits",), ("logits", "argmax")]),
-    selects=st.booleans(),
-    data=st.data(),
-)
-def test_greedy_equals_plain(prompts, widths, draft, count, roomy, outputs, selects, data):
+def texts_of(vocab: int, longest: int) -> st.SearchStrategy[list[list[int]]]:
+    """One to four prompts."""
+    prompt = st.lists(st.integers(0, vocab - 1), min_size=1, max_size=longest)
+    return st.lists(prompt, min_size=1, max_size=4)
+
+
+SETTINGS = {
+    "count": st.integers(1, 20),
+    "roomy": st.booleans(),
+    "outputs": st.sampled_from([("logits",), ("logits", "argmax")]),
+    "selects": st.booleans(),
+    "data": st.data(),
+}
+ENDS = {
+    "prompts": texts_of(6, 9),
+    "eos": st.lists(st.integers(0, 5), min_size=1, max_size=2),
+    "stop": st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), max_size=2),
+}
+
+
+def check_greedy(prompts, widths, count, roomy, outputs, selects, data, **plan):
+    """The text is that of plain decoding. plan: draft and tree of the program."""
     # A context that just holds the longest text: steps at its end have no room for every width.
     longest = max(map(len, prompts)) + count
     context = data.draw(st.integers(longest, longest + 10))
@@ -45,7 +53,7 @@ def test_greedy_equals_plain(prompts, widths, draft, count, roomy, outputs, sele
         context = min(widths)
     rule = whole(VOCAB)
     inputs = ("tokens", "positions", "past", *(["select"] if selects else []))
-    model = program(VOCAB, context=context, draft=draft, outputs=outputs, inputs=inputs)
+    model = program(VOCAB, context=context, outputs=outputs, inputs=inputs, **plan)
     executable = TableExecutable(rule, model, widths, roomy)
     ids, mask = left_padded(prompts)
     result = generate(executable, ids, attention_mask=mask, max_new_tokens=count)
@@ -55,16 +63,10 @@ def test_greedy_equals_plain(prompts, widths, draft, count, roomy, outputs, sele
         assert row == plain(rule, prompt, count)
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    prompts=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=9), min_size=1, max_size=4),
-    draft=st.sampled_from(PLANS),
-    eos=st.lists(st.integers(0, 5), min_size=1, max_size=2),
-    stop=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), max_size=2),
-)
-def test_ends_are_where_plain_decoding_has_them(prompts, draft, eos, stop):
+def check_ends(prompts, eos, stop, **plan):
+    """Texts end where those of plain decoding do. plan: draft and tree of the program."""
     rule = whole(6, period=3)
-    executable = TableExecutable(rule, program(6, draft=draft))
+    executable = TableExecutable(rule, program(6, **plan))
     ids, mask = left_padded(prompts)
     result = generate(
         executable,
@@ -78,6 +80,23 @@ def test_ends_are_where_plain_decoding_has_them(prompts, draft, eos, stop):
     wanted = [cut(plain(rule, prompt, 12), eos, stop) for prompt in prompts]
     longest = max(map(len, wanted))
     assert result[:, ids.shape[1] :].tolist() == [w + [3] * (longest - len(w)) for w in wanted]
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    prompts=texts_of(VOCAB, 23),
+    widths=st.sampled_from([None, (1, 4), (1, 2, 5, 16), (1, 3, 40), (6,), (2, 7)]),
+    draft=st.sampled_from(PLANS),
+    **SETTINGS,
+)
+def test_greedy_equals_plain(**given):
+    check_greedy(**given)
+
+
+@settings(deadline=None, max_examples=60)
+@given(draft=st.sampled_from(PLANS), **ENDS)
+def test_ends_are_where_plain_decoding_has_them(**given):
+    check_ends(**given)
 
 
 def cut(tokens: list[int], eos: list[int], stop: list[list[int]]) -> list[int]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime_drafts import RuleDraft, digest, ranked
 from runtime_models import TableExecutable, plain, program, whole
-from test_runtime_loop import cut, left_padded
+from test_runtime_loop import ENDS, SETTINGS, check_ends, check_greedy, left_padded, texts_of
 from tiny import cached_llama
 
 from graftwork.backends import Target, compile
@@ -43,59 +43,23 @@ def guesses(rule, vocab: int, least: int = 0) -> RuleDraft:
 
 @settings(deadline=None, max_examples=80)
 @given(
-    prompts=st.lists(
-        st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=15), min_size=1, max_size=4
-    ),
+    prompts=texts_of(VOCAB, 15),
     widths=st.sampled_from([None, (1, 10), (1, 2, 5, 16), (1, 3, 40), (6,), (2, 7)]),
     tree=st.sampled_from(TREES),
     first=st.booleans(),
-    count=st.integers(1, 20),
-    roomy=st.booleans(),
-    outputs=st.sampled_from([("logits",), ("logits", "argmax")]),
-    selects=st.booleans(),
-    data=st.data(),
+    **SETTINGS,
 )
-def test_greedy_equals_plain(prompts, widths, tree, first, count, roomy, outputs, selects, data):
-    longest = max(map(len, prompts)) + count
-    context = data.draw(st.integers(longest, longest + 10))
-    if widths is not None and min(widths) > context:
-        context = min(widths)
-    rule = whole(VOCAB)
-    draft: DraftRecord = guesses(rule, VOCAB)
+def test_greedy_equals_plain(first, **given):
+    draft: DraftRecord = guesses(whole(VOCAB), VOCAB)
     if first:  # some sequences bring a chain, others a tree, others nothing
         draft = FirstDraft((SuffixDraft(tokens=4, shortest=2), draft))
-    inputs = ("tokens", "positions", "past", *(["select"] if selects else []))
-    model = program(VOCAB, context=context, draft=draft, tree=tree, outputs=outputs, inputs=inputs)
-    executable = TableExecutable(rule, model, widths, roomy)
-    ids, mask = left_padded(prompts)
-    result = generate(executable, ids, attention_mask=mask, max_new_tokens=count)
-    for row, prompt in zip(result[:, ids.shape[1] :].tolist(), prompts, strict=True):
-        assert row == plain(rule, prompt, count)
+    check_greedy(draft=draft, **given)
 
 
 @settings(deadline=None, max_examples=40)
-@given(
-    prompts=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=9), min_size=1, max_size=4),
-    tree=st.sampled_from(TREES),
-    eos=st.lists(st.integers(0, 5), min_size=1, max_size=2),
-    stop=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), max_size=2),
-)
-def test_ends_within_a_path_are_where_plain_decoding_has_them(prompts, tree, eos, stop):
-    rule = whole(6, period=3)
-    executable = TableExecutable(rule, program(6, draft=guesses(rule, 6), tree=tree))
-    ids, mask = left_padded(prompts)
-    result = generate(
-        executable,
-        ids,
-        attention_mask=mask,
-        max_new_tokens=12,
-        eos_token_id=eos,
-        pad_token_id=3,
-        stop=stop,
-    )
-    wanted = [cut(plain(rule, prompt, 12), eos, stop) for prompt in prompts]
-    longest = max(map(len, wanted))
-    assert result[:, ids.shape[1] :].tolist() == [w + [3] * (longest - len(w)) for w in wanted]
+@given(tree=st.sampled_from(TREES), **ENDS)
+def test_ends_within_a_path_are_where_plain_decoding_has_them(**given):
+    check_ends(draft=guesses(whole(6, period=3), 6), **given)
 
 
 def knowing(rank: int) -> tuple[RuleDraft, object]:
