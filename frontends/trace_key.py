@@ -174,6 +174,8 @@ class _Shown:
             raise _Unknown(f"{item!r}")
         kind, given = type(item), vars(item)
         said = {n: v for n, v in given.items() if n not in _ORIGINS and not _is_said(kind, n, v)}
+        if "dtype" in said:  # of a configuration: a dtype or its name
+            said["dtype"] = str(said["dtype"]).removeprefix("torch.")
         return f"{self.name(kind)} {self.value(said)}"
 
 

@@ -71,13 +71,14 @@ _SCALED = {
     "attention_multiplier": 0.3,
 }
 _LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
     "factor": 8.0,
-    "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
     "original_max_position_embeddings": 32,
+    "rope_theta": 10000.0,
+    "rope_type": "llama3",
 }
+"""As a file has it, so that a model in memory and its folder share a trace."""
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -351,7 +352,7 @@ def build(arch: Arch, seed: int = 0) -> Any:
 
     config = AutoConfig.for_model(arch.model_type, **arch.config)
     config.use_cache = False
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

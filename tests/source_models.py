@@ -63,7 +63,7 @@ def made(name: str, **changes: Any) -> Any:
 
     config = AutoConfig.for_model(name, **{**CONFIGS[name], **changes})
     maker: Any = AutoModelForSpeechSeq2Seq if name == "whisper" else AutoModelForSeq2SeqLM
-    model = maker.from_config(config).eval()
+    model = maker.from_config(config, dtype=torch.float32).eval()
     torch.manual_seed(2)
     for path, parameter in model.named_parameters():
         if "relative_attention_bias" in path:

@@ -83,8 +83,10 @@ def test_help_is_quick_because_torch_is_not_loaded() -> None:
 def test_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     code, text, _ = run(capsys, "recipes")
     assert code == 0
-    for recipe in gw.recipes():
+    for place, recipe in enumerate(gw.recipes()):
         assert recipe.name in text and recipe.contract in text
+        if place % 8:
+            continue
         _, shown, _ = run(capsys, "recipes", recipe.name)
         assert all(step.pass_.name in shown for step in recipe.steps)
 

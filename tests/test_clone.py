@@ -50,7 +50,7 @@ def test_the_command_line_runs_in_a_clone_that_is_not_installed(clone: Path) -> 
     code = (
         "import sys, runpy;"
         "sys.meta_path[:] = [f for f in sys.meta_path if 'Editable' not in str(f)];"
-        "sys.path.insert(0, '.'); sys.argv = ['graftwork', 'recipes'];"
+        "sys.path.insert(0, '.'); sys.argv = ['graftwork', 'recipes', 'copyspec'];"
         "runpy.run_module('graftwork', run_name='__main__')"
     )
     assert "copyspec" in run(clone, "-c", code)

@@ -9,6 +9,7 @@ these rooms imports an objective.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,9 +43,12 @@ def module_of(path: Path) -> list[str]:
     return package
 
 
+parsed = functools.cache(ast.parse)
+
+
 def imported(source: str, module: list[str]) -> Iterator[tuple[int, str]]:
     """Line and absolute name of everything that a file imports, at any depth."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -76,7 +80,7 @@ def room(name: str) -> str:
 
 def explained(source: str) -> set[ast.AST]:
     """What stands in ``if TYPE_CHECKING:  # why``: imports for annotations, with their reason."""
-    lines, tree = source.splitlines(), ast.parse(source)
+    lines, tree = source.splitlines(), parsed(source)
     blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "#" in lines[n.lineno - 1]]
     return {node for b in blocks if ast.unparse(b.test) == "TYPE_CHECKING" for node in ast.walk(b)}
 
