@@ -55,8 +55,14 @@ class Trimmer:
 
 
 @contextmanager
-def huge_pages() -> Iterator[None]:
-    """Memory that is mapped and written inside, and kept, is in huge pages after it."""
+def huge_pages(nbytes: int) -> Iterator[None]:
+    """Memory that is mapped and written inside, and kept, is in huge pages after it.
+
+    nbytes: of the weights; less than a page is not looked for.
+    """
+    if nbytes < HUGE:
+        yield
+        return
     before = _regions()
     yield
     for start, end in added(before, _regions()):
@@ -71,8 +77,10 @@ and what it rounds them up by."""
 def move_to_huge_pages(tensors: Iterable[torch.Tensor]) -> None:
     """Put the memory of tensors on the CPU into huge pages, of neighbours together; what is mapped
     from files stays so."""
-    regions = _regions()
-    for start, end in joined((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.is_cpu):
+    found = joined((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.is_cpu)
+    large = [(start, end) for start, end in found if end - start >= HUGE]
+    regions = _regions() if large else []
+    for start, end in large:
         for first, last in regions:
             _collapse(-(-max(start, first) // HUGE) * HUGE, min(end, last) // HUGE * HUGE)
 

@@ -41,9 +41,7 @@ TIE = 1e-5
 FOUND: dict[str, dict[str, str]] = {}
 
 
-FAMILIES = (
-    *("bloom", "deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "gptj", "llama", "mixtral"),
-)
+FAMILIES = (*("bloom", "deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "llama"),)
 """Of each way in which models differ, one."""
 
 NAMES = rarely(sorted(ARCHS), every=4, keep=FAMILIES)

@@ -46,7 +46,7 @@ def test_what_is_mapped_inside_is_moved_and_stays_the_same() -> None:
     outside = mmap.mmap(-1, 8 * HUGE, flags=mmap.MAP_PRIVATE)
     there = np.frombuffer(outside, dtype=np.int64)
     there[:] = 1
-    with huge_pages():
+    with huge_pages(HUGE):
         inside = mmap.mmap(-1, 16 * HUGE, flags=mmap.MAP_PRIVATE)
         written = np.frombuffer(inside, dtype=np.int64)
         written[:] = np.arange(written.size)
@@ -105,7 +105,7 @@ def test_no_map_no_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with monkeypatch.context() as patch:
         patch.setattr(pages, "MAPS", tmp_path / "maps")
         patch.setattr(pages, "_collapse", lambda *region: advised.append(region))
-        with huge_pages():
+        with huge_pages(HUGE):
             pass
     assert advised == []
     with monkeypatch.context() as patch:
@@ -120,6 +120,9 @@ def test_a_session_is_opened_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     entered: list[str] = []
 
     class Recorder:
+        def __init__(self, nbytes: int) -> None:
+            assert nbytes == 5
+
         def __enter__(self) -> None:
             entered.append("in")
 
@@ -128,7 +131,7 @@ def test_a_session_is_opened_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(session, "huge_pages", Recorder)
     monkeypatch.setattr(ort, "InferenceSession", lambda *_, **__: entered.append("opened"))
-    session.open_session(tmp_path / "model.onnx", Target.parse("onnxruntime:cpu"))
+    session.open_session(tmp_path / "model.onnx", Target.parse("onnxruntime:cpu"), weight_bytes=5)
     assert entered == ["in", "opened", "out"]
 
 

@@ -46,7 +46,7 @@ def pairs(count: int) -> list[Names]:
 
 def marked(found: Sequence[Names]) -> list[Any]:
     """As parameters: a few every day, some in the long run, the rest in the sweep."""
-    marks = [[]] * 3 + [[pytest.mark.long]] * 27 + [[pytest.mark.sweep]] * (len(found) - 30)
+    marks = [[]] * 2 + [[pytest.mark.long]] * 28 + [[pytest.mark.sweep]] * (len(found) - 30)
     return [
         pytest.param(names, marks=mark, id="+".join(names))
         for names, mark in zip(found, marks, strict=True)

@@ -76,7 +76,7 @@ def _products(fast: Any) -> int:
     return len({node.args[1] for node in encode.calls(torch.ops.aten.linear.default)})
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_draft_sees_the_source(own: bool, tmp_path: Path) -> None:
     """A model that copies its source drafts for itself: whatever it drafts is right, whether the
     encoder is the target's to the bit or not."""

@@ -174,13 +174,13 @@ class OnnxExecutable(StatefulExecutable):
                 f"set TMPDIR to a folder with room"
             ) from error
         try:
-            copied = 0 if needs_packing(model.model.graph) else size
             own = model.has_own_ops
             shared = None if self._on_device is None else self._on_device.of(model.pending)
             session = open_session(
                 path,
                 self.target,
-                weight_bytes=copied,
+                weight_bytes=size,
+                copies=not needs_packing(model.model.graph),
                 threads=threads,
                 own_ops=own,
                 in_turn=function in self.program.plan.step.parts,

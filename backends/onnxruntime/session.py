@@ -25,6 +25,7 @@ def open_session(
     target: Target,
     *,
     weight_bytes: int = 0,
+    copies: bool = True,
     threads: int | None = None,
     own_ops: bool = False,
     stream: str | None = None,
@@ -37,6 +38,7 @@ def open_session(
     threads: the target's, unless said.
     weight_bytes: what its weights take; if memory for a second copy of them is short, they are used
     as they lie in the file, which makes steps of several tokens slower but costs no memory.
+    copies: False for a model that cannot do without the second copy.
     own_ops: whether the model has any of graftwork's own domain.
     stream: the CUDA stream to work in, see `Stream.handle`. in_turn: whether another session runs
     as soon as this one has, with threads of its own. shared: values to use for initializers of
@@ -54,13 +56,13 @@ def open_session(
     if in_turn:
         # Threads that spin after their work would take the cores from the next session's.
         options.add_session_config_entry("session.force_spinning_stop", "1")
-    if weight_bytes > SPARE * _free_memory():
+    if copies and weight_bytes > SPARE * _free_memory():
         options.add_session_config_entry("session.disable_prepacking", "1")
     if own_ops:
         register_own_ops(options)
     for name, value in (shared or {}).items():
         options.add_initializer(name, value)
-    with huge_pages():
+    with huge_pages(weight_bytes):
         if graphs:
             try:
                 return ort.InferenceSession(
