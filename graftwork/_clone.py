@@ -1,10 +1,9 @@
 """Imports from a clone that is not installed.
 
-A clone keeps the package's parts beside the folder `graftwork` (`ir/`, `passes/`, ...), a wheel
-keeps them inside it. `install` puts a finder in front of Python's own that maps `graftwork.ir` to
-`ir/` of the clone that `graftwork` itself was imported from. In front, because an editable install
-of another clone has a finder of its own, and parts of two clones must never mix. In a wheel it does
-nothing.
+A clone has the package's parts beside the folder `graftwork` (`ir/`, `passes/`, ...), a wheel has
+them inside. `install` adds a finder that maps `graftwork.ir` to `ir/` of the clone of `graftwork`.
+It comes first in `sys.meta_path`, before the finders of editable installs of other clones, so that
+clones are not mixed. In a wheel it does nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class CloneFinder:
 
 
 def install() -> None:
-    """Put the finder in front, if this file lies in a clone."""
+    """Add the finder if this file is in a clone."""
     in_a_wheel = (Path(__file__).parent / "ir").is_dir()
     if not in_a_wheel and CloneFinder not in sys.meta_path:
         sys.meta_path.insert(0, CloneFinder)

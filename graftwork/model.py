@@ -1,4 +1,4 @@
-"""The front door: `optimize` a model with a recipe, `load` a saved one, both give a `Model`."""
+"""The main interface: `optimize` with a recipe, or `load` a saved model; both return a `Model`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,8 @@ from .artifact.shards import checked
 from .backends import check_columns, check_kernels
 from .backends import compile as compile_for
 from .backends.target import Target
-from .data.calibration import check_data, evidence_for, evidence_of, read_documents
+from .data.calibration import check_data, evidence_for, evidence_of
+from .data.corpus import read_corpus
 from .data.prompts import Prompts, as_ids, check_seed, sample_prompts, validation_batch
 from .exporting.exports import Exports
 from .frontends.generation import Known, nobody
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _COMPILED = "compiled"
-T = TypeVar("T")
 
 
 def transform(
@@ -58,8 +58,8 @@ def transform(
     evidence: Evidence | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Model:
-    """Run a recipe's passes over a traced model. prompts: i64[B,T] to check contracts on. evidence:
-    for passes that read text."""
+    """Run a recipe's passes over a traced model. prompts: i64[B,T], to check contracts on.
+    evidence: calibration text."""
     validator = None if prompts is None else Validator(prompts)
     program = traced.program
     check_defaults(program.info)
@@ -83,7 +83,7 @@ def transform(
 
 
 def _runnable(program: Program, target: Target, recipe: Recipe, report: Report) -> Model:
-    """A program as a model. Errors: as of what the target runs."""
+    """A model of a program. Errors: for calls that the target does not support."""
     check_kernels(program, target)
     check_columns(program, target)
     return Model(program, target, recipe.as_dict(), report)
@@ -101,20 +101,18 @@ def optimize(
     progress: Callable[[str], None] = lambda stage: None,
     known: Known = nobody,
 ) -> Model:
-    """Trace a model, run a recipe's passes, and return a `Model`.
+    """Trace a model, run a recipe's passes, and return a `Model`, which compiles on first use.
 
     recipe: a name (`recipes()` lists them), a .yaml path, a dict or a `Recipe`. target:
-    ``backend[:device[:dtype]]``; by default onnxruntime:cpu:float32 without a GPU and
-    torch:cuda:bfloat16 with one. data: prompts (texts, lists of token ids, or a .txt / .jsonl path)
-    to validate on; for recipes that calibrate, text (a file, a folder of them, texts or token ids,
-    see `data.corpus.read_corpus`), of which prompts to validate on are taken, too. validate:
-    run the program before and after every pass on prompts and check its contract. seed: of the
-    random prompts that stand in for `data`. work: a folder where calibration keeps what it has
-    worked out, so that a run that was killed goes on there; remove it when the result is saved.
-    known: told of a model in files what they say, before it is traced; what it raises ends this.
+    ``backend[:device[:dtype]]``; default: torch:cuda:bfloat16 with a GPU, else
+    onnxruntime:cpu:float32. data: prompts for validation (texts, lists of token ids, or a .txt or
+    .jsonl path), or calibration text (also a folder, see `data.corpus.read_corpus`). validate: run
+    the program before and after every pass on prompts and check its contract. seed: of random
+    prompts, if there is no data. work: folder of intermediate results of calibration, from which a
+    killed run continues; delete it afterwards. known: called with facts and files of a checkpoint
+    before tracing; its exceptions are passed on.
 
-    Nothing is compiled yet; `Model.generate` does that on first use. Errors: `GraftworkError` that
-    names the model, recipe, pass or option at fault and what to do.
+    Errors: `GraftworkError` naming the model, recipe, pass or option at fault and a remedy.
     """
     chosen, where = Recipe.load(recipe), as_target(target)
     check_data(chosen, data, validate)
@@ -134,10 +132,10 @@ def optimize(
         changed = {"source": str(model), "recipe": chosen.name, "target": str(where)}
         return _runnable(program, where, chosen, report.model_copy(update=changed))
     making = Making()
-    traced = Traced.of(model, where.dtype, making.telling(known))
+    traced = Traced.of(model, where.dtype, making.watching(known))
     evidence = None
     if chosen.reads_text and data is not None:
-        data = read_documents(data, traced.program)
+        data = read_corpus(data, traced.program)
         evidence = evidence_of(data, work, progress)
     prompts = _validation_prompts(traced.program, data, seed) if validate else None
     made = transform(traced, chosen, where, prompts=prompts, evidence=evidence, progress=progress)
@@ -156,11 +154,8 @@ def trace(
     work: str | Path | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Program:
-    """The program of a model: as traced, or after a recipe's passes, or after those up to `after`.
-
-    data, work: as of `optimize`, for recipes that calibrate.
-    Errors: as `optimize`, and `InputError` if the recipe has no pass called `after`.
-    """
+    """The program of a model as traced, or after a recipe's passes up to `after`. data, work: as in
+    `optimize`. Errors: as `optimize`, and `InputError` if the recipe has no pass `after`."""
     progress("trace")
     dtype = as_target(target).dtype
     program = Traced.of(model, dtype).program
@@ -182,12 +177,11 @@ def trace(
 def load(
     folder: str | Path, *, target: Target | str | None = None, bits: int | None = None
 ) -> Model:
-    """Read back what `Model.save` wrote. Needs neither transformers nor the original model.
+    """Load a model that `Model.save` wrote; needs neither transformers nor the original model.
 
-    target: where to run it, if not where it was made for; the dtype is part of the artifact. bits:
-    read weights that are stored in more bits as so many (2, 3, 4 or 6), by a shift (the pass
-    `shift_weights`). Errors: `InputError` naming the file that is missing or damaged, or the dtype
-    that differs; `PassError` where no weight has more bits.
+    target: default: the saved one; its dtype cannot change. bits: reduce weights of more bits to 2,
+    3, 4 or 6 by a shift (pass `shift_weights`). Errors: `InputError` naming a missing or damaged
+    file, or another dtype; `PassError` if no weight has more bits.
     """
     found = saved.load(folder)
     check_defaults(found.program.info)
@@ -203,7 +197,7 @@ def load(
 
 
 def _shifted(model: Model, bits: int) -> Model:
-    """The model with its weights shifted to fewer bits."""
+    """The model with weights shifted to fewer bits."""
     shift = {"pass": "shift_weights", "options": {"bits": bits}}
     (step,) = Recipe.load({"name": "load", "passes": [shift]}).steps
     program, _ = run_passes(model.program, [step])
@@ -213,11 +207,8 @@ def _shifted(model: Model, bits: int) -> Model:
 
 @dataclass(frozen=True)
 class Model(Exports):
-    """A transformed model, bound to a target.
-
-    program: prints as text. recipe: what made it, as plain data. report: what the passes did (None
-    if it was not made by `optimize`).
-    """
+    """A transformed model for a target. program: prints as text. recipe: as plain data. report: of
+    the passes; None if it was not made by `optimize`."""
 
     program: Program
     target: Target
@@ -226,35 +217,36 @@ class Model(Exports):
 
     def __post_init__(self) -> None:
         if self.report is not None:
-            # Weakly: a cycle would keep the executable's weights until somebody collects garbage.
-            memory, kernels = weakref.WeakMethod(self._memory), weakref.WeakMethod(self._kernels)
-            measures = partial(_measured, memory), partial(_measured, kernels)
-            object.__setattr__(self, "report", self.report.of(*measures))
+            # A weak reference: a cycle would keep the weights until garbage collection.
+            object.__setattr__(self, "report", self.report.of(weakref.ref(self)))
 
-    def _kernels(self) -> tuple[KernelUse, ...]:
-        made: Executable | None = self.__dict__.get(_COMPILED)
-        return () if made is None else made.kernels()
+    @property
+    def _made(self) -> Executable | None:
+        """The executable if it is compiled."""
+        return self.__dict__.get(_COMPILED)
 
-    def _memory(self) -> Memory:
-        made: Executable | None = self.__dict__.get(_COMPILED)
-        if made is None:
+    def kernels(self) -> tuple[KernelUse, ...]:
+        """See `Report.kernels`."""
+        return () if self._made is None else self._made.kernels()
+
+    def memory(self) -> Memory:
+        """See `Report.memory`."""
+        if self._made is None:
             return Memory(weight_bytes(self.program), 0, 0)
-        memory = made.memory()
-        return memory._replace(caches=memory.caches + Conversations.of(made).nbytes)
+        memory = self._made.memory()
+        return memory._replace(caches=memory.caches + Conversations.of(self._made).nbytes)
 
     @property
     def executable(self) -> Executable:
-        """The compiled program; compiling happens on first use, once for all threads.
+        """The compiled program; compiled on first use, once for all threads.
 
         Errors: `InputError` if the device is missing or a weight holds NaN; `UnsupportedError`
         naming an op that the backend cannot lower.
         """
-        made: Executable | None = self.__dict__.get(_COMPILED)
-        return self._compiled() if made is None else made
+        return self._made or self._compiled()
 
     @traces
     def _compiled(self) -> Executable:
-        """Compile, unless another thread has done it meanwhile."""
         if _COMPILED not in self.__dict__:
             self.__dict__[_COMPILED] = compile_for(checked(self.program), self.target)
         made: Executable = self.__dict__[_COMPILED]
@@ -262,7 +254,7 @@ class Model(Exports):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The model's own tokenizer. Errors: `InputError` if tokenizer.json is missing or bad."""
+        """The model's tokenizer. Errors: `InputError` if tokenizer.json is missing or invalid."""
         path = self.program.assets.get("tokenizer.json")
         if path is None:
             raise InputError(
@@ -273,16 +265,15 @@ class Model(Exports):
     def generate(
         self, input_ids: torch.Tensor | Sequence[Sequence[int]] | None = None, /, **options: Any
     ) -> Any:
-        """Continue token ids i64[B,S] as transformers' ``generate`` does: sequences i64[B,S+N].
+        """Continue token ids i64[B,S] like transformers' ``generate``; returns i64[B,S+N].
 
         Options have transformers' names (``max_new_tokens``, ``do_sample``, ``temperature``,
         ``top_k``, ``top_p``, ``eos_token_id``, ``attention_mask``, ``streamer``, ``seed``, ...);
-        see `graftwork.runtime.generate.generate`, which rejects by name what it does not support.
-        Where the checkpoint's generation config says something of them, that is the default, as in
-        transformers; ``do_sample=False`` decodes greedily whatever it says.
-        Threads take turns, one generation at a time; a streamer or stopping criterion that calls
-        this very model gets an `InputError`, and one that waits for another thread's call of it
-        waits for ever.
+        see `graftwork.runtime.generate.generate`, which rejects unsupported ones. Defaults: the
+        checkpoint's generation config; ``do_sample=False`` always decodes greedily.
+
+        One generation runs at a time; other threads wait. A streamer or stopping criterion must not
+        call this model: it gets an `InputError`, or, from another thread, a deadlock.
         """
         wanted = FEATURES if takes_features(self.program) else TOKENS
         named = options.pop(wanted, None)
@@ -296,44 +287,40 @@ class Model(Exports):
             )
         given: Any = named if input_ids is None else input_ids
         ids = given if wanted == FEATURES else as_ids(given)
-        if _COMPILED not in self.__dict__:
-            check_request(ids, options, self.program)  # compiling takes a while
+        if self._made is None:
+            check_request(ids, options, self.program)  # before compiling, which is slow
         return generate(self.executable, ids, **options)
 
     def __call__(
         self, input_ids: torch.Tensor | Sequence[Sequence[int]], /, *, prompt: int = 1
     ) -> torch.Tensor:
-        """The logits f32[B,S,V] after each of token ids i64[B,S], as while they are generated.
+        """Logits f32[B,S,V] of token ids i64[B,S], computed as in decoding, without drafts.
 
-        For scoring texts: nothing is drafted, and no cache is kept, but caches lose rows, layers
-        read them and tokens run through as many layers as the recipe says. prompt: of so many first
-        tokens as of a prompt. Threads take turns. Errors: as `graftwork.runtime.scoring.score`.
+        Cache eviction, sparse reads and depth policies apply as in generation. prompt: number of
+        leading tokens that are run as a prompt. Threads take turns. Errors: as
+        `graftwork.runtime.scoring.score`.
         """
         ids = as_ids(input_ids)
-        check_ids(ids, self.program.info)  # compiling takes a while
+        check_ids(ids, self.program.info)  # before compiling, which is slow
         return score(self.executable, ids, prompt)
 
     def cache_bytes(self) -> int:
-        """Bytes that the state buffers take now; 0 before anything was generated."""
-        made: Executable | None = self.__dict__.get(_COMPILED)
-        return 0 if made is None else made.state_bytes()
+        """Current bytes of the state buffers; 0 before the first generation."""
+        return 0 if self._made is None else self._made.state_bytes()
 
     def forget(self, *, learnt: bool = True) -> None:
-        """Drop what is held of earlier calls: no prompt goes on from it any more.
+        """Drop cached texts of earlier calls.
 
-        The last call's texts, and copies of earlier ones up to a bound (see `keep`), are held by
-        default, and a prompt that begins with one of them feeds only the rest. learnt: drop what
-        texts have taught drafters and policies, too (recycling's tables, searches, thresholds).
+        By default the last call's texts and copies of earlier ones (see `keep`) are cached; a
+        prompt that begins with one runs only the rest. learnt: also reset adaptive drafters and
+        policies (recycling tables, n-gram searches, thresholds).
         """
-        if _COMPILED in self.__dict__:
-            forget(self.executable, learnt=learnt)
+        if self._made is not None:
+            forget(self._made, learnt=learnt)
 
     def keep(self, megabytes: float) -> None:
-        """Memory for copies of what earlier calls left in the caches, those that `load_prefix` read
-        besides; 256 unless it is set. 0: only the last call's texts, where they lie.
-
-        Errors: `InputError` for less than nothing.
-        """
+        """Set the memory for cached texts of earlier calls, besides prefixes of `load_prefix`;
+        default: 256. 0: only the last call's texts. Errors: `InputError` for negative numbers."""
         if not 0 <= megabytes < float("inf"):
             raise InputError(f"keep: expected megabytes, 0 or more, got {megabytes!r}")
         executable = self.executable
@@ -343,24 +330,22 @@ class Model(Exports):
     def save_prefix(
         self, input_ids: torch.Tensor | Sequence[Sequence[int]], path: str | Path
     ) -> int:
-        """Run a text i64[1,S] and write what the caches hold of it to a file (safetensors); its
-        length in tokens. Errors: as `graftwork.runtime.prefix.save_prefix`."""
+        """Run a text i64[1,S], write its cache rows to a safetensors file and return its length in
+        tokens. Errors: as `graftwork.runtime.prefix.save_prefix`."""
         return save_prefix(self.executable, as_ids(input_ids), plain_path("save_prefix", path))
 
     def load_prefix(self, path: str | Path) -> torch.Tensor:
-        """Hold what `save_prefix` wrote, until `forget`: prompts that begin with its text, which is
-        returned, i64[1,S], feed only the rest. Errors: `InputError` for a file that is damaged,
-        or that another program wrote."""
+        """Load a file of `save_prefix` and return its text i64[1,S]. Until `forget`, prompts that
+        begin with it run only the rest. Errors: `InputError` for a damaged file, or one of another
+        program."""
         return load_prefix(self.executable, plain_path("load_prefix", path))
 
     def save(
         self, folder: str | Path, *, progress: Callable[[str], None] = lambda name: None
     ) -> Path:
-        """Write the program, its weights and the tokenizer to a folder that `load` reads.
-
-        An artifact that is there is replaced in one step. Errors: `InputError` if the folder holds
-        something else, or a weight holds NaN.
-        """
+        """Write program, weights and tokenizer to a folder for `load`. An existing artifact is
+        replaced atomically. Errors: `InputError` if the folder is not an artifact, or a weight
+        holds NaN."""
         return saved.save(
             self.program,
             folder,
@@ -373,11 +358,6 @@ class Model(Exports):
     def __str__(self) -> str:
         size = megabytes(weight_bytes(self.program))
         return f"{self.program.name} for {self.target}, recipe {self.recipe.get('name')}, {size}"
-
-
-def _measured(measure: weakref.WeakMethod[Callable[[], T]]) -> T | None:
-    method = measure()
-    return None if method is None else method()
 
 
 def as_target(target: Target | str | None, dtype: torch.dtype | None = None) -> Target:
@@ -395,7 +375,7 @@ def as_target(target: Target | str | None, dtype: torch.dtype | None = None) -> 
 
 
 def _remark(target: Target) -> None:
-    """Warn if the device is missing: a model may be made for another machine."""
+    """Warn if the device is missing; the model may be for another machine."""
     try:
         target.require_device()
     except InputError as error:

@@ -1,4 +1,4 @@
-"""Recipes: a published method as a list of passes with options, read from YAML and checked.
+"""Recipes: lists of passes with options, read from YAML and checked.
 
 A recipe file::
 
@@ -14,10 +14,9 @@ A recipe file::
       - {pass: fuse_gate_up, optional: true}         # may match nothing
       - {pass: quantize_weights, options: {embedding: true}, optional: true}
 
-A pass that the extended recipe has already keeps its place; the options given here are laid over
-its own. A pass that may be there several times (`Pass.repeatable`) is another one each time that a
-list has it: the first is laid over the extended recipe's first. Everything unknown is an error with
-file and line.
+A pass of the extended recipe keeps its place; options given here override its own. The n-th entry
+of a repeatable pass (`Pass.repeatable`) overrides the extended recipe's n-th. Unknown names are
+errors with file and line.
 
     >>> Recipe.load("baseline").name
     'baseline'
@@ -52,12 +51,13 @@ NEEDS = {"data": "sample text or prompts, given as data="}
 TEXT = "calibration text"
 
 _document = lru_cache(maxsize=256)(parse)
-"""A text's document, parsed once: recipes are read again for each that extends them."""
+"""Cached, because a recipe is read again for each one that extends it."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """One pass of a recipe: the options as given, and whether it may match nothing."""
+    """One pass of a recipe. options: as given. optional: it may match nothing. where: for
+    errors."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Use:
     where: str = ""
 
     def build(self) -> Pass:
-        """The pass itself. Errors: `InputError` naming file, line, pass and option."""
+        """The pass. Errors: `InputError` naming file, line, pass and option."""
         known = all_passes()
         if self.name not in known:
             raise InputError(
@@ -80,7 +80,7 @@ class Use:
                 f"{_near(unknown[0], kind.model_fields)} (its options: {fields})"
             )
         try:
-            # Through JSON, because strict validation then takes a list where a tuple is declared.
+            # Through JSON: strict validation then accepts lists for tuples.
             return kind.model_validate_json(json.dumps(dict(self.options)))
         except TypeError as error:
             raise InputError(
@@ -100,12 +100,8 @@ class Use:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A named, checked list of passes.
-
-    contract: "exact", "lossless" or "approximate", the weakest of the passes'. needs: of `NEEDS`,
-    what the user must bring besides the model; `brought` counts what passes ask for, too. extends:
-    the name of the recipe it grew from, or "". differs: where it departs from the paper's method.
-    """
+    """A named, checked list of passes. needs: keys of `NEEDS`. extends: the name of the extended
+    recipe, or "". differs: differences from the paper's method."""
 
     name: str
     title: str = ""
@@ -117,46 +113,41 @@ class Recipe:
 
     @property
     def contract(self) -> str:
-        """The weakest contract of its passes."""
+        """The weakest contract of its passes: exact, lossless or approximate."""
         return weakest(step.pass_.contract for step in self.steps).value
 
     @property
     def reads_text(self) -> bool:
-        """Whether it looks at text that the user brings."""
+        """Whether it needs the user's text."""
         return "data" in self.needs or any(step.pass_.text for step in self.steps)
 
     @property
     def brought(self) -> tuple[str, ...]:
-        """What the user must bring or make besides the model, in a few words each."""
+        """Inputs besides the model that the recipe and its passes need, as short texts."""
         passes = [step.pass_ for step in self.steps]
         needs = [TEXT if pass_.text else pass_.needs() for pass_ in passes]
         return tuple(dict.fromkeys([*self.needs, *filter(None, needs)]))
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """What the pass manager runs."""
+        """Steps for the pass manager."""
         return tuple(Step(use.build(), use.optional) for use in self.passes)
 
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any] | Recipe) -> Recipe:
-        """A recipe by name, from a file, from a dict, or as it is.
-
-        Errors: `InputError` with file and line for anything unknown or of the wrong type.
-        """
+        """Load a recipe by name, from a file or from a dict. Errors: `InputError` with file and
+        line for unknown names and wrong types."""
         if isinstance(source, Recipe):
             return source
         if isinstance(source, Mapping):
             name = str(source.get("name", "custom"))
             data = {key: value for key, value in source.items() if key != "name"}
             return _Reader(Document(data, "recipe")).recipe(name, ())
-        path = _find(source)
-        return _read(path, ())
+        return _read(_find(source), ())
 
     def with_options(self, settings: Iterable[str]) -> Recipe:
-        """The recipe with ``pass.option=value`` settings laid over it; values are read as YAML.
-
-        Errors: `InputError` naming the setting, and the passes or options there are.
-        """
+        """The recipe with ``pass.option=value`` settings, whose values are YAML. Errors:
+        `InputError` naming the setting, and the known passes or options."""
         recipe = self
         for setting in settings:
             recipe = recipe._with_option(setting)
@@ -179,17 +170,14 @@ class Recipe:
                 f"{where}: recipe {self.name!r} has pass {name!r} {names.count(name)} times, and a "
                 f"setting cannot say which: write the option into a recipe of your own"
             )
-        changed = [
-            replace(use, options={**use.options, option: parse_value(text, where)}, where=where)
-            if use.name == name
-            else use
-            for use in self.passes
-        ]
-        changed[names.index(name)].build()
+        changed, place = list(self.passes), names.index(name)
+        options = {**changed[place].options, option: parse_value(text, where)}
+        changed[place] = replace(changed[place], options=options, where=where)
+        changed[place].build()
         return replace(self, passes=tuple(changed))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data that `load` reads back to the same recipe, all passes listed."""
+        """Plain data for `load`, with all passes."""
         entries = [
             {"pass": use.name, "options": dict(use.options), "optional": use.optional}
             for use in self.passes
@@ -199,7 +187,7 @@ class Recipe:
         return {**head, "contract": self.contract, "needs": list(self.needs), "passes": entries}
 
     def save(self, path: str | Path) -> Path:
-        """Write the recipe as YAML that `load` reads; the file's name names it."""
+        """Write the recipe as YAML for `load`; its name is the file's."""
         data = {key: value for key, value in self.as_dict().items() if key != "name"}
         text = yaml.safe_dump(json.loads(json.dumps(data)), sort_keys=False, width=100)
         where = plain_path("recipe", path)
@@ -208,9 +196,8 @@ class Recipe:
 
 
 def recipes() -> list[Recipe]:
-    """Every recipe by name: graftwork's, and those of installed packages that name a package with
-    .yaml files under the entry point group ``graftwork.recipes``. Errors: `InputError` naming both
-    owners of a name that is taken twice."""
+    """All recipes by name: graftwork's, and those of packages under the entry point group
+    ``graftwork.recipes``. Errors: `InputError` for a name with two owners."""
     return [_read(path, ()) for _, path in sorted(_known().items())]
 
 
@@ -219,7 +206,7 @@ def _folder() -> Path:
 
 
 def _known() -> dict[str, Path]:
-    """The file of every recipe that has a name. Errors: see `recipes`."""
+    """Files of recipes by name. Errors: see `recipes`."""
     found: dict[str, Path] = {}
     owners: dict[str, str] = {}
     for owner, folder in [("graftwork", _folder()), *_brought()]:
@@ -234,7 +221,7 @@ def _known() -> dict[str, Path]:
 
 
 def _brought() -> Iterator[tuple[str, Path]]:
-    """Folders of recipes that installed packages bring, and who brings them."""
+    """Folders of recipes of installed packages, with the packages' names."""
     for owner, package in brought("graftwork.recipes"):
         if not hasattr(package, "__path__"):
             raise InputError(
@@ -269,14 +256,14 @@ def _read(path: Path, below: tuple[Path, ...]) -> Recipe:
 
 
 class _Reader:
-    """Checks one document and builds its recipe."""
+    """Builds a recipe from a document, with checks."""
 
     def __init__(self, document: Document, folder: Path | None = None) -> None:
         self.document = document
         self.folder = folder
 
     def recipe(self, name: str, below: tuple[Path, ...]) -> Recipe:
-        """The recipe that the document describes."""
+        """Build the recipe. below: files that extend it, to detect cycles."""
         data = self.document.data
         if not isinstance(data, Mapping):
             raise self.error((), f"expected a mapping with {', '.join(KEYS)}")
@@ -297,18 +284,18 @@ class _Reader:
         return recipe
 
     def error(self, path: tuple[str | int, ...], message: str) -> InputError:
-        """An error at a place of the document."""
+        """An error with the line of a path in the document."""
         return InputError(f"{self.document.at(*path)}: {message}")
 
     def text(self, key: str) -> str:
-        """A text field, empty if absent."""
+        """A text field; default: empty."""
         value = self.document.data.get(key, "")
         if not isinstance(value, str):
             raise self.error((key,), f"{key}: expected text, got {value!r}")
         return value
 
     def base(self, below: tuple[Path, ...]) -> Recipe | None:
-        """The recipe that this one extends: a name, or a file beside this one."""
+        """The extended recipe, if any."""
         name = self.text("extends")
         if not name:
             return None
@@ -318,7 +305,7 @@ class _Reader:
             raise self.error(("extends",), str(error)) from error
 
     def beside(self, name: str) -> Path | None:
-        """The file beside this one that a name means: a path, or one of graftwork's own recipes."""
+        """The file in this one's folder: of a relative path, or of one of graftwork's recipes."""
         if self.folder is None:
             return None
         if name.endswith((".yaml", ".yml")):
@@ -327,7 +314,7 @@ class _Reader:
         return path if self.folder == _folder() and path.is_file() else None
 
     def needs(self, base: Recipe | None) -> tuple[str, ...]:
-        """What the user must bring, with what the base needs."""
+        """The document's needs and the base's."""
         given = self.document.data.get("needs", [])
         if not isinstance(given, list):
             raise self.error(("needs",), f"needs: expected a list, got {given!r}")
@@ -338,7 +325,7 @@ class _Reader:
         return tuple(dict.fromkeys([*(base.needs if base else ()), *given]))
 
     def passes(self, base: tuple[Use, ...]) -> tuple[Use, ...]:
-        """The base's passes with this document's laid over and after them; every one is built."""
+        """The base's passes, overridden and extended by the document's; all are checked."""
         given = self.document.data.get("passes", [])
         if not isinstance(given, list) or not (given or base):
             raise self.error(("passes",), f"passes: expected a list of passes, got {given!r}")
@@ -353,7 +340,7 @@ class _Reader:
         return tuple(merged.values())
 
     def use(self, entry: Any, path: tuple[str | int, ...]) -> Use:
-        """One entry, in any of the forms that the module's docstring shows."""
+        """One entry, in any form of the module's docstring."""
         where = self.document.at(*path)
         if isinstance(entry, str):
             return Use(entry, where=where)
@@ -385,7 +372,7 @@ class _Reader:
         return {"pass": name, "options": options}
 
     def check_contract(self, recipe: Recipe) -> None:
-        """What the file promises must be what its passes promise."""
+        """The stated contract must be that of the passes."""
         claimed = self.text("contract")
         known = [contract.value for contract in Contract]
         if claimed and claimed not in known:
@@ -401,7 +388,7 @@ class _Reader:
 
 
 def _numbered(uses: Iterable[Use]) -> list[tuple[str, int]]:
-    """Each pass's name, and how many of that name come before it."""
+    """Each pass's name, and the number of earlier passes of this name."""
     counts: Counter[str] = Counter()
     keys = []
     for use in uses:

@@ -1,11 +1,11 @@
-"""What an optimization did: which passes ran, what they matched, what they cost and promised."""
+"""Reports of `optimize`: passes with matches, seconds and contracts."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 from rich.console import Console, Group, RenderableType
@@ -13,14 +13,17 @@ from rich.table import Table
 from rich.text import Text
 
 from .backends.kernel_uses import kernels_line
-from .ir import InputError, Program
+from .ir import InputError, PassRecord, Program
 from .ir.execution.executable import KernelUse, Memory
+from .ir.text.printer import fields_of
 from .passes.engine.base import Contract
 from .passes.engine.manager import PassReport
 
+if TYPE_CHECKING:
+    from .model import Model
+
 APPROXIMATE = (
-    "approximate: texts may differ from the target's own; graftwork bench tells how much of them "
-    "is kept, beside the speed"
+    "approximate: texts may differ from the target's own; graftwork bench measures how much is kept"
 )
 
 
@@ -29,12 +32,7 @@ class _Frozen(BaseModel):
 
 
 class Measured(_Frozen):
-    """A contract check on sample prompts.
-
-    error: largest difference of logits, over their scale. agreement: share of equal argmaxes.
-    divergence: nats a token. width_error: largest difference between running tokens one by one and
-    together, over the scale of the logits (None where there is no cache).
-    """
+    """A contract check on sample prompts; see `passes.engine.validate.Check`."""
 
     error: float
     agreement: float
@@ -43,8 +41,8 @@ class Measured(_Frozen):
 
 
 class PassLine(_Frozen):
-    """One pass: its options and contract, how often it matched, its time in seconds, calls of ops
-    before and after, the check if it was asked for, and what the user should know of it."""
+    """One pass. matches: their number. nodes_before / after: numbers of calls of ops. check: None
+    without validation. remarks: notes for the user."""
 
     name: str
     options: dict[str, Any]
@@ -58,10 +56,10 @@ class PassLine(_Frozen):
 
 
 class Report(_Frozen):
-    """The report of `optimize`. Prints as a table; `model_dump_json()` gives it to programs.
+    """The report of `optimize`. Prints as a table; `model_dump_json()` gives JSON.
 
-    trace_seconds: the frontend's time. weight_bytes_before / after: dense size of all weights.
-    generates: the checkpoint's defaults for `generate`, if it has any.
+    trace_seconds: of the frontend. weight_bytes_before / after: size of all weights. generates: the
+    checkpoint's defaults for `generate`.
     """
 
     source: str
@@ -74,37 +72,26 @@ class Report(_Frozen):
     weight_bytes_after: int
     passes: tuple[PassLine, ...]
     generates: str = ""
-    _measure: Callable[[], Memory | None] | None = PrivateAttr(default=None)
-    _uses: Callable[[], tuple[KernelUse, ...] | None] | None = PrivateAttr(default=None)
+    _model: Callable[[], Model | None] = PrivateAttr(default=lambda: None)
 
-    def of(
-        self,
-        measure: Callable[[], Memory | None],
-        uses: Callable[[], tuple[KernelUse, ...] | None],
-    ) -> Report:
-        """The same report, on a model whose memory `measure` tells, and whose kernels `uses`; None
-        once it is gone."""
+    def of(self, model: Callable[[], Model | None]) -> Report:
+        """A copy of the report for a model, given by a weak reference."""
         made = self.model_copy()
-        made._measure, made._uses = measure, uses
+        made._model = model
         return made
 
     def kernels(self) -> tuple[KernelUse, ...]:
-        """What runs products, look-ups and experts with weights of few bits: graftwork's own
-        kernels, ONNX Runtime's, or other ops on the floats that the weights stand for. Functions
-        that were not run yet may be missing.
-        """
-        return (None if self._uses is None else self._uses()) or ()
+        """Kernels of products, look-ups and experts with quantized weights, in functions that are
+        compiled."""
+        model = self._model()
+        return () if model is None else model.kernels()
 
     def memory(self) -> Memory:
-        """Bytes that the model takes now: weights, caches, code. Functions that did not run yet
-        have no code, and before the first run weights count as they are stored.
-
-        Errors: `InputError` if the report's model is no more.
-        """
-        found = None if self._measure is None else self._measure()
-        if found is None:
-            raise InputError("report: there is no memory to tell of, the model itself is gone")
-        return found
+        """Current bytes of weights, caches and compiled code; before the first run, of the stored
+        weights. Errors: `InputError` if the model was deleted."""
+        if (model := self._model()) is None:
+            raise InputError("report: the memory is unknown, because the model was deleted")
+        return model.memory()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Report) and self.model_dump() == other.model_dump()
@@ -130,7 +117,7 @@ class Report(_Frozen):
         if kernels := kernels_line(self.kernels()):
             notes.append(Text(f"weights of few bits run by {kernels}"))
         if self.generates:
-            notes.append(Text(f"generates, unless told otherwise, with {self.generates}"))
+            notes.append(Text(f"generates by default with {self.generates}"))
         return Group(head, self._table(validated), weights, *notes)
 
     def _table(self, validated: bool) -> Table:
@@ -166,34 +153,30 @@ class Report(_Frozen):
 
 def pass_lines(reports: Sequence[PassReport]) -> tuple[PassLine, ...]:
     """The pass manager's reports as lines of a `Report`."""
-    return tuple(_line(report) for report in reports)
-
-
-def _line(report: PassReport) -> PassLine:
-    record, check = report.record, report.check
-    measured = None
-    if check is not None:
-        measured = Measured(
-            error=check.error,
-            agreement=check.agreement,
-            divergence=check.divergence,
-            width_error=check.width_error,
+    lines = []
+    for report in reports:
+        record, check = report.record, report.check
+        checked: Any = {name: getattr(check, name, None) for name in Measured.model_fields}
+        lines.append(
+            PassLine(
+                **plain_record(record),
+                nodes_before=report.nodes_before,
+                nodes_after=report.nodes_after,
+                check=None if check is None else Measured(**checked),
+                remarks=report.remarks,
+            )
         )
-    return PassLine(
-        name=record.name,
-        options={key: plain(value) for key, value in record.options},
-        contract=record.contract,
-        matches=record.matches,
-        seconds=record.seconds,
-        nodes_before=report.nodes_before,
-        nodes_after=report.nodes_after,
-        check=measured,
-        remarks=report.remarks,
-    )
+    return tuple(lines)
+
+
+def plain_record(record: PassRecord) -> dict[str, Any]:
+    """The fields of a line of provenance, with options as JSON has them."""
+    options = {key: plain(value) for key, value in record.options}
+    return {**fields_of(record), "options": options}
 
 
 def plain(value: Any) -> Any:
-    """An option's value as JSON has it: enums by value, tuples as lists.
+    """An option's value for JSON: enums by value, tuples as lists.
 
     >>> plain(("a", (1, 2)))
     ['a', [1, 2]]
@@ -208,12 +191,12 @@ def plain(value: Any) -> Any:
 
 
 def weight_bytes(program: Program) -> int:
-    """Dense size of all of a program's weights, in bytes."""
+    """Size of a program's weights, in bytes."""
     return sum(weight.type.nbytes for weight in program.weights.values())
 
 
 def megabytes(count: int) -> str:
-    """A size for people.
+    """A size as text.
 
     >>> megabytes(28_300_000), megabytes(6_400_000_000)
     ('28.3 MB', '6.40 GB')

@@ -1,9 +1,9 @@
-"""A function: a `torch.fx.Graph` under our rules, with a type and a site on every node.
+"""A function: a `torch.fx.Graph` with a type and a site on every node.
 
 Nodes are placeholders (inputs and states), ``get_attr`` (weights, by name), calls of graftwork ops
 or core ATen ops, ``operator.getitem`` on ops with several results, and one output, whose argument
-is a dict from output name to node. A state that the function updates appears among the outputs
-under the state's name. Symbolic sizes stand directly in arguments as `Sym`.
+is a dict from output name to node. An updated state is an output of the state's name. Symbolic
+sizes in arguments are `Sym`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .weights import Weight
 
 @dataclass(frozen=True)
 class Site:
-    """Where a node comes from: module path in the source model, layer index, source line."""
+    """Origin of a node: module path in the source model, layer index, source line."""
 
     module: str = ""
     layer: int | None = None
@@ -55,11 +55,8 @@ def site_of(node: torch.fx.Node) -> Site:
 
 
 class Role(Enum):
-    """What a function's results are for.
-
-    target: they count, so their numerics are the model's. draft: they are verified before they
-    count, and leave the cores to the target. upkeep: it moves what states hold.
-    """
+    """Use of a function's results. target: the model's results. draft: results that are verified;
+    runs on fewer cores. upkeep: moves rows of states."""
 
     TARGET = "target"
     DRAFT = "draft"
@@ -69,8 +66,7 @@ class Role(Enum):
 def cone(
     roots: Iterable[torch.fx.Node], known: Container[torch.fx.Node] = ()
 ) -> set[torch.fx.Node]:
-    """The roots and everything that they are computed from, up to values that are known: those are
-    among them, what they are computed from is not."""
+    """The roots and their ancestors. known: nodes whose ancestors are not followed."""
     seen: set[torch.fx.Node] = set()
     stack = list(roots)
     while stack:
@@ -82,7 +78,7 @@ def cone(
 
 
 def arguments(node: torch.fx.Node) -> dict[str, Any]:
-    """The arguments of an op's call by name, in the schema's order, defaults filled in."""
+    """Arguments of an op's call by name, in the schema's order, with defaults."""
     defaults = _defaults(node.target)
     bound = dict(defaults)
     bound.update(zip((name for name, _ in defaults), node.args, strict=False))
@@ -96,7 +92,7 @@ def _defaults(target: Any) -> tuple[tuple[str, Any], ...]:
 
 
 class Function:
-    """A named, typed graph. Passes copy it, edit the copy's graph and hand the copy on."""
+    """A named, typed graph. Passes edit a copy."""
 
     def __init__(
         self, name: str, graph: torch.fx.Graph | None = None, role: Role = Role.TARGET
@@ -112,11 +108,11 @@ class Function:
 
     @property
     def inputs(self) -> tuple[torch.fx.Node, ...]:
-        """Placeholders in order: arguments and the states that the function reads."""
+        """Placeholders in order: arguments and states."""
         return tuple(self.graph.find_nodes(op="placeholder"))
 
     def input(self, name: str) -> torch.fx.Node:
-        """The placeholder called `name`. Errors: `GraftworkError` listing those there are."""
+        """The placeholder called `name`. Errors: `GraftworkError` listing the inputs."""
         for node in self.inputs:
             if node.target == name:
                 return node
@@ -124,12 +120,12 @@ class Function:
         raise GraftworkError(f"{self.name} has no input {name!r}; it has {known}")
 
     def has_input(self, name: str) -> bool:
-        """Whether the function takes an input (or reads a state) called `name`."""
+        """Whether the function has an input or state called `name`."""
         return any(node.target == name for node in self.inputs)
 
     @property
     def output_node(self) -> torch.fx.Node:
-        """The output node. Errors: `GraftworkError` if there is none (the graph is unfinished)."""
+        """The output node. Errors: `GraftworkError` if there is none."""
         node: torch.fx.Node
         for node in self.graph.find_nodes(op="output"):
             return node
@@ -161,10 +157,10 @@ class Function:
         return Function(self.name, graph, self.role)
 
     def beyond(self, values: Mapping[str, torch.fx.Node], wanted: Sequence[str]) -> Function:
-        """What is left to do for the `wanted` outputs once some values are known.
+        """The rest of the function: computes the `wanted` outputs from some values.
 
-        values: tensors of this function by the name of the input that stands for each in the new
-        function. Of the old inputs it takes those that are still needed.
+        values: nodes of this function, by the names of inputs that replace them. Other inputs that
+        are still needed stay inputs.
         """
         given = {node: name for name, node in values.items()}
         outputs = {name: self.outputs[name] for name in wanted}
@@ -184,7 +180,7 @@ class Function:
         return rest
 
     def add_input(self, name: str, type: TensorType) -> torch.fx.Node:
-        """A new placeholder after the existing ones. Errors: `InputError` for what is no name."""
+        """A new placeholder after the existing ones. Errors: `InputError` for an invalid name."""
         check_name(f"{self.name}: an input", name)
         last = self.inputs[-1] if self.inputs else None
         anchor = last if last is not None else self.graph._root
@@ -209,11 +205,8 @@ class Function:
         granted: bool = False,
         **kwargs: Any,
     ) -> torch.fx.Node:
-        """A typed call at the insertion point.
-
-        granted: sizes compare as the call needs them to, see `infer`; the node keeps it.
-        Errors: `VerifyError` if the types do not fit.
-        """
+        """A typed call at the insertion point. granted: see `infer`; kept by the node. Errors:
+        `VerifyError` if the types do not fit."""
         node_type = infer(target, args, kwargs, granted=granted)
         name = name or _short_name(target)
         args, kwargs = placed(target, args, kwargs)
@@ -228,8 +221,7 @@ class Function:
         return self.call(operator.getitem, node, index, site=site_of(node))
 
     def set_outputs(self, outputs: Mapping[str, torch.fx.Node]) -> None:
-        """Make these the function's outputs, in this order. Errors: `InputError` for what is no
-        name."""
+        """Set the function's outputs, in this order. Errors: `InputError` for an invalid name."""
         for name in outputs:
             check_name(f"{self.name}: an output", name)
         for node in self.graph.find_nodes(op="output"):
@@ -238,7 +230,7 @@ class Function:
         node.meta = {"type": (), "site": NOWHERE}
 
     def retype(self) -> list[tuple[torch.fx.Node, ValueType, ValueType]]:
-        """Infer every call's type again in place; returns (node, before, after) that changed."""
+        """Infer every call's type again, in place; returns changes (node, before, after)."""
         changed = []
         for node in self.calls():
             before = node.meta["type"]
@@ -249,13 +241,13 @@ class Function:
         return changed
 
     def symbols(self) -> set[str]:
-        """Names of the symbols in the types of the inputs."""
+        """Names of symbols in the types of inputs."""
         dims = [dim for node in self.inputs for dim in type_of(node).dims]
         return set().union(*(d.symbols for d in dims if isinstance(d, Sym)), set())
 
 
 def _short_name(target: Any) -> str | None:
-    """``linear`` for ``aten.linear.default``; the graph adds a number where it is taken."""
+    """``linear`` for ``aten.linear.default``; the graph makes it unique."""
     schema = getattr(target, "_schema", None)
     return None if schema is None else str(schema.name).partition("::")[2].lstrip("_")
 

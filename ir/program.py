@@ -1,4 +1,4 @@
-"""A program: functions, states, weights, a decode plan, and where it all came from."""
+"""A program: functions, states, weights, a decode plan, and provenance."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from .weights import WeightStore
 _SYMBOL = re.compile(r"B|W|E|C(?:\.[0-9]+)?", re.ASCII)
 
 LOG = "W"
-"""The capacity of states that hold rows of the last step only, those that may be taken back."""
+"""The capacity symbol of logs: rows of the last step that may be rolled back."""
 
 SOURCE = "E"
-"""The capacity of states that hold rows of the source that a text is written from."""
+"""The capacity symbol of rows of an encoder's source."""
 
 STAGES = ("traced", "canonical", "cached")
 
@@ -42,11 +42,9 @@ STAGES = ("traced", "canonical", "cached")
 class State:
     """A buffer that lives across steps, such as one layer's keys.
 
-    type: with the symbols ``B``, unless all sequences of a batch have it in common, and, if it has
-    rows, the capacity in rows of its class of states: ``C``, ``C.1``, ..., `LOG` for rows of the
-    last step, `SOURCE` for those of a source. part:
-    "key", "value", ... ; layer: whose. Errors: `InputError` for another symbol, of which nobody
-    would know the size.
+    type: with the symbol ``B``, unless the batch shares the state, and at most one capacity in
+    rows: ``C``, ``C.1``, ..., `LOG` or `SOURCE`. layer: its index. part: "key", "value", ...
+    Errors: `InputError` for other symbols.
     """
 
     name: str
@@ -67,33 +65,30 @@ class State:
 
     @property
     def capacity(self) -> str | None:
-        """The symbol of its capacity in rows; None for a state without rows."""
+        """The capacity symbol; None for a state without rows."""
         return next((str(d) for d in self.type.dims if isinstance(d, Sym) and str(d) != "B"), None)
 
     @property
     def grows(self) -> bool:
-        """Whether it has rows for the tokens of a text, so that steps add some."""
+        """Whether steps append rows for the tokens of a text."""
         return self.capacity not in (None, LOG, SOURCE)
 
     @property
     def together(self) -> bool:
-        """Whether all sequences of a batch have it in common."""
+        """Whether all sequences of a batch share it."""
         return Sym("B") not in self.type.dims
 
     @property
     def recurrent(self) -> bool:
-        """Whether it has no rows for the tokens of a text, but what they add up to, or the last
-        step's: a text cannot go on from an earlier place."""
+        """Whether it accumulates tokens, or logs the last step: a text cannot be rolled back to an
+        earlier position."""
         return self.capacity in (None, LOG)
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What generation must know of the model besides its graph.
-
-    context: positions the model supports, in tokens; eos: ids that end a sequence; defaults: how it
-    generates unless it is told otherwise.
-    """
+    """Facts of the model for generation. context: maximum positions, in tokens. eos: ids that end a
+    sequence. defaults: of generation options."""
 
     model_type: str
     vocab_size: int
@@ -109,7 +104,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """One line of provenance: which pass ran, with what, what it matched, how long it took."""
+    """One line of provenance: a pass, its options, contract, matches and seconds."""
 
     name: str
     options: tuple[tuple[str, Any], ...]
@@ -123,12 +118,11 @@ class PassRecord:
 
 @dataclass(frozen=True)
 class Program:
-    """A model as functions over states and weights, and the plan that turns them into generation.
+    """A model: functions over states and weights, and a decode plan. Immutable; see `replace`.
 
-    stage: one of `STAGES`, or ``lowered:<backend>``. assets: files that travel with an artifact
-    (tokenizer, generation config), by file name. guests: other models that passes are to take parts
-    from, by the path that the pass's option gives, or parts of this one, by the part's name; not
-    part of the text, and gone once they are used. Immutable: passes build a new one with `replace`.
+    stage: one of `STAGES`, or ``lowered:<backend>``. assets: files that are saved along (tokenizer,
+    generation config), by file name. guests: draft models, by the path in a pass's options, or
+    parts of the checkpoint, by name; inputs of passes, which remove them; not part of the text.
     """
 
     name: str
@@ -150,19 +144,19 @@ class Program:
         return replace(self, **changes)
 
     def function(self, name: str) -> Function:
-        """A function by name. Errors: `GraftworkError` listing those there are."""
+        """A function by name. Errors: `GraftworkError` listing the functions."""
         if name not in self.functions:
             raise GraftworkError(f"no function {name!r}; the program has {list(self.functions)}")
         return self.functions[name]
 
     @property
     def step(self) -> Function:
-        """The function that gives the target's results and does nothing else, as the plan says."""
+        """The plan's function `plain`: the target's results and nothing else."""
         return self.function(self.plan.step.plain)
 
     @property
     def recurrent(self) -> bool:
-        """Whether it has states from which no text can go on but at its end."""
+        """Whether it has recurrent states, see `State.recurrent`."""
         return any(state.recurrent for state in self.states.values())
 
     def with_function(self, function: Function, **changes: Any) -> Program:
@@ -175,7 +169,7 @@ class Program:
         return tuple(name for name in self.states if reads(name))
 
     def pruned(self) -> Program:
-        """A copy without the weights that no function and no record of the plan uses."""
+        """A copy without weights that no function or plan record uses."""
         used: set[str] = set().union(*(f.weights for f in self.functions.values()), set())
         for slot in fields(self.plan):
             used |= getattr(self.plan, slot.name).weights
@@ -186,8 +180,8 @@ class Program:
 
 
 def program_text(program: Program, *, made: bool = False) -> str:
-    """The program as text (see `printer`); reading it back gives an equal program (but for the
-    weights' data). made: comments tell what weights were made of."""
+    """The program as text (see `printer`), which parses to an equal program but for the weights'
+    data. made: add comments with the weights' derivations."""
     lines = [f"program {json.dumps(program.name, ensure_ascii=False)} stage={program.stage} {{"]
     info = fields_of(program.info)
     lines.append("  " + call_text("info", info | info.pop("defaults").said))

@@ -42,9 +42,9 @@ DTYPE_NAMES: dict[torch.dtype, str] = {v: k for k, v in DTYPES.items()}
 class Sym:
     """A symbolic integer: a polynomial over named symbols, kept as its canonical text.
 
-    ``B`` is the batch, ``T`` the number of tokens a sequence in this step, ``C`` the cache capacity
-    in rows; further classes of caches have ``C.1`` and so on. Appears as a dim of a `TensorType`
-    and directly as an argument of a node, so programs need no size-reading nodes.
+    ``B``: batch size; ``T``: tokens per sequence of a step; ``C``: cache capacity in rows (``C.1``,
+    ... for further classes of caches). A dim of a `TensorType`, or an argument of a node, so
+    programs need no size-reading nodes.
     """
 
     text: str
@@ -65,13 +65,13 @@ class Sym:
     def bind(self, values: Mapping[str, Dim]) -> Dim:
         """The expression with some symbols replaced; an int once none is left."""
         if all(type(values.get(name)) is int for name in self.symbols):
-            # Executables ask this at every change of a step's width; sympy would take milliseconds.
+            # Called at every change of a step's width; sympy takes milliseconds.
             return int(self.evaluate(values.__getitem__))
         replaced = {sympy.Symbol(k): _to_sympy(str(v)) for k, v in values.items()}
         return make_dim(_to_sympy(self.text).subs(replaced, simultaneous=True))
 
     def evaluate(self, lookup: Callable[[str], Any]) -> Any:
-        """Compute the expression in any arithmetic: `lookup(name)` gives each symbol's value."""
+        """Evaluate in any arithmetic. lookup: a symbol's value by name."""
         return _evaluate(_to_sympy(self.text), lookup)
 
     def __add__(self, other: Dim) -> Dim:
@@ -104,12 +104,12 @@ def _dim(text: str) -> Dim:
     return int(expr) if expr.is_Integer else Sym(text)
 
 
-# Bounds on what a text may ask for; artifacts are read from untrusted files.
+# Bounds for untrusted text.
 _DIM = re.compile(
     r"(?:\s*+(?:[A-Za-z_]\w*+(?:\.\d{1,9}+\b)?+|\d{1,19}+\b|\*\*|[-+*()]))++\s*+", re.ASCII
 )
 DOT = "\u00b7"
-"""Stands for the dot of ``C.1`` where Python reads an expression: part of a name."""
+"""Replaces the dot of ``C.1`` in text that Python parses."""
 _MAX_TEXT, _MAX_TERMS, _MAX_POWER = 200, 64, 8
 
 
@@ -181,7 +181,7 @@ class TensorType:
 
     @classmethod
     def parse(cls, text: str) -> TensorType:
-        """Read ``dtype[dim,dim]``. Errors: `InputError` naming the text that is no type."""
+        """Parse ``dtype[dim,dim]``. Errors: `InputError`."""
         name, bracket, rest = text.strip().partition("[")
         if name not in DTYPES or not bracket or not rest.endswith("]"):
             raise InputError(
@@ -197,7 +197,7 @@ class TensorType:
         return cls(tensor.dtype, tuple(int(n) for n in tensor.shape))
 
     def bind(self, values: Mapping[str, Dim]) -> TensorType:
-        """The type with some symbols replaced by numbers or other expressions."""
+        """The type with some symbols replaced."""
         dims = tuple(d.bind(values) if isinstance(d, Sym) else d for d in self.dims)
         return TensorType(self.dtype, dims)
 
@@ -207,7 +207,7 @@ class TensorType:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The dims as ints; an `InputError` if one is symbolic."""
+        """The dims as ints. Errors: `InputError` if one is symbolic."""
         if any(isinstance(d, Sym) for d in self.dims):
             raise InputError(f"{self} has symbolic dims; bind them before asking for a shape")
         return tuple(d for d in self.dims if isinstance(d, int))

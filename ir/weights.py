@@ -1,16 +1,16 @@
-"""Weights that stay on disk until somebody asks for them.
+"""Lazy weights: a name, a type, and the call that computes the tensor.
 
-A `Weight` knows its name and type and how to produce its tensor; passes make new weights out of old
-ones without touching data (`derive`), and a backend or the artifact writer loads them one by one.
+Passes derive weights from others without loading data (`derive`). Backends and the artifact writer
+load them one by one.
 
     >>> w = Weight.of("w", torch.ones(2, 3))
     >>> t = derive("w.t", TensorType.parse("f32[3,2]"), torch.ops.aten.t.default, w)
     >>> t.load().shape
     torch.Size([3, 2])
 
-What gives a weight its tensor is data: a `Call` of an op or of a function that `derivation` names,
-on other weights, or on what it is read from (a file and a tensor's name). Two weights that come
-from the same ones by equal calls are equal, and a call has a text form (see `weights_text`).
+A derivation is data: a `Call` of an op or of a function registered by `derivation`, on other
+weights, or on a file and a tensor's name. Calls can be compared and have a text form (see
+`weights_text`).
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """One named constant. `made`, called on the tensors of `inputs`, gives its tensor; nothing is
-    kept after the call.
-    """
+    """A named constant. Its tensor is `made(*inputs)`, computed at each load."""
 
     name: str
     type: TensorType
@@ -51,7 +49,7 @@ class Weight:
         return cls(name, TensorType.of(tensor), Call(Held(tensor)))
 
     def load(self) -> torch.Tensor:
-        """The tensor, contiguous, on the CPU. Errors: `InputError` if `type` is not its type."""
+        """The tensor, contiguous, on the CPU. Errors: `InputError` if its type is not `type`."""
         tensor = self.made(*(w.load() for w in self.inputs)).detach().cpu().contiguous()
         if TensorType.of(tensor) != self.type:
             raise InputError(
@@ -72,15 +70,15 @@ class Weight:
 
 
 DERIVATIONS: dict[str, Callable[..., torch.Tensor]] = {}
-"""Functions that weights are derived by, by name."""
+"""Functions registered by `derivation`, by name."""
 
 OPTIONS: dict[str, type] = {}
-"""Classes whose instances are options of derivations, by name."""
+"""Classes registered by `option`, by name."""
 
 
 def derivation(function: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
-    """Let weights be derived by a function, known by its name: of tensors, and of plain values as
-    keywords. Errors: `InputError` if the name is taken."""
+    """Decorator: register a function that derives weights, of tensors and keyword options. Errors:
+    `InputError` if the name is taken."""
     name = function.__name__
     if name in DERIVATIONS:
         raise InputError(f"two functions that derive weights are called {name}")
@@ -89,16 +87,16 @@ def derivation(function: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]
 
 
 def option(kind: type[T]) -> type[T]:
-    """Let instances of a class be options of derivations. Their text is ``Name(field=value, ...)``,
-    of the fields of a dataclass or pydantic model, or of what its method `text_fields` returns and
-    `from_text` takes. Errors: `InputError` if the name is taken."""
+    """Decorator: let instances of a class be options of derivations. Their text is
+    ``Name(field=value, ...)`` with the fields of the dataclass or pydantic model, or those of its
+    methods `text_fields` and `from_text`. Errors: `InputError` if the name is taken."""
     if OPTIONS.setdefault(kind.__name__, kind) is not kind:
         raise InputError(f"two classes of options of derivations are called {kind.__name__}")
     return kind
 
 
 def option_fields(value: Any) -> dict[str, Any] | None:
-    """The fields of an instance of a class that `option` knows, by name; None for other values."""
+    """Fields by name of an instance of a class in `OPTIONS`; None for other values."""
     if OPTIONS.get(type(value).__name__) is not type(value):
         return None
     if hasattr(value, "text_fields"):
@@ -116,11 +114,8 @@ def derive(
     *inputs: Weight | None,
     **options: Any,
 ) -> Weight:
-    """A weight computed from others when it is loaded (concatenated, folded, quantized).
-
-    function: an op, or one that `derivation` knows, which gets None in the place of None. options:
-    plain values for it.
-    """
+    """A weight computed from others when it is loaded. function: an op or a registered
+    `derivation`. inputs: its tensors; None is passed on. options: its plain values."""
     given = [weight for weight in inputs if weight is not None]
     places = map(Operand, range(len(given)))
     args = tuple(None if weight is None else next(places) for weight in inputs)
@@ -128,7 +123,7 @@ def derive(
 
 
 def computed(name: str, type: TensorType, call: Call, *inputs: Weight) -> Weight:
-    """A weight that a call gives. Errors: `InputError` for a function that has no name."""
+    """A weight computed by a call. Errors: `InputError` for an unregistered function."""
     if not isinstance(call.target, torch._ops.OpOverload):
         known = DERIVATIONS.get(getattr(call.target, "__name__", ""))
         if known is not call.target:
@@ -138,17 +133,15 @@ def computed(name: str, type: TensorType, call: Call, *inputs: Weight) -> Weight
 
 @dataclass(frozen=True)
 class Operand:
-    """Stands in a `Call`'s arguments for the weight of this number among its inputs."""
+    """Stands in a `Call`'s arguments for the input weight of this index."""
 
     place: int
 
 
 @dataclass(frozen=True)
 class Call:
-    """What gives a weight its tensor, as data: a call of one op.
-
-    args, kwargs: the op's, with `Operand`s for the weights that it is called on.
-    """
+    """The call of an op or function that computes a weight, as data. args, kwargs: with `Operand`s
+    in the place of weights."""
 
     target: Callable[..., torch.Tensor]
     args: tuple[Any, ...] = ()
@@ -167,7 +160,7 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """Gives a tensor that lies in memory."""
+    """Returns a tensor in memory."""
 
     tensor: torch.Tensor
 
@@ -177,12 +170,12 @@ class Held:
 
 @derivation
 def piece(tensor: torch.Tensor, *, axis: int, start: int, end: int) -> torch.Tensor:
-    """Elements start..end of an axis, and not a view that keeps all."""
+    """Elements start..end of an axis, copied."""
     return tensor.narrow(axis, start, end - start).clone()
 
 
 def _renewed(weight: Weight, given: Mapping[str, Weight]) -> Weight:
-    """The weight, with `given` ones in the place of those of their names that it is made from."""
+    """The weight with its inputs, transitively, replaced by `given` weights of the same name."""
     if weight.name in given:
         return given[weight.name]
     new = tuple(_renewed(part, given) for part in weight.inputs)
@@ -191,18 +184,18 @@ def _renewed(weight: Weight, given: Mapping[str, Weight]) -> Weight:
 
 
 class SourceFile:
-    """A file that weights are read from. stamp: of the file as it was opened, see `stamp_of`."""
+    """A file of weights. stamp: of the opened file, see `stamp_of`."""
 
     path: Path
     stamp: tuple[int, ...]
 
     def text_fields(self) -> dict[str, Any]:
-        """What tells it from other files, and from itself after a change."""
+        """Path and stamp."""
         return {"path": os.path.abspath(self.path), "stamp": self.stamp}
 
     @classmethod
     def from_text(cls, path: str, stamp: tuple[int, ...]) -> Self:
-        """The file of this stamp. Errors: `InputError` if it is another by now."""
+        """Open the file. Errors: `InputError` if its stamp differs."""
         file = cls.open(Path(path))
         if file.stamp != stamp:
             raise InputError(f"{path} has changed")
@@ -210,24 +203,23 @@ class SourceFile:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """The file as it is now. Errors: `InputError`."""
+        """Open the file. Errors: `InputError`."""
         raise NotImplementedError
 
 
 @option
 class SafetensorsFile(SourceFile):
-    """A safetensors file as it was when it was opened, even if another takes its place.
+    """An open safetensors file; replacing the file on disk does not affect it.
 
-    opened: the file, if it is open already; it stays open as long as this lives. A tensor is mapped
-    for itself: the pages of one that was copied and let go leave the memory, which they would not
-    while they belong to a mapping of the whole file.
+    opened: an open handle, kept open. Each tensor is mapped separately, so that the pages of a
+    released tensor leave memory.
     """
 
     def __init__(self, path: Path, opened: BufferedReader | None = None) -> None:
         self.path = path
         self._file = open_regular(path) if opened is None else opened
         self.stamp = stamp_of(os.fstat(self._file.fileno()))
-        # On Linux what is open has a name of its own.
+        # On Linux an open file has a path of its own.
         own = Path(f"/proc/self/fd/{self._file.fileno()}")
         self._where = str(own if own.exists() else path)
         self._handle = _mapped(self._where)
@@ -247,12 +239,12 @@ class SafetensorsFile(SourceFile):
         return open_regular(self._where)
 
     def metadata(self) -> dict[str, str]:
-        """What its header says besides the tensors."""
+        """The metadata of its header."""
         return dict(self._handle.metadata() or {})
 
     def type_of(self, key: str) -> TensorType:
         """A tensor's type. Errors: `InputError` for a dtype that is not supported."""
-        dtype = _SAFETENSORS_DTYPES.get(self.dtype_name(key))
+        dtype = SAFETENSORS_DTYPES.get(self.dtype_name(key))
         if dtype is None:
             raise InputError(
                 f"{self.path}: tensor {key!r} has dtype {self.dtype_name(key)}, not supported"
@@ -260,7 +252,7 @@ class SafetensorsFile(SourceFile):
         return TensorType(dtype, self.shape(key))
 
     def dtype_name(self, key: str) -> str:
-        """What safetensors calls a tensor's dtype."""
+        """A tensor's dtype as safetensors names it."""
         return str(self._handle.get_slice(key).get_dtype())
 
     def shape(self, key: str) -> tuple[int, ...]:
@@ -268,7 +260,7 @@ class SafetensorsFile(SourceFile):
         return tuple(self._handle.get_slice(key).get_shape())
 
     def tensor(self, key: str) -> torch.Tensor:
-        """A tensor, mapped: its pages are read when it is, and shared with other processes."""
+        """A memory-mapped tensor."""
         with _mapped(self._where) as mapping:
             tensor: torch.Tensor = mapping.get_tensor(key)
         return tensor
@@ -281,7 +273,7 @@ def _mapped(path: str) -> Any:
 
 
 def stamp_of(stat: os.stat_result) -> tuple[int, ...]:
-    """What changes whenever a file does, or another takes its place."""
+    """Identity of a file's contents: device, inode, times and size."""
     return stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size
 
 
@@ -291,11 +283,8 @@ def _open(path: str, stamp: tuple[int, ...]) -> SafetensorsFile:
 
 
 def open_safetensors(path: Path, opened: BufferedReader | None = None) -> SafetensorsFile:
-    """A memory-mapped safetensors file, opened once while it does not change. opened: see
-    `SafetensorsFile`.
-
-    Errors: `InputError` naming the file when it is missing, truncated or not safetensors.
-    """
+    """Open a safetensors file; reuses the open file while it does not change. opened: see
+    `SafetensorsFile`. Errors: `InputError` if it is missing, truncated or not safetensors."""
     try:
         if opened is not None:
             return SafetensorsFile(path, opened)
@@ -307,10 +296,8 @@ def open_safetensors(path: Path, opened: BufferedReader | None = None) -> Safete
 
 
 def from_safetensors(path: Path | SafetensorsFile, key: str, name: str | None = None) -> Weight:
-    """A weight in a safetensors file as it is now, or as it was opened, read when loaded.
-
-    Errors: `InputError` naming the file, and the key if the file does not hold it.
-    """
+    """A weight that is read from a safetensors file when loaded. Errors: `InputError` naming the
+    file, and the key if it is missing."""
     file = path if isinstance(path, SafetensorsFile) else open_safetensors(path)
     if key not in file.keys():  # noqa: SIM118  (the file is not a mapping)
         raise InputError(f"{file.path} holds no tensor {key!r}")
@@ -323,7 +310,7 @@ def stored_tensor(*, file: SafetensorsFile, key: str) -> torch.Tensor:
     return file.tensor(key)
 
 
-_SAFETENSORS_DTYPES = {
+SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -338,7 +325,7 @@ _SAFETENSORS_DTYPES = {
 
 
 class WeightStore(Mapping[str, Weight]):
-    """An immutable, ordered mapping from name to `Weight`. Changing it gives a new store."""
+    """An immutable, ordered mapping from name to `Weight`."""
 
     def __init__(self, weights: Mapping[str, Weight] | None = None) -> None:
         self._weights = dict(weights or {})
@@ -358,17 +345,17 @@ class WeightStore(Mapping[str, Weight]):
         return name in self._weights
 
     def taken(self, weight: Weight) -> Weight:
-        """The weight that has this one's name already, else this one."""
+        """The stored weight of this one's name, else this one."""
         return self._weights.get(weight.name, weight)
 
     def alike(self, weight: Weight) -> Weight:
-        """The weight that is made of the same ones in the same way already, else this one."""
+        """A stored weight with the same inputs, call and type, else this one."""
         same = (w for w in self._weights.values() if w.inputs == weight.inputs)
         alike = (w for w in same if w.made == weight.made and w.type == weight.type)
         return next(alike, weight)
 
     def adding(self, *weights: Weight) -> WeightStore:
-        """This store and some more. Errors: `InputError` if a name is taken by another weight."""
+        """This store and more weights. Errors: `InputError` if a name is taken."""
         merged = dict(self._weights)
         for weight in weights:
             if merged.get(weight.name, weight) is not weight:
@@ -377,8 +364,8 @@ class WeightStore(Mapping[str, Weight]):
         return WeightStore(merged)
 
     def replacing(self, *weights: Weight) -> WeightStore:
-        """This store with some weights exchanged for others of their names and types; what is
-        derived from them is derived anew."""
+        """This store with some weights replaced by others of the same name and type, also as inputs
+        of derived weights. Errors: `InputError` for another type."""
         given = {weight.name: weight for weight in weights}
         merged = {name: _renewed(weight, given) for name, weight in self._weights.items()}
         for weight in weights:

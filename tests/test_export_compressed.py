@@ -163,7 +163,7 @@ def test_what_the_format_cannot_say(tmp_path: Path) -> None:
     """Offsets between steps, codebooks, scattered channels and programs without few bits."""
     folder = saved(tmp_path / "model")
     cases: dict[str, tuple[Any, Any]] = {
-        "int4": (folder, r"no whole numbers of steps.*symmetric=true"),
+        "int4": (folder, r"no multiples of the scale.*symmetric=true"),
         "baseline": (folder, "has no layer of few bits"),
     }
     for name, layer in {

@@ -122,7 +122,7 @@ def test_documentation_shows_a_call(op: OpDef) -> None:
     assert match, f"{op.name}: the docstring has no example ``%y: type = graftwork.{op.name}(...)``"
     head, _, call = match.group(1).partition(" = ")
     cursor = Cursor(Source(call))
-    expression = Expression(cursor, cursor.span(frozenset()), lambda token: token)
+    expression = Expression(cursor, cursor.span(), lambda token: token)
     node, name = expression.call()
     assert find_op(name) is op.overload
     args, kwargs = expression.arguments(node)

@@ -114,5 +114,5 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(PassError, match="never asked: nothing drafts"):
         run_passes(tiny_llama(), [Step(LengthAcceptance())])
     model = Model(bounded(DraftHydra(heads=2)), Target("eager", "cpu"), {"name": "test"})
-    with pytest.raises(UnsupportedError, match="learns from what draft=recurrent"):
+    with pytest.raises(UnsupportedError, match="not for draft=recurrent"):
         fit(model, [[1, 2, 3] * 30] * 4, out=tmp_path, steps=1, batch=1, window=16, own=0.0)

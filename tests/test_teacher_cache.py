@@ -175,5 +175,5 @@ def test_a_step_whose_logits_need_the_text_is_refused() -> None:
         ids = step.call(torch.ops.aten.unsqueeze.default, tokens, -1)
         biased = step.call(torch.ops.aten.add.Tensor, logits, ids)
     step.set_outputs({"logits": biased})
-    with pytest.raises(UnsupportedError, match="needs the text again"):
+    with pytest.raises(UnsupportedError, match="each also needs inputs"):
         Teacher(Net(program.with_function(step), [], torch.device("cpu")))

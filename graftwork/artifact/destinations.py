@@ -1,4 +1,4 @@
-"""Checks of output paths, made before the work whose results they take."""
+"""Checks of output paths before the work starts."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""A saved program: a folder with its text, its weights, a manifest and the tokenizer's files.
+"""Artifacts: folders of a saved program.
 
     manifest.json          format version, size and sha256 of every file, tools, provenance, report
     program.gw             the program as text
     weights.safetensors    (or weights-00001-of-0000N.safetensors)
-    tokenizer.json, ...    files that came with the model
+    tokenizer.json, ...    the model's files
 
-`save` writes beside the destination and swaps the folders, so readers see the old artifact or the
-new one. `load` reads only files that the manifest lists, inside the folder, opens each once, and
-checks its size and sha256. Nothing is unpickled or executed. The hashes detect damage, not malice:
-who can write the folder can write the manifest.
+`save` replaces a folder atomically. `load` reads only files that the manifest lists, inside the
+folder, opens each once, and checks size and sha256. Nothing is unpickled or executed. Hashes detect
+damage, not tampering.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from ..ir.support.scratch import replacing
 from ..ir.text.lexer import MAX_BYTES
 from ..ir.text.parser import parse_program
 from ..ir.weights import open_safetensors
-from ..report import Report, plain
+from ..report import Report, plain_record
 from .destinations import check_above
 from .shards import SHARD_BYTES, write_weights
 
@@ -116,7 +115,7 @@ class Saved(_Frozen):
 
 
 def is_artifact(folder: Path) -> bool:
-    """Whether a folder has an artifact's manifest (its files may still be damaged)."""
+    """Whether a folder has an artifact's manifest; files may be damaged."""
     try:
         return bool(_read_json(folder / MANIFEST).get("format") == FORMAT)
     except InputError:
@@ -124,7 +123,7 @@ def is_artifact(folder: Path) -> bool:
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether a folder is an artifact, possibly damaged: `load` reports the damage."""
+    """Whether a folder is an artifact, possibly damaged; `load` reports damage."""
     folder = plain_path("model", folder)
     return (folder / PROGRAM).exists() or is_artifact(folder)
 
@@ -139,11 +138,9 @@ def save(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Path:
-    """Write an artifact. An existing artifact is replaced, anything else is refused.
-
-    Needs memory for one weight at a time. Errors: `InputError` if the folder holds something else,
-    a weight holds NaN, or the disk refuses; the destination is then as it was.
-    """
+    """Write an artifact; an existing one is replaced. Holds one weight in memory at a time. Errors:
+    `InputError` if the folder is no artifact, a weight holds NaN, or writing fails; the destination
+    is then unchanged."""
     check_destination(folder)
     destination = Path(os.path.abspath(plain_path("save", folder)))
     with replacing(destination) as partial:
@@ -154,11 +151,9 @@ def save(
 
 
 def load(folder: str | Path) -> Saved:
-    """Read and check an artifact. Weights stay on disk until they are used.
-
-    If another process replaces the artifact meanwhile, the result is the old or the new one, never
-    a mixture. Errors: `InputError` naming the file that is missing, damaged, too long or misplaced.
-    """
+    """Read and check an artifact; weights are loaded on use. If another process replaces it
+    meanwhile, the result is the old or the new one. Errors: `InputError` naming a file that is
+    missing, damaged, too long or misplaced."""
     folder = plain_path("load", folder)
     for _ in range(_TRIES):
         before = _identity(folder)
@@ -174,7 +169,7 @@ def _load(folder: Path) -> Saved:
     manifest = _read_manifest(folder)
     names = {role: _with_role(manifest, role) for role in ("program", "weights", "asset")}
     with contextlib.ExitStack() as stack:
-        # What is checked is what is used: each file is opened once.
+        # Each file is opened once, so the checked contents are used.
         opened = {name: _opened(folder, name, entry) for name, entry in manifest.files.items()}
         for name in (*names["program"], *names["asset"]):
             stack.enter_context(opened[name])
@@ -260,23 +255,13 @@ def _manifest(
     report: Report | None,
     files: dict[str, FileEntry],
 ) -> Manifest:
-    records = [
-        RecordEntry(
-            name=record.name,
-            options={key: plain(value) for key, value in record.options},
-            contract=record.contract,
-            matches=record.matches,
-            seconds=record.seconds,
-        )
-        for record in program.provenance
-    ]
     return Manifest(
         format=FORMAT,
         version=VERSION,
         target=str(target),
         recipe=recipe,
         tools=tool_versions(),
-        provenance=tuple(records),
+        provenance=tuple(RecordEntry(**plain_record(r)) for r in program.provenance),
         report=report,
         files=files,
     )
@@ -325,7 +310,7 @@ def _read_manifest(folder: Path) -> Manifest:
 
 def _opened(folder: Path, name: str, entry: FileEntry) -> BufferedReader:
     """Open a file of the manifest, check it, and rewind it."""
-    # Plain names only: no separators, no leading dot, so nothing outside the folder can be named.
+    # Plain names have no separators and no leading dot: no file outside the folder.
     if not _PLAIN_NAME.fullmatch(name):
         raise InputError(f"{folder / MANIFEST}: {name!r} is not a plain file name")
     path = folder / name

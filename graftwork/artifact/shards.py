@@ -1,9 +1,8 @@
 """Writing weights as safetensors, one tensor at a time, to bound memory.
 
-The format is a header (8 bytes of its length, then JSON: dtype, shape and byte range by name) and
-the tensors' bytes. Types are known before any tensor is loaded, so the header comes first and each
-tensor is loaded, checked, written, hashed and dropped in turn. Files are read back with the
-safetensors library.
+A file is a header (8 bytes of its length, then JSON: dtype, shape and byte range by name) and the
+tensors' bytes. The header needs types only; each tensor is then loaded, checked, written, hashed
+and freed in turn.
 """
 
 from __future__ import annotations
@@ -19,25 +18,15 @@ from typing import Any
 import torch
 
 from ..ir import InputError, Program, TensorType, Weight, WeightStore, derivation, derive
+from ..ir.weights import SAFETENSORS_DTYPES
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+DTYPES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 SHARD_BYTES = 2**31
 
 
 @dataclass(frozen=True)
 class Written:
-    """A finished file: its name in the folder, size in bytes, and sha256 in hex."""
+    """A written file: name in the folder, size in bytes, sha256 in hex."""
 
     name: str
     bytes: int
@@ -57,7 +46,7 @@ def finite(tensor: torch.Tensor, *, name: str) -> torch.Tensor:
 
 
 def checked(program: Program) -> Program:
-    """The program with weights that are checked by `finite` when they are loaded."""
+    """The program with weights that `finite` checks when they are loaded."""
     weights = {
         name: derive(name, weight.type, finite, weight, name=name)
         for name, weight in program.weights.items()
@@ -85,11 +74,9 @@ def write_weights(
     progress: Callable[[str], None] = lambda name: None,
     stem: str = "weights",
 ) -> list[Written]:
-    """Write all weights as ``weights.safetensors``, or ``weights-00001-of-0000N.safetensors``, or
-    by another stem; as many files as `plan_shards` says, in its order.
-
-    Holds one tensor at a time. Errors: `InputError` naming a weight with NaN values.
-    """
+    """Write weights as ``weights.safetensors`` or ``weights-00001-of-0000N.safetensors`` (stem:
+    another name), split by `plan_shards`, with one tensor in memory at a time. Errors: `InputError`
+    naming a weight with NaN values."""
     shards = plan_shards(weights, limit)
     count = len(shards)
     names = [f"{stem}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]

@@ -1,4 +1,4 @@
-"""The command that finds how sure an exit must be."""
+"""`graftwork calibrate`: early-exit thresholds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from .console import out, progress
 from .options import TO_WRITE, ModelArg, RecipeOption, SetOption, TargetOption, TextOption
 
-# Late imports: torch takes seconds, and `--help` goes without.
+# Late imports: torch takes seconds, which `--help` does not need.
 
 
 def calibrate(

@@ -36,7 +36,7 @@ from .options import (
 )
 from .train import train
 
-# Late imports: torch takes seconds, and `--help` goes without.
+# Late imports: torch takes seconds, which `--help` does not need.
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -47,7 +47,7 @@ app = typer.Typer(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line and exit. Errors that graftwork raises on purpose are one message."""
+    """Run the command line and exit. Expected errors are one message."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     arguments = list(sys.argv[1:] if args is None else args)
@@ -55,7 +55,7 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         app(args=arguments)
     except BrokenPipeError:
-        # Whoever read our output has left; leave too, without a second error at shutdown.
+        # The reader closed the pipe: exit without a second error at shutdown.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
@@ -66,7 +66,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _show_warning(show: Any, message: Any, category: Any, *where: Any) -> None:
-    """Ours are one line, as errors are; others are shown as ever."""
+    """Show graftwork's warnings in one line, others as usual."""
     from ..ir import GraftworkWarning
 
     if not issubclass(category, GraftworkWarning):
@@ -75,8 +75,8 @@ def _show_warning(show: Any, message: Any, category: Any, *where: Any) -> None:
     err.print(Text.assemble(("warning: ", "bold yellow"), str(message)), soft_wrap=True)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(wanted: bool) -> None:
+    if wanted:
         print(f"graftwork {__version__}")
         raise typer.Exit
 
@@ -106,7 +106,7 @@ def optimize(
     ] = None,
     work: Annotated[
         Path | None,
-        typer.Option(help="Keep what calibration works out here, so that a killed run goes on."),
+        typer.Option(help="Keep intermediate results of calibration here, to resume a killed run."),
     ] = None,
     folder: Annotated[
         Path | None, typer.Option("--out", **TO_WRITE, help="Where to save the result.")
@@ -310,7 +310,7 @@ def demo(
 def _is_expected(error: Exception) -> bool:
     from ..ir.support.errors import GraftworkError
 
-    # What the system refuses (a folder, a full disk) it says in a line that names the file.
+    # `OSError`: a full disk, missing permission, ...; its message names the file.
     return isinstance(error, (GraftworkError, OSError))
 
 

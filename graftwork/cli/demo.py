@@ -13,10 +13,10 @@ from ..ir import InputError
 from ..measuring.compare import compare
 
 RECIPES = ("baseline", "copyspec", "int8", "int8_copyspec")
-# A step of this small model costs more with every draft token; big ones wait for memory instead.
+# Steps of this small model are compute-bound, so draft tokens are expensive.
 SETTINGS = ("draft_suffix.tokens=5",)
 TARGETS = ("onnxruntime:cpu:float32", "torch:cpu:float32")
-# Inductor takes longer to compile the int8 graphs than everything else here takes together.
+# Inductor's compilation of int8 graphs would dominate the time.
 SKIP = (("int8", "torch:cpu:float32"), ("int8_copyspec", "torch:cpu:float32"))
 
 
@@ -33,10 +33,10 @@ def demo_folder() -> Path:
 def run_demo(
     *, quick: bool = False, progress: Callable[[str], None] = lambda what: None
 ) -> tuple[RenderableType, dict[str, Any]]:
-    """Measure the demo's recipes; the table, and the figures as plain data.
+    """Measure the demo's recipes; returns the table, and the figures as plain data.
 
-    Every output is compared with transformers' token by token; the int8 recipes are approximate,
-    and the one that drafts is compared with its own plain decoding. They run on ONNX Runtime only.
+    Outputs are compared with transformers' token by token. The int8 recipes are approximate and run
+    on ONNX Runtime only; the drafting one is compared with its own plain decoding.
     """
     return compare(
         demo_folder(),

@@ -1,4 +1,4 @@
-"""The command that writes models for others."""
+"""`graftwork export`: models for other runtimes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from .console import out, progress
 from .options import TO_WRITE, AnyModel, DataOption, MaybeRecipe, SetOption, TargetOption
 
-# Late imports: torch takes seconds, and `--help` goes without.
+# Late imports: torch takes seconds, which `--help` does not need.
 
 Format = Literal[
     "onnx", "onnx-loop", "onnx-plan", "genai", "compressed-tensors", "vllm-medusa", "speculators"
@@ -24,7 +24,7 @@ TAKES: dict[str, tuple[str, ...]] = {
     "dtype": ("onnx", "onnx-loop", "onnx-plan", "genai"),
     "sample": ("onnx-loop",),
 }
-"""Which formats an option is for."""
+"""Formats by option."""
 
 
 def export(
@@ -62,8 +62,8 @@ def export(
 
     given: dict[str, Any] = {"plain": plain, "qdq": qdq, "ops": ops, "opset": opset}
     given["sample"] = sample
-    asked = {name: value for name, value in given.items() if value not in (None, False)}
-    for name in [*asked, *(["dtype"] if dtype else [])]:
+    options = {name: value for name, value in given.items() if value not in (None, False)}
+    for name in [*options, *(["dtype"] if dtype else [])]:
         if format_ not in TAKES[name]:
             raise InputError(f"--{name} is for {_listed(TAKES[name])}")
     if dtype is not None and target is not None:
@@ -74,7 +74,7 @@ def export(
     with progress() as show:
         opened = open_model(model, *stored_as(dtype, recipe, set_, target), show, data=data)
         show(f"export {format_}")
-        getattr(opened, "export_" + format_.replace("-", "_"))(folder, **asked)
+        getattr(opened, "export_" + format_.replace("-", "_"))(folder, **options)
     out.print(f"written to {folder}", markup=False)
 
 

@@ -1,4 +1,4 @@
-"""The command that continues a text."""
+"""`graftwork generate`: continue a text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 from .console import err, progress
 from .options import AnyModel, DataOption, MaybeRecipe, SetOption, TargetOption
 
-# Late imports: torch takes seconds, and `--help` goes without.
+# Late imports: torch takes seconds, which `--help` does not need.
 
 if TYPE_CHECKING:
     from ..ir import ModelInfo
@@ -65,7 +65,7 @@ def generate(
     text = _text(prompt, file)
 
     def known(info: ModelInfo, assets: Mapping[str, Path], room: bool) -> None:
-        """What a model's files say before it is traced."""
+        """Check the request against a model's files, before tracing."""
         sampled = keywords.get("do_sample", info.defaults.do_sample)
         _require(not shapes or bool(sampled), _NEED_TEMPERATURE)
         if room and "tokenizer.json" in assets:
@@ -75,7 +75,7 @@ def generate(
         opened = open_model(model, recipe, set_, target, show, data=data, known=known, runs=True)
         ids, info = encode(opened.tokenizer, text), opened.program.info
         begun = opened.program.plan.source.beginning(ids)
-        _require(bool(ids), "--prompt: expected some text; the tokenizer makes no tokens of this")
+        _require(bool(ids), "--prompt: expected some text; it has no tokens")
         known(info, {}, False)
         if info.defaults.supported.keys().isdisjoint(("max_new_tokens", "max_length")):
             keywords.setdefault("max_new_tokens", max(1, min(128, info.context - len(begun))))
@@ -87,7 +87,7 @@ def generate(
 
 
 def _write(opened: Any, ids: list[int], begun: int, keywords: dict[str, Any], json_: bool) -> None:
-    """Generate and show; begun: tokens that the result begins with."""
+    """Generate and print. begun: number of tokens before the new ones."""
     from ..ir.support.tokenizer import decode
     from ..runtime.stats import Stats
     from .text_printer import TextPrinter
@@ -100,7 +100,7 @@ def _write(opened: Any, ids: list[int], begun: int, keywords: dict[str, Any], js
         err.print(
             f"{stats.new_tokens} tokens in {stats.steps + 1} steps, "
             f"{stats.accepted_per_step:.2f} a step, {stats.tokens_per_second:.0f} tokens/s"
-            f"{'; approximate: not all of it need be what the target says' if approximate else ''}"
+            f"{'; approximate: the target itself may write another text' if approximate else ''}"
         )
         return
     new = result.sequences[0, begun:].tolist()
@@ -109,7 +109,7 @@ def _write(opened: Any, ids: list[int], begun: int, keywords: dict[str, Any], js
 
 
 def _text(prompt: str | None, file: Path | None) -> str:
-    """What is to be continued. Errors: `InputError` for none, two, or what is no text."""
+    """The prompt. Errors: `InputError` for none, both, or invalid UTF-8."""
     from ..ir.support.errors import InputError
     from ..ir.support.files import LARGE, read_bytes
 
@@ -127,18 +127,18 @@ def _text(prompt: str | None, file: Path | None) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{where}: cannot read text in UTF-8: {error}") from error
     _require(len(read) <= LARGE, f"{where}: more than {LARGE >> 20} MB")
-    text = text.removesuffix("\n")  # of the file, not of the text
+    text = text.removesuffix("\n")
     _require(bool(text), f"{where}: expected some text, and there is none")
     return text
 
 
 def _check_room(text: str, keywords: Mapping[str, Any], info: ModelInfo, tokenizer: Path) -> None:
-    """That the prompt and what is asked for fit the context. Errors: `InputError`."""
+    """Errors: `InputError` if the prompt and the new tokens exceed the context."""
     from ..ir.support.tokenizer import encode, read_tokenizer
     from ..runtime.asking.options import read_options
 
     count = len(encode(read_tokenizer(tokenizer), text))
-    anything = replace(info, vocab_size=info.vocab_size or 1 << 62)  # a graph need not say
+    anything = replace(info, vocab_size=info.vocab_size or 1 << 62)  # unknown for ONNX graphs
     read_options(keywords, anything).new_tokens(count, count, info)
 
 

@@ -1,4 +1,4 @@
-"""Open the model that MODEL, --recipe and --set of the command line name."""
+"""Models by the arguments MODEL, --recipe and --set."""
 
 from __future__ import annotations
 
@@ -29,11 +29,9 @@ def open_model(
     known: Callable[[ModelInfo, Mapping[str, Path], bool], None] = lambda info, assets, room: None,
     runs: bool = False,
 ) -> Model:
-    """Load a saved artifact, or optimize a checkpoint (recipe baseline by default).
-
-    data: calibration text. known: called before tracing with the model's facts, its files, and
-    whether texts must fit its context. runs: whether the model will run here.
-    """
+    """Load a saved artifact, or optimize a checkpoint (default recipe: baseline). data: calibration
+    text. known: called before tracing with the model's facts, its files, and whether texts must fit
+    its context. runs: check that the device exists."""
     if is_saved(Path(source)):
         if recipe is not None or settings or data is not None:
             raise InputError(f"{source} is a saved artifact; its recipe cannot be changed any more")
@@ -56,11 +54,9 @@ def open_model(
 def stored_as(
     dtype: str | None, recipe: str | None, settings: Sequence[str], target: str | None
 ) -> tuple[str | Recipe | None, Sequence[str], str | None]:
-    """What `open_model` takes so that weights have a dtype: float32 and float16 are the target's,
-    int8 and int4 what the recipes of these names do to weights, after everything else of `recipe`.
-
-    Errors: `InputError` for a recipe that quantizes weights itself.
-    """
+    """Recipe, settings and target for weights of a dtype: float32 and float16 set the target's;
+    int8 and int4 append the quantization of these recipes. Errors: `InputError` for a recipe that
+    quantizes weights itself."""
     if dtype is None:
         return recipe, settings, target or "onnxruntime"
     if dtype.startswith("float"):

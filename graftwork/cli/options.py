@@ -1,4 +1,4 @@
-"""Arguments and options that several commands take."""
+"""Arguments and options of several commands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-# Late imports: torch takes seconds, and `--help` goes without.
+# Late imports: torch takes seconds, which `--help` does not need.
 
 ModelArg = Annotated[
     str, typer.Argument(metavar="MODEL", help="A checkpoint folder, .gguf or .onnx file.")
@@ -15,14 +15,14 @@ ModelArg = Annotated[
 
 
 def written(text: str) -> Path:
-    """A path to write to, as the command line has it. Errors: `InputError` for an empty one."""
+    """Parser of output paths. Errors: `InputError` for an empty one."""
     from ..ir.support.files import plain_path
 
     return plain_path("where to write", text)
 
 
 TO_WRITE: dict[str, Any] = {"parser": written, "metavar": "PATH"}
-"""What all options have that say where to write."""
+"""Common parameters of options for output paths."""
 
 AnyModel = Annotated[
     str,

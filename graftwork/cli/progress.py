@@ -1,7 +1,6 @@
 """Training progress: a bar on a terminal, lines in a log.
 
-A line is printed when the phase changes and every 30 seconds, even if nothing was reported: one
-step of a large model may take longer.
+A line is printed when the phase changes and every 30 seconds, also during long steps.
 """
 
 from __future__ import annotations
@@ -81,24 +80,24 @@ class _Lines:
     def __init__(self, console: Console, every: float) -> None:
         self.console, self.every, self.lock = console, every, Lock()
         self.state = FitState("starting", 0.0)
-        self.began = self.said = time.monotonic()
+        self.began = self.printed = time.monotonic()
 
     def update(self, state: FitState) -> None:
         """Report a state."""
         changed = state.phase != self.state.phase
         self.state = state
-        # Passes follow each other within milliseconds: a log needs no line for each.
+        # Phases can be milliseconds apart.
         if self.left() <= (self.every - BRIEF if changed else 0):
-            self.say()
+            self.print()
 
     def left(self) -> float:
         """Seconds until the next line."""
-        return max(0.0, self.said + self.every - time.monotonic())
+        return max(0.0, self.printed + self.every - time.monotonic())
 
-    def say(self) -> None:
+    def print(self) -> None:
         """Print a line."""
         with self.lock:
-            self.said = time.monotonic()
-            passed = self.said - self.began
+            self.printed = time.monotonic()
+            passed = self.printed - self.began
             text = f"{shown(self.state)}, {self.state.share:.0%}, {passed:.0f} s"
             self.console.print(text, soft_wrap=True, markup=False)

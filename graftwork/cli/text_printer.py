@@ -18,18 +18,18 @@ class TextPrinter:
         self.prompt_seen = False
 
     def put(self, value: Any) -> None:
-        """New token ids; the first call brings the prompt, as in transformers."""
+        """Print new token ids; the first call has the prompt, as in transformers."""
         if not self.prompt_seen:
             self.prompt_seen = True
             return
         self.ids += [int(token) for token in value.reshape(-1)]
         text = decode(self.tokenizer, self.ids)
-        # A trailing replacement character is half of a character whose rest is still to come.
+        # A trailing replacement character is an incomplete character.
         if not text.endswith("\ufffd"):
             self._show(text)
 
     def end(self) -> None:
-        """Generation is over."""
+        """End of generation."""
         self._show(decode(self.tokenizer, self.ids))
         sys.stdout.write("\n")
         sys.stdout.flush()

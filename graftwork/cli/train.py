@@ -1,4 +1,4 @@
-"""The command that trains draft heads."""
+"""`graftwork train`: train draft heads."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import typer
 from .console import err, out
 from .options import TO_WRITE, ModelArg, RecipeOption, SetOption, TargetOption
 
-# Late imports: torch takes seconds, and `--help` goes without.
+# Late imports: torch takes seconds, which `--help` does not need.
 
 if TYPE_CHECKING:
-    from ..model import Model
+    from ..training import Fitted
 
 
 def train(
@@ -79,29 +79,28 @@ def train(
         except KeyboardInterrupt:
             err.print(_interrupted(folder), markup=False, soft_wrap=True)
             raise typer.Exit(130) from None
-    hits = ", ".join(f"{hit:.2f}" for hit in fitted.hits)
-    kept = "" if fitted.own_text is None else f", {fitted.own_text}"
-    out.print(
-        f"{fitted.steps} steps, loss {fitted.loss:.3f}, accuracy by depth {hits}; "
-        f"{fitted.accepted_per_step:.2f} tokens a step on held-out text{kept}\n"
-        f"weights in {folder}: use them with {_weights_settings(made, folder)}",
-        markup=False,
-        soft_wrap=True,
-    )
+    out.print(_summary(fitted, folder), markup=False, soft_wrap=True)
 
 
-def _weights_settings(model: Model, folder: Path) -> str:
-    """What to say so that a recipe reads the weights that were trained for it, all of them."""
+def _summary(fitted: Fitted, folder: Path) -> str:
+    """The result, and the settings by which recipes load the weights."""
     from ..passes.engine.base import all_passes
 
     known = all_passes()
-    names = [record.name for record in model.program.provenance]
+    names = [record.name for record in fitted.model.program.provenance]
     names = [name for name in names if "weights" in known[name].model_fields]
-    return " ".join(f"--set {name}.weights={folder}" for name in names)
+    settings = " ".join(f"--set {name}.weights={folder}" for name in names)
+    hits = ", ".join(f"{hit:.2f}" for hit in fitted.hits)
+    kept = "" if fitted.own_text is None else f", {fitted.own_text}"
+    return (
+        f"{fitted.steps} steps, loss {fitted.loss:.3f}, accuracy by depth {hits}; "
+        f"{fitted.accepted_per_step:.2f} tokens a step on held-out text{kept}\n"
+        f"weights in {folder}: use them with {settings}"
+    )
 
 
 def _interrupted(folder: Path) -> str:
-    """What to do after training was stopped by hand."""
+    """The message after an interrupt."""
     from ..training.checkpoint import STATE
 
     if (folder / STATE).is_file():

@@ -1,1 +1,1 @@
-"""The user's text: prompts, and documents to calibrate and train on."""
+"""The user's text: prompts, and documents for calibration and training."""

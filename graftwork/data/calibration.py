@@ -33,15 +33,15 @@ class TimeLeft:
         """``block 3 of 8 [=====>              ] 25%, 0:42 left``"""
         now = self.clock()
         if self.began is None or share < self.began[1]:
-            self.began = now, share  # some of it may have been done before
+            self.began = now, share  # a resumed run begins later
         start, first = self.began
         bar = ("=" * round(share * CELLS) + ">")[:CELLS].ljust(CELLS)
-        said = f"{what} [{bar}] {share:.0%}"
+        text = f"{what} [{bar}] {share:.0%}"
         if share <= first:
-            return said
+            return text
         left = round((now - start) / (share - first) * (1 - share))
         hours, minutes = divmod(left // 60, 60)
-        return f"{said}, {f'{hours}:{minutes:02}' if hours else minutes}:{left % 60:02} left"
+        return f"{text}, {f'{hours}:{minutes:02}' if hours else minutes}:{left % 60:02} left"
 
 
 def check_data(recipe: Recipe, data: Prompts | None, validate: bool) -> None:
@@ -71,11 +71,6 @@ def check_documents(data: Prompts) -> None:
         raise InputError(f"data: there is no {data}: expected a text file, or a folder of them")
 
 
-def read_documents(data: Prompts, program: Program) -> list[list[int]]:
-    """Tokenized documents. Errors: as `corpus.read_corpus`."""
-    return read_corpus(data, program)
-
-
 def evidence_for(
     recipes: Sequence[Recipe],
     program: Program,
@@ -88,7 +83,7 @@ def evidence_for(
     if text is None:
         return None
     progress("read the text")
-    return evidence_of(read_documents(text, program), work, progress)
+    return evidence_of(read_corpus(text, program), work, progress)
 
 
 def check_text(recipes: Sequence[Recipe], text: Prompts | None) -> None:
@@ -115,7 +110,7 @@ def evidence_of(
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Evidence:
     """Calibration text from tokenized documents. work: folder of intermediate results."""
-    said = TimeLeft()
+    shown = TimeLeft()
     tokens = torch.tensor([token for document in documents for token in document])
     folder = WorkFolder(None if work is None else plain_path("work", work))
-    return Evidence(tokens, folder, lambda what, share: progress(said(what, share)))
+    return Evidence(tokens, folder, lambda what, share: progress(shown(what, share)))

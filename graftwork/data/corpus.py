@@ -12,7 +12,7 @@ import torch
 from ..ir import InputError, Program
 from ..ir.support.files import LARGE, check_regular, plain_path, read_text
 from ..runtime.asking.options import BEST
-from .prompts import Prompts, encoder, read_prompts, refuse_sources
+from .prompts import Prompts, check_ids, encoder, read_prompts, refuse_sources
 
 HELD_OUT = 10
 """One of this many documents is held out."""
@@ -26,13 +26,8 @@ def read_corpus(data: Prompts | torch.Tensor | None, program: Program) -> list[l
     `InputError` naming the file that cannot be used, or if there is no text.
     """
     refuse_sources(program)
-    documents = _documents(data, program)
-    size = program.info.vocab_size
-    for document in documents:
-        strange = next((token for token in document if not 0 <= token < size), None)
-        if strange is not None:
-            raise InputError(f"data: token id {strange} is outside the vocabulary of {size}")
-    documents = [document for document in documents if document]
+    documents = [document for document in _documents(data, program) if document]
+    check_ids(documents, program)
     if not documents:
         raise InputError("data: expected text to train on, and there is none")
     return documents
@@ -61,11 +56,11 @@ def _array(path: Path) -> torch.Tensor:
     """The integers of a .npy, i64."""
     try:
         check_regular(path)
-        # Mapped, so that a header that asks for more than there is takes no memory.
+        # Memory-mapped, because a header may state any size.
         array = np.lib.format.open_memmap(path, mode="r")
-    except Exception as error:  # numpy's are of many kinds
-        said = " ".join(str(error).split())[:300]
-        raise InputError(f"data: cannot read {path}: {type(error).__name__}: {said}") from error
+    except Exception as error:  # numpy raises various types
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(f"data: cannot read {path}: {type(error).__name__}: {reason}") from error
     if array.dtype.kind not in "iu":
         raise InputError(f"data: expected integers in {path}, got {array.dtype}")
     return torch.from_numpy(array.astype(np.int64))
@@ -106,7 +101,7 @@ class Windows:
     """Random windows of documents, each determined by (seed, number) alone."""
 
     def __init__(self, documents: Sequence[list[int]], width: int, seed: int) -> None:
-        # One stream, so that short documents fill windows too.
+        # Documents are concatenated, so that short ones fill windows.
         self.stream = torch.tensor([token for document in documents for token in document])
         self.width, self.seed = min(width, len(self.stream)), seed
         if self.width < 4:
@@ -128,7 +123,7 @@ def own_text(
     chosen = {**BEST, "do_sample": True, **sampling} if temperature else BEST
     result: torch.Tensor = generate(
         prompts,
-        attention_mask=torch.ones_like(prompts),  # a token that pads elsewhere is text here
+        attention_mask=torch.ones_like(prompts),  # no padding, whatever the ids
         max_new_tokens=width - prompts.shape[1],
         eos_token_id=[],
         seed=seed,

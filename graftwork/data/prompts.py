@@ -51,9 +51,9 @@ def refuse_sources(program: Program) -> None:
     """Errors: `InputError` for an encoder-decoder program, whose texts need their sources."""
     if program.plan.source.encoder is not None:
         raise InputError(
-            f"{program.name} writes from sources, and texts without theirs say nothing of it: "
-            "validate on random ones (without data), and take a recipe that neither calibrates nor "
-            "trains on text"
+            f"{program.name} is an encoder-decoder, whose texts need their sources: validate on "
+            "random ones (without data), and take a recipe that neither calibrates nor trains on "
+            "text"
         )
 
 
@@ -72,11 +72,16 @@ def read_prompts(data: Prompts, program: Program) -> list[list[int]]:
     prompts = [prompt for prompt in prompts if prompt]
     if not prompts:
         raise InputError("data: expected at least one prompt that is not empty")
-    size = program.info.vocab_size
-    strange = [token for prompt in prompts for token in prompt if not 0 <= token < size]
-    if strange:
-        raise InputError(f"data: token id {strange[0]} is outside the vocabulary of {size}")
+    check_ids(prompts, program)
     return prompts
+
+
+def check_ids(texts: Iterable[Sequence[int]], program: Program) -> None:
+    """Errors: `InputError` for token ids outside the vocabulary."""
+    size = program.info.vocab_size
+    strange = next((token for text in texts for token in text if not 0 <= token < size), None)
+    if strange is not None:
+        raise InputError(f"data: token id {strange} is outside the vocabulary of {size}")
 
 
 def check_seed(seed: Any, most: int = MOST_SEED) -> None:

@@ -1,14 +1,13 @@
-"""Writes a program's weights as a checkpoint of compressed-tensors, for transformers and vLLM.
+"""Export of quantized weights as a compressed-tensors checkpoint, for transformers and vLLM.
 
-    config.json          the model's own, with a quantization_config
-    model.safetensors    <module>.weight_packed, .weight_scale, .weight_shape, ... of layers in few
-                         bits, and the other parameters under their names
-    tokenizer.json, ...  files that came with the model
+    config.json          the model's, with a quantization_config
+    model.safetensors    <module>.weight_packed, .weight_scale, .weight_shape, ... of quantized
+                         layers, and the other parameters
+    tokenizer.json, ...  the model's files
 
-Codes, scales and integer zero points are written unchanged, so readers get the same weights bit for
-bit (layout: `frontends.huggingface.formats.compressed_tensors`). Merged products are split by the
-module that each row came from. Stacks of experts are written as single experts. All names are those
-of the model's checkpoints. `config.json` records which products round their activations.
+Codes, scales and integer zero points are unchanged, so the weights are the same bit for bit. Merged
+products are split by module, stacks of experts into single experts. Names are those of the model's
+checkpoints. `config.json` records which products quantize activations.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from ..ir.support.files import LARGE, read_bytes, read_json
 from ..ir.support.scratch import replacing
 from ..ir.weights import Call, piece
 from ..passes.numerics.solver import scaled_name
-from .compressed_layout import stored
+from .compressed_layout import BYTES, Scheme, stored
 
 A, G = torch.ops.aten, torch.ops.graftwork
 PRODUCTS = (A.linear.default, G.quantized_linear.default)
@@ -54,18 +53,15 @@ STACKS = {"gate_up_proj": "gate_up", "down_proj": "down"}
 """Names of expert stacks: in modules, and in `graftwork.moe`."""
 TABLES = (A.embedding.default, G.quantized_embedding.default)
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
-PACKED, BYTES = "pack-quantized", "int-quantized"
 
 
 def export_compressed_tensors(program: Program, folder: Path) -> Path:
-    """Write the folder, which must not exist or be empty; returns it.
+    """Write the folder, without drafters; returns it.
 
-    Drafters are left out. Errors: `UnsupportedError` for weights that the format cannot represent
-    (codebooks, offsets that are no multiple of the scale, permuted channels), `InputError` for a
-    program without config.json or without quantized weights.
+    Errors: `UnsupportedError` for weights that the format cannot represent (codebooks, offsets that
+    are no multiple of the scale, permuted channels), `InputError` for a program without config.json
+    or without quantized weights.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder} exists and is not an empty folder")
     if CONFIG not in program.assets:
         raise InputError(
             f"{program.name} came without a config.json, which the export needs: optimize the "
@@ -97,7 +93,7 @@ def _write(folder: Path, weights: list[Weight]) -> None:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A module's part of a product, or its table: rows `start` to `stop` of the node's weight."""
+    """A module's rows start..stop of the weight of a product or table."""
 
     node: torch.fx.Node
     start: int
@@ -113,14 +109,14 @@ class _Rows:
 
 
 class _Loaded:
-    """The expert stacks loaded last: experts are written one by one, and stacks are slow."""
+    """Cache of the last `count` loaded stacks, because experts are written one by one."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.held: dict[str, torch.Tensor] = {}
 
     def piece(self, stack: Weight, place: Piece, name: str) -> Weight:
-        """An expert's part of a stack [E,R,...]."""
+        """An expert's rows of a stack [E,R,...]."""
         dims = (place.stop - place.start, *stack.type.dims[2:])
 
         def load() -> torch.Tensor:
@@ -133,51 +129,15 @@ class _Loaded:
         return Weight(name, TensorType(stack.type.dtype, dims), Call(load))
 
 
-@dataclass(frozen=True)
-class _Scheme:
-    """A quantization scheme of the format. group: group size, 0 for one scale a channel. format: of
-    the codes. rounded: activations are rounded to int8 by token."""
-
-    bits: int
-    group: int
-    symmetric: bool
-    rounded: bool
-
-    @property
-    def by_channel(self) -> bool:
-        """Whether a row has one scale."""
-        return self.group == 0
-
-    @property
-    def format(self) -> str:
-        return BYTES if self.bits == 8 and self.rounded and self.by_channel else PACKED
-
-    def described(self, targets: list[str]) -> dict[str, Any]:
-        """The scheme as one of `config_groups`."""
-        weights: dict[str, Any] = {"num_bits": self.bits, "type": "int", "dynamic": False}
-        weights["symmetric"] = self.symmetric
-        weights["strategy"] = "channel" if self.by_channel else "group"
-        weights["group_size"] = None if self.by_channel else self.group
-        token = {"num_bits": 8, "type": "int", "dynamic": True, "symmetric": True}
-        inputs = {**token, "strategy": "token"} if self.rounded else None
-        return {
-            "targets": targets,
-            "weights": weights,
-            "input_activations": inputs,
-            "output_activations": None,
-            "format": self.format,
-        }
-
-
 @dataclass
 class _Checkpoint:
-    """Finds a model's parameters in a program. twin: the model, without data. names: what its
-    checkpoints call them."""
+    """Finds a model's parameters in a program. twin: the model, without data. names: of parameters
+    in its checkpoints."""
 
     program: Program
     twin: nn.Module
     names: CheckpointNames
-    schemes: dict[str, _Scheme] = field(default_factory=dict)
+    schemes: dict[str, Scheme] = field(default_factory=dict)
     floats: list[str] = field(default_factory=list)
     plain: list[str] = field(default_factory=list)
     """Modules with products in floats."""
@@ -186,7 +146,7 @@ class _Checkpoint:
         self.held = dict(_modules(self.program))
         self.mixtures = dict(_mixtures(self.program))
         self.known = dict(_reachable(self.program.weights))
-        self.loaded = _Loaded(4)  # weight, scale and offset, and one for what is next
+        self.loaded = _Loaded(4)  # weight, scale and offset, and the next weight
 
     def weights(self) -> list[Weight]:
         """All tensors of the checkpoint. Errors: see `export_compressed_tensors`."""
@@ -196,7 +156,7 @@ class _Checkpoint:
         for name, tensor in parameters.items():
             owner, _, part = name.rpartition(".")
             if id(tensor) in done and owner not in self.held:
-                continue  # tied to one that is there
+                continue  # tied to another
             made = list(self._parameter(owner, part, name, TensorType.of(tensor)))
             found += made
             done.add(id(tensor))
@@ -215,7 +175,7 @@ class _Checkpoint:
 
     def config(self, dtype: torch.dtype) -> dict[str, Any]:
         """Entries that are added to the model's config.json."""
-        groups: dict[_Scheme, list[str]] = {}
+        groups: dict[Scheme, list[str]] = {}
         for module, scheme in self.schemes.items():
             groups.setdefault(scheme, []).append(module)
         linear = [n for n, module in self.twin.named_modules() if isinstance(module, nn.Linear)]
@@ -224,7 +184,7 @@ class _Checkpoint:
         if len(groups) == 1:
             groups = {scheme: ["Linear"] for scheme in groups}
         formats = {scheme.format for scheme in groups}
-        said = {
+        entry = {
             "quant_method": "compressed-tensors",
             "format": formats.pop() if len(formats) == 1 else "mixed-precision",
             "quantization_status": "compressed",
@@ -235,10 +195,10 @@ class _Checkpoint:
             "ignore": ignored,
         }
         tied = {"tie_word_embeddings": False} if self._head_differs() else {}
-        return {"quantization_config": said, "dtype": str(dtype).removeprefix("torch."), **tied}
+        return {"quantization_config": entry, "dtype": str(dtype).removeprefix("torch."), **tied}
 
     def _head_differs(self) -> bool:
-        """Whether a head that the model ties to its table is stored in few bits."""
+        """Whether a head that is tied to the embedding is quantized."""
         head = self.twin.get_output_embeddings()  # type: ignore[operator]
         names = {id(module): name for name, module in self.twin.named_modules()}
         return names.get(id(head)) in self.schemes
@@ -258,7 +218,7 @@ class _Checkpoint:
 
     def _plain(self, name: str, type: TensorType) -> Weight:
         current = name
-        while scaled_name(current) in self.known:  # it took over factors of others (AWQ)
+        while scaled_name(current) in self.known:  # rescaled by AWQ
             current = scaled_name(current)
         weight = self.known.get(current)
         if weight is None or weight.type.dims != type.dims:
@@ -298,7 +258,7 @@ class _Checkpoint:
             for part in self._parts(rows.node, "")
         ]
         group = 0 if given["group"] == type.dims[1] else given["group"]
-        scheme = _Scheme(given["bits"], group, parts[2] is None, bool(given["rounded"]))
+        scheme = Scheme(given["bits"], group, parts[2] is None, bool(given["rounded"]))
         self.schemes[owner] = scheme
         name = self.names.of(f"{owner}.weight").removesuffix(".weight")
         yield from stored(name, parts, scheme.bits, scheme.format == BYTES, type.shape)
@@ -312,7 +272,7 @@ class _Checkpoint:
     def _experts(
         self, node: torch.fx.Node, name: str, stack: str, type: TensorType
     ) -> Iterator[Weight]:
-        """The weights of a parameter [E,R,K] that holds all experts', one by one."""
+        """The experts' weights of a stacked parameter [E,R,K]."""
         given = arguments(node)
         experts, rows, columns = self._laid(node, name, stack, type)
         pieces = self.names.pieces(name, experts, rows)
@@ -325,7 +285,7 @@ class _Checkpoint:
         group = given["group" if stack == "gate_up" else "down_group"]
         stacked = self._parts(node, stack)
         by_channel = 0 if group == columns else group
-        scheme = _Scheme(given["bits"], by_channel, stacked[2] is None, bool(given["rounded"]))
+        scheme = Scheme(given["bits"], by_channel, stacked[2] is None, bool(given["rounded"]))
         for piece in pieces:
             module = piece.name.removesuffix(".weight")
             self.schemes[module] = scheme
@@ -339,8 +299,8 @@ class _Checkpoint:
     def _laid(
         self, node: torch.fx.Node, name: str, stack: str, type: TensorType
     ) -> tuple[int, int, int]:
-        """Experts, rows and columns of a stack. Errors: `UnsupportedError` for one that is laid in
-        another way in the model, or that the program computes."""
+        """Experts, rows and columns of a stack. Errors: `UnsupportedError` for another layout in
+        the model, or a computed weight."""
         module: Any = self.twin.get_submodule(name.rpartition(".")[0])
         plain = node.target is G.moe.default
         named = (stack,) if plain else (stack, f"{stack}_scale", f"{stack}_offset")
@@ -354,14 +314,14 @@ class _Checkpoint:
             reason = f"it is {operands[1].meta['type']} of scales, and the model has {type}"
         if reason:
             raise UnsupportedError(
-                f"{name} cannot be said in compressed-tensors: {reason}; exclude the experts "
+                f"{name} cannot be written as compressed-tensors: {reason}; exclude the experts "
                 f"(quantize_weights.exclude), or export another recipe"
             )
         experts, rows, columns = type.shape
         return experts, rows, columns
 
     def _check(self, rows: _Rows, owner: str, type: TensorType) -> None:
-        """Errors: `UnsupportedError` for what the format cannot represent."""
+        """Errors: `UnsupportedError` for weights that the format cannot represent."""
         node, given = rows.node, arguments(rows.node)
         module = self.twin.get_submodule(owner)
         have = (rows.stop - rows.start, int(str(given["scale"].meta["type"].dims[1])))
@@ -382,13 +342,13 @@ class _Checkpoint:
             reason = "its input channels are in the order of their groups (GPTQ's activation order)"
         if reason:
             raise UnsupportedError(
-                f"{owner}.weight cannot be said in compressed-tensors: {reason}; export another "
+                f"{owner}.weight cannot be written as compressed-tensors: {reason}; export another "
                 f"recipe, or quantize the original"
             )
 
 
 def _mixtures(program: Program) -> Iterator[tuple[str, torch.fx.Node]]:
-    """The mixtures of experts that the logits depend on, by module."""
+    """Mixtures of experts that the logits depend on, by module."""
     for node in sorted(cone([program.step.outputs["logits"]])):
         if node.target in MIXTURES:
             yield site_of(node).module, node
@@ -406,7 +366,7 @@ def _modules(program: Program) -> Iterator[tuple[str, _Rows]]:
 
 
 def _pieces(node: torch.fx.Node) -> Iterator[tuple[str, _Rows]]:
-    """A product's rows, or those of the modules whose products were merged into it."""
+    """A product's rows, by module if products were merged."""
     count = int(str(type_of(node).dims[-1]))
     splits = [user for user in node.users if user.target is A.split_with_sizes.default]
     if len(splits) != 1 or len(node.users) != 1:
@@ -420,7 +380,7 @@ def _pieces(node: torch.fx.Node) -> Iterator[tuple[str, _Rows]]:
 
 
 def _reachable(weights: Mapping[str, Weight]) -> Iterator[tuple[str, Weight]]:
-    """The program's weights by name, and those that they are derived from."""
+    """Weights by name, with those that they are derived from."""
     for weight in weights.values():
         yield from _reachable({part.name: part for part in weight.inputs})
     yield from weights.items()

@@ -1,12 +1,13 @@
-"""The tensor layout of quantized layers in compressed-tensors.
+"""Quantization schemes and tensor layout of compressed-tensors.
 
-Codes are packed along each row into 32-bit words, zero points along each column. See
-`frontends.huggingface.formats.compressed_tensors`, which reads them.
+Codes are packed along each row into 32-bit words, zero points along each column. See also
+`frontends.huggingface.formats.compressed_tensors`, the reader.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +16,47 @@ from torch import nn
 from ..ir import TensorType, UnsupportedError, Weight, derivation, derive
 from ..ir.ops.numerics import pack
 
+PACKED, BYTES = "pack-quantized", "int-quantized"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A quantization scheme of the format. group: group size, 0 for one scale per row. rounded:
+    activations are quantized to int8 by token."""
+
+    bits: int
+    group: int
+    symmetric: bool
+    rounded: bool
+
+    @property
+    def format(self) -> str:
+        """Of the codes."""
+        return BYTES if self.bits == 8 and self.rounded and not self.group else PACKED
+
+    def described(self, targets: list[str]) -> dict[str, Any]:
+        """An entry of `config_groups`."""
+        weights: dict[str, Any] = {"num_bits": self.bits, "type": "int", "dynamic": False}
+        weights["symmetric"] = self.symmetric
+        weights["strategy"] = "group" if self.group else "channel"
+        weights["group_size"] = self.group or None
+        token = {"num_bits": 8, "type": "int", "dynamic": True, "symmetric": True}
+        inputs = {**token, "strategy": "token"} if self.rounded else None
+        return {
+            "targets": targets,
+            "weights": weights,
+            "input_activations": inputs,
+            "output_activations": None,
+            "format": self.format,
+        }
+
 
 def stored(
     module: str, parts: Sequence[Weight | None], bits: int, as_bytes: bool, shape: Sequence[int]
 ) -> Iterator[Weight]:
-    """The tensors of a module's weight [N,K] in these bits. parts: weight, scale and offset, as
-    programs have them. as_bytes: 8 bits as signed bytes, not in words. Errors: `UnsupportedError`
-    for offsets that are no multiple of the scale."""
+    """The tensors of a module's weight [N,K]. parts: weight, scale and offset of the program.
+    as_bytes: codes as signed bytes, not in words. Errors: `UnsupportedError` for offsets that are
+    no multiple of the scale."""
     packed, scale, offset = parts
     assert packed is not None and scale is not None
     rows, columns = shape
@@ -44,14 +79,14 @@ def stored(
 
 
 def _zeros(owner: str, scale: Weight, offset: Weight, bits: int) -> Weight:
-    """Zero points u8[N,G] in 0..2^bits-1. Errors: `UnsupportedError` for offsets between steps."""
+    """Zero points u8[N,G] in 0..2^bits-1. Errors: `UnsupportedError` for fractional ones."""
     steps, moves = scale.load().float(), offset.load()
     zeros = (-moves.float() / steps).round()
     same = (-steps * zeros).to(moves.dtype) == moves
     if not bool(same.all()) or zeros.min() < 0 or zeros.max() >= 2**bits:
         raise UnsupportedError(
-            f"{owner}.weight has offsets that are no whole numbers of steps, which "
-            f"compressed-tensors cannot say: quantize symmetrically "
+            f"{owner}.weight has offsets that are no multiples of the scale, as compressed-tensors "
+            f"requires: quantize symmetrically "
             f"(quantize_weights.symmetric=true)"
         )
     return derive(f"{owner}.zeros", scale.type.with_dtype(torch.uint8), whole_points, scale, offset)
@@ -71,13 +106,13 @@ def whole_points(scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
 
 @derivation
 def signed_codes(codes: torch.Tensor) -> torch.Tensor:
-    """Unsigned bytes around 128 as signed ones."""
+    """Unsigned bytes as signed ones, 128 becoming 0."""
     return (codes ^ 128).view(torch.int8)
 
 
 @derivation
 def filled_words(packed: torch.Tensor) -> torch.Tensor:
-    """A bitstream of bytes along each row as int32, the last one filled with zeros."""
+    """A bitstream along each row as int32, padded with zeros."""
     return nn.functional.pad(packed, (0, -packed.shape[1] % 4)).contiguous().view(torch.int32)
 
 

@@ -1,4 +1,4 @@
-"""The exports of a model, one method each."""
+"""Exports of a model, one method for each format."""
 
 from __future__ import annotations
 
@@ -9,31 +9,25 @@ from ..artifact.destinations import MARKS, check_folder
 from ..artifact.shards import checked
 from ..ir import Program
 
-# Late imports: exports load onnx, which models that run on torch do not need.
+# Late imports: exports load onnx.
 
 
 class Exports:
-    """Base of `Model`. All methods return the folder that they wrote. Errors, besides those of each
-    format: `InputError` for a folder that cannot be written, before anything is converted."""
+    """Base of `Model`. Methods return the written folder. Errors, besides those of each format:
+    `InputError` for a folder that cannot be written, and for a weight that holds NaN."""
 
     program: Program
 
     def export_onnx(self, folder: str | Path, **options: Any) -> Path:
-        """Write ``model.onnx`` with its weights and tokenizer, for ONNX Runtime.
-
-        Options (``plain``, ``qdq``, ``ops``, ``opset``) and errors: as `onnx_folder.export_onnx`,
-        and `InputError` if a weight holds NaN.
-        """
+        """Write ``model.onnx`` with its weights and tokenizer, for ONNX Runtime. Options
+        (``plain``, ``qdq``, ``ops``, ``opset``) and errors: as `onnx_folder.export_onnx`."""
         from .onnx_folder import export_onnx
 
         return export_onnx(checked(self.program), _place("onnx", folder), **options)
 
     def export_genai(self, folder: str | Path, *, plain: bool = False) -> Path:
-        """Write a folder that onnxruntime-genai runs: the graph and ``genai_config.json``.
-
-        plain: as in `export_onnx`. Errors: as `onnx_folder.export_genai`, and `InputError` if a
-        weight holds NaN.
-        """
+        """Write a folder for onnxruntime-genai: the graph and ``genai_config.json``. plain: as in
+        `export_onnx`. Errors: as `onnx_folder.export_genai`."""
         from .onnx_folder import export_genai
 
         return export_genai(checked(self.program), _place("genai", folder), plain=plain)
@@ -53,7 +47,7 @@ class Exports:
         return export_onnx_loop(checked(self.program), _place("onnx-loop", folder), **options)
 
     def export_vllm_medusa(self, folder: str | Path) -> Path:
-        """Write trained Medusa heads as vLLM reads them. Errors: as `export_heads` states."""
+        """Write trained Medusa heads for vLLM. Errors: as `heads.export_vllm_medusa`."""
         from .heads import export_vllm_medusa
 
         return export_vllm_medusa(self.program, _place("vllm-medusa", folder))
@@ -66,11 +60,8 @@ class Exports:
         return export_speculators(self.program, _place("speculators", folder), target)
 
     def export_compressed_tensors(self, folder: str | Path) -> Path:
-        """Write the quantized weights as a compressed-tensors checkpoint, which transformers and
-        vLLM load. Drafters are left out.
-
-        Errors: as `compressed.export_compressed_tensors`, and `InputError` if a weight holds NaN.
-        """
+        """Write the quantized weights, without drafters, as a compressed-tensors checkpoint for
+        transformers and vLLM. Errors: as `compressed.export_compressed_tensors`."""
         from .compressed import export_compressed_tensors
 
         return export_compressed_tensors(self.program, _place("compressed-tensors", folder))

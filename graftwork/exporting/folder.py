@@ -1,8 +1,8 @@
-"""Export folders: written beside the destination, then renamed, with the model's own files.
+"""Export folders, written atomically, with the model's files.
 
-README.md                a card: what the files are, how to run them, which passes made them
-generation_config.json   as the model brought it, or written from what is known of the model
-tokenizer.json, chat_template.jinja, LICENSE, ... files that came with the model
+README.md                a card: files, usage, passes
+generation_config.json   the model's, or written from its facts
+tokenizer.json, chat_template.jinja, LICENSE, ... the model's files
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Card:
 def write_folder(
     program: Program, folder: Path, fill: Callable[[Path], None], card: Card, *, ours: str
 ) -> Path:
-    """Write a folder by `fill`, add the model's own files and the card; returns the folder.
+    """Write a folder by `fill`, add the model's files and the card; returns the folder.
 
-    ours: a file that identifies an older export, which is replaced. The folder is replaced as a
-    whole. Errors: `InputError` if the folder holds something else, cannot be written, or if a file
-    of the model's has a name that the export writes.
+    ours: a file that identifies an older export, which is replaced atomically. Errors: `InputError`
+    if the folder has other contents, cannot be written, or if a file of the model has the name of
+    an exported one.
     """
     check_folder(folder, ours)
     with replacing(folder) as new:
@@ -68,7 +68,7 @@ def write_folder(
 
 
 def check_ops(ops: str) -> None:
-    """Errors: `InputError` for a value that `Ops` does not have."""
+    """Errors: `InputError` for values not in `Ops`."""
     if ops not in get_args(Ops):
         raise InputError(f"ops: expected contrib or standard, got {ops!r}")
 

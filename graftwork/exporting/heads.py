@@ -1,4 +1,4 @@
-"""Trained draft heads in the layouts of other engines."""
+"""Export of trained draft heads in layouts of other engines."""
 
 from __future__ import annotations
 
@@ -22,12 +22,10 @@ _HEAD = re.compile(r"medusa\.(\d+)\.(\d+)\.weight")
 
 
 def export_vllm_medusa(program: Program, folder: Path) -> Path:
-    """Write Medusa heads as vLLM reads them: config.json and model.safetensors.
-
-    ``blocks.{head}.layers.{layer}.{weight,bias}``, ``lm_heads.{head}.weight``. The folder must not
-    exist or be empty. Errors: `InputError` if the program has no trained Medusa heads, or they
-    share the target's language-model head, which the layout cannot represent.
-    """
+    """Write Medusa heads for vLLM: config.json and model.safetensors with
+    ``blocks.{head}.layers.{layer}.{weight,bias}`` and ``lm_heads.{head}.weight``. Errors:
+    `InputError` without trained Medusa heads, or if they share the target's language-model head,
+    which the layout cannot represent."""
     draft = find_draft(program, HeadsDraft, "Medusa heads are heads(...)")
     if not draft.trained:
         raise InputError("the heads are untrained; train them first (graftwork train)")
@@ -46,7 +44,7 @@ def export_vllm_medusa(program: Program, folder: Path) -> Path:
             "(draft_medusa.own_head=true)"
         )
     hidden = type_of(program.step.outputs["hidden"]).dims[-1]
-    # No num_attention_heads: readers take its presence for a transformer's configuration.
+    # Without num_attention_heads, which marks a transformer's configuration.
     config = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -61,7 +59,7 @@ def export_vllm_medusa(program: Program, folder: Path) -> Path:
 
 
 def find_draft(program: Program, kind: type[Draft], hint: str) -> Draft:
-    """The program's first drafter of a type. Errors: `InputError` with the hint if it has none."""
+    """The program's first drafter of a type. Errors: `InputError` with the hint."""
     found = [draft for draft in program.plan.draft.trains if isinstance(draft, kind)]
     if not found:
         raise InputError(f"the program drafts with {program.plan.draft}; {hint}")
@@ -71,9 +69,7 @@ def find_draft(program: Program, kind: type[Draft], hint: str) -> Draft:
 def write_folder(
     folder: Path, config: Mapping[str, object], tensors: Mapping[str, torch.Tensor]
 ) -> Path:
-    """Write the folder atomically: beside the destination, then renamed."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder} exists and is not an empty folder")
+    """Write the folder atomically."""
     with replacing(folder) as part:
         (part / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         save_file(dict(tensors), part / "model.safetensors", metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""Writes a whole generation as one ONNX file: prompts in, tokens out.
+"""Export of whole generations as one ONNX file: prompts in, tokens out.
 
     generate.onnx         input_ids i64[B,S] (padded on the right), lengths i64[B], max_new i64[],
                           eos i64[E] -> tokens i64[B,N] (after an end of text the pad id),
@@ -52,13 +52,13 @@ def export_onnx_loop(
     plain: bool = False,
     ops: Ops = "contrib",
 ) -> Path:
-    """Write a program as one generate loop; returns the folder.
+    """Write a program as one generation loop; returns the folder.
 
-    sample: add the inputs for sampling; equal uniforms give equal tokens with any drafter. plain:
-    leave the drafter out. ops: as in `export_onnx`; "standard" loops do not draft. A text ends at
-    one of `eos`, after `max_new` tokens, or at the end of the model's context. Errors:
-    `UnsupportedError` for a plan that the loop does not support, naming a format that does, and for
-    an op without an ONNX Runtime lowering; `InputError` if the folder holds something else.
+    sample: add inputs for sampling; equal uniforms give equal tokens with any drafter. plain: leave
+    the drafter out. ops: as in `export_onnx`; "standard" loops do not draft. A text ends at one of
+    `eos`, after `max_new` tokens, or at the end of the context. Errors: `UnsupportedError` for a
+    plan that the loop does not support, naming a format that does, and for an op without an ONNX
+    Runtime lowering.
     """
     check_ops(ops)
     emitted = generation(program, sample=sample, plain=plain, contrib=ops == "contrib")

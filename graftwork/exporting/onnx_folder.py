@@ -1,4 +1,4 @@
-"""Writes decode graphs for other loaders: an ONNX folder, and one that onnxruntime-genai runs.
+"""Export of decode graphs: an ONNX folder, and one for onnxruntime-genai.
 
     model.onnx          input_ids i64[B,T], attention_mask i64[B,P] (0: padding, anywhere),
                         past_key_values.<i>.key and .value [B,G,P-T,D]
@@ -7,8 +7,7 @@
     genai_config.json   (export_genai)
     generation_config.json, tokenizer.json, ... files that came with the model
 
-Only ops of ONNX and ONNX Runtime are used: no code of graftwork is needed to run it. See `folder`
-for the other files.
+Only ops of ONNX and ONNX Runtime are used. See `folder` for the other files.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ LEAST_OPSET = 23
 MOST_DRAFTED, LONGEST_MATCH = 16, 16
 """Maximum draft length and match length of onnxruntime-genai."""
 
-# What our symbols are called in decode graphs elsewhere.
+# Conventional names of symbols in decode graphs.
 _DIMS = {
     "B": "batch_size",
     "T": "sequence_length",
@@ -81,13 +80,12 @@ def export_onnx(
 ) -> Path:
     """Write the plain decode graph of a cached program; returns the folder.
 
-    plain: leave the drafter out. qdq: quantized weights go through ONNX's DequantizeLinear (4 or 8
-    bits), which other runtimes have, instead of ONNX Runtime's MatMulNBits (2, 4 or 8 bits), which
-    is faster there. ops: "contrib" also uses ONNX Runtime's own ops, such as GroupQueryAttention;
-    "standard" only ONNX's, with caches that concatenate. opset: version of ONNX's ops. Errors:
-    `UnsupportedError` if the program drafts and `plain` is not set, if its step is more than a
-    plain decode step (see `backends.onnxruntime.portable`), or for what the ops cannot express;
-    `InputError` if the folder holds something else, or for an unknown opset.
+    plain: leave the drafter out. qdq: quantized weights use ONNX's DequantizeLinear (4 or 8 bits)
+    instead of ONNX Runtime's faster MatMulNBits (2, 4 or 8 bits). ops: "contrib" also uses ONNX
+    Runtime's ops, such as GroupQueryAttention; "standard" only ONNX's, with concatenated caches.
+    opset: version of ONNX's ops. Errors: `UnsupportedError` if the program drafts and `plain` is
+    not set, if its step is more than a plain decode step (see `backends.onnxruntime.portable`), or
+    for calls that the ops cannot express; `InputError` for an unknown opset.
     """
     check_opset(ops, opset)
     refuse_other_states(program)
@@ -96,7 +94,7 @@ def export_onnx(
 
 
 def check_opset(ops: str, opset: int) -> None:
-    """Errors: `InputError` for unknown ops or an unknown version."""
+    """Errors: `InputError` for unknown ops or versions."""
     check_ops(ops)
     if not LEAST_OPSET <= opset <= OPSETS[""]:
         raise InputError(
@@ -108,10 +106,9 @@ def check_opset(ops: str, opset: int) -> None:
 def export_genai(program: Program, folder: Path, *, plain: bool = False) -> Path:
     """Write a folder for onnxruntime-genai: the decode graph, its configuration, the tokenizer.
 
-    A program that drafts by copying enables onnxruntime-genai's own n-gram drafts, which are
-    lossless and run one sequence at a time. plain and errors: as `export_onnx`, and
-    `UnsupportedError` if layers differ in heads or widths, or for generation defaults that
-    genai_config.json cannot represent.
+    A program that drafts by copying enables onnxruntime-genai's n-gram drafts (lossless, batch 1).
+    plain and errors: as `export_onnx`, and `UnsupportedError` if layers differ in heads or widths,
+    or for generation defaults that genai_config.json cannot represent.
     """
     refuse_other_states(program)
     draft, copying = program.plan.draft, {}
@@ -127,7 +124,7 @@ def export_genai(program: Program, folder: Path, *, plain: bool = False) -> Path
 
 
 def _copying(draft: SuffixDraft) -> dict[str, Any]:
-    """The closest settings of genai_config.json for these drafts."""
+    """The closest settings of genai_config.json."""
     tokens, match = min(draft.tokens, MOST_DRAFTED), min(max(draft.shortest, 2), LONGEST_MATCH)
     return {"speculative": {"max_draft_tokens": tokens, "ngram_size": match}}
 
@@ -173,24 +170,22 @@ def genai_config(program: Program, graph: Portable) -> dict[str, Any]:
 
 def _search(info: ModelInfo) -> dict[str, Any]:
     """The checkpoint's generation defaults for genai_config.json, whose lengths include the prompt.
-
-    Errors: `UnsupportedError` for one that it cannot represent.
-    """
-    said = info.defaults.supported
-    if said.get("do_sample"):
-        said = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, **said}
+    Errors: `UnsupportedError` for others than it has."""
+    defaults = info.defaults.supported
+    if defaults.get("do_sample"):
+        defaults = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, **defaults}
     else:
-        said = {name: value for name, value in said.items() if name not in SAMPLING}
-    unknown = {name: said.pop(name, 0) for name in ("min_p", "min_new_tokens")}
+        defaults = {name: value for name, value in defaults.items() if name not in SAMPLING}
+    unknown = {name: defaults.pop(name, 0) for name in ("min_p", "min_new_tokens")}
     strange = [*info.defaults.unsupported]
     strange += [f"{name}={value}" for name, value in unknown.items() if value]
     if strange:
         raise UnsupportedError(
             f"the checkpoint's generation config asks for {', '.join(strange)}, which "
-            f"onnxruntime-genai's configuration cannot say: take it out of generation_config.json"
+            f"onnxruntime-genai's configuration lacks: remove it from generation_config.json"
         )
-    said.pop("max_new_tokens", None)  # its lengths count the prompt; generation_config.json has it
-    return {**said, "max_length": min(said.get("max_length", info.context), info.context)}
+    defaults.pop("max_new_tokens", None)  # has no equivalent; generation_config.json keeps it
+    return {**defaults, "max_length": min(defaults.get("max_length", info.context), info.context)}
 
 
 def _uniform(program: Program, graph: Portable) -> Layer:
@@ -216,7 +211,7 @@ def _write(
     ops: str = "contrib",
     opset: int = OPSETS[""],
 ) -> Path:
-    # Before anything is written: what the ops cannot say is refused here.
+    # Refuses unsupported calls before anything is written.
     emitted = emit(
         graph.function,
         graph.weights,

@@ -1,15 +1,14 @@
-"""Writes a program as a plan folder: every function as ONNX files over one file of weights.
+"""Export of plan folders: every function as ONNX files with one file of weights.
 
-    plan.json           how functions, states and the decode plan become generation; its format is
-    plan.schema.json    described here (JSON Schema)
-    0.chain.onnx, ...   a function in one variant: chain (tokens follow one another), tree (batch 1,
-                        with an ancestor mask), batch (several sequences)
-    weights.data        the weights of all of them, each once
-    run.py, run.js      reference runners: Python with onnxruntime and numpy (plan_functions.py is
-                        part of it), Node with onnxruntime-node
+    plan.json           functions, states and the decode plan
+    plan.schema.json    its format (JSON Schema)
+    0.chain.onnx, ...   a function in one variant: chain (consecutive tokens), tree (batch 1, with
+                        an ancestor mask), batch (several sequences)
+    weights.data        the weights, each once
+    run.py, run.js      reference runners: Python with onnxruntime and numpy (and
+                        plan_functions.py), Node with onnxruntime-node
 
-No code of graftwork is needed to run it. `requires` in `plan.json` lists what a runner must
-support.
+`requires` in `plan.json` lists what a runner must support.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from ..backends.onnxruntime.portable import refuse_ahead
 from ..backends.onnxruntime.routing import Router
 from ..backends.onnxruntime.store import WeightFile, store
 from ..backends.target import Target
-from ..ir import Function, Program, UnsupportedError, type_of
+from ..ir import Function, Program, State, UnsupportedError, type_of
 from ..ir.plan import NoSource
 from ..ir.plan.base import Record
 from .folder import (
@@ -73,7 +72,7 @@ def export_onnx_plan(program: Program, folder: Path) -> Path:
     """Write a program with its decode plan; returns the folder.
 
     Errors: `UnsupportedError` for a program without caches, or for an op without an ONNX Runtime
-    lowering; `InputError` if the folder holds something else.
+    lowering.
     """
     if not program.step.has_input("past"):
         raise UnsupportedError(
@@ -88,8 +87,8 @@ def export_onnx_plan(program: Program, folder: Path) -> Path:
             name: _function(program, fn, number, new, weights)
             for number, (name, fn) in enumerate(program.functions.items())
         }
-        said = plan_of(program, functions, _tables(program, weights))
-        write_json(new / PLAN, said.model_dump(mode="json"))
+        plan = plan_of(program, functions, _tables(program, weights))
+        write_json(new / PLAN, plan.model_dump(mode="json"))
         seal(new / PLAN)
         write_json(new / SCHEMA, PlanFile.model_json_schema())
         for name in RUNNERS:
@@ -115,20 +114,20 @@ OWN = "graftwork itself runs it (save, and graftwork.load)"
 def plan_of(program: Program, functions: dict[str, Any], tables: dict[str, Any]) -> PlanFile:
     """The contents of plan.json."""
     info, plan = program.info, program.plan
-    if plan.source.encoder is None:  # runners are given texts alone
+    if plan.source.encoder is None:  # runners support no other sources
         plan = replace(plan, source=NoSource())
     slots: dict[str, Record] = {slot.name: getattr(plan, slot.name) for slot in fields(plan)}
     parts = [
         f"{name}:{part.kind}"
         for name, record in slots.items()
-        # What drafts in the step runs with it: a runner need not know how.
+        # Drafters in the step need no support by runners.
         for part in ([record] if getattr(record, "in_step", False) else record.every)
         if name not in _ADVICE
     ]
     if program.recurrent:
         parts.append("states:recurrent")
     (fed, spare), read = plan.step.fed(argmax=True), plan.step.read(argmax=True)[0]
-    said = {
+    contents = {
         "requires": list(dict.fromkeys(parts)),
         "instead": OWN if strange_to_loops(plan) else f"the format onnx-loop carries it, and {OWN}",
         "model": {
@@ -145,17 +144,7 @@ def plan_of(program: Program, functions: dict[str, Any], tables: dict[str, Any])
         },
         "weights": WEIGHTS,
         "tables": tables,
-        "states": {
-            name: {
-                "type": str(state.type),
-                "layer": state.layer,
-                "part": state.part,
-                "next": f"{name}.next",
-                "rows": state.capacity,
-                "in_place": not state.recurrent,
-            }
-            for name, state in program.states.items()
-        },
+        "states": {name: _state(state) for name, state in program.states.items()},
         "functions": functions,
         "step": {
             "decode": list(plan.step.parts) or [fed],
@@ -172,7 +161,18 @@ def plan_of(program: Program, functions: dict[str, Any], tables: dict[str, Any])
         "overhang": OVERHANG,
         "plan": {name: record_of(record) for name, record in slots.items()},
     }
-    return PlanFile.model_validate(said)
+    return PlanFile.model_validate(contents)
+
+
+def _state(state: State) -> dict[str, Any]:
+    return {
+        "type": str(state.type),
+        "layer": state.layer,
+        "part": state.part,
+        "next": f"{state.name}.next",
+        "rows": state.capacity,
+        "in_place": not state.recurrent,
+    }
 
 
 def record_of(value: Any) -> Any:
@@ -188,7 +188,7 @@ def record_of(value: Any) -> Any:
 
 
 def _tables(program: Program, weights: WeightFile) -> dict[str, Any]:
-    """Positions of the weights that the runner itself reads, in the file of weights."""
+    """Offsets of weights that runners read themselves, in the file of weights."""
     names: set[str] = set()
     for slot in fields(program.plan):
         names |= getattr(program.plan, slot.name).weights

@@ -23,7 +23,7 @@ class _Record(BaseModel):
 
 
 class ModelRecord(_Record):
-    """What the model is."""
+    """Facts of the model."""
 
     name: str
     model_type: str

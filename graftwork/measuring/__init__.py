@@ -1,1 +1,1 @@
-"""Measurements: speed, agreement with the target, and settings chosen by measuring."""
+"""Measurements: speed, agreement with the target, tuning of trees and thresholds."""

@@ -1,8 +1,7 @@
-"""Agreement of an approximate recipe's text with the target's own.
+"""Agreement of an approximate recipe's text with the target's.
 
-A lossless recipe yields the target's text, so tokens per step measure it. For an approximate one
-they say little: a verifier that accepts everything is the fastest. So reports of speed show the
-agreement as well.
+An approximate recipe can trade agreement for speed (a verifier that accepts everything is the
+fastest), so reports of speed show the agreement as well.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -18,10 +18,10 @@ from ..ir.execution.executable import Executable, Planned
 from ..ir.plan import Chain, DecodePlan, FixedLength, Lossless, NoDraft
 from ..passes.engine.base import Contract, Effect, all_passes
 from ..runtime.asking.options import BEST
-from ..runtime.generate import forget, generate
+from ..runtime.generate import Generated, forget, generate
 
 PLANNED = frozenset({Effect.DECODE_PLAN, Effect.FUNCTIONS})
-"""Effects that do not change what the step computes."""
+"""Effects that do not change the step's results."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +98,20 @@ def plain_plan(plan: DecodePlan) -> DecodePlan:
 def own_text(executable: Executable, prompts: Iterable[Sequence[int]], tokens: int) -> OwnText:
     """Agreement of a plan with plain decoding; both continue prompts by `tokens`, greedily."""
     plain = Planned(executable, plain_plan(executable.program.plan))
-    asked = {"max_new_tokens": tokens, "eos_token_id": [], **BEST}
     pairs = []
     for prompt in prompts:
-        ids = torch.tensor([list(prompt)])
-        mask = torch.ones_like(ids)
-        own = generate(plain, ids, attention_mask=mask, **asked)
-        forget(executable)  # two texts of which neither takes anything from the other
-        got = generate(executable, ids, attention_mask=mask, **asked)
-        assert isinstance(own, torch.Tensor) and isinstance(got, torch.Tensor)
-        pairs.append((own[0, ids.shape[1] :].tolist(), got[0, ids.shape[1] :].tolist()))
+        own = continued(plain, prompt, tokens)
+        forget(executable)  # no state is shared between the two texts
+        got = continued(executable, prompt, tokens)
+        own_ids, got_ids = (made.sequences[0, len(prompt) :].tolist() for made in (own, got))
+        pairs.append((own_ids, got_ids))
     return OwnText.of(pairs)
+
+
+def continued(executable: Any, prompt: Sequence[int], tokens: int) -> Generated:
+    """Continue a prompt greedily by `tokens` tokens, whatever the checkpoint's defaults."""
+    ids = torch.tensor([list(prompt)])
+    options = {"max_new_tokens": tokens, "eos_token_id": [], "return_dict_in_generate": True}
+    made = generate(executable, ids, attention_mask=torch.ones_like(ids), **options, **BEST)
+    assert isinstance(made, Generated)
+    return made

@@ -1,11 +1,10 @@
-"""Benchmarks of recipes against each other and against other systems, in one run on one machine.
+"""Benchmarks of recipes against each other and against other systems.
 
-Every contestant continues the same prompts greedily, one prompt at a time. Contestants take turns,
-so that disturbances of the machine affect all alike. tokens/s is new tokens divided by the time of
-the whole call, prompt included; the figure is the median over the repeats. Outputs are compared
-token by token with the first contestant's, and a speculative recipe's with its own decoding without
-drafts. For an approximate recipe the agreement with the target's text is reported. A first
-difference is a near tie if the two tokens' logits are equal up to rounding.
+All contestants continue the same prompts greedily at batch 1, taking turns, so that noise of the
+machine affects all. tokens/s: new tokens by the time of the whole call, prompt included; median
+over repeats. Outputs are compared token by token with the first contestant's, and a speculative
+recipe's with its own plain decoding. For approximate recipes, agreement with the target's text is
+reported. A first difference is a near tie if the two logits are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from ..runtime.generate import Generated, forget, generate
 from .agreement import OwnText, is_approximate, plain_plan
 
 NEAR_TIE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-"""Largest difference of two logits, relative to the largest logit, that counts as rounding."""
+"""Maximum difference of two logits, relative to the largest, that counts as rounding."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Contestant(Protocol):
 
     @property
     def target(self) -> str:
-        """Target that it runs on."""
+        """Its target."""
 
     def run(self, prompt: Sequence[int], tokens: int) -> Run:
         """Continue one prompt by at most `tokens` tokens."""
@@ -60,8 +59,8 @@ class Contestant(Protocol):
 
 @dataclass(frozen=True)
 class Optimized:
-    """A recipe's model. pool: executables of one source, shared if only the plan differs. own: the
-    target's model without the approximate passes, if the recipe changes what the step computes."""
+    """A recipe's model. pool: executables of one checkpoint, shared if only plans differ. own: the
+    model without approximate passes, if these change the step."""
 
     name: str
     model: Model
@@ -100,7 +99,7 @@ class Optimized:
         """The same graphs and numerics without drafts."""
         return _generate(self._plain, prompt, tokens)
 
-    # Kept, because policies remember with an executable what they learned on earlier prompts.
+    # Cached, because policies keep learned state per executable.
     @cached_property
     def _planned(self) -> Planned:
         return Planned(self.executable, self.model.program.plan)
@@ -128,7 +127,7 @@ def _graphs(model: Model) -> object:
 
 def _generate(executable: Any, prompt: Sequence[int], tokens: int) -> Run:
     ids = torch.tensor([list(prompt)])
-    # The whole call is timed, prompts included; what drafters learn from call to call is theirs.
+    # The whole call is timed. Drafters keep what they learned.
     forget(executable, learnt=False)
     start = time.perf_counter()
     result = generate(
@@ -140,7 +139,7 @@ def _generate(executable: Any, prompt: Sequence[int], tokens: int) -> Run:
         return_dict_in_generate=True,
     )
     seconds = time.perf_counter() - start
-    assert isinstance(result, Generated)  # asked for
+    assert isinstance(result, Generated)
     new = tuple(int(token) for token in result.sequences[0, len(prompt) :])
     return Run(new, seconds, float(result.stats.accepted_per_step))
 
@@ -228,12 +227,9 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant's figures.
-
-    tokens_per_second: of every repeat. accepted: new tokens per decode step, including the
-    verifier's. same: agreement with the reference; plain: with its own decoding without drafts.
-    own: agreement of an approximate recipe with the target's text.
-    """
+    """One contestant's figures. tokens_per_second: of every repeat. accepted: new tokens per decode
+    step, including the verifier's. same: agreement with the reference; plain: with its own plain
+    decoding; own: of an approximate recipe with the target's text."""
 
     name: str
     target: str
@@ -247,16 +243,14 @@ class Row:
 
     @property
     def median(self) -> float:
-        """Median tokens a second."""
+        """Median tokens per second."""
         return statistics.median(self.tokens_per_second)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Prompts, lengths and repeats of a comparison; `run` measures contestants in turns.
-
-    prompts: token ids. tokens: new tokens a prompt at most. repeats: timed rounds after warming up.
-    """
+    """A comparison. prompts: token ids. tokens: maximum new tokens per prompt. repeats: timed
+    rounds after warm-up."""
 
     prompts: Sequence[Sequence[int]]
     tokens: int = 128
@@ -265,7 +259,7 @@ class Bench:
 
     def run(self, contestants: Sequence[Contestant]) -> list[Row]:
         """Measure; ratios and agreement refer to the first contestant."""
-        # Those that draft come first: a shared executable then has the widths that they need.
+        # Speculative ones first: a shared executable then has the widths that they need.
         for contestant in sorted(contestants, key=_drafts, reverse=True):
             self.progress(f"warming up {contestant.name} on {contestant.target}")
             contestant.run(self.prompts[0], self.tokens)
@@ -299,8 +293,8 @@ class Bench:
         own = None
         if model is not None and model.approximate:
             self.progress(f"comparing {model.name} on {model.target} with the target's own text")
-            said = [model.run_own(p, self.tokens).ids for p in self.prompts]
-            own = OwnText.of(zip(said, (run.ids for run in last), strict=True))
+            texts = [model.run_own(p, self.tokens).ids for p in self.prompts]
+            own = OwnText.of(zip(texts, (run.ids for run in last), strict=True))
         return Row(
             name=contestant.name,
             target=contestant.target,

@@ -1,4 +1,4 @@
-"""`graftwork bench`: build the contestants, measure them, and make the table."""
+"""`graftwork bench`: contestants, measurement, table."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def compare(
 def _against(names: Sequence[str] | None, model: Path) -> Sequence[str]:
     """Other systems by name. Errors: `InputError` for an unknown one, or one that cannot read the
     model."""
-    # Its weights must lie there, too: what an export to ONNX leaves has a config.json.
+    # Weights too: ONNX exports also have a config.json.
     reads = (model / "config.json").is_file() and any(model.glob("*.safetensors"))
     if names is None:
         return AGAINST[:1] if reads else ()
@@ -98,7 +98,8 @@ def _against(names: Sequence[str] | None, model: Path) -> Sequence[str]:
 
 
 def _recipes(names: Sequence[str], settings: Sequence[str]) -> list[Recipe]:
-    """Recipes with settings applied where they have the pass; each setting must apply somewhere."""
+    """Recipes with settings, each applied where the recipe has the pass. Errors: `InputError` for a
+    setting that applies nowhere."""
     chosen = [Recipe.load(name) for name in names]
     if not chosen:
         raise InputError("--recipes: expected at least one recipe")
@@ -106,7 +107,7 @@ def _recipes(names: Sequence[str], settings: Sequence[str]) -> list[Recipe]:
         name = setting.partition(".")[0]
         having = [any(use.name == name for use in recipe.passes) for recipe in chosen]
         if not any(having):
-            chosen[0].with_options([setting])  # says what is wrong with it
+            chosen[0].with_options([setting])  # raises the error
         pairs = zip(chosen, having, strict=True)
         chosen = [recipe.with_options([setting]) if has else recipe for recipe, has in pairs]
     return chosen

@@ -1,13 +1,12 @@
 """Calibration of early-exit thresholds with a risk guarantee: Learn then Test.
 
-Thresholds are tested downwards from 1, at which no token exits early (unless the threshold decays
-along the text). The risk of a text is the share of the model's own continuation that is missing
-with early exits. The hypothesis that the mean risk exceeds the tolerance is rejected by a p-value
-valid for any risk in 0..1 and any number of texts. The first threshold at which it cannot be
-rejected ends the search (fixed sequence testing), so no correction for multiple tests is needed.
-With the stated confidence, the threshold before keeps the tolerance on texts of the same
-distribution and of the tested length; the recipe runs all layers for later tokens. The risk on
-held-out texts is reported.
+Thresholds are tested downwards from 1, where no token exits early (unless the threshold decays
+along the text). A text's risk is the share of the model's own continuation that is missing with
+early exits. The p-value of the hypothesis "the mean risk exceeds the tolerance" is valid for any
+risk in 0..1 and any number of texts. Fixed sequence testing ends at the first threshold where it
+cannot be rejected, so no correction for multiple tests is needed. The threshold before keeps the
+tolerance with the stated confidence, for texts of the same distribution and length; the recipe runs
+all layers for later tokens. The risk on held-out texts is reported.
 
 Sources: Angelopoulos et al., "Learn then Test: Calibrating Predictive Algorithms to Achieve Risk
 Control" (2021); Bates et al., "Distribution-Free, Risk-Controlling Prediction Sets" (2021), for the
@@ -23,7 +22,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text as Line
@@ -35,9 +33,8 @@ from ..ir.plan import DecodePlan, FullDepth
 from ..ir.plan.depth import ThresholdDepth
 from ..model import Model
 from ..recipe import Recipe
-from ..runtime.asking.options import BEST
-from ..runtime.generate import Generated, forget, generate
-from .agreement import plain_plan
+from ..runtime.generate import Generated, forget
+from .agreement import continued, plain_plan
 
 STEPS = 20
 """Tested thresholds: 1, 0.95, ..."""
@@ -45,7 +42,7 @@ STEPS = 20
 
 @dataclass(frozen=True)
 class Tried:
-    """A tested threshold. risk: mean, 0..1. p: the p-value. layers: mean layers per token."""
+    """A tested threshold. risk: mean, 0..1. p: p-value. layers: mean per token."""
 
     threshold: float
     risk: float
@@ -56,10 +53,9 @@ class Tried:
 @dataclass(frozen=True)
 class Calibrated:
     """Result of calibration. threshold: the lowest that holds. tolerance, confidence: the
-    guarantee. tried: in order, including the one that failed. held_out: the threshold on held-out
-    texts (no p-value). tokens: new tokens per text that may exit early. texts, kept_apart: numbers
-    of texts. total: layers of the model. recipe: with the threshold.
-    """
+    guarantee. tried: in order, with the failed one. held_out: on held-out texts (no p-value).
+    tokens: new tokens per text that may exit early. texts, kept_apart: numbers of texts for
+    calibration and held-out. total: layers of the model. recipe: with the threshold."""
 
     threshold: float
     tolerance: float
@@ -86,14 +82,14 @@ class Calibrated:
             cells = (f"{one.threshold:.2f}", f"{one.layers:.2f}", f"{one.risk:.3f}", f"{one.p:.3f}")
             table.add_row(*cells, style=mark)
         apart = self.held_out
-        said = (
+        summary = (
             f"threshold {self.threshold:.2f}: a risk of at most {self.tolerance:g} with "
             f"{self.confidence:.0%} confidence, by {self.texts} texts of {self.tokens} new tokens, "
             f"behind which all layers run; on {self.kept_apart} that "
             f"were kept apart it is {apart.risk:.3f}, at {apart.layers:.2f} of {self.total:g} "
             f"layers a token"
         )
-        return Group(table, Line(said))
+        return Group(table, Line(summary))
 
 
 def calibrate_exits(
@@ -108,19 +104,19 @@ def calibrate_exits(
 ) -> Calibrated:
     """Find the lowest early-exit threshold that keeps a tolerance.
 
-    model: of a recipe with early exits, such as calm or free. data: prompts like those to be
-    served; each is continued greedily by `tokens` tokens. tolerance: mean share of the model's own
-    continuation that may be missing (longest common subsequence, as in ROUGE-L); confidence: of the
-    guarantee. held_out: share of the prompts that are held out.
+    model: of a recipe with early exits, such as calm or free. data: representative prompts, each
+    continued greedily by `tokens` tokens. tolerance: mean share of the model's own continuation
+    that may be missing (longest common subsequence, as in ROUGE-L). confidence: of the guarantee.
+    held_out: share of held-out prompts.
 
-    The guarantee covers texts of `tokens` new tokens: the returned recipe runs all layers for later
-    tokens. Errors: `InputError` for a model without a threshold, numbers outside 0..1, too few
-    prompts for the guarantee, and if no threshold keeps it.
+    The returned recipe runs all layers after `tokens` new tokens. Errors: `InputError` for a model
+    without a threshold, numbers outside 0..1, too few prompts for the guarantee, and if no
+    threshold keeps it.
     """
     depth, prompts, count = _checked(model, data, tolerance, confidence, tokens, held_out)
     trial = _Trial(model.executable, prompts, tokens)
     every = range(len(prompts))
-    # Spread evenly, because files are often sorted by kind.
+    # Evenly spread, because files are often sorted.
     apart = [int((i + 0.5) / held_out) for i in range(len(prompts) - count)]
     seen = [index for index in every if index not in set(apart)]
 
@@ -213,8 +209,8 @@ def lowest(measured: Iterator[Tried], error: float) -> tuple[tuple[Tried, ...], 
 
 
 def p_value(risk: float, count: int, tolerance: float) -> float:
-    """p-value of the hypothesis that the mean risk exceeds the tolerance, given the mean `risk` of
-    `count` risks in 0..1: the smaller of Hoeffding's and Bentkus's bounds.
+    """p-value of the hypothesis "mean risk > tolerance" for a mean `risk` of `count` risks in 0..1:
+    the smaller of Hoeffding's and Bentkus's bounds.
 
     >>> round(p_value(0.0, 29, 0.1), 4), p_value(0.2, 100, 0.1)
     (0.0471, 1.0)
@@ -230,7 +226,7 @@ def p_value(risk: float, count: int, tolerance: float) -> float:
 
 
 def least_texts(tolerance: float, confidence: float) -> int:
-    """Number of texts that the guarantee needs if none has any risk.
+    """Texts needed for the guarantee if all risks are 0.
 
     >>> least_texts(0.1, 0.95)
     29
@@ -275,11 +271,10 @@ class _Trial:
         self, executable: Executable, prompts: Sequence[Sequence[int]], tokens: int
     ) -> None:
         self.executable, self.tokens = executable, tokens
-        self.prompts = [torch.tensor([list(prompt)]) for prompt in prompts]
-        plan = executable.program.plan
-        self.plan = plan
+        self.prompts = prompts
+        self.plan = plan = executable.program.plan
         whole = replace(plain_plan(plan), depth=FullDepth())
-        self.own = [self._text(whole, ids) for ids in self.prompts]
+        self.own = [self._text(whole, prompt) for prompt in prompts]
         self.total = self.own[0].stats.layers
 
     def at(self, threshold: float, which: Sequence[int]) -> Tried:
@@ -288,23 +283,12 @@ class _Trial:
         plan = replace(self.plan, depth=record.fixed(threshold, self.tokens))
         found, layers = [], []
         for index in which:
-            said = self._text(plan, self.prompts[index])
-            start = self.prompts[index].shape[1]
-            own, got = (t.sequences[0, start:].tolist() for t in (self.own[index], said))
+            text, start = self._text(plan, self.prompts[index]), len(self.prompts[index])
+            own, got = (t.sequences[0, start:].tolist() for t in (self.own[index], text))
             found.append(lacking(own, got))
-            layers.append(said.stats.layers)
+            layers.append(text.stats.layers)
         return Tried(threshold, statistics.mean(found), math.nan, statistics.mean(layers))
 
-    def _text(self, plan: DecodePlan, ids: torch.Tensor) -> Generated:
-        forget(self.executable)  # a text takes nothing from others
-        asked = {"max_new_tokens": self.tokens, "eos_token_id": [], **BEST}
-        mask = torch.ones_like(ids)
-        made = generate(
-            Planned(self.executable, plan),
-            ids,
-            attention_mask=mask,
-            return_dict_in_generate=True,
-            **asked,
-        )
-        assert isinstance(made, Generated)
-        return made
+    def _text(self, plan: DecodePlan, prompt: Sequence[int]) -> Generated:
+        forget(self.executable)  # no state is shared between texts
+        return continued(Planned(self.executable, plan), prompt, self.tokens)

@@ -1,11 +1,10 @@
-"""Choice of the draft tree with the most tokens per second on this machine, from measured
-acceptance rates and step times.
+"""Choice of the fastest draft tree from measured acceptance rates and step times.
 
-Acceptance is measured through the runtime. At each step of a generation with known text the drafter
-is fed the true continuation, level by level, and the rank of the true token among its candidates is
-counted; then it drafts as its recipe says. This estimates the probability that the candidate of
-rank r at depth d is accepted given that its parent is, as `StaticTree.best` needs. Source: Chen et
-al., "Sequoia: Scalable, Robust, and Hardware-aware Speculative Decoding" (2024).
+At each step of a generation with known text, the drafter reads the true continuation level by
+level, and the rank of the true token among its candidates is counted; then it drafts as usual. This
+estimates the probability that the candidate of rank r at depth d is accepted given its parent, for
+`StaticTree.best`. Source: Chen et al., "Sequoia: Scalable, Robust, and Hardware-aware Speculative
+Decoding" (2024).
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ from ..runtime.cache.keep_all import KeepAllPolicy
 from ..runtime.feeding.draft import Draft
 from ..runtime.feeding.feed import Feeder, StepFeed
 from ..runtime.feeding.prefill import prefill
-from ..runtime.generate import generate
 from ..runtime.loop import run
 from ..runtime.rounds import Decoding
 from ..runtime.speculate.drafters.grown import GrownDrafter
@@ -49,7 +47,7 @@ from ..runtime.speculate.lengths.base import LengthPolicy
 from ..runtime.speculate.proposers.base import Proposer
 from ..runtime.speculate.trees.base import TreePolicy
 from ..tracing.traced import Source
-from .agreement import OwnText, is_approximate, own_text, plain_plan
+from .agreement import OwnText, continued, is_approximate, own_text, plain_plan
 
 Clock = Callable[[], float]
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
@@ -58,10 +56,8 @@ FIRST_TREE = StaticTree.of([(0,), (1,), (0, 0), (0, 0, 0), (0, 0, 0, 0)])
 
 
 class Recorder(TreePolicy):
-    """Tree policy that counts the rank of the true token, then draws the tree of another policy.
-
-    truth: the whole sequence. counts: f64[D,K]; asked: f64[D]. level_seconds: time of each level.
-    """
+    """Tree policy that counts ranks of true tokens, then delegates to another policy. truth: the
+    whole sequence."""
 
     def __init__(self, inner: TreePolicy, truth: list[int], text: Text, found: Found) -> None:
         super().__init__(inner.record)
@@ -88,7 +84,8 @@ class Recorder(TreePolicy):
 
 
 class Found:
-    """Counts of `Recorder` over all prompts."""
+    """Counts of `Recorder` over all prompts. counts: f64[D,K] of ranks by depth; asked: f64[D],
+    totals. level_seconds: time of each level."""
 
     def __init__(self, depth: int, ranks: int, clock: Clock) -> None:
         self.depth, self.ranks, self.clock = depth, ranks, clock
@@ -119,12 +116,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Tuned:
-    """Measurements and the chosen tree.
-
-    recipe: with the best tree. rates: see `Found.rates`. seconds: of a step by its columns.
-    drafting: seconds per level. choices: by number of nodes, plain decoding first. best: the
-    fastest. own: agreement of an approximate recipe with the target's text.
-    """
+    """Measurements and the chosen tree. recipe: with the tree. rates: see `Found.rates`. seconds:
+    of a step by width. drafting: seconds per level. choices: by number of nodes, plain decoding
+    first. own: agreement of an approximate recipe with the target's text."""
 
     recipe: Recipe
     rates: tuple[tuple[float, ...], ...]
@@ -139,13 +133,13 @@ class Tuned:
         return self.recipe.save(path)
 
     def table(self) -> RenderableType:
-        """For the terminal: predicted tokens a second by number of nodes."""
+        """Predicted tokens per second by number of nodes, for the terminal."""
         table = Table(box=None, pad_edge=False)
         for name in ("nodes", "depth", "tokens a step", "step ms", "tokens/s"):
             table.add_column(name, justify="right")
-        shown = sorted({c.nodes: c for c in (*self.choices, self.best)}.values(), key=_nodes)
+        by_nodes = {choice.nodes: choice for choice in (*self.choices, self.best)}
         widths = list(self.seconds)
-        for choice in shown:
+        for _, choice in sorted(by_nodes.items()):
             depth = 0 if choice.tree is None else choice.tree.depth
             step = np.interp(choice.nodes + 1, widths, list(self.seconds.values()))
             mark = "bold" if choice.nodes == self.best.nodes else ""
@@ -157,10 +151,6 @@ class Tuned:
         if self.own is not None:
             lines.append(Line(f"approximate: the recipe keeps {self.own}"))
         return Group(table, *lines)
-
-
-def _nodes(choice: Choice) -> int:
-    return choice.nodes
 
 
 def tune(
@@ -181,11 +171,11 @@ def tune(
 ) -> Tuned:
     """Measure a recipe's drafter and steps on a target, and choose its tree.
 
-    model: as for `optimize`, a saved artifact's folder, or a `Model`. data: prompts like those to
-    be served; `prompts` of them are continued by `tokens` tokens. text: calibration text, as `data`
-    of `optimize`. depth, ranks: levels and candidates per level that are measured. widths: columns
-    of the timed steps. nodes: fixed number of nodes; None: the fastest. Errors: `InputError` for a
-    recipe whose drafter does not predict level by level, or for more nodes than were timed.
+    model: as for `optimize`, a saved artifact's folder, or a `Model`. data: representative prompts;
+    `prompts` of them are continued by `tokens` tokens. text: calibration text. depth, ranks:
+    measured levels and candidates per level. widths: of timed steps. nodes: fixed number of nodes;
+    None: the fastest. Errors: `InputError` for a drafter that does not predict level by level, or
+    for more nodes than were timed.
     """
     if nodes is not None and not 0 < nodes < max(widths):
         raise InputError(f"nodes={nodes}: expected 1 to {max(widths) - 1}, the widths timed less 1")
@@ -225,13 +215,11 @@ def measure_rates(
     plain = Planned(executable, plain_plan(program.plan))
     for number, prompt in enumerate(prompts, 1):
         progress(f"measure acceptance: prompt {number} of {len(prompts)}")
-        asked = {**BEST, "max_new_tokens": tokens, "eos_token_id": None}
-        start = torch.tensor([list(prompt)])
-        ids = generate(plain, start, attention_mask=torch.ones_like(start), **asked)
-        assert isinstance(ids, torch.Tensor)
-        truth = ids[0].tolist()
+        truth = continued(plain, prompt, tokens).sequences[0].tolist()
         with torch.no_grad(), executable.turn:
-            keywords = {**asked, "attention_mask": torch.ones_like(start)}
+            start = torch.tensor([list(prompt)])
+            keywords = {**BEST, "max_new_tokens": tokens, "eos_token_id": None}
+            keywords["attention_mask"] = torch.ones_like(start)
             request = read_request(start, keywords, program)
             decoding = Decoding(executable, request)
             if not isinstance(decoding.drafter, GrownDrafter):
@@ -255,7 +243,7 @@ def measure_steps(
     repeats: int = 15,
     clock: Clock = perf_counter,
 ) -> dict[int, float]:
-    """Median seconds of a step by its columns, after `prompt`."""
+    """Median seconds of a step by width, after `prompt`."""
     program = executable.program
     feeder = Feeder(executable, 1, program.step.name, parts=program.plan.step.parts)
     fetch = ("argmax",) if "argmax" in program.step.outputs else ("logits",)

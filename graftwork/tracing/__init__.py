@@ -1,1 +1,1 @@
-"""Models as programs, before a recipe changes them."""
+"""Tracing of models, and the cache of optimized programs."""

@@ -1,4 +1,4 @@
-"""Draft models and parts of the target that a recipe's passes need, traced and made canonical."""
+"""Tracing of draft models and parts of the target that a recipe's passes need."""
 
 from __future__ import annotations
 
@@ -41,11 +41,8 @@ def with_guests(
     progress: Callable[[str], None] = lambda stage: None,
     source: Any = "",
 ) -> Program:
-    """Add the models that the recipe's passes need, with weights in `dtype`, and the parts of
-    `source` that importers leave out.
-
-    Errors: `InputError`, `UnsupportedError` for a model that cannot be traced.
-    """
+    """Add the models that the recipe's passes need, with weights in `dtype`, and parts of `source`
+    that importers omit. Errors: `InputError`, `UnsupportedError` if tracing fails."""
     paths = dict.fromkeys(path for step in recipe.steps for path in step.pass_.models)
     recipes = {p: name for step in recipe.steps for p, name in step.pass_.model_recipes.items()}
     guests = {}
@@ -62,14 +59,14 @@ def with_guests(
 
 
 def _canonical(program: Program) -> Program:
-    """Run the baseline passes up to "canonical": drafts then fuse as the target does."""
+    """Run the baseline passes up to "canonical", so that later passes apply as to the target."""
     steps = arrange(Recipe.load("baseline").steps, facts_of(program))
     end = next(i for i, step in enumerate(steps) if "canonical" in step.pass_.provides)
     return run_passes(program, steps[: end + 1])[0]
 
 
 def _drafting(canonical: Program, traced: Program, name: str) -> Program:
-    """Give the canonical model the drafter of a recipe."""
+    """The canonical model with the drafter of a recipe."""
     made, _ = run_passes(traced, Recipe.load(name).steps)
     draft = made.plan.draft
     weights = [made.weights[w] for w in sorted(draft.weights)]

@@ -1,12 +1,9 @@
-"""Programs after a recipe's passes, kept on disk: what was optimized before is read, without a
-trace, without passes, and without importing transformers.
+"""Disk cache of optimized programs: a hit needs no trace, no passes and no transformers.
 
-What is kept is text: the program, what its weights are made of down to the tensors of the
-checkpoint's files, and the report. A key says all that the program depends on: the files, the
-passes with their options, the dtype, and the code at work. There is none for recipes that read
-texts, other models or heads, and none where transformers has been imported already: its classes
-may have been changed. A program with a weight that no text can say is not kept, and neither is one
-that the user is warned of.
+An entry is text: the program, derivations of weights down to tensors of the checkpoint's files, and
+the report. The key covers files, passes with options, dtype and source code. Not cached: recipes
+that read texts, other models or heads; programs with a weight without a text form, or for which a
+warning was issued; anything after transformers was imported, whose classes may have been patched.
 """
 
 from __future__ import annotations
@@ -46,25 +43,25 @@ from ..report import Report
 
 PACKAGES = ("torch", "transformers", "safetensors", "pydantic")
 MOST_TENSORS = 2**24
-"""Bytes of a program's tensors that lie in no file, such as tables of positions: of more, the
-program is not kept."""
+"""Maximum bytes of tensors that are in no file, such as position tables; larger programs are not
+cached."""
 
 
 def program_key(model: object, recipe: Recipe, dtype: torch.dtype) -> str | None:
-    """The key of a checkpoint folder's program, None if it has none. dtype: of the weights."""
+    """The cache key of a checkpoint folder's program; None: not cacheable. dtype: of weights."""
     passes = [step.pass_ for step in recipe.steps]
     own = all(type(p).__module__.startswith("graftwork.") for p in passes)
     brings = any(p.models or p.files or p.parts or p.text for p in passes)
     if not isinstance(model, (str, Path)) or not Path(model).is_dir() or not own or brings:
         return None
-    if _others_have_a_say():
+    if _is_patched():
         return None
     folder = Path(model).absolute()
     try:
         files = sorted((path.name, stamp_of(path.stat())) for path in folder.iterdir())
     except OSError:
         return None
-    asked = [
+    used = [
         (p.name, repr(sorted(p.model_dump().items())), step.optional)
         for p, step in zip(passes, recipe.steps, strict=True)
     ]
@@ -72,36 +69,37 @@ def program_key(model: object, recipe: Recipe, dtype: torch.dtype) -> str | None
     code = [Path(sys.modules[f"graftwork.{room}"].__file__ or "").parent for room in rooms]
     code.append(Path(__file__).parents[1])
     tools = sys.version_info[:3], versions_of(*PACKAGES), started()
-    known = (str(folder), files, asked, str(dtype), sources_of(*code), tools)
+    known = (str(folder), files, used, str(dtype), sources_of(*code), tools)
     return hashlib.sha256(repr(known).encode()).hexdigest()
 
 
-def _others_have_a_say() -> bool:
-    """Whether transformers may have been changed, or packages bring passes or frontends."""
+def _is_patched() -> bool:
+    """Whether transformers is imported, or installed packages add passes or frontends."""
     groups = metadata.entry_points().groups
     return "transformers" in sys.modules or any(g.startswith("graftwork.") for g in groups)
 
 
 @dataclass
 class Making:
-    """What is heard while a program is made. told: of the model, before it was traced."""
+    """Observes an optimization. warned: number of warnings before it. info: the argument of the
+    callback `known`, if it was called."""
 
     warned: int = field(default_factory=lambda: GraftworkWarning.count)
-    told: ModelInfo | None = None
+    info: ModelInfo | None = None
 
-    def telling(self, known: Known) -> Known:
-        """The same, heard."""
+    def watching(self, known: Known) -> Known:
+        """The callback, with its argument recorded."""
 
-        def tell(info: ModelInfo, assets: Mapping[str, Path]) -> None:
-            self.told = info
+        def observed(info: ModelInfo, assets: Mapping[str, Path]) -> None:
+            self.info = info
             known(info, assets)
 
-        return tell
+        return observed
 
 
 def read_program(key: str, folder: object, known: Known) -> tuple[Program, Report] | None:
-    """The program of a key and its report, whose seconds of tracing are those of reading; None if
-    there is none. folder: the checkpoint's. known: as of `optimize`."""
+    """The program of a key and its report, with the time of reading as that of tracing; None if it
+    is not cached. folder: the checkpoint's. known: as in `optimize`."""
     start = time.perf_counter()
     with kept_file("programs", key) as path:
         kept = read_kept(path)
@@ -113,13 +111,13 @@ def read_program(key: str, folder: object, known: Known) -> tuple[Program, Repor
             importlib.import_module(f"graftwork.{module}")
         weights = parse_weights(kept.texts["weights"], kept.tensors, _none)
         program = parse_program(kept.texts["program"], WeightStore(weights))
-        told = parse_program(kept.texts["told"]).info if "told" in kept.texts else None
+        info = parse_program(kept.texts["told"]).info if "told" in kept.texts else None
         report = Report.model_validate_json(kept.texts["report"])
     except (GraftworkError, ValueError, KeyError, TypeError, ImportError):
         return None
     assets = {name: Path(str(folder)) / name for name in about["assets"]}
-    if told is not None:
-        known(told, assets)
+    if info is not None:
+        known(info, assets)
     seconds = time.perf_counter() - start
     return program.replace(assets=assets), report.model_copy(update={"trace_seconds": seconds})
 
@@ -127,7 +125,7 @@ def read_program(key: str, folder: object, known: Known) -> tuple[Program, Repor
 def write_program(
     key: str, folder: object, program: Program, report: Report, making: Making
 ) -> None:
-    """Keep a program, if text can say it."""
+    """Cache a program if possible."""
     assets = list(program.assets)
     if GraftworkWarning.count > making.warned:
         return
@@ -144,13 +142,13 @@ def write_program(
             "program": program_text(program),
             "report": report.model_dump_json(),
         }
-        if making.told is not None:
-            texts["told"] = program_text(Program("told", {}, WeightStore(), making.told))
+        if making.info is not None:
+            texts["told"] = program_text(Program("told", {}, WeightStore(), making.info))
         write_kept(path, Kept(texts, tensors))
 
 
 def _modules(weights: Any) -> Iterator[str]:
-    """Modules of this package that have the functions which derive weights."""
+    """Modules of this package that define derivations of the weights."""
     for weight in weights:
         root, _, module = weight.made.target.__module__.partition(".")
         if root == "graftwork":
@@ -159,4 +157,4 @@ def _modules(weights: Any) -> Iterator[str]:
 
 
 def _none(key: str) -> Weight:
-    raise ValueError(f"a kept program has no weight {key} from elsewhere")
+    raise ValueError(f"a cached program has no external weight {key}")

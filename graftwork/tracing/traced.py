@@ -19,7 +19,7 @@ Source = str | Path | torch.nn.Module
 
 @dataclass(frozen=True)
 class Traced:
-    """A traced model. source: its name in reports. seconds: tracing time. model: its source."""
+    """A traced model. source: name in reports. seconds: of tracing. model: the source."""
 
     program: Program
     source: str

@@ -1,4 +1,4 @@
-"""Training what was grafted onto a program (`fit`), or the model itself (`train_exits`)."""
+"""Training of inserted weights (`fit`), or of the target itself (`train_exits`)."""
 
 from .early_exit import ExitsTrained, train_exits
 from .fit import FitOptions, FitState, Fitted, Report, fit

@@ -1,4 +1,4 @@
-"""Training that can go on later: weights, optimizer state and progress, replaced as a whole."""
+"""Checkpoints of training: weights, optimizer state and progress, replaced atomically."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ STATE = "state.json"
 
 @dataclass
 class Progress:
-    """Where training stands. seconds: spent in steps. losses: by step. files: sha256 by name.
-    sha256: of all the rest, as it is written."""
+    """State of training. seconds: spent in steps. losses: by step. target: see `trained_on`. files:
+    sha256 by name. sha256: of the other fields."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
@@ -39,7 +39,7 @@ class Progress:
     sha256: str = ""
 
     def sealed(self) -> str:
-        """It as JSON, with the hash that belongs to it."""
+        """JSON with the hash."""
         rest = {name: value for name, value in vars(self).items() if name != "sha256"}
         digest = hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
         return json.dumps({**rest, "sha256": digest}, indent=1)
@@ -51,16 +51,16 @@ def write(
     heads: Mapping[str, torch.Tensor],
     optimizer: Mapping[str, torch.Tensor],
 ) -> None:
-    """Save a checkpoint. Files get new names and state.json, written last, says which count, so an
-    interrupted save leaves the one before."""
+    """Save a checkpoint. Files get new names, and state.json, written last, lists them: an
+    interrupted save keeps the previous checkpoint."""
     mark = f"{progress.step:07d}"
     names = {HEADS: f"heads.{mark}.safetensors", "optimizer": f"optimizer.{mark}.safetensors"}
     _save(folder / names[HEADS], heads, progress.target)
     _save(folder / names["optimizer"], optimizer, progress.target)
     progress.files = {name: _digest(folder / name) for name in names.values()}
     _replace(folder / STATE, progress.sealed().encode())
-    # The last thing: a copy under the name that recipes read, and the old files go.
-    _link(folder / names[HEADS], folder / HEADS)
+    # Last: a copy under the name that recipes read, and removal of old files.
+    _replace(folder / HEADS, (folder / names[HEADS]).read_bytes())
     for old in [*folder.glob("heads.*.safetensors"), *folder.glob("optimizer.*.safetensors")]:
         if old.name not in progress.files:
             with writing(old):
@@ -68,13 +68,13 @@ def write(
 
 
 def read(folder: Path) -> tuple[Progress, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A checkpoint. Errors: `InputError` naming what is missing or damaged, and what to do."""
+    """Read a checkpoint: progress, weights, optimizer state. Errors: `InputError`."""
     remedy = "train again without resume, or restore the folder"
     try:
-        said = read_json(folder / STATE)
-        progress = TypeAdapter(Progress).validate_json(json.dumps(said))
-        if json.loads(progress.sealed()) != said:
-            raise ValueError("its sha256 is another")
+        stored = read_json(folder / STATE)
+        progress = TypeAdapter(Progress).validate_json(json.dumps(stored))
+        if json.loads(progress.sealed()) != stored:
+            raise ValueError("its sha256 differs")
     except FileNotFoundError as error:
         raise InputError(f"nothing to resume: {folder} has no {STATE}") from error
     except (OSError, ValueError) as error:
@@ -99,7 +99,7 @@ def read(folder: Path) -> tuple[Progress, dict[str, torch.Tensor], dict[str, tor
 def moments(
     optimizer: torch.optim.Optimizer, names: Sequence[str], parameters: Sequence[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What an optimizer keeps of parameters with these names, as `write` takes it."""
+    """An optimizer's state of named parameters, for `write`."""
     return {
         f"{name}/{key}": value
         for name, parameter in zip(names, parameters, strict=True)
@@ -113,7 +113,7 @@ def restore_moments(
     parameters: Sequence[torch.Tensor],
     kept: Mapping[str, torch.Tensor],
 ) -> None:
-    """Give an optimizer what `moments` gave, each where its parameter lies."""
+    """Restore an optimizer's state from `moments`."""
     places = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     place = {name: places.index(id(p)) for name, p in zip(names, parameters, strict=True)}
     state: dict[int, dict[str, torch.Tensor]] = {at: {} for at in place.values()}
@@ -132,10 +132,6 @@ def _save(path: Path, tensors: Mapping[str, torch.Tensor], target: str) -> None:
 def _replace(path: Path, data: bytes) -> None:
     with replacing_file(path) as part:
         part.write_bytes(data)
-
-
-def _link(source: Path, path: Path) -> None:
-    _replace(path, source.read_bytes())
 
 
 def _digest(path: Path) -> str:

@@ -1,13 +1,11 @@
-"""Train a model of the user's own so that its first layers can speak for it (`layerskip`).
+"""Training of a target for early exit (`layerskip`).
 
-Everywhere else graftwork leaves the target as it is; here it is the target that learns, so what
-comes out is another model: a checkpoint folder, beside the loss on text kept apart at every depth,
-before and after.
+Unlike `fit`, this changes the target's weights. The result is a new checkpoint folder, and the
+held-out loss at every depth before and after.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import tempfile
@@ -22,51 +20,48 @@ from ..data.corpus import Windows, read_corpus, split
 from ..data.prompts import Prompts
 from ..frontends import import_model
 from ..frontends.huggingface.model import load_model
-from ..ir import InputError, Program
+from ..ir import InputError
 from ..ir.support.files import plain_path, writing
 from . import checkpoint
-from .fit import FitState, Report, check_budget
+from .budget import Budget, check_loss, rate_factor
+from .fit import FitState, Report
 from .layerskip import ExitTrainer, LayerSkip
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 STATE = "training"
-"""The folder, inside the checkpoint's, that says where training stands."""
+"""Folder of the training state, inside the checkpoint's."""
 
 MEASURED = 16
-"""Windows of text kept apart that losses are measured on."""
+"""Held-out windows for losses."""
 
 WARM_UP = 50
-"""Steps over which the rate rises."""
+"""Steps of learning rate warm-up."""
 
 
 @dataclass(frozen=True)
-class ExitOptions:
-    """How to train.
+class ExitOptions(Budget):
+    """Options of `train_exits`, besides the budget.
 
-    minutes: wall time of the steps. steps: optimizer steps. At least one of the two; training ends
-    with the first that is used up. batch: windows a step. window: tokens each. rate: peak learning
-    rate of AdamW, after a warm-up and then along a cosine; decay: its weight decay, of matrices.
-    save_every: steps between checkpoints. seed: decides every window and every dropped layer. half:
-    products in bfloat16, where the processor is faster with it; weights stay in float32. device:
-    cpu, or cuda where there is a GPU.
+    batch: windows per step. window: tokens per window. rate: peak learning rate of AdamW, after a
+    warm-up, then along a cosine. decay: weight decay of matrices. clip: maximum norm of gradients.
+    save_every: steps between checkpoints. half: matrix products in bfloat16; weights stay float32.
+    device: cpu or cuda.
     """
 
-    minutes: float | None = None
-    steps: int | None = None
     batch: int = 4
     window: int = 256
     rate: float = 1e-4
     decay: float = 0.0
     clip: float = 1.0
     save_every: int = 100
-    seed: int = 0
     half: bool = False
     device: str = "cpu"
+    positive = ("batch", "window", "rate", "clip", "save_every")
 
     def __post_init__(self) -> None:
-        check_budget(self, ("batch", "window", "rate", "clip", "save_every"))
+        super().__post_init__()
         if self.decay < 0:
             raise InputError(f"decay={self.decay}: expected at least 0")
         if self.device != "cpu" and not (self.device == "cuda" and torch.cuda.is_available()):
@@ -75,8 +70,8 @@ class ExitOptions:
 
 @dataclass(frozen=True)
 class ExitsTrained:
-    """What training made. folder: the checkpoint. steps: taken. before, after: held-out loss in
-    nats a token through the head after 1, 2, ... layers; the last is the model's own."""
+    """Result of `train_exits`. folder: the checkpoint. before, after: held-out loss in nats per
+    token after 1, 2, ... layers; the last is the model's."""
 
     folder: Path
     steps: int
@@ -85,7 +80,7 @@ class ExitsTrained:
 
     @property
     def rise(self) -> float:
-        """By how much the model's own held-out loss is higher than it was, nats a token."""
+        """Increase of the whole model's held-out loss, in nats per token."""
         return self.after[-1] - self.before[-1]
 
 
@@ -99,15 +94,14 @@ def train_exits(
     progress: Report = lambda state: None,
     **options: Any,
 ) -> ExitsTrained:
-    """Train all weights of a model with LayerSkip's objective, and write it to a checkpoint folder.
+    """Train all weights of a model with LayerSkip's objective and write a checkpoint folder.
 
-    model: of transformers, or its folder, whose tokenizer goes along. data: see `read_corpus`;
-    every tenth document is kept apart. objective: `LayerSkip()` unless said. resume: go on from the
-    state in `out`. options: `ExitOptions`. The folder is whole after every checkpoint, so that it
-    can be used while training goes on.
+    model: a transformers model, or its folder, whose tokenizer is copied. data: see `read_corpus`;
+    every tenth document is held out. objective: default `LayerSkip()`. resume: continue from the
+    state in `out`. options: `ExitOptions`. The folder is complete after every checkpoint.
 
-    Errors: `InputError` for bad options or data, a folder that holds something else, and a loss
-    that is not finite (the last checkpoint stays).
+    Errors: `InputError` for bad options or data, a folder with other contents, and a loss that is
+    not finite (the last checkpoint is kept).
     """
     chosen = ExitOptions(**options)
     return _Training(model, data, plain_path("out", out), objective or LayerSkip(), chosen).run(
@@ -128,10 +122,10 @@ class _Training:
         self.source: Path | None = None
         if isinstance(model, (str, Path)):
             self.source = plain_path("model", model)
-            model = _opened(self.source)
+            model = load_model(self.source)
         self.model: PreTrainedModel = model
-        # Of a folder the program has the tokenizer, too.
-        program = _traced(self.source or self.model)
+        # The folder's program has its tokenizer.
+        program = import_model(self.source or self.model, dtype=torch.float32)
         names = {name for name, _ in self.model.named_parameters()}
         self.trainer = ExitTrainer(program, objective, names, torch.device(options.device))
         self.mark = {**asdict(objective), "layers": self.trainer.layers, "program": program.name}
@@ -141,16 +135,16 @@ class _Training:
         self.kept = Windows(kept, width, options.seed)(0, MEASURED)
 
     def run(self, resume: bool, progress: Report) -> ExitsTrained:
-        """Train, saving on the way, and measure."""
+        """Train, save and measure."""
         if not resume and self.out.exists() and any(self.out.iterdir()):
             raise InputError(f"{self.out} is not empty: choose another folder, or resume")
         optimizer = self._optimizer()
         state = self._restored(optimizer) if resume else checkpoint.Progress()
         state.options = {**asdict(self.options), **self.mark}
         before = self.trainer.losses(self.kept) if not resume else list(state.hits)
-        state.hits = before  # what was measured first is kept for whoever goes on
+        state.hits = before  # kept for resumed runs
         start = time.perf_counter() - state.seconds
-        while (share := self._share(state.step, time.perf_counter() - start)) < 1.0:
+        while (share := self.options.used(state.step, time.perf_counter() - start)) < 1.0:
             loss = self._step(optimizer, state.step, share)
             state.step += 1
             state.seconds = time.perf_counter() - start
@@ -159,12 +153,6 @@ class _Training:
                 self._save(optimizer, state)
         self._save(optimizer, state)
         return ExitsTrained(self.out, state.step, before, self.trainer.losses(self.kept))
-
-    def _share(self, step: int, seconds: float) -> float:
-        """How much of the budget is used."""
-        of_steps = 0.0 if self.options.steps is None else step / self.options.steps
-        of_time = 0.0 if self.options.minutes is None else seconds / (60 * self.options.minutes)
-        return max(of_steps, of_time)
 
     def _optimizer(self) -> torch.optim.Optimizer:
         tensors = self.trainer.net.parameters
@@ -175,19 +163,13 @@ class _Training:
         return torch.optim.AdamW(groups, lr=self.options.rate, betas=(0.9, 0.95), fused=True)
 
     def _step(self, optimizer: torch.optim.Optimizer, step: int, share: float) -> float:
-        rising = min(1.0, (step + 1) / WARM_UP)
-        falling = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * share))
         for group in optimizer.param_groups:
-            group["lr"] = self.options.rate * rising * falling
+            group["lr"] = self.options.rate * rate_factor(share, step, WARM_UP, 0.02)
         windows = self.windows(step, self.options.batch)
         with torch.autocast(self.trainer.device.type, torch.bfloat16, enabled=self.options.half):
             loss = self.trainer.loss(windows, step, share, self.options.seed).total
         value = float(loss.detach())
-        if not math.isfinite(value):
-            raise InputError(
-                f"the loss became {value} at step {step}; the last checkpoint in {self.out} is "
-                f"good: go on from it with a lower rate than {self.options.rate}"
-            )
+        check_loss(value, step, self.out, self.options.rate)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.trainer.net.parameters, self.options.clip)
@@ -211,7 +193,7 @@ class _Training:
         return state
 
     def _save(self, optimizer: torch.optim.Optimizer, state: checkpoint.Progress) -> None:
-        """Write the checkpoint folder and the state, each file as a whole."""
+        """Write the checkpoint folder and the training state, file by file atomically."""
         self._put_back()
         with writing(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
@@ -227,16 +209,7 @@ class _Training:
 
     @torch.no_grad()
     def _put_back(self) -> None:
-        """The weights as they are now, into the model."""
+        """Copy the trained weights into the model."""
         held = dict(self.model.named_parameters())
         for name, tensor in self.trainer.weights().items():
             held[name].copy_(tensor)
-
-
-def _traced(model: PreTrainedModel | Path) -> Program:
-    return import_model(model, dtype=torch.float32)
-
-
-def _opened(folder: Path) -> PreTrainedModel:
-    model: PreTrainedModel = load_model(folder)
-    return model

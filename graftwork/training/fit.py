@@ -1,9 +1,9 @@
-"""Fit what was grafted onto a program: the target stays as it is and teaches.
+"""Training of a program's inserted weights by self-distillation; the target is frozen.
 
-Self-distillation: the target says what it makes of windows of text, and steps move the inserted
-weights towards it. The text is the user's, continued by the target itself, or the target's own
-altogether, because drafts are judged on text that the target writes. Each window is used a few
-times, and the target's side of it is worked out once (`teacher_cache`).
+The target's outputs on windows of text are the teacher. Windows are the user's text, partly
+continued by the target, or the target's own text, because drafts are verified on text that the
+target generates. A window is used several times; its teacher activations are cached
+(`teacher_cache`).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from ..data.corpus import Windows, own_text, read_corpus, split
-from ..data.prompts import Prompts, check_seed, refuse_sources
+from ..data.prompts import Prompts, refuse_sources
 from ..ir import InputError
 from ..ir.execution.executable import Planned
 from ..ir.plan import Chain, FixedLength, NoDraft
 from ..ir.support.files import plain_path
-from ..measuring.agreement import OwnText, is_approximate
+from ..measuring.agreement import OwnText, continued, is_approximate
 from ..measuring.agreement import own_text as own_text_kept
 from ..passes.drafting.trained import trained_on
-from ..runtime.asking.options import BEST
-from ..runtime.generate import Generated, generate
+from ..runtime.generate import generate
 from . import checkpoint
+from .budget import Budget, check_loss, rate_factor
 from .net import Net, check_chains, chosen, trainable, trained_parts
 from .objectives.base import Batch, Loss, objective_of
 from .processes import Processes
@@ -40,34 +40,26 @@ if TYPE_CHECKING:
     from ..model import Model
 
 TEACHER_BYTES = 256 << 20
-"""Teacher logits held at once: a batch is taken in pieces that need no more."""
-
-MOST_SEED = 2**32 - 1
-"""Windows and samples are numbered from it."""
+"""Maximum bytes of teacher logits; larger batches are split."""
 
 SAMPLED = 16
-"""Windows that the target is asked about, and continues, at once."""
+"""Windows per batch of preparation."""
 
 PREPARING = 0.5
-"""Time for preparing windows, as a share of the training's; each is then used about five times
-where the inserted weights cost as much as half of the target."""
+"""Maximum time of preparation, as a share of training time. Windows are then used about five times
+if the inserted weights cost half as much as the target."""
 
 
 @dataclass(frozen=True)
-class FitOptions:
-    """How to train.
+class FitOptions(Budget):
+    """Options of `fit`, besides the budget. Preparing windows takes up to half of `minutes` more.
 
-    minutes: wall time of the steps; preparing windows for them comes before, and takes half as long
-    at most, but for the first sixteen windows. steps: optimizer steps. At least one of the two;
-    training ends with the first that is used up. batch: windows a step. window: tokens each.
-    passes: how often a window is used where steps are given. own: share of the windows that the
-    target continues itself; temperature: at which (0: its best tokens). rate: peak learning rate of
-    AdamW, after a warm-up of ten steps and then along a cosine. save_every: steps between
-    checkpoints. seed: decides every window, sample and order.
+    batch: windows per step. window: tokens per window. passes: uses of a window, if steps are
+    given. own: share of windows that the target continues; temperature: of these (0: greedy). rate:
+    peak learning rate of AdamW, after ten steps of warm-up, then along a cosine. clip: maximum norm
+    of gradients. save_every: steps between checkpoints.
     """
 
-    minutes: float | None = None
-    steps: int | None = None
     batch: int = 4
     window: int = 512
     passes: int = 4
@@ -76,10 +68,10 @@ class FitOptions:
     rate: float = 1e-3
     clip: float = 1.0
     save_every: int = 50
-    seed: int = 0
+    positive = ("batch", "window", "passes", "rate", "clip", "save_every")
 
     def __post_init__(self) -> None:
-        check_budget(self, ("batch", "window", "passes", "rate", "clip", "save_every"))
+        super().__post_init__()
         if not 0 <= self.own <= 1 or self.temperature < 0:
             raise InputError(
                 f"own={self.own}, temperature={self.temperature}: expected own in 0..1 and a "
@@ -87,20 +79,9 @@ class FitOptions:
             )
 
 
-def check_budget(options: Any, positive: tuple[str, ...]) -> None:
-    """That options say how long to train, in positive numbers. Errors: `InputError`."""
-    if options.minutes is None and options.steps is None:
-        raise InputError("say how long to train: minutes=, steps=, or both")
-    for name in ("minutes", "steps", *positive):
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise InputError(f"{name}={value}: expected a positive number")
-    check_seed(options.seed, MOST_SEED)
-
-
 @dataclass(frozen=True)
 class FitState:
-    """What progress reports show. share: of the time or steps, 0..1. hits: accuracy by level."""
+    """A progress report. share: of the budget, 0..1. hits: accuracy by level."""
 
     phase: str
     share: float
@@ -114,10 +95,10 @@ Report = Callable[[FitState], None]
 
 @dataclass(frozen=True)
 class Fitted:
-    """What training made. model: with the trained weights. steps, loss: the last step's number and
-    loss. hits: accuracy of each level's best candidate. accepted_per_step: tokens a step yields on
-    held-out text, greedy, the bonus token included. own_text: of an approximate model, how much of
-    the target's own continuations of that text it keeps."""
+    """Result of `fit`. model: with the trained weights. steps, loss: of the last step. hits:
+    accuracy of the best candidate by level. accepted_per_step: tokens per step of greedy decoding
+    on held-out text, with the verifier's. own_text: of an approximate model, agreement with the
+    target's continuations."""
 
     model: Model
     steps: int
@@ -136,15 +117,15 @@ def fit(
     progress: Report = lambda state: None,
     **options: Any,
 ) -> Fitted:
-    """Train the inserted weights of a model's drafters, and measure them on text kept apart.
+    """Train the inserted weights of a model's drafters and measure them on held-out text.
 
-    data: see `read_corpus`; None: text that the model makes from its first token. out: folder for
-    checkpoints; its heads.safetensors is what draft passes take as `weights`. resume: go on from
-    the checkpoint there. options: `FitOptions`. Runs on all processes under torchrun (gloo on CPU,
-    NCCL on GPU): each takes its own windows, gradients are averaged, the first one saves.
+    data: see `read_corpus`; None: text generated by the model. out: folder of checkpoints; draft
+    passes take its heads.safetensors as `weights`. resume: continue from the checkpoint there.
+    options: `FitOptions`. Under torchrun (gloo on CPU, NCCL on GPU) each process has its own
+    windows, gradients are averaged, and the first process saves.
 
     Errors: `InputError` for bad options or data, a checkpoint of another model, or a loss that is
-    not finite (the last good checkpoint stays); `UnsupportedError` if nothing can be trained.
+    not finite (the last checkpoint is kept); `UnsupportedError` if nothing can be trained.
     """
     return _Fit(model, data, plain_path("out", out), FitOptions(**options), progress).run(resume)
 
@@ -163,7 +144,7 @@ class _Fit:
         parts = trained_parts(model.program.plan)
         self.drafts = [part for part in parts if trainable(model.program, part)]
         if not self.drafts:
-            objective_of(model.program.plan.draft)  # which says what can be trained
+            objective_of(model.program.plan.draft)  # its error lists what can be trained
             raise InputError(f"{model.program.name} has no inserted weights to train")
         check_chains(model.program)
         self.chosen = [name for draft in self.drafts for name in chosen(model.program, draft)]
@@ -203,9 +184,9 @@ class _Fit:
         return Fitted(trained, state.step, last, tuple(state.hits), accepted, own)
 
     def _leave_nothing(self, pool: TeacherCache) -> NoReturn:
-        """Nothing was trained: weights that know nothing are not written."""
+        """Refuse to write untrained weights."""
         pool.remove()
-        with suppress(OSError):  # others' files, or no folder
+        with suppress(OSError):  # not empty, or missing
             self.out.rmdir()
         raise InputError(
             f"no step was made in minutes={self.options.minutes}, steps={self.options.steps}: "
@@ -224,12 +205,12 @@ class _Fit:
         return made.tolist()
 
     def _generate(self, prompts: torch.Tensor, **options: Any) -> Any:
-        """The target alone, without drafts."""
+        """Decode by the target without drafts."""
         plan = replace(self.model.program.plan, draft=NoDraft(), tree=Chain(), length=FixedLength())
         return generate(Planned(self.model.executable, plan), prompts, **options)
 
     def _prepared(self, net: Net, state: checkpoint.Progress) -> TeacherCache:
-        """Windows and what the target makes of them, within their share of the budget."""
+        """The cache of windows and teacher activations, within its share of the budget."""
         options = self.options
         decisive = {name: getattr(options, name) for name in ("window", "own", "temperature")}
         mark = {**decisive, "target": state.target}
@@ -251,13 +232,14 @@ class _Fit:
         return pool
 
     def _windows(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Windows i64[16,T], of which the target continues its share, and where it begins to."""
+        """Windows i64[16,T], a share of them continued by the target, and the index i64[16] of the
+        last token before the continuation."""
         windows, options = self.windows(number, SAMPLED), self.options
         firsts = torch.zeros(len(windows), dtype=torch.int64)
         own = round(SAMPLED * options.own)
         if not own:
             return windows, firsts
-        # Prompts of many lengths: heads meet every position.
+        # Prompts of various lengths, so that heads are trained at all positions.
         width = windows.shape[1]
         prompts = windows[:own, : max(1, width // 8 * (2 + number % 4))]
         seed = options.seed + number
@@ -277,9 +259,9 @@ class _Fit:
         start = time.perf_counter()
         windows = pool.batch(state.step, self.options.batch)
         tokens = windows.tokens
-        rate = self.options.rate * self._schedule(state)
+        factor = rate_factor(self._share(state), state.step, 10, 0.05)
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = self.options.rate * factor
         optimizer.zero_grad(set_to_none=True)
         piece = self._piece(tokens)
         loss, hits = 0.0, [0.0]
@@ -293,11 +275,7 @@ class _Fit:
             loss += float(result.total.detach()) * share
             hits = result.hits
         self.processes.average(net.parameters)
-        if not math.isfinite(loss):
-            raise InputError(
-                f"the loss became {loss} at step {state.step}; the last checkpoint in {self.out} "
-                f"is good: resume from it with a lower rate than {self.options.rate}"
-            )
+        check_loss(loss, state.step, self.out, self.options.rate)
         torch.nn.utils.clip_grad_norm_(net.parameters, self.options.clip)
         optimizer.step()
         state.step += 1
@@ -313,7 +291,7 @@ class _Fit:
         return max(1, min(len(tokens), TEACHER_BYTES // logits))
 
     def _loss(self, net: Net, teacher: Teacher, windows: CachedWindows) -> Loss:
-        """All drafters' losses on some windows, whose states at the target are known."""
+        """The sum of all drafters' losses on windows with cached activations."""
         taps = {name: windows.states[name] for name in teacher.taps}
         logits, plan = teacher.logits(windows.states), self.model.program.plan
         firsts, parts = windows.firsts.tolist(), plan.step.parts
@@ -326,22 +304,11 @@ class _Fit:
         return Loss(total, [hit for loss in losses for hit in loss.hits])
 
     def _share(self, state: checkpoint.Progress) -> float:
-        """How much of the budget is used."""
-        shares = [0.0]
-        if self.options.steps is not None:
-            shares.append(state.step / self.options.steps)
-        if self.options.minutes is not None:
-            shares.append((time.perf_counter() - self.started) / (60 * self.options.minutes))
-        return max(shares)
+        return self.options.used(state.step, time.perf_counter() - self.started)
 
     def _used_up(self, state: checkpoint.Progress) -> bool:
-        """Whether to stop; all processes stop at the same step."""
+        """Whether to stop; the same in all processes."""
         return self.processes.any(self._share(state) >= 1.0)
-
-    def _schedule(self, state: checkpoint.Progress) -> float:
-        share = min(self._share(state), 1.0)
-        warm = min(1.0, (state.step + 1) / 10)
-        return warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * share)))
 
     # -- checkpoints
 
@@ -378,27 +345,14 @@ class _Fit:
 
 
 def accepted_per_step(model: Model, documents: list[list[int]], count: int = 8) -> float:
-    """Tokens a step on continuations of held-out text, 64 tokens each, greedy."""
-    steps = decoded = 0
-    for tokens in held_out_prompts(model, documents, count):
-        ids = torch.tensor([tokens])
-        result = generate(
-            model.executable,
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=_room(model, tokens),
-            eos_token_id=[],
-            return_dict_in_generate=True,
-            **BEST,
-        )
-        assert isinstance(result, Generated)
-        steps += result.stats.sequence_steps
-        decoded += result.stats.decoded_tokens
-    return decoded / max(steps, 1)
+    """Tokens per step of greedy continuations of held-out text, 64 tokens each."""
+    prompts = held_out_prompts(model, documents, count)
+    stats = [continued(model.executable, p, _room(model, p)).stats for p in prompts]
+    return sum(s.decoded_tokens for s in stats) / max(sum(s.sequence_steps for s in stats), 1)
 
 
 def held_out_prompts(model: Model, documents: list[list[int]], count: int = 8) -> list[list[int]]:
-    """What of held-out text is continued to measure a model."""
+    """Prompts from held-out text."""
     width = min(128, model.program.info.context // 2)
     stream = [token for document in documents for token in document]
     starts = range(0, max(1, min(len(stream) - width, count * width)), width)
@@ -406,5 +360,5 @@ def held_out_prompts(model: Model, documents: list[list[int]], count: int = 8) -
 
 
 def _room(model: Model, prompt: list[int]) -> int:
-    """Tokens that a prompt is continued by."""
+    """Number of new tokens for a prompt."""
     return min(64, model.program.info.context - len(prompt))

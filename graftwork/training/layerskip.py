@@ -1,21 +1,20 @@
-"""Training of the target itself, so that its first layers can speak for it: LayerSkip.
+"""LayerSkip: training of a target for early exit.
 
-Layers are dropped at random, the later the oftener, sample by sample:
+Layers are dropped at random per sample, later layers more often:
 
     x[l+1] = x[l] + M(p[l]) f[l](x[l])          p[l] = dropout * S(t) * D(l)
     D(l) = exp(l ln 2 / (L - 1)) - 1            S(t) = 1, or exp(t ln 2 / (T - 1)) - 1 from scratch
 
-M(p) is 0 with probability p, else 1. The text's next tokens are predicted from several depths
-through the model's own last norm and head, with shares that grow with the depth:
+M(p) is 0 with probability p, else 1. Next tokens are predicted from several depths through the
+model's last norm and head, with weights that grow with the depth:
 
     loss = sum e[l] c(t, l) CE(head(x[l+1]), text) / sum e[l] c(t, l)
     e[l] = scale * (0 + 1 + ... + l)            but e[L-1] = L - 1 + scale * (0 + ... + (L - 2))
 
-and c(t, l), the curriculum, says which depths are asked at step t: every R-th one, turning by one a
-step ("rotate"), or more and more of them from the last one down, another each T / 2L steps
-("gradual"). The last one always is.
+The curriculum c(t, l) selects depths at step t: every R-th, shifted by one each step ("rotate"), or
+from the last downwards, one more each T / 2L steps ("gradual"). The last is always selected.
 
-The objective is a rewriting of the program, so it takes every model that graftwork traces.
+The objective rewrites the program, so it applies to every model that can be traced.
 
 Source: Elhoushi et al., "LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding"
 (2024), sections 4.1.1 and 4.1.2, equations 1 to 6.
@@ -43,12 +42,9 @@ Curriculum = Literal["rotate", "gradual", "all"]
 
 @dataclass(frozen=True)
 class LayerSkip:
-    """What the objective is.
-
-    dropout: probability that the last layer is dropped. scale: of the losses before the last layer,
-    0..1. curriculum: which depths are asked; every: R, of "rotate". scratch: dropout rises from
-    nothing over the training, for models that are not trained yet.
-    """
+    """Parameters of the objective. dropout: probability of dropping the last layer. scale: of the
+    losses before the last layer, 0..1. every: R of "rotate". scratch: dropout rises from 0 during
+    training, for untrained models."""
 
     dropout: float = 0.1
     scale: float = 0.2
@@ -69,7 +65,7 @@ class LayerSkip:
             )
 
     def drops(self, layers: int, share: float) -> list[float]:
-        """Each layer's probability of being dropped. share: of the training that is over, 0..1.
+        """Drop probabilities of layers. share: of the training so far, 0..1.
 
         >>> [round(p, 3) for p in LayerSkip(dropout=0.5).drops(3, 0.0)]
         [0.0, 0.207, 0.5]
@@ -82,7 +78,7 @@ class LayerSkip:
         ]
 
     def asked(self, layers: int, step: int, share: float) -> list[int]:
-        """The depths, as numbers of layers from 0, that step `step` predicts from.
+        """Layers (from 0) whose outputs are trained at a step.
 
         >>> LayerSkip(every=3).asked(8, 4, 0.0), LayerSkip(curriculum="gradual").asked(4, 9, 0.3)
         ([1, 4, 7], [1, 2, 3])
@@ -97,7 +93,7 @@ class LayerSkip:
         return [*chosen, last]
 
     def shares(self, layers: int, asked: list[int]) -> dict[int, float]:
-        """The weight of each asked depth's loss; together 1.
+        """Loss weights of these layers, with sum 1.
 
         >>> LayerSkip(scale=1.0).shares(4, [1, 3])
         {1: 0.14285714285714285, 3: 0.8571428571428571}
@@ -110,18 +106,15 @@ class LayerSkip:
 
 
 class Losses(NamedTuple):
-    """total: what to minimise. by_depth: mean cross entropy, nats a token, by number of layers."""
+    """total: to minimise. by_depth: mean cross entropy, nats per token, by number of layers."""
 
     total: torch.Tensor
     by_depth: dict[int, float]
 
 
 class ExitTrainer:
-    """A traced program whose weights are trained by `LayerSkip`'s objective.
-
-    parameters: the names of weights that may change; others stay. device: where to compute.
-    Errors: `UnsupportedError` for programs without markers of several layers.
-    """
+    """Trains a traced program's weights by `LayerSkip`. parameters: names of trained weights.
+    Errors: `UnsupportedError` for programs without markers of several layers."""
 
     def __init__(
         self, program: Program, objective: LayerSkip, parameters: set[str], device: torch.device
@@ -141,7 +134,7 @@ class ExitTrainer:
         self.body = with_dropout(step)
 
     def loss(self, tokens: torch.Tensor, step: int, share: float, seed: int) -> Losses:
-        """The objective on windows of text i64[N,T], whose tokens after the first are predicted."""
+        """The loss on windows of text i64[N,T]."""
         objective, count = self.objective, self.layers
         asked = objective.asked(count, step, share)
         shares = objective.shares(count, asked)
@@ -158,19 +151,19 @@ class ExitTrainer:
 
     @torch.no_grad()
     def losses(self, tokens: torch.Tensor) -> list[float]:
-        """Mean cross entropy in nats a token at every depth, of windows i64[N,T], none dropped."""
+        """Mean cross entropy of windows i64[N,T] at every depth, in nats per token, no dropout."""
         kept, every = torch.ones(len(tokens), self.layers), tuple(range(self.layers))
         states = self._states(tokens[:, :-1], kept, every)
         return [float(self._cross_entropy(states[layer], tokens[:, 1:])) for layer in every]
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """The trained weights by name, as they are now."""
+        """The current trained weights by name."""
         return {name: self.net.tensors[name].detach() for name in self.net.trained}
 
     def _states(
         self, tokens: torch.Tensor, kept: torch.Tensor, layers: tuple[int, ...]
     ) -> dict[int, torch.Tensor]:
-        """The residual stream after some layers, f32[N,T,H] each. kept: f32[N,L] of 0 and 1."""
+        """Residual streams f32[N,T,H] after layers. kept: f32[N,L], 0 for dropped layers."""
         names = tuple(f"hidden.{layer}" for layer in layers)
         inputs = {"tokens": tokens.to(self.device), "kept": kept.to(self.device)}
         made = self.net.outputs(self.body, names, inputs)
@@ -182,14 +175,13 @@ class ExitTrainer:
 
 
 def with_dropout(step: Function) -> Function:
-    """A step that takes ``kept`` f[B,L], which of its L layers each sequence runs through, and
-    returns the residual stream after each, ``hidden.0`` to ``hidden.L-1``."""
+    """The step with an input ``kept`` f[B,L] (0: the layer is dropped) and the residual stream
+    after each layer as outputs ``hidden.0`` to ``hidden.L-1``."""
     fn = step.copy()
     fn.name = f"{step.name}.dropped"
     markers = fn.calls(G.hidden.default)
     blocks = [node for node in markers if node.kwargs["point"] == "block"]
-    # The state that layer l reads: the marker behind layer l - 1, and before the first layer
-    # whichever comes first, of the embedding.
+    # The input of layer l: the marker after layer l - 1; for layer 0 the embedding's.
     before = [markers[0], *blocks[:-1]]
     if markers[0] is blocks[0]:
         raise UnsupportedError(f"{step.name} has no graftwork.hidden marker before its first layer")

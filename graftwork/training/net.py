@@ -1,4 +1,4 @@
-"""A program's functions as differentiable modules, and which of its weights are trained."""
+"""A program's functions as differentiable modules, and its trained weights."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..passes.stepping.accept_trees import branched
 
 
 def trained_parts(plan: DecodePlan) -> list[Record]:
-    """What of a plan has weights of its own: drafters, and policies that ask a head. A model that
-    drafts is not trained beside a policy that judges it."""
+    """Records of a plan with trainable weights: drafters and policies with heads. A draft model is
+    not trained together with a policy that judges its drafts."""
     parts = [record for slot in fields(plan) for record in getattr(plan, slot.name).trains]
     return [part for part in parts if not (plan.length.judges and _another_model(part))]
 
@@ -28,7 +28,7 @@ def _another_model(record: Record) -> bool:
 
 
 def functions_of(program: Program, draft: Record) -> list[str]:
-    """The functions of a program that a drafter or another policy names, an entry first."""
+    """Functions of a program that a record names, the entry first."""
     values = [
         getattr(draft, f.name) for f in sorted(fields(draft), key=lambda f: f.name != "entry")
     ]
@@ -39,8 +39,8 @@ def functions_of(program: Program, draft: Record) -> list[str]:
 
 
 def trainable(program: Program, draft: Record) -> list[str]:
-    """Weights of a drafter's functions that the target does not use itself, and those that its
-    record names: they are its own even if the step reads them."""
+    """Floating weights of a record's functions that the step does not use, and those that the
+    record names, which the step may use."""
     frozen = program.step.weights - draft.weights
     used = sorted(draft.weights)
     functions = [program.function(name) for name in functions_of(program, draft)]
@@ -51,15 +51,15 @@ def trainable(program: Program, draft: Record) -> list[str]:
 
 
 def chosen(program: Program, draft: Record) -> list[str]:
-    """Weights that a drafter's functions look up and nobody trains, but that trained ones need:
-    which tokens a draft vocabulary has."""
+    """Untrained weights of a record's functions that are saved with the trained ones: the tokens
+    of a draft vocabulary."""
     used = {w for name in functions_of(program, draft) for w in program.function(name).weights}
     return sorted(name for name in used if name.endswith(".d2t"))
 
 
 def check_chains(program: Program) -> None:
-    """That what training makes reaches unrolled chains, whose merged weights are derived from the
-    trained ones. Errors: `InputError` for a chain that was saved, and is what it is."""
+    """Errors: `InputError` for an unrolled chain of a saved program, whose merged weights are no
+    longer derived from the trained ones."""
     for unrolled in filter(None, (leaf.unrolled for leaf in program.plan.draft.leaves)):
         known = program.function(unrolled.draft.function).weights | program.step.weights
         for name in sorted(program.function(unrolled.chain).weights - known):
@@ -72,7 +72,7 @@ def check_chains(program: Program) -> None:
 
 
 class Net:
-    """Runs functions of a program on weights of which some are trained, always in float32."""
+    """Runs functions of a program with trained weights in float32."""
 
     def __init__(self, program: Program, trained: list[str], device: torch.device) -> None:
         self.program, self.device = program, device
@@ -81,7 +81,7 @@ class Net:
             tensor = weight.load().to(device)
             if name in trained:
                 wide = torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype
-                # A copy: the program that is trained stays as it is.
+                # A copy, so that the program is not changed.
                 tensor = torch.nn.Parameter(tensor.to(wide, copy=True))
             self.tensors[name] = tensor
         self.trained = trained
@@ -96,15 +96,15 @@ class Net:
     def run(
         self, function: str | tuple[str, ...] | None, **inputs: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """A function's outputs but its states; None: the target's step. Several functions run one
-        after the other, each on those inputs that it takes, as segments of a step do."""
+        """A function's outputs without states; None: the target's step. A tuple: segments of the
+        step in sequence, each with the inputs that it takes."""
         if isinstance(function, tuple):
             return self._in_turn(function, inputs)
         function = function or self.program.step.name
-        return self.outputs(function, self._told(self.program.function(function)), inputs)
+        return self.outputs(function, self._visible(self.program.function(function)), inputs)
 
-    def _told(self, fn: Function) -> tuple[str, ...]:
-        """Outputs that objectives may look at: what segments hand on, but no cache."""
+    def _visible(self, fn: Function) -> tuple[str, ...]:
+        """Outputs for objectives: all but caches and token choices."""
         states = self.program.states
         none = {name for name, state in states.items() if state.part != "hidden"}
         none |= {"draft_tokens", "draft_scores", "argmax"}
@@ -113,28 +113,28 @@ class Net:
     def _in_turn(
         self, functions: tuple[str, ...], inputs: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """The last function's outputs; the others hand on the stream and nothing else."""
+        """The last function's outputs; the others pass on the residual stream only."""
         stream: str = self.program.plan.step.state  # type: ignore[attr-defined]  # it is cut
         given = dict(inputs)
         for name in functions:
             fn = self.program.function(name)
             fn = branched(fn) if "ancestors" in given else fn
             taken = {key: value for key, value in given.items() if fn.has_input(key)}
-            wanted = (stream,) if name != functions[-1] else self._told(fn)
+            wanted = (stream,) if name != functions[-1] else self._visible(fn)
             given |= (made := self.outputs(fn, wanted, taken))
         return made
 
     def outputs(
         self, function: str | Function, wanted: tuple[str, ...], inputs: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Named outputs of a function over whole sequences, with empty caches where it has any.
+        """Named outputs of a function over whole sequences, with empty caches.
 
-        function: of the program by name, or another one on its weights, told apart by its name.
-        ``select`` is ignored where the function gives the outputs of all tokens anyway.
+        function: a name, or another function of the program's weights with a unique name.
+        ``select`` is ignored if the function returns all tokens.
         """
         fn = self.program.function(function) if isinstance(function, str) else function
         if "ancestors" in inputs and not fn.has_input("ancestors"):
-            fn = self.branched.setdefault(fn.name, branched(fn))  # a chain, trained at all places
+            fn = self.branched.setdefault(fn.name, branched(fn))  # takes chains only
         if unknown := sorted(
             name for name in inputs if not fn.has_input(name) and name != "select"
         ):
@@ -163,7 +163,7 @@ class Net:
         return dict(zip(wanted, self.modules[key](*[given[n] for n in names]), strict=True))
 
     def trained_program(self, drafts: Sequence[Record]) -> Program:
-        """The program with the weights as they are now, and the drafters marked as trained."""
+        """The program with the current weights, and the drafters marked as trained."""
         weights = self.program.weights
         for name in self.trained:
             dtype = weights[name].type.dtype

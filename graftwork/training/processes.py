@@ -1,4 +1,4 @@
-"""Processes that train one model together, as torchrun starts them."""
+"""Data-parallel training processes, started by torchrun."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Processes:
-    """rank of count. device: this process's own, on which what they exchange must lie (NCCL moves
-    nothing else)."""
+    """This process's rank, the number of processes, and this process's device, on which exchanged
+    tensors must be (NCCL)."""
 
     rank: int
     count: int
@@ -21,7 +21,7 @@ class Processes:
 
     @classmethod
     def join(cls, device: str) -> Processes:
-        """Those that torchrun says there are; on GPUs each takes the one of its local rank."""
+        """Join torchrun's processes; on GPUs each uses the GPU of its local rank."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls(0, 1, torch.device(device))
         on_gpus = device.startswith("cuda")
@@ -32,7 +32,7 @@ class Processes:
         return cls(dist.get_rank(), dist.get_world_size(), torch.device(device))
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so in one of them."""
+        """Whether the flag is set in any process."""
         if self.count == 1:
             return flag
         found = torch.tensor([float(flag)], device=self.device)
@@ -40,7 +40,7 @@ class Processes:
         return bool(found)
 
     def average(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Give the gradients of all of them the mean that they have over the processes."""
+        """Average gradients over processes."""
         if self.count == 1:
             return
         for parameter in parameters:

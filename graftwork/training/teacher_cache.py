@@ -1,8 +1,8 @@
 """On-disk cache of teacher activations for training windows.
 
-The target's forward pass costs more than that of the heads it teaches. So it runs once per window;
-when a window is used again, only its logits are computed, from the narrowest value that determines
-them. A file holds a few windows, which bounds the memory for writing and reading.
+The target's forward pass runs once per window. When a window is used again, only logits are
+computed, from the narrowest value that determines them. A file holds a few windows, which bounds
+memory.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def _waist(step: Function, taps: set[torch.fx.Node]) -> torch.fx.Node:
             found.append(node)
     if not found:
         raise UnsupportedError(
-            "training: every value before the step's logits needs the text again; expected one "
-            "that the logits are made of alone"
+            "training: expected a value of the step that alone determines the logits, and "
+            "each also needs inputs"
         )
     return min(found, key=lambda node: (node not in taps, type_of(node).dims[-1]))
 

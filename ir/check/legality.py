@@ -1,8 +1,7 @@
-"""Whether the parts of a decode plan fit each other and the program: asked once all passes ran.
+"""Checks whether the parts of a decode plan fit each other and the program, after all passes.
 
-What a part needs and does is declared by its record (`plan.DraftRecord`, `plan.TreeRecord`, ...);
-nothing here knows a record by name. `unmet` finds what would fail while decoding, `idle` what would
-never do anything.
+Records declare their needs (`plan.DraftRecord`, `plan.TreeRecord`, ...); no record is known by name
+here. `unmet` finds faults that would fail in decoding, `idle` parts without effect.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ APART = "holds rows that texts share apart"
 
 
 def unmet(program: Program) -> tuple[str, str] | None:
-    """What the plan needs and does not have, and the fact whose passes provide it, or ""; None if
-    it can be carried out."""
+    """The first unmet need of the plan, and the fact whose passes provide it, or ""; None if there
+    is none."""
     return next(_unmet(program), None)
 
 
 def misfit(plan: DecodePlan) -> str | None:
-    """The part of a plan that another part contradicts, and how; None if none does."""
+    """Description of the first contradiction between parts of a plan; None if there is none."""
     return next(_misfits(plan), None)
 
 
 def idle(plan: DecodePlan) -> str | None:
-    """The part of a plan that can never act, and why; None if all can."""
+    """Description of the first part of a plan without effect; None if there is none."""
     return next(_idle(plan), None)
 
 
@@ -78,7 +77,7 @@ def _unmet(program: Program) -> Iterator[tuple[str, str]]:
 
 
 def _uncut(plan: DecodePlan, part: DraftRecord | DepthRecord) -> Iterator[tuple[str, str]]:
-    """A cut that a part needs and the step has not."""
+    """A cut of the step that a part needs and that is missing."""
     exit: int | None = getattr(part, "exit", None)
     if exit is not None and exit not in plan.step.cuts:
         there = ", ".join(map(str, plan.step.cuts)) or "nowhere"
@@ -130,7 +129,8 @@ def _misfits(plan: DecodePlan) -> Iterator[str]:
 
 
 def _unread(plan: DecodePlan) -> Iterator[str]:
-    """Parts that read more of prompts than the rows which a function leaves of them."""
+    """Parts that read outputs or rows of prompts which a separate prompt function does not
+    provide."""
     for leaf in plan.draft.leaves:
         if leaf.reads or leaf.cached:
             yield (
@@ -147,7 +147,7 @@ def _unread(plan: DecodePlan) -> Iterator[str]:
 
 
 def _undecided(plan: DecodePlan) -> Iterator[str]:
-    """Parts that rely on rows which a depth policy may leave out, and layers that it halves."""
+    """Parts that need layers which a depth policy may skip, and cuts that do not fit it."""
     if plan.step.in_parts and plan.step.halves and not plan.depth.halves:
         yield (
             f"depth={plan.depth.brief} runs whole layers, and step={plan.step.brief} is cut inside "
@@ -187,7 +187,7 @@ def _idle(plan: DecodePlan) -> Iterator[str]:
 
 
 def _never_asked(draft: DraftRecord, sure: bool) -> Iterator[str]:
-    """Drafters that come after one that always drafts, or that are there twice."""
+    """Drafters after one that always drafts, and duplicates."""
     parts: Sequence[DraftRecord] = draft.parts
     for index, part in enumerate(parts):
         yield from _never_asked(part, sure)

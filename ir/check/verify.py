@@ -1,8 +1,7 @@
-"""The verifier: whether a program keeps the rules of the IR and of its stage.
+"""The verifier: checks a program against the rules of the IR and of its stage.
 
-It trusts nothing that the graph says about itself: every type is inferred again, every argument is
-looked up. An error quotes the printed line with its neighbours, the site, expected and got, and
-what to do about it.
+Every type is inferred again and every argument looked up. Errors quote the printed line with its
+neighbours, the site, expected and got, and a remedy.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def _check_keys(table: Any) -> None:
 
 
 def _check_names(program: Program) -> None:
-    """Graphs and functions can be edited after they were made."""
+    """Names are checked again, because graphs and functions can be edited."""
     try:
         check_program_name(program.name)
         for fn in program.functions.values():
@@ -171,7 +170,7 @@ class _Checker:
             self.same_type(node, f"the state {state.name}", state.type, given)
         fed = INPUTS.get(str(node.target))
         if self.function.role is Role.TARGET and fed is not None and fed.form:
-            # Before the ops that read it say so less clearly.
+            # Before the less clear errors of ops that read it.
             self.same_type(node, f"the input {node.target}", fed.type, given)
         plain = [d.symbols for d in given.dims if isinstance(d, Sym) and d.plain]
         self.symbols |= set().union(*plain)
@@ -273,7 +272,7 @@ class _Checker:
             )
 
     def check_results(self) -> None:
-        """What the decode loop relies on (see `executable.Executable`)."""
+        """Inputs and outputs that the decode loop relies on (see `executable.Executable`)."""
         name, outputs = self.function.name, self.function.outputs
         given = {str(node.target): node for node in self.function.inputs}
         if name in self.program.plan.step.variants:
@@ -284,24 +283,19 @@ class _Checker:
             if "logits" not in outputs:
                 raise VerifyError(f"{name}: expected an output 'logits'; got {', '.join(outputs)}")
         rows = Sym("S") if "select" in given else Sym("T")
-        if "logits" in outputs:
-            logits = self.tensor_type(outputs["logits"])
-            shaped = len(logits.dims) == 3 and logits.dims[:2] == (Sym("B"), rows)
-            if not shaped or not logits.dtype.is_floating_point:
-                self.wrong_output("logits", f"a floating [B,{rows},vocabulary]", logits)
-        if "argmax" in outputs:
-            argmax = self.tensor_type(outputs["argmax"])
-            if argmax != TensorType(torch.int64, (Sym("B"), rows)):
-                self.wrong_output("argmax", f"i64[B,{rows}]", argmax)
-
-    def wrong_output(self, name: str, expected: str, got: TensorType) -> None:
-        self.fail(
-            self.function.outputs[name],
-            f"the output {name} does not fit the decode loop",
-            expected=expected,
-            got=str(got),
-            fix="with the input select there is one row for each selected token, else for each",
-        )
+        wanted = {"logits": f"a floating [B,{rows},vocabulary]", "argmax": f"i64[B,{rows}]"}
+        for output in (name for name in wanted if name in outputs):
+            got = self.tensor_type(outputs[output])
+            floating, size = (True, 3) if output == "logits" else (False, 2)
+            typed = got.dtype.is_floating_point if floating else got.dtype == torch.int64
+            if not typed or len(got.dims) != size or got.dims[:2] != (Sym("B"), rows):
+                self.fail(
+                    outputs[output],
+                    f"the output {output} does not fit the decode loop",
+                    expected=wanted[output],
+                    got=str(got),
+                    fix="with the input select, rows are selected tokens, else all tokens",
+                )
 
     # -- helpers
 
@@ -350,7 +344,7 @@ class _Checker:
 
 
 def quote(function: Function, node: torch.fx.Node, around: int = 2) -> list[str]:
-    """The printed line of a node, marked, and its neighbours; for inputs and weights, a user's."""
+    """The printed line of a node, or of a user for inputs and weights, marked, with neighbours."""
     lines = function_lines(function, strict=False)
     shown = {line.node: i for i, line in enumerate(lines) if line.node is not None}
     nodes = [node, *node.users]

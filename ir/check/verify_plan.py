@@ -1,8 +1,7 @@
-"""The verifier's other half: whether the decode plan and the model's facts fit the functions.
+"""Verification of the decode plan and the model's facts against the functions.
 
-What a record names must be there, and return what the runtime reads, in the sizes that the record
-states. A plan whose numbers disagree with its functions would fail somewhere in the runtime, or be
-answered with tokens that do not exist.
+Functions, states and weights that records name must exist and return what the runtime reads, in the
+stated sizes.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ READ_WINDOWS = (
     G.first_queries.default,
     G.probe_query.default,
 )
-"""Ops that know which rows of a window count."""
+"""Ops that select the valid rows of a window."""
 
 
 def verify_plan(program: Program) -> None:
@@ -66,8 +65,8 @@ def verify_plan(program: Program) -> None:
 
 
 def _check_source(program: Program) -> None:
-    """Where texts are written from a source, one function reads it and no other writes what it
-    makes; elsewhere there is nothing of a source."""
+    """Only the encoder reads the source and writes its states; without an encoder there are no
+    states of a source."""
     plan, vocabulary = program.plan.source, program.info.vocab_size
     held = {name for name, state in program.states.items() if state.capacity == SOURCE}
     if held and not plan.rows:
@@ -98,8 +97,8 @@ def _check_source(program: Program) -> None:
 
 
 def _check_windows(program: Program) -> None:
-    """States that hold the last rows only are written where those belong, and nothing takes them
-    for a cache of all rows: that would read and write beyond their memory."""
+    """States with the last rows only are written at their ring positions, and used by no op that
+    indexes all rows, which would be out of bounds."""
     for symbol, held in program.plan.cache.latest.items():
         names = {name for name, state in program.states.items() if state.capacity == symbol}
         for function in program.functions.values():
@@ -119,7 +118,7 @@ def _check_windows(program: Program) -> None:
 
 
 def _check_upkeep(program: Program) -> None:
-    """What moves rows writes them to the front, and no more than the policy keeps there."""
+    """Upkeep functions write at row 0, at most as many rows as the policy keeps."""
     cache = program.plan.cache
     for function in program.functions.values():
         if function.role is not Role.UPKEEP:
@@ -184,7 +183,7 @@ def _check_info(program: Program) -> None:
 
 
 def _check_names(program: Program, part: Record) -> None:
-    """Fields with these names name what there is."""
+    """Fields of these names refer to existing functions, outputs, states and weights."""
     functions = set(program.functions)
     known: dict[str, Collection[str]] = {
         "function": functions,
@@ -212,7 +211,7 @@ def _check_names(program: Program, part: Record) -> None:
 
 
 def _calls(program: Program, part: Record) -> list[tuple[str, Returned]]:
-    """See `Record.calls`. Errors: `VerifyError` for a record that cannot be carried out."""
+    """See `Record.calls`. Errors: `VerifyError` for an invalid record."""
     try:
         return list(part.calls(program.plan))
     except InputError as error:

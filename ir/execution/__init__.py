@@ -1,1 +1,1 @@
-"""How functions run: the reference interpreter, what executables offer, when values die."""
+"""Execution: the reference interpreter, the protocol of executables, analyses."""

@@ -1,28 +1,23 @@
-"""Facts about functions: when values die, how much memory a step needs, what dominates."""
+"""Facts about functions: last uses, dominators, whether a run can be repeated."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch.fx
 
 from ..function import Function
 from ..program import Program
-from ..support.errors import GraftworkError, UnsupportedError
-from ..types import TensorType
+from ..support.errors import UnsupportedError
 
 
 def is_repeatable(function: Function) -> bool:
-    """Whether a second run on the same inputs writes what the first did: not where rows of a state
-    are taken up and put back changed, as the stream's are between parts of a cut step."""
+    """Whether a second run on the same inputs writes the same rows. False if rows of a state are
+    read, changed and written back, as the residual stream's between segments of a cut step."""
     reads = function.calls(torch.ops.graftwork.cache_read.default)
     return not any(str(node.all_input_nodes[0].target) in function.outputs for node in reads)
 
 
 def part_of(program: Program) -> tuple[int, int]:
-    """Which part of how many a program is; (0, 1) for a whole one."""
+    """A tensor-parallel program's part and the number of parts; (0, 1) if it is whole."""
     ops = torch.ops.graftwork.all_reduce.default, torch.ops.graftwork.all_gather.default
     for function in program.functions.values():
         for node in function.calls(*ops):
@@ -42,64 +37,14 @@ def last_uses(function: Function) -> dict[torch.fx.Node, torch.fx.Node]:
     return {arg: node for node in function for arg in node.all_input_nodes}
 
 
-@dataclass(frozen=True)
-class Liveness:
-    """Live memory along a function.
-
-    live: bytes alive while each call runs, arguments and result included. peak: the largest of
-    these. at: the call where it is reached (None for a function without calls).
-    """
-
-    live: Mapping[torch.fx.Node, int]
-    peak: int
-    at: torch.fx.Node | None
-
-
-def liveness(function: Function, sizes: Mapping[str, int]) -> Liveness:
-    """Memory of inputs, states and results when every value is freed after its last use.
-
-    sizes: a number for every symbol, such as ``{"B": 1, "T": 1, "C": 2048}``. Weights are not
-    counted, and views count like copies. Errors: `GraftworkError` naming a symbol without a size.
-    """
-    if missing := function.symbols() - set(sizes):
-        raise GraftworkError(f"liveness needs sizes for {', '.join(sorted(missing))}")
-    last = last_uses(function)
-    dying: dict[torch.fx.Node, list[torch.fx.Node]] = {}
-    for value, user in last.items():
-        dying.setdefault(user, []).append(value)
-    held = sum(_nbytes(node, sizes) for node in function.inputs)
-    live: dict[torch.fx.Node, int] = {}
-    for node in function:
-        if node.op == "call_function":
-            held += _nbytes(node, sizes)
-            live[node] = held
-        dead = [*dying.get(node, []), *([] if node in last or node.op == "output" else [node])]
-        held -= sum(_nbytes(value, sizes) for value in dead if value.op != "get_attr")
-    at = max(live, key=live.__getitem__, default=None)
-    return Liveness(live, 0 if at is None else live[at], at)
-
-
-def _nbytes(node: torch.fx.Node, sizes: Mapping[str, int]) -> int:
-    """Bytes of a value; results that are taken out of a tuple are counted with the tuple."""
-    if node.op == "call_function" and not hasattr(node.target, "_schema"):
-        return 0
-    return _type_bytes(node.meta["type"], sizes)
-
-
-def _type_bytes(value_type: Any, sizes: Mapping[str, int]) -> int:
-    if isinstance(value_type, TensorType):
-        return value_type.bind(sizes).nbytes
-    return sum(_type_bytes(part, sizes) for part in value_type)
-
-
 def dominating_chain(
     function: Function, source: str = "tokens", sink: str = "logits"
 ) -> list[torch.fx.Node]:
-    """Values that every path from an input to an output crosses, in order, both ends included.
+    """Nodes on every path from an input to an output, in order, both ends included.
 
     Errors: `UnsupportedError` if the output does not depend on the input.
     """
-    import networkx  # late: it takes a while, and few need it
+    import networkx  # late import: slow, and rarely needed
 
     start, end = function.input(source), function.outputs[sink]
     graph = networkx.DiGraph()

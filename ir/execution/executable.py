@@ -1,4 +1,4 @@
-"""What the decode loop asks of a compiled program. Backends implement it; the runtime drives it."""
+"""The protocol of compiled programs between backends and the runtime."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ HeldCall: TypeAlias = Callable[[], Outputs]
 
 
 class Memory(NamedTuple):
-    """Bytes that an executable takes now, by part. weights: as they are run from, prepared copies
-    included. caches: all state buffers. code: the graphs that were made of its functions so far."""
+    """Current bytes of an executable. weights: with prepared copies. caches: all state buffers.
+    code: compiled graphs."""
 
     weights: int
     caches: int
@@ -29,16 +29,14 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All parts together."""
+        """The sum."""
         return sum(self)
 
 
 class KernelUse(NamedTuple):
-    """How a function runs what it does with weights of few bits.
-
-    what: product, look-up or experts. bits: of the weights. kernel: what runs them; `DECOMPOSED`
-    where that is other ops, on the floats that the weights stand for. calls: how many.
-    """
+    """Kernel of a function's calls with quantized weights. what: product, look-up or experts. bits:
+    of the weights. kernel: its name; `DECOMPOSED`: other ops on dequantized weights. calls: their
+    number."""
 
     function: str
     what: str
@@ -52,17 +50,14 @@ DECOMPOSED = "decomposed into other ops"
 
 @dataclass(frozen=True)
 class Widths:
-    """How many tokens T a step may feed.
-
-    each: numbers that are compiled by themselves, ascending. more: whether any number above them
-    can be fed, too, and takes no longer for it.
-    """
+    """Allowed numbers of tokens T of a step. each: compiled separately, ascending. more: whether
+    any larger number runs too, without padding."""
 
     each: tuple[int, ...] = ()
     more: bool = False
 
     def holding(self, count: int) -> int:
-        """The least that has room for so many tokens; where none has, the most there is."""
+        """The smallest width >= count; if there is none, the largest."""
         found = next((width for width in self.each if width >= count), None)
         if found is None:
             return count if self.more else self.each[-1]
@@ -70,113 +65,99 @@ class Widths:
 
 
 ANY = Widths(more=True)
-"""Any number of tokens runs as well as any other."""
+"""No restriction."""
 
 
 class Executable(Protocol):
-    """A compiled program that owns its state buffers.
+    """A compiled program with its state buffers.
 
-    States have rows, those of one class (`State.capacity`) the same number. Which rows are valid,
-    and which positions of a text they stand for, callers know.
+    States of one class (`State.capacity`) have the same number of rows. Callers track valid rows
+    and their positions.
 
-    A function is fed what `plan.inputs.INPUTS` names and the states that it reads. A step appends T
-    rows to every sequence's states after its `past`; rows that the next call's `past` does not
-    count are forgotten. It returns ``logits`` [B,S,V] (S = T without ``select``) and, where the
-    program has it, ``argmax`` i64[B,S].
+    A function takes the inputs of `plan.inputs.INPUTS` and its states. A step writes T rows of each
+    sequence after its `past`; rows beyond the next call's `past` are dropped. It returns ``logits``
+    [B,S,V] (S = T without ``select``) and, if the program has it, ``argmax`` i64[B,S].
     """
 
     program: Program
     capacity: int
-    """Rows that each sequence has room for in every class of states."""
+    """Allocated rows per sequence, for every class of states."""
     limit: int
-    """Rows that a sequence may have at most: the model's context, and what its widest step, or a
-    tree, may reach beyond it."""
+    """Maximum rows of a sequence: the model's context plus the widest step or tree."""
     packs: bool
-    """Whether every function that runs takes memory for its weights, whoever else has them."""
+    """Whether each function that runs has its own copy of its weights."""
     preparing: float
-    """Seconds spent so far on what is done once: compiling and loading what was first asked for."""
+    """Seconds spent on compiling and loading so far."""
     begun: int
-    """Times that `begin` was called: what rows hold of a text is gone when it changes."""
+    """Number of calls of `begin`; each invalidates all rows."""
     turn: Turn
-    """Held by whoever calls what follows, from `begin` to the last step of a generation."""
+    """Lock to hold from `begin` to the last step of a generation."""
 
     def begin(self, batch: int, rows: int) -> None:
-        """Start `batch` new sequences; make room for `rows` cache rows in each at once if cheap."""
+        """Start `batch` new sequences. rows: cache rows per sequence to allocate now if cheap."""
 
     def resume(self, rows: int) -> None:
-        """Go on with as many sequences as before, and with what their rows hold; make room for
-        `rows` rows at once if cheap."""
+        """Continue with the same sequences and rows. rows: as in `begin`."""
 
     def reserve(self, rows: int, symbol: str | None = None) -> None:
-        """Grow the caches to at least `rows` rows a sequence, keeping what they hold: those with
-        the capacity `symbol`, or all.
-
-        Errors: `InputError` past the model's context and what a step may be wider.
-        """
+        """Grow the caches of the capacity `symbol`, or all, to at least `rows` rows per sequence,
+        keeping their contents. Errors: `InputError` beyond `limit`."""
 
     def widths(self, function: str) -> Widths:
-        """How many tokens a step of the function may feed."""
+        """Allowed numbers of tokens of a function's step."""
 
     def run(
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
     ) -> Outputs:
-        """Run a function on CPU inputs; update its states; return the named outputs, on the CPU.
-
-        A returned tensor may be overwritten by the next run of the same function.
-        """
+        """Run a function on CPU inputs, update its states, and return the named outputs on the CPU.
+        The next run of the function may overwrite them."""
 
     def hold(
         self, function: str, inputs: Mapping[str, torch.Tensor], fetch: Sequence[str]
     ) -> HeldCall:
-        """A call that will come again: each time it is made, as `run` on these very tensors.
+        """A prepared call of `run` on these tensors, whose memory the caller overwrites between
+        calls.
 
-        The caller writes into the tensors' memory in between, and an executable need not look at
-        them again. Where outputs lie on the CPU in the same memory as before, the same dict comes
-        back, so whoever reads them through that memory may go on; otherwise another one does.
-        Nothing is checked before the first call. A held call does not keep the executable alive.
+        It returns the same dict as the call before if the outputs are in the same CPU memory, else
+        a new one. Arguments are not checked before the first call. A held call does not keep the
+        executable alive.
         """
 
     def commit(self, states: Collection[str], past: torch.Tensor, source: torch.Tensor) -> None:
-        """Keep a path of a step that began at row past[b]: row past[b] + i becomes row past[b] +
-        source[b,i]. past i64[B]; source i64[B,N], source[b,i] >= i. Rows after those are undefined.
+        """Keep a path of a tree step that began at row past[b]: row past[b] + i becomes row past[b]
+        + source[b,i]. past i64[B]; source i64[B,N], source[b,i] >= i. Later rows are undefined.
         """
 
     def compact(self, states: Collection[str], kept: torch.Tensor) -> None:
-        """Keep some rows: row i becomes row kept[b,i]. kept i64[B,N], ascending in each sequence.
-        Rows from N on stay as they are: a sequence that keeps all of its rows names the first N.
-        """
+        """Keep some rows: row i becomes row kept[b,i]. kept i64[B,N], ascending. Rows from N on are
+        unchanged: a sequence that keeps all its rows gives 0..N-1."""
 
     def read_rows(
         self, states: Collection[str], sequence: int, start: int, stop: int
     ) -> dict[str, torch.Tensor]:
-        """Rows start..stop of one sequence: by state, its type without B, on the CPU, a copy.
-
-        Errors: `InputError` for rows that there are not.
-        """
+        """Copy rows start..stop of one sequence to the CPU: by state, its type without B. Errors:
+        `InputError` for rows out of range."""
 
     def write_rows(self, sequence: int, start: int, rows: Mapping[str, torch.Tensor]) -> None:
-        """Put what `read_rows` gave into a sequence's rows from `start` on; states that all
-        sequences have in common are the same for each.
-
-        Errors: `InputError` for rows that there are not, or of another shape or dtype.
-        """
+        """Write rows of `read_rows` to a sequence from `start` on. Errors: `InputError` for rows
+        out of range, or of another shape or dtype."""
 
     def scratch(self, owner: Hashable) -> dict[Any, Any]:
-        """A dict of the owner's, empty at first, that lives as long as the executable: for what
-        takes long to make and serves more than one generation."""
+        """The owner's dict, empty at first, that lives as long as the executable: for data that
+        several generations use."""
 
     def state_bytes(self) -> int:
-        """Bytes that the state buffers occupy now."""
+        """Current bytes of the state buffers."""
 
     def memory(self) -> Memory:
-        """Bytes that everything occupies now, by part."""
+        """Current bytes, by part."""
 
     def kernels(self) -> tuple[KernelUse, ...]:
-        """What runs products with weights of few bits, in the functions that are compiled."""
+        """Kernels of calls with quantized weights in compiled functions."""
 
 
 class Planned:
-    """Wraps an executable: another plan, the same graphs and buffers."""
+    """An executable with another plan; graphs and buffers are shared."""
 
     def __init__(self, executable: Executable, plan: DecodePlan) -> None:
         self.program = executable.program.replace(plan=plan)

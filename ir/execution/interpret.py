@@ -1,4 +1,4 @@
-"""The reference interpreter: run a function on concrete tensors, op by op, with no lowering.
+"""The reference interpreter: runs a function on tensors, op by op.
 
 IR values have a dtype and dims but no memory layout, so ``aten.view`` means ``aten.reshape``.
 """
@@ -22,10 +22,8 @@ _WITHOUT_LAYOUT: dict[Any, Any] = {torch.ops.aten.view.default: torch.ops.aten.r
 
 
 def bind_symbols(function: Function, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Sizes of the symbols, read off concrete inputs.
-
-    Errors: `InputError` naming the input that is missing or whose dtype, rank or size is wrong.
-    """
+    """Sizes of the symbols, from the shapes of inputs. Errors: `InputError` naming an input that is
+    missing or has another type."""
     sizes: dict[str, int] = {}
     for node in function.inputs:
         name = str(node.target)
@@ -50,10 +48,8 @@ def _match(name: str, expected: TensorType, tensor: torch.Tensor, sizes: dict[st
 def run(
     program: Program, function: str, inputs: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Outputs (updated states among them) of a function. `inputs` holds arguments and states.
-
-    Errors: `InputError` if an input is missing or does not have the type that the function states.
-    """
+    """Outputs, with updated states, of a function. inputs: arguments and states. Errors:
+    `InputError` for an input that is missing or has another type."""
     fn = program.function(function)
     sizes = bind_symbols(fn, inputs)
     values: dict[torch.fx.Node, Any] = {}

@@ -1,15 +1,13 @@
 """Type inference: an op's result types from its argument types, by running its fake kernel.
 
-Types come only from here. The result is memoised by (op, argument types), so the layers of a deep
-model cost as much as one. Sizes are tried first (`trial_sizes.py`). Where these do not say,
-torch's symbolic shapes do: each named symbol (`B`, `T`, `C`, ...) is one symbol of a `ShapeEnv`
-that lives as long as the process.
+Results are memoised by (op, argument types), so the layers of a deep model cost as much as one.
+Trial sizes come first (`trial_sizes.py`); otherwise torch's symbolic shapes, where each named
+symbol (`B`, `T`, `C`, ...) is a symbol of one `ShapeEnv` per process.
 
-A type must hold for every size of at least 1. An op whose result depends on how a symbol compares
-with a number is refused (``x[:, :5]`` of a ``f32[B,T]`` is f32[B,5] only where T >= 5). One kind of
-comparison is taken for granted: a slice with symbolic ends lies within a dim that is a number, as
-``table[:T]`` of a ``f32[2048,64]`` does. What an op asks of its operands is granted to the steps
-that the op is decomposed into.
+A type must hold for every size of at least 1. An op whose result depends on comparing a symbol with
+a number is refused (``x[:, :5]`` of ``f32[B,T]`` is f32[B,5] only if T >= 5). Exception: a slice
+with symbolic ends is assumed to lie within a dim that is a number, as ``table[:T]`` of
+``f32[2048,64]``. Conditions of an op are granted to the calls that it is decomposed into.
 """
 
 from __future__ import annotations
@@ -31,16 +29,15 @@ from ..types import Dim, Sym, TensorType, ValueType, make_dim, type_text
 from .signature import mismatch
 from .trial_sizes import sampled
 
-# Hints only decide comparisons such as "is this dim 1?" in torch's broadcasting rules; they differ
-# from each other and from the sizes that models have, so that no two dims are equal by accident.
-# The sizes that every program has come first, in this order: what is decided, and what a refusal
-# says, is the same whatever was inferred before.
+# Hints decide comparisons such as "is this dim 1?" in torch's broadcasting rules. They differ from
+# each other and from common sizes, so that no two dims are equal by accident. Symbols that every
+# program has get the first hints, so that decisions and messages do not depend on history.
 _FIRST = ("B", "T", "C")
 _HINTS = (7919, 7927, 7933, 7937, 7949, 7951, 7963, 7993, 8009, 8011, 8017, 8039)
 
 
 class _Shapes:
-    """Fake tensors with named symbolic sizes. The only user of torch's private shape machinery."""
+    """Fake tensors with named symbolic sizes, on torch's private shape machinery."""
 
     def __init__(self) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -48,7 +45,7 @@ class _Shapes:
 
         self.env = ShapeEnv()
         self._fakes = FakeTensorMode(shape_env=self.env)
-        self._fakes.cache_enabled = False  # results are kept by type, below
+        self._fakes.cache_enabled = False  # results are memoised below
         self.sizes: dict[str, Any] = {}
         self.hints: dict[int, str] = {}
         self.names: dict[str, str] = {}
@@ -57,18 +54,15 @@ class _Shapes:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Where ops run on fakes.
-
-        What an op is made of is asked of Python first. Torch's C++ may want numbers where Python
-        does not (matmul in torch 2.11), and would get the hints.
-        """
+        """Context in which ops run on fakes. Python decompositions are preferred: C++ ones may
+        replace symbols by hints (matmul in torch 2.11)."""
         from torch._dispatch.python import enable_python_dispatcher
 
         with self._fakes, torch.no_grad(), enable_python_dispatcher():
             yield
 
     def size(self, name: str) -> Any:
-        """The SymInt that stands for symbol `name`."""
+        """The SymInt of symbol `name`."""
         if name not in self.sizes:
             from torch._dynamo.source import ConstantSource
             from torch.fx.experimental.symbolic_shapes import DimDynamic
@@ -89,15 +83,13 @@ class _Shapes:
         return torch.empty(dims, dtype=tensor_type.dtype)
 
     def assumptions(self, known: int) -> list[str]:
-        """What was decided by hints since there were `known` guards, apart from "is not equal"."""
+        """Comparisons decided by hints after the first `known` guards, except "not equal"."""
         fresh = [str(guard.expr) for guard in self.env.guards[known:]]
         return [self.readable(text) for text in fresh if not text.startswith("Ne(")]
 
     def fixed(self) -> str:
-        """Which sizes were taken for the numbers that stand for them, as text; "" if none was.
-
-        Nobody may grant that: what was made so is right for no other size.
-        """
+        """Symbols that torch replaced by their hints, as text; "" if none. The result is then valid
+        for one size only, which is never granted."""
         found = {name: self.dim(size) for name, size in self.sizes.items()}
         return " and ".join(f"{n} = {dim}" for n, dim in found.items() if isinstance(dim, int))
 
@@ -124,7 +116,7 @@ def _shapes() -> _Shapes:
 
 
 class _Leaf:
-    """A hashable stand-in for one argument: types as they are, others by Python type and text."""
+    """A hashable argument: types by value, others by Python type and text."""
 
     __slots__ = ("key", "value")
 
@@ -181,10 +173,9 @@ def infer(
 ) -> ValueType:
     """Result type of calling `target` on `args`, which hold `fx.Node`s that have types.
 
-    granted: comparisons of sizes that the type depends on hold, because an op that the call is part
-    of asks for them.
-
-    Errors: `VerifyError` naming the op, its argument types and what its fake kernel said.
+    granted: accept a type that depends on comparisons of sizes, which hold because of the op that
+    the call was decomposed from. Errors: `VerifyError` naming the op, its argument types and the
+    error of its fake kernel.
     """
     frozen = _freeze(args), _freeze(kwargs)
     found, assumed = _infer(target, *frozen)
@@ -195,7 +186,7 @@ def infer(
 
 
 def inferred(node: torch.fx.Node) -> ValueType:
-    """Result type of a call node, as `Function.call` gave it. Errors: those of `infer`."""
+    """Result type of a call node, inferred again. Errors: those of `infer`."""
     granted = node.meta.get("granted", False)
     return infer(node.target, node.args, dict(node.kwargs), granted=granted)  # type: ignore[arg-type]
 
@@ -203,7 +194,7 @@ def inferred(node: torch.fx.Node) -> ValueType:
 @lru_cache(maxsize=65536)
 @traces
 def _infer(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[ValueType, list[str]]:
-    """The type, and the comparisons of sizes that it would hold for."""
+    """The type, and the comparisons of sizes that it depends on."""
     if target is operator.getitem:
         source, index = args[1][0].value, args[1][1].value
         if not isinstance(source, tuple) or not -len(source) <= index < len(source):
@@ -222,7 +213,7 @@ def _infer(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[ValueTyp
 
 
 def symbolic(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[ValueType, list[str]]:
-    """The type by torch's symbolic shapes, and the comparisons that it would hold for."""
+    """The type by torch's symbolic shapes, and the comparisons that it depends on."""
     shapes = _shapes()
     known = len(shapes.env.guards)
     try:
@@ -231,14 +222,15 @@ def symbolic(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[ValueT
         found = _type_of(result, shapes, target)
         if fixed := shapes.fixed():
             raise VerifyError(f"it is computed for one size only: it would hold only where {fixed}")
-    except Exception as error:  # fake kernels raise whatever they like
+    except Exception as error:  # fake kernels raise anything
         forget_guesses(shapes, known)
         raise _refusal(target, args, kwargs, shapes.readable(str(error))) from error
     return found, forget_guesses(shapes, known)
 
 
 def forget_guesses(shapes: _Shapes, known: int) -> list[str]:
-    """The guesses made since; they would stay in force for every later op, so start afresh."""
+    """Comparisons assumed after the first `known` guards. If any, reset the shapes: guards would
+    stay in force for later ops."""
     assumed = shapes.assumptions(known)
     if assumed:
         _shapes.cache_clear()
@@ -252,7 +244,7 @@ def _refusal(target: Any, args: Any, kwargs: Any, reason: str) -> VerifyError:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from logging what comes back as an error anyway."""
+    """Disable torch's log of fake tensor errors, which are raised anyway."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -262,8 +254,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _ruled(target: Any, args: Any, kwargs: Any) -> TensorType | None:
-    """Types of slices and squeezes of symbolic dims, where torch would go by its hints, and whether
-    a dim has an element, of which not every torch is sure to ask."""
+    """Types of slices and squeezes of symbolic dims, which torch decides by hints; None for other
+    calls. Errors: `InputError` for a selected element that may not exist."""
     if target not in (_SLICE, _SELECT, *_SQUEEZES):
         return None
     names = [argument.name for argument in target._schema.arguments]
@@ -301,7 +293,7 @@ def _plain(frozen: Any) -> Any:
 
 
 def _check_element(size: Dim, index: Dim) -> None:
-    """Whether every size has this element. Errors: `InputError`."""
+    """Errors: `InputError` unless every size of the dim has this element."""
     if isinstance(size, int) or isinstance(index, Sym):
         return
     least = size.evaluate(lambda _: 1)
@@ -310,11 +302,11 @@ def _check_element(size: Dim, index: Dim) -> None:
 
 
 def _slice_length(size: Dim, start: Dim | None, end: Dim | None) -> Dim:
-    """Length of ``[start:end]`` where something is symbolic, if it is one polynomial."""
+    """Length of ``[start:end]`` with a symbolic size or end, as a polynomial."""
     first = _from_front(size, 0 if start is None else start)
     last = size if end is None or end == 2**63 - 1 else _from_front(size, end)
     length = _minus(last, first)
-    # Of a symbolic dim only its first or last element is sure to exist.
+    # Of a symbolic dim only the first and last element surely exist.
     fixed = isinstance(size, Sym) and isinstance(length, int)
     if fixed and (length != 1 or (first, last) not in ((0, 1), (_minus(size, 1), size))):
         raise InputError(f"whether [{start}:{end}] lies within {size} depends on {size}")

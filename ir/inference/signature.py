@@ -1,6 +1,6 @@
-"""Whether arguments are of the kinds that an op's schema declares.
+"""Checks of arguments against an op's schema.
 
-Torch itself does not always check: handed a symbolic size where a dtype belongs, it crashes.
+Torch does not always check: it crashes on a symbolic size in the place of a dtype.
 """
 
 from __future__ import annotations
@@ -48,10 +48,8 @@ def _parameters(target: Any) -> tuple[tuple[str, Any, bool], ...]:
 
 
 def mismatch(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """The first argument that does not fit the op's schema, in words; None if all do.
-
-    Arguments are given with tensors as their `TensorType`.
-    """
+    """Description of the first argument that does not fit the op's schema; None if all fit. Tensors
+    are given as `TensorType`."""
     parameters = _parameters(target)
     positional = [(name, kind) for name, kind, only in parameters if not only]
     if len(args) > len(positional):
@@ -72,10 +70,8 @@ def mismatch(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str
 def placed(
     target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call's arguments as programs hold them: by place where the op's schema has places.
-
-    Arguments that fit (see `mismatch`). Readers of programs then find each in one place only.
-    """
+    """Normalize a call's arguments: positional where the schema allows it. They must fit, see
+    `mismatch`."""
     if not hasattr(target, "_schema"):
         return tuple(args), dict(kwargs)
     rest = [a for a in target._schema.arguments[len(args) :] if not a.kwarg_only]

@@ -1,11 +1,10 @@
-"""Result types found by trying sizes: what type inference asks first.
+"""Type inference by trial sizes.
 
-An op is run on meta tensors, once for each of a few choices of sizes for its symbols, and a dim of
-a result is what fits all of them: a number, a dim of an argument, or the sum or product of two. The
-choices are ones and large primes in both orders: no comparison (``T >= 5``, ``T <= C``) holds in
-all of them, and no two polynomials of low degree agree there. What fits none, and what any choice
-refuses, is left to torch's symbolic shapes (`infer.py`), which say why. They load what compiles
-(55 MB); a process that only reads a program and runs it goes without.
+An op is run on meta tensors with a few choices of sizes for its symbols. A dim of a result is then
+a number, a dim of an argument, or the sum or product of two, if that fits all choices. Choices are
+ones and large primes in both orders: no comparison (``T >= 5``, ``T <= C``) holds in all of them,
+and no two polynomials of low degree agree. All other calls are left to torch's symbolic shapes
+(`infer.py`), which load 55 MB of torch's compiler that running a saved program does not need.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ Sizes = dict[str, int]
 
 
 def sampled(target: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> ValueType | None:
-    """The type of a call whose arguments have types in the places of tensors; None where trying
-    sizes does not say."""
+    """The type of a call, with types in the place of tensors; None if trial sizes do not determine
+    it."""
     dims = list(dict.fromkeys(_dims((args, kwargs))))
     names = sorted({name for dim in dims for name in dim.symbols})
     if len(names) >= len(_PRIMES):
@@ -49,14 +48,14 @@ def sampled(target: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Va
     try:
         with torch.no_grad():
             results = [target(*_at(args, s), **_at(kwargs, s)) for s in choices]
-    except Exception:  # whatever a kernel raises: symbolic inference asks again, and says it
+    except Exception:  # symbolic inference reports the error
         return None
     return _type(results, dims, choices)
 
 
 def _pointwise(target: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> TensorType | None:
-    """The type of an op on elements: what one element gives, of the shape that operands broadcast
-    to. (On meta tensors such ops load what compiles them.)"""
+    """The type of an elementwise op: dtype from a call on single elements, shape by broadcasting.
+    (On meta tensors such ops load torch's compiler.)"""
     operands = [value for value in (*args, *kwargs.values()) if isinstance(value, TensorType)]
     dims: list[Dim] = []
     for place in range(max((len(operand.dims) for operand in operands), default=0)):
@@ -74,7 +73,7 @@ def _pointwise(target: Callable[..., Any], args: Any, kwargs: dict[str, Any]) ->
 
 
 def _concatenated(tensors: list[TensorType], dim: int = 0) -> TensorType | None:
-    """The type of tensors one after the other. (On meta tensors that loads what compiles, too.)"""
+    """The type of ``aten.cat``. (On meta tensors it loads torch's compiler.)"""
     first, rank = tensors[0], len(tensors[0].dims)
     if not -rank <= dim < rank or len({(x.dtype, len(x.dims)) for x in tensors}) > 1:
         return None
@@ -86,20 +85,14 @@ def _concatenated(tensors: list[TensorType], dim: int = 0) -> TensorType | None:
 
 
 def _one(value: Any) -> Any:
-    """Arguments of one element."""
-    if isinstance(value, TensorType):
-        return torch.ones([1] * len(value.dims), dtype=value.dtype)
-    if isinstance(value, dict):
-        return {name: _one(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_one, value))
-    if isinstance(value, Sym):
-        return 1
-    return value
+    """Arguments with all sizes 1, as tensors in memory."""
+    return _filled(
+        value, lambda type: torch.ones([1] * len(type.dims), dtype=type.dtype), lambda _: 1
+    )
 
 
 def _type(results: list[Any], dims: list[Sym], choices: list[Sizes]) -> ValueType | None:
-    """The type that fits results, one for each choice."""
+    """The type that fits the results of all choices; None if there is none."""
     first = results[0]
     if isinstance(first, (tuple, list)):
         if len({len(each) for each in results}) > 1:
@@ -117,7 +110,7 @@ def _type(results: list[Any], dims: list[Sym], choices: list[Sizes]) -> ValueTyp
 
 
 def _dim(sizes: list[int], dims: list[Sym], choices: list[Sizes]) -> Dim | None:
-    """The dim that has these sizes."""
+    """The dim with these sizes at the choices; None if there is none."""
     if len(set(sizes)) == 1:
         return sizes[0]
     for base in _likely(dims):
@@ -132,7 +125,7 @@ def _dim(sizes: list[int], dims: list[Sym], choices: list[Sizes]) -> Dim | None:
 
 
 def _likely(dims: list[Sym]) -> Iterator[Sym]:
-    """What dims of results are made of."""
+    """Candidates for dims of results."""
     yield from dims
     for one, other in combinations_with_replacement(dims, 2):
         made = (one * other, one + other, one - other)
@@ -153,26 +146,35 @@ def _dims(value: Any) -> Iterator[Sym]:
 
 
 def _on_meta(value: Any) -> bool:
-    """Whether a call has a tensor, so that its results are on meta, too."""
+    """Whether there is a tensor argument, so that results are on meta."""
     if isinstance(value, (list, tuple)):
         return any(map(_on_meta, value))
     return isinstance(value, TensorType)
 
 
 def _makes_tensors(target: Callable[..., Any]) -> bool:
-    """Whether an op makes a tensor out of sizes, where it is told to."""
+    """Whether an op takes a device, as ops that create tensors do."""
     schema = getattr(target, "_schema", None)
     return schema is not None and any(given.name == "device" for given in schema.arguments)
 
 
 def _at(value: Any, sizes: Sizes) -> Any:
-    """Arguments at some sizes, tensors without memory for types."""
+    """Arguments at some sizes, as meta tensors."""
+
+    def empty(type: TensorType) -> torch.Tensor:
+        return torch.empty(_at(list(type.dims), sizes), dtype=type.dtype, device="meta")
+
+    return _filled(value, empty, lambda size: size.evaluate(sizes.__getitem__))
+
+
+def _filled(value: Any, tensor: Callable[..., Any], number: Callable[..., Any]) -> Any:
+    """Arguments with `tensor` applied to types and `number` to symbolic sizes."""
     if isinstance(value, TensorType):
-        return torch.empty(_at(list(value.dims), sizes), dtype=value.dtype, device="meta")
+        return tensor(value)
     if isinstance(value, Sym):
-        return value.evaluate(sizes.__getitem__)
+        return number(value)
     if isinstance(value, dict):
-        return {name: _at(item, sizes) for name, item in value.items()}
+        return {name: _filled(item, tensor, number) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_at(item, sizes) for item in value)
+        return type(value)(_filled(item, tensor, number) for item in value)
     return value

@@ -1,8 +1,8 @@
-"""The graftwork op set. One op is one decorated function: declaration, docstring, meaning, samples.
+"""The graftwork op set. An op is one decorated function: declaration, docstring, meaning, samples.
 
-`op` registers the function as ``torch.ops.graftwork.<name>``; its body is both the reference
-semantics and the decomposition that backends inline. Everything else (schema, checks, result types,
-printing, parsing, verification, documentation, the generic op tests) derives from that one block.
+`op` registers the function as ``torch.ops.graftwork.<name>``. Its body is the reference semantics
+and the decomposition that backends inline. Schema, checks, result types, text form, documentation
+and generic tests derive from this block.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Product:
-    """That an op is a product (x [...,K], weight, ...) of rows with the rows of a weight.
+    """An op that multiplies rows x [...,K] by the transpose of a weight [N,K].
 
-    stored: its arguments after x that have the outputs as their first axis, the weight first, so
-    that several products of one x are one product of the joined arguments; what it has besides,
-    they must share. inner: how many of them, from the first, must agree in all but that axis.
-    exact: whether a call rounds x to integers and adds exactly: then a row's result has the same
-    bits whatever rows are beside it, and float error in x may grow to a step of the rounding.
+    stored: arguments with N as their first axis, the weight first. Products of one x merge by
+    concatenating these; their other arguments must be equal. inner: how many of `stored`, from the
+    first, must agree in all other axes. exact: whether a call rounds x to integers and sums them
+    exactly: a row's result then does not depend on other rows, and float error in x can grow to a
+    rounding step.
     """
 
     stored: tuple[str, ...]
@@ -44,12 +44,12 @@ class Product:
 
 @dataclass(frozen=True)
 class Native:
-    """That a kernel of `backends/kernels` does what an op does, on floating operands in float32.
+    """A kernel of `backends/kernels` for an op, on float32 operands.
 
-    sizes: those of the declaration's letters that the kernel is told, in its order. cast: floating
-    operands, by name, that torch converts to float32 first; other dtypes of the rest run the op's
-    meaning. onnx: whether ONNX Runtime runs the kernel, too. An option that may be None or a
-    floating number is 0 to the kernel where it is None.
+    sizes: letters of the declaration that are passed to the kernel, in order. cast: floating
+    operands, by name, that torch converts to float32 first; other dtypes elsewhere run the op's
+    meaning. onnx: whether ONNX Runtime runs the kernel too. Floating options that are None are
+    passed as 0.
     """
 
     sizes: str
@@ -59,12 +59,8 @@ class Native:
 
 @dataclass(frozen=True)
 class OpDef:
-    """What is known of one op: where its overload, meaning, samples and documentation are.
-
-    operands: the text of its declaration. declared: what follows from it. product: see `Product`,
-    None for an op that is none. native: see `Native`, None for an op without a kernel. stored: the
-    operands that are weights of few bits, see `ir.rewrite.stored`.
-    """
+    """One op. operands: its declaration. declared: derived from it. stored: operands that are
+    weights of few bits, see `ir.rewrite.stored`."""
 
     name: str
     operands: str
@@ -78,12 +74,12 @@ class OpDef:
 
     @property
     def doc(self) -> str:
-        """The op's documentation: its meaning's docstring."""
+        """The meaning's docstring."""
         return (self.meaning.__doc__ or "").strip()
 
     @property
     def row(self) -> str:
-        """The op's row in docs/ops.md: name, declaration and the first sentence of its doc."""
+        """The op's row in docs/ops.md: name, declaration, and first paragraph of its docstring."""
         said = self.operands.replace(", also", "").replace("also ", "").replace("|", "\\|")
         return (
             f"| `{self.name}` | `{said}` | {' '.join(self.doc.partition(chr(10) * 2)[0].split())} |"
@@ -103,13 +99,12 @@ def op(
     native: Native | None = None,
     stored: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as the op of its name, which it then checks operands for.
+    """Register the decorated function as the op of its name.
 
-    operands: their axes and dtypes, and the results', see `declared`. Arguments that are passed by
-    keyword alone are options, whose numbers are never symbolic. also: what the text cannot say.
-    samples: a generator of calls for the generic tests. product: what passes and backends ask of
-    products, see `Product`. native: see `Native`. stored: operands that are weights of few bits.
-    Results must not alias arguments.
+    operands: axes and dtypes of operands and results, see `declared`; others are an `InputError`.
+    Keyword-only arguments are options, which are never symbolic. also: checks that the declaration
+    cannot express. samples: yields calls for the generic tests. product, native: see `Product` and
+    `Native`. stored: operands that are weights of few bits. Results must not alias arguments.
     """
 
     def register(meaning: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,20 +129,20 @@ def op(
 
 
 def all_ops() -> dict[str, OpDef]:
-    """Every defined op by name, families loaded."""
+    """Every op by name; imports all families."""
     import_all(__name__)
     return dict(_OPS)
 
 
 def op_of(target: Any) -> OpDef | None:
-    """The definition behind a node's target, or None for core ATen ops."""
+    """The definition of a node's target; None for core ATen ops."""
     if getattr(target, "namespace", None) != "graftwork":
         return None
     return all_ops().get(target._schema.name.partition("::")[2])
 
 
 def is_exact_by_row(node: torch.fx.Node) -> bool:
-    """Whether a call is a product that rounds its rows and adds exactly, see `Product.exact`."""
+    """Whether a call is an exact product, see `Product.exact`."""
     op = op_of(node.target)
     return op is not None and op.product is not None and op.product.exact(node.kwargs)
 

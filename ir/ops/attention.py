@@ -11,14 +11,14 @@ from . import Native, Sample, op
 from .operands import Operands
 
 SPANS = ("window", "chunk")
-"""Options of `attention` and `step_mask` that say how far back a token sees; None: to the start."""
+"""Options of `attention` and `step_mask` that limit how far back a token sees; None: no limit."""
 
 
 def within_reach(
     mask: Tensor, own: Tensor, other: Tensor, window: int | None, chunk: int | None
 ) -> Tensor:
-    """A mask without what is out of reach. own, other: positions of tokens and of what they look
-    at; reach: see `attention`."""
+    """A mask limited by window and chunk, see `attention`. own, other: positions of queries and of
+    keys."""
     if window is not None:
         mask = mask & (own - other < window)
     if chunk is not None:
@@ -39,7 +39,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor
 def _weighted(
     scores: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """softmax(scores) v over the visible rows; a sink takes weight but adds nothing."""
+    """softmax(scores) v over the visible rows; sinks add to the softmax's denominator only."""
     batch, heads, width, rows = scores.shape
     scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is not None:
@@ -66,15 +66,15 @@ def _attention_samples() -> Iterator[Sample]:
 
 
 def by_distance(table: Tensor, distance: Tensor) -> Tensor:
-    """What a table [H,2R+1] says of distances i64[...], key position - query position, those beyond
-    R as R: f32[...,H]."""
+    """Look up key position - query position i64[...], clamped to -R..R, in a table [H,2R+1]:
+    f32[...,H]."""
     reach = table.shape[1] // 2
     place = distance.clamp(-reach, reach) + reach
     return torch.nn.functional.embedding(place, table.float().t())
 
 
 def check_distances(given: Operands, distances: Tensor | None) -> None:
-    """Whether a table of distances is [H,2R+1]. Errors: `InputError`."""
+    """Errors: `InputError` unless the table is [H,2R+1]."""
     if distances is not None and distances.shape[1] % 2 == 0:
         given.refuse("distances", distances, ("H", "2R+1"))
 
@@ -98,17 +98,15 @@ def attention(
     softcap: float | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """Causal self-attention over a whole sequence; what a frontend produces, without a cache.
+    """Causal self-attention over a whole sequence, as frontends produce it, without a cache.
 
     ``%y: f32[B,H,T,E] = graftwork.attention(%q, %k, %v, layer=0, scale=0.125)``
 
     q [B,H,T,D]; k [B,G,T,D]; v [B,G,T,E], H a multiple of G (grouped-query attention). Token t sees
-    tokens max(0, t - window + 1) .. t, of these with `chunk` only those of its own chunk of so many
-    positions, from t - t % chunk on (Llama 4). `softcap` c bounds scores to c tanh(s/c); `sinks`
-    [H] adds one logit a head that takes weight and contributes nothing; `slopes` [H] adds slope *
-    (key position - query position) (ALiBi); `distances` [H,2R+1] adds what it says of that
-    difference, from -R to R, what is farther counting as R (T5). `layer` names the layer whose
-    cache this attention will own.
+    tokens max(0, t - window + 1) .. t; with `chunk` only those from t - t % chunk on (Llama 4).
+    softcap c: scores become c tanh(s/c). sinks [H]: a logit per head in the softmax's denominator.
+    slopes [H]: adds slope * (j - i) to score (i, j) (ALiBi). distances [H,2R+1]: adds
+    distances[h, clamp(j - i, -R, R) + R] (T5). layer: the owner of the cache.
     """
     width = q.shape[2]
     steps = torch.arange(width, device=q.device)
@@ -134,8 +132,8 @@ def cache_write(cache: Tensor, new: Tensor, past: Tensor) -> Tensor:
 
     ``%keys: f32[B,G,C,D] = graftwork.cache_write(%kv.0.key, %k, %past)``
 
-    cache [B,G,C,D]; new [B,G,T,D], both floating or both u8; past i64[B], past + T <= C (the caller
-    reserves). Rows at and after past + T are not valid and are never read through a `step_mask`.
+    cache [B,G,C,D]; new [B,G,T,D], both floating or both u8; past i64[B], past + T <= C (reserved
+    by the caller). Rows from past + T on are invalid; `step_mask` hides them.
     """
     width = new.shape[2]
     rows = past[:, None] + torch.arange(width, device=past.device)
@@ -159,9 +157,9 @@ def _mask_samples() -> Iterator[Sample]:
 def held_positions(
     past: Tensor, positions: Tensor, capacity: int, row_positions: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row: the position that it holds after a step, i64[B,C]; whether the step writes it,
-    bool[B,C]; and by which token, i64[B,C]. positions i64[B,T]; row_positions: of the rows before
-    the step, each its own number if None."""
+    """By row: its position after a step, i64[B,C]; whether the step writes it, bool[B,C]; and the
+    token that does, i64[B,C]. positions i64[B,T]; row_positions: before the step; None: row r has
+    position r."""
     width = positions.shape[1]
     rows = torch.arange(capacity, device=past.device)
     offset = rows[None, :] - past[:, None]
@@ -190,13 +188,11 @@ def step_mask(
 
     ``%m: bool[B,1,T,C] = graftwork.step_mask(%past, %positions, None, C, window=4096)``
 
-    past i64[B] valid rows before the step; positions i64[B,T] each token's position in its
-    sequence; ancestors bool[B,T,T] (row t: the step's tokens that token t continues, itself
-    included; topological order) or None for a chain, where token t sees tokens 0..t of the step.
-    Row past + i holds token i of the step; row r < past holds position row_positions[b,r] of
-    i64[B,C], or position r if that is None. `window` hides rows whose position is `window` or more
-    before the token's, `chunk` those of positions before the token's own chunk. Errors:
-    `InputError` naming an operand of another rank, size or dtype.
+    past i64[B] valid rows before the step; positions i64[B,T] of the tokens; ancestors bool[B,T,T]
+    (row t: token t and its ancestors in the step, topological order) or None for a chain, where
+    token t sees tokens 0..t. Row past + i holds token i of the step; row r < past holds position
+    row_positions[b,r] of i64[B,C], or r if that is None. `window` hides rows `window` or more
+    positions before the token, `chunk` those before the token's chunk.
     """
     width = positions.shape[1]
     offset = torch.arange(capacity, device=past.device)[None, :] - past[:, None]
@@ -253,7 +249,7 @@ def _attend_samples() -> Iterator[Sample]:
 
 
 ATTEND = "q: BHTD, k: BGCD, v: BGCE, mask: bool B1TC, bias: BHTC, sinks: H, H % G, C >= 1"
-"""What attention asks of its operands."""
+"""Declaration of the operands of attention."""
 
 ATTENTION = Native("BHGTCDE", cast="bias sinks")
 
@@ -276,8 +272,7 @@ def attend(
 
     q [B,H,T,D]; k [B,G,C,D] and v [B,G,C,E] caches that already hold the step's rows; mask
     bool[B,1,T,C] (`step_mask`), at least one row visible to every token; bias [B,H,T,C] is added to
-    the scores; sinks, softcap as in `attention`. Hidden rows have no influence, whatever they hold.
-    Errors: `InputError` naming an operand of another rank, size or dtype.
+    the scores; sinks, softcap as in `attention`. Hidden rows have no influence.
     """
     if sinks is None and softcap is None and q.shape[3] == v.shape[3]:
         extra = mask if bias is None else bias.masked_fill(~mask, float("-inf")).to(q.dtype)

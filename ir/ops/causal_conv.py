@@ -1,6 +1,6 @@
-"""Convolutions over the latest tokens, which carry those from step to step.
+"""Causal convolutions, with the last tokens' values as a state.
 
-What may be taken back is in a log beside them, see `recurrent`.
+Values that may be rolled back are kept in a log, see `recurrent`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def _check(given: Operands) -> None:
 
 @op("x: BTD, weight: DN, bias: D -> x", samples=_conv_samples, also=_check)
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, layer: int) -> Tensor:
-    """Of each channel, the weighted sum of a token's value and those of the tokens before it.
+    """Depthwise causal convolution: per channel, a weighted sum over a token and those before it.
 
     ``%y: f32[B,T,D] = graftwork.causal_conv(%x, @weight, layer=0)``
 
-    x [B,T,D]; weight [D,N], the last column for the token itself; bias [D]. What is before the
-    sequence counts as 0. `layer` names the layer that will own the last N-1 values.
+    x [B,T,D]; weight [D,N], the last column for the token itself; bias [D]. Values before the
+    sequence are 0. layer: owner of the state of the last N-1 values.
     """
     nothing = x.new_zeros((x.shape[0], weight.shape[1] - 1, x.shape[2]))
     return _convolved(nothing, x, weight, bias, None)
@@ -44,7 +44,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, layer:
 def _convolved(
     history: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, ancestors: Tensor | None
 ) -> Tensor:
-    """Sums over a token and its N-1 ancestors; history [B,N-1,D] is what is before the step."""
+    """Sums over a token and its N-1 ancestors; history [B,N-1,D]: values before the step."""
     span, width = weight.shape[1], x.shape[1]
     everything = torch.cat([history, x], 1)
     total = None
@@ -61,7 +61,7 @@ def _convolved(
 
 
 def _at(ancestors: Tensor, distance: int, span: int) -> Tensor:
-    """Which row of [history, step] is so far before each token: bool[B,T,N-1+T]."""
+    """bool[B,T,N-1+T]: the row of [history, step] that is `distance` before each token."""
     depth = ancestors.long().sum(2)
     places = torch.arange(span - 1, device=ancestors.device)
     wanted = span - 2 - (distance - depth)
@@ -97,7 +97,7 @@ def causal_conv_step(
     weight: Tensor,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of `causal_conv`, and the history and log after it.
+    """One step of `causal_conv`, with the history and log after it.
 
     ``%y, %h, %r = graftwork.causal_conv_step(%history, %rows, %folded, %past, %certain, None, %x,
     @weight)``
@@ -105,7 +105,6 @@ def causal_conv_step(
     history [B,N-1,D] holds the values of the last rows before row `folded` i64[B], the log rows
     [B,W,D] those from there on. past, certain and ancestors as in `linear_attention_step`; x
     [B,T,D], weight and bias as in `causal_conv`. Results: y [B,T,D], the new history and log.
-    Errors: `InputError` naming an operand that does not fit.
     """
     span = weight.shape[1]
     begun = (past > 0)[:, None, None]

@@ -1,27 +1,27 @@
-"""What follows from an op's declaration: its schema, what it asks of operands, its results' types.
+"""Declarations of ops: schema, operand checks and result types from one line.
 
-A declaration is a line beside the op's meaning::
+A declaration stands beside the op's meaning::
 
     "q: BHTD, k: BGCD, v: BGCE, mask: bool B1TC, bias: BHTC, H % G, C >= 1 -> BHTE"
 
 Before the arrow, in the order in which they are checked:
 
     name: kind axes   An operand. axes: a letter each, equal letters for equal sizes, 1 for a size
-                      of 1, `...H` for any axes and H; or the name of an operand: that one's shape.
-                      kind: a dtype (see `DTYPES`), the name of an operand for that one's, `float`
-                      for any floating one, `any`, or `float|u8`, of which the first operand that
-                      says so chooses for all. Without one: `float`, or with the shape of an operand
-                      that one's dtype. Operands that may be None are checked if they are not.
+                      of 1, `...H` for any axes and H; or an operand, whose shape it has.
+                      kind: a dtype (see `DTYPES`), an operand, whose dtype it has, `float` for any
+                      floating dtype, `any`, or `float|u8`, chosen by the first such operand for
+                      all. Default: `float`, or that of the operand whose shape it has.
+                      Operands that are None are not checked.
     H % G             H is a multiple of G, and G at least 1.
     C >= 1            C is at least 1.
     P = N - 1         A size, by letters and arguments.
     also              The function of this name is called here, and else last.
 
-Behind it are the results, written like operands without names; `a+b` is the dtype that two operands
-promote to, and without a kind it is the first operand's. Results lie in memory of their own.
+After it, the results, written like operands without names. `a+b`: the dtype that two operands
+promote to. Default kind: the first operand's dtype. Results do not alias operands.
 
-The functions are written as source and compiled, as dataclasses' are: they bind arguments as Python
-does, cost a decoding step no more than code written by hand, and torch.compile traces them.
+The functions are generated as source and compiled, like those of dataclasses: they are as fast as
+code written by hand, and torch.compile traces them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from ..types import DTYPES
 from .operands import Operands
 
 Also = Callable[..., None]
-"""Checks what letters cannot say, and sets sizes that results have. Called with the `Operands`
-so far and those of the op's arguments that its other parameters name. Errors: `InputError`."""
+"""Checks that letters cannot express; may set sizes of results. Called with the `Operands` so far
+and the op's arguments of its parameters' names. Errors: `InputError`."""
 
 _SOURCE = """
 def make(_meaning, _also):
@@ -62,12 +62,12 @@ def make(_meaning, _also):
 
 @dataclass(frozen=True)
 class Declared:
-    """schema: torch's. names: of the arguments. items, results: the text before and behind the
-    arrow, one by one, see `parts`. bound: arguments of a call, defaults filled in.
+    """Derived from a declaration.
 
-    check: takes a call's arguments, options may be left out; returns the sizes by letter. Errors:
-    `InputError` naming the operand that does not fit. checked: the meaning, behind that. like:
-    results of a call's types, without values, by what `check` and `bound` gave.
+    schema: torch's. names: of the arguments. items, results: of the text, see `parts`. check: from
+    a call's arguments (options may be left out) to sizes by letter. Errors: `InputError` naming the
+    operand. checked: the meaning after `check`. like: uninitialized results, from the values of
+    `check` and `bound`. bound: a call's arguments, defaults filled in.
     """
 
     schema: str
@@ -81,7 +81,7 @@ class Declared:
 
 
 def declare(text: str, meaning: Callable[..., Any], also: Also | None) -> Declared:
-    """What a declaration says of an op, whose name and arguments are its meaning's."""
+    """Compile an op's declaration."""
     signature = inspect.signature(meaning)
     schema = torch.library.infer_schema(meaning, op_name=meaning.__name__, mutates_args=())
     positional, star, options = schema.partition("*, ")
@@ -120,7 +120,7 @@ def declare(text: str, meaning: Callable[..., Any], also: Also | None) -> Declar
 
 
 def _check_names(op: str, text: str, arguments: list[str]) -> None:
-    """Errors: `InputError` for a declaration that names what is no argument of the op."""
+    """Errors: `InputError` for names in a declaration that are not arguments of the op."""
     known = {*arguments, *DTYPES, "also", "any", "float", "len"}
     unknown = [name for name in re.findall(r"[a-z]\w*", text) if name not in known]
     if unknown:
@@ -128,7 +128,7 @@ def _check_names(op: str, text: str, arguments: list[str]) -> None:
 
 
 def _default(parameter: inspect.Parameter) -> Any:
-    """None for options without a default: those who check operands alone leave them out."""
+    """The default of an argument of `check`: None for options without one."""
     needed = parameter.default is parameter.empty and parameter.kind == parameter.KEYWORD_ONLY
     return None if needed else parameter.default
 
@@ -149,7 +149,7 @@ def parts(item: str) -> tuple[str, str, str]:
 
 
 def _check(item: str, required: list[str], operands: str) -> str:
-    """A line of source that checks what one item of a declaration says."""
+    """Source of the check of one item of a declaration."""
     if " % " in item:
         axis, _, of = item.partition(" % ")
         return f"_given.multiple({axis!r}, {of!r})"
@@ -169,7 +169,7 @@ def _check(item: str, required: list[str], operands: str) -> str:
 
 
 def _dtype(kind: str, name: str, operands: str) -> str:
-    """Source of an operand's or a result's dtype; None is any floating one."""
+    """Source of an operand's or result's dtype; None: any floating dtype."""
     if kind in ("", "float"):
         return "None"
     if kind == "float|u8":

@@ -1,4 +1,4 @@
-"""Which ATen composites stay whole when rewrite patterns are traced; programs may hold them too."""
+"""ATen composites that are not decomposed when rewrite patterns are traced."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-# What frontends leave whole, passes match and backends have kernels for.
+# Kept by frontends, matched by passes, and run by kernels of backends.
 KEPT = frozenset(
     {
         "aten.conv1d",

@@ -1,9 +1,8 @@
-"""What becomes of rows that a cache drops: a state of fixed size holds what they add up to.
+"""A state of fixed size that sums the rows which a cache drops (LESS).
 
-Attention weighs a row by the exponential of a product of query and key. Where that is about a
-product of positive features of the two, rows need not be kept to be weighed: their features, times
-their values, add up. Source: Dong et al., "Get More with LESS: Synthesizing Recurrence with KV
-Cache Compression for Efficient LLM Inference" (2024).
+exp(q k) is approximated by a product of positive features of q and of k, so features times values
+of dropped rows are summed (linear attention). Source: Dong et al., "Get More with LESS:
+Synthesizing Recurrence with KV Cache Compression for Efficient LLM Inference" (2024).
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ def _features_samples() -> Iterator[Sample]:
 def positive_features(
     x: Tensor, inner: Tensor, outer: Tensor, last: Tensor | None = None
 ) -> Tensor:
-    """Features of queries, or of keys, each head by layers of its own.
+    """Positive features of queries or keys, with separate layers for each head.
 
     ``%f: f32[B,H,T,8] = graftwork.positive_features(%q, @kv.0.query.inner, @kv.0.query.outer)``
 
-    x [B,H,T,D]; inner f32[H,D,I] and outer f32[H,I,R], GELU after each; last f32[H,R,R], if there
-    is one, behind them; of the outcome the size, without its sign.
+    x [B,H,T,D]; inner f32[H,D,I] and outer f32[H,I,R], GELU after each; optionally last f32[H,R,R];
+    the result is the absolute value.
     """
     gelu = torch.nn.functional.gelu
     found = gelu(torch.matmul(gelu(torch.matmul(x.float(), inner)), outer))
@@ -73,15 +72,15 @@ def add_dropped(
     full: int,
     block: int,
 ) -> Tensor:
-    """What dropped rows add up to, with those that are dropped now.
+    """The sums of dropped rows, with the rows that are dropped now added.
 
     ``%d: f32[B,G,8,E+1] = graftwork.add_dropped(%kv.0.dropped, %f, %kv.0.value, %k, %past,
     full=1088, block=64)``
 
     state f32[B,G,P,E+1], P >= R; features f32[B,G,C,R] of the keys; values [B,G,C,E]; rows
-    i64[B,G,K] that stay; past i64[B] are valid. A sequence with `full` rows drops the others: of
-    each, every feature is added times the value, and times 1 in the last column. Where past is
-    `block`, a text begins, and nothing was dropped yet.
+    i64[B,G,K] that are kept; past i64[B] rows are valid. A sequence with `full` rows drops the
+    others: the outer product of features and (values, 1) is added. past == block starts a new
+    text: the state is reset.
     """
     place = torch.arange(features.shape[2], device=past.device)
     kept = torch.zeros_like(features[..., 0]).scatter(2, rows, 1.0)
@@ -107,14 +106,14 @@ def _read_samples() -> Iterator[Sample]:
 def read_dropped(
     features: Tensor, state: Tensor, positions: Tensor, past: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What tokens find among dropped rows, and how much these weigh, as `attend_part` says it.
+    """Attention over dropped rows, and its weight as in `attend_part`.
 
     ``%r: (f32[B,H,T,E], f32[B,H,T]) = graftwork.read_dropped(%f, %kv.0.dropped, %positions,
     %past)``
 
-    features f32[B,H,T,R] of the queries; state f32[B,G,P,E+1] as `add_dropped` makes it, P >= R;
-    positions i64[B,T] and past i64[B]: as long as a text's first token of a step stands where its
-    row is, nothing was dropped, and the weight is -infinity.
+    features f32[B,H,T,R] of the queries; state f32[B,G,P,E+1] from `add_dropped`, P >= R; positions
+    i64[B,T]; past i64[B]. If the step's first position is past, nothing was dropped and the weight
+    is -infinity.
     """
     batch, heads, width, rank = features.shape
     groups, wide = state.shape[1], state.shape[3]

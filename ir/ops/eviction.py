@@ -1,8 +1,7 @@
-"""Which rows of a cache are kept when it is full, and what becomes of them.
+"""Cache eviction: scores of rows, and the rows that a full cache keeps.
 
-A method is a score of every row; `keep_top` turns scores into rows. Scores are rounded, because
-equal tokens have equal scores but for float noise, and of rows with one score the later is kept: so
-every backend keeps the same rows.
+A method computes a score for every row; `keep_top` selects rows by score. Scores are rounded and
+ties go to the later row, so float noise does not change the selection between backends.
 """
 
 from __future__ import annotations
@@ -19,26 +18,25 @@ from .rotary import check_tables, turned_on
 
 I64 = torch.int64
 STEPS = 1024.0
-"""Scores are multiples of 1 / STEPS, those that are compared by their ratio so in their logarithm:
-two that differ by less than a thousandth may count as equal."""
+"""Scores, or their logarithms if their ratios count, are rounded to multiples of 1 / STEPS."""
 
 LEAST = 1e-30
-"""What a score is at least before its logarithm is taken."""
+"""Lower bound of a score before its logarithm is taken."""
 
 
 def rounded(scores: Tensor) -> Tensor:
-    """Scores as whole numbers of steps, which float32 holds exactly."""
+    """Scores in integer multiples of 1 / STEPS, exact in float32."""
     return torch.round(scores.float() * STEPS)
 
 
 def rounded_log(scores: Tensor) -> Tensor:
-    """Scores that are compared by their ratio, at least 0: their logarithms, rounded."""
+    """Rounded logarithms of scores >= 0, for scores whose ratios count."""
     return rounded(scores.float().clamp(min=LEAST).log())
 
 
 @op("keys: BGCD -> f32 BGC", samples=lambda: _norm_samples())
 def row_scores_age(keys: Tensor) -> Tensor:
-    """Nothing but its age tells a row from another: all scores are 0, and the latest rows count.
+    """Scores 0 for all rows: the latest are kept.
 
     ``%s: f32[B,G,C] = graftwork.row_scores_age(%kv.0.key)``
 
@@ -53,12 +51,12 @@ def _norm_samples() -> Iterator[Sample]:
 
 @op("keys: BGCD -> f32 BGC", samples=_norm_samples)
 def row_scores_norm(keys: Tensor) -> Tensor:
-    """The smaller a key is, the more its row counts: minus the logarithm of its length.
+    """Score by minus the logarithm of the key's L2 norm.
 
     ``%s: f32[B,G,C] = graftwork.row_scores_norm(%kv.0.key)``
 
-    keys [B,G,C,D]. Scores are whole numbers, 1,024 of them to a factor of e. Source: Devoto et al.,
-    "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression" (2024).
+    keys [B,G,C,D]. Scores are in 1/1024 of a natural logarithm. Source: Devoto et al., "A Simple
+    and Effective L2 Norm-Based Strategy for KV Cache Compression" (2024).
     """
     squares = keys.float().pow(2).sum(-1)
     return -rounded(squares.clamp(min=LEAST).log() * 0.5)
@@ -70,14 +68,13 @@ def _keydiff_samples() -> Iterator[Sample]:
 
 @op("keys: BGCD, past: i64 B -> f32 BGC", samples=_keydiff_samples)
 def row_scores_keydiff(keys: Tensor, past: Tensor) -> Tensor:
-    """The less a key resembles the others, the more its row counts.
+    """Score by minus the cosine between a key and the mean direction of the keys.
 
     ``%s: f32[B,G,C] = graftwork.row_scores_keydiff(%kv.0.key, %past)``
 
-    keys [B,G,C,D]; past i64[B] rows are valid. The score is minus the cosine between a key and the
-    mean of all valid keys, each of length 1, in whole numbers of 1/1024. Source: Park et al.,
-    "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
-    Resource-Constrained Environments" (2025).
+    keys [B,G,C,D]; past i64[B] rows are valid. The mean is of valid keys, normalized to length 1;
+    scores are in 1/1024. Source: Park et al., "KeyDiff: Key Similarity-Based KV Cache Eviction for
+    Long-Context LLM Inference in Resource-Constrained Environments" (2025).
     """
     lengths = keys.float().pow(2).sum(-1, keepdim=True).clamp(min=LEAST).sqrt()
     directions = keys.float() / lengths
@@ -116,14 +113,14 @@ def row_attention(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """The attention that rows got of the last queries: the mean over queries and a group's heads.
+    """Attention that rows receive from the last queries: mean over queries and a group's heads.
 
     ``%a: f32[B,G,C] = graftwork.row_attention(%q, %keys, %past, block=64, last=1, scale=0.5)``
 
-    queries [B,H,W,D], W >= block, of which row i is the query of the cache's row past - block + i;
-    the last `last` of the `block` count. keys [B,G,C,D] as attention reads them; past i64[B], a
-    multiple of block, rows are valid. scale, softcap as in `attend`. A query sees the rows up to
-    its own. Rows at and after past get 0.
+    queries [B,H,W,D], W >= block: row i is the query of cache row past - block + i; the last `last`
+    of the block are used. keys [B,G,C,D] as attention reads them; past i64[B], a multiple of block,
+    rows are valid. scale, softcap as in `attend`. A query sees rows up to its own. Rows from past
+    on get 0.
     """
     batch, groups, rows, dim = keys.shape
     heads = queries.shape[1]
@@ -157,13 +154,13 @@ def _check_pool(given: Operands, pool: int, recent: int) -> None:
 def row_scores_attention(
     attention: Tensor, past: Tensor, *, pool: int = 1, recent: int = 0
 ) -> Tensor:
-    """The more attention a row and its neighbours got, the more it counts: the logarithm of it.
+    """Score by the logarithm of the attention that a row and its neighbours received.
 
     ``%s: f32[B,G,C] = graftwork.row_scores_attention(%a, %past, pool=5, recent=32)``
 
-    attention f32[B,G,C] as `row_attention` gives it, or sums of it; past i64[B] rows are valid.
-    Averaged over `pool` rows around each, the last `recent` rows and what is outside counting 0.
-    Scores are whole numbers, 1,024 of them to a factor of e.
+    attention f32[B,G,C] from `row_attention`, or sums of it; past i64[B] rows are valid. Averaged
+    over `pool` rows around each; the last `recent` rows and rows outside count as 0. Scores are in
+    1/1024 of a natural logarithm.
     """
     rows = attention.shape[2]
     counted = torch.arange(rows, device=past.device)[None] < past[:, None] - recent
@@ -185,13 +182,12 @@ def _sums_samples() -> Iterator[Sample]:
 
 @op("sums: f32 BGC1, attention: BGC, past: i64 B -> sums", samples=_sums_samples)
 def row_sums(sums: Tensor, attention: Tensor, past: Tensor, *, count: int) -> Tensor:
-    """All the attention that rows got: what they had, and that of the last `count` queries.
+    """Accumulated attention of rows: the sums so far plus that of the last `count` queries.
 
     ``%t: f32[B,G,C,1] = graftwork.row_sums(%kv.0.sums, %a, %past, count=64)``
 
     sums f32[B,G,C,1]; attention f32[B,G,C], the mean over the last `count` queries; past i64[B]
-    rows are valid, of which the last `count` are new: they had nothing. A sequence with past 0
-    stays as it is.
+    rows are valid, the last `count` of them new, with sum 0. A sequence with past 0 is unchanged.
     """
     place = torch.arange(sums.shape[2], device=past.device)
     known = place[None] < past[:, None] - count
@@ -218,20 +214,19 @@ def _check_top(given: Operands, rows: int, full: int, sinks: int, recent: int) -
 def keep_top(
     scores: Tensor, past: Tensor, *, rows: int, full: int, sinks: int, recent: int
 ) -> Tensor:
-    """The rows that a full cache keeps, in their order: i64[B,G,rows], ascending.
+    """The rows that a full cache keeps: i64[B,G,rows], ascending.
 
     ``%k: i64[B,G,1024] = graftwork.keep_top(%s, %past, rows=1024, full=1088, sinks=4, recent=64)``
 
-    scores f32[B,G,C], whole numbers below 2^23, with C >= rows; past i64[B] rows are valid. A
-    sequence with `full` rows or more keeps its first `sinks` and last `recent` rows and, of the
-    others, those with the highest scores, of equal ones the later. One with fewer keeps its first
-    `rows` rows as they are.
+    scores f32[B,G,C], integers below 2^23, C >= rows; past i64[B] rows are valid. A sequence with
+    `full` rows or more keeps its first `sinks` and last `recent` rows and those with the highest
+    scores, ties to the later row. One with fewer keeps its first `rows` rows.
     """
     count = scores.shape[2]
     place = torch.arange(count, device=past.device)
     valid = place[None] < past[:, None]
     kept = (place[None] < sinks) | (place[None] >= past[:, None] - recent)
-    # One whole number tells scores apart, and rows of one score by their age.
+    # One integer per row orders by score, then by position.
     order = (scores.clamp(-(2.0**23), 2.0**23).to(I64) + 2**24) * count + place
     order = torch.where(kept[:, None], order + 2**26 * count, order)
     order = torch.where(valid[:, None], order, place - count)
@@ -249,7 +244,7 @@ def _take_samples() -> Iterator[Sample]:
 
 @op("cache: float|u8 BGCD, rows: i64 BGK -> BGKD", samples=_take_samples)
 def take_rows(cache: Tensor, rows: Tensor) -> Tensor:
-    """Some rows of a cache, each head's own.
+    """Gather rows of a cache, by group of heads.
 
     ``%y: f32[B,G,K,D] = graftwork.take_rows(%kv.0.value, %k)``
 
@@ -270,13 +265,13 @@ def _turn_samples() -> Iterator[Sample]:
 def turn_rows(
     keys: Tensor, rows: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 ) -> Tensor:
-    """Keys that were rotated for the positions `rows`, rotated for positions 0, 1, 2, ... instead.
+    """Rotate keys from positions `rows` to positions 0, 1, 2, ...
 
     ``%y: f32[B,G,K,D] = graftwork.turn_rows(%x, %k, @cos, @sin)``
 
     keys [B,G,K,D] after `rotary` with row p of the tables cos, sin [P,R] for position p; rows
-    i64[B,G,K], each below P, as is K. Tables may be scaled: what is turned keeps its length, and a
-    key that stays where it was is not changed at all.
+    i64[B,G,K], each below P; K <= P. Tables may be scaled: norms do not change, nor does a key that
+    keeps its position.
     """
     count, cos, sin = keys.shape[2], cos.float(), sin.float()
     return turned_on(keys, (cos[rows], sin[rows]), (cos[:count], sin[:count]), interleaved)

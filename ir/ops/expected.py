@@ -1,8 +1,8 @@
-"""What rows of a cache will be worth to queries that are still to come, judged by the latest ones.
+"""Expected attention: scores of rows by queries that are predicted from the latest ones.
 
-Queries, before they are rotated, are taken for draws of one normal distribution, whose mean and
-covariance the latest block of them says. Rotations only add up, so none is taken back: a query of
-the block is turned on by as far as the tokens to come are from it.
+Queries before rotation are modelled by a normal distribution with the mean and covariance of the
+latest block. Rotations compose, so a rotated query of the block is rotated further by the distance
+to future positions.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def expected_queries(
     ahead: int,
     interleaved: bool = False,
 ) -> Tensor:
-    """The last `block` queries, as they would be on average at the next `ahead` positions.
+    """The last `block` queries under the average rotation of the next `ahead` positions.
 
     ``%u: f32[B,H,64,D] = graftwork.expected_queries(%q, @cos, @sin, block=64, ahead=512)``
 
-    queries [B,H,W,D], W >= block, of which row i was rotated for the position block - i before the
-    next token's. cos, sin [P,R] with row p for position p and P >= block + ahead; None: queries are
-    not rotated, and stay as they are. Tables may be scaled, which queries are already.
+    queries [B,H,W,D], W >= block: row i was rotated for the position block - i before the next
+    token's. cos, sin [P,R]: row p for position p, P >= block + ahead; None: queries have no
+    rotation. Tables may be scaled, as the queries already are.
     Source: Devoto et al., "Expected Attention" (2025), the average rotation.
     """
     asked = queries.index_select(2, torch.arange(block, device=queries.device)).float()
@@ -90,15 +90,15 @@ def _expected_samples() -> Iterator[Sample]:
 def expected_attention(
     queries: Tensor, keys: Tensor, values: Tensor, past: Tensor, *, sinks: int, scale: float
 ) -> Tensor:
-    """What rows would add to the outputs of queries like these: attention times a value's length.
+    """Expected contribution of rows to outputs: attention times the norm of the value.
 
     ``%a: f32[B,G,C] = graftwork.expected_attention(%u, %keys, %values, %past, sinks=4, scale=0.5)``
 
-    queries f32[B,H,W,D] as `expected_queries` gives them; keys [B,G,C,D], values [B,G,C,E]; past
-    i64[B] rows are valid. A row's logit is the mean m of its products with a head's queries plus
-    half their variance, because E[exp(q k)] = exp(m + v / 2) of normal queries; a head's attention
-    is the softmax over all valid rows but the first `sinks`, a row's the mean over a group's heads.
-    Rows that do not take part get 0. Source: Devoto et al., "Expected Attention" (2025).
+    queries f32[B,H,W,D] from `expected_queries`; keys [B,G,C,D]; values [B,G,C,E]; past i64[B] rows
+    are valid. A row's logit is mean + variance / 2 of its products with a head's queries, because
+    E[exp(q k)] = exp(m + v / 2) for normal queries. Attention is the softmax over valid rows except
+    the first `sinks`, averaged over a group's heads; other rows get 0. Source: Devoto et al.,
+    "Expected Attention" (2025).
     """
     batch, groups, rows, dim = keys.shape
     heads, count = queries.shape[1], queries.shape[2]

@@ -1,8 +1,8 @@
-"""Caches whose older rows are whole numbers of few bits, with steps that several numbers share.
+"""Caches whose older rows are quantized in groups (KIVI).
 
-Numbers of a group are ``step * code + least``. A group is some rows of one channel, because the
-channels of keys differ in size and keep it from row to row, or some channels of one row. Groups of
-rows can only be made of rows that stay: the latest are floats in a state of their own.
+Values of a group are ``step * code + least``. A group is several rows of one channel (keys, whose
+channels differ in scale) or several channels of one row. The latest rows, which may be rolled back,
+are floats in a state of their own.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ BITS = (2, 3, 4, 8)
 
 
 def code_pieces(bits: int) -> list[int]:
-    """Bits of the pieces that codes are stored in, the lowest ones first: of 3 bits 2 and 1, so
+    """Bits of the pieces that codes are stored in, lowest first: 3 bits are stored as 2 and 1, so
     that bytes hold whole pieces."""
     return [piece for piece in (8, 4, 2, 1) if bits & piece]
 
 
 def whole_bytes(width: int, bits: int) -> bool:
-    """Whether every piece of a row's codes is whole bytes."""
+    """Whether every piece of a row's codes fills whole bytes."""
     return all(width * piece % 8 == 0 for piece in code_pieces(bits))
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Whole numbers f32[...,D] as bytes f32[...,D*bits/8], piece after piece."""
+    """Pack integers f32[...,D] into bytes f32[...,D*bits/8], piece after piece."""
     parts, below = [], 0
     for piece in code_pieces(bits):
         numbers = torch.floor(codes * 2.0**-below) if below else codes
@@ -49,7 +49,7 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unpacked(packed: Tensor, width: int, bits: int) -> Tensor:
-    """The whole numbers f32[...,width] of such bytes."""
+    """The integers f32[...,width] of packed bytes; the reverse of `_packed`."""
     codes, below, start = None, 0, 0
     for piece in code_pieces(bits):
         own = packed[..., start : start + width * piece // 8]
@@ -66,15 +66,15 @@ def _unpacked(packed: Tensor, width: int, bits: int) -> Tensor:
 
 
 def stored_rows(past: int, residual: int, block: int) -> int:
-    """How many of a text's rows are in few bits before a step: all but the latest `residual` and
-    those since the last multiple of `block`."""
+    """Number of quantized rows before a step: all but the latest `residual` and those since the
+    last multiple of `block`."""
     return past - min(past, residual + past % block)
 
 
 def _check_groups(
     op: str, width: int, rows: int | None, bits: int, group: int, by: bool, outliers: int
 ) -> int:
-    """Numbers of a row or of a channel that share a step. Errors: `InputError`."""
+    """The group size along a row or a channel. Errors: `InputError`."""
     if bits not in BITS or group < 1 or not whole_bytes(width, bits):
         raise InputError(
             f"{op}: expected bits of {BITS}, whole bytes a row and group >= 1, got bits={bits}, "
@@ -114,20 +114,17 @@ def _check_quantize(
 def quantize_groups(
     x: Tensor, *, bits: int, group: int, by_channel: bool, outliers: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Rows as whole numbers of few bits, of which `group` share a step and a least number.
+    """Quantize rows in groups of `group` values with a common step and minimum.
 
     ``%r: (u8[B,G,64,16], f32[B,G,2,128]) = graftwork.quantize_groups(%k, bits=2, group=32,
     by_channel=True)``
 
-    x [B,G,T,D] -> codes u8[B,G,T,D*bits/8], of 2, 3, 4 or 8 bits, and steps: of `by_channel`
-    f32[B,G,T/group,N*D], rows that follow each other sharing one in each channel; else
-    f32[B,G,T,N*D/group], channels that follow each other in each row (all of them, if there are
-    fewer than `group`). N is 2 + 2 * outliers: first what codes are times, then what is added;
-    then, for each of the group's `outliers` numbers that are farthest from its mean, which it is
-    and how large: they are kept so, and the others' step does not span them. A row's first D*bits/8
-    codes are the lowest bits of its bytes, the next ones the bits above; of 3 bits, the two lower
-    bits of all codes come so, then the third ones.
-    Errors: `InputError` for other bits, and rows or channels that are no whole groups.
+    x [B,G,T,D] -> codes u8[B,G,T,D*bits/8] of 2, 3, 4 or 8 bits, and steps. by_channel: groups of
+    consecutive rows, steps f32[B,G,T/group,N*D]; else groups of consecutive channels (all, if fewer
+    than `group`), steps f32[B,G,T,N*D/group]. N is 2 + 2 * outliers: step, minimum, then index and
+    value of each of the `outliers` values that are farthest from the group's mean. Outliers are
+    stored exactly and do not widen the step. A row's first D*bits/8 codes are the lowest bits of
+    its bytes, the next ones the bits above; of 3 bits, the two lower ones of all codes come first.
     Source: Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (2024);
     outliers: Hooper et al., "KVQuant" (2024), and Kang et al., "GEAR" (2024).
     """
@@ -186,7 +183,7 @@ def _check_values(
 def group_values(
     codes: Tensor, steps: Tensor, *, bits: int, group: int, by_channel: bool, outliers: int = 0
 ) -> Tensor:
-    """What `quantize_groups` has made codes of.
+    """Dequantize the codes of `quantize_groups`.
 
     ``%k: f32[B,G,C,D] = graftwork.group_values(%kc, %ks, bits=2, group=32, by_channel=True)``
 
@@ -227,13 +224,13 @@ def _check_join(given: Operands, residual: int, block: int) -> None:
     also=_check_join,
 )
 def join_rows(stored: Tensor, recent: Tensor, past: Tensor, *, residual: int, block: int) -> Tensor:
-    """All rows of a text in their order: what is stored in few bits, and the latest.
+    """All rows of a text in order: the dequantized ones, then the latest.
 
     ``%k: f32[B,G,C,D] = graftwork.join_rows(%kv, %kr, %past, residual=128, block=64)``
 
-    stored [B,G,C,D], as numbers again; recent [B,G,R,D]; past i64[B] rows before the step, of which
-    all but residual + past mod block are stored. Rows of the step are in `recent` after those. Rows
-    behind the step's are not valid.
+    stored [B,G,C,D], dequantized; recent [B,G,R,D]; past i64[B] rows before the step, all but
+    residual + past mod block of them stored. The step's rows follow in `recent`. Later rows are
+    invalid.
     """
     rows, count, width = stored.shape[2], recent.shape[2], recent.shape[3]
     index = torch.arange(rows, device=past.device)
@@ -262,13 +259,12 @@ def _check_store(given: Operands, after: int, each: int) -> None:
     also=_check_store,
 )
 def store_rows(cache: Tensor, new: Tensor, past: Tensor, *, after: int, each: int = 1) -> Tensor:
-    """The cache with rows that a text's own row past - after begins.
+    """Write rows to a cache from the text's row past - after on.
 
     ``%c: u8[B,G,C,16] = graftwork.store_rows(%kv.0.key.codes, %r.0, %past, after=192)``
 
     cache [B,G,C,D]; new [B,G,T,D], both floating or both u8; past i64[B]: a sequence with fewer
-    than `after` rows stays as it is. each: rows of a text that one of these stands for. Nothing is
-    written beyond the cache.
+    than `after` rows is unchanged. each: text rows per cache row. Writes stay inside the cache.
     """
     count = new.shape[2]
     first = torch.div((past - after).clamp(min=0), each, rounding_mode="floor")

@@ -1,4 +1,4 @@
-"""Markers: identities that tell passes where the residual stream is. Lowering erases them."""
+"""Markers of the residual stream for passes: identities that lowering removes."""
 
 from __future__ import annotations
 

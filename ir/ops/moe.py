@@ -30,7 +30,7 @@ def _samples() -> Iterator[Sample]:
 def gated(
     hidden: Tensor, activation: str, limit: float | None = None, alpha: float | None = None
 ) -> Tensor:
-    """What an expert makes of gate and up [...,2F], one after the other: [...,F] (see `moe`)."""
+    """The gated activation [...,F] of gate and up, concatenated [...,2F] (see `moe`)."""
     gate, up = hidden.chunk(2, dim=-1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
@@ -47,7 +47,7 @@ def expert_hidden(
     limit: float | None = None,
     alpha: float | None = None,
 ) -> Tensor:
-    """What one expert makes of rows [N,H] before its last product, [N,F]; gate_up: [2F,H]."""
+    """One expert's hidden values [N,F] for rows [N,H]; gate_up [2F,H]."""
     return gated(torch.nn.functional.linear(x, gate_up, bias), activation, limit, alpha)
 
 
@@ -85,12 +85,12 @@ def moe(
     x [N,H]; experts i64[N,K], distinct in a row, in 0..E-1; weights [N,K]; gate_up [E,2F,H], rows
     0..F-1 the gate and F..2F-1 the up projection; down [E,H,F]; gate_up_bias [E,2F]; down_bias
     [E,H]. An expert computes ``down(activation(gate) * up)``. `limit` clamps gate from above and up
-    on both sides; `alpha` asks for ``(up + 1) * gate * sigmoid(alpha * gate)`` instead (gpt-oss).
+    on both sides; with `alpha` it is ``(up + 1) * gate * sigmoid(alpha * gate)`` (gpt-oss).
     Source: Shazeer et al., "Outrageously Large Neural Networks" (2017).
     """
     rows, chosen = experts.shape
     how = activation, limit, alpha
-    # Few tokens: read the chosen experts only. Many: every expert is needed by some token.
+    # Few tokens: read the chosen experts only. Many: run every expert.
     if rows * chosen <= gate_up.shape[0]:
         hidden = torch.einsum("nh,nkfh->nkf", x, gate_up[experts])
         hidden = hidden if gate_up_bias is None else hidden + gate_up_bias[experts]

@@ -48,7 +48,7 @@ def _add_rms_samples() -> Iterator[Sample]:
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, *, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual): one trip through memory for a block's boundary.
+    """(rms_norm(x + residual), x + residual), fused.
 
     ``%r: (f32[B,T,H], f32[B,T,H]) = graftwork.add_rms_norm(%x, %res, @norm.weight, eps=1e-06)``
 

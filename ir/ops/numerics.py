@@ -1,12 +1,11 @@
-"""How quantized weights are stored: the one place that knows the bits.
+"""Storage of quantized weights: bit layout, scales, codebooks.
 
 A row of K values is a dense little-endian bitstream of K unsigned integers of `bits` bits; each
-`group` of them shares a scale. Bits 1, 2, 3, 4, 6 and 8 fill whole bytes. Read as int32, it is the
-layout of compressed-tensors' `pack_to_int32`, so weights come and go without moving a bit.
+`group` of them shares a scale. Bits are 1, 2, 3, 4, 6 or 8. Read as int32, it is the layout of
+compressed-tensors' `pack_to_int32`.
 
-What values stand for may stand in codebooks, of which each serves a run of outputs: f32[L], or
-f32[S,L] with S of them for N/S outputs each. L is 2^bits, or twice that where values stand in pairs
-(2k, 2k+1): beside a value that is `mark(bits)`, which says that its own place is given up, one is
+Codebooks map values to floats: f32[L], or f32[S,L] with one for each run of N/S outputs. L is
+2^bits, or twice that for values in pairs (2k, 2k+1): beside a value `mark(bits)`, an outlier is
 looked up in the second half (Guo et al., "OliVe" (2023)).
 
     >>> packed = pack(torch.tensor([[1, 2, 3, 4, 5, 6, 7, 0]]), 3)
@@ -28,13 +27,13 @@ from ..types import DTYPE_NAMES, TensorType
 from ..weights import derivation, option
 
 WIDTHS = (1, 2, 3, 4, 6, 8)
-"""Bits that a stored value may have."""
+"""Allowed bits of a stored value."""
 
 SCALES = (torch.float32, torch.float16)
-"""What scales and offsets may be stored as."""
+"""Allowed dtypes of scales and offsets."""
 
 LOOKED_UP = 4
-"""The most bits of values that stand in pairs, or have several codebooks."""
+"""Maximum bits of values in pairs, or with several codebooks."""
 
 KINDS: dict[str, tuple[tuple[str, ...], int]] = {
     "symmetric": ((), 0),
@@ -42,16 +41,15 @@ KINDS: dict[str, tuple[tuple[str, ...], int]] = {
     "codebook": (("codebook",), 1),
     "pairs": (("codebook",), 2),
 }
-"""What a weight of a kind has beside its numbers and scales, and how many times 2^bits entries its
-codebooks have."""
+"""By kind: further parts of a weight, and entries of its codebooks in multiples of 2^bits."""
 
 AT_ONCE = 1 << 18
-"""Values that are rounded at a time on the CPU, so that what lies between stays in its caches."""
+"""Values quantized at a time on the CPU, so that intermediate values fit its caches."""
 
 
 class Quantized(NamedTuple):
-    """A weight [N,K] as it is stored: weight u8[N,K*bits/8]; scale and offset [N,K/group], offset
-    for affine weights only; codebook f32[L] or f32[S,L] for those that have one of their own."""
+    """A stored weight [N,K]: weight u8[N,K*bits/8]; scale and offset [N,K/group], offset for affine
+    weights only; codebook f32[L] or f32[S,L] if the weight has its own."""
 
     weight: Tensor
     scale: Tensor
@@ -60,7 +58,7 @@ class Quantized(NamedTuple):
 
 
 PARTS = Quantized._fields
-"""What a stored weight is made of, by the names of the operands that ops take it as."""
+"""Parts of a stored weight, named like the operands of ops."""
 
 
 @option
@@ -68,11 +66,10 @@ PARTS = Quantized._fields
 class Numeric:
     """The format of a weight [N,K].
 
-    bits: of a stored value q in 0..2^bits-1. group: values along K that share a scale. kind: what q
-    stands for: scale * (q - 2^(bits-1)) if symmetric, scale * q + offset if affine,
-    scale * codebook[q] with a codebook, or pairs of values. scale: the dtype of scales and offsets.
-    books: codebooks, of as many runs of outputs.
-    Errors: `InputError` for numbers that are none of these.
+    bits: of a stored value q in 0..2^bits-1. group: values along K that share a scale. kind: the
+    value of q: scale * (q - 2^(bits-1)) if symmetric, scale * q + offset if affine,
+    scale * codebook[q] with a codebook, or pairs. scale: dtype of scales and offsets. books: number
+    of codebooks. Errors: `InputError`.
     """
 
     bits: int
@@ -104,18 +101,18 @@ class Numeric:
 
     @property
     def entries(self) -> int:
-        """L: of a codebook; 0 without one."""
+        """Entries L of a codebook; 0 without one."""
         _, several = KINDS[self.kind]
         return several << self.bits
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The fields of `Quantized` that a weight of its own codebooks has."""
+        """Fields of `Quantized` for a weight with its own codebooks."""
         return ("weight", "scale", *KINDS[self.kind][0])
 
     @property
     def brief(self) -> str:
-        """For people.
+        """Short description.
 
         >>> Numeric(4, 32, "affine", torch.float16).brief
         '4 bits, affine, f16 scales of 32'
@@ -123,7 +120,7 @@ class Numeric:
         return f"{self.bits} bits, {self.kind}, {DTYPE_NAMES[self.scale]} scales of {self.group}"
 
     def refusal(self, columns: int) -> str:
-        """Why rows of so many columns cannot be stored like this; "" if they can."""
+        """Why rows of this many columns cannot be stored; "" if they can."""
         if columns % self.group:
             fitting = [g for g in (128, 64, 32, 16) if columns % g == 0 and g != self.group]
             how = f"a group of {fitting[0]}" if fitting else f"one group a row ({columns})"
@@ -139,17 +136,14 @@ class Numeric:
         return ""
 
     def types(self, rows: int, columns: int) -> tuple[TensorType, TensorType]:
-        """Types of the stored weight and of its scales (and offsets).
-
-        Errors: `InputError` for columns that do not fit.
-        """
+        """Types of the stored weight and of its scales and offsets. Errors: `InputError`."""
         if why := self.refusal(columns):
             raise InputError(f"a weight of {rows} rows: {why}")
         packed = TensorType(torch.uint8, (rows, columns * self.bits // 8))
         return packed, TensorType(self.scale, (rows, columns // self.group))
 
     def nbytes(self, rows: int, columns: int) -> int:
-        """Bytes of a stored weight with all that belongs to it.
+        """Bytes of a stored weight with scales, offsets and codebooks.
 
         >>> Numeric(4, 32, "affine", torch.float16).nbytes(1024, 1024) * 8 / 1024**2
         5.0
@@ -160,12 +154,12 @@ class Numeric:
         return packed.nbytes + scales * scale.nbytes + book
 
     def quantize(self, weight: Tensor, codebook: Tensor | None = None) -> Quantized:
-        """A floating weight [N,K] in this format, each value rounded to the nearest, half to even.
+        """Quantize a floating weight [N,K], rounding to nearest, half to even.
 
-        Symmetric: the largest of a group becomes 2^(bits-1) - 1 steps. Affine: a group's smallest
-        and largest become 0 and 2^bits - 1. Codebook f32[2^bits]: the largest becomes the
-        codebook's largest. Scales are rounded to their dtype before they are used.
-        Errors: `InputError` for columns that do not fit, or scales that their dtype cannot hold.
+        Symmetric: a group's largest magnitude becomes 2^(bits-1) - 1 steps. Affine: its minimum and
+        maximum become 0 and 2^bits - 1. Codebook f32[2^bits]: its largest magnitude becomes the
+        codebook's. Scales are rounded to their dtype before use. Errors: `InputError` for columns
+        that do not fit, or scales that overflow their dtype.
         """
         self.types(*weight.shape)
         pieces = weight.split(max(1, AT_ONCE // weight.shape[1])) if weight.is_cpu else (weight,)
@@ -191,8 +185,8 @@ class Numeric:
         )
 
     def scales(self, grouped: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The scales and offsets [...] of groups of values f32[...,group] that `quantize` takes,
-        unless there is a codebook."""
+        """Scales and offsets [...] that `quantize` uses for groups f32[...,group]; not for
+        codebooks."""
         if "offset" in self.parts:
             low, high = grouped.amin(-1), grouped.amax(-1)
             offset = self.stored(low)
@@ -200,25 +194,25 @@ class Numeric:
         return self._scale(grouped.abs().amax(-1) / (2 ** (self.bits - 1) - 1)), None
 
     def steps(self, values: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
-        """The stored values nearest to some, as float32: whole numbers in 0..2^bits-1."""
+        """The nearest stored values, f32 integers in 0..2^bits-1."""
         moved = values if offset is None else values - offset.float()
         steps: Tensor = torch.round(moved / scale.float())
         middle = 2 ** (self.bits - 1) if offset is None else 0
         return (steps + middle).clamp(0, 2**self.bits - 1)
 
     def values(self, steps: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
-        """What stored values stand for, unless there is a codebook; the reverse of `steps`."""
+        """Dequantized values; the reverse of `steps`; not for codebooks."""
         middle = 2 ** (self.bits - 1) if offset is None else 0
         found: Tensor = (steps - middle) * scale.float()
         return found if offset is None else found + offset.float()
 
     def _scale(self, scale: Tensor) -> Tensor:
-        """Scales as they are stored; 1 for a group that needs none."""
+        """Scales in their dtype; 1 for groups of zeros."""
         stored = self.stored(scale)
         return torch.where(stored > 0, stored, torch.ones_like(stored))
 
     def stored(self, values: Tensor) -> Tensor:
-        """Scales or offsets as they are stored. Errors: `InputError` for what is too large."""
+        """Scales or offsets in their dtype. Errors: `InputError` for overflow."""
         stored = values.to(self.scale)
         if torch.isinf(stored).any():
             raise InputError(
@@ -228,13 +222,13 @@ class Numeric:
         return stored
 
     def dequantize(self, stored: Quantized, codebook: Tensor | None = None) -> Tensor:
-        """The values f32[N,K] that a stored weight stands for."""
+        """The values f32[N,K] of a stored weight."""
         book = stored.codebook if codebook is None else codebook
         return dequantize(*stored[:3], book, bits=self.bits)
 
 
 def check_bits(bits: int) -> None:
-    """Errors: `InputError` for a width that is not stored."""
+    """Errors: `InputError` for other bits than `WIDTHS`."""
     if bits not in WIDTHS:
         raise InputError(f"bits: expected one of {', '.join(map(str, WIDTHS))}, got {bits}")
 
@@ -247,7 +241,7 @@ def dequantize(
     *,
     bits: int,
 ) -> Tensor:
-    """The values f32[...,K] that stored ones stand for: weight u8[...,K*bits/8], scale and offset
+    """The values f32[...,K] of a stored weight: weight u8[...,K*bits/8], scale and offset
     [...,K/group], codebook f32[L] or f32[S,L]."""
     values = levels(weight, offset, codebook, bits=bits)
     grouped = values.reshape(*scale.shape, -1) * _last(scale.float())
@@ -266,14 +260,13 @@ def stored_floats(
     bits: int,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """As `dequantize`, in a dtype. order: i64[K], the place that each stored column belongs to."""
+    """As `dequantize`, in a dtype. order: i64[K], the column that each stored column belongs to."""
     values = dequantize(weight, scale, offset, codebook, bits=bits).to(dtype)
     return values if order is None else values[..., order.argsort()]
 
 
 def levels(weight: Tensor, offset: Tensor | None, codebook: Tensor | None, *, bits: int) -> Tensor:
-    """What the scales of stored values multiply, f32[...,K]: the codebook's entries, q itself where
-    there is an offset, or q - 2^(bits-1)."""
+    """Unscaled values f32[...,K]: codebook entries, q with an offset, or q - 2^(bits-1)."""
     values = unpack(weight, bits)
     if codebook is not None:
         return looked_up(values, codebook, bits)
@@ -281,8 +274,8 @@ def levels(weight: Tensor, offset: Tensor | None, codebook: Tensor | None, *, bi
 
 
 def entries_for(op: str, length: int, bits: int, group: int, unit: int = 0) -> int:
-    """Entries that a codebook must have of which there are `length`: `unit` (0: 2^bits), or twice
-    as many if values stand in pairs. Errors: `InputError` for bits or groups that have no pairs."""
+    """Expected entries of a codebook that has `length`: `unit` (0: 2^bits), or twice as many for
+    values in pairs. Errors: `InputError` for bits or groups that have no pairs."""
     unit = unit or 2**bits
     if length != 2 * unit:
         return unit
@@ -295,13 +288,13 @@ def entries_for(op: str, length: int, bits: int, group: int, unit: int = 0) -> i
 
 
 def mark(bits: int) -> int:
-    """What a value says beside which another stands alone: the code of a zero with a sign."""
+    """The code beside an outlier in a pair (see the module docstring): negative zero."""
     return int(2 ** (bits - 1))
 
 
 def looked_up(values: Tensor, codebook: Tensor, bits: int) -> Tensor:
-    """What values i32[...,K] stand for by codebooks, f32: of several each serves a run of the rows
-    of values [N,K]."""
+    """Codebook entries f32[...,K] of values i32[...,K]. f32[S,L]: each codebook serves a run of the
+    rows [N,K]."""
     places = values.long()
     if codebook.shape[-1] == 2 * 2**bits:
         beside = places.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
@@ -313,7 +306,7 @@ def looked_up(values: Tensor, codebook: Tensor, bits: int) -> Tensor:
 
 
 def nearest(values: Tensor, codebook: Tensor) -> Tensor:
-    """Places of the entries nearest to values, as float32; of two as near, the smaller one's."""
+    """Indices (float32) of the nearest codebook entries; ties to the smaller entry."""
     order = codebook.argsort(stable=True)
     known = codebook[order].float()
     bounds = (known[1:] + known[:-1]) / 2
@@ -321,10 +314,8 @@ def nearest(values: Tensor, codebook: Tensor) -> Tensor:
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """Integers [...,K] in 0..2^bits-1 as a bitstream u8[...,K*bits/8].
-
-    Errors: `InputError` if K values do not fill whole bytes.
-    """
+    """Pack integers [...,K] in 0..2^bits-1 into a bitstream u8[...,K*bits/8]. Errors: `InputError`
+    if they do not fill whole bytes."""
     several, size = _unit(bits)
     if values.shape[-1] * bits % 8:
         raise InputError(f"{values.shape[-1]} values of {bits} bits fill no whole bytes")
@@ -341,7 +332,7 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """The integers i32[...,K] of a bitstream u8[...,K*bits/8]."""
+    """Unpack a bitstream u8[...,K*bits/8] to i32[...,K]."""
     several, size = _unit(bits)
     if several == size:
         return packed.to(torch.int32)
@@ -354,7 +345,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def _unit(bits: int) -> tuple[int, int]:
-    """The fewest values that fill whole bytes, and those bytes: at most 24 bits."""
+    """The smallest number of values that fill whole bytes, and the number of bytes (<= 3)."""
     common = math.gcd(bits, 8)
     return 8 // common, bits // common
 

@@ -1,7 +1,6 @@
-"""Whether an op's operands fit each other, asked alike by its meaning, its shape rule and kernels.
+"""Checks of an op's operands, shared by its meaning, its fake kernel and native kernels.
 
-A shape rule that only multiplies sizes would let programs through whose ops then read beyond their
-operands, or whose backends disagree about what they mean.
+Checking all sizes keeps ops from reading beyond their operands.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ..types import DTYPE_NAMES
 
 
 class Operands:
-    """The sizes of an op's axes, as its operands name them one after the other."""
+    """Sizes of an op's axes by letter, collected from its operands in order."""
 
     def __init__(self, op: str) -> None:
         self.op = op
@@ -29,7 +28,7 @@ class Operands:
         """Check an operand (None: absent, which fits).
 
         axes: a letter each, equal letters for equal sizes, 1 for a size of 1. dtype: None for any
-        floating one. Errors: `InputError` with what the op takes and what came.
+        floating one. Errors: `InputError` with expected and given type.
         """
         if tensor is None:
             return
@@ -45,7 +44,7 @@ class Operands:
     def fit_rows(
         self, name: str, tensor: Tensor, axis: str, dtype: torch.dtype | None = None
     ) -> None:
-        """Check an operand of which only the last axis is named, whatever is before it."""
+        """Check the last axis and the dtype of an operand."""
         shape = tensor.shape
         fits = shape and shape[-1] == self.sizes.setdefault(axis, shape[-1])
         if not fits or not _is(tensor, dtype):
@@ -54,23 +53,22 @@ class Operands:
     def fit_like(
         self, name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype | None = None
     ) -> None:
-        """Check an operand that has the shape of another one."""
+        """Check an operand's shape and dtype."""
         if tensor.shape != shape or not _is(tensor, dtype):
             self.refuse(name, tensor, map(str, shape), dtype)
 
     def lacks(self, **tensors: Tensor | None) -> NoReturn:
-        """Raise the error about an operand that is None and must not be."""
+        """Raise the error about a required operand that is None."""
         missing = [name for name, tensor in tensors.items() if tensor is None]
         raise InputError(f"{self.op}: {missing[0]} is missing")
 
-    def at_least_one(self, *axes: str) -> None:
-        """Check that named axes have elements."""
-        for axis in axes:
-            if self.sizes[axis] < 1:
-                raise InputError(f"{self.op}: {axis} must be at least 1; {self.known()}")
+    def at_least_one(self, axis: str) -> None:
+        """Check that a size is not 0."""
+        if self.sizes[axis] < 1:
+            raise InputError(f"{self.op}: {axis} must be at least 1; {self.known()}")
 
     def multiple(self, axis: str, of: str) -> None:
-        """Check that one named size is a multiple of another, which is not 0."""
+        """Check that a size is a multiple of another, which is not 0."""
         self.at_least_one(of)
         if self.sizes[axis] % self.sizes[of] != 0:
             raise InputError(f"{self.op}: {axis} must be a multiple of {of}; {self.known()}")

@@ -1,7 +1,7 @@
-"""What processes that hold a program's weights together tell each other.
+"""Collectives of tensor parallelism.
 
-Each holds a part of the weights and runs the same functions; what they are called with is the same
-in all of them, and so is all that these ops return.
+Each process holds a part of the weights and runs the same functions on the same inputs. Results of
+these ops are the same in all processes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from .operands import Operands
 
 
 def started() -> tuple[int, int] | None:
-    """This process's rank, and how many there are; None where nobody started several.
-
-    They are a group already, or torchrun (or who sets what it sets) tells.
-    """
+    """This process's rank and the number of processes, from torch.distributed or torchrun's
+    environment variables; None for a single process."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -31,10 +29,8 @@ def started() -> tuple[int, int] | None:
 
 
 def join(part: int, parts: int, device: str) -> None:
-    """Make this process one of the group that runs a program's parts, if it is not yet.
-
-    Errors: `InputError` if this process is not the one that runs this part.
-    """
+    """Join the process group that runs a program's parts, unless done. Errors: `InputError` if the
+    process's rank is not this part."""
     found = started()
     if found != (part, parts):
         here = "it was started alone" if found is None else f"it is {found[0]} of {found[1]}"
@@ -50,7 +46,7 @@ def join(part: int, parts: int, device: str) -> None:
 
 
 def agreed_seed() -> int:
-    """A random number that the first process has drawn, in all of the group."""
+    """A random number drawn by the first process, the same in all of the group."""
     drawn: list[int] = [int(torch.randint(2**62, (1,)))]
     dist.broadcast_object_list(drawn)
     return drawn[0]
@@ -67,12 +63,11 @@ def _samples() -> Iterator[Sample]:
 
 @op("x: any ...H -> x", samples=_samples, also=_check)
 def all_reduce(x: Tensor, *, part: int, parts: int) -> Tensor:
-    """The sum of what all processes give, the same bits in each.
+    """The sum over all processes, with the same bits in each.
 
     ``%y: f32[B,T,H] = graftwork.all_reduce(%x, part=0, parts=2)``
 
-    x of one shape in all of them. `part` is this process's rank, of `parts`.
-    Errors: `InputError` for a part that is none.
+    x of one shape in all processes. part: this process's rank, of `parts`. Errors: `InputError`.
     """
     total = x.contiguous().clone()
     if parts > 1:
@@ -83,11 +78,11 @@ def all_reduce(x: Tensor, *, part: int, parts: int) -> Tensor:
 
 @op("x: any ...H, P = H * parts -> ...P", samples=_samples, also=_check)
 def all_gather(x: Tensor, *, part: int, parts: int) -> Tensor:
-    """What all processes give, side by side along the last axis, in the order of their ranks.
+    """All processes' values, concatenated along the last axis in the order of their ranks.
 
     ``%y: f32[B,T,V] = graftwork.all_gather(%x, part=0, parts=2)``
 
-    x [...,V/parts] of one shape in all of them. Errors: as `all_reduce`.
+    x [...,V/parts] of one shape in all processes. Errors: as `all_reduce`.
     """
     mine = x.contiguous()
     if parts == 1:
@@ -104,8 +99,8 @@ def _token_samples() -> Iterator[Sample]:
 
 @op("tokens: i64 BT -> tokens", samples=_token_samples)
 def tokens_part(tokens: Tensor, *, part: int, rows: int) -> Tensor:
-    """Where tokens stand in one part of a table by vocabulary; the nearest row for tokens of
-    other parts, whose values `rows_part` drops.
+    """Rows of tokens in one part of an embedding table, clamped to it; `rows_part` zeroes tokens of
+    other parts.
 
     ``%i: i64[B,T] = graftwork.tokens_part(%tokens, part=1, rows=4096)``
 
@@ -120,8 +115,8 @@ def _row_samples() -> Iterator[Sample]:
 
 @op("x: BTH, tokens: i64 BT -> x", samples=_row_samples)
 def rows_part(x: Tensor, tokens: Tensor, *, part: int, rows: int) -> Tensor:
-    """What one part of a table says of tokens, zeros for tokens of other parts: the parts' sum is
-    what the whole table says.
+    """Embeddings of tokens from one part of a table, zeros for tokens of other parts: the sum over
+    parts is the whole table's embedding.
 
     ``%h: f32[B,T,H] = graftwork.rows_part(%x, %tokens, part=1, rows=4096)``
 

@@ -1,4 +1,4 @@
-"""Rows of pictures in a text."""
+"""Image rows in a text: embeddings, masks and positions."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ def _samples() -> Iterator[Sample]:
 
 @op("x: any BTH, tokens: i64 BT, rows: x BEH -> x", samples=_samples)
 def placed_rows(x: Tensor, tokens: Tensor, rows: Tensor, first: int) -> Tensor:
-    """What a model reads of tokens, where some stand for rows that were made outside of it.
+    """Embeddings of tokens, with image tokens replaced by rows computed outside the model.
 
     ``%y: f32[B,T,H] = graftwork.placed_rows(%x, %tokens, %pictures, 32064)``
 
-    x [B,T,H]: of tokens i64[B,T]; rows [B,E,H]. Token `first` + k stands for row k, and k >= E for
-    row E - 1; the others are what x says. A model of text that reads pictures takes rows of theirs
-    in the places of tokens (Liu et al., "Visual Instruction Tuning", 2023).
+    x [B,T,H]: embeddings of tokens i64[B,T]; rows [B,E,H]. Token `first` + k becomes row
+    min(k, E - 1); others keep x. Source: Liu et al., "Visual Instruction Tuning" (2023).
     """
     found = rows.gather(1, _place(tokens, rows, first)[:, :, None].expand(-1, -1, x.shape[2]))
     return torch.where((tokens >= first)[:, :, None], found, x)
 
 
 def _place(tokens: Tensor, rows: Tensor, first: int) -> Tensor:
-    """The row of a picture that each token stands for, i64[B,T]; of others, the first."""
+    """The row of each image token, i64[B,T]; 0 for others."""
     return (tokens - first).clamp(0, rows.shape[1] - 1)
 
 
@@ -46,14 +45,14 @@ def _together_samples() -> Iterator[Sample]:
 
 @op("tokens: i64 BT, blocks: i64 BE, ancestors: bool BTT -> bool BTT", samples=_together_samples)
 def seen_together(tokens: Tensor, blocks: Tensor, ancestors: Tensor | None, first: int) -> Tensor:
-    """Which tokens of a step each of them sees, where rows of a picture see each other.
+    """Ancestors of a step's tokens where image tokens of a block see each other.
 
     ``%a: bool[B,T,T] = graftwork.seen_together(%tokens, %pictures.blocks, None, 32064)``
 
-    tokens i64[B,T], of which `first` + k stands for row k, as in `placed_rows`; blocks i64[B,E] of
-    these rows: those of one number see each other, earlier or later. Besides, a token sees what
-    ancestors bool[B,T,T] says, or itself and all before it if that is None. The result is such
-    ancestors, for `step_mask`. Gemma Team, "Gemma 3 Technical Report" (2025).
+    tokens i64[B,T], `first` + k for row k as in `placed_rows`; blocks i64[B,E]: rows with equal
+    numbers see each other in both directions. Other pairs follow ancestors bool[B,T,T], or the
+    causal order if it is None. The result is `ancestors` for `step_mask`. Source: Gemma Team,
+    "Gemma 3 Technical Report" (2025).
     """
     steps = torch.arange(tokens.shape[1], device=tokens.device)
     before = (steps[:, None] >= steps[None, :])[None] if ancestors is None else ancestors
@@ -84,15 +83,15 @@ def placed_angles(
     *,
     axes: Sequence[int],
 ) -> Tensor:
-    """What a table says of tokens' positions, where a picture's rows have three of them.
+    """Rotary angles of tokens, where image rows have three-dimensional positions (M-RoPE).
 
     ``%c: f32[B,T,R] = graftwork.placed_angles(@cos, %positions, %tokens, %pictures.places, 32064,
     axes=[0, 0, 1, 1, 2, 2])``
 
-    table [P,R]; positions i64[B,T]; tokens i64[B,T], of which `first` + k stands for row k, as in
-    `placed_rows`; places i64[B,E,3] of these rows in time, height and width. Column j of the table
-    is looked up at the place `axes[j]` of a row, and at the position of any other token. Source:
-    Wang et al., "Qwen2-VL" (2024), multimodal rotary position embedding.
+    table [P,R]; positions i64[B,T]; tokens i64[B,T], `first` + k for row k as in `placed_rows`;
+    places i64[B,E,3]: time, height and width of the rows. Column j is looked up at places[..,
+    axes[j]] for image tokens and at the position for others. Source: Wang et al., "Qwen2-VL"
+    (2024), multimodal rotary position embedding.
     """
     row, stands = _place(tokens, places, first), tokens >= first
     found = [

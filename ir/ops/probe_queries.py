@@ -1,5 +1,4 @@
-"""Queries that ask for others: those of a text's first tokens, turned to its end, and one that
-stands for a block's."""
+"""Probe queries for eviction: a text's first queries, rotated to its end, and a block's mean."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ def _check_count(given: Operands, block: int, count: int) -> None:
 def first_queries(
     opening: Tensor, queries: Tensor, past: Tensor, *, block: int, count: int
 ) -> Tensor:
-    """The queries of a text's first `count` tokens: those of its last block, where that is its
-    first one, and otherwise those that were kept then.
+    """The queries of a text's first `count` tokens: taken from its first block, kept afterwards.
 
     ``%o: f32[B,H,32,D] = graftwork.first_queries(%kv.0.opening, %kv.0.query, %past, block=64,
     count=32)``
@@ -65,13 +63,12 @@ def _check_turn(given: Operands, x: Tensor, cos: Tensor) -> None:
 def queries_at_end(
     x: Tensor, past: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 ) -> Tensor:
-    """Queries that were rotated for positions 0, 1, 2, ..., rotated for those that end at past - 1.
+    """Rotate queries from positions 0, 1, 2, ... to the positions that end at past - 1.
 
     ``%q: f32[B,H,32,D] = graftwork.queries_at_end(%o, %past, @cos, @sin)``
 
     x [B,H,T,D] after `rotary` with row p of the tables cos, sin [P,R] for position p; past i64[B],
-    below P; where it is less than T they stay about where they are. What is turned keeps its
-    length.
+    below P; below T, positions begin at 0. Norms do not change.
     """
     count, cos, sin = x.shape[2], cos.float(), sin.float()
     place = torch.arange(count, device=past.device)
@@ -93,14 +90,13 @@ def _check_block(given: Operands, block: int) -> None:
 
 @op("queries: BHWD -> f32 BH1D", samples=_probe_samples, also=_check_block)
 def probe_query(queries: Tensor, *, block: int) -> Tensor:
-    """One query that stands for those of a block: their mean, each weighing as much as the square
-    of its distance from their plain mean.
+    """One query for a block: the mean of its queries, weighted by the squared distance from their
+    plain mean.
 
     ``%p: f32[B,H,1,D] = graftwork.probe_query(%kv.0.query, block=64)``
 
-    queries [B,H,W,D], W >= block, of which the first `block` count. Where all are alike, they weigh
-    the same. Source: Xiao et al., "Activation-aware Probe-Query" (2025): tokens whose activations
-    are far from their window's are those that carry its meaning.
+    queries [B,H,W,D], W >= block; the first `block` are used, with equal weights if all are equal.
+    Source: Xiao et al., "Activation-aware Probe-Query" (2025).
     """
     index = torch.arange(block, device=queries.device)
     rows = queries.index_select(2, index).float()

@@ -1,7 +1,7 @@
-"""Products with, and look-ups in, weights of a few bits that share scales in groups.
+"""Products with and look-ups in group-quantized weights.
 
-`numerics` documents the bit layout. Activations are rounded by row and sums are exact, so a
-token's result has the same bits whatever shares its step.
+`numerics` documents the bit layout. Activations are quantized by row and sums are exact, so a
+token's result does not depend on the other tokens of its step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .numerics import Numeric, check_bits, dequantize, entries_for, levels
 from .operands import Operands
 
 MOST = 127
-"""The largest whole number of a rounded activation."""
+"""Rounded activations are -MOST .. MOST."""
 
 _EXACT = 512
 """Products of an activation below 2^7 and a level below 2^8 stay below 2^15, so float32 (24 bits)
@@ -25,10 +25,10 @@ sums this many of them exactly."""
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(whole float32 values, float32 scale [..., 1]) with x ~ values * scale, over the last axis.
+    """(integer f32 values [...,K], f32 scale [...,1]) with x ~ values * scale, over the last axis.
 
-    Symmetric, -127..127, half to even; a row of zeros has scale 1, one that is not finite NaN, so
-    that what is made of it is NaN, too, and not what whole numbers become of it.
+    Symmetric, -127..127, half to even. Scale: 1 for a row of zeros, NaN for one that is not finite,
+    so that its results are NaN.
     """
     wide = x.float()
     scale = wide.abs().amax(-1, keepdim=True) / float(MOST)
@@ -37,10 +37,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_sizes(given: Operands, columns: int, bits: int, group: int) -> None:
-    """The sizes along rows of K = `columns` values: their bytes P and groups G.
-
-    Errors: `InputError` for bits or a group that do not fit.
-    """
+    """Set the sizes of rows of K values: bytes P and groups G. Errors: `InputError`."""
     check_bits(bits)
     if group < 1 or columns % group or columns * bits % 8:
         raise InputError(
@@ -86,8 +83,8 @@ def _check_stored(
     bits: int,
     pairs: bool = False,
 ) -> None:
-    """The operands of a stored weight, K and group known to `given` by K, P and G. pairs: values
-    may stand in pairs, and outputs have several codebooks."""
+    """Check a stored weight's operands; sizes K, P and G are set. pairs: allow values in pairs and
+    several codebooks."""
     given.at_least_one("K")
     given.fit("weight", weight, "NP", torch.uint8)
     given.fit("scale", scale, "NG", half_or_float(scale))
@@ -107,7 +104,7 @@ def _check_stored(
 
 
 def half_or_float(tensor: Tensor | None) -> torch.dtype:
-    """What scales may be stored as: float16 if these are, else float32."""
+    """The expected dtype of scales: float16 if they are, else float32."""
     half = tensor is not None and tensor.dtype == torch.float16
     return torch.float16 if half else torch.float32
 
@@ -148,23 +145,22 @@ def quantized_linear(
     group: int,
     rounded: bool = True,
 ) -> Tensor:
-    """A linear layer over a weight of a few bits: x times the transposed weight, plus bias.
+    """A linear layer with a quantized weight: x times the transposed weight, plus bias.
 
     ``%y: f32[B,T,N] = graftwork.quantized_linear(%x, @w.q4, @w.scale, @w.offset, bits=4,
     group=32)``
 
-    x [..., K] floating; weight u8[N, K*bits/8], a bitstream of values q (see `numerics`); scale and
-    offset f32|f16[N, K/group]; codebook f32[2^bits], or f32[32] with pairs of 4 bits, or f32[S,L]
-    with S of either; bias [N]. A weight is scale * (q - 2^(bits-1)), with an offset
-    scale * q + offset, with a codebook scale * codebook[q] (see `ir.ops.numerics`).
+    x [..., K] floating; weight u8[N, K*bits/8], a bitstream of values q; scale and offset
+    f32|f16[N, K/group]; codebook f32[2^bits], f32[32] with pairs of 4 bits, or f32[S,L] with S of
+    either; bias [N]. A weight is scale * (q - 2^(bits-1)), with an offset scale * q + offset, with
+    a codebook scale * codebook[q] (see `ir.ops.numerics`).
 
-    rounded: row r is rounded, s = max|x_r| / 127 (1 for a row of zeros), a = round(x_r / s), half
-    to even; sums of a group are exact; groups are added in float32, ascending, each with one
-    rounding: y = fma(sum of a * level, scale, y), then with an offset y = fma(sum of a, offset, y);
-    the result is y * s + bias. The codebook then holds whole numbers in -127..127. Not rounded: the
-    product in float32 with the weight's values.
+    rounded: row r is quantized, s = max|x_r| / 127 (1 for a row of zeros), a = round(x_r / s), half
+    to even. Sums of a group are exact. Groups are added in float32, ascending, each with one
+    rounding: y = fma(sum of a * level, scale, y), then with an offset y = fma(sum of a, offset, y).
+    The result is y * s + bias. Codebooks hold integers in -127..127. Not rounded: the product in
+    float32 with the dequantized weight.
     Source: Dettmers et al., "QLoRA" (2023) for groups; Yao et al., "ZeroQuant" (2022) for rows.
-    Errors: `InputError` naming an operand of another rank, size or dtype.
     """
     if not rounded:
         values = dequantize(weight, scale, offset, codebook, bits=bits)
@@ -185,7 +181,7 @@ def quantized_linear(
 
 
 def _exact_sums(steps: Tensor, values: Tensor) -> Tensor:
-    """Whole numbers [...,K] times [N,K], added exactly, then rounded to float32."""
+    """Integers [...,K] times [N,K], summed exactly, then rounded to float32."""
     rows = steps.flatten(0, -2)
     total = torch.zeros((), dtype=torch.int32, device=steps.device)
     for start in range(0, values.shape[1], _EXACT):
@@ -198,8 +194,8 @@ def _exact_sums(steps: Tensor, values: Tensor) -> Tensor:
 def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a * b + c of float32 values, rounded once.
 
-    In float64 the product is exact and the sum nearly so: it rounds to another float32 than the
-    exact sum only where it lies half way between two. There its error says which is nearer.
+    The float64 product is exact. The float64 sum rounds to another float32 than the exact sum only
+    if it is a midpoint of two; the sum's error then decides.
     """
     product, addend = a.double() * b.double(), c.double()
     total = product + addend
@@ -249,15 +245,14 @@ def quantized_embedding(
     bits: int,
     group: int,
 ) -> Tensor:
-    """Rows of a table of a few bits, as float32.
+    """Rows of a quantized embedding table, as float32.
 
     ``%h: f32[B,T,K] = graftwork.quantized_embedding(%ids, @e.q4, @e.scale, @e.offset, bits=4,
     group=32)``
 
     ids i64|i32[...] in 0..N-1; the table as in `quantized_linear`: weight u8[N, K*bits/8], scale
-    and offset f32|f16[N, K/group], codebook f32[2^bits]. Only the rows asked for are dequantized.
+    and offset f32|f16[N, K/group], codebook f32[2^bits]. Only these rows are dequantized.
     Source: Guan et al., "Post-Training 4-bit Quantization on Embedding Tables" (2019).
-    Errors: `InputError` naming an operand of another rank, size or dtype.
     """
     rows = torch.nn.functional.embedding
     picked = None if offset is None else rows(ids, offset)

@@ -1,8 +1,8 @@
-"""Caches of few bits: rows as whole numbers, with steps of their own, and attention over them.
+"""Caches quantized by row, and attention over them.
 
-A row's numbers are ``scale * code + least``: its least number has the code 0, its largest all ones.
-So a row is stored as it comes, whatever is beside it, and never again. What makes few bits hard, a
-channel that is larger than the others by far, a Hadamard matrix spreads over the row beforehand.
+A row's values are ``step * code + least``: its minimum has the code 0, its maximum all ones. Rows
+are quantized once, independently of each other. A Hadamard transform spreads outlier channels over
+the row first.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ BITS = (4, 8)
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Rows [..., D], D a power of two, times the orthogonal Hadamard matrix, which is its own
-    inverse."""
+    """Rows [..., D], D a power of two, times the orthogonal Hadamard matrix, its own inverse."""
     width = x.shape[-1]
     apart = 1
     while apart < width:
@@ -40,7 +39,7 @@ def _quantize_samples() -> Iterator[Sample]:
 
 
 def check_stored(op: str, width: int, bits: int, turned: bool) -> None:
-    """Errors: `InputError` for rows that cannot be stored so."""
+    """Errors: `InputError` for rows that cannot be quantized like this."""
     if bits not in BITS or width < 2 or width % 2:
         raise InputError(
             f"{op}: expected rows of an even width in {BITS} bits, got {width}, {bits}"
@@ -63,14 +62,13 @@ def _check_rows(given: Operands, bits: int, turned: bool) -> None:
     native=Native("BGTD", cast="x", onnx=False),
 )
 def quantize_rows(x: Tensor, *, bits: int, turned: bool) -> tuple[Tensor, Tensor]:
-    """Rows as whole numbers of 4 or 8 bits, each with a step and a least number of its own.
+    """Quantize rows to 4 or 8 bits, each with its own step and minimum.
 
     ``%r: (u8[B,G,T,32], f32[B,G,T,2]) = graftwork.quantize_rows(%k, bits=4, turned=True)``
 
-    x [B,G,T,D] -> codes u8[B,G,T,D*bits/8] and steps f32[B,G,T,2]: what codes are times, and what
-    is added. Of 4 bits, a byte's lower half is a code of the row's first half. `turned`: of the
-    rows times a Hadamard matrix; D is a power of two.
-    Errors: `InputError` for other widths and bits.
+    x [B,G,T,D] -> codes u8[B,G,T,D*bits/8] and steps f32[B,G,T,2]: step and minimum. Of 4 bits, a
+    byte's lower half is a code of the row's first half. turned: rows are multiplied by a Hadamard
+    matrix first; D is a power of two.
     Source: Ashkboos et al., "QuaRot" (2024).
     """
     rows = hadamard(x.float()) if turned else x.float()
@@ -82,7 +80,7 @@ def quantize_rows(x: Tensor, *, bits: int, turned: bool) -> tuple[Tensor, Tensor
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """Whole numbers f32[...,D] as bytes: of 4 bits, two in one."""
+    """Integers f32[...,D] as bytes, two in each for 4 bits."""
     if bits == 4:
         half = codes.shape[-1] // 2
         codes = codes[..., :half] + codes[..., half:] * 16.0
@@ -90,7 +88,7 @@ def packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def stored_values(codes: Tensor, steps: Tensor, bits: int) -> Tensor:
-    """The numbers f32[...,D] that codes u8[...,D*bits/8] and steps f32[...,2] stand for."""
+    """Dequantized values f32[...,D] of codes u8[...,D*bits/8] and steps f32[...,2]."""
     numbers = codes.float()
     if bits == 4:
         high = torch.floor(numbers * (1 / 16))
@@ -115,7 +113,7 @@ def _check_codes(given: Operands, bits: int, turned: bool) -> None:
     also=_check_codes,
 )
 def stored_rows(codes: Tensor, steps: Tensor, *, bits: int, turned: bool) -> Tensor:
-    """The numbers that `quantize_rows` has stored.
+    """Dequantize the rows of `quantize_rows`.
 
     ``%k: f32[B,G,C,D] = graftwork.stored_rows(%kc, %ks, bits=8, turned=True)``
 
@@ -166,14 +164,13 @@ def attend_quantized(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """`attend` over rows that `quantize_rows` has stored.
+    """`attend` over rows quantized by `quantize_rows`.
 
     ``%y: f32[B,H,T,E] = graftwork.attend_quantized(%q, %k, %ks, %v, %vs, %m, bits=4, turned=True,
     scale=0.125)``
 
     q [B,H,T,D]; k u8[B,G,C,D*bits/8], v u8[B,G,C,E*bits/8]; k_steps, v_steps f32[B,G,C,2]; mask,
     bias, sinks, softcap as in `attend`. `turned` as in `quantize_rows`, of keys and values.
-    Errors: `InputError` naming an operand of another rank, size or dtype.
     """
     keys, values = stored_values(k, k_steps, bits), stored_values(v, v_steps, bits)
     query = hadamard(q.float()) if turned else q.float()
@@ -193,13 +190,12 @@ def _check_static(given: Operands, bits: int) -> None:
 
 @op("x: BGTD, step: f32 GD, least: f32 GD -> u8 BGTK", samples=_static_samples, also=_check_static)
 def static_codes(x: Tensor, step: Tensor, least: Tensor, *, bits: int) -> Tensor:
-    """Rows as whole numbers of 4 or 8 bits, each channel on a step of its own, clipped to what
-    these reach.
+    """Quantize rows to 4 or 8 bits with a fixed step and minimum per channel, clipped.
 
     ``%c: u8[B,G,T,32] = graftwork.static_codes(%k, @kv.0.key.step, @kv.0.key.least, bits=4)``
 
     x [B,G,T,D]; step, least f32[G,D], steps above 0 -> u8[B,G,T,D*bits/8], packed as in
-    `quantize_rows`. Errors: `InputError` for other widths and bits.
+    `quantize_rows`.
     """
     codes = torch.round((x.float() - least[:, None]) / step[:, None])
     return packed(torch.clamp(codes, 0.0, float(2**bits - 1)), bits)
@@ -211,7 +207,7 @@ def _unit_samples() -> Iterator[Sample]:
 
 @op("codes: u8 BGCK -> f32 BGC2", samples=_unit_samples)
 def unit_steps(codes: Tensor) -> Tensor:
-    """Steps of rows whose numbers are their codes: 1, and 0 that is added.
+    """Steps of rows whose values are their codes: step 1, minimum 0.
 
     ``%u: f32[B,G,C,2] = graftwork.unit_steps(%kc)``
 

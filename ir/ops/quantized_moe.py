@@ -1,8 +1,7 @@
-"""Mixtures of experts whose weights have a few bits, and the products that they are made of.
+"""Mixtures of experts with quantized weights, and their products.
 
-`numerics` documents the bit layout. A token's activations are rounded by row and sums are exact,
-as in `quantized_linear`, so its result is the same whatever shares its step and whoever else chose
-its experts.
+`numerics` documents the bit layout. Activations are quantized by row and sums are exact, as in
+`quantized_linear`, so a token's result does not depend on the other tokens.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ def _fit_stack(
     group: int,
     axes: str,
 ) -> None:
-    """Check weight, scale and offset of a stack. axes: letters of its experts, rows and columns,
-    and of the bytes and the groups of a row."""
+    """Check weight, scale and offset of a stack. axes: letters of experts, rows and columns, and of
+    bytes and groups of a row."""
     experts, rows, inner, packed, groups = tuple(axes)
     weight, scale, offset = stack
     columns = given.sizes.setdefault(inner, weight.shape[-1] * 8 // bits)
@@ -96,15 +95,14 @@ def quantized_experts(
     group: int,
     rounded: bool = True,
 ) -> Tensor:
-    """Each row times the weights of the experts that it chose, which have a few bits: [N,C,R].
+    """Each row times the quantized weights of its chosen experts: [N,C,R].
 
     ``%y: f32[B*T,2,R] = graftwork.quantized_experts(%x, %experts, @w.q4, @w.scale, @w.offset,
     bits=4, group=32)``
 
     x [N,K], or [N,C,K] with a row for each choice; experts i64[N,C] in 0..E-1; weight
     u8[E,R,K*bits/8], scale and offset f32|f16[E,R,K/group], bias [E,R]; bits, group and rounded as
-    in `quantized_linear`, whose result each is. Errors: `InputError` naming an operand of another
-    rank, size or dtype.
+    in `quantized_linear`, whose result each is.
     """
     rows = x if x.dim() == 3 else x.unsqueeze(1).expand(*experts.shape, x.shape[1])
     found = x.new_zeros((*experts.shape, weight.shape[1]))
@@ -181,7 +179,7 @@ def quantized_moe(
     alpha: float | None = None,
     rounded: bool = True,
 ) -> Tensor:
-    """`moe` with weights of a few bits.
+    """`moe` with quantized weights.
 
     ``%y: f32[B*T,H] = graftwork.quantized_moe(%x, %experts, %w, @gate_up.q4, @gate_up.q4.scale,
     @gate_up.q4.offset, @down.q4, @down.q4.scale, @down.q4.offset, activation="silu", bits=4,
@@ -192,8 +190,7 @@ def quantized_moe(
     [E,H,F/down_group]; gate_up_bias [E,2F] and down_bias [E,H], activation, limit and alpha as in
     `moe`; bits and rounded as in `quantized_linear`.
     Source: Shazeer et al., "Outrageously Large Neural Networks" (2017); for experts in few bits,
-    Kim et al., "Mixture of Quantized Experts (MoQE)" (2023). Errors: `InputError` naming an operand
-    of another rank, size or dtype.
+    Kim et al., "Mixture of Quantized Experts (MoQE)" (2023).
     """
     given = {"bits": bits, "rounded": rounded}
     product = torch.ops.graftwork.quantized_experts

@@ -1,16 +1,17 @@
-"""Layers that carry a state from token to token: linear attention of all kinds.
+"""Recurrent layers: linear attention, state-space models, delta rules.
 
-A state covers the rows of a sequence that no later step can take back. The tokens of a step that
-may be taken back, such as drafts, are kept beside it in a log: their keys, values and decays. The
-next step folds those into the state that its `past` counts; the others are forgotten. So a step
-never copies a state, and a path of a tree is committed by moving a few rows of the log, as rows of
-key-value caches are. Within a step the ancestors of each token take the place of the causal mask.
+A state covers the rows of a sequence that cannot be rolled back. Keys, values and decays of the
+step's other tokens, such as drafts, are kept in a log. The next step folds the log rows that its
+`past` counts into the state and drops the rest. Rollback thus needs no copy of the state, and a
+path of a draft tree is committed by moving log rows, like rows of a key-value cache. Within a step
+an ancestor mask replaces the causal mask.
 Source: Wu et al., "STree: Speculative Tree Decoding for Hybrid State-Space Models" (2025).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,25 +21,25 @@ from . import Native, Sample, op
 from .operands import Operands
 
 LEAST = -200.0
-"""What a decay is at least, in its logarithm: less is 0 in float32 just so."""
+"""Lower bound of a log decay; exp of less is 0 in float32."""
 
 BLOCK, SHORT_BLOCK = 64, 16
-"""Tokens that are worked out at once where their number is known; fewer where keys decay one by
-one, because then every pair of tokens has a decay for each."""
+"""Tokens computed at once if T is a number. SHORT_BLOCK: with a decay for each key (D = K), where
+every pair of tokens has K decays."""
 
 WIDEST = 1024
-"""Tokens that a step may have where their number is not known."""
+"""Largest T of a step if T is symbolic."""
 
 SEQUENCE = "q: BGTK, k: BGTK, v: BHTV, g: BHTD, beta: BHT, H % G, also"
 LOG = "keys: f32 BGWK, values: f32 BHWV, decays: f32 BHWD"
 COUNTS = "folded: i64 B, past: i64 B, certain: i64 B, ancestors: bool BTT, T >= 1, W >= 1"
-"""What the ops of a recurrence ask of a sequence, of its log, and of counts of rows."""
+"""Declarations of a sequence, of its log, and of row counts."""
 
 RECURRENCE = Native("BHGTKVDW")
 
 
 def check_decays(given: Operands) -> None:
-    """Whether decays are of heads or of keys. Errors: `InputError`."""
+    """Errors: `InputError` unless D is 1 or K."""
     if given.sizes["D"] not in (1, given.sizes["K"]):
         raise InputError(
             f"{given.op}: g must have one decay a head or one a key, D=1 or D=K; "
@@ -47,7 +48,7 @@ def check_decays(given: Operands) -> None:
 
 
 def _cumulative(g: Tensor, ancestors: Tensor | None) -> Tensor:
-    """The logarithm f64[B,H,T,D] of the decay from before a step to after each of its tokens."""
+    """Log decays f64[B,H,T,D] from the step's beginning to each token, inclusive."""
     logs = g.double().clamp(min=LEAST)
     if ancestors is None:
         return logs.cumsum(2)
@@ -55,7 +56,7 @@ def _cumulative(g: Tensor, ancestors: Tensor | None) -> Tensor:
 
 
 def _visible(k: Tensor, ancestors: Tensor | None) -> Tensor:
-    """Which tokens (columns) each token of a step (rows) continues, or is: bool[.,1,T,T]."""
+    """bool[.,1,T,T]: whether token j (column) is token i (row) or an ancestor of it."""
     if ancestors is not None:
         return ancestors[:, None]
     steps = torch.arange(k.shape[2], device=k.device)
@@ -63,9 +64,9 @@ def _visible(k: Tensor, ancestors: Tensor | None) -> Tensor:
 
 
 def _pair_scores(rows: Tensor, columns: Tensor, total: Tensor, seen: Tensor) -> Tensor:
-    """Of tokens i and j: the product of row i and column j, what is between them decayed.
+    """f32[B,H,T,T]: product of row i and column j, decayed from j to i; 0 where i does not see j.
 
-    rows, columns f32[B,H,T,K]; total f64[B,H,T,D]; seen bool[.,1,T,T]. 0 where i does not see j.
+    rows, columns f32[B,H,T,K]; total f64[B,H,T,D] from `_cumulative`; seen bool[.,1,T,T].
     """
     if total.shape[3] == 1:
         between = total - total.transpose(2, 3)
@@ -77,10 +78,9 @@ def _pair_scores(rows: Tensor, columns: Tensor, total: Tensor, seen: Tensor) -> 
 
 
 def _solved(lower: Tensor, right: Tensor) -> Tensor:
-    """x f32[B,H,T,V] with (1 + lower) x = right, lower f32[B,H,T,T] strictly lower triangular.
+    """Solve (1 + lower) x = right: f32[B,H,T,V]; lower f32[B,H,T,T], strictly lower triangular.
 
-    The inverse of blocks on the diagonal, then of blocks twice as large: no number on the way is
-    larger than those of the inverse itself.
+    Inverts diagonal blocks of doubling size: intermediate values stay in the inverse's range.
     """
     width = lower.shape[2]
     steps = torch.arange(width, device=lower.device)
@@ -105,16 +105,28 @@ def heads_of(x: Tensor, heads: int) -> Tensor:
     return each.reshape(batch, heads, width, size)
 
 
-def _block(
-    state: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    ancestors: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """What tokens read, and what each adds to the state: two f32[B,H,T,V]; q, k f32[B,H,T,K]."""
+class Tokens(NamedTuple):
+    """Operands of the tokens of a step: q, k f32[B,H,T,K]; v [B,H,T,V]; g [B,H,T,D]; beta [B,H,T];
+    ancestors bool[B,T,T]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None
+    ancestors: Tensor | None
+
+
+def tokens_of(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, ancestors: Tensor | None
+) -> Tokens:
+    """Tokens from operands of an op, whose q and k are [B,G,T,K]."""
+    return Tokens(heads_of(q, v.shape[1]), heads_of(k, v.shape[1]), v, g, beta, ancestors)
+
+
+def _block(state: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """The tokens' results and what each adds to the state: two f32[B,H,T,V]."""
+    q, k, v, g, beta, ancestors = tokens
     total = _cumulative(g, ancestors)
     seen = _visible(k, ancestors)
     since = total.exp().float()
@@ -143,27 +155,19 @@ def _folded(state: Tensor, k: Tensor, u: Tensor, g: Tensor, count: Tensor) -> Te
     return state * last.exp().float().transpose(2, 3) + added
 
 
-def _run(
-    state: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    ancestors: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """As `_block`, of as many tokens as there are: a chain block by block, if their number is
-    known."""
+def _run(state: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """As `_block`, for any number of tokens: block by block for chains of known length."""
+    q, k, v, g, beta, ancestors = tokens
     width = k.shape[2]
     size = BLOCK if g.shape[3] == 1 else SHORT_BLOCK
     if ancestors is not None or not isinstance(width, int) or width <= size:
-        return _block(state, q, k, v, g, beta, ancestors)
+        return _block(state, tokens)
     read, added = [], []
     for start in range(0, width, size):
         count = min(size, width - start)
         rate = None if beta is None else beta.narrow(2, start, count)
         mine, keys, values, decay = (x.narrow(2, start, count) for x in (q, k, v, g))
-        y, u = _block(state, mine, keys, values, decay, rate, None)
+        y, u = _block(state, Tokens(mine, keys, values, decay, rate, None))
         everything = torch.full((k.shape[0],), count, device=k.device)
         state = _folded(state, keys, u, decay, everything)
         read.append(y)
@@ -183,22 +187,20 @@ def _linear_samples() -> Iterator[Sample]:
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None, *, layer: int
 ) -> Tensor:
-    """A recurrence over a whole sequence; what a frontend produces, without a state that lasts.
+    """A recurrence over a whole sequence, as frontends produce it, without a persistent state.
 
     ``%y: f32[B,H,T,V] = graftwork.linear_attention(%q, %k, %v, %g, %beta, layer=0)``
 
     q, k [B,G,T,K]; v [B,H,T,V], H a multiple of G; g [B,H,T,D], D = 1 or K, the logarithm of a
-    decay; beta [B,H,T]. A state S [K,V] of each head begins as 0; token t makes it exp(g) S + k u^T
-    and reads y = q S of that. u is v (Mamba, Mamba-2, RG-LRU), or with `beta` the delta rule's
-    beta (v - k exp(g) S) (gated delta nets, Kimi delta attention). `layer` names the layer that
-    will own the state. Sources: Yang et al., "Gated Delta Networks" (2024); Dao and Gu,
-    "Transformers are SSMs" (2024); Gu and Dao, "Mamba" (2023); De et al., "Griffin" (2024).
+    decay; beta [B,H,T]. Each head has a state S [K,V], 0 at first. Token t sets S to
+    exp(g) S + k u^T and returns y = q S. u is v (Mamba, Mamba-2, RG-LRU), or with `beta` the delta
+    rule's beta (v - k exp(g) S) (gated delta nets, Kimi delta attention). layer: the state's owner.
+    Sources: Yang et al., "Gated Delta Networks" (2024); Dao and Gu, "Transformers are SSMs" (2024);
+    Gu and Dao, "Mamba" (2023); De et al., "Griffin" (2024).
     """
-    heads = v.shape[1]
-    keys = heads_of(k, heads)
-    state = keys.new_zeros((k.shape[0], heads, k.shape[3], v.shape[3]))
-    y, _ = _run(state, heads_of(q, heads), keys, v, g, beta, None)
-    return y.to(v.dtype)
+    tokens = tokens_of(q, k, v, g, beta, None)
+    state = tokens.k.new_zeros((k.shape[0], v.shape[1], k.shape[3], v.shape[3]))
+    return _run(state, tokens)[0].to(v.dtype)
 
 
 def step_samples() -> Iterator[Sample]:
@@ -239,38 +241,43 @@ def linear_attention_step(
     g: Tensor,
     beta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """One step of `linear_attention`, and the state and log after it.
+    """One step of `linear_attention`, with the state and log after it.
 
     ``%y, %s, %lk, %lv, %lg = graftwork.linear_attention_step(%state, %keys, %values, %decays,
     %folded, %past, %certain, None, %q, %k, %v, %g, %beta)``
 
-    state f32[B,H,K,V] covers `folded` i64[B] rows; the log keys f32[B,G,W,K], values f32[B,H,W,V],
-    decays f32[B,H,W,D] has the rows from there on. `past` i64[B] rows count, folded <= past <=
-    folded + W; a sequence with past 0 begins anew. q, k, v, g, beta of T tokens as in
+    state f32[B,H,K,V] covers `folded` i64[B] rows. The log holds the following rows: keys
+    f32[B,G,W,K], values f32[B,H,W,V], decays f32[B,H,W,D]. `past` i64[B] rows are valid, folded <=
+    past <= folded + W; past 0 starts a new sequence. q, k, v, g, beta of T tokens as in
     `linear_attention`; ancestors bool[B,T,T] as in `step_mask`. The first `certain` i64[B] tokens
-    of the step will not be taken back: the new state covers past + certain rows, and the new log
-    has the W after those (what is beyond the step has no meaning). Results: y [B,H,T,V], then the
-    new state, keys, values and decays. Errors: `InputError` naming an operand that does not fit.
+    of the step are final: the new state covers past + certain rows, and the new log holds the W
+    rows after those (undefined beyond the step). Results: y [B,H,T,V], then the new state, keys,
+    values and decays.
     """
-    heads = v.shape[1]
-    begun = (past > 0)[:, None, None, None]
-    before = _folded(state, heads_of(keys, heads), values, decays, pending(folded, past))
-    before = before.masked_fill(~begun, 0.0)
-    new = heads_of(k, heads)
-    y, u = _run(before, heads_of(q, heads), new, v, g, beta, ancestors)
-    after = _folded(before, new, u, g, certain)
-    rows = keys.shape[2]
-    logged = [rows_after(x.float(), certain, rows, 2) for x in (k, u, g)]
-    return y.to(v.dtype).contiguous(), after.contiguous(), logged[0], logged[1], logged[2]
+    before = _folded(state, heads_of(keys, v.shape[1]), values, decays, pending(folded, past))
+    before = before.masked_fill(~(past > 0)[:, None, None, None], 0.0)
+    tokens = tokens_of(q, k, v, g, beta, ancestors)
+    y, u = _run(before, tokens)
+    after = _folded(before, tokens.k, u, g, certain)
+    return y.to(v.dtype).contiguous(), after.contiguous(), *logged(keys, certain, k, u, g)
 
 
 def pending(folded: Tensor, past: Tensor) -> Tensor:
-    """Rows of the log that count; of a sequence that begins anew none does."""
+    """Number of valid log rows, i64[B]; 0 for a new sequence."""
     return (past - folded).clamp(min=0)
 
 
+def logged(
+    keys: Tensor, certain: Tensor, k: Tensor, u: Tensor, g: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The log after a step that adds u: as many rows as `keys` has, from row `certain` on."""
+    rows = keys.shape[2]
+    made = [rows_after(x.float(), certain, rows, 2) for x in (k, u, g)]
+    return made[0], made[1], made[2]
+
+
 def rows_after(x: Tensor, first: Tensor, rows: int, axis: int) -> Tensor:
-    """Rows first, first + 1, ... of x, `rows` of them; the nearest there is stands for others."""
+    """`rows` rows of x from row first i64[B] on; rows beyond the end repeat the last one."""
     width = x.shape[axis]
     index = first[:, None] + torch.arange(rows, device=x.device)
     index = index.clamp(min=0, max=width - 1)

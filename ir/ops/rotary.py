@@ -1,4 +1,4 @@
-"""Rotary position embedding, and rows that it has turned."""
+"""Rotary position embedding, and changes of position of rotated rows."""
 
 from __future__ import annotations
 
@@ -56,10 +56,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def turned_on(
     x: Tensor, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor], interleaved: bool
 ) -> Tensor:
-    """Rows [...,D] that were rotated by the cosines and sines `before`, rotated by `after` instead.
-
-    Tables may be scaled: what is turned keeps its length.
-    """
+    """Rotate rows [...,D] from the angles `before` to the angles `after`, each (cos, sin). Tables
+    may be scaled: norms do not change."""
     (old_cos, old_sin), (new_cos, new_sin) = before, after
     size = old_cos * old_cos + old_sin * old_sin
     cos = (new_cos * old_cos + new_sin * old_sin) / size
@@ -68,7 +66,7 @@ def turned_on(
 
 
 def check_tables(given: Operands, cos: Tensor) -> None:
-    """Whether tables [P,R] turn no more channels than there are. Errors: `InputError`."""
+    """Errors: `InputError` for tables [P,R] with 2R > D."""
     if 2 * given.sizes["R"] > given.sizes["D"]:
         raise InputError(
             f"{given.op}: expected tables [P,R] with 2R <= D={given.sizes['D']}, "
@@ -98,13 +96,12 @@ def shift_rows(
     *,
     interleaved: bool = False,
 ) -> Tensor:
-    """Keys from a row on, rotated on by a number of positions; those before it as they are.
+    """Rotate keys from row `first` on by `shift` positions.
 
     ``%y: f32[B,G,C,D] = graftwork.shift_rows(%kv.0.key, %past, %shift, @cos, @sin)``
 
     keys [B,G,C,D] after `rotary` by row p of the tables cos, sin [P,R] for position p; first
-    i64[B], a row; shift i64[B], -P < shift < P. Tables may be scaled: what is turned keeps its
-    length.
+    i64[B], a row; shift i64[B], -P < shift < P. Tables may be scaled: norms do not change.
     Source: He et al., "Let the Code LLM Edit Itself When You Edit the Code" (2024).
     """
     angles = [table.float()[shift.abs()][:, None, None] for table in (cos, sin)]

@@ -1,9 +1,8 @@
-"""Recurrences whose state is held in 8 bits, with a scale for every column of every head.
+"""Recurrences whose state is stored in 8 bits, with a scale for each column of each head.
 
-A state that is rounded wherever a step happens to end would depend on how tokens were shared out
-among steps: a draft that is verified would then be judged by another target than the one that
-decodes alone. So it is rounded after every token, as if each had a step of its own, whether a token
-is read in its own step or folded out of the log. Where no row is folded nothing is rounded again.
+The state is rounded after every token, not at the end of a step, so results do not depend on how
+tokens are split into steps: verifying a draft gives the same tokens as decoding one by one. A state
+that no row is folded into is not rounded again.
 Source: Chiang et al., "Quamba2: A Robust and Scalable Post-training Quantization Framework for
 Selective State Space Models" (2025), whose states are rounded after every decoded token.
 """
@@ -23,27 +22,29 @@ from .recurrent import (
     LOG,
     RECURRENCE,
     SEQUENCE,
+    Tokens,
     check_decays,
     heads_of,
+    logged,
     pending,
-    rows_after,
     step_samples,
+    tokens_of,
 )
 
 I8 = torch.int8
 LARGEST = 127
-"""The largest code; the least is its negative."""
+"""Codes are -LARGEST .. LARGEST."""
 
 SMALLEST = 1e-30
-"""A column whose numbers are all smaller than this is held as zeros."""
+"""A column whose values are all smaller is stored as zeros."""
 
 State = tuple[Tensor, Tensor]
-"""Codes [B,H,K,V], whole numbers in float32, and scales f32[B,H,V]."""
+"""Codes f32[B,H,K,V], integers, and scales f32[B,H,V]."""
 
 
 def rounded(state: Tensor) -> State:
-    """Codes and scales of a state f32[B,H,K,V]: the largest number of a column has the code 127,
-    and halves go to the even code."""
+    """Codes and scales of a state f32[B,H,K,V]: a column's largest magnitude becomes 127; half to
+    even."""
     most = state.abs().amax(2)
     scale = torch.where(most < SMALLEST, 0.0, most / LARGEST)
     inverse = torch.where(most < SMALLEST, 0.0, 1.0 / scale)
@@ -80,18 +81,16 @@ def linear_attention_step_int8(
     g: Tensor,
     beta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """One step of `linear_attention` over a state in 8 bits, and the state and log after it.
+    """One step of `linear_attention` over a state in 8 bits, with the state and log after it.
 
     ``%y, %c, %s, %lk, %lv, %lg = graftwork.linear_attention_step_int8(%codes, %scale, %keys,
     %values, %decays, %folded, %past, %certain, None, %q, %k, %v, %g, %beta)``
 
-    codes i8[B,H,K,V] times scale f32[B,H,V] are the state of `linear_attention_step`. The log
-    (keys, values, decays), folded, past, certain, ancestors, q, k, v, g, beta and the results are
-    as there, codes and scale in the place of the state. After every token the state is rounded: of
-    every column the largest number gets the code 127. A token reads the state that it made before
-    that is rounded; those after it, and the log's, go on from the rounded one. Errors: `InputError`
-    naming an operand that does not fit; `UnsupportedError` where the number of tokens is not known,
-    as one follows another.
+    codes i8[B,H,K,V] times scale f32[B,H,V] are the state of `linear_attention_step`; keys, values,
+    decays, folded, past, certain, ancestors, q, k, v, g, beta and results as there. After every
+    token the state is rounded (`rounded`). A token reads its own state before rounding; later
+    tokens, and log rows, continue from the rounded one.
+    Errors: `UnsupportedError` if T or W is symbolic, because tokens are computed in sequence.
     """
     if not isinstance(k.shape[2], int) or not isinstance(keys.shape[2], int):
         raise UnsupportedError(
@@ -99,25 +98,24 @@ def linear_attention_step_int8(
             "kernels has no loop over tokens: take the target torch or eager, and for exports "
             "leave out quantize_state"
         )
-    heads, begun = v.shape[1], (past > 0)[:, None, None]
+    begun = (past > 0)[:, None, None]
     state = codes.float() * begun[..., None], scale * begun
-    state = _fold(state, heads_of(keys, heads), values, decays, pending(folded, past))
-    new = heads_of(k, heads)
-    y, u = _read(state, heads_of(q, heads), new, v, g, beta, ancestors)
-    after = _fold(state, new, u, g, certain)
-    rows = keys.shape[2]
-    logged = [rows_after(x.float(), certain, rows, 2) for x in (k, u, g)]
-    return y.to(v.dtype), after[0].to(I8), after[1].contiguous(), logged[0], logged[1], logged[2]
+    state = _fold(state, heads_of(keys, v.shape[1]), values, decays, pending(folded, past))
+    tokens = tokens_of(q, k, v, g, beta, ancestors)
+    y, u = _read(state, tokens)
+    after = _fold(state, tokens.k, u, g, certain)
+    log = logged(keys, certain, k, u, g)
+    return y.to(v.dtype), after[0].to(I8), after[1].contiguous(), *log
 
 
 def _decayed(state: State, g: Tensor) -> Tensor:
-    """A state f32[B,H,K,V] as it is before a token with decays g [B,H,D] adds to it."""
+    """The state f32[B,H,K,V] times decays exp(g), g [B,H,D]."""
     decay = g.float().clamp(min=LEAST).exp()
     return state[0] * state[1][:, :, None] * decay[..., None]
 
 
 def _fold(state: State, k: Tensor, u: Tensor, g: Tensor, count: Tensor) -> State:
-    """The state after the first `count` i64[B] of some rows, k f32[B,H,N,K], one by one."""
+    """The state after the first `count` i64[B] of N rows, k f32[B,H,N,K], rounded after each."""
     codes, scale = state
     for row in range(k.shape[2]):
         added = k[:, :, row, :, None] * u[:, :, row, None]
@@ -128,16 +126,9 @@ def _fold(state: State, k: Tensor, u: Tensor, g: Tensor, count: Tensor) -> State
     return codes, scale
 
 
-def _read(
-    state: State,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    ancestors: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """What tokens read, and what each adds to the state: two f32[B,H,T,V]; q, k f32[B,H,T,K]."""
+def _read(state: State, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """The tokens' results and what each adds to the state: two f32[B,H,T,V]."""
+    q, k, v, g, beta, ancestors = tokens
     batch, width = torch.arange(k.shape[0], device=k.device), k.shape[2]
     before, scales = state[0][:, None], state[1][:, None]
     read, added = [], []
@@ -157,7 +148,7 @@ def _read(
 
 
 def _parent(ancestors: Tensor, token: int) -> Tensor:
-    """The token i64[B] of a step that another continues, -1 for none; ancestors bool[B,T,T]."""
+    """The nearest ancestor i64[B] of a token of the step, -1 for none; ancestors bool[B,T,T]."""
     places = torch.arange(token, device=ancestors.device)
     seen = torch.where(ancestors[:, token, :token], places, -1)
     return torch.nn.functional.pad(seen, (1, 0), value=-1).amax(1)
@@ -167,7 +158,7 @@ RECURRENCES = (
     torch.ops.graftwork.linear_attention_step.default,
     torch.ops.graftwork.linear_attention_step_int8.default,
 )
-"""Steps of recurrences, whatever their states are held in."""
+"""Step ops of recurrences, for each dtype of states."""
 
 STEPS = (*RECURRENCES, torch.ops.graftwork.causal_conv_step.default)
-"""What carries a state from step to step."""
+"""Ops that update a state without rows."""

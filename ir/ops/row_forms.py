@@ -1,4 +1,4 @@
-"""What rows are before they get few bits, and what is kept beside their codes."""
+"""Hadamard transform of rows before quantization, and low-rank residuals beside the codes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ def _check_width(given: Operands) -> None:
 
 @op("x: BGTD -> f32 x", samples=_hadamard_samples, also=_check_width)
 def hadamard_rows(x: Tensor) -> Tensor:
-    """Rows times the orthogonal Hadamard matrix, which is its own inverse: no channel stays larger
-    than the others by far.
+    """Rows times the orthogonal Hadamard matrix, its own inverse, which spreads outlier channels.
 
     ``%y: f32[B,G,T,64] = graftwork.hadamard_rows(%x)``
 
@@ -60,14 +59,14 @@ def _check_rank(given: Operands, group: int, rank: int) -> None:
 
 @op("x: BGTD, R = rank -> f16 BGTR, f16 BGSN", samples=_factor_samples, also=_check_rank)
 def low_rank(x: Tensor, *, group: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Factors of what is nearest to each `group` rows of all that have so low a rank.
+    """Low-rank approximation of each `group` rows.
 
     ``%f: (f16[B,G,64,2], f16[B,G,1,128]) = graftwork.low_rank(%e, group=64, rank=2)``
 
-    x [B,G,T,D], T a multiple of group -> left f16[B,G,T,rank], of which the columns of a group are
-    orthonormal, and right f16[B,G,T/group,rank*D]: x is about left times right. By 8 rounds of the
-    power iteration from a fixed start. Source: Kang et al., "GEAR: An Efficient KV Cache
-    Compression Recipe for Near-Lossless Generative Inference of LLM" (2024).
+    x [B,G,T,D], T a multiple of group -> left f16[B,G,T,rank], orthonormal columns in a group, and
+    right f16[B,G,T/group,rank*D] with x ~ left right, by 8 rounds of power iteration from a fixed
+    start. Source: Kang et al., "GEAR: An Efficient KV Cache Compression Recipe for Near-Lossless
+    Generative Inference of LLM" (2024).
     """
     batch, groups, rows, width = x.shape
     whole = x.float().reshape(batch, groups, rows // group, group, width)
@@ -106,11 +105,11 @@ def _check_factors(given: Operands, right: Tensor, group: int) -> None:
 
 @op("left: f16 BGCR, right: f16 BGSN -> f32 BGCD", samples=_product_samples, also=_check_factors)
 def low_rank_rows(left: Tensor, right: Tensor, *, group: int) -> Tensor:
-    """The rows that `low_rank` has made factors of.
+    """The rows that factors of `low_rank` approximate.
 
     ``%e: f32[B,G,C,64] = graftwork.low_rank_rows(%left, %right, group=64)``
 
-    left f16[B,G,C,R] and right f16[B,G,S,R*D], see there; group rows share one of right's.
+    left f16[B,G,C,R] and right f16[B,G,S,R*D] from `low_rank`; `group` rows share a row of right.
     """
     rank = left.shape[3]
     index = torch.arange(left.shape[2], device=left.device)

@@ -1,4 +1,4 @@
-"""Choosing which tokens of a step go through the language-model head."""
+"""Gathers of hidden states by token and of cache rows."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def pick_rows(x: Tensor, select: Tensor) -> Tensor:
 
     ``%y: f32[B,S,H] = graftwork.pick_rows(%x, %select)``
 
-    x [B,T,H]; select i64[B,S] with values in 0..T-1. A prefill asks for one row a sequence and so
-    computes one row of logits instead of a prompt's worth.
+    x [B,T,H]; select i64[B,S] in 0..T-1. A prefill selects one row a sequence, to compute logits of
+    one token instead of all.
     """
     return x.gather(1, select[:, :, None].expand(-1, -1, x.shape[2]))
 
@@ -38,8 +38,8 @@ def cache_read(cache: Tensor, past: Tensor, select: Tensor) -> Tensor:
 
     ``%x: f32[B,S,H] = graftwork.cache_read(%stream, %past, %select)``
 
-    cache [B,1,C,H]; past i64[B]; select i64[B,S]; row past + select of each sequence, which is one
-    of its C. What one call of a step leaves in a state, the next one takes up so.
+    cache [B,1,C,H]; past i64[B]; select i64[B,S]: rows past + select, below C. Segments of a step
+    pass the residual stream on through such a state.
     """
     rows = (past[:, None] + select)[:, :, None].expand(-1, -1, cache.shape[3])
     return cache.squeeze(1).gather(1, rows)

@@ -1,7 +1,7 @@
-"""Attention over a cache in parts, and rows that all sequences of a batch have in common.
+"""Attention over a cache in parts, and rows that all sequences of a batch share.
 
-Softmax over parts is what each part gives, weighed by the sum of the exponentials of its scores: so
-rows that lie in several places, or are read at different times, count as one cache's.
+Softmax over parts is the parts' results weighted by their sums of exponentials, so rows in several
+buffers count as one cache.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from . import Sample, op
 from .attention import ATTEND, ATTENTION, _scores, within_reach
 
 LEAST = -1e30
-"""Stands for minus infinity where that would be taken from itself."""
+"""Stands for -infinity, to avoid -infinity - -infinity."""
 
 
 def _parts_samples() -> Iterator[Sample]:
@@ -39,15 +39,14 @@ def attend_part(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attend` over some of the rows that tokens see, and how much these weigh.
+    """`attend` over a part of the rows, and the part's log-sum-exp.
 
     ``%p: (f32[B,H,T,E], f32[B,H,T]) = graftwork.attend_part(%q, %keys, %values, %m, scale=0.125)``
 
-    q [B,H,T,D]; k [B,G,C,D]; v [B,G,C,E]; mask bool[B,1,T,C]; bias [B,H,T,C]; sinks [H]; as those
-    of `attend`, but that a token may see no row. The second result is the
-    logarithm of the sum of the exponentials of the scores that a token sees, its sink's among them:
-    what `merge_parts` weighs the first one by. Of a token that sees no row it is -infinity, and the
-    first is 0. Errors: `InputError` naming an operand of another rank, size or dtype.
+    q [B,H,T,D]; k [B,G,C,D]; v [B,G,C,E]; mask bool[B,1,T,C]; bias [B,H,T,C]; sinks [H]; as in
+    `attend`, but a token may see no row. The second result, the weight for `merge_parts`, is the
+    log-sum-exp of the scores that a token sees, its sink included: -infinity for a token that sees
+    nothing, whose first result is 0.
     """
     batch, heads, width, _ = q.shape
     scores = _scores(q, k.to(q.dtype), scale, softcap)
@@ -80,9 +79,9 @@ def merge_parts(a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor) -> Ten
 
     ``%y: f32[B,H,T,E] = graftwork.merge_parts(%p.0, %p.1, %r.0, %r.1)``
 
-    a, b [B,H,T,E] and a_weight, b_weight f32[B,H,T] as `attend_part` gives them; a token whose
-    weights are both -infinity gets 0. Source: Juravsky et al., "Hydragen: High-Throughput LLM
-    Inference with Shared Prefixes" (2024).
+    a, b [B,H,T,E] and a_weight, b_weight f32[B,H,T] from `attend_part`; 0 if both weights are
+    -infinity. Source: Juravsky et al., "Hydragen: High-Throughput LLM Inference with Shared
+    Prefixes" (2024).
     """
     most = torch.maximum(a_weight, b_weight).clamp(min=LEAST)
     mine, other = torch.exp(a_weight - most), torch.exp(b_weight - most)
@@ -103,13 +102,12 @@ def _seen_samples() -> Iterator[Sample]:
 def shared_mask(
     held: Tensor, positions: Tensor, *, window: int | None = None, chunk: int | None = None
 ) -> Tensor:
-    """Which of the rows that a batch shares its tokens see, one sequence after the other.
+    """Which shared rows the tokens of a batch see, sequences concatenated.
 
     ``%m: bool[1,1,B*T,S] = graftwork.shared_mask(%shared.held, %positions)``
 
-    held i64[S]: its first number says how many of the rows are there, those of the first so many
-    positions; positions i64[B,T] of the tokens, all behind these. `window` and `chunk` hide
-    rows as in `step_mask`.
+    held i64[S]: held[0] is the number of valid rows, which have the positions 0, 1, ...; positions
+    i64[B,T] of the tokens, all later. `window` and `chunk` hide rows as in `step_mask`.
     """
     rows = torch.arange(held.shape[0], device=held.device)
     flat = positions.reshape(-1, 1)
@@ -123,7 +121,7 @@ def _behind_samples() -> Iterator[Sample]:
 
 @op("held: i64 S, past: i64 B, C = capacity -> BC", samples=_behind_samples)
 def positions_behind(held: Tensor, past: Tensor, capacity: int) -> Tensor:
-    """The positions of sequences' own rows, where they begin behind what a batch shares.
+    """Positions of sequences' own rows, which follow the shared ones.
 
     ``%r: i64[B,C] = graftwork.positions_behind(%shared.held, %past, C)``
 

@@ -1,4 +1,4 @@
-"""Attention to a source that a text is written from, and biases by the distance of two tokens."""
+"""Encoder and cross attention, and relative position biases (T5)."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def distance_bias(
     capacity: int,
     row_positions: Tensor | None = None,
 ) -> Tensor:
-    """An additive score bias over cache rows that depends on the distance of row and token alone.
+    """Relative position bias of scores over cache rows.
 
     ``%b: f32[B,H,T,C] = graftwork.distance_bias(@table, %past, %positions, C)``
 
-    table [H,2R+1]: for key position - query position from -R to R; what is farther counts as R.
-    past i64[B]; positions i64[B,T]; row_positions i64[B,C] as in `step_mask`. Source: Raffel et
-    al., "Exploring the Limits of Transfer Learning" (T5's relative position buckets, 2020).
+    table [H,2R+1], indexed by clamp(row position - token position, -R, R) + R; past i64[B];
+    positions i64[B,T]; row_positions i64[B,C] as in `step_mask`. Source: Raffel et al., "Exploring
+    the Limits of Transfer Learning" (T5's relative position buckets, 2020).
     """
     held, _, _ = held_positions(past, positions, capacity, row_positions)
     return by_distance(table, held[:, None, :] - positions[:, :, None]).permute(0, 3, 1, 2)
@@ -54,7 +54,7 @@ def _rows_samples() -> Iterator[Sample]:
 
 @op("lengths: i64 B, N = count -> bool BN", samples=_rows_samples)
 def source_rows(lengths: Tensor, count: int) -> Tensor:
-    """Which of `count` rows each sequence's source has: its first `lengths`.
+    """Mask of valid source rows: the first `lengths` of `count`.
 
     ``%m: bool[B,E] = graftwork.source_rows(%lengths, E)``
 
@@ -87,15 +87,13 @@ def source_attention(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention to a source: every token sees all of it. An encoder's own attention, where q is of
-    the source, too, and a decoder's to what the encoder made.
+    """Unmasked attention to a source: an encoder's self-attention, or a decoder's cross attention.
 
     ``%y: f32[B,H,T,E] = graftwork.source_attention(%q, %k, %v, %lengths, layer=0, scale=0.125)``
 
-    q [B,H,T,D]; k [B,G,N,D]; v [B,G,N,E], H a multiple of G; lengths i64[B]: rows of each
-    sequence's source, at least 1; those behind them are padding, which has no influence. distances
-    [H,2R+1]: as in `distance_bias`, for token t and row n at the positions t and n. `softcap` as in
-    `attention`. `layer` names the layer.
+    q [B,H,T,D]; k [B,G,N,D]; v [B,G,N,E], H a multiple of G; lengths i64[B] >= 1: valid rows of
+    each source, the rest is padding. distances [H,2R+1]: as `distance_bias`, for token t and row n
+    at the positions t and n. softcap as in `attention`. layer: the layer's index.
     """
     width, rows = q.shape[2], k.shape[2]
     mask = source_rows(lengths, rows)[:, None, None, :].expand(-1, 1, width, -1)

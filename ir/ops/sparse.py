@@ -1,8 +1,7 @@
-"""Attention that reads some rows of a cache: which ones a token picks, and the attention over them.
+"""Sparse attention: selection of cache rows per token, and attention over them.
 
-A token picks for itself, by its own queries, whatever shares its step: so it reads the same rows
-alone, in a prompt's piece and in a draft. Rows that look alike are told apart as in `eviction`: by
-rounded scores, and of one score the later row.
+Each token selects by its own queries, so it reads the same rows when decoded alone, in a prompt's
+chunk and in a draft. As in `eviction`, scores are rounded and ties go to the later row.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def _channel_samples() -> Iterator[Sample]:
 
 @op("x: BHTD, channels: i64 GR, H % G -> BHTR", samples=_channel_samples)
 def take_channels(x: Tensor, channels: Tensor) -> Tensor:
-    """Some channels of queries or keys, each group of heads its own.
+    """Gather channels of queries or keys, by group of heads.
 
     ``%l: f32[B,G,T,8] = graftwork.take_channels(%k, @kv.0.channels)``
 
@@ -63,25 +62,23 @@ def _check_top(given: Operands, rows: int) -> None:
 def top_rows(
     q: Tensor, k: Tensor, mask: Tensor, *, rows: int, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """The rows that each head of each token of a step looks at most: i64[B,H,T,rows], the first of
-    them first.
+    """The rows with the highest attention of each head and token: i64[B,H,T,rows], highest first.
 
     ``%r: i64[B,H,T,256] = graftwork.top_rows(%q, %keys, %m, rows=256, scale=0.125)``
 
-    q [B,H,T,D] and k [B,G,C,D], or some channels of both; mask, scale, softcap as in `attend`. A
-    row's score is the attention that it gets of the head, by whole numbers of 1/1024 of its
-    logarithm; of one score the later row is first. Where a token sees fewer than `rows` rows, the
-    rest are -1. Errors: `InputError` naming an operand of another rank, size or dtype.
+    q [B,H,T,D] and k [B,G,C,D], or some channels of both; mask, scale, softcap as in `attend`.
+    Scores are log attention in 1/1024, ties in favour of the later row. If a token sees fewer than
+    `rows` rows, the rest are -1.
     """
     return _first(_weights(q, k, mask, scale, softcap), mask, rows)
 
 
 def _weights(q: Tensor, k: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """The attention that each head gives to rows: f32[B,H,T,C]."""
+    """Attention weights f32[B,H,T,C]."""
     batch, heads, width, _ = q.shape
     groups, capacity = k.shape[1], k.shape[2]
     grouped = q.float().reshape(batch, groups, heads // groups * width, q.shape[3])
-    # Products by rows of the cache: what is turned over is not the keys, of which there are more.
+    # Products by cache rows: the smaller operand, not the keys, is transposed.
     scores = torch.matmul(k.float(), grouped.transpose(2, 3)).transpose(2, 3) * scale
     scores = scores.reshape(batch, heads, width, capacity)
     if softcap is not None:
@@ -95,7 +92,7 @@ def _first(weights: Tensor, mask: Tensor, rows: int) -> Tensor:
     ranked = torch.round(weights.clamp(min=LEAST).log() * STEPS).to(I64) + 2**24
     place = torch.arange(capacity, device=weights.device)
     order = torch.where(mask, ranked * capacity + place, torch.full_like(place, -1))
-    # So that there are as many to choose among as are wanted.
+    # At least `rows` candidates.
     order = torch.cat([order, order.new_full((*order.shape[:3], rows), -1)], dim=-1)
     best, index = torch.topk(order, rows, dim=-1)
     return torch.where(best >= 0, index, torch.full_like(index, -1))
@@ -125,14 +122,13 @@ def attend_rows(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """`attend`, each token over the rows that were picked for it, and no other row is read.
+    """`attend` of each token over its selected rows; no other row is read.
 
     ``%y: f32[B,H,T,E] = graftwork.attend_rows(%q, %keys, %values, %r, scale=0.125)``
 
-    q [B,H,T,D]; k [B,G,C,D] and v [B,G,C,E]; rows i64[B,R,T,K], each below C, different, or -1 for
-    none, at least one for every token. R is H, where each head has rows of its own, or a number
-    between: H/R heads that follow each other, of one group, read the same. scale, sinks, softcap as
-    in `attend`. Errors: `InputError` naming an operand of another rank, size or dtype.
+    q [B,H,T,D]; k [B,G,C,D] and v [B,G,C,E]; rows i64[B,R,T,K]: distinct, below C, or -1 for none,
+    at least one per token. H/R consecutive heads of a group share rows (R is between G and H).
+    scale, sinks, softcap as in `attend`.
     """
     batch, heads, width, dim = q.shape
     groups, capacity, wide = k.shape[1], k.shape[2], v.shape[3]
@@ -141,7 +137,7 @@ def attend_rows(
     first = torch.arange(batch * groups, device=k.device) * capacity
     first = first.reshape(batch, groups, 1).expand(batch, groups, picks // groups)
     flat = (rows.clamp(min=0) + first.reshape(batch, picks, 1, 1)).reshape(-1)
-    # Each token is a sequence of its own, with the rows that it picked as its cache.
+    # Each token becomes a sequence of its own with its rows as the cache.
     shape = batch, picks * width, count
     keys, values = (
         cache.reshape(batch * groups * capacity, size)
@@ -179,9 +175,9 @@ def chunk_means(keys: Tensor, past: Tensor, *, block: int, chunk: int) -> Tensor
 
     ``%n: f32[B,G,8,D] = graftwork.chunk_means(%kv.0.key, %past, block=64, chunk=8)``
 
-    keys [B,G,C,D]; past i64[B] rows are valid, a multiple of block; where it is 0, what comes is
-    undefined. Source: Sun et al., "ShadowKV: KV Cache in Shadows for High-Throughput Long-Context
-    LLM Inference" (2024): a chunk's landmark.
+    keys [B,G,C,D]; past i64[B] rows are valid, a multiple of block; undefined for 0. Source: Sun et
+    al., "ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference" (2024),
+    landmarks of chunks.
     """
     place = torch.arange(block, device=past.device)
     index = (past[:, None] - block + place).clamp(min=0)[:, None, :, None]
@@ -227,16 +223,15 @@ def chunk_rows(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """The rows of the chunks whose landmarks each token looks at most, and those since the last
-    whole block, `latest` of them: i64[B,G,T,chunks*chunk+latest].
+    """Rows of the chunks whose landmarks get the highest attention of each token, and the `latest`
+    rows since the last whole block: i64[B,G,T,chunks*chunk+latest].
 
     ``%r: i64[B,G,T,320] = graftwork.chunk_rows(%q, %marks, %m, %past, chunks=32, chunk=8, block=64,
     latest=64, scale=0.125)``
 
-    q [B,H,T,D]; marks [B,G,S,D], of which those of the past's whole blocks are valid; mask, scale,
-    softcap as in `attend`, a token sees all rows of whole blocks; past i64[B]. Chunks are ranked as
-    rows are in `top_rows`, by the most that a head of their group gives them. Where there are
-    fewer, and rows that a token does not see, are -1.
+    q [B,H,T,D]; marks [B,G,S,D], valid for whole blocks of past; mask, scale, softcap as in
+    `attend`; tokens see all rows of whole blocks; past i64[B]. Chunks are ranked as rows in
+    `top_rows`, by the maximum over a group's heads. Missing and hidden rows are -1.
     """
     batch, groups, count, _ = marks.shape
     begin = past - torch.remainder(past, block)

@@ -1,7 +1,7 @@
 """Stages of a program and the ops that each allows: one table, which backends extend.
 
-``traced`` comes from a frontend, ``canonical`` has norms, rotary embeddings and gated MLPs as
-single ops, ``cached`` reads and writes states, ``lowered:<backend>`` is what a backend takes.
+``traced``: from a frontend. ``canonical``: norms, rotary embeddings and gated MLPs are single ops.
+``cached``: reads and writes states. ``lowered:<backend>``: accepted by a backend.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..support.errors import GraftworkError
 from . import all_ops
 from .decompositions import is_kept
 
-# Core ATen ops whose result depends on data or memory layout in ways that types cannot say.
+# Core ATen ops whose result type depends on data or memory layout.
 _EXCLUDED = frozenset(
     {
         "aten._local_scalar_dense.default",
@@ -28,9 +28,9 @@ _EXCLUDED = frozenset(
         "aten.nonzero.default",
     }
 )
-# Inner halves of other ops, which trust their callers with sizes and indices; these ones check.
+# Internal halves of other ops mostly do not check sizes and indices; these do.
 _CHECKED_HALVES = frozenset({"_log_softmax", "_softmax", "_to_copy", "native_layer_norm"})
-# Allowed beside core ATen: the frontends' normal form has them, or passes write them for clarity.
+# Allowed beside core ATen: frontends or passes produce them.
 _EXTRA = frozenset(
     {
         "aten.masked_fill.Scalar",
@@ -45,12 +45,9 @@ _EXTRA = frozenset(
 
 @dataclass(frozen=True)
 class Stage:
-    """One row of the legality table.
-
-    only: the graftwork ops that may appear (None: all). without: those that may not. states:
-    whether functions may read and write states. accepts: a backend's own test of an op, instead of
-    the common rule for ATen ops.
-    """
+    """One row of the legality table. only: allowed graftwork ops (None: all). without: forbidden
+    ones. states: whether functions may have states. accepts: a backend's test of an op, which
+    replaces the other rules."""
 
     name: str
     only: frozenset[str] | None = None
@@ -59,11 +56,11 @@ class Stage:
     accepts: Callable[[Any], bool] | None = None
 
 
-# What raising passes make on the way from traced to canonical; frontends give none of it.
+# Made by raising passes on the way from traced to canonical.
 _RAISED = frozenset({"rms_norm", "layer_norm", "rotary", "glu"})
-# What sources that hold weights of a few bits are read as.
+# Quantized checkpoints are imported with these.
 _STORED = frozenset(op.name for op in all_ops().values() if op.stored)
-# What lets tokens of a sequence meet, before and after there are states.
+# Ops that mix tokens of a sequence, before and after there are states.
 _MIXERS = frozenset({"attention", "causal_conv", "linear_attention", "source_attention"})
 _CACHE_OPS = frozenset(
     {
@@ -83,18 +80,15 @@ _STAGES = {
 
 
 def register_lowered(backend: str, accepts: Callable[[Any], bool] | None = None) -> None:
-    """Declare the stage ``lowered:<backend>``.
-
-    accepts: which ops the backend takes, as a test of a node's target; None: core ATen and every
-    graftwork op but markers and cacheless attention.
-    """
+    """Declare the stage ``lowered:<backend>``. accepts: tests a node's target; None: core ATen and
+    every graftwork op but markers and cacheless attention."""
     without = _MIXERS | {"hidden"} if accepts is None else frozenset()
     name = f"lowered:{backend}"
     _STAGES[name] = Stage(name, without=without, states=True, accepts=accepts)
 
 
 def stage_of(name: str) -> Stage:
-    """The row of a stage. Errors: `GraftworkError` listing the stages there are."""
+    """The row of a stage. Errors: `GraftworkError` listing the stages."""
     if name not in _STAGES:
         raise GraftworkError(f"unknown stage {name!r}; expected one of {list(_STAGES)}")
     return _STAGES[name]
@@ -117,17 +111,16 @@ def is_core(target: Any) -> bool:
 
 
 def _is_safe(name: str) -> bool:
-    """Whether an op of this name gives values that its arguments determine, whatever they are.
+    """Whether an op is memory-safe and deterministic for any arguments; programs come from files.
 
-    Programs come from files. Backward ops take what their forward ops saved at its word and write
-    where it says, and "empty" ones give what was in memory before.
+    Backward ops index by unchecked saved values, and "empty" ops return uninitialized memory.
     """
     half = name.startswith(("_", "native_")) and name not in _CHECKED_HALVES
     return not half and "backward" not in name and not re.search(r"(^|_)empty(_|$)", name)
 
 
 def why_illegal(stage_name: str, target: Any) -> str | None:
-    """What speaks against an op at a stage; None if it is legal."""
+    """Why an op is illegal at a stage; None if it is legal."""
     stage = stage_of(stage_name)
     if target is operator.getitem:
         return None
@@ -142,10 +135,8 @@ def why_illegal(stage_name: str, target: Any) -> str | None:
 
 
 def find_op(name: str) -> Any:
-    """The op that a text names, ``aten.add.Tensor`` or ``graftwork.glu``; None if there is none.
-
-    Looks nowhere but at core ATen and the graftwork op set.
-    """
+    """The core ATen or graftwork op of a name, ``aten.add.Tensor`` or ``graftwork.glu``; None if
+    there is none."""
     namespace, _, rest = name.partition(".")
     packet_name, _, overload = rest.partition(".")
     if namespace == "graftwork":

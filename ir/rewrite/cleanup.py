@@ -1,4 +1,4 @@
-"""Removing what a function computes in vain: dead nodes, and equal calls."""
+"""Dead code and common subexpression elimination."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..function import Function
 
 
 def sweep(fn: Function) -> int:
-    """Remove what no output needs, in place (hand in a copy); returns how many nodes went."""
+    """Remove nodes that no output needs, in place; returns their number."""
     removed = 0
     for node in reversed(list(fn.graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users:
@@ -22,7 +22,7 @@ def sweep(fn: Function) -> int:
 
 
 def merge_equal(fn: Function) -> int:
-    """Merge equal calls in place (hand in a copy); returns how many nodes went."""
+    """Merge equal calls, in place; returns the number of removed nodes."""
     first: dict[Hashable, torch.fx.Node] = {}
     merged = 0
     for node in fn:

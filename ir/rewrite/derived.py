@@ -1,7 +1,6 @@
-"""Weights that a piece of a function gives: the piece is kept as text, so they are data, too.
+"""Weights computed by a piece of a function, which is stored as text.
 
-A piece is printed with names of its own, so pieces that compute the same in the same order have
-one text, whatever their nodes and weights are called.
+Names in the text are normalized, so pieces with the same calls in the same order have equal texts.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ..weights import Call, Weight, WeightStore, derivation, derive
 
 
 def evaluated_piece(name: str, node: torch.fx.Node, weights: Mapping[str, Weight]) -> Weight:
-    """The value of a node that depends on no input, as a weight."""
+    """A node that depends on no input, as a weight."""
     text, sources = _portable(node, {})
     given = (weights[source] for source in sources)
     return derive(name, type_of(node), evaluated, *given, function=text)
@@ -38,10 +37,8 @@ def tabulated_piece(
     source: str,
     axis: int,
 ) -> Weight:
-    """The weight of this type [R,W] whose row p is a node's value for number p in 0..R-1.
-
-    source: the input i64[B,T] that has the numbers. axis: of the value, T.
-    """
+    """A weight [R,W] whose row p is a node's value for input p in 0..R-1. source: the input
+    i64[B,T]. axis: of the value, T."""
     text, sources = _portable(node, {source: TensorType.parse("i64[B,T]")})
     given = (weights[part] for part in sources)
     options = {"function": text, "source": source, "rows": type.shape[0], "axis": axis}
@@ -50,7 +47,7 @@ def tabulated_piece(
 
 @derivation
 def evaluated(*tensors: torch.Tensor, function: str) -> torch.Tensor:
-    """What a function of no inputs gives for its weights w0, w1, ..."""
+    """The value of a function without inputs of weights w0, w1, ..."""
     return _run(function, tensors, {})
 
 
@@ -58,7 +55,7 @@ def evaluated(*tensors: torch.Tensor, function: str) -> torch.Tensor:
 def tabulated(
     *tensors: torch.Tensor, function: str, source: str, rows: int, axis: int
 ) -> torch.Tensor:
-    """What a function gives for the numbers 0..rows-1 at its input `source`: a row each."""
+    """The values of a function for 0..rows-1 at its input `source`, as rows."""
     found = _run(function, tensors, {source: torch.arange(rows)[None]})
     return found.movedim(axis, 0).reshape(rows, -1)
 
@@ -72,12 +69,12 @@ def _run(
     program = Program("piece", {fn.name: fn}, store, info)
     try:
         return run(program, fn.name, inputs)["value"]
-    except (IndexError, RuntimeError) as error:  # torch's own, of weights that are too short
+    except (IndexError, RuntimeError) as error:  # raised by torch for weights that are too short
         raise InputError(f"weights cannot be made of others: {error}") from error
 
 
 def _portable(node: torch.fx.Node, inputs: Mapping[str, TensorType]) -> tuple[str, list[str]]:
-    """A function that gives a node's value, as text, and the names of its weights in order."""
+    """A function that computes a node, as text, and the names of its weights in order."""
     fn, names = Function("piece"), list[str]()
     copies: dict[torch.fx.Node, Any] = {}
     given = {name: fn.add_input(name, type) for name, type in inputs.items()}
@@ -103,4 +100,4 @@ def _portable(node: torch.fx.Node, inputs: Mapping[str, TensorType]) -> tuple[st
 
 
 def _none() -> torch.Tensor:
-    raise AssertionError("a weight that only its function is printed of")
+    raise AssertionError("a placeholder for printing has no data")

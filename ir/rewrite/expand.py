@@ -1,8 +1,8 @@
-"""Calls replaced by what they mean, in ops that are nearer to what a backend has.
+"""Decomposition of calls: a graftwork op's meaning, which may call other graftwork ops, or torch's
+decomposition of another op.
 
-The meaning is traced once for each op and argument types: a graftwork op's torch code, which may
-call other graftwork ops, or another op's decomposition. Sizes stay symbolic. A function of tensors
-that is no op is traced in the same way (`inline`).
+Decompositions are traced once for each op and argument types, with symbolic sizes. `inline` traces
+any function of tensors in the same way.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..function import Function, site_of
 from ..inference.infer import _freeze, _shapes, _thaw, forget_guesses
@@ -26,11 +27,8 @@ Table = Callable[[], Mapping[Any, Callable[..., Any]]]
 
 
 def expand(function: Function, node: torch.fx.Node, table: Table | None = None) -> None:
-    """Replace a call by its meaning, in place, one level deep.
-
-    table: for ops that are not graftwork's. Errors: `UnsupportedError` for an op without a meaning,
-    or one that cannot be traced.
-    """
+    """Replace a call by its decomposition, in place, one level deep. table: for ops that are not
+    graftwork's. Errors: `UnsupportedError` for an op without one, or if it cannot be traced."""
     template = _template(node.target, _freeze(node.args), _freeze(dict(node.kwargs)), table)
 
     def call(target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
@@ -44,17 +42,16 @@ def expand(function: Function, node: torch.fx.Node, table: Table | None = None) 
 
 
 def inline(function: Function, meaning: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a function of tensors makes of nodes: its ops, at the insertion point.
+    """Insert the ops of a function of tensors at the insertion point; returns its result as nodes.
 
-    args, kwargs: of `meaning`, nodes in the place of tensors. Graftwork ops that it calls stay
-    whole, with all options but those that are None. Returns what it returns, nodes in the place of
-    tensors. Errors: `InputError` that it raises; `UnsupportedError` if it cannot be traced, or
-    holds for one size only.
+    args, kwargs: of `meaning`, with nodes in the place of tensors. Graftwork ops that it calls stay
+    whole. Errors: `InputError` that it raises; `UnsupportedError` if it cannot be traced, or its
+    trace is valid for one size only.
     """
     template = _template(meaning, _freeze(args), _freeze(kwargs), None)
 
     def call(target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
-        if op_of(target) is not None:  # tracing leaves out options that have their default
+        if op_of(target) is not None:  # tracing omits options that have their default
             options = [a for a in target._schema.arguments if a.kwarg_only]
             filled = {a.name: kwargs.get(a.name, a.default_value) for a in options}
             kwargs = {name: value for name, value in filled.items() if value is not None}
@@ -82,12 +79,12 @@ def _placed(
 
 
 def origin_of(node: torch.fx.Node) -> str:
-    """The op whose meaning a call is part of, by its short name; "" if it stands for itself."""
+    """Short name of the op that a call was decomposed from; "" if none."""
     return str(node.meta.get("origin", ""))
 
 
 def short_name(node: torch.fx.Node) -> str:
-    """The name of the op that a call is of, without its library and overload."""
+    """The name of a call's op, without namespace and overload."""
     return str(node.target.name()).partition("::")[2].partition(".")[0]  # type: ignore[union-attr]
 
 
@@ -119,8 +116,7 @@ def _tensors(given: Any) -> list[torch.fx.Node]:
 def _template(target: Any, args: Any, kwargs: Any, table: Table | None) -> torch.fx.Graph:
     """The decomposition as a graph of tensor placeholders; size nodes carry ``meta["size"]``.
 
-    Sizes are compared as the op asks for them (C >= rows in `keep_top`): granted to its steps, and
-    to nothing else.
+    Comparisons of sizes that the op requires (C >= rows in `keep_top`) are granted to its calls.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -129,16 +125,15 @@ def _template(target: Any, args: Any, kwargs: Any, table: Table | None) -> torch
     definition = op_of(target)
     call = definition.meaning if definition is not None else target
     with shapes.active():
-        everything = (_thaw(args, shapes), _thaw(kwargs, shapes))
-        fakes: list[torch.Tensor] = []
-        _visit(everything, fakes, torch.Tensor)
-
-        # Tracing knows sizes by the tensors that have them; these stand behind the real arguments.
-        carriers = [torch.empty(size) for size in _sizes(everything)]
+        leaves, spec = tree_flatten((_thaw(args, shapes), _thaw(kwargs, shapes)))
+        fakes = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        # Tracing finds symbolic sizes in the shapes of tensors: one more for each size argument.
+        carriers = [torch.empty(leaf) for leaf in leaves if isinstance(leaf, torch.SymInt)]
 
         def flat(*tensors: torch.Tensor) -> Any:
             waiting = iter(tensors)
-            positional, named = _substitute(everything, waiting)
+            given = [next(waiting) if isinstance(x, torch.Tensor) else x for x in leaves]
+            positional, named = tree_unflatten(given, spec)
             return call(*positional, **named)
 
         known_ones = None if definition is not None or table is None else table()
@@ -151,7 +146,7 @@ def _template(target: Any, args: Any, kwargs: Any, table: Table | None) -> torch
             raise UnsupportedError(f"cannot decompose {target}: {error}") from error
         finally:
             forget_guesses(shapes, known)
-    if fixed := fixed or _hints_in(graph, everything, shapes):
+    if fixed := fixed or _hints_in(graph, leaves, shapes):
         raise UnsupportedError(
             f"what {target} means was traced for one size only: it would hold only where {fixed}"
         )
@@ -168,17 +163,12 @@ def _template(target: Any, args: Any, kwargs: Any, table: Table | None) -> torch
     return graph
 
 
-def _hints_in(graph: torch.fx.Graph, given: Any, shapes: Any) -> str:
-    """Which sizes steps have as the numbers that stand for them, though the arguments given have no
-    such number: as `_Shapes.fixed` says it."""
-    own: list[int] = []
-    found: list[int] = []
-    tensors: list[torch.Tensor] = []
-    _visit(given, own, int)
-    _visit(given, tensors, torch.Tensor)
-    _visit([tuple(tensor.shape) for tensor in tensors], own, int)
-    _visit([(step.args, step.kwargs) for step in graph.nodes], found, int)
-    strange = sorted(set(found) & set(shapes.hints) - set(own))
+def _hints_in(graph: torch.fx.Graph, given: list[Any], shapes: Any) -> str:
+    """Hints of symbols that are constants of the graph but not in the arguments given, as text: see
+    `_Shapes.fixed`."""
+    own = {*_integers([tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in given])}
+    found = {*_integers([(step.args, dict(step.kwargs)) for step in graph.nodes])}
+    strange = sorted(found & set(shapes.hints) - own)
     return " and ".join(f"{shapes.hints[number]} = {number}" for number in strange)
 
 
@@ -186,28 +176,5 @@ def _size(arg: Any, shapes: Any) -> Any:
     return shapes.dim(arg) if isinstance(arg, torch.SymInt) else arg
 
 
-def _sizes(everything: Any) -> list[torch.SymInt]:
-    found: list[torch.SymInt] = []
-    _visit(everything, found, torch.SymInt)
-    return found
-
-
-def _visit(tree: Any, found: list[Any], kind: type) -> None:
-    if isinstance(tree, kind):
-        found.append(tree)
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            _visit(item, found, kind)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            _visit(item, found, kind)
-
-
-def _substitute(tree: Any, waiting: Any) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return next(waiting)
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_substitute(item, waiting) for item in tree)
-    if isinstance(tree, dict):
-        return {k: _substitute(v, waiting) for k, v in tree.items()}
-    return tree
+def _integers(tree: Any) -> list[int]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, int)]

@@ -1,6 +1,5 @@
-"""Finding one occurrence of a `Pattern`.
-
-Depth first, backtracking over commutative operands; sizes are unified last.
+"""Matching of one occurrence of a `Pattern`: depth-first search with backtracking over commutative
+operands; sizes are unified last.
 """
 
 from __future__ import annotations
@@ -39,14 +38,12 @@ _CAST = ATEN._to_copy.default
 
 @dataclass(frozen=True)
 class Match:
-    """One occurrence of a pattern. ``match["x"]`` is the node that the input x stands for.
+    """One occurrence of a pattern. ``match["x"]`` is the node of the input x.
 
-    root: the node that computes the pattern's first result. interior: every matched op call, the
-    root among them. outputs: the nodes of the pattern's results, the root first.
+    root: the node of the pattern's result. interior: all matched calls.
     """
 
     root: torch.fx.Node
-    outputs: tuple[torch.fx.Node, ...]
     interior: frozenset[torch.fx.Node]
     inputs: Mapping[str, torch.fx.Node]
     numbers: Mapping[str, Dim | float]
@@ -56,26 +53,27 @@ class Match:
         return self.inputs[name]
 
     def number(self, name: str) -> Any:
-        """The scalar captured for an input described as ``float`` or ``int``."""
+        """The value of a scalar input (``float`` or ``int``)."""
         return self.numbers[name]
 
     def size(self, name: str) -> Dim:
-        """What a size name of the pattern stands for."""
+        """The value of a size name of the pattern."""
         return self.sizes[name]
 
     def type(self, name: str) -> TensorType:
-        """The type of the value that the input stands for."""
+        """The type of an input's node."""
         return type_of(self.inputs[name])
 
     @property
     def site(self) -> Site:
-        """Where the root comes from."""
+        """The root's site."""
         return site_of(self.root)
 
 
 @dataclass
 class Miss:
-    """How far the best attempt came: op calls matched, and the first difference."""
+    """The nearest miss: number of calls matched, and the first difference. telling: the difference
+    is between two ops."""
 
     matched: int = -1
     reason: str = ""
@@ -83,7 +81,7 @@ class Miss:
     telling: bool = False
 
     def note(self, matched: int, reason: str, root: torch.fx.Node, *, telling: bool = True) -> None:
-        """Remember this attempt if it came further, or as far and says more."""
+        """Keep this attempt if it matched more calls, or as many and is more telling."""
         if (matched, telling) > (self.matched, self.telling):
             self.matched, self.reason, self.root = matched, reason, root
             self.telling = telling
@@ -112,7 +110,7 @@ class Matcher:
         self.at: torch.fx.Node = pattern.root
 
     def match(self, root: torch.fx.Node) -> Match | None:
-        """The occurrence whose first result is `root`, or None."""
+        """The occurrence whose result is `root`, or None."""
         self.at = root
         state = self.solve([(self.pattern.root, root)], _State())
         if state is None:
@@ -121,7 +119,7 @@ class Matcher:
         return None if sizes is None else self.finish(root, state, sizes)
 
     def solve(self, goals: list[Goal], state: _State) -> _State | None:
-        """Depth-first search; recursion only where operands may be swapped or casts left out."""
+        """Depth-first search; recursion only for commutative operands and optional casts."""
         while goals:
             pattern, value = goals.pop()
             choices = list(self.expand(pattern, value, state))
@@ -135,7 +133,7 @@ class Matcher:
         return state
 
     def expand(self, pattern: Any, value: Any, state: _State) -> Iterator[list[Goal]]:
-        """Ways to satisfy one goal, each a list of further goals; none if it cannot be."""
+        """Ways to satisfy one goal, each a list of further goals."""
         if isinstance(pattern, torch.fx.Node):
             yield from self.expand_node(pattern, value, state)
         elif isinstance(pattern, Hole):
@@ -215,14 +213,14 @@ class Matcher:
         """Record the nearest miss."""
         calls = sum(node.op == "call_function" for node in state.nodes)
         reason = f"expected {_describe(expected)}, found {_describe(found)}"
-        # That an op is not an input says less than that it is not another op.
+        # A difference between an op and an input is less informative than between two ops.
         unlike = isinstance(expected, torch.fx.Node) and getattr(found, "op", "") != "call_function"
         self.miss.note(calls, reason, self.at, telling=not unlike)
 
     # -- sizes
 
     def unify(self, state: _State) -> dict[str, Dim] | None:
-        """Values of the pattern's size names, or None where two sizes contradict."""
+        """Values of the pattern's size names; None if sizes contradict."""
         goals: list[tuple[Dim, Any]] = list(state.deferred)
         for node, value in state.nodes.items():
             if node.op != "placeholder":
@@ -234,7 +232,7 @@ class Matcher:
                 self.failed(state, spec_text(spec, self.pattern.dtype), value)
                 return None
             goals.extend(zip(spec.dims, dims[extra:], strict=True))
-        # Plain names first: they bind what the compound expressions are then checked against.
+        # Plain names first: they bind the symbols of compound expressions.
         goals.sort(key=lambda goal: len(str(goal[0])))
         sizes: dict[str, Dim] = {}
         for expected, found in goals:
@@ -246,16 +244,15 @@ class Matcher:
     def finish(self, root: torch.fx.Node, state: _State, sizes: dict[str, Dim]) -> Match | None:
         calls = {p: v for p, v in state.nodes.items() if p.op == "call_function"}
         inputs = {str(p.target): v for p, v in state.nodes.items() if p.op == "placeholder"}
-        outputs = tuple(state.nodes[p] for p in self.pattern.outputs)
         interior = frozenset(calls.values()) | state.casts
         interior -= frozenset(inputs.values())
-        for node in interior - set(outputs):
+        for node in interior - {root}:
             outside = [user for user in node.users if user not in interior]
             if outside:
                 reason = f"%{node.name} inside the match is also used by %{outside[0].name}"
                 self.miss.note(len(calls), reason, root)
                 return None
-        return Match(root, outputs, interior, inputs, state.numbers, sizes)
+        return Match(root, interior, inputs, state.numbers, sizes)
 
 
 def _argument_goals(pattern: torch.fx.Node, value: torch.fx.Node) -> Iterator[list[Goal]]:
@@ -268,7 +265,7 @@ def _argument_goals(pattern: torch.fx.Node, value: torch.fx.Node) -> Iterator[li
 
 
 def _ordered(goals: list[Goal]) -> list[Goal]:
-    """Last come first: op calls before numbers and inputs, so that near misses are found deep."""
+    """Goals are taken from the end: calls before numbers and inputs, for deep near misses."""
     return sorted(goals, key=lambda goal: getattr(goal[0], "op", "") == "call_function")
 
 

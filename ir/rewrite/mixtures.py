@@ -1,4 +1,4 @@
-"""A mixture of experts whose weights are stored in few bits, in the place of a float one."""
+"""Replacement of a mixture of experts by one with quantized weights."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ G = torch.ops.graftwork
 
 
 class Stack(NamedTuple):
-    """The weights of all experts of one projection, as `graftwork.quantized_moe` takes them:
-    weight u8[E,R,K*bits/8], scale and offset f32|f16[E,R,K/group]."""
+    """Quantized weights of one projection of all experts: weight u8[E,R,K*bits/8], scale and offset
+    f32|f16[E,R,K/group]."""
 
     weight: Weight
     scale: Weight
@@ -26,11 +26,8 @@ class Stack(NamedTuple):
 def store_experts(
     fn: Function, node: torch.fx.Node, gate_up: Stack, down: Stack, *, bits: int, rounded: bool
 ) -> None:
-    """Replace a call of `graftwork.moe` by one of `graftwork.quantized_moe`, in place.
-
-    rounded: activations are rounded to int8 by row. Errors: those of type inference, for stacks
-    that do not fit.
-    """
+    """Replace a call of `graftwork.moe` by `graftwork.quantized_moe`, in place. rounded: quantize
+    activations to int8 by row. Errors: `VerifyError` for stacks that do not fit."""
     given = arguments(node)
     options = {name: given[name] for name in ("activation", "limit", "alpha")}
     options |= {"bits": bits, "group": gate_up.group, "down_group": down.group}

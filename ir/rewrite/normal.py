@@ -1,7 +1,7 @@
-"""One way to look at the many spellings of an ATen call, so that patterns match what they mean.
+"""Normal form of ATen calls, for pattern matching.
 
 IR values have no memory layout, so ``view`` is ``reshape``, a clone is the value itself and
-``transpose`` is a ``permute``. `normal_call` gives the kind of a call and its arguments by name:
+``transpose`` is a ``permute``. `normal_call` gives a call's kind and its arguments by name:
 defaults filled in, axes counted from the end, reshapes by the dims of their result.
 """
 
@@ -40,9 +40,9 @@ _FAMILIES: dict[Any, Any] = {
     A.transpose.int: A.permute.default,
     A.view.default: A.reshape.default,
 }
-# Calls that their first argument and the dims of their result determine.
+# Calls determined by their first argument and the dims of their result.
 _BY_RESULT = frozenset({A.reshape.default, A.expand.default})
-# Arguments that say where or how a value is stored or computed, not what it is.
+# Arguments about storage and computation that do not change values.
 _IGNORED = frozenset(
     {"device", "layout", "pin_memory", "memory_format", "non_blocking", "implicit", "cudnn_enable"}
 )
@@ -52,19 +52,19 @@ _END = 2**63 - 1
 
 @dataclass(frozen=True)
 class NormalCall:
-    """kind: the target that stands for a family. arguments: by name, in the schema's order."""
+    """kind: representative target of a family. arguments: by name, in the schema's order."""
 
     kind: Any
     arguments: Mapping[str, Any]
 
 
 def kind_of(target: Any) -> Any:
-    """The target that stands for all spellings of an op."""
+    """The representative target of an op's variants."""
     return _FAMILIES.get(target, target)
 
 
 def normal_call(node: torch.fx.Node) -> NormalCall:
-    """The call behind a ``call_function`` node; its value and tensor arguments have types."""
+    """The normal form of a ``call_function`` node; it and its tensor arguments have types."""
     kind = kind_of(node.target)
     if node.target is operator.getitem:
         return NormalCall(kind, {"source": node.args[0], "index": node.args[1]})

@@ -1,4 +1,4 @@
-"""Patterns: a few lines of plain torch code, traced to the ATen nodes that programs hold.
+"""Patterns: plain torch code, traced to the ATen nodes of programs.
 
 A pattern's inputs are described by short texts:
 
@@ -8,11 +8,12 @@ A pattern's inputs are described by short texts:
 - ``@F[H]``: a weight;
 - ``float`` or ``int``: a scalar constant (``eps``), captured.
 
-Sizes that the code computes come out as expressions: with ``x: F[B,T,2*R]``, ``x.shape[-1] // 2``
-is R. Tracing runs on concrete sizes that are distinct large primes, so nothing gets specialised.
+Computed sizes become expressions: with ``x: F[B,T,2*R]``, ``x.shape[-1] // 2`` is R. Tracing runs
+on distinct large primes as sizes, so that sizes are not specialized.
 
-Patterns and programs are compared in normal form (`ir.normal`). Frontends merge what only moves
-values, such as a permute of a permute, so a pattern should begin and end with ops that compute.
+Patterns and programs are compared in normal form (`ir.rewrite.normal`). Frontends merge ops that
+only move values, such as permutes of permutes, so a pattern should begin and end with ops that
+compute.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from .normal import IDENTITIES, kind_of
 A = torch.ops.aten
 
 _PRIMES = (7919, 7927, 7933, 7937, 7949, 7951, 7963, 7993, 8009, 8011, 8017, 8039, 8053, 8059)
-_LEADING = ("any0", "any1")  # what "..." stands for while tracing
+_LEADING = ("any0", "any1")  # the axes of "..." in tracing
 
 
 @dataclass(frozen=True)
 class Hole:
-    """Stands in a pattern's arguments for a captured scalar."""
+    """A captured scalar in a pattern's arguments."""
 
     name: str
 
@@ -75,17 +76,12 @@ def parse_spec(text: str) -> Spec:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A traced pattern: its graph, what its inputs must be, and its outputs (the root first)."""
+    """A traced pattern: its graph, specifications of inputs, and the result's node."""
 
     graph: torch.fx.Graph
     inputs: Mapping[str, Spec]
-    outputs: tuple[torch.fx.Node, ...]
+    root: torch.fx.Node
     dtype: torch.dtype
-
-    @property
-    def root(self) -> torch.fx.Node:
-        """The node that everything else in the pattern feeds."""
-        return self.outputs[0]
 
     @property
     def size(self) -> int:
@@ -97,11 +93,8 @@ class Pattern:
 def trace_pattern(
     function: Callable[..., Any], inputs: Mapping[str, str], dtype: torch.dtype
 ) -> Pattern:
-    """Trace torch code with F = dtype.
-
-    Errors: `GraftworkError` if the code needs a constant tensor, does not use an input, or returns
-    something that the root does not depend on.
-    """
+    """Trace torch code with F = dtype. Errors: `GraftworkError` for a constant tensor, an unused
+    input, or a result that is not a tensor."""
     specs = {name: parse_spec(text) for name, text in inputs.items()}
     return _Tracer(specs, dtype).trace(function)
 
@@ -137,25 +130,27 @@ class _Tracer:
 
         def flat(*tensors: torch.Tensor) -> Any:
             result = function(**dict(zip(names, tensors, strict=True)), **self.scalars)
-            return list(result) if isinstance(result, (tuple, list)) else [result]
+            if not isinstance(result, torch.Tensor):
+                raise GraftworkError(f"it returns a {type(result).__name__}, not a tensor")
+            return result
 
         with self.mode, torch.no_grad():
             examples = [self.example(self.specs[n]) for n in names]  # type: ignore[arg-type]
             module = self.run(make_fx(flat, pre_dispatch=True), examples)
-            outputs = self.rebuild(module.graph, names)
-        return self.finish(outputs)
+            root = self.rebuild(module.graph, names)
+        return self.finish(root)
 
     def run(self, tracing: Callable[..., Any], examples: list[torch.Tensor]) -> Any:
         try:
             return tracing(*examples)
-        except Exception as error:  # the pattern's code raises whatever it likes
+        except Exception as error:  # the pattern's code raises anything
             shapes = ", ".join(str(TensorType.of(t)) for t in examples)
             raise GraftworkError(
                 f"the pattern cannot be traced with ({shapes}): {error}"
             ) from error
 
-    def rebuild(self, traced: torch.fx.Graph, names: list[str]) -> tuple[torch.fx.Node, ...]:
-        """Decompose node by node what programs do not keep whole."""
+    def rebuild(self, traced: torch.fx.Graph, names: list[str]) -> torch.fx.Node:
+        """Decompose composites that programs do not contain."""
         env: dict[torch.fx.Node, Any] = {}
         waiting = iter(names)
         for node in traced.nodes:
@@ -163,7 +158,7 @@ class _Tracer:
                 env[node] = self.graph.placeholder(next(waiting))
                 env[node].meta = self.meta(node)
             elif node.op == "output":
-                return tuple(env[n] for n in node.args[0])
+                return _node(env[node.args[0]])
             elif node.op != "call_function":
                 raise GraftworkError(
                     "the pattern makes a constant tensor; pass it as an input or use a number"
@@ -182,7 +177,7 @@ class _Tracer:
             return _node(source[index])  # type: ignore[index]
         if source.target is not A.split_with_sizes.default:
             return self.copy(node, env)
-        # Programs hold slices where models split.
+        # Programs have slices in the place of splits.
         whole, sizes, *axis = source.args
         start = _total(sizes[:index])
         ends = (start, _total([start, sizes[index]]))
@@ -196,7 +191,7 @@ class _Tracer:
         return self.add(node.target, args, kwargs, node)
 
     def add(self, target: Any, args: Any, kwargs: Any, traced: torch.fx.Node) -> torch.fx.Node:
-        """A node of the pattern; what only moves values is merged as frontends merge it."""
+        """A node of the pattern; ops that only move values are merged as by frontends."""
         meta = self.meta(traced)
         source: Any = args[0] if args else None
         if target in IDENTITIES:
@@ -212,7 +207,7 @@ class _Tracer:
         return made
 
     def meta(self, traced: torch.fx.Node) -> dict[str, Any]:
-        """The type of a traced value, its sizes as expressions."""
+        """The type of a traced value, with sizes as expressions."""
         value = traced.meta.get("val")
         if not isinstance(value, torch.Tensor):
             return {}
@@ -247,7 +242,7 @@ class _Tracer:
         raise GraftworkError(f"the pattern calls {node.target}, which needs a constant tensor")
 
     def scalar(self, value: Any) -> Any:
-        """Numbers that stem from sizes and scalar inputs become expressions and holes."""
+        """Map numbers that come from sizes to expressions, from scalar inputs to holes."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return value
         for name, marker in self.scalars.items():
@@ -262,19 +257,16 @@ class _Tracer:
                 factors.append(name)
         return make_dim("*".join([str(rest), *factors])) if factors else value
 
-    def finish(self, outputs: tuple[torch.fx.Node, ...]) -> Pattern:
-        self.graph.output(outputs)
+    def finish(self, root: torch.fx.Node) -> Pattern:
+        self.graph.output(root)
         self.graph.eliminate_dead_code()
-        members = cone(outputs[:1])
-        for output in outputs:
-            if output not in members:
-                raise GraftworkError("the first result of a pattern must depend on all the others")
-        if outputs[0].op != "call_function":
+        members = cone([root])
+        if root.op != "call_function":
             raise GraftworkError("the pattern computes nothing")
         used = {n.target for n in members if n.op == "placeholder"} | self.holes(members)
         if missing := set(self.specs) - used:
             raise GraftworkError(f"the traced pattern does not use {sorted(missing)}")
-        return Pattern(self.graph, self.specs, outputs, self.dtype)
+        return Pattern(self.graph, self.specs, root, self.dtype)
 
     def holes(self, members: set[torch.fx.Node]) -> set[Any]:
         found: set[Any] = set()
@@ -296,7 +288,7 @@ def _total(sizes: Sequence[Dim]) -> Dim:
 
 
 def spec_text(spec: InputSpec, dtype: torch.dtype) -> str:
-    """What an input must be, for messages."""
+    """An input's specification, for messages."""
     dims = [*(["..."] if spec.loose else []), *(str(d) for d in spec.dims)]
     kind = "a weight " if spec.weight else ""
     return f"{kind}{DTYPE_NAMES[spec.dtype or dtype]}[{','.join(dims)}]"

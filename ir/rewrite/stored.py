@@ -1,8 +1,8 @@
-"""What calls of ops of few bits have of their stored weights, and the floats that those stand for.
+"""Stored (quantized) weights of calls: operands, and dequantized values.
 
-An op says which of its operands are stored weights (`stored=` in `ir.ops`). The other parts of one
-(`numerics.PARTS`) are operands of these names, of several weights behind the weight's own name:
-`scale`, or `gate_up_scale`.
+An op declares which operands are stored weights (`stored=` in `ir.ops`). Their other parts
+(`numerics.PARTS`) are operands called like the part, prefixed by the weight's name if there are
+several: `scale`, or `gate_up_scale`.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from ..types import TensorType
 from ..weights import Weight, WeightStore, derive
 
 Parts = dict[str, torch.fx.Node | None]
-"""Operands by `PARTS`, None for what is absent."""
+"""Operands by `PARTS`; None: absent."""
 
 
 @cache
 def stored_ops() -> tuple[Any, ...]:
-    """The ops that read stored weights."""
+    """Ops with stored weights."""
     return tuple(op.overload for op in all_ops().values() if op.stored)
 
 
 def stored_in(call: torch.fx.Node) -> tuple[str, ...]:
-    """The operands of a call that are stored weights."""
+    """Names of a call's operands that are stored weights."""
     op = op_of(call.target)
     return () if op is None else op.stored
 
 
 def operand(weight: str, part: str) -> str:
-    """The name of the operand that is a part of a stored weight, or its group."""
+    """The operand's name of a part (or "group") of a stored weight."""
     if part == "weight":
         return weight
     return part if weight == "weight" else f"{weight}_{part}"
 
 
 def parts_of(call: torch.fx.Node, weight: str = "weight") -> Parts:
-    """What a call has of one of its stored weights."""
+    """The parts of one of a call's stored weights."""
     given = arguments(call)
     return {part: given.get(operand(weight, part)) for part in PARTS}
 
 
 def group_of(call: torch.fx.Node, weight: str = "weight") -> int:
-    """How many values of one of its stored weights share a scale."""
+    """The group size of one of a call's stored weights."""
     given = arguments(call)
     return int(given.get(operand(weight, "group"), given["group"]))
 
@@ -62,12 +62,12 @@ def are_weights(call: torch.fx.Node) -> bool:
 
 
 def named_parts(parts: Parts, weights: WeightStore) -> dict[str, Weight]:
-    """The weights that parts name; absent ones are left out."""
+    """The weights of parts, without absent ones."""
     return {part: weights[str(node.target)] for part, node in parts.items() if node is not None}
 
 
 def values_of(call: torch.fx.Node, weights: WeightStore) -> Weight:
-    """The values f32[N,K] of the one stored weight of a call (see `are_weights`)."""
+    """The dequantized weight f32[N,K] of a call with one stored weight; see `are_weights`."""
     parts, bits = named_parts(parts_of(call), weights), int(arguments(call)["bits"])
     return float_weight(f"{parts['weight'].name}.values", parts, bits)
 
@@ -75,8 +75,8 @@ def values_of(call: torch.fx.Node, weights: WeightStore) -> Weight:
 def float_weight(
     name: str, parts: Mapping[str, Weight], bits: int, dtype: torch.dtype = torch.float32
 ) -> Weight:
-    """The values [...,N,K] of a stored weight by its parts, worked out when they are loaded. Beside
-    `PARTS` there may be an `order` i64[K]: the place that each stored column has."""
+    """The dequantized weight [...,N,K] of parts. Optional part `order` i64[K]: the column that each
+    stored column belongs to."""
     *outer, width = parts["weight"].type.shape
     type = TensorType(dtype, (*outer, width * 8 // bits))
     given = [parts.get(part) for part in (*PARTS, "order")]

@@ -1,5 +1,4 @@
-"""What passes share: who depends on what, cutting a piece out of a function, running the piece,
-and putting one function's body into another."""
+"""Subgraphs: dependencies, extraction, evaluation and inlining."""
 
 from __future__ import annotations
 
@@ -23,15 +22,13 @@ def constants(fn: Function) -> set[torch.fx.Node]:
 
 
 def decided_by(fn: Function, inputs: Collection[str]) -> set[torch.fx.Node]:
-    """Nodes computed from these inputs and from nothing else but weights and numbers.
-
-    The inputs themselves are included; what needs none of them (weights, constants) is not.
-    """
+    """Nodes computed from these inputs, weights and numbers only, the inputs included; not those
+    that depend on no input."""
     return _classify(fn, inputs)[1]
 
 
 def tables_of(fn: Function) -> set[str]:
-    """Weights that nothing but positions meets: angles, and what else a place has."""
+    """Weights that are combined with positions only, such as tables of angles."""
     places = decided_by(fn, ("positions",))
     return {
         str(node.target)
@@ -59,7 +56,7 @@ def _classify(
 
 
 def extract(fn: Function, outputs: Mapping[str, torch.fx.Node]) -> Function:
-    """A function of its own that computes `outputs` and takes only the inputs that these need."""
+    """A new function that computes `outputs`, with the inputs that they need."""
     members = sorted(cone(outputs.values()))  # fx nodes compare by their place in the graph
     graph = torch.fx.Graph()
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -73,7 +70,7 @@ def extract(fn: Function, outputs: Mapping[str, torch.fx.Node]) -> Function:
 def evaluate(
     piece: Function, weights: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Run an extracted piece on concrete tensors with the reference interpreter."""
+    """Run an extracted function with the reference interpreter."""
     store = WeightStore({name: Weight.of(name, tensor) for name, tensor in weights.items()})
     info = ModelInfo("piece", vocab_size=0, context=0)
     return run(Program("piece", {piece.name: piece}, store, info), piece.name, inputs)
@@ -94,11 +91,9 @@ def inlined(
     given: Mapping[torch.fx.Node, torch.fx.Node | None],
     sizes: Mapping[str, int],
 ) -> dict[str, torch.fx.Node]:
-    """The outputs of another function's body, computed at the insertion point of `fn`.
-
-    given: what stands for each of the body's inputs. sizes: symbols that are numbers here. Types
-    are inferred anew. Errors: `VerifyError` if the body does not run on what is given.
-    """
+    """Insert another function's body at the insertion point of `fn`; returns its outputs. given:
+    nodes by the body's inputs. sizes: values of symbols. Errors: `VerifyError` if types do not
+    fit."""
     values: dict[Any, Any] = dict(given)
 
     def value(arg: Any) -> Any:

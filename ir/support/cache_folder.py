@@ -1,8 +1,7 @@
-"""The folder in which graftwork keeps what is slow to make: compiled kernels and traces.
+"""The user's cache folder, for compiled kernels and traces.
 
-It is `$GRAFTWORK_CACHE`, else `$XDG_CACHE_HOME/graftwork`, else `~/.cache/graftwork`. What is kept
-there is run or believed, so the folder is used only if nobody but this user and the system's
-administrator can write into it or take its name.
+It is `$GRAFTWORK_CACHE`, else `$XDG_CACHE_HOME/graftwork`, else `~/.cache/graftwork`. Its files are
+executed or trusted, so it is used only if no user but its owner and root can write or rename it.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from pathlib import Path
 from .errors import GraftworkWarning
 
 OTHERS = stat.S_IWGRP | stat.S_IWOTH
-"""Who else may write."""
+"""Write permission for group and others."""
 
 
 def cache_folder() -> Path:
-    """Where the folder is, whether it exists or not."""
+    """The folder's path; it need not exist."""
     named = os.environ.get("GRAFTWORK_CACHE")
     if named:
         return Path(named)
@@ -31,10 +30,8 @@ def cache_folder() -> Path:
 
 @contextmanager
 def kept_folder(what: str) -> Iterator[Path]:
-    """The folder; where it cannot be used, a temporary one, with a warning if others may write it.
-
-    what: is kept, for the warning ("compiled kernels").
-    """
+    """The folder, or a temporary one if it cannot be used, with a warning if other users can write
+    to it. what: its contents, for the warning ("compiled kernels")."""
     folder = cache_folder()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -56,10 +53,10 @@ def kept_folder(what: str) -> Iterator[Path]:
 
 
 def _why_unsafe(folder: Path) -> str | None:
-    """Who else could put a library into a folder, in words; None if nobody can.
+    """Why other users could replace a folder's files; None if they cannot.
 
-    The folder itself may be written by its owner alone. In one above it, others may have files of
-    their own (it is sticky, such as /tmp), but not take this one's name.
+    Only the owner may write to the folder itself. Folders above may be writable if they are sticky
+    (such as /tmp), so that others cannot rename this one.
     """
     if folder.is_symlink():
         return f"{folder} is a link"
@@ -75,8 +72,8 @@ def _why_unsafe(folder: Path) -> str | None:
 
 
 def _is_own_group(facts: os.stat_result) -> bool:
-    """Whether only a group may write that has this user's name and nobody else in it, as some
-    systems give each user."""
+    """Whether only the user's private group may write: it has the user's name and no other
+    member."""
     if facts.st_mode & stat.S_IWOTH:
         return False
     with suppress(ImportError, KeyError):
@@ -89,5 +86,5 @@ def _is_own_group(facts: os.stat_result) -> bool:
 
 
 def is_ours(facts: os.stat_result) -> bool:
-    """Whether a file is this user's or the administrator's."""
+    """Whether a file is owned by this user or root."""
     return facts.st_uid in (os.geteuid(), 0)

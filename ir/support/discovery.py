@@ -1,4 +1,6 @@
-"""Finding what registers itself: files of a package, folders of methods, what packages bring."""
+"""Discovery of modules that register definitions: files of packages, folders of methods, entry
+points of installed packages.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,16 @@ from typing import Generic, TypeVar
 from .errors import InputError
 
 PASSES, OBJECTIVE = "graftwork.passes", "objective"
-"""The package of passes, which is also the entry point group of those that packages bring; and the
-file of a method's folder that training alone imports."""
+"""The package of passes, also the entry point group of installed packages' passes; and the file of
+a method's folder that only training imports."""
 
 T = TypeVar("T")
 
 
 @cache
 def import_all(package: str) -> None:
-    """Import every module of a package and of the packages in it, but those called `OBJECTIVE`:
-    importing registers what each defines, so that a new file needs no other edit."""
+    """Import every module of a package, recursively, except those called `OBJECTIVE`. Importing
+    registers definitions, so a new file needs no other edit."""
     for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
         if module.name.rpartition(".")[2] != OBJECTIVE:
             importlib.import_module(module.name)
@@ -34,8 +36,7 @@ def import_all(package: str) -> None:
 
 @cache
 def import_passes() -> None:
-    """Import every pass: graftwork's, and those of the modules and packages that other packages
-    name. Errors: see `brought`."""
+    """Import every pass of graftwork and of installed packages. Errors: see `brought`."""
     import_all(PASSES)
     for _, module in brought(PASSES):
         if hasattr(module, "__path__"):
@@ -44,11 +45,9 @@ def import_passes() -> None:
 
 @cache
 def import_methods(part: str = "") -> None:
-    """Import the folders of methods: a record each, and the class that carries it out. They are the
-    folders in those of `PASSES`, and in the packages that other packages name.
-
-    part: a file of theirs that is imported, too, where there is one. Errors: see `brought`.
-    """
+    """Import the folders of methods, each with a record and its runtime class: those inside the
+    folders of `PASSES` and inside packages named by entry points. part: a file to import as well,
+    where it exists. Errors: see `brought`."""
     families = [*_folders(importlib.import_module(PASSES)), *(m for _, m in brought(PASSES))]
     for method in (folder for family in families for folder in _folders(family)):
         if part and find_spec(f"{method.__name__}.{part}"):
@@ -56,18 +55,15 @@ def import_methods(part: str = "") -> None:
 
 
 def _folders(package: ModuleType) -> list[ModuleType]:
-    """The packages in a package; none in a module."""
+    """Subpackages of a package; none for a module."""
     paths: Sequence[str] = getattr(package, "__path__", ())
     found = pkgutil.iter_modules(paths, f"{package.__name__}.")
     return [importlib.import_module(module.name) for module in found if module.ispkg]
 
 
 def brought(group: str) -> Iterator[tuple[str, ModuleType]]:
-    """The modules that installed packages name under an entry point group, and who names them.
-
-    The order is that of their names. Errors: `InputError` naming the package whose module cannot be
-    imported.
-    """
+    """Modules of an entry point group with the names of their packages, sorted by name. Errors:
+    `InputError` naming the package whose module cannot be imported."""
     for point in sorted(metadata.entry_points(group=group), key=lambda p: (p.name, p.value)):
         owner = point.dist.name if point.dist else "an installed package"
         try:
@@ -101,15 +97,15 @@ def versions_of(*packages: str) -> dict[str, str]:
 
 
 class Named(Generic[T]):
-    """Entries by name, which files of `PASSES` and installed packages register. what: one of them,
-    in messages."""
+    """Registry of entries by name, filled by files of `PASSES` and of installed packages. what: an
+    entry, in messages."""
 
     def __init__(self, what: str) -> None:
         self.what = what
         self.entries: dict[str, tuple[T, str]] = {}
 
     def add(self, name: str, entry: T, module: str) -> T:
-        """Register an entry. Errors: `InputError` if another module has one of that name."""
+        """Register an entry. Errors: `InputError` if another module has one of this name."""
         _, known = self.entries.setdefault(name, (entry, module))
         if known != module:
             raise InputError(f"{module} and {known} both bring a {self.what} {name!r}: rename one")
@@ -117,7 +113,7 @@ class Named(Generic[T]):
         return entry
 
     def find(self, name: str) -> T:
-        """The entry of a name. Errors: `InputError` naming those there are."""
+        """The entry of a name. Errors: `InputError` listing the names."""
         import_passes()
         if name not in self.entries:
             known = ", ".join(sorted(self.entries))

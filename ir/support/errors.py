@@ -1,7 +1,4 @@
-"""The one error family of the project.
-
-Messages say what was expected, what came, where, and what to do.
-"""
+"""Errors and warnings. Messages name what was expected, what was given, where, and a remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from typing import ClassVar
 
 
 class GraftworkError(Exception):
-    """Base class of every error graftwork raises on purpose."""
+    """Base class of graftwork's errors."""
 
 
 class VerifyError(GraftworkError):
@@ -21,7 +18,7 @@ class InputError(GraftworkError):
 
 
 class ParseError(InputError):
-    """A program text that cannot be read; names line and column and what was expected."""
+    """An invalid program text; names line, column and what was expected."""
 
 
 class PassError(GraftworkError):
@@ -29,27 +26,24 @@ class PassError(GraftworkError):
 
 
 class UnsupportedError(GraftworkError):
-    """A model, op or request that graftwork does not support (yet); names it."""
+    """A model, op or request that is not supported."""
 
 
 class ExecutionError(GraftworkError):
-    """A valid program that cannot be run: it asks for too much, or for rows that do not exist."""
+    """A valid program that cannot be run: too large, or with indices out of range."""
 
 
 def execution_error(function: str, error: Exception) -> ExecutionError:
-    """What a backend says of a function, as ours."""
-    said = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+    """A backend's error as an `ExecutionError`."""
+    reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
     return ExecutionError(
-        f"running {function} failed: {said}. The program asks for something that this machine or "
+        f"running {function} failed: {reason}. The program asks for something that this machine or "
         f"backend cannot do; if a model of yours did this, optimize it again, or try another target"
     )
 
 
 class GraftworkWarning(UserWarning):
-    """Something that is legal, and yet most likely not what the user wants; says what to do.
-
-    count: of those that were made, shown or not.
-    """
+    """Something valid but probably unintended; names a remedy. count: warnings created so far."""
 
     count: ClassVar[int] = 0
 

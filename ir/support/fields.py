@@ -1,4 +1,4 @@
-"""Dataclasses whose fields keep to their annotations, bounds included, whoever fills them in."""
+"""Validation of dataclass fields by their annotations, bounds included."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _adapters(cls: Any) -> dict[str, TypeAdapter[Any]]:
 
 
 def check_fields(instance: Any) -> None:
-    """Errors: `InputError` naming the first field whose value its annotation does not allow."""
+    """Errors: `InputError` naming the first field that does not fit its annotation."""
     cls: Any = type(instance)
     for name, adapter in _adapters(cls).items():
         value = getattr(instance, name)

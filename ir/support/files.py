@@ -1,8 +1,7 @@
-"""Reading files that others may have put there: regular ones only, and only so much of them.
+"""Reading of untrusted files: regular files only, up to a size limit.
 
-Opening a pipe waits for somebody to write into it, and a device may never end. So a file is opened
-without waiting, looked at through what was opened, and read up to a limit. Checkpoint folders and
-users' own files may be links (caches of downloads are); what lies in an artifact may not.
+Opening a pipe may block and a device may be endless. So files are opened without blocking, checked
+through the open handle, and read up to a limit. Links are followed, except in artifacts.
 """
 
 from __future__ import annotations
@@ -20,36 +19,34 @@ from typing import Any
 from .errors import InputError
 
 SMALL = 64 * 2**20
-"""Bytes of a manifest, a configuration or an index at most."""
+"""Maximum bytes of a manifest, a configuration or an index."""
 
 LARGE = 4 * 2**30
-"""Bytes of a text, a tokenizer or a list of prompts at most."""
+"""Maximum bytes of a text, a tokenizer or a list of prompts."""
 
 _PIECE = 2**20
-"""Bytes that are asked for at a time."""
+"""Bytes per read."""
 
 
 class SealedPath(type(Path())):  # type: ignore[misc]
-    """The path of a file that must be what it was, which `read_bytes` checks. sha256: in hex."""
+    """A path with the expected sha256 (hex) of its file, which `read_bytes` checks."""
 
     sha256 = ""
 
     @classmethod
     def of(cls, path: Path, sha256: str) -> SealedPath:
-        """A path and what the file there must be."""
+        """A path with a hash."""
         sealed = cls(path)
         sealed.sha256 = sha256
         return sealed
 
 
 def open_regular(path: str | Path, *, follow: bool = True) -> BufferedReader:
-    """A regular file, open for reading in binary.
-
-    follow: whether it may be a link to one. Errors: `OSError` saying what it is instead.
-    """
+    """Open a regular file for binary reading. follow: whether it may be a link. Errors: `OSError`
+    naming the kind of other files."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
     if not follow:
-        if os.path.islink(path):  # the system's own message speaks of too many links
+        if os.path.islink(path):  # the system's message would be "too many links"
             raise OSError(f"{path} is not a regular file (links are not followed)")
         flags |= getattr(os, "O_NOFOLLOW", 0)
     try:
@@ -76,19 +73,16 @@ _KINDS = {
 
 
 def check_regular(path: str | Path, *, follow: bool = True) -> None:
-    """For readers that open the path themselves. Errors: as `open_regular`."""
+    """Check for readers that open the path themselves. Errors: as `open_regular`."""
     open_regular(path, follow=follow).close()
 
 
 def check_replaceable(path: Path) -> None:
-    """That a file may be written to a path: nothing is there, or a regular file.
-
-    Errors: `InputError` saying what is there instead.
-    """
+    """Errors: `InputError` if the path exists and is not a regular file."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:
-        return  # whoever writes is told what is wrong
+        return  # writing reports the error
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "a link, not a regular file")
         raise InputError(f"cannot write {path}: it is {kind}; choose another path, or remove it")
@@ -96,8 +90,7 @@ def check_replaceable(path: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Errors: `InputError` naming `path` where the system, or safetensors, refuses what is done
-    within: no space, no right, no such folder."""
+    """Turn `OSError` and errors of safetensors in the block into an `InputError` naming `path`."""
     from safetensors import SafetensorError
 
     try:
@@ -107,7 +100,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def is_regular(path: str | Path) -> bool:
-    """Whether the path is a regular file, or a link to one, that can be read."""
+    """Whether the path is a readable regular file, or a link to one."""
     try:
         check_regular(path)
     except (OSError, ValueError):
@@ -116,8 +109,8 @@ def is_regular(path: str | Path) -> bool:
 
 
 def read_bytes(path: str | Path, limit: int = SMALL, *, follow: bool = True) -> bytes:
-    """All of a regular file. Errors: `OSError` if it is none, holds more than `limit` bytes, or is
-    not what a `SealedPath` says."""
+    """A regular file's contents. Errors: `OSError` if it is not regular, has more than `limit`
+    bytes, or not the hash of a `SealedPath`."""
     with open_regular(path, follow=follow) as file:
         data = read_open(file, limit)
     sha256 = getattr(path, "sha256", "")
@@ -133,7 +126,7 @@ def read_open(file: BufferedReader, limit: int = SMALL) -> bytes:
     """The rest of an open file. Errors: `OSError` for more than `limit` bytes."""
     pieces: list[bytes] = []
     left = limit
-    while piece := file.read(_PIECE):  # asked for the limit, it would make room for all of it
+    while piece := file.read(_PIECE):  # read(limit) would allocate it
         pieces.append(piece)
         left -= len(piece)
         if left < 0:
@@ -163,7 +156,7 @@ def read_json(path: str | Path, limit: int = SMALL, *, follow: bool = True) -> A
 
 
 def plain_path(what: str, path: str | Path) -> Path:
-    """The path, if there is one that the system can spell. Errors: `InputError` naming `what`."""
+    """A valid, nonempty path. Errors: `InputError` naming `what`."""
     if not isinstance(path, (str, os.PathLike)):
         raise InputError(f"{what}: expected a path, got {path!r}")
     text = os.fspath(path)

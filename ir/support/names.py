@@ -1,10 +1,10 @@
-"""What functions, states, inputs, outputs and programs may be called.
+"""Valid names of functions, states, inputs, outputs and programs.
 
-Names come from files of others and become parts of messages, of generated code and of file names.
-So they are words of ASCII letters, digits and ``_``, joined by dots (``step``, ``eagle.kv.2.key``,
-``hidden.normed``), which begin with no digit and are no words of Python (``None``, ``in``), of at
-most 200 characters. A program is named after a kind of model, and may have dashes too. Weights are
-called what the checkpoint calls them, and nothing is ever made of their names.
+Names come from untrusted files and appear in messages, generated code and file names. They are
+words of ASCII letters, digits and ``_``, joined by dots (``step``, ``eagle.kv.2.key``,
+``hidden.normed``), of at most 200 characters, do not begin with a digit, and contain no Python
+keyword. Program names may contain dashes. Weights keep their names in the checkpoint, which are not
+used in code or file names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST = 200
 
 
 def is_name(name: object) -> bool:
-    """Whether something can be called so. See the module docstring.
+    """Whether a name is valid. See the module docstring.
 
     >>> [is_name(name) for name in ("eagle.kv.2.key", "../x", "None", "a.", "kv.in")]
     [True, False, False, False, False]
@@ -31,7 +31,7 @@ def is_name(name: object) -> bool:
 
 
 def check_name(what: str, name: object) -> None:
-    """Errors: `InputError` for what cannot be a name. what: of, such as "a function"."""
+    """Errors: `InputError` for an invalid name. what: the named thing, such as "a function"."""
     if not is_name(name):
         raise InputError(
             f"{what} cannot be called {shown(name)}: expected words of letters, digits and _ "
@@ -40,7 +40,7 @@ def check_name(what: str, name: object) -> None:
 
 
 def check_program_name(name: object) -> None:
-    """Errors: `InputError` for what cannot be a program's name."""
+    """Errors: `InputError` for an invalid name of a program."""
     if not isinstance(name, str) or len(name) > _MOST or not _PROGRAM.fullmatch(name):
         raise InputError(
             f"a program cannot be called {shown(name)}: expected words of letters, digits and _ "
@@ -49,6 +49,6 @@ def check_program_name(name: object) -> None:
 
 
 def shown(name: object) -> str:
-    """A name for a message: quoted, in ASCII, and not without end."""
+    """A name for a message: quoted, in ASCII, shortened."""
     text = ascii(name)
     return text if len(text) <= 80 else f"{text[:80]}..."

@@ -1,4 +1,4 @@
-"""How to install what an optional part of graftwork needs."""
+"""Installation commands of optional dependencies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def installing(extra: str) -> str:
-    """The command that installs an extra: of the clone that runs, or the packages it stands for."""
+    """The pip command for an extra: of the running clone, or the extra's packages."""
     pip, clone = [sys.executable, "-m", "pip", "install"], Path(__file__).resolve().parents[2]
     if (clone / "pyproject.toml").is_file():
         return shlex.join([*pip, "-e", f"{clone}[{extra}]"])

@@ -1,9 +1,8 @@
-"""Folders that a process works in, and folders that take another's place as a whole.
+"""Temporary folders, and atomic replacement of files and folders.
 
-A killed process cleans nothing up. So whoever works in a folder holds a lock on it as long as it
-lives, and whoever makes the next one beside it first removes those that nobody holds. Only folders
-with the names given here count (an ending and 16 random digits), only the user's own, and links are
-not followed. Where the file system has no locks, nothing is removed.
+A process locks its temporary folders. Creating one first removes unlocked ones beside it, which
+killed processes left: only folders with names of this module (16 random digits and a suffix) that
+belong to the user; links are not followed. Without file locks nothing is removed.
 """
 
 from __future__ import annotations
@@ -36,11 +35,8 @@ _OURS = re.compile(
 
 
 class Scratch:
-    """A temporary folder that goes with the object, or with the process, or when the next one is
-    made after the process was killed.
-
-    path: of the folder. Errors: `OSError` if there is no room.
-    """
+    """A temporary folder, removed with the object, at exit, or, after a kill, when the next one is
+    created. Errors: `OSError`."""
 
     def __init__(self, parent: Path | None = None) -> None:
         place = parent or Path(tempfile.gettempdir())
@@ -54,19 +50,16 @@ class Scratch:
 
 
 def _remove(path: Path, lock: int, owner: int) -> None:
-    if os.getpid() == owner:  # a forked process has the object, but not the folder
+    if os.getpid() == owner:  # a forked process does not own the folder
         shutil.rmtree(path, ignore_errors=True)
     os.close(lock)
 
 
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """A new folder to write into, which takes `folder`'s place when the block ends well.
-
-    Whoever looks sees the old folder, the new one, or none if there was none. What the block wrote
-    is gone if it fails. Errors: `InputError` naming `folder` if the system or safetensors refuses;
-    it is then as it was.
-    """
+    """Yield a new folder that atomically replaces `folder` when the block succeeds, and is removed
+    when it fails. Errors: `InputError` for errors of the system or safetensors; `folder` is then
+    unchanged."""
     parent = folder.parent
     with writing(folder):
         parent.mkdir(parents=True, exist_ok=True)
@@ -84,12 +77,9 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing_file(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write a file to, which takes its place when the block ends well.
-
-    Whoever looks sees the old file, the new one, or none. What the block wrote is gone if it fails.
-    Errors: `InputError` naming `path` if the system or safetensors refuses, or for a link, a pipe,
-    a device or a folder, whose place no file takes.
-    """
+    """Yield a path for a file that atomically replaces `path` when the block succeeds, and is
+    removed when it fails. Errors: `InputError` for errors of the system or safetensors, and if
+    `path` is a link, a pipe, a device or a folder."""
     check_replaceable(path)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,10 +95,8 @@ def replacing_file(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """A text file, whole or as it was; links are followed, and pipes and devices take it as it is.
-
-    Errors: `InputError` naming the path if the system refuses.
-    """
+    """Write a text file atomically. Links are followed; pipes and devices are written directly.
+    Errors: `InputError`."""
     with writing(path):
         path = path.resolve()
         if path.exists() and not is_regular(path):
@@ -119,7 +107,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _take_place(new: Path, folder: Path) -> None:
-    """`folder` is now what `new` was; what it was, if anything, is then at `new`."""
+    """Rename `new` to `folder`; an old folder is then at `new`."""
     if not folder.exists():
         new.rename(folder)
     elif not exchange(new, folder):
@@ -127,7 +115,7 @@ def _take_place(new: Path, folder: Path) -> None:
 
 
 def _take_place_in_two(new: Path, folder: Path) -> None:
-    """Where two names cannot be exchanged. If it is cut short, `sweep` puts the old one back."""
+    """Replace without an atomic exchange; after a crash, `sweep` restores the old folder."""
     lock = os.open(folder, os.O_RDONLY)
     try:
         lock_open(lock, shared=True)
@@ -144,10 +132,7 @@ def _take_place_in_two(new: Path, folder: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap what two names mean, in one step; False where the system cannot.
-
-    Errors: `OSError` if it can and refuses.
-    """
+    """Exchange two paths atomically; False if the system does not support it. Errors: `OSError`."""
     if not sys.platform.startswith("linux"):
         return False
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -163,7 +148,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def sweep(parent: Path) -> None:
-    """Remove folders that killed processes of this user left in `parent`."""
+    """Remove folders in `parent` that killed processes of this user left."""
     if not _LOCKS:
         return
     try:
@@ -192,11 +177,11 @@ def _sweep(path: Path) -> None:
 
 
 def _held(parent: Path, pattern: str, mode: int) -> tuple[Path, int]:
-    """A new folder, and the open handle that holds its lock."""
+    """A new folder and the handle of its lock."""
     while True:
         path = parent / pattern.format(secrets.token_hex(8))
         path.mkdir(mode=mode)
-        # Somebody who sweeps may come between making and locking, and take it for a leftover.
+        # Another process may sweep the folder before it is locked.
         try:
             handle = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
@@ -209,10 +194,8 @@ def _held(parent: Path, pattern: str, mode: int) -> tuple[Path, int]:
 
 
 def lock_open(handle: int, *, shared: bool = False, wait: bool = True) -> bool:
-    """Lock an open file or folder for as long as the handle is open; False if that cannot be had.
-
-    Several may have a shared lock. wait: for those who have it now.
-    """
+    """Lock an open file or folder until the handle is closed; False if that fails. wait: for other
+    holders."""
     if not _LOCKS:
         return False
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
@@ -224,7 +207,7 @@ def lock_open(handle: int, *, shared: bool = False, wait: bool = True) -> bool:
 
 
 def _sync(folder: Path) -> None:
-    """Make the folder's entries last."""
+    """fsync the folder's entries."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)

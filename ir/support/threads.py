@@ -1,4 +1,4 @@
-"""What several threads must not do at once."""
+"""Locks between threads."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 TRACING = threading.RLock()
-"""Held by whoever traces or compiles, or calls what torch.compile made. Torch keeps what it is
-tracing in variables of the whole process, and refuses to run compiled code meanwhile."""
+"""Held while tracing, compiling, or calling compiled code: torch keeps the state of tracing in
+global variables and refuses to run compiled code meanwhile."""
 
 
 def traces(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: the function holds `TRACING`."""
+    """Decorator: hold `TRACING` during calls."""
 
     @wraps(function)
     def alone(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -29,12 +29,10 @@ def traces(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class Turn(type(threading.RLock())):  # type: ignore[misc]
-    """Whose turn it is to use an executable, whose caches and buffers are one generation's.
+    """Lock of an executable, whose caches belong to one generation at a time.
 
-    Other threads wait for theirs. Leaving it is the lock's own, which is compiled code: no signal
-    comes in between, so an interrupted generation never keeps it. Errors: `InputError` for a thread
-    that has it already, such as in a streamer that generates with the model that it is streaming:
-    it would wait for itself.
+    Release is the C implementation's, which no signal interrupts. Errors: `InputError` for a thread
+    that holds the lock already, for instance a streamer that generates with its own model.
     """
 
     def __init__(self) -> None:
@@ -49,13 +47,13 @@ class Turn(type(threading.RLock())):  # type: ignore[misc]
             )
         try:
             self.acquire()
-        except BaseException:  # Ctrl-C, perhaps when it was acquired
+        except BaseException:  # Ctrl-C, possibly after acquiring
             if self._is_mine():
                 self.release()
             raise
 
     def _is_mine(self) -> bool:
-        """Whether this thread has it."""
+        """Whether this thread holds the lock."""
         try:
             self._own.notify(0)
         except RuntimeError:

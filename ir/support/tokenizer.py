@@ -1,7 +1,7 @@
-"""A model's tokenizer.json, and text as its tokens.
+"""Tokenizers: loading, encoding and decoding.
 
-What the `tokenizers` library cannot read or encode it answers with exceptions of any kind, a panic
-of its own among them, which is no `Exception`. Here they are all `InputError`.
+Errors of the `tokenizers` library, including its panics, which are not `Exception`, become
+`InputError`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,8 @@ if TYPE_CHECKING:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """A tokenizer.json, neither cutting nor padding what it encodes.
-
-    The file remembers how batches were cut and padded when it was saved. That is no part of the
-    vocabulary: transformers turns both off in every call that does not ask for them. Errors:
-    `InputError` if it is no such file.
-    """
+    """Load a tokenizer.json. Truncation and padding stored in the file are turned off, as in
+    transformers. Errors: `InputError`."""
     from tokenizers import Tokenizer
 
     with refusing(f"cannot read {path}", "; expected the tokenizer that belongs to the model"):
@@ -36,8 +32,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, text: str, *, marked: bool = True) -> list[int]:
-    """Text as token ids. marked: whether with what the tokenizer puts around a text, as the token
-    that begins one. Errors: `InputError` for text that is not Unicode, or cannot be encoded."""
+    """Text as token ids. marked: add special tokens, such as the one that begins a text. Errors:
+    `InputError` for text with lone surrogates, or that cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -51,22 +47,22 @@ def encode(tokenizer: Tokenizer, text: str, *, marked: bool = True) -> list[int]
 
 
 def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Token ids as text, without special tokens. Errors: `InputError` if they cannot be decoded."""
+    """Token ids as text, without special tokens. Errors: `InputError`."""
     with refusing(f"the tokenizer cannot decode {len(ids)} tokens"):
         text: str = tokenizer.decode(list(ids), skip_special_tokens=True)
     return text
 
 
 _PLAIN = (Exception, ValueError, OSError)
-"""Errors whose type says nothing beside their message."""
+"""Errors whose class name is omitted from messages."""
 
 
 @contextmanager
 def refusing(
     before: str, after: str = "", *, kind: type[GraftworkError] = InputError
 ) -> Iterator[None]:
-    """What a library raises within, panics included, becomes an error of graftwork's, an
-    `InputError` unless said, that says it between these."""
+    """Turn exceptions of a library in the block, panics included, into an error of `kind` with the
+    message ``before: message after``."""
     try:
         yield
     except GraftworkError:

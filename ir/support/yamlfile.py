@@ -1,7 +1,7 @@
-"""YAML that remembers where everything stands: strict, safe, and errors carry file and line.
+"""Strict YAML with line numbers; errors name file and line.
 
-Only plain data is accepted: no tags, no anchors, no duplicate keys. ``1e-5`` is a number, as in
-JSON (YAML 1.1 would read text).
+Only plain data: no tags, anchors or duplicate keys. ``1e-5`` is a number, as in JSON (in YAML 1.1
+it is text).
 
     >>> document = parse("a: 1\\nb: [x, 1e-5]", "demo.yaml")
     >>> document.data, document.at("b", 1)
@@ -24,21 +24,21 @@ _TAG = "tag:yaml.org,2002:"
 _SCALARS = {_TAG + kind for kind in ("str", "int", "float", "bool", "null")}
 
 DEEPEST = 100
-"""Levels of nesting that are read: far more than any recipe has, far less than Python's stack."""
+"""Maximum levels of nesting."""
 
 Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
 class Document:
-    """Plain data, and the line of every key and item by its path. origin: a file's name."""
+    """Plain data, and lines of keys and items by path. origin: the file's name."""
 
     data: Any
     origin: str
     lines: dict[Path, int] = field(default_factory=dict)
 
     def at(self, *path: str | int) -> str:
-        """``file:line`` of the value at `path`, or of the nearest thing around it."""
+        """``file:line`` of the value at `path`, or of the nearest enclosing one."""
         while path and path not in self.lines:
             path = path[:-1]
         return f"{self.origin}:{self.lines[path]}" if path in self.lines else self.origin
@@ -67,7 +67,7 @@ def parse(text: str, origin: str) -> Document:
 
 
 def parse_value(text: str, origin: str) -> Any:
-    """Read one value as a recipe would: ``32``, ``true``, ``[1, 2]``, ``text``."""
+    """Parse one value: ``32``, ``true``, ``[1, 2]``, ``text``."""
     return parse(text, origin).data if text.strip() else ""
 
 

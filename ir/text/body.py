@@ -1,4 +1,4 @@
-"""Reading the inside of a function: its parameters, one call a line, and what it returns."""
+"""Parser of a function's body: parameters, one call a line, and the outputs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _SITE = re.compile(
 
 
 class Body:
-    """The inside of a function: builds the graph line by line.
+    """Builds a function's graph line by line.
 
-    known: the program's weights. wanted: names of graph nodes that values of the text want. also:
-    ops that it may call besides core ATen and graftwork ops, by name.
+    known: the program's weights. wanted: names of the text's values, which their nodes get. also:
+    ops that may be called besides core ATen and graftwork ops, by name.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Body:
         self.returned = False
 
     def free_name(self, name: str) -> str:
-        """A node name that no value of the text wants."""
+        """A node name that no value of the text has."""
         plain = "".join(c if c.isalnum() else "_" for c in name)
         while plain in self.wanted:
             plain += "_"
@@ -82,14 +82,14 @@ class Body:
         stated = cursor.here
         value_type = self.cursor.value_type()
         cursor.expect("=")
-        expression = Expression(cursor, cursor.span(frozenset()), self.lookup)
+        expression = Expression(cursor, cursor.span(), self.lookup)
         site = self.site()
         node = self.build(expression, name, site)
         if node.meta["type"] != value_type:
             found = type_text(node.meta["type"])
             cursor.source.fail(
                 stated.start,
-                f"expected {found}, which the op gives; the text says {type_text(value_type)}",
+                f"expected {found}, which the op gives, found {type_text(value_type)}",
             )
         self.cursor.declare(self.values, name, node, target)
         cursor.end_line()

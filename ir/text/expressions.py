@@ -1,7 +1,7 @@
-"""Expressions of the text form: literals, arguments and calls, read with `ast` and never run.
+"""Expressions of the text form: literals, arguments and calls, parsed by `ast` and never run.
 
-Values and weights are not Python; each is replaced by a name that no text can contain before `ast`
-sees the expression, and looked up again when its tree is converted.
+Before parsing, values (``%x``) and weights (``@w``) are replaced by names that no text can contain;
+they are looked up when the tree is converted.
 """
 
 from __future__ import annotations
@@ -31,11 +31,8 @@ Build = Callable[[str, dict[str, Any], Token], Any]
 
 
 class Expression:
-    """A run of tokens as a tree.
-
-    `lookup` gives the object that a value or weight token names; `build` makes one of a call inside
-    the expression, ``name(key=value)``, where calls may stand.
-    """
+    """Tokens as a tree. lookup: the object of a value or weight token. build: the object of a call
+    ``name(key=value)`` inside the expression; None: calls are refused."""
 
     def __init__(
         self,
@@ -140,7 +137,7 @@ class Expression:
         return self.fail(node, "a literal, a dtype, a size, a %value or a @weight")
 
     def _whole(self, node: ast.Constant) -> None:
-        """Escapes can spell half a character, which no file can hold."""
+        """Refuse lone surrogates, which escapes can spell and no file can hold."""
         try:
             str(node.value).encode()
         except UnicodeEncodeError:

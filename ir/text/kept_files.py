@@ -1,7 +1,7 @@
-"""Texts and tensors that are kept on disk, in a safetensors file under a key: traces, programs.
+"""Cache files on disk: texts and tensors in one safetensors file a key (traces, programs).
 
-Nothing in a file is code, and reading it checks a hash over all of it: one that is damaged counts
-as none. A folder of such files is bounded.
+Files hold no code. Reading checks a hash over the contents; a damaged file counts as missing. The
+size of a folder is bounded.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ..support.scratch import replacing_file
 from ..weights import open_safetensors
 
 MOST = 256 * 2**20
-"""Bytes of all files of a folder together; of more, those go that were not used for longest."""
+"""Bytes of a folder at most; the least recently used files are removed."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a file holds: texts and tensors, by name."""
+    """Contents of a file: texts and tensors, by name."""
 
     texts: Mapping[str, str]
     tensors: Mapping[str, torch.Tensor]
@@ -34,13 +34,13 @@ class Kept:
 
 @contextmanager
 def kept_file(what: str, key: str) -> Iterator[Path]:
-    """Where the file of a key lies, whether it exists or not. what: the files are ("traces")."""
+    """The path of a key's file, which need not exist. what: kind of the files ("traces")."""
     with kept_folder(what) as folder:
         yield folder / what / f"{key}.safetensors"
 
 
 def read_kept(path: Path) -> Kept | None:
-    """What a file holds; None if there is none, or a damaged one."""
+    """The contents of a file; None if it is missing or damaged."""
     try:
         os.utime(path)
         file = open_safetensors(path)
@@ -52,7 +52,7 @@ def read_kept(path: Path) -> Kept | None:
 
 
 def write_kept(path: Path, kept: Kept) -> None:
-    """Write the file whole or not at all, and make room for it. Errors: `OSError`."""
+    """Write a file atomically and bound the folder. Errors: `OSError`."""
     from safetensors.torch import save_file
 
     path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -73,7 +73,7 @@ def _hash(kept: Kept) -> str:
 
 
 def make_room(folder: Path) -> None:
-    """Remove the files that were not used for longest, while there are more than `MOST` bytes."""
+    """Remove the least recently used files of a folder beyond `MOST` bytes."""
     found = sorted(
         ((path.stat().st_mtime, path) for path in folder.iterdir() if path.is_file()), reverse=True
     )

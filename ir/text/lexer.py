@@ -175,7 +175,7 @@ class Cursor:
             return body
         try:
             name = str(json.loads(body))
-            name.encode()  # escapes can spell half a character
+            name.encode()  # escapes can spell a lone surrogate
         except ValueError:
             self.source.fail(token.start, f"not a valid quoted name: {ascii(body)[:100]}")
         return name
@@ -199,18 +199,18 @@ class Cursor:
         start = self.here
         name = self.dotted(what)
         if not is_name(name):
-            # The token may be long, or half a character.
+            # The token may be long, or no valid Unicode.
             self.source.fail(start.start, f"expected {what}, such as kv.0.key, found {shown(name)}")
         return name
 
-    def span(self, stops: frozenset[str]) -> list[Token]:
-        """Tokens up to the end of the line or a stop outside brackets."""
-        taken, depth = [], 0
+    def span(self, *, call: bool = False) -> list[Token]:
+        """Tokens up to the end of the line; of a call, up to its closing bracket."""
+        taken, depth = list[Token](), 0
         while self.here.kind not in ("newline", "comment", "end"):
-            if not depth and self.here.text in stops and self.here.kind == "punct":
-                break
-            depth += (self.here.text in ("(", "[")) - (self.here.text in (")", "]"))
+            depth += (self.here.text in ("(", "[", "{")) - (self.here.text in (")", "]", "}"))
             taken.append(self.next())
+            if call and not depth and len(taken) > 1:
+                break
         return taken
 
     def tensor_type(self) -> TensorType:

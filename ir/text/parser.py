@@ -1,7 +1,7 @@
-"""Reading the text form (see `printer`). Every error names line and column and what was expected.
+"""Parser of the text form (see `printer`). Errors name line, column and what was expected.
 
-The reader takes untrusted text: it looks up ops in core ATen and graftwork only, never runs or
-imports anything that the text says, bounds nesting and numbers, and infers every type again.
+Text is untrusted: ops are core ATen and graftwork ops only, nothing that the text names is run or
+imported, nesting and numbers are bounded, and every type is inferred again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..plan.defaults import Defaults
 from ..program import ModelInfo, PassRecord, Program, State
 from ..support.discovery import import_methods
 from ..support.errors import InputError
-from ..support.names import check_name, check_program_name
+from ..support.names import check_program_name
 from ..types import TensorType
 from ..weights import Call, Weight, WeightStore
 from .body import Body
@@ -29,24 +29,19 @@ T = TypeVar("T")
 ROLES = {role.value: role for role in Role if role is not Role.TARGET}
 """Roles by the word before ``func``; a function without one is the target's."""
 
-_STOP_EQUALS = frozenset({"="})
-_STOP_COLON = frozenset({":"})
-
 
 def parse_program(text: str, weights: WeightStore | None = None) -> Program:
     """Read a program.
 
-    weights: where the declared weights are; without it the program holds placeholders that know
-    their types and refuse to load. Errors: `ParseError` with line, column and what was expected.
+    weights: the declared weights; None: placeholders with types, which cannot be loaded. Errors:
+    `ParseError` with line, column and what was expected.
     """
     return Parser(text, weights).program()
 
 
 def parse_function(text: str, weights: WeightStore, also: Sequence[Any] = ()) -> Function:
-    """Read one ``func name(...) -> ... { ... }``; `weights` says which weights there are.
-
-    also: ops that it may call besides core ATen and graftwork ops.
-    """
+    """Read one ``func name(...) -> ... { ... }``. weights: those that it may use. also: ops that it
+    may call besides core ATen and graftwork ops."""
     parser = Parser(text, weights)
     parser.also = {op_name(op): op for op in also}
     parser.weights = dict(weights)
@@ -67,7 +62,7 @@ class Parser:
         self.passes: list[PassRecord] = []
         self.info: ModelInfo | None = None
         self.plan: DecodePlan | None = None
-        # Names of graph nodes that values will want; weights and inputs stay clear of them.
+        # Names that values of the text have: nodes of weights and inputs get others.
         self.wanted = {t.text[1:] for t in self.cursor.tokens if t.kind == "value"}
 
     # -- the program
@@ -78,7 +73,10 @@ class Parser:
         cursor.expect("program")
         start = cursor.take("string", 'the program\'s name in quotes, as in "llama"')
         name = cursor.unquote(start)
-        self.checked(check_program_name, start, name)
+        try:
+            check_program_name(name)
+        except InputError as error:
+            cursor.source.fail(start.start, str(error))
         cursor.expect("stage")
         cursor.expect("=")
         stage = cursor.dotted("a stage")
@@ -105,7 +103,8 @@ class Parser:
         )
 
     def block(self, line: Callable[[], bool], expected: str) -> None:
-        """Lines up to the closing brace; `line` reads one and says whether it knew it."""
+        """Read lines up to the closing brace. `line` reads one; False: it begins with no known
+        word."""
         cursor = self.cursor
         cursor.end_line()
         while True:
@@ -157,13 +156,6 @@ class Parser:
         self.passes.append(self.build(PassRecord, values, contract))
         cursor.end_line()
 
-    def checked(self, check: Callable[..., None], at: Token, *values: Any) -> None:
-        """Run a check of what a token says; its error points there."""
-        try:
-            check(*values)
-        except InputError as error:
-            self.cursor.source.fail(at.start, str(error))
-
     def number(self, token: Token, kind: Callable[[str], T]) -> T:
         try:
             return kind(token.text)
@@ -181,12 +173,10 @@ class Parser:
         start = cursor.here
         name = cursor.identifier("a state's name")
         cursor.expect(":")
-        state_type = self.cursor.tensor_type()
-        layer = self.number(self.attribute("layer", "number"), int)
-        at = self.attribute("part", "string")
-        part = cursor.unquote(at)
-        self.checked(check_name, at, "a state's part", part)
-        self.cursor.declare(self.states, name, State(name, state_type, layer, part), start)
+        values = {"name": name, "type": cursor.tensor_type()}
+        values["layer"] = self.number(self.attribute("layer", "number"), int)
+        values["part"] = cursor.unquote(self.attribute("part", "string"))
+        cursor.declare(self.states, name, self.build(State, values, start), start)
         cursor.end_line()
 
     def read_weight(self) -> None:
@@ -195,8 +185,8 @@ class Parser:
         start = cursor.here
         name = cursor.dotted("a weight's name")
         cursor.expect(":")
-        weight_type = self.cursor.tensor_type()
-        self.cursor.declare(self.weights, name, self.find_weight(name, weight_type, start), start)
+        weight = self.find_weight(name, cursor.tensor_type(), start)
+        cursor.declare(self.weights, name, weight, start)
         cursor.end_line()
 
     def find_weight(self, name: str, weight_type: TensorType, start: Token) -> Weight:
@@ -247,13 +237,7 @@ class Parser:
         cursor, first = self.cursor, self.cursor.here
         if first.kind != "name":
             cursor.fail(what)
-        tokens, depth = [cursor.next()], 0
-        while cursor.here.kind not in ("newline", "comment", "end"):
-            depth += (cursor.here.text in ("(", "[", "{")) - (cursor.here.text in (")", "]", "}"))
-            tokens.append(cursor.next())
-            if not depth:
-                break
-        expression = Expression(cursor, tokens, None, build)
+        expression = Expression(cursor, cursor.span(call=True), None, build)
         node, name = expression.call()
         args, kwargs = expression.arguments(node)
         if args:
@@ -307,7 +291,7 @@ class Parser:
         while not cursor.at(closing):
             start = cursor.here
             name = cursor.identifier("an output's name")
-            self.cursor.declare(found, name, (self.cursor.tensor_type(), start), start)
+            self.cursor.declare(found, name, (cursor.tensor_type(), start), start)
             if not cursor.at(closing):
                 cursor.expect(",")
         if closing == ")":
@@ -316,7 +300,7 @@ class Parser:
 
 
 def _kinds(slot: str) -> str:
-    """What may stand in a slot."""
+    """The kinds of a slot, for errors."""
     import_methods()
     return f"one of {', '.join(sorted(kind for known, kind in RECORDS if known == slot))}"
 

@@ -1,5 +1,5 @@
-"""The text form of programs, which `parser.parse_program` reads; `program.program_text` puts it
-together of what is printed here.
+"""The text form of functions, records and literals. `program.program_text` prints programs,
+`parser.parse_program` reads them.
 
     program "tiny" stage=traced {
       info(model_type="tiny", vocab_size=100, context=64, eos=(2,), bos=None, pad=None)
@@ -14,10 +14,10 @@ together of what is printed here.
       }
     }
 
-``%`` names values, ``@`` weights; a name with other characters than letters, digits, ``_`` and
-``.`` is quoted. Arguments are Python literals, dtypes (``f32``), symbolic sizes (``B*T``) and
-values. A function that is not the target's says its role first (``draft func``). Slots of the plan
-that hold the default are left out.
+``%`` names values, ``@`` weights; names with other characters than letters, digits, ``_`` and
+``.`` are quoted. Arguments are Python literals, dtypes (``f32``), symbolic sizes (``B*T``) and
+values. Roles other than the target's stand before ``func`` (``draft func``). Slots of the plan with
+default records are left out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..function import Function, Role, Site, site_of
 from ..ops.stages import op_name
 from ..plan import Record
 from ..support.errors import GraftworkError
-from ..types import DTYPE_NAMES, DTYPES, Sym, type_text
+from ..types import DTYPE_NAMES, Sym, type_text
 from ..weights import Operand, Weight, option_fields
 
 WIDTH = 100
@@ -48,12 +48,11 @@ CONSTANTS: dict[Any, str] = {
     torch.channels_last: "channels_last",
     torch.strided: "strided",
 }
-RESERVED = {*DTYPES, *CONSTANTS.values(), "inf", "nan", "True", "False", "None", "device"}
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a printed function, and the node that it shows (None: header and footer)."""
+    """One line of a printed function, and its node (None: header and footer)."""
 
     text: str
     node: torch.fx.Node | None = None
@@ -67,8 +66,8 @@ def function_text(function: Function) -> str:
 def function_lines(function: Function, *, strict: bool = True) -> list[Line]:
     """One function as lines.
 
-    strict: whether an argument without a text form is an error (`GraftworkError`); messages about
-    invalid functions show its class instead.
+    strict: raise `GraftworkError` for an argument without a text form; False: show its class, for
+    messages about invalid functions.
     """
     names = value_names(function)
     params = [f"{name_text(str(n.target))}: {_type(n)}" for n in function.inputs]
@@ -92,7 +91,7 @@ def record_text(record: Record) -> str:
 
 
 def name_text(name: str) -> str:
-    """A name as it stands after ``%`` and ``@``: quoted if it has unusual characters."""
+    """A name after ``%`` or ``@``: quoted if it has unusual characters."""
     return name if PLAIN_NAME.fullmatch(name) else json.dumps(name, ensure_ascii=False)
 
 
@@ -135,7 +134,7 @@ def literal(value: Any) -> str:
 
 
 def argument_text(value: Any, names: Mapping[Any, str]) -> str:
-    """One argument of a call. names: of the nodes, or of the operands of a weight."""
+    """One argument of a call. names: of nodes, or of a weight's operands."""
     if isinstance(value, Operand):
         return names[value]
     if isinstance(value, torch.fx.Node):
@@ -165,7 +164,7 @@ def target_name(target: Any) -> str:
 
 
 def made_of(weight: Weight) -> str:
-    """What a weight was made of, in short: functions, and names of weights without inputs."""
+    """A weight's derivation for a comment: functions, and names of weights without inputs."""
     if not weight.inputs:
         return name_text(weight.name)
     text = f"{target_name(weight.made.target)}({', '.join(map(made_of, weight.inputs))})"

@@ -1,4 +1,4 @@
-"""The text form of weights: what each is made of, a line a weight, operands before what uses them.
+"""The text form of weights: one line a weight with the call that computes it, operands first.
 
     %0 "q": bf16[6,4] = stored_tensor(file=SafetensorsFile(path="m", stamp=(1, 2)), key="q")
     %1 "q": f32[6,4] = aten._to_copy(%0, dtype=f32)
@@ -29,10 +29,10 @@ from .printer import argument_text, literal, target_name
 def weights_text(
     weights: Mapping[str, Weight], given: Mapping[str, str]
 ) -> tuple[str, dict[str, torch.Tensor]]:
-    """Weights as text, and the tensors that it holds beside it, by key.
+    """Weights as text, and the tensors that ``held(key)`` refers to, by key.
 
-    given: keys of weights that the reader has, by name. Errors: `GraftworkError` for a weight that
-    is made by something without a text form.
+    given: keys of weights that the reader has, by name. Errors: `GraftworkError` for a weight whose
+    call has no text form.
     """
     lines, labels = list[str](), dict[int, str]()
     tensors: dict[str, torch.Tensor] = {}
@@ -69,10 +69,8 @@ def _call_text(weight: Weight, inputs: Sequence[str]) -> str:
 def parse_weights(
     text: str, tensors: Mapping[str, torch.Tensor], given: Callable[[str], Weight]
 ) -> dict[str, Weight]:
-    """The weights of a text, by name. tensors, given: what it refers to.
-
-    Errors: `ParseError`, and what `given` and the classes of options raise.
-    """
+    """The weights of a text, by name. tensors: by the keys of ``held``. given: the weight of a key
+    of ``given``. Errors: `ParseError`, and those of `given` and of the classes of options."""
     reader = _Reader(Cursor(Source(text)), tensors, given)
     cursor, weights = reader.cursor, dict[str, Weight]()
     cursor.skip_lines()
@@ -90,7 +88,7 @@ def parse_weights(
 
 @dataclass
 class _Reader:
-    """Reads lines. used: what the line's call is on."""
+    """Reads lines. used: operands of the line's call."""
 
     cursor: Cursor
     tensors: Mapping[str, torch.Tensor]
@@ -106,7 +104,7 @@ class _Reader:
         cursor.expect(":")
         type = cursor.tensor_type()
         cursor.expect("=")
-        expression = Expression(cursor, cursor.span(frozenset()), self.operand, self.option)
+        expression = Expression(cursor, cursor.span(), self.operand, self.option)
         node, target = expression.call()
         args, kwargs = expression.arguments(node)
         if target == "given":

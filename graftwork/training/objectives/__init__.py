@@ -1,4 +1,4 @@
-"""What a drafter is trained for: one file a kind of draft record; `base.OBJECTIVES` finds them."""
+"""Training objectives, one file for each kind of record; `base.OBJECTIVES` registers them."""
 
 from .base import OBJECTIVES, Batch, Loss
 

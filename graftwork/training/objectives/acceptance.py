@@ -1,13 +1,14 @@
-"""A head that expects rejections: it learns where the plan's drafter and the target part.
+"""A head that predicts acceptance of the plan's drafts.
 
-Binary cross entropy on each level, given that those before it were accepted. Rejections weigh as
-much as acceptances (in SpecDec++ more: see `draft_acceptance`), so that chances are what the head
-says they are.
+Binary cross entropy at each level, given that earlier levels were accepted. Rejections and
+acceptances have equal weights (see `draft_acceptance` for SpecDec++'s), so that predictions are
+calibrated.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from ...ir import UnsupportedError
 from ...ir.plan import AcceptanceLength, CachedDraft, DraftRecord, HeadsDraft
@@ -16,7 +17,7 @@ from .base import Batch, Loss, Run, objective
 
 @objective(AcceptanceLength)
 def acceptance_loss(record: AcceptanceLength, run: Run, batch: Batch) -> Loss:
-    """See the module docstring. hits: by level, how often the head is right."""
+    """See the module docstring. hits: the head's accuracy by level."""
     with torch.no_grad():
         agreed = agreements(batch.draft, run, batch, record.levels)
     odds = run(record.function, hidden=batch.hidden[record.output])["accepted"].float()
@@ -25,20 +26,18 @@ def acceptance_loss(record: AcceptanceLength, run: Run, batch: Batch) -> Loss:
     for level, right in enumerate(agreed):
         width = right.shape[1]
         reached = reached[:, :width]
-        said, wanted = odds[:, :width, level], right.float()
-        losses = torch.nn.functional.binary_cross_entropy_with_logits(
-            said, wanted, reduction="none"
-        )
+        score = odds[:, :width, level]
+        losses = F.binary_cross_entropy_with_logits(score, right.float(), reduction="none")
         total = total + (losses * reached).sum() / reached.sum().clamp(min=1)
-        correct = ((said > 0) == right) & reached
+        correct = ((score > 0) == right) & reached
         hits.append(float(correct.sum() / reached.sum().clamp(min=1)))
         reached = reached & right
     return Loss(total, hits)
 
 
 def agreements(draft: DraftRecord, run: Run, batch: Batch, levels: int) -> list[torch.Tensor]:
-    """By level, bool[N,T']: whether the drafter that starts after token t + 1 drafts the teacher's
-    own token there, what comes before it being the text's."""
+    """By level, bool[N,T']: whether the drafter that starts after token t + 1 of the text drafts
+    the teacher's token."""
     draft = draft.unrolled.draft if draft.unrolled is not None else draft
     if isinstance(draft, HeadsDraft):
         logits = run(draft.function, hidden=batch.hidden["hidden"])["draft_logits"].argmax(-1)
@@ -50,8 +49,8 @@ def agreements(draft: DraftRecord, run: Run, batch: Batch, levels: int) -> list[
         one = best == batch.best
         return [one[:, shift:] for shift in range(1, 1 + min(levels, draft.levels))]
     raise UnsupportedError(
-        f"length=acceptance learns from what draft={draft} gets right, and can tell that only of "
-        f"parallel heads (draft_medusa) and of models (draft_model)"
+        f"length=acceptance is trained for drafts of parallel heads (draft_medusa) and of models "
+        f"(draft_model), not for draft={draft}"
     )
 
 

@@ -1,4 +1,4 @@
-"""What an objective is."""
+"""Objectives: batches, losses and the registry."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from ...ir.support.discovery import OBJECTIVE, import_all, import_methods
 
 @dataclass(frozen=True)
 class Batch:
-    """Text and what the target makes of it: the teacher's side of a training step.
+    """Text and the teacher's outputs.
 
-    tokens: i64[N,T]. hidden: f[N,T,H] by the step's output name. logits: f[N,T,V] after each.
-    draft: the plan's drafter, for policies that learn about it. firsts: by window, the place of the
-    last token that the target did not write itself; none given: the first place. parts: the
-    functions of the target's step, if it was cut.
+    tokens: i64[N,T]. hidden: f[N,T,H] by the step's output name. logits: f[N,T,V] after each token.
+    draft: the plan's drafter, for policies about it. firsts: by window, the index of the last token
+    that the target did not generate; default 0. parts: segments of the target's step, if it is cut.
     """
 
     tokens: torch.Tensor
@@ -35,8 +34,8 @@ class Batch:
     parts: tuple[str, ...] = ()
 
     def alone(self) -> Iterator[Batch]:
-        """Each window by itself, from where the target goes on with it: there drafts are asked for.
-        For drafts that look at one place; others need what comes before."""
+        """Each window, from its continuation by the target on. For drafts that read one position;
+        others need the preceding text."""
         if not any(self.firsts):
             yield self
             return
@@ -47,7 +46,7 @@ class Batch:
 
     @cached_property
     def best(self) -> torch.Tensor:
-        """The teacher's own next tokens, i64[N,T]."""
+        """The teacher's most likely next tokens, i64[N,T]."""
         return self.logits.argmax(-1)
 
     @cached_property
@@ -56,17 +55,15 @@ class Batch:
         return self.logits.float().softmax(-1)
 
     def target(self, aim: Aim) -> torch.Tensor:
-        """What students aim at, f32[N,T,V]: distributions of the token after each place.
-
-        Behind the text's end the teacher's own token stands for the text's.
-        """
+        """Target distributions f32[N,T,V] of the token after each position. After the last one,
+        the teacher's token is used for the text's."""
         if aim == "distribution":
             return self.teacher
         return self._both if aim == "both" else self._text
 
     @cached_property
     def _text(self) -> torch.Tensor:
-        # Where paths stand for tokens, their last ones are what follows.
+        # tokens [N,T,P]: paths, whose last tokens follow.
         known = self.tokens[:, 1:] if self.tokens.dim() == 2 else self.tokens[..., -1]
         following = torch.cat([known, self.best[:, -1:]], 1)
         one = torch.zeros_like(self.teacher)
@@ -80,15 +77,15 @@ class Batch:
 
 
 class Loss(NamedTuple):
-    """total: a scalar to minimise. hits: by level, how often the best candidate is the teacher's
-    own token, given the right tokens before it."""
+    """total: a scalar to minimise. hits: by level, the share of best candidates that are the
+    teacher's token, given correct tokens before."""
 
     total: torch.Tensor
     hits: list[float]
 
 
 def mean_loss(losses: Iterable[tuple[Batch, Loss]]) -> Loss:
-    """The loss of several batches: a mean over their places."""
+    """The mean loss over the positions of several batches."""
     kept = list(losses)
     counts = [batch.tokens.numel() for batch, _ in kept]
     shares = [count / sum(counts) for count in counts]
@@ -103,8 +100,7 @@ Functions = str | tuple[str, ...] | None
 
 
 class Run(Protocol):
-    """Runs a function of the program, several segments of its step in turn, or the step (None),
-    differentiably, on inputs by name."""
+    """Runs a function, segments of the step in sequence, or the step, with gradients."""
 
     def __call__(self, function: Functions, **inputs: torch.Tensor) -> dict[str, torch.Tensor]: ...
 
@@ -114,7 +110,7 @@ OBJECTIVES: dict[type[Record], Objective] = {}
 
 
 def objective(record: type[Record]) -> Callable[[Objective], Objective]:
-    """Decorator: the function is what the weights of such a record are trained for."""
+    """Decorator: register the objective of a kind of record."""
 
     def add(function: Objective) -> Objective:
         OBJECTIVES[record] = function
@@ -124,7 +120,7 @@ def objective(record: type[Record]) -> Callable[[Objective], Objective]:
 
 
 def objective_of(record: Record) -> Objective:
-    """The objective of a drafter or policy. Errors: `UnsupportedError` if there is none."""
+    """The objective of a record. Errors: `UnsupportedError` if there is none."""
     import_all(__package__)
     import_methods(OBJECTIVE)
     if type(record) not in OBJECTIVES:
@@ -136,8 +132,8 @@ def objective_of(record: Record) -> Objective:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Mean of -sum(target * log softmax(student)). Works out the gradient on the way forward, one
-    sequence at a time: rows of a vocabulary's size pass through the caches once, not ten times."""
+    """Mean of -sum(target * log softmax(student)). The gradient is computed in the forward pass,
+    one sequence at a time, which reads logits once."""
 
     @staticmethod
     def forward(ctx: Any, student: torch.Tensor, target: torch.Tensor, shift: int) -> torch.Tensor:
@@ -150,7 +146,7 @@ class _CrossEntropy(torch.autograd.Function):
             scores, slope = student[index, :most].float(), gradient[index, :most]
             wanted = target[index, shift : shift + most]
             torch.softmax(scores, -1, out=slope)
-            # log sum exp from the best token, whose probability cannot underflow.
+            # log-sum-exp from the best token, whose probability cannot underflow.
             total += (scores.amax(-1) - slope.amax(-1).log()).sum()
             total -= torch.dot(wanted.reshape(-1), scores.reshape(-1))
             slope.sub_(wanted).div_(rows)
@@ -164,16 +160,14 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def distilled(student: torch.Tensor, target: torch.Tensor, shift: int) -> torch.Tensor:
-    """Cross entropy of logits [N,T,V] against target probabilities [N,T',V] `shift` places on.
-
-    A mean over the positions that have a target. Differentiable once, by the student. Source:
-    Hinton et al., "Distilling the Knowledge in a Neural Network" (2015).
-    """
+    """Cross entropy of logits [N,T,V] against target probabilities [N,T',V] `shift` places later,
+    averaged over positions with a target. Differentiable once, by the student. Source: Hinton et
+    al., "Distilling the Knowledge in a Neural Network" (2015)."""
     return _CrossEntropy.apply(student, target, shift)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def hit_rate(student: torch.Tensor, best: torch.Tensor, shift: int) -> float:
-    """How often the best of logits [N,T,V] is the token `best` i64[N,T'] `shift` places on, in the
+    """Share of argmaxes of logits [N,T,V] equal to `best` i64[N,T'] `shift` positions later, in the
     first sequence."""
     wanted = best[0, shift:]
     return float(

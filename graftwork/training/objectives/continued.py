@@ -1,12 +1,11 @@
-"""A cached drafter and heads that go on from its states, both at once.
+"""A cached drafter and heads that continue from its states, trained together.
 
-Sources: Xiao et al., "Clover-2" (2024): at every level the cross entropy against the target's
-distribution, plus 10 times the SmoothL1 distance between what its head reads and what the target's
-does; levels weighted 0.7^level, no noise. Li et al., "Gumiho" (2025): the same distance plus 0.1
-times the cross entropy; heads weighted 0.8^level / 9; noise on the features that go in, as in EAGLE
-(Li et al., 2024). Li et al., "Amphista" (2024): cross entropy alone. A drafter that draws several
-levels is run on its own states, as it is when it drafts, and the heads learn on the states that it
-leaves them.
+Sources: Xiao et al., "Clover-2" (2024): at every level cross entropy against the target's
+distribution plus 10 times SmoothL1 between the inputs of its head and of the target's; levels
+weighted 0.7^level, no noise. Li et al., "Gumiho" (2025): the same distance plus 0.1 times cross
+entropy; heads weighted 0.8^level / 9; noise on input features as in EAGLE (Li et al., 2024). Li et
+al., "Amphista" (2024): cross entropy alone. A drafter of several levels runs on its own states, as
+in decoding, and the heads are trained on these.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def continued_loss(record: ContinuedDraft, run: Run, batch: Batch) -> Loss:
 
 
 def _distance(record: ContinuedDraft, batch: Batch, read: torch.Tensor, shift: int) -> torch.Tensor:
-    """How far what a head reads, f[N,T',H], is from what the target's does `shift` places on."""
+    """Distance of a head's input f[N,T',H] and that of the target's, `shift` positions later."""
     if not record.feature:
         return read.new_zeros((), dtype=torch.float32)
     wanted = batch.hidden[record.near or record.first.output or ""][:, shift:]
@@ -65,18 +64,16 @@ def _distance(record: ContinuedDraft, batch: Batch, read: torch.Tensor, shift: i
 
 
 def _below(record: ContinuedDraft, batch: Batch, made: list[torch.Tensor]) -> Batch:
-    """What the heads go on from, where others have the target's states.
-
-    made: by level, the state at place t that token t + 2 + level is chosen from.
-    """
+    """The heads' batch, with the drafter's states in the place of the target's. made: by level, the
+    states that predict token t + 2 + level at position t."""
     steps = len(made)
     if not record.then.whole_path:
-        # Place t has fed token t + steps: to the heads it is what the target's place there is.
+        # Position t has read token t + steps; for the heads it is the target's position there.
         hidden = {"hidden": made[-1]}
         return Batch(batch.tokens[:, steps:], hidden, batch.logits[:, steps:])
     places = batch.tokens.shape[1] - 1 - steps
     paths = [batch.tokens[:, 2 + level : 2 + level + places] for level in range(steps)]
     states = torch.stack([one[:, :places] for one in made], 2)
-    # What the first head says, the target says after a path's last token.
+    # The first head predicts what the target predicts after a path's last token.
     logits = batch.logits[:, steps:]
     return Batch(torch.stack(paths, 2), {"hidden": states}, logits)

@@ -1,10 +1,10 @@
-"""A draft with a cache of its own: the target's next feature and token from the ones before.
+"""Drafts with a cache: predict the target's next feature and token from earlier ones.
 
-Sources: Li et al., "EAGLE" (2024): SmoothL1 on features plus 0.1 times the cross entropy against
-the target's distribution, with uniform noise on the features that go in, because those that the
-draft makes itself are not exact. Li et al., "EAGLE-3" (2025): cross entropy alone, on the target's
-features and then for some levels on the states that the draft makes itself, weighted decay^level. A
-second model that drafts is distilled (Zhou et al., "DistillSpec", 2024).
+Sources: Li et al., "EAGLE" (2024): SmoothL1 on features plus 0.1 times cross entropy against the
+target's distribution, with uniform noise on input features, because the draft's own are inexact.
+Li et al., "EAGLE-3" (2025): cross entropy alone, on the target's features and for some levels on
+the draft's own states, weighted decay^level. Draft models are distilled (Zhou et al.,
+"DistillSpec", 2024).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ...passes.drafting.draft_vocabulary import ABSENT
 from .base import Batch, Loss, Run, distilled, hit_rate, objective
 
 TOKEN_SHARE = 0.1
-"""Weight of the cross entropy beside the features' loss."""
+"""Weight of the cross entropy; the features' loss has 1."""
 
 EVEN = 1e-8
-"""Added to every probability before they are scaled to a draft's vocabulary."""
+"""Added to probabilities before they are renormalized to a draft's vocabulary."""
 
 NOISE = 0.2
-"""Width of the noise at 512 tokens a window; shorter windows get more."""
+"""Width of the noise for windows of 512 tokens; inversely proportional to the length."""
 
 
 @objective(CachedDraft)
@@ -38,7 +38,7 @@ def cached_loss(record: CachedDraft, run: Run, batch: Batch) -> Loss:
     features = batch.hidden[record.output]
     if record.rollout:
         return rolled_out(record, run, batch, features[:, :-1])
-    # The feature after token t goes in beside token t + 1 and gives the one after that.
+    # The feature after token t and token t + 1 predict the next feature.
     given = noisy(features[:, :-1], batch.tokens)
     outputs = run(record.function, tokens=batch.tokens[:, 1:], hidden=given)
     regression = torch.nn.functional.smooth_l1_loss(
@@ -50,14 +50,14 @@ def cached_loss(record: CachedDraft, run: Run, batch: Batch) -> Loss:
 
 
 def rolled_out(record: CachedDraft, run: Run, batch: Batch, features: torch.Tensor) -> Loss:
-    """What a draft of every level is worth, from features f[N,T-1,F] at every place at once."""
+    """The loss of all levels, from features f[N,T-1,F] at all positions."""
     if record.entry is not None:
         features = run(record.entry, hidden=features)["hidden"]
     target = None
     total, hits = torch.zeros((), device=features.device), []
     levels = rollout(record.function, run, batch.tokens, features, record.rollout)
     for level, (student, *_) in enumerate(levels):
-        target = sayable(batch.target(record.aim), student) if target is None else target
+        target = renormalized(batch.target(record.aim), student) if target is None else target
         total = total + record.decay**level * distilled(student, target, 1 + level)
         hits.append(hit_rate(student, batch.best, 1 + level))
     return Loss(total, hits)
@@ -66,13 +66,12 @@ def rolled_out(record: CachedDraft, run: Run, batch: Batch, features: torch.Tens
 def rollout(
     function: str, run: Run, tokens: torch.Tensor, features: torch.Tensor, levels: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Logits [N,T-1-i,V], states [N,T-1-i,H] and what the head reads of them, of level i = 0.. that
-    a draft function makes at every place of tokens i64[N,T] at once, from features f[N,T-1,H];
-    fewer levels where T is small.
+    """Run a draft function for several levels at all positions of tokens i64[N,T] at once, from
+    features f[N,T-1,H]. Yields, for level i, logits [N,T-1-i,V], states [N,T-1-i,H] and the inputs
+    of the head; fewer levels if T is small.
 
-    Place t of level i has fed token t + 1 + i beside the state that place t of the level before
-    made. It sees the places up to t of level 0, as a draft sees the text's rows, and itself on the
-    levels between.
+    Position t of level i reads token t + 1 + i and the state of position t at level i - 1. It
+    attends to the positions up to t of level 0, and to position t of the levels between.
     """
     batches, width = features.shape[:2]
     text, tokens = tokens, tokens[:, 1:]
@@ -92,7 +91,7 @@ def rollout(
         yield outputs["draft_logits"][:, -count:], made, read
         if count <= 1:
             return
-        # The next level: one place less, because the last one has no token to go on with.
+        # The next level has one position less: the last one has no next token.
         given = torch.cat([given, made[:, :-1]], 1)
         tokens = torch.cat([tokens, text[:, 2 + level :]], 1)
         seen = _deeper(seen, last[:-1])
@@ -101,7 +100,7 @@ def rollout(
 
 
 def _deeper(seen: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
-    """Ancestors bool[M,M] and a node more below each of the nodes `above`, i64[C]."""
+    """Ancestors bool[M+C,M+C]: of bool[M,M] and a child of each node in `above`, i64[C]."""
     have, count = len(seen), len(above)
     wider = torch.zeros(have + count, have + count, dtype=torch.bool)
     wider[:have, :have] = seen
@@ -110,9 +109,9 @@ def _deeper(seen: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
     return wider
 
 
-def sayable(target: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
-    """Probabilities [N,T,V] among the tokens that the student has logits for; next to even where
-    the target means none of those."""
+def renormalized(target: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
+    """Probabilities [N,T,V] restricted to the student's vocabulary; nearly uniform if the target
+    has no mass there."""
     known = student.detach()[0, 0] > ABSENT / 2
     if bool(known.all()):
         return target
@@ -121,7 +120,7 @@ def sayable(target: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
 
 
 def noisy(features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Features f[N,T,H] with noise that the tokens decide, so that training repeats itself."""
+    """Features f[N,T,H] with noise seeded by the tokens, so that training is reproducible."""
     generator = torch.Generator(features.device).manual_seed(int(tokens.sum()))
     noise = torch.rand(
         features.shape, generator=generator, device=features.device, dtype=torch.float32

@@ -1,4 +1,4 @@
-"""Parallel heads: head k learns the token k + 2 places on, losses weighted decay^k.
+"""Parallel heads: head k predicts the token k + 2 positions later, with weight decay^k.
 
 Source: Cai et al., "Medusa" (2024): cross entropy on the text.
 """
@@ -18,11 +18,11 @@ def heads_loss(record: HeadsDraft, run: Run, batch: Batch) -> Loss:
 
 
 def window_loss(record: HeadsDraft, run: Run, batch: Batch, **more: torch.Tensor) -> Loss:
-    """The loss of windows that the function is run on whole. more: its further inputs."""
+    """The loss of whole windows. more: further inputs of the function."""
     logits = run(record.function, hidden=batch.hidden["hidden"], **more)["draft_logits"]
     total, hits = torch.zeros(()), []
     for level, student in enumerate(logits.unbind(2)):
-        # The state after token t chose token t + 1; head k speaks of the one after t + 1 + k.
+        # The state after token t predicts token t + 1; head k the one after t + 1 + k.
         shift = 1 + level
         total = total + record.decay**level * distilled(student, batch.target(record.aim), shift)
         hits.append(hit_rate(student, batch.best, shift))

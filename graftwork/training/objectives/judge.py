@@ -1,9 +1,8 @@
-"""A judge of draft tokens: it learns to tell what a text says from what it might have said.
+"""A judge of draft tokens: trained to detect replaced tokens in text.
 
-Source: Bachmann et al., "Judge Decoding" (2025), whose judge learns from answers that were marked.
-Here a mark costs nothing: in text, every fourth token is replaced by another one that the target
-finds likely there (Clark et al., "ELECTRA", 2020). The text's own tokens are acceptable, whether or
-not they are the target's first choice, and the replacements are not.
+Source: Bachmann et al., "Judge Decoding" (2025), which trains on annotated answers. Here a quarter
+of a text's tokens are replaced by others that the target finds likely (Clark et al., "ELECTRA",
+2020). Original tokens are acceptable, replacements are not.
 """
 
 from __future__ import annotations
@@ -14,16 +13,15 @@ from ...ir.plan import Judge
 from .base import Batch, Loss, Run, objective
 
 SHARE = 0.25
-"""Tokens that are replaced."""
+"""Share of replaced tokens."""
 
 CANDIDATES = 8
-"""Of the target's likeliest tokens a replacement is one."""
+"""Replacements are among this many of the target's most likely tokens."""
 
 
 @objective(Judge)
 def judge_loss(record: Judge, run: Run, batch: Batch) -> Loss:
-    """See the module docstring. hits: how often the head is right, replaced tokens and others
-    weighing the same."""
+    """See the module docstring. hits: balanced accuracy of the head."""
     tokens, replaced = substituted(batch)
     with torch.no_grad():
         hidden = run(None, tokens=tokens)[record.output]
@@ -39,8 +37,8 @@ def judge_loss(record: Judge, run: Run, batch: Batch) -> Loss:
 
 
 def substituted(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens i64[N,T] with some replaced, and which, bool[N,T]; the text decides, so that training
-    repeats itself."""
+    """Tokens i64[N,T] with some replaced, and which, bool[N,T]; seeded by the tokens, so that
+    training is reproducible."""
     tokens = batch.tokens
     generator = torch.Generator().manual_seed(int(tokens.sum()))
     shape = tokens.shape
@@ -48,7 +46,7 @@ def substituted(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     count = min(CANDIDATES, batch.logits.shape[-1])
     ranks = torch.randint(count, (*shape, 1), generator=generator).to(tokens.device)
     likely = batch.logits.topk(count).indices.gather(-1, ranks)[..., 0]
-    # What the target says after token t is about token t + 1.
+    # Logits after token t predict token t + 1.
     likely = torch.cat([tokens[:, :1], likely[:, :-1]], 1)
     replaced = some & (likely != tokens)
     return torch.where(replaced, likely, tokens), replaced

@@ -1,4 +1,4 @@
-"""Heads in sequence, on the text's own tokens: level k learns the token k + 2 places on.
+"""Sequential heads, run on the text's tokens: level k predicts the token k + 2 positions later.
 
 Source: Ankner et al., "Hydra" (2024): cross entropy to the text, and in Hydra++ to the teacher's
 distribution; weights decay^k.
@@ -18,7 +18,7 @@ from .base import Batch, Loss, Run, distilled, hit_rate, mean_loss, objective
 def recurrent_loss(record: RecurrentDraft, run: Run, batch: Batch) -> Loss:
     """See the module docstring."""
     if record.entry is not None:
-        # Its layer looks at the text so far, what comes after it at one place.
+        # The entry attends to the text; the heads read one position.
         states = run(record.entry, tokens=batch.tokens, hidden=batch.hidden["hidden"])
         batch = replace(batch, hidden={"hidden": states["hidden"]})
     return mean_loss((one, _window_loss(record, run, one)) for one in batch.alone())
@@ -29,7 +29,7 @@ def _window_loss(record: RecurrentDraft, run: Run, batch: Batch) -> Loss:
     target = batch.target(record.aim)
     total, hits = torch.zeros(()), []
     for level in range(record.levels):
-        # One place less a level: the last states have no tokens to go on with.
+        # One position less per level: the last states have no next token.
         state = state[:, :-1]
         tokens = batch.tokens[:, 1 + level :]
         outputs = run(functions[min(level, len(functions) - 1)], tokens=tokens, state=state)

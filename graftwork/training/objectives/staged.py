@@ -1,4 +1,4 @@
-"""A model that drafts with a drafter of its own: distilled as it is without one."""
+"""A draft model with a drafter of its own is distilled like one without."""
 
 from __future__ import annotations
 
